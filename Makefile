@@ -1,0 +1,37 @@
+# Two commands for a newcomer: `make serve` and `make test`. Both make `.venv` first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: venv serve test test-full lint check bench clean
+
+venv: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt sgl-kernel/pyproject.toml $(shell find sgl-kernel -name '*.cpp' -o -name '*.h' 2>/dev/null)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall ./sgl-kernel
+	touch $@
+
+serve: venv
+	$(BIN)/python -m sglang.launch_server $(ARGS)
+
+test: venv lint
+	$(BIN)/python test/run_suite.py --hw cpu
+
+test-full: venv lint
+	$(BIN)/python test/run_suite.py --hw cpu --full
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/check_layers.py
+	$(BIN)/mypy
+
+bench: venv
+	$(BIN)/python benchmark/peers/cpu_generate.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) sgl-kernel/build .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,55 @@
+"""What each attention backend can do, as data that argument checks may read.
+
+The backends themselves are in `layers.attention`; they take their capabilities from here,
+so that both sides ask one table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBackendCapabilities:
+    """Fields:
+    devices: device types that it runs on.
+    supports_tree_draft: serves draft trees with top-k > 1.
+    needs_paged_draft_rows: reads whole pages per draft branch when page_size > 1.
+    needs_cpu_seq_lens: its metadata needs lengths on the host.
+    supports_cuda_graph: can be captured and replayed.
+    """
+
+    devices: frozenset[str]
+    supports_tree_draft: bool
+    needs_paged_draft_rows: bool
+    needs_cpu_seq_lens: bool
+    supports_cuda_graph: bool
+
+
+ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
+    "torch_native": AttentionBackendCapabilities(
+        devices=frozenset({"cpu"}),
+        supports_tree_draft=True,
+        needs_paged_draft_rows=True,
+        needs_cpu_seq_lens=True,
+        supports_cuda_graph=False,
+    ),
+    "cpu_native": AttentionBackendCapabilities(
+        devices=frozenset({"cpu"}),
+        supports_tree_draft=True,
+        needs_paged_draft_rows=True,
+        needs_cpu_seq_lens=False,
+        supports_cuda_graph=False,
+    ),
+}
+
+DEFAULT_ATTENTION_BACKEND = {"cpu": "cpu_native"}
+
+
+def supported_names(device: str) -> list[str]:
+    """Backends that run on `device`, sorted."""
+    return sorted(
+        name
+        for name, capabilities in ATTENTION_BACKENDS.items()
+        if device in capabilities.devices
+    )

@@ -1,0 +1,416 @@
+"""The server's configuration: every flag, its default, and the order of resolution.
+
+A field is declared once; the command line is generated from it. `__post_init__` runs the
+ordered `_handle_*` steps; afterwards the object is read-only. Configuration errors are
+`ValueError`s that name the flag, the value and the fix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from sglang.srt.arg_groups.arg_parser import (
+    Arg,
+    FlagParser,
+    add_fields,
+    from_namespace,
+)
+from sglang.srt.arg_groups.canary_hook import handle_kv_canary
+from sglang.srt.arg_groups.speculative_hook import handle_speculative
+from sglang.srt.configs.attention_backends import (
+    ATTENTION_BACKENDS,
+    DEFAULT_ATTENTION_BACKEND,
+    supported_names,
+)
+from sglang.srt.utils.paths import bundled_demo_model_path
+
+DTYPES = ("auto", "float32", "float", "bfloat16", "half", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+SCHEDULE_POLICIES = ("fcfs", "lpm")
+GRAMMAR_BACKENDS = ("llguidance", "none")
+SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
+CANARY_MODES = ("none", "log", "raise", "heal")
+CANARY_REAL_DATA = ("none", "partial", "rotate", "all")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+DISAGGREGATION_MODES = ("null", "prefill", "decode")
+
+CPU_CHUNKED_PREFILL_SIZE = 512
+CPU_MAX_RUNNING_REQUESTS = 64
+
+
+@dataclasses.dataclass(kw_only=True)
+class ServerArgs:
+    # Model and tokenizer
+    model_path: Annotated[
+        str | None,
+        Arg("Folder (or hub name) of the model; unset: the bundled demo model."),
+    ] = None
+    tokenizer_path: Annotated[
+        str | None, Arg("Folder of the tokenizer; unset: the model's.")
+    ] = None
+    skip_tokenizer_init: Annotated[
+        bool, Arg("Serve token ids only: no tokenizer is loaded.")
+    ] = False
+    load_format: Annotated[
+        str,
+        Arg(
+            "How weights are read; dummy: random values of the real shapes.",
+            LOAD_FORMATS,
+        ),
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool, Arg("Refused: code from a checkpoint is never run.")
+    ] = False
+    context_length: Annotated[
+        int | None, Arg("Longest prompt + output; unset: the model's own.")
+    ] = None
+    served_model_name: Annotated[
+        str | None, Arg("Name in /v1/models; unset: the model path.")
+    ] = None
+    chat_template: Annotated[
+        str | None, Arg("A jinja file, or the template itself; unset: the tokenizer's.")
+    ] = None
+
+    # Device and numerics
+    device: Annotated[str, Arg("Device to run on.", ("auto", "cpu", "cuda"))] = "auto"
+    dtype: Annotated[
+        str, Arg("Compute and KV type; auto: float32 on the CPU.", DTYPES)
+    ] = "auto"
+    tp_size: Annotated[int, Arg("Tensor parallel ranks.")] = 1
+    attention_backend: Annotated[
+        str | None,
+        Arg(
+            "Attention backend; unset: the best of the device.",
+            tuple(ATTENTION_BACKENDS),
+        ),
+    ] = None
+    sampling_backend: Annotated[
+        str | None, Arg("Sampling backend; unset: pytorch.", ("pytorch",))
+    ] = None
+    grammar_backend: Annotated[
+        str, Arg("Engine of constrained decoding.", GRAMMAR_BACKENDS)
+    ] = "llguidance"
+    random_seed: Annotated[
+        int | None, Arg("Seed of requests that bring none; unset: drawn at start.")
+    ] = None
+
+    # Memory
+    mem_fraction_static: Annotated[
+        float | None,
+        Arg("Share of free memory for weights and KV cache; unset: by device."),
+    ] = None
+    max_total_tokens: Annotated[
+        int | None, Arg("KV slots; unset: from --mem-fraction-static.")
+    ] = None
+    max_running_requests: Annotated[
+        int | None, Arg("Requests in one batch; unset: by device.")
+    ] = None
+    page_size: Annotated[
+        int | None, Arg("Tokens per KV page; unset: 1, or what the backend asks for.")
+    ] = None
+    disable_radix_cache: Annotated[
+        bool, Arg("Do not share prefixes between requests.")
+    ] = False
+
+    # Scheduling
+    chunked_prefill_size: Annotated[
+        int | None,
+        Arg("Longest prefill of one forward; -1: no chunks; unset: by device."),
+    ] = None
+    max_prefill_tokens: Annotated[
+        int, Arg("Tokens that one prefill batch may hold.")
+    ] = 16384
+    max_queued_requests: Annotated[
+        int, Arg("Requests that may wait; beyond it 503 with Retry-After.")
+    ] = 4096
+    schedule_policy: Annotated[
+        str, Arg("Order of the waiting queue.", SCHEDULE_POLICIES)
+    ] = "fcfs"
+    schedule_conservativeness: Annotated[
+        float, Arg("Larger values admit fewer requests and retract less.")
+    ] = 1.0
+    disable_overlap_schedule: Annotated[
+        bool, Arg("Process a step's result before the next step is launched.")
+    ] = False
+    stream_interval: Annotated[int, Arg("Tokens between two stream messages.")] = 1
+    watchdog_timeout: Annotated[
+        float, Arg("Seconds after which a forward that does not end stops the server.")
+    ] = 300.0
+
+    # CUDA graphs
+    disable_cuda_graph: Annotated[bool, Arg("Run decode without CUDA graphs.")] = False
+    cuda_graph_max_bs: Annotated[
+        int | None, Arg("Largest batch with a CUDA graph.")
+    ] = None
+    cuda_graph_bs: Annotated[
+        list[int] | None, Arg("Batch sizes with a CUDA graph.")
+    ] = None
+    disable_piecewise_cuda_graph: Annotated[
+        bool, Arg("Run prefill without CUDA graphs.")
+    ] = False
+    enable_breakable_cuda_graph: Annotated[
+        bool, Arg("Run prefill with breakable CUDA graphs.")
+    ] = False
+
+    # HTTP
+    host: Annotated[str, Arg("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Arg("Port to listen on.")] = 30000
+    api_key: Annotated[
+        str | None, Arg("Key that clients must send as a bearer token.")
+    ] = None
+    enable_return_hidden_states: Annotated[
+        bool, Arg("Let requests ask for hidden states.")
+    ] = False
+    enable_cache_report: Annotated[
+        bool, Arg("Report cached prompt tokens in OpenAI usage.")
+    ] = False
+    enable_metrics: Annotated[bool, Arg("Serve Prometheus metrics at /metrics.")] = (
+        False
+    )
+    log_level: Annotated[str, Arg("Log level.", LOG_LEVELS)] = "info"
+    log_requests: Annotated[bool, Arg("Log each request and its answer.")] = False
+    decode_log_interval: Annotated[
+        int, Arg("Decode steps between two log lines of the scheduler.")
+    ] = 400
+    disaggregation_mode: Annotated[
+        str, Arg("Role in prefill/decode disaggregation.", DISAGGREGATION_MODES)
+    ] = "null"
+
+    # Speculative decoding
+    speculative_algorithm: Annotated[
+        str | None, Arg("Speculative decoding algorithm.", SPECULATIVE_ALGORITHMS)
+    ] = None
+    speculative_draft_model_path: Annotated[
+        str | None, Arg("Folder of the draft model.")
+    ] = None
+    speculative_num_steps: Annotated[int | None, Arg("Depth of the draft.")] = None
+    speculative_eagle_topk: Annotated[
+        int | None, Arg("Branches kept per draft step.")
+    ] = None
+    speculative_num_draft_tokens: Annotated[
+        int | None, Arg("Nodes verified at once, root included.")
+    ] = None
+    speculative_token_map: Annotated[
+        str | None, Arg("File of the draft vocabulary's token ids.")
+    ] = None
+    speculative_accept_threshold_single: Annotated[
+        float, Arg("Accept a draft token at or above this target probability.")
+    ] = 1.0
+    speculative_accept_threshold_acc: Annotated[
+        float, Arg("Scale of the accumulated acceptance probability.")
+    ] = 1.0
+
+    # KV canary
+    kv_canary: Annotated[
+        str, Arg("Check the KV cache while serving.", CANARY_MODES)
+    ] = "none"
+    kv_canary_real_data: Annotated[
+        str, Arg("Which KV bytes are fingerprinted.", CANARY_REAL_DATA)
+    ] = "partial"
+    kv_canary_sweep_interval: Annotated[
+        int, Arg("Steps between sweeps of cached slots; 0: off.")
+    ] = 0
+    kv_canary_report_dir: Annotated[
+        str | None, Arg("Folder for one JSON file per incident.")
+    ] = None
+    kv_canary_report_tokens: Annotated[
+        bool, Arg("Put token ids into incident reports.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        for step in (
+            self._handle_refused,
+            self._handle_model,
+            self._handle_device,
+            self._handle_numbers,
+            self._handle_memory,
+            self._handle_scheduling,
+            self._handle_attention_backend,
+            self._handle_cuda_graph,
+        ):
+            step()
+        handle_speculative(self)
+        handle_kv_canary(self)
+        self._is_resolved = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_is_resolved", False):
+            raise AttributeError(f"ServerArgs is read-only after start: {name}")
+        super().__setattr__(name, value)
+
+    # Resolution, in this order.
+
+    def _handle_refused(self) -> None:
+        if self.trust_remote_code:
+            raise ValueError(
+                "--trust-remote-code is refused: code from a checkpoint is never run; "
+                "remove the flag"
+            )
+        if self.disaggregation_mode != "null":
+            raise ValueError(
+                f"--disaggregation-mode {self.disaggregation_mode} is not available in "
+                "this version; remove the flag"
+            )
+        if self.tp_size != 1:
+            raise ValueError(
+                f"--tp-size {self.tp_size} is not available in this version; use 1"
+            )
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {value!r} is unknown; "
+                    f"choose from {', '.join(choices)}"
+                )
+
+    def _handle_model(self) -> None:
+        if self.model_path is None:
+            self.model_path = str(bundled_demo_model_path())
+            self.served_model_name = self.served_model_name or "demo"
+        self.tokenizer_path = self.tokenizer_path or self.model_path
+        self.served_model_name = self.served_model_name or self.model_path
+        if self.chat_template is not None and "{" not in self.chat_template:
+            path = Path(self.chat_template)
+            if not path.is_file():
+                raise ValueError(
+                    f"--chat-template {self.chat_template} is neither a file nor a "
+                    "jinja template"
+                )
+            self.chat_template = path.read_text(encoding="utf-8")
+
+    def _handle_device(self) -> None:
+        if self.device == "cuda":
+            raise ValueError(
+                "--device cuda is not available in this version; use --device cpu"
+            )
+        self.device = "cpu"
+        if self.dtype == "auto":
+            self.dtype = "float32"
+        self.dtype = {"float": "float32", "half": "float16"}.get(self.dtype, self.dtype)
+        self.sampling_backend = self.sampling_backend or "pytorch"
+        if self.random_seed is None:
+            self.random_seed = random.SystemRandom().randrange(2**31)
+
+    def _handle_numbers(self) -> None:
+        for name, low in _LOWER_BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {value} must be at least {low}"
+                )
+        if self.port > 65535:
+            raise ValueError(f"--port {self.port} must be at most 65535")
+
+    def _handle_memory(self) -> None:
+        if self.mem_fraction_static is None:
+            self.mem_fraction_static = 0.5
+        if not 0.0 < self.mem_fraction_static < 1.0:
+            raise ValueError(
+                f"--mem-fraction-static {self.mem_fraction_static} must lie between 0 "
+                "and 1"
+            )
+        self.page_size = self.page_size or 1
+        if self.max_total_tokens is not None and self.max_total_tokens % self.page_size:
+            raise ValueError(
+                f"--max-total-tokens {self.max_total_tokens} must be a multiple of "
+                f"--page-size {self.page_size}"
+            )
+        if self.max_running_requests is None:
+            self.max_running_requests = CPU_MAX_RUNNING_REQUESTS
+
+    def _handle_scheduling(self) -> None:
+        if self.chunked_prefill_size is None:
+            self.chunked_prefill_size = _ceil_align(
+                CPU_CHUNKED_PREFILL_SIZE, self._page_size
+            )
+        if self.chunked_prefill_size == 0 or self.chunked_prefill_size < -1:
+            raise ValueError(
+                f"--chunked-prefill-size {self.chunked_prefill_size} must be positive, "
+                "or -1 for no chunks"
+            )
+        if (
+            self.chunked_prefill_size > 0
+            and self.chunked_prefill_size % self._page_size
+        ):
+            raise ValueError(
+                f"--chunked-prefill-size {self.chunked_prefill_size} must be a multiple "
+                f"of --page-size {self.page_size}"
+            )
+
+    def _handle_attention_backend(self) -> None:
+        name = self.attention_backend or DEFAULT_ATTENTION_BACKEND[self.device]
+        if self.device not in ATTENTION_BACKENDS[name].devices:
+            raise ValueError(
+                f"--attention-backend {name} does not run on {self.device}; choose from "
+                f"{', '.join(supported_names(self.device))}"
+            )
+        self.attention_backend = name
+
+    def _handle_cuda_graph(self) -> None:
+        if self.enable_breakable_cuda_graph:
+            raise ValueError(
+                "--enable-breakable-cuda-graph needs --device cuda, which is not "
+                "available in this version; remove the flag"
+            )
+
+    @property
+    def _page_size(self) -> int:
+        """`page_size` once `_handle_memory` has resolved it."""
+        return self.page_size or 1
+
+    # Command line.
+
+    @classmethod
+    def from_cli(cls, argv: Sequence[str] | None = None) -> ServerArgs:
+        """Parse `argv` (None: `sys.argv`)."""
+        parser = cls.parser()
+        return cls(**from_namespace(cls, parser.parse_args(argv)))
+
+    @classmethod
+    def parser(cls, prog: str = "python -m sglang.launch_server") -> FlagParser:
+        parser = FlagParser(prog=prog, description="Serve a language model over HTTP.")
+        add_fields(parser, cls)
+        return parser
+
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "load_format": LOAD_FORMATS,
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": DTYPES,
+    "attention_backend": tuple(ATTENTION_BACKENDS),
+    "sampling_backend": ("pytorch",),
+    "grammar_backend": GRAMMAR_BACKENDS,
+    "schedule_policy": SCHEDULE_POLICIES,
+    "log_level": LOG_LEVELS,
+    "disaggregation_mode": DISAGGREGATION_MODES,
+    "speculative_algorithm": SPECULATIVE_ALGORITHMS,
+    "kv_canary": CANARY_MODES,
+    "kv_canary_real_data": CANARY_REAL_DATA,
+}
+
+_LOWER_BOUNDS: dict[str, float] = {
+    "context_length": 1,
+    "max_total_tokens": 1,
+    "max_running_requests": 1,
+    "page_size": 1,
+    "max_prefill_tokens": 1,
+    "max_queued_requests": 1,
+    "schedule_conservativeness": 0.0,
+    "stream_interval": 1,
+    "watchdog_timeout": 0.001,
+    "decode_log_interval": 1,
+    "cuda_graph_max_bs": 1,
+    "port": 0,
+}
+
+
+def _ceil_align(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

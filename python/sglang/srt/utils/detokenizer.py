@@ -1,0 +1,103 @@
+"""Token ids to text, a few tokens at a time, at a cost per token that does not grow.
+
+Never emits a replacement character for a character that is not complete yet. Knows
+nothing of requests or stop strings.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from sglang.srt.utils.hf_tokenizer import Tokenizer
+    from sglang.srt.utils.token_bytes import TokenBytes
+
+REPLACEMENT = "\ufffd"
+# More tokens than one character spans: what is broken after so many stays broken.
+MAX_PENDING_TOKENS = 8
+
+
+class _Decoder(Protocol):
+    def push(self, token_ids: Sequence[int]) -> str: ...
+    def finish(self) -> str: ...
+
+
+class IncrementalDetokenizer:
+    """The growing text of one output.
+
+    The pieces returned by `push` and the last one, by `finish`, join to the decoding of
+    all tokens at once. Tokens that the tokenizer calls special are dropped where
+    `skip_special_tokens` is set.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True
+    ) -> None:
+        table = tokenizer.token_bytes_table
+        self._decoder: _Decoder = (
+            _WindowDecoder(tokenizer) if table is None else _ByteDecoder(table)
+        )
+        self._dropped = tokenizer.special_ids if skip_special_tokens else frozenset()
+
+    def push(self, token: int) -> str:
+        """Text that is certain once `token` is out; may be empty."""
+        return self.push_many((token,))
+
+    def push_many(self, tokens: Sequence[int]) -> str:
+        """`push` for several tokens, in order."""
+        if self._dropped:
+            tokens = [token for token in tokens if token not in self._dropped]
+        return self._decoder.push(tokens) if tokens else ""
+
+    def finish(self) -> str:
+        """What is left at the end; U+FFFD stands for an incomplete character."""
+        return self._decoder.finish()
+
+
+class _ByteDecoder:
+    def __init__(self, table: TokenBytes) -> None:
+        self._table = table
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._utf8.decode(b"".join(map(self._table.get, token_ids)))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowDecoder:
+    """For decoders that look at neighbours: decodes new tokens behind some old ones.
+
+    `_tokens[:_n_emitted]` is context whose text has been returned; the rest is pending.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._n_emitted = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self._push_one, token_ids))
+
+    def finish(self) -> str:
+        return self._advance(self._decode(self._tokens))
+
+    def _push_one(self, token_id: int) -> str:
+        self._tokens.append(token_id)
+        text = self._decode(self._tokens)
+        pending = len(self._tokens) - self._n_emitted
+        if text.endswith(REPLACEMENT) and pending < MAX_PENDING_TOKENS:
+            return ""
+        return self._advance(text)
+
+    def _advance(self, text: str) -> str:
+        known = self._decode(self._tokens[: self._n_emitted])
+        del self._tokens[: self._n_emitted]
+        self._n_emitted = len(self._tokens)
+        return text[len(known) :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -1,0 +1,38 @@
+"""One log format for every process of the engine, and messages that appear once."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+ROOT = "sglang"
+FORMAT = "[%(asctime)s] %(levelname)s %(message)s"
+DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
+
+_logged_once: set[str] = set()
+
+
+def configure_logging(level: str) -> None:
+    """Send the loggers below `sglang`, and uvicorn's warnings, to stderr in one format.
+
+    Args:
+        level: a name of `server_args.LOG_LEVELS`. Calling again changes the level only.
+    """
+    logger = logging.getLogger(ROOT)
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(FORMAT, DATE_FORMAT))
+        logger.addHandler(handler)
+        logger.propagate = False
+        uvicorn = logging.getLogger("uvicorn")
+        uvicorn.addHandler(handler)
+        uvicorn.propagate = False
+        uvicorn.setLevel(logging.WARNING)
+    logger.setLevel(level.upper())
+
+
+def log_once(logger: logging.Logger, level: int, message: str) -> None:
+    """Log `message` the first time it is seen in this process."""
+    if message not in _logged_once:
+        _logged_once.add(message)
+        logger.log(level, "%s", message)

@@ -1,0 +1,167 @@
+"""Checks the layer table: a module imports modules of its own or of lower layers.
+
+Reads the imports of every file below `python/sglang` with `ast` (type-only imports are
+exempt), reports upward edges and import cycles, and prints the longest files. Exit code 1
+on a breach.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent / "python"
+MAX_FILE_LINES = 800
+USUAL_FILE_LINES = 300
+
+# First match wins; prefixes are module names below `sglang`.
+LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
+    (12, ("test",)),
+    (0, ("srt.environ", "srt.utils", "version")),
+    (
+        1,
+        (
+            "srt.server_args",
+            "srt.arg_groups",
+            "srt.configs",
+            "srt.sampling.sampling_params",
+            "srt.managers.io_struct",
+            "srt.managers.scheduler_addresses",
+            "srt.managers.utils",
+            "srt.model_executor.forward_batch_info",
+            "srt.model_executor.forward_context",
+            "srt.speculative.spec_info",
+        ),
+    ),
+    (2, ("srt.layers.ops", "srt.kv_canary.kernels")),
+    (3, ("srt.mem_cache", "srt.distributed", "srt.metrics")),
+    (4, ("srt.layers", "srt.sampling", "srt.constrained")),
+    (5, ("srt.speculative.eagle_info", "srt.speculative.eagle_utils")),
+    (6, ("srt.models", "srt.model_loader", "srt.kv_canary")),
+    (7, ("srt.model_executor",)),
+    (
+        8,
+        (
+            "srt.managers.req",
+            "srt.managers.schedule_batch",
+            "srt.managers.stop_matcher",
+            "srt.managers.tp_worker",
+        ),
+    ),
+    (9, ("srt.speculative",)),
+    (10, ("srt.managers",)),
+    (11, ("srt.entrypoints", "launch_server", "bench_", "__main__", "")),
+)
+# Packages of one layer that must not know each other.
+STRANGERS = (("srt.kv_canary", "srt.models"), ("srt.kv_canary", "srt.model_loader"))
+
+
+def layer_of(module: str) -> int:
+    """Layer of `module`, a dotted name that starts with `sglang`."""
+    name = module.removeprefix("sglang").removeprefix(".")
+    for layer, prefixes in LAYERS:
+        for prefix in prefixes:
+            if name == prefix or name.startswith(prefix + "."):
+                return layer
+            if prefix.endswith("_") and name.startswith(prefix):
+                return layer
+    raise SystemExit(f"{module}: no layer; add it to LAYERS in scripts/check_layers.py")
+
+
+def imports_of(path: Path, known: set[str]) -> set[str]:
+    """Modules of this tree that `path` imports at run time, at any depth of nesting."""
+    found: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import):
+            found.update(a.name for a in node.names if a.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            children = {f"{node.module}.{a.name}" for a in node.names}
+            found.update(children & known)
+            if node.module in known and children - known:
+                found.add(node.module)
+        pending.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def is_stranger(module: str, other: str) -> bool:
+    names = (module.removeprefix("sglang."), other.removeprefix("sglang."))
+    for pair in STRANGERS:
+        for left, right in (pair, pair[::-1]):
+            if names[0].startswith(left) and names[1].startswith(right):
+                return True
+    return False
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Some import cycle as a list of modules, or an empty list."""
+    state: dict[str, int] = {}
+    path: list[str] = []
+
+    def visit(module: str) -> list[str]:
+        state[module] = 1
+        path.append(module)
+        for other in sorted(graph[module]):
+            if state.get(other) == 1:
+                return [*path[path.index(other) :], other]
+            if other not in state:
+                cycle = visit(other)
+                if cycle:
+                    return cycle
+        path.pop()
+        state[module] = 2
+        return []
+
+    for module in sorted(graph):
+        if module not in state:
+            cycle = visit(module)
+            if cycle:
+                return cycle
+    return []
+
+
+def main() -> int:
+    files = {
+        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
+        for p in sorted((ROOT / "sglang").rglob("*.py"))
+    }
+    graph = {
+        name: imports_of(path, set(files)) - {name} for name, path in files.items()
+    }
+    problems = []
+    for module, others in graph.items():
+        for other in sorted(others):
+            if layer_of(other) > layer_of(module):
+                problems.append(
+                    f"{module} (L{layer_of(module)}) imports {other} (L{layer_of(other)})"
+                )
+            if is_stranger(module, other):
+                problems.append(f"{module} must not import {other}")
+    cycle = find_cycle(graph)
+    if cycle:
+        problems.append("import cycle: " + " -> ".join(cycle))
+    lengths = {
+        n: len(p.read_text(encoding="utf-8").splitlines()) for n, p in files.items()
+    }
+    longest = sorted(lengths.items(), key=lambda item: -item[1])[:5]
+    for name, length in longest:
+        if length > MAX_FILE_LINES:
+            problems.append(f"{name} has {length} lines, more than {MAX_FILE_LINES}")
+    above = sum(length > USUAL_FILE_LINES for length in lengths.values())
+    print(
+        f"layers: {len(files)} modules, {sum(map(len, graph.values()))} imports, "
+        f"{above} files over {USUAL_FILE_LINES} lines; longest: "
+        + ", ".join(f"{name} {length}" for name, length in longest)
+    )
+    for problem in problems:
+        print("  " + problem)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

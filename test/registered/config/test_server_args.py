@@ -1,0 +1,134 @@
+"""Flags: defaults, resolution, and refusals that name flag, value and fix."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from sglang.srt.arg_groups.arg_parser import from_namespace
+from sglang.srt.server_args import ServerArgs
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="cpu")
+
+CONTRACT_FLAGS = """
+--model-path --tokenizer-path --host --port --dtype --device --tp-size
+--mem-fraction-static --max-running-requests --max-total-tokens --context-length
+--chunked-prefill-size --max-prefill-tokens --page-size --attention-backend
+--sampling-backend --schedule-policy --disable-radix-cache --disable-overlap-schedule
+--disable-cuda-graph --cuda-graph-max-bs --cuda-graph-bs --disable-piecewise-cuda-graph
+--enable-breakable-cuda-graph --load-format --skip-tokenizer-init --enable-metrics
+--api-key --served-model-name --random-seed --log-level --enable-return-hidden-states
+--disaggregation-mode --speculative-algorithm --speculative-draft-model-path
+--speculative-num-steps --speculative-eagle-topk --speculative-num-draft-tokens
+--speculative-token-map --kv-canary --kv-canary-real-data --kv-canary-sweep-interval
+--kv-canary-report-dir --kv-canary-report-tokens --trust-remote-code --chat-template
+--stream-interval --log-requests --watchdog-timeout
+--speculative-accept-threshold-single --speculative-accept-threshold-acc
+--max-queued-requests
+""".split()
+
+
+def test_every_flag_of_the_contract_exists_and_is_documented():
+    help_text = ServerArgs.parser().format_help()
+    for flag in CONTRACT_FLAGS:
+        assert re.search(rf"{flag}\b", help_text), flag
+    for action in ServerArgs.parser()._actions:
+        assert action.help, action
+
+
+def test_command_line_and_constructor_agree():
+    parsed = ServerArgs.parser().parse_args([])
+    values = from_namespace(ServerArgs, parsed)
+    for field in dataclasses.fields(ServerArgs):
+        assert values[field.name] == field.default, field.name
+
+
+def test_defaults():
+    args = ServerArgs()
+    assert (args.host, args.port, args.schedule_policy) == ("127.0.0.1", 30000, "fcfs")
+    assert (args.page_size, args.device, args.dtype) == (1, "cpu", "float32")
+    assert args.attention_backend == "cpu_native"
+    assert args.served_model_name == "demo"
+    assert args.random_seed is not None
+
+
+def test_values_from_the_command_line():
+    args = ServerArgs.from_cli(
+        ["--page-size", "4", "--max-total-tokens", "64", "--disable-radix-cache"]
+    )
+    assert (args.page_size, args.max_total_tokens) == (4, 64)
+    assert args.disable_radix_cache
+
+
+def test_resolving_twice_changes_nothing():
+    first = ServerArgs(page_size=4, dtype="half")
+    again = ServerArgs(**dataclasses.asdict(first))
+    assert first == again
+
+
+def test_is_read_only_after_start():
+    with pytest.raises(AttributeError, match="read-only"):
+        ServerArgs().port = 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--no-such-flag"],
+        ["--page"],
+        ["--enable-torch-compile"],
+        ["--kv-canary", "maybe"],
+        ["--port", "http"],
+    ],
+)
+def test_unknown_flags_and_values_are_refused(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        ServerArgs.from_cli(argv)
+    assert stop.value.code == 2
+    assert argv[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"trust_remote_code": True}, ["--trust-remote-code", "remove"]),
+        ({"device": "cuda"}, ["--device cuda", "--device cpu"]),
+        ({"tp_size": 2}, ["--tp-size 2", "use 1"]),
+        ({"disaggregation_mode": "decode"}, ["--disaggregation-mode decode"]),
+        ({"enable_breakable_cuda_graph": True}, ["--enable-breakable-cuda-graph"]),
+        ({"speculative_algorithm": "EAGLE3"}, ["--speculative-algorithm EAGLE3"]),
+        ({"speculative_num_steps": 3}, ["--speculative-num-steps 3"]),
+        ({"kv_canary": "raise"}, ["--kv-canary raise", "--kv-canary none"]),
+        ({"kv_canary": "heal"}, ["--kv-canary heal"]),
+        ({"kv_canary_sweep_interval": 4}, ["--kv-canary-sweep-interval 4"]),
+        ({"kv_canary_sweep_interval": -1}, ["--kv-canary-sweep-interval -1"]),
+        ({"kv_canary_report_dir": "x"}, ["--kv-canary-report-dir x"]),
+        ({"kv_canary_report_tokens": True}, ["--kv-canary-report-tokens"]),
+        ({"page_size": 0}, ["--page-size 0", "at least 1"]),
+        ({"port": 70000}, ["--port 70000", "65535"]),
+        ({"mem_fraction_static": 1.5}, ["--mem-fraction-static 1.5"]),
+        ({"max_total_tokens": 10, "page_size": 4}, ["--max-total-tokens 10", "4"]),
+        ({"chunked_prefill_size": 0}, ["--chunked-prefill-size 0", "-1"]),
+        (
+            {"chunked_prefill_size": 10, "page_size": 4},
+            ["--chunked-prefill-size 10", "--page-size 4"],
+        ),
+        ({"attention_backend": "fa3"}, ["--attention-backend 'fa3'", "cpu_native"]),
+        ({"load_format": "pickle"}, ["--load-format 'pickle'", "safetensors"]),
+        ({"chat_template": "no/such/file"}, ["--chat-template no/such/file"]),
+        ({"max_running_requests": 0}, ["--max-running-requests 0"]),
+        ({"schedule_conservativeness": -1.0}, ["--schedule-conservativeness -1.0"]),
+    ],
+)
+def test_refusals_name_flag_value_and_fix(values, words):
+    with pytest.raises(ValueError) as error:
+        ServerArgs(**values)
+    for word in words:
+        assert word in str(error.value)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))

@@ -1,0 +1,152 @@
+"""Runs the registered tests: `python test/run_suite.py --hw cpu [--full]`.
+
+A test file registers itself with `register_cpu_ci` / `register_cuda_ci`; the calls are
+read from the source with `ast`, so their arguments are literals. Files that need the whole
+machine run alone, the others share pytest workers. `--full` runs the whole counts and
+writes `docs/soak/<name>.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+REGISTERED = REPO / "test" / "registered"
+SUITES = {"cpu": ("cpu", "cpu-serial"), "cuda": ("cuda", "cuda-serial")}
+CALLS = {"cpu": "register_cpu_ci", "cuda": "register_cuda_ci"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestFile:
+    path: Path
+    suite: str
+    est_time: float
+
+
+def registrations(path: Path, hardware: str) -> list[TestFile]:
+    """The registrations of `path` for `hardware`; every test file must have one."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found, names = [], set()
+    for node in tree.body:
+        call = node.value if isinstance(node, ast.Expr) else None
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            continue
+        names.add(call.func.id)
+        if call.func.id == CALLS[hardware]:
+            arguments = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+            if arguments["suite"] not in SUITES[hardware]:
+                raise SystemExit(
+                    f"{path}: unknown suite {arguments['suite']!r}; "
+                    f"choose from {', '.join(SUITES[hardware])}"
+                )
+            found.append(TestFile(path=path, **arguments))
+    if not names & set(CALLS.values()):
+        raise SystemExit(f"{path}: not registered; call register_cpu_ci or _cuda_ci")
+    return found
+
+
+def run_pytest(files: list[TestFile], *, workers: int, full: bool) -> tuple[int, str]:
+    """Exit code and closing line of one pytest run over `files`."""
+    command = [sys.executable, "-m", "pytest", *(str(f.path) for f in files)]
+    command += ["-p", "no:cacheprovider", "--durations=8"]
+    if workers > 1:
+        command += ["-n", str(workers), "--dist", "loadfile"]
+    if full:
+        command += ["--timeout=3000"]
+    env = dict(os.environ)
+    if workers > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    if full:
+        env["SGLANG_TEST_FULL"] = "1"
+    process = subprocess.Popen(
+        command, cwd=REPO, env=env, text=True, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    closing = ""
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        if re.search(r"\d+ (passed|failed|error)", line):
+            closing = line.strip(" =\n")
+    return process.wait(), closing
+
+
+def write_soak(name: str, report: dict[str, object]) -> Path:
+    path = REPO / "docs" / "soak" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def commit() -> str:
+    result = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=REPO, capture_output=True, text=True
+    )
+    return result.stdout.strip() or "unknown"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hw", choices=sorted(SUITES), required=True)
+    parser.add_argument("--suite", help="one suite only")
+    parser.add_argument(
+        "--full", action="store_true", help="whole counts (under 60 min)"
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--match", default="", help="only paths that contain this text")
+    args = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(REPO / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    every = [
+        test
+        for path in sorted(REGISTERED.rglob("test_*.py"))
+        for test in registrations(path, args.hw)
+        if args.match in str(path) and args.suite in (None, test.suite)
+    ]
+    if not every:
+        print(f"no test is registered for --hw {args.hw} with these filters")
+        return 1
+    began = time.time()
+    code, closings = 0, {}
+    for suite in SUITES[args.hw]:
+        files = sorted(
+            (t for t in every if t.suite == suite), key=lambda t: -t.est_time
+        )
+        if not files:
+            continue
+        workers = 1 if suite.endswith("-serial") else args.workers
+        print(f"suite {suite}: {len(files)} files, {workers} worker(s)", flush=True)
+        result, closings[suite] = run_pytest(files, workers=workers, full=args.full)
+        code = code or result
+    seconds = round(time.time() - began, 1)
+    print(
+        f"{args.hw}: {'passed' if code == 0 else 'FAILED'} in {seconds} s", flush=True
+    )
+    for suite, closing in closings.items():
+        print(f"  {suite}: {closing}", flush=True)
+    if args.full:
+        report: dict[str, object] = {
+            "commit": commit(),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "python": platform.python_version(),
+            "passed": code == 0,
+            "seconds": seconds,
+            "suites": closings,
+        }
+        print(f"wrote {write_soak('suite-' + args.hw, report).relative_to(REPO)}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
