@@ -1,0 +1,309 @@
+"""What every prefix cache offers, and what it asks of a request.
+
+It owns the meaning of a key, of a match and of the token ranges of a request. It knows
+nothing of scheduling, and reads no device memory.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from sglang.srt.mem_cache.page_ledger import IntArray
+from sglang.srt.mem_cache.tree_node import TreeNode
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.allocator import BaseAllocator
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+TokenSeq = Sequence[int] | IntArray
+
+
+def _int64(tokens: TokenSeq) -> IntArray:
+    if isinstance(tokens, np.ndarray):
+        return tokens.astype(np.int64, copy=False)
+    # array('q') converts a list twice as fast as numpy does.
+    source = tokens if isinstance(tokens, array) else array("q", tokens)
+    return np.array(memoryview(source), dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class RadixKey:
+    """A token sequence as a key of the prefix cache.
+
+    Fields:
+        tokens: token ids; an int64 array is used as it is, a list is converted at
+            every use.
+        namespace: keys of different namespaces (`extra_key`, salt) never share.
+        bigram: element p is the pair (token p, token p + 1), so that N tokens make
+            N - 1 elements. Needed where a slot's bytes depend on the next token too
+            (the draft pool of EAGLE).
+    """
+
+    tokens: TokenSeq
+    namespace: str | None = None
+    bigram: bool = False
+
+    def __len__(self) -> int:
+        """Number of elements."""
+        count = len(self.tokens)
+        return max(count - 1, 0) if self.bigram else count
+
+    def elements(self) -> IntArray:
+        """int64 [len(self)], one value per position; equal means shareable."""
+        ids = _int64(self.tokens)
+        return (ids[:-1] << 32) | ids[1:] if self.bigram else ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchResult:
+    """Longest cached prefix of a key.
+
+    Fields:
+        slots: int64 [matched], host; length is a multiple of the page size.
+        last_node: the node where the match ends. The slots are only safe while it is
+            locked; an eviction before that cuts it off and locking it then fails.
+    """
+
+    slots: torch.Tensor
+    last_node: TreeNode
+
+    def __len__(self) -> int:
+        """Matched positions."""
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedRun:
+    """One node of the cache as arrays, for sweeps over cached slots.
+
+    Fields:
+        slots: int64 [n], host.
+        tokens: int64 [n], the token at each position.
+        start: position of slots[0]; the run covers [start, start + n).
+        parent_slot: slot of position start - 1, or -1 at position 0.
+        namespace: cache namespace of the sequence.
+        locked: whether a running request relies on the run.
+    """
+
+    slots: IntArray
+    tokens: IntArray
+    start: int
+    parent_slot: int
+    namespace: str | None
+    locked: bool
+
+    def positions(self) -> IntArray:
+        """int64 [n], position of each slot."""
+        return np.arange(self.start, self.start + len(self.slots), dtype=np.int64)
+
+    def previous_slots(self) -> IntArray:
+        """int64 [n], slot of the position before each slot's, -1 before position 0."""
+        previous = np.empty_like(self.slots)
+        previous[0] = self.parent_slot
+        previous[1:] = self.slots[:-1]
+        return previous
+
+
+class CacheableReq(Protocol):
+    """What a prefix cache needs to know of a request, and what it writes back.
+
+    Positions of a request's row in `req_to_token`, all intervals half-open:
+
+    ```
+    0 ....... protected ....... aligned ...... committed .... allocated .. page end
+    | tree's,   |  own, whole    |  own, part    |  own, not    |  own, not
+    | locked    |  pages         |  of a page    |  committed   |  in the row
+    ```
+    protected = cache_protected_len, a page multiple; aligned = the cacheable whole
+    pages of the committed part (of committed - 1 elements with a bigram key).
+
+    Finished (`cache_finished_req`), with shared = what the tree has after all:
+    ```
+    [0, protected)          stays the tree's, lock released
+    [protected, shared)     duplicates of what the tree has: freed
+    [shared, aligned)       given to the tree
+    [aligned, allocated)    freed, with the rest of the last page
+    ```
+    With `no_cache`, [protected, allocated) is freed and nothing is given.
+
+    Unfinished (`cache_unfinished_req`, between the chunks of a prefill):
+    ```
+    [0, protected)          stays the tree's
+    [protected, shared)     own slots freed, the row now points to the tree's
+    [shared, aligned)       given to the tree, the row keeps the slots
+    [aligned, allocated)    stays the request's own
+    ```
+    and protected becomes aligned, the lock moves to the node that ends there.
+
+    Attributes:
+        req_pool_idx: row in `req_to_token`.
+        namespace: cache namespace.
+        no_cache: must not be put into the cache (a prefill that was not fully
+            written, KV that is in doubt).
+        committed_len: positions whose KV is written, or will be before any later
+            reader in stream order, with the tokens of `fill_ids()`.
+        allocated_len: positions of the row that hold slots of this request or the tree.
+        cache_protected_len: see above. Set at admission to the length of the match.
+        prefix_slots: int64 [cache_protected_len], the tree's slots. Set at admission.
+        last_node: locked node where the tree's part ends; None once released.
+    """
+
+    req_pool_idx: int
+    namespace: str | None
+    no_cache: bool
+    committed_len: int
+    allocated_len: int
+    cache_protected_len: int
+    prefix_slots: torch.Tensor
+    last_node: TreeNode | None
+
+    def fill_ids(self) -> TokenSeq:
+        """Token ids of the request so far, at least `committed_len` of them."""
+
+
+class BasePrefixCache(ABC):
+    """Interface of `RadixCache` and `ChunkCache`.
+
+    Args:
+        req_pool: rows to read a finished request's slots from and to remap.
+        allocator: where slots go when the cache gives them up.
+        bigram: key element p is the token pair (p, p + 1); see `RadixKey`.
+    """
+
+    def __init__(
+        self,
+        *,
+        req_pool: ReqToTokenPool,
+        allocator: BaseAllocator,
+        bigram: bool = False,
+    ) -> None:
+        self.req_pool = req_pool
+        self.allocator = allocator
+        self.page_size = allocator.page_size
+        self.bigram = bigram
+
+    def key(self, tokens: TokenSeq, *, namespace: str | None = None) -> RadixKey:
+        """A key of the kind this cache uses."""
+        return RadixKey(tokens, namespace, self.bigram)
+
+    # -- lookup --------------------------------------------------------------------
+
+    @abstractmethod
+    def match_prefix(self, key: RadixKey) -> MatchResult:
+        """Longest cached prefix in whole pages; counts as an access."""
+
+    @abstractmethod
+    def match_length(self, key: RadixKey) -> int:
+        """Length `match_prefix` would have, without touching anything."""
+
+    @abstractmethod
+    def insert(self, key: RadixKey, slots: torch.Tensor) -> int:
+        """Give the tree the slots of the whole pages of `key` that it does not have.
+
+        Returns the length, in positions, that it had already: the caller still owns
+        slots[:that] as far as they are its own, and everything past the last page.
+        """
+
+    # -- locks and eviction --------------------------------------------------------
+
+    @abstractmethod
+    def inc_lock_ref(self, node: TreeNode) -> None:
+        """Protect the path to `node` from eviction; RuntimeError if it is gone."""
+
+    @abstractmethod
+    def dec_lock_ref(self, node: TreeNode) -> None:
+        """Undo one `inc_lock_ref`; RuntimeError without one."""
+
+    @abstractmethod
+    def evict(self, num_slots: int) -> int:
+        """Free at least `num_slots` unlocked slots, least recently used first, as far
+        as there are any; returns how many were freed."""
+
+    @abstractmethod
+    def evictable_size(self) -> int:
+        """Cached slots that `evict` could free."""
+
+    @abstractmethod
+    def protected_size(self) -> int:
+        """Cached slots that running requests rely on."""
+
+    def total_size(self) -> int:
+        """All cached slots."""
+        return self.evictable_size() + self.protected_size()
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Free everything cached; RuntimeError while a request holds a lock."""
+
+    # -- requests ------------------------------------------------------------------
+
+    @abstractmethod
+    def cache_finished_req(self, req: CacheableReq) -> None:
+        """Take over or free every slot of `req` (see `CacheableReq`).
+
+        Afterwards the request owns nothing: last_node is None, the lengths are 0.
+        Its row is the caller's to free.
+
+        Raises:
+            RuntimeError: the request was released before, or its lengths disagree.
+        """
+
+    @abstractmethod
+    def cache_unfinished_req(self, req: CacheableReq) -> None:
+        """Share what `req` has computed so far and go on (see `CacheableReq`)."""
+
+    # -- inspection ----------------------------------------------------------------
+
+    @abstractmethod
+    def iter_cached_runs(self) -> Iterator[CachedRun]:
+        """Every node, parents before children."""
+
+    def cached_slots(self) -> torch.Tensor:
+        """All cached slots, int64 on the host, in no particular order."""
+        runs = [run.slots for run in self.iter_cached_runs()]
+        if not runs:
+            return torch.empty(0, dtype=torch.int64)
+        return torch.from_numpy(np.concatenate(runs))
+
+    @abstractmethod
+    def check(self) -> None:
+        """Verify the whole structure, O(cached slots); RuntimeError if it is broken."""
+
+    # -- shared by implementations -------------------------------------------------
+
+    def _held_node(self, req: CacheableReq) -> TreeNode:
+        """The lock of a live request, its lengths checked."""
+        node = req.last_node
+        if node is None:
+            raise RuntimeError(
+                f"request of row {req.req_pool_idx} holds no cache node: released "
+                "twice or never admitted"
+            )
+        protected, allocated = req.cache_protected_len, req.allocated_len
+        committed = allocated if req.no_cache else req.committed_len
+        if not 0 <= protected <= committed <= allocated:
+            raise RuntimeError(
+                f"request of row {req.req_pool_idx}: need protected <= committed <= "
+                f"allocated, have {req.cache_protected_len}, {req.committed_len}, "
+                f"{req.allocated_len}"
+            )
+        return node
+
+    def _free_row(self, req: CacheableReq, start: int, end: int) -> None:
+        if end > start:
+            self.allocator.free(self.req_pool.row_slots(req.req_pool_idx, start, end))
+
+    @staticmethod
+    def _mark_released(req: CacheableReq) -> None:
+        req.last_node = None
+        req.prefix_slots = torch.empty(0, dtype=torch.int64)
+        req.cache_protected_len = 0
+        req.committed_len = 0
+        req.allocated_len = 0

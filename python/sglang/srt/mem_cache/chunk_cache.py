@@ -1,0 +1,67 @@
+"""The prefix cache that shares nothing (`--disable-radix-cache`).
+
+Requests own all their slots; it only frees them at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    CacheableReq,
+    CachedRun,
+    MatchResult,
+    RadixKey,
+)
+from sglang.srt.mem_cache.tree_node import TreeNode
+
+
+class ChunkCache(BasePrefixCache):
+    """No sharing: every match is empty, every finished request is freed whole."""
+
+    root = TreeNode()
+
+    def match_prefix(self, key: RadixKey) -> MatchResult:
+        empty = torch.empty(0, dtype=torch.int64)
+        return MatchResult(slots=empty, last_node=self.root)
+
+    def match_length(self, key: RadixKey) -> int:
+        return 0
+
+    def insert(self, key: RadixKey, slots: torch.Tensor) -> int:
+        raise RuntimeError("ChunkCache keeps no slots: free them instead")
+
+    def inc_lock_ref(self, node: TreeNode) -> None:
+        """Nothing to protect."""
+
+    def dec_lock_ref(self, node: TreeNode) -> None:
+        """Nothing to release."""
+
+    def evict(self, num_slots: int) -> int:
+        return 0
+
+    def evictable_size(self) -> int:
+        return 0
+
+    def protected_size(self) -> int:
+        return 0
+
+    def reset(self) -> None:
+        """Nothing is cached."""
+
+    def cache_finished_req(self, req: CacheableReq) -> None:
+        self._held_node(req)
+        self._free_row(req, 0, req.allocated_len)
+        self._mark_released(req)
+
+    def cache_unfinished_req(self, req: CacheableReq) -> None:
+        self._held_node(req)
+
+    def iter_cached_runs(self) -> Iterator[CachedRun]:
+        return iter(())
+
+    def check(self) -> None:
+        """Nothing can be wrong."""

@@ -1,0 +1,143 @@
+"""What every caller does with pool, allocator and cache together.
+
+Evict then allocate, extend the rows of a batch, release a request, balance the books.
+It decides nothing about which request to serve or to drop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from sglang.srt.mem_cache.allocator import Lens, host_array
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, CacheableReq
+
+
+def ensure_available(cache: BasePrefixCache, num_slots: int) -> bool:
+    """Evict until the allocator has `num_slots` free; False if it cannot."""
+    missing = num_slots - cache.allocator.available_size()
+    if missing <= 0:
+        return True
+    if missing > cache.evictable_size():
+        return False
+    return cache.evict(missing) >= missing
+
+
+def alloc_with_eviction(cache: BasePrefixCache, num_slots: int) -> torch.Tensor | None:
+    """`allocator.alloc(num_slots)`, evicting cached prefixes if need be; None, with
+    nothing evicted, if even that is not enough."""
+    if not ensure_available(cache, num_slots):
+        return None
+    return cache.allocator.alloc(num_slots)
+
+
+def extend_rows(
+    cache: BasePrefixCache, *, rows: Lens, prefix_lens: Lens, seq_lens: Lens
+) -> torch.Tensor | None:
+    """Give every row slots for positions [prefix_len, seq_len) and write them to it.
+
+    Args:
+        rows: request rows, distinct.
+        prefix_lens: positions of each row that hold slots already.
+        seq_lens: positions that shall hold slots, at most the row width.
+
+    Returns:
+        int64 [sum(seq_lens - prefix_lens)] on the pool's device, request after request
+        (`out_cache_loc`); None, with nothing evicted or taken, if there is not enough
+        memory even after eviction.
+
+    Raises:
+        RuntimeError: a seq_len is beyond the row width; nothing was taken.
+    """
+    row_ids = np.asarray(rows, dtype=np.int64)
+    prefix = np.asarray(prefix_lens, dtype=np.int64)
+    seq = np.asarray(seq_lens, dtype=np.int64)
+    allocator, req_pool = cache.allocator, cache.req_pool
+    if len(seq) and int(seq.max()) > req_pool.row_width:
+        # Before anything is taken: a slot that no row records cannot be freed.
+        raise RuntimeError(
+            f"{int(seq.max())} positions do not fit a row of width {req_pool.row_width}"
+        )
+    last_locs = req_pool.last_locs(row_ids, prefix)
+    slots = allocator.alloc_extend(
+        prefix_lens=prefix, seq_lens=seq, last_locs=last_locs
+    )
+    if slots is None:
+        if not ensure_available(cache, allocator.extend_cost(prefix, seq)):
+            return None
+        slots = allocator.alloc_extend(
+            prefix_lens=prefix, seq_lens=seq, last_locs=last_locs
+        )
+        if slots is None:
+            return None
+    return req_pool.write_batch(row_ids, prefix, seq - prefix, slots)
+
+
+def release_req(req: CacheableReq, *, cache: BasePrefixCache) -> None:
+    """End a request's hold on memory: slots to the cache or free, then its row."""
+    cache.cache_finished_req(req)
+    cache.req_pool.free([req.req_pool_idx])
+
+
+def check_idle(cache: BasePrefixCache, *, fenced: int = 0) -> None:
+    """Leak check of an engine without requests: every slot is free, cached or fenced.
+
+    Args:
+        fenced: slots that another stream still holds.
+
+    Raises:
+        RuntimeError: names each term and the difference; or a row or lock is held.
+    """
+    allocator, pool = cache.allocator, cache.req_pool
+    free, cached = allocator.available_size(), cache.total_size()
+    difference = allocator.size - free - cached - fenced
+    if difference:
+        what = "leaked" if difference > 0 else "counted twice"
+        raise RuntimeError(
+            f"KV pool does not balance at idle: {abs(difference)} slots {what} "
+            f"(size {allocator.size}, free {free}, cached {cached}, fenced {fenced})"
+        )
+    if cache.protected_size():
+        raise RuntimeError(
+            f"{cache.protected_size()} cached slots are still locked at idle"
+        )
+    if pool.available_size() != pool.size:
+        rows = pool.size - pool.available_size()
+        raise RuntimeError(f"{rows} request rows are still in use at idle")
+
+
+def check_busy(cache: BasePrefixCache, requests: Iterable[CacheableReq]) -> None:
+    """Strict leak check while requests run, O(pool size) on the host: every owned page
+    has exactly one holder, the cache or one request.
+
+    Args:
+        requests: all requests that hold slots.
+
+    Raises:
+        RuntimeError: names the pages without a holder or with more than one.
+    """
+    allocator = cache.allocator
+    page_size, num_pages = allocator.page_size, allocator.num_pages
+    holders = np.zeros(num_pages + 1, dtype=np.int64)
+    holders[np.unique(host_array(cache.cached_slots()) // page_size)] += 1
+    for req in requests:
+        own = cache.req_pool.row_slots(
+            req.req_pool_idx, req.cache_protected_len, req.allocated_len
+        )
+        holders[np.unique(host_array(own) // page_size)] += 1
+    owned = np.zeros(num_pages + 1, dtype=np.int64)
+    owned[allocator.owned_pages()] = 1
+    for what, pages in (
+        ("leaked (no request and no cache node holds them)", holders < owned),
+        ("held more than once or free while held", holders > owned),
+    ):
+        if pages.any():
+            named = np.flatnonzero(pages)
+            raise RuntimeError(f"{len(named)} pages {what}: {named[:16].tolist()}")
+
+
+def usable_size(cache: BasePrefixCache) -> int:
+    """Slots that could be allocated now: free ones and evictable ones."""
+    return cache.allocator.available_size() + cache.evictable_size()

@@ -1,0 +1,405 @@
+"""Rows of requests (`ReqToTokenPool`) and the KV bytes (`KVCache`, MHA layout).
+
+They own tensors and nothing else: which slot belongs to whom is the allocator's
+business, what is written is the attention layer's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sglang.srt.mem_cache.page_ledger import IntArray
+
+Ints = Sequence[int] | IntArray
+OnMove = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class ReqToTokenPool:
+    """Rows of requests: the slot and the token at every position.
+
+    Fields:
+        req_to_token: int32 [size + 1, row_width] on the device, slot per position.
+        token_table: int32 [size + 1, max(context_len, row_width)] on the device, token
+            per position. Written by the prefill from the host and by the kernel that
+            publishes sampled tokens; there is no host copy.
+
+    Row 0 is the padding row: it stays zero, so padded rows read and write the scratch
+    page. Rows 1..size are handed out. A row's columns past what its owner wrote hold
+    whatever the previous owner left.
+
+    The slots are mirrored on the host, where they are decided: reading a row never
+    waits for the device (on the CPU mirror and table are the same memory). Nothing but
+    the methods here may write to `req_to_token`. Writes to a device are enqueued on the
+    current stream; the caller orders them behind forwards that still read the row.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        row_width: int,
+        device: str | torch.device,
+        context_len: int,
+    ) -> None:
+        if size < 1 or row_width < 1:
+            raise ValueError(f"size={size}, row_width={row_width}: must be positive")
+        self.size = size
+        self.row_width = row_width
+        self.context_len = context_len
+        self.device = torch.device(device)
+        table_width = max(context_len, row_width)
+        self.req_to_token = self._zeros(row_width)
+        self.token_table = self._zeros(table_width)
+        self._mirror: NDArray[np.int32]
+        if self.device.type == "cpu":
+            self._mirror = self.req_to_token.numpy()
+        else:
+            self._mirror = np.zeros((size + 1, row_width), dtype=np.int32)
+        self._free: list[int] = []
+        self._in_use = bytearray(size + 1)
+        self.clear()
+
+    def _zeros(self, width: int) -> torch.Tensor:
+        shape = (self.size + 1, width)
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    # -- rows ----------------------------------------------------------------------
+
+    def alloc(self, count: int) -> list[int] | None:
+        """`count` rows, latest freed first; None, with nothing taken, if too few."""
+        if count > len(self._free):
+            return None
+        rows = [self._free.pop() for _ in range(count)]
+        for row in rows:
+            self._in_use[row] = 1
+        return rows
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Give rows back; RuntimeError for one that is not in use."""
+        for row in rows:
+            if not 0 < row <= self.size or not self._in_use[row]:
+                raise RuntimeError(
+                    f"free of request row {row}: it is not in use (rows 1..{self.size})"
+                )
+            self._in_use[row] = 0
+            self._free.append(row)
+
+    def available_size(self) -> int:
+        """Rows that can be allocated now."""
+        return len(self._free)
+
+    def clear(self) -> None:
+        """Make every row free. Contents stay."""
+        self._free = list(range(self.size, 0, -1))
+        self._in_use = bytearray(self.size + 1)
+
+    # -- slots ---------------------------------------------------------------------
+
+    def write(self, row: int, start: int, slots: torch.Tensor) -> None:
+        """req_to_token[row, start : start + n] = slots (int64 [n], host)."""
+        self.write_batch([row], [start], [len(slots)], slots)
+
+    def write_batch(
+        self, rows: Ints, starts: Ints, lens: Ints, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Write one run of slots per row, all in one pass.
+
+        Args:
+            rows, starts, lens: one per request; row r gets lens[r] slots from column
+                starts[r] on.
+            slots: int64 [sum(lens)] on the host, request after request.
+
+        Returns:
+            `slots` as int64 on the pool's device: the forward's `out_cache_loc`.
+
+        Raises:
+            RuntimeError: a run ends past the row, or the lengths disagree.
+        """
+        index = self._flat_index(rows, starts, lens, self.row_width)
+        if len(index) != len(slots):
+            raise RuntimeError(f"{len(slots)} slots for {len(index)} columns")
+        self._mirror.reshape(-1)[index] = slots.numpy()
+        if self.device.type == "cpu":
+            return slots
+        # One copy for both index and values.
+        both = torch.from_numpy(np.stack([index, slots.numpy()]))
+        moved = _to_device(both, self.device)
+        self.req_to_token.view(-1).index_copy_(0, moved[0], moved[1].to(torch.int32))
+        return moved[1]
+
+    def row_slots(self, row: int, start: int, end: int) -> torch.Tensor:
+        """Copy of row[start:end], int64 [end - start] on the host, without a sync."""
+        if not 0 <= start <= end <= self.row_width:
+            raise RuntimeError(
+                f"columns [{start}, {end}) of a row of width {self.row_width}"
+            )
+        return torch.from_numpy(self._mirror[row, start:end].astype(np.int64))
+
+    def last_locs(self, rows: Ints, lens: Ints) -> torch.Tensor:
+        """Slot of position lens[r] - 1 of each row, int64 [rows] on the host; the value
+        is meaningless where lens[r] is 0."""
+        columns = np.asarray(lens, dtype=np.int64) - 1
+        last = self._mirror[np.asarray(rows, dtype=np.int64), columns]
+        return torch.from_numpy(last.astype(np.int64))
+
+    # -- tokens --------------------------------------------------------------------
+
+    def write_tokens(
+        self, rows: Ints, starts: Ints, lens: Ints, tokens: torch.Tensor
+    ) -> None:
+        """token_table[rows[r], starts[r] : starts[r] + lens[r]] = tokens of r.
+
+        Args:
+            rows, starts, lens: one per request, on the host.
+            tokens: int64 or int32 [sum(lens)], on the host or on the pool's device.
+        """
+        index = self._flat_index(rows, starts, lens, self.token_table.shape[1])
+        if len(index) != len(tokens):
+            raise RuntimeError(f"{len(tokens)} tokens for {len(index)} columns")
+        where = _to_device(torch.from_numpy(index), self.device)
+        values = _to_device(tokens, self.device).to(torch.int32)
+        self.token_table.view(-1).index_copy_(0, where, values)
+
+    @staticmethod
+    def _flat_index(rows: Ints, starts: Ints, lens: Ints, width: int) -> IntArray:
+        """int64 [sum(lens)] flat cells of the runs; checks that none leaves its row,
+        where it would silently land in the next one."""
+        begin = np.asarray(starts, dtype=np.int64)
+        sizes = np.asarray(lens, dtype=np.int64)
+        ends = begin + sizes
+        if len(ends) == 0:
+            return ends
+        if int(ends.max()) > width or int(begin.min()) < 0:
+            bad = int(((ends > width) | (begin < 0)).argmax())
+            raise RuntimeError(
+                f"row {int(rows[bad])}: columns [{int(begin[bad])}, {int(ends[bad])}) "
+                f"do not fit a row of width {width}"
+            )
+        flat: IntArray = np.asarray(rows, dtype=np.int64) * width + begin
+        if int(sizes.max()) == 1 == int(sizes.min()):
+            return flat
+        if len(flat) == 1:
+            return np.arange(int(flat[0]), int(flat[0] + sizes[0]), dtype=np.int64)
+        index = np.repeat(flat - (np.cumsum(sizes) - sizes), sizes)
+        index += np.arange(len(index))
+        return index
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Asynchronous copy to the device; the tensor itself if it is there."""
+    if tensor.device.type == device.type:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanarySource:
+    """Bytes of one tensor that the canary may fingerprint.
+
+    Fields:
+        name: "k" or "v".
+        buffer: [layers, slots, ...], contiguous in a slot.
+        layer_num: size of the first dimension.
+        bytes_per_slot: bytes of one slot in one layer.
+        layer_stride_bytes, slot_stride_bytes: distances in the buffer.
+    """
+
+    name: str
+    buffer: torch.Tensor
+    layer_num: int
+    bytes_per_slot: int
+    layer_stride_bytes: int
+    slot_stride_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferDescriptor:
+    """A buffer whose slots travel when pages are sent elsewhere.
+
+    Fields:
+        name: unique in its pool, e.g. "k.3".
+        buffer: [slots, ...], one slot after the other without gaps.
+        bytes_per_slot: bytes of one slot.
+    """
+
+    name: str
+    buffer: torch.Tensor
+    bytes_per_slot: int
+
+
+class KVCache(ABC):
+    """KV bytes of all slots of one model.
+
+    Fields:
+        size: usable slots; every tensor has `size + page_size` rows of slots, of which
+            the first `page_size` are the scratch page.
+        page_size, dtype, device, layer_num: as constructed.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layer_num: int,
+        device: str | torch.device,
+    ) -> None:
+        if page_size < 1 or size < 1 or size % page_size:
+            raise ValueError(
+                f"size={size}: must be a positive multiple of page_size={page_size}"
+            )
+        if layer_num < 1:
+            raise ValueError(f"layer_num={layer_num}: must be positive")
+        self.size = size
+        self.page_size = page_size
+        self.dtype = dtype
+        self.layer_num = layer_num
+        self.device = torch.device(device)
+        self._on_move: list[OnMove] = []
+        self._transfer_first: list[TransferDescriptor] = []
+        self._transfer_last: list[TransferDescriptor] = []
+
+    @abstractmethod
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, [slots, kv_heads, head_dim] each; views, not copies."""
+
+    @abstractmethod
+    def set_kv_buffer(
+        self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Write k, v ([n, kv_heads, head_dim]) to slots (int64 [n], on the device)."""
+
+    @abstractmethod
+    def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy all layers of slots src to dst, loading everything before storing."""
+
+    @abstractmethod
+    def canary_sources(self) -> tuple[CanarySource, ...]:
+        """What may be fingerprinted: one source per K and V tensor."""
+
+    @abstractmethod
+    def _own_transfer_descriptors(self) -> list[TransferDescriptor]:
+        """This pool's buffers in the order in which they are sent."""
+
+    def move_kv_cache(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy slots src to dst in all layers, then tell the `on_move` hooks.
+
+        Args:
+            dst, src: int64 [n], on the device. They may overlap: every source is read
+                before anything is stored. dst may repeat only with equal sources.
+        """
+        if dst.shape != src.shape:
+            raise RuntimeError(f"move of {src.numel()} slots to {dst.numel()}")
+        self._move(dst, src)
+        for hook in self._on_move:
+            hook(dst, src)
+
+    def register_on_move(self, hook: OnMove) -> None:
+        """Call `hook(dst, src)` after each move, on the same stream, so that records
+        about slots move with the bytes."""
+        self._on_move.append(hook)
+
+    def add_transfer_bracket(
+        self, *, first: TransferDescriptor, last: TransferDescriptor
+    ) -> None:
+        """Send `first` before and `last` after everything else, so that a receiver can
+        tell a complete transfer from one that stopped in between."""
+        self._transfer_first.insert(0, first)
+        self._transfer_last.append(last)
+
+    def transfer_descriptors(self) -> list[TransferDescriptor]:
+        """All buffers of a page in the order in which they must be sent."""
+        own = self._own_transfer_descriptors()
+        return [*self._transfer_first, *own, *self._transfer_last]
+
+
+class MHATokenToKVPool(KVCache):
+    """K and V as one tensor each, [layers, slots, kv_heads, head_dim], zero at start.
+
+    Args:
+        head_num: KV heads on this rank.
+        head_dim: channels per head.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        page_size: int,
+        dtype: torch.dtype,
+        layer_num: int,
+        head_num: int,
+        head_dim: int,
+        device: str | torch.device,
+    ) -> None:
+        super().__init__(
+            size=size,
+            page_size=page_size,
+            dtype=dtype,
+            layer_num=layer_num,
+            device=device,
+        )
+        self.head_num = head_num
+        self.head_dim = head_dim
+        shape = (layer_num, size + page_size, head_num, head_dim)
+        self.k_buffer = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.v_buffer = torch.zeros(shape, dtype=dtype, device=self.device)
+        self._layers = list(
+            zip(self.k_buffer.unbind(0), self.v_buffer.unbind(0), strict=True)
+        )
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._layers[layer_id]
+
+    def set_kv_buffer(
+        self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        k_layer, v_layer = self._layers[layer_id]
+        k_layer[slots] = k.to(self.dtype)
+        v_layer[slots] = v.to(self.dtype)
+
+    def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        for buffer in (self.k_buffer, self.v_buffer):
+            buffer.index_copy_(1, dst, buffer.index_select(1, src))
+
+    def canary_sources(self) -> tuple[CanarySource, ...]:
+        named = (("k", self.k_buffer), ("v", self.v_buffer))
+        return tuple(
+            CanarySource(
+                name=name,
+                buffer=buffer,
+                layer_num=self.layer_num,
+                bytes_per_slot=self._bytes_per_slot(),
+                layer_stride_bytes=buffer.stride(0) * buffer.element_size(),
+                slot_stride_bytes=buffer.stride(1) * buffer.element_size(),
+            )
+            for name, buffer in named
+        )
+
+    def _own_transfer_descriptors(self) -> list[TransferDescriptor]:
+        return [
+            TransferDescriptor(
+                name=f"{name}.{layer}",
+                buffer=buffer,
+                bytes_per_slot=self._bytes_per_slot(),
+            )
+            for layer, pair in enumerate(self._layers)
+            for name, buffer in zip(("k", "v"), pair, strict=True)
+        ]
+
+    def _bytes_per_slot(self) -> int:
+        return self.head_num * self.head_dim * self.k_buffer.element_size()
+
+
+def kv_bytes_per_token(
+    *, layer_num: int, head_num: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Bytes of K and V of one slot in all layers of an `MHATokenToKVPool`."""
+    return 2 * layer_num * head_num * head_dim * dtype.itemsize

@@ -1,0 +1,94 @@
+"""Who owns which page, and in which order free pages are handed out again.
+
+Pages 1..num_pages are real, page 0 is scratch and never leaves the ledger. Everything
+is host memory; nothing here knows slots, devices or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+
+class PageLedger:
+    """Free stack and ownership bits of `num_pages` pages.
+
+    Reuse is last-in first-out by batch: the pages of the latest `give` are taken
+    first, in the order in which they were given, so that a fresh ledger hands out
+    1, 2, 3, ... and a freed run of pages comes back as the same run. Early reuse
+    keeps caches warm and lets a use after free show up soon.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._stack: IntArray = np.empty(num_pages, dtype=np.int64)
+        self._owned = np.zeros(num_pages + 1, dtype=np.bool_)
+        self._top = 0
+        self.clear()
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `take` can hand out now."""
+        return self._top
+
+    def clear(self) -> None:
+        """Make every page free, in ascending order of reuse."""
+        self._stack[:] = np.arange(self.num_pages, 0, -1)
+        self._owned[:] = False
+        self._top = self.num_pages
+
+    def take(self, count: int) -> IntArray | None:
+        """Own `count` pages ([count] int64), or None and no change if too few."""
+        if count > self._top:
+            return None
+        low = self._top - count
+        pages: IntArray = self._stack[low : self._top][::-1].copy()
+        self._top = low
+        self._owned[pages] = True
+        return pages
+
+    def disown(self, pages: IntArray) -> None:
+        """Drop ownership of distinct owned pages; `give` makes them takeable."""
+        self._owned[pages] = False
+
+    def give(self, pages: IntArray) -> None:
+        """Put distinct disowned pages on the free stack."""
+        high = self._top + len(pages)
+        self._stack[self._top : high] = pages[::-1]
+        self._top = high
+
+    def owns(self, pages: IntArray) -> NDArray[np.bool_]:
+        """Per page in range 0..num_pages: is it owned by a caller?"""
+        return self._owned[pages]
+
+    def owned_pages(self) -> IntArray:
+        """All owned pages, ascending."""
+        return np.flatnonzero(self._owned)
+
+
+class LastSeen:
+    """Duplicate finder in O(n) without sorting: one int64 cell per possible value."""
+
+    def __init__(self, num_values: int) -> None:
+        self._cell: IntArray = np.zeros(num_values, dtype=np.int64)
+
+    def is_last(self, values: IntArray) -> NDArray[np.bool_]:
+        """[n] bool: True where a value occurs for the last time in `values`."""
+        index = np.arange(len(values), dtype=np.int64)
+        self._cell[values] = index
+        last: NDArray[np.bool_] = self._cell[values] == index
+        return last
+
+
+def page_divider(page_size: int) -> Callable[[IntArray], IntArray]:
+    """The cheapest exact `values // page_size` for non-negative int64 arrays."""
+    if page_size == 1:
+        return lambda values: values
+    if page_size & (page_size - 1) == 0:
+        shift = page_size.bit_length() - 1
+        return lambda values: values >> shift
+    return lambda values: values // page_size

@@ -1,0 +1,378 @@
+"""Prefix cache: a radix tree over token sequences, shared page by page.
+
+It owns the slots in its nodes and decides which go first when memory is short. It does
+not know who runs, only who holds locks. Time is a counter of accesses, not a clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sglang.srt.mem_cache.allocator import host_array
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    CacheableReq,
+    CachedRun,
+    MatchResult,
+    RadixKey,
+)
+from sglang.srt.mem_cache.page_ledger import IntArray
+from sglang.srt.mem_cache.tree_check import check_tree
+from sglang.srt.mem_cache.tree_node import EMPTY, TreeNode
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.allocator import BaseAllocator
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+
+class RadixCache(BasePrefixCache):
+    """Radix tree whose edges are runs of whole pages.
+
+    All keys hang below one root. The key of a child is its first page of elements;
+    directly below the root also its namespace, so that namespaces never share a node.
+    A locked path is locked up to the root, hence no unlocked node has a locked one
+    below it, and every unlocked slot can be evicted leaf by leaf.
+
+    Eviction takes the least recently used unlocked leaf, from its end, in whole pages
+    and no more than asked for. Its queue is a heap with at most one entry per node,
+    corrected when popped.
+    """
+
+    def __init__(
+        self,
+        *,
+        req_pool: ReqToTokenPool,
+        allocator: BaseAllocator,
+        bigram: bool = False,
+    ) -> None:
+        super().__init__(req_pool=req_pool, allocator=allocator, bigram=bigram)
+        self.root = TreeNode()
+        self._serial = count(1)
+        self._now = 0
+        self._queue: list[tuple[int, int, TreeNode]] = []
+        self._evictable = 0
+        self._protected = 0
+
+    # -- lookup --------------------------------------------------------------------
+
+    def match_prefix(self, key: RadixKey) -> MatchResult:
+        path, _ = self._descend(key, self._elements(key))
+        if not path:
+            return MatchResult(slots=torch.from_numpy(EMPTY), last_node=self.root)
+        slots = np.concatenate([node.slots for node in path])
+        return MatchResult(slots=torch.from_numpy(slots), last_node=path[-1])
+
+    def match_length(self, key: RadixKey) -> int:
+        elements = self._elements(key)
+        node, pos, end = self.root, 0, self._aligned(len(elements))
+        while pos < end:
+            child = node.children.get(self._edge(key, elements, pos))
+            if child is None:
+                break
+            common = self._common(child, elements, pos, end)
+            pos += common
+            if common < len(child.slots):
+                break
+            node = child
+        return pos
+
+    def insert(self, key: RadixKey, slots: torch.Tensor) -> int:
+        elements = self._elements(key)
+        end = self._aligned(len(elements))
+        if len(slots) < end:
+            raise RuntimeError(f"insert: {end} key positions but {len(slots)} slots")
+        path, present = self._descend(key, elements)
+        if present < end:
+            parent = path[-1] if path else self.root
+            leaf = TreeNode(
+                parent=parent,
+                elements=elements[present:end].copy(),
+                slots=host_array(slots)[present:end].copy(),
+                start=present,
+                namespace=key.namespace,
+                last_access=self._now,
+                serial=next(self._serial),
+            )
+            parent.children[self._edge(key, elements, present)] = leaf
+            self._evictable += end - present
+            self._enqueue(leaf)
+        return present
+
+    def _descend(self, key: RadixKey, elements: IntArray) -> tuple[list[TreeNode], int]:
+        """Nodes that spell the longest cached prefix, and its length. Splits the last
+        one if the prefix ends inside it, and marks all as accessed now."""
+        self._now += 1
+        path: list[TreeNode] = []
+        node, pos, end = self.root, 0, self._aligned(len(elements))
+        while pos < end:
+            child = node.children.get(self._edge(key, elements, pos))
+            if child is None:
+                break
+            common = self._common(child, elements, pos, end)
+            whole = common == len(child.slots)
+            node = child if whole else self._split(child, common)
+            node.last_access = self._now
+            path.append(node)
+            pos += common
+            if not whole:
+                break
+        return path, pos
+
+    def _elements(self, key: RadixKey) -> IntArray:
+        if key.bigram != self.bigram:
+            raise RuntimeError(
+                f"key with bigram={key.bigram} in a cache with bigram={self.bigram}"
+            )
+        return key.elements()
+
+    def _edge(self, key: RadixKey, elements: IntArray, pos: int) -> Hashable:
+        page = elements[pos : pos + self.page_size].tobytes()
+        return page if pos else (key.namespace, page)
+
+    def _common(self, node: TreeNode, elements: IntArray, pos: int, end: int) -> int:
+        """Elements in whole pages that `node` shares with elements[pos:end]."""
+        length = min(len(node.elements), end - pos)
+        differs = node.elements[:length] != elements[pos : pos + length]
+        first = int(differs.argmax())
+        return self._aligned(first) if differs[first] else length
+
+    def _aligned(self, length: int) -> int:
+        return length - length % self.page_size
+
+    def _split(self, node: TreeNode, length: int) -> TreeNode:
+        """Cut `node` after `length` elements; the new upper part is returned, the
+        lower part keeps its identity, and so the handles of those who hold it."""
+        parent = node.parent
+        assert parent is not None
+        upper = TreeNode(
+            parent=parent,
+            elements=node.elements[:length],
+            slots=node.slots[:length],
+            start=node.start,
+            namespace=node.namespace,
+            last_access=node.last_access,
+            serial=next(self._serial),
+        )
+        upper.lock_ref = node.lock_ref
+        self._replace_child(node, upper)
+        node.parent = upper
+        node.elements = node.elements[length:]
+        node.slots = node.slots[length:]
+        node.start += length
+        upper.children[node.elements[: self.page_size].tobytes()] = node
+        return upper
+
+    def _replace_child(self, old: TreeNode, new: TreeNode | None) -> None:
+        """Put `new` (same first page) or nothing where `old` hangs."""
+        parent = old.parent
+        assert parent is not None
+        page = old.elements[: self.page_size].tobytes()
+        edge = page if old.start else (old.namespace, page)
+        if new is None:
+            del parent.children[edge]
+        else:
+            parent.children[edge] = new
+
+    # -- locks and eviction --------------------------------------------------------
+
+    def inc_lock_ref(self, node: TreeNode) -> None:
+        if node.parent is None and node is not self.root:
+            raise RuntimeError(f"{node} was evicted after its match: match again")
+        while node.parent is not None:
+            if node.lock_ref == 0:
+                self._evictable -= len(node.slots)
+                self._protected += len(node.slots)
+            node.lock_ref += 1
+            node = node.parent
+
+    def dec_lock_ref(self, node: TreeNode) -> None:
+        while node.parent is not None:
+            if node.lock_ref == 0:
+                raise RuntimeError(f"{node} is not locked")
+            node.lock_ref -= 1
+            if node.lock_ref == 0:
+                self._evictable += len(node.slots)
+                self._protected -= len(node.slots)
+                self._enqueue(node)
+            node = node.parent
+
+    def evict(self, num_slots: int) -> int:
+        freed: list[IntArray] = []
+        missing = num_slots
+        while missing > 0 and (leaf := self._pop_oldest_leaf()) is not None:
+            keep = max(len(leaf.slots) - missing, 0)
+            keep = self._aligned(keep)
+            freed.append(leaf.slots[keep:])
+            missing -= len(leaf.slots) - keep
+            self._cut_leaf(leaf, keep)
+        if not freed:
+            return 0
+        slots = np.concatenate(freed)
+        self._evictable -= len(slots)
+        self.allocator.free(torch.from_numpy(slots))
+        return len(slots)
+
+    def _cut_leaf(self, leaf: TreeNode, keep: int) -> None:
+        """Drop the leaf, or put a new one with its first `keep` elements in its place:
+        whoever holds the old one without a lock must notice that slots are gone."""
+        parent = leaf.parent
+        assert parent is not None
+        if keep == 0:
+            self._replace_child(leaf, None)
+            if parent is not self.root:
+                self._enqueue(parent)
+        else:
+            rest = TreeNode(
+                parent=parent,
+                elements=leaf.elements[:keep],
+                slots=leaf.slots[:keep],
+                start=leaf.start,
+                namespace=leaf.namespace,
+                last_access=leaf.last_access,
+                serial=leaf.serial,
+            )
+            self._replace_child(leaf, rest)
+            self._enqueue(rest)
+        leaf.parent = None
+
+    def _enqueue(self, node: TreeNode) -> None:
+        """Queue a node that may have become an unlocked leaf."""
+        if not (node.queued or node.children or node.lock_ref):
+            node.queued = True
+            heapq.heappush(self._queue, (node.last_access, node.serial, node))
+
+    def _pop_oldest_leaf(self) -> TreeNode | None:
+        while self._queue:
+            stamp, _, node = heapq.heappop(self._queue)
+            node.queued = False
+            if node.parent is None:
+                continue
+            if node.last_access == stamp and not (node.children or node.lock_ref):
+                return node
+            self._enqueue(node)
+        return None
+
+    def evictable_size(self) -> int:
+        return self._evictable
+
+    def protected_size(self) -> int:
+        return self._protected
+
+    def reset(self) -> None:
+        if self._protected:
+            raise RuntimeError(
+                f"reset: {self._protected} cached slots are locked by running requests"
+            )
+        cached = self.cached_slots()
+        for run in self._nodes():
+            run.parent = None
+        self.root = TreeNode()
+        self._queue.clear()
+        self._evictable = 0
+        self.allocator.free(cached)
+
+    # -- requests ------------------------------------------------------------------
+
+    def cache_finished_req(self, req: CacheableReq) -> None:
+        node = self._held_node(req)
+        protected, allocated = req.cache_protected_len, req.allocated_len
+        with self.allocator.free_group():
+            if req.no_cache:
+                self._free_row(req, protected, allocated)
+            else:
+                shared, aligned = self._insert_row(req)
+                self._free_row(req, protected, shared)
+                self._free_row(req, max(aligned, protected), allocated)
+        self.dec_lock_ref(node)
+        self._mark_released(req)
+
+    def cache_unfinished_req(self, req: CacheableReq) -> None:
+        node = self._held_node(req)
+        if req.no_cache:
+            return
+        protected = req.cache_protected_len
+        shared, aligned = self._insert_row(req)
+        if aligned <= protected:
+            return
+        self._free_row(req, protected, shared)
+        match = self.match_prefix(self._committed_key(req))
+        if shared > protected:
+            self.req_pool.write(
+                req.req_pool_idx, protected, match.slots[protected:shared]
+            )
+        self.inc_lock_ref(match.last_node)
+        self.dec_lock_ref(node)
+        req.last_node = match.last_node
+        req.prefix_slots = match.slots
+        req.cache_protected_len = aligned
+
+    def _committed_key(self, req: CacheableReq) -> RadixKey:
+        tokens = req.fill_ids()
+        if len(tokens) < req.committed_len:
+            raise RuntimeError(
+                f"request of row {req.req_pool_idx}: {len(tokens)} tokens known but "
+                f"{req.committed_len} committed"
+            )
+        return self.key(tokens[: req.committed_len], namespace=req.namespace)
+
+    def _insert_row(self, req: CacheableReq) -> tuple[int, int]:
+        """Insert the whole committed pages; (already present, whole-page length)."""
+        key = self._committed_key(req)
+        aligned = self._aligned(len(key))
+        slots = self.req_pool.row_slots(req.req_pool_idx, 0, aligned)
+        present = self.insert(key, slots)
+        if present < min(req.cache_protected_len, aligned):
+            raise RuntimeError(
+                f"request of row {req.req_pool_idx}: its locked prefix of "
+                f"{req.cache_protected_len} has only {present} in the cache under its "
+                "tokens and namespace"
+            )
+        return present, aligned
+
+    # -- inspection ----------------------------------------------------------------
+
+    def _nodes(self) -> Iterator[TreeNode]:
+        """Every node but the root, parents before children."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def iter_cached_runs(self) -> Iterator[CachedRun]:
+        for node in self._nodes():
+            parent = node.parent
+            assert parent is not None
+            elements = node.elements
+            yield CachedRun(
+                slots=node.slots,
+                tokens=elements >> 32 if self.bigram else elements,
+                start=node.start,
+                parent_slot=int(parent.slots[-1]) if node.start else -1,
+                namespace=node.namespace,
+                locked=node.lock_ref > 0,
+            )
+
+    def check(self) -> None:
+        queued = {id(node) for _, _, node in self._queue}
+        check_tree(self.root, page_size=self.page_size, queued=queued)
+        nodes = list(self._nodes())
+        sizes = {
+            locked: sum(len(n.slots) for n in nodes if (n.lock_ref > 0) == locked)
+            for locked in (False, True)
+        }
+        if (sizes[False], sizes[True]) != (self._evictable, self._protected):
+            raise RuntimeError(
+                f"cache counts {self._evictable} evictable and {self._protected} "
+                f"protected slots, the tree has {sizes[False]} and {sizes[True]}"
+            )
+        pages = np.unique(host_array(self.cached_slots()) // self.page_size)
+        stray = np.setdiff1d(pages, self.allocator.owned_pages())
+        if len(stray):
+            raise RuntimeError(f"cached pages {stray[:8].tolist()} are free")

@@ -1,0 +1,78 @@
+"""The node of the prefix tree and the handle by which others hold on to it.
+
+It is plain data; who may change it, and when, is the cache's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from sglang.srt.mem_cache.page_ledger import IntArray
+
+EMPTY: IntArray = np.empty(0, dtype=np.int64)
+
+
+class TreeNode:
+    """One run of cached positions [start, start + len(slots)) of a token sequence.
+
+    Fields:
+        elements: int64 [n], key elements (`RadixKey.elements`) of the run.
+        slots: int64 [n] on the host, the KV slot of each position.
+        start: position of the first element.
+        namespace: cache namespace of the sequence.
+        children: next runs, keyed by their first page of elements.
+        parent: previous run; None for a root and for a node cut off the tree.
+        lock_ref: requests that rely on this run or on one below it.
+        last_access: logical time of the last match or insert through this run.
+        serial: order of creation, breaks ties.
+        queued: whether the eviction queue has an entry for this node.
+    """
+
+    __slots__ = (
+        "children",
+        "elements",
+        "last_access",
+        "lock_ref",
+        "namespace",
+        "parent",
+        "queued",
+        "serial",
+        "slots",
+        "start",
+    )
+
+    def __init__(
+        self,
+        *,
+        parent: TreeNode | None = None,
+        elements: IntArray = EMPTY,
+        slots: IntArray = EMPTY,
+        start: int = 0,
+        namespace: str | None = None,
+        last_access: int = 0,
+        serial: int = 0,
+    ) -> None:
+        self.parent = parent
+        self.elements = elements
+        self.slots = slots
+        self.start = start
+        self.namespace = namespace
+        self.last_access = last_access
+        self.serial = serial
+        self.children: dict[Hashable, TreeNode] = {}
+        self.lock_ref = 0
+        self.queued = False
+
+    @property
+    def end(self) -> int:
+        """Position after the last element."""
+        return self.start + len(self.slots)
+
+    def __repr__(self) -> str:
+        return (
+            f"TreeNode(#{self.serial} [{self.start}, {self.end}) "
+            f"namespace={self.namespace!r} lock_ref={self.lock_ref} "
+            f"children={len(self.children)})"
+        )

@@ -1,0 +1,406 @@
+"""Memory of whole requests: chunks, decode with reserve, finish, abort, leak checks.
+
+A dict from slot to content stands for the KV bytes, so that a row that points to the
+wrong slot is seen whatever the bookkeeping says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from sglang.srt.mem_cache.allocator import create_allocator
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.mem_cache.common import (
+    alloc_with_eviction,
+    check_busy,
+    check_idle,
+    ensure_available,
+    extend_rows,
+    release_req,
+    usable_size,
+)
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.tree_node import TreeNode
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scale import count
+
+register_cpu_ci(est_time=25, suite="cpu")
+
+ROW_WIDTH = 48
+
+
+@dataclass
+class Req:
+    """The least that a cache needs of a request."""
+
+    tokens: list[int]
+    req_pool_idx: int
+    namespace: str | None = None
+    no_cache: bool = False
+    committed_len: int = 0
+    allocated_len: int = 0
+    cache_protected_len: int = 0
+    prefix_slots: torch.Tensor = field(
+        default_factory=lambda: torch.empty(0, dtype=torch.int64)
+    )
+    last_node: TreeNode | None = None
+
+    def fill_ids(self) -> list[int]:
+        return self.tokens
+
+
+def make_cache(
+    *, pages: int, page_size: int, bigram: bool = False, radix: bool = True
+) -> BasePrefixCache:
+    allocator = create_allocator(size=pages * page_size, page_size=page_size)
+    req_pool = ReqToTokenPool(
+        size=4, row_width=ROW_WIDTH, device="cpu", context_len=ROW_WIDTH
+    )
+    kind = RadixCache if radix else ChunkCache
+    return kind(req_pool=req_pool, allocator=allocator, bigram=bigram)
+
+
+def admit(
+    cache: BasePrefixCache, tokens: list[int], namespace: str | None = None
+) -> Req:
+    """Match and lock the prefix, take a row and write the prefix to it."""
+    match = cache.match_prefix(cache.key(tokens[:-1], namespace=namespace))
+    cache.inc_lock_ref(match.last_node)
+    rows = cache.req_pool.alloc(1)
+    assert rows is not None
+    cache.req_pool.write(rows[0], 0, match.slots)
+    cached = len(match)
+    return Req(
+        tokens=tokens,
+        req_pool_idx=rows[0],
+        namespace=namespace,
+        committed_len=cached,
+        allocated_len=cached,
+        cache_protected_len=cached,
+        prefix_slots=match.slots,
+        last_node=match.last_node,
+    )
+
+
+class RequestMachine(RuleBasedStateMachine):
+    """Up to four requests over a small pool that is always short of memory."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4]),
+        tokens_in_pool=st.integers(24, 96),
+        radix=st.sampled_from([True, True, True, False]),
+        bigram=st.booleans(),
+    )
+    def build(
+        self, page_size: int, tokens_in_pool: int, radix: bool, bigram: bool
+    ) -> None:
+        self.cache = make_cache(
+            pages=tokens_in_pool // page_size,
+            page_size=page_size,
+            radix=radix,
+            bigram=bigram,
+        )
+        self.bigram = bigram
+        self.requests: list[Req] = []
+        self.content: dict[int, object] = {}
+        self.cache.allocator.register_on_free(
+            lambda slots: [self.content.pop(slot, None) for slot in slots.tolist()]
+        )
+
+    def truth(self, req: Req, position: int) -> object:
+        """What the slot of a position must hold: everything it depends on."""
+        end = position + (2 if self.bigram else 1)
+        return req.namespace, position, tuple(req.tokens[:end])
+
+    def write_kv(self, req: Req, start: int, end: int) -> None:
+        slots = self.cache.req_pool.row_slots(req.req_pool_idx, start, end).tolist()
+        for position, slot in enumerate(slots, start=start):
+            self.content[slot] = self.truth(req, position)
+
+    @precondition(lambda self: len(self.requests) < 4)
+    @rule(
+        head=st.sampled_from([[], [1] * 9, [1, 2] * 6, [1] * 5 + [2] * 8]),
+        tail=st.lists(st.integers(1, 2), min_size=2, max_size=12),
+        namespace=st.sampled_from([None, None, "x"]),
+    )
+    def start(self, head: list[int], tail: list[int], namespace: str | None) -> None:
+        self.requests.append(admit(self.cache, head + tail, namespace))
+
+    def pick(self, data: st.DataObject) -> Req:
+        return data.draw(st.sampled_from(self.requests))
+
+    def grow(self, reqs: list[Req], ends: list[int]) -> bool:
+        starts = [req.allocated_len for req in reqs]
+        usable = usable_size(self.cache)
+        cost = self.cache.allocator.extend_cost(starts, ends)
+        cached = self.cache.total_size()
+        slots = extend_rows(
+            self.cache,
+            rows=[req.req_pool_idx for req in reqs],
+            prefix_lens=starts,
+            seq_lens=ends,
+        )
+        assert (slots is None) == (cost > usable)
+        if slots is None:
+            assert self.cache.total_size() == cached, "evicted for nothing"
+            return False
+        assert len(slots) == sum(ends) - sum(starts)
+        for req, end in zip(reqs, ends, strict=True):
+            req.allocated_len = end
+        return True
+
+    @precondition(lambda self: bool(self.requests))
+    @rule(data=st.data(), amount=st.integers(1, 9), share=st.booleans())
+    def prefill_chunk(self, data: st.DataObject, amount: int, share: bool) -> None:
+        req = self.pick(data)
+        end = min(req.committed_len + amount, len(req.tokens) - 1)
+        if end <= req.committed_len:
+            return
+        if end > req.allocated_len and not self.grow([req], [end]):
+            return
+        self.write_kv(req, req.committed_len, end)
+        req.committed_len = end
+        if share:
+            self.cache.cache_unfinished_req(req)
+
+    @precondition(lambda self: bool(self.requests))
+    @rule(reserve=st.integers(1, 8), token=st.integers(1, 2))
+    def decode(self, reserve: int, token: int) -> None:
+        """One token for every request whose prompt is done, with room reserved."""
+        ready = [
+            req
+            for req in self.requests
+            if req.committed_len == len(req.tokens) - 1
+            and req.committed_len + reserve <= ROW_WIDTH
+        ]
+        if not ready:
+            return
+        ends = [max(r.allocated_len, r.committed_len + reserve) for r in ready]
+        if not self.grow(ready, ends):
+            return
+        for req in ready:
+            req.tokens = [*req.tokens, token]
+            self.write_kv(req, req.committed_len, req.committed_len + 1)
+            req.committed_len += 1
+
+    @precondition(lambda self: bool(self.requests))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        req = self.pick(data)
+        self.requests.remove(req)
+        release_req(req, cache=self.cache)
+        with pytest.raises(RuntimeError, match="released twice"):
+            self.cache.cache_finished_req(req)
+
+    @precondition(lambda self: bool(self.requests))
+    @rule(data=st.data(), garbage=st.integers(0, 6))
+    def abort(self, data: st.DataObject, garbage: int) -> None:
+        """A prefill whose chunk was counted but not written must not be shared."""
+        req = self.pick(data)
+        end = min(req.allocated_len + garbage, len(req.tokens))
+        if end > req.allocated_len and self.grow([req], [end]):
+            req.committed_len = end
+        req.no_cache = True
+        cached = self.cache.total_size()
+        self.cache.cache_unfinished_req(req)
+        self.requests.remove(req)
+        release_req(req, cache=self.cache)
+        assert self.cache.total_size() == cached
+
+    @rule(num_slots=st.integers(1, 30))
+    def evict(self, num_slots: int) -> None:
+        self.cache.evict(num_slots)
+
+    @invariant()
+    def every_row_reads_what_it_should(self) -> None:
+        for req in self.requests:
+            slots = self.cache.req_pool.row_slots(
+                req.req_pool_idx, 0, req.committed_len
+            )
+            for position, slot in enumerate(slots.tolist()):
+                assert self.content.get(slot) == self.truth(req, position)
+            assert torch.equal(req.prefix_slots, slots[: req.cache_protected_len])
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.cache.check()
+        check_busy(self.cache, self.requests)
+        if not self.requests:
+            check_idle(self.cache)
+
+    def teardown(self) -> None:
+        for req in self.requests:
+            release_req(req, cache=self.cache)
+        check_idle(self.cache)
+        self.cache.reset()
+        assert self.cache.allocator.available_size() == self.cache.allocator.size
+        assert not self.content, "KV content of slots that nobody holds"
+
+
+def test_requests_read_their_own_kv_and_leave_the_pool_empty() -> None:
+    run_state_machine_as_test(
+        RequestMachine,
+        settings=settings(
+            max_examples=count(ci=150, full=4000),
+            stateful_step_count=50,
+            deadline=None,
+            derandomize=True,
+        ),
+    )
+
+
+def grown(cache: BasePrefixCache, tokens: list[int], reserve: int = 0) -> Req:
+    """A request whose tokens are all committed, with `reserve` more allocated."""
+    req = admit(cache, tokens)
+    req.allocated_len = len(tokens) + reserve
+    slots = extend_rows(
+        cache,
+        rows=[req.req_pool_idx],
+        prefix_lens=[req.committed_len],
+        seq_lens=[req.allocated_len],
+    )
+    assert slots is not None
+    req.committed_len = len(tokens)
+    return req
+
+
+def test_finished_request_keeps_whole_pages_and_frees_the_rest() -> None:
+    cache = make_cache(pages=10, page_size=4)
+    req = grown(cache, list(range(10)), reserve=7)
+    row = cache.req_pool.row_slots(req.req_pool_idx, 0, 17).tolist()
+    release_req(req, cache=cache)
+    assert cache.cached_slots().tolist() == row[:8]
+    assert cache.allocator.available_size() == 40 - 8
+    check_idle(cache)
+
+
+def test_duplicates_of_the_cache_are_freed() -> None:
+    cache = make_cache(pages=20, page_size=1)
+    first, second = (grown(cache, [1, 2, 3, 4, 5]) for _ in range(2))
+    kept = cache.req_pool.row_slots(first.req_pool_idx, 0, 5)
+    own = cache.req_pool.row_slots(second.req_pool_idx, 0, 5)
+    assert not set(kept.tolist()) & set(own.tolist())
+    release_req(first, cache=cache)
+    cache.cache_unfinished_req(second)
+    row = cache.req_pool.row_slots(second.req_pool_idx, 0, 5)
+    assert row.tolist() == kept.tolist(), "the row must point to the tree's slots"
+    assert cache.allocator.available_size() == 15
+    assert cache.protected_size() == 5
+    release_req(second, cache=cache)
+    check_idle(cache)
+
+
+def test_a_cached_prefix_under_other_tokens_is_refused() -> None:
+    cache = make_cache(pages=20, page_size=1)
+    release_req(grown(cache, [1, 2, 3, 4]), cache=cache)
+    req = admit(cache, [1, 2, 3, 4])
+    req.tokens = [7, 7, 7, 7]
+    with pytest.raises(RuntimeError, match="locked prefix of 3 has only 0"):
+        cache.cache_finished_req(req)
+
+
+def test_lengths_out_of_order_are_refused() -> None:
+    cache = make_cache(pages=20, page_size=1)
+    req = grown(cache, [1, 2, 3, 4])
+    req.committed_len = 5
+    with pytest.raises(RuntimeError, match="have 0, 5, 4"):
+        cache.cache_finished_req(req)
+    req.committed_len, req.tokens = 4, [1, 2]
+    with pytest.raises(RuntimeError, match="2 tokens known but 4 committed"):
+        cache.cache_unfinished_req(req)
+
+
+def test_extend_rows_refuses_more_than_a_row_and_takes_nothing() -> None:
+    cache = make_cache(pages=20, page_size=4)
+    req = admit(cache, [1, 2])
+    with pytest.raises(RuntimeError, match=f"row of width {ROW_WIDTH}"):
+        extend_rows(
+            cache,
+            rows=[req.req_pool_idx],
+            prefix_lens=[0],
+            seq_lens=[ROW_WIDTH + 1],
+        )
+    assert cache.allocator.available_size() == 80
+
+
+def test_the_last_free_page_can_be_used() -> None:
+    cache = make_cache(pages=3, page_size=4)
+    release_req(grown(cache, list(range(8))), cache=cache)
+    req = grown(cache, [9] * 12)
+    assert cache.allocator.available_size() == 0 and cache.total_size() == 0
+    assert not ensure_available(cache, 4)
+    assert alloc_with_eviction(cache, 4) is None
+    release_req(req, cache=cache)
+    slots = alloc_with_eviction(cache, 8)
+    assert slots is not None and len(slots) == 8
+    assert cache.total_size() == 4, "evicts only what is missing"
+
+
+def test_chunk_cache_shares_nothing() -> None:
+    cache = make_cache(pages=20, page_size=1, radix=False)
+    release_req(grown(cache, [1, 2, 3], reserve=2), cache=cache)
+    check_idle(cache)
+    assert cache.allocator.available_size() == 20
+    assert len(cache.match_prefix(cache.key([1, 2, 3]))) == 0
+    assert cache.match_length(cache.key([1, 2, 3])) == 0
+    assert cache.cached_slots().tolist() == [] and cache.evict(5) == 0
+    with pytest.raises(RuntimeError, match="keeps no slots"):
+        cache.insert(cache.key([1]), torch.tensor([1]))
+
+
+def test_idle_check_names_the_difference() -> None:
+    cache = make_cache(pages=20, page_size=4)
+    slots = cache.allocator.alloc(8)
+    assert slots is not None
+    with pytest.raises(RuntimeError, match=r"8 slots leaked \(size 80, free 72"):
+        check_idle(cache)
+    check_idle(cache, fenced=8)
+    with pytest.raises(RuntimeError, match="8 slots counted twice"):
+        check_idle(cache, fenced=16)
+    cache.allocator.free(slots)
+    check_idle(cache)
+    req = admit(cache, [1, 2])
+    with pytest.raises(RuntimeError, match="1 request rows"):
+        check_idle(cache)
+    release_req(req, cache=cache)
+    match = cache.match_prefix(cache.key([1]))
+    cache.inc_lock_ref(match.last_node)
+    check_idle(cache)
+
+
+def test_idle_check_sees_a_lock_that_stayed() -> None:
+    cache = make_cache(pages=20, page_size=4)
+    release_req(grown(cache, [1, 2, 3, 4]), cache=cache)
+    match = cache.match_prefix(cache.key([1, 2, 3, 4]))
+    cache.inc_lock_ref(match.last_node)
+    with pytest.raises(RuntimeError, match="4 cached slots are still locked"):
+        check_idle(cache)
+
+
+def test_busy_check_names_the_pages() -> None:
+    cache = make_cache(pages=20, page_size=4)
+    req = grown(cache, list(range(6)))
+    check_busy(cache, [req])
+    with pytest.raises(RuntimeError, match=r"2 pages leaked .*\[1, 2\]"):
+        check_busy(cache, [])
+    with pytest.raises(RuntimeError, match=r"2 pages held more than once.*\[1, 2\]"):
+        check_busy(cache, [req, req])
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
