@@ -1,0 +1,123 @@
+"""Matrix product with a weight that is packed once for the CPU.
+
+Owns the packed format; knows nothing of layers or sharding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sglang.srt.layers.ops.dispatch import native, native_available, use_native
+
+PANEL = 32
+"""Output columns per panel of the native format."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWeight:
+    """A weight [N, K] in the order in which the CPU product reads it.
+
+    Fields:
+        n, k: outputs and inputs.
+        panel: output columns per panel; `n` (one panel) in the torch fallback.
+        data: [ceil(n / panel), k, panel]; columns beyond n are zero. float32, or
+            bfloat16 when every weight is exactly a bfloat16. A native bfloat16 panel
+            alternates columns j and j + panel / 2, so that one 32-bit lane holds both.
+    """
+
+    n: int
+    k: int
+    panel: int
+    data: Tensor
+
+
+def pack_weight(weight: Tensor) -> PackedWeight:
+    """Pack weight [N, K] (float32, bfloat16 or float16) for `linear`; copies it.
+
+    Raises:
+        ValueError: the weight is not a floating-point matrix, or it has no elements.
+    """
+    if weight.dim() != 2 or not weight.is_floating_point() or weight.numel() == 0:
+        raise ValueError(
+            f"pack_weight: got {weight.dtype} {tuple(weight.shape)}, expected a "
+            "non-empty floating-point [N, K]"
+        )
+    n, k = weight.shape
+    wide = weight.detach().float()
+    if not (native_available() and weight.is_cpu):
+        return PackedWeight(n=n, k=k, panel=n, data=wide.t().contiguous()[None])
+    panels = -(-n // PANEL)
+    data = functional.pad(wide, (0, 0, 0, panels * PANEL - n))
+    data = data.view(panels, PANEL, k).transpose(1, 2).contiguous()
+    narrow = data.bfloat16()
+    if torch.equal(narrow.float(), data):
+        halves = narrow.view(panels, k, 2, PANEL // 2).transpose(2, 3)
+        data = halves.reshape(panels, k, PANEL)
+    return PackedWeight(n=n, k=k, panel=PANEL, data=data)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """out = x @ weight.T + bias.
+
+    With a `PackedWeight` on the native kernels every output is one float32 sum in
+    ascending order of k, so that a row's result does not depend, bit by bit, on how many
+    rows the batch has. A plain weight goes to torch, which promises no such thing.
+
+    Args:
+        x: [..., K]; float32, bfloat16 or float16.
+        weight: [N, K] of the dtype of `x`, or packed.
+        bias: [N] of the dtype of `x`, or None.
+        out: [..., N] of the dtype of `x`, contiguous. Allocated if None.
+
+    Returns:
+        `out`.
+    """
+    if not isinstance(weight, PackedWeight):
+        result = functional.linear(x, weight, bias)
+        return result if out is None else out.copy_(result)
+    if native is not None and weight.panel == PANEL and use_native(x):
+        if x.dtype != torch.float32:
+            wide = linear(x.float(), weight, None if bias is None else bias.float())
+            return wide.to(x.dtype) if out is None else out.copy_(wide)
+        if out is None:
+            out = x.new_empty((*x.shape[:-1], weight.n))
+        native.packed_linear(x, weight.data, weight.n, bias, out)
+        return out
+    return linear_ref(x, weight, bias, out=out)
+
+
+def unpack_weight(weight: PackedWeight) -> Tensor:
+    """The float32 weight [N, K] that was packed."""
+    data = weight.data
+    if data.dtype == torch.bfloat16:
+        pairs = data.view(data.shape[0], weight.k, weight.panel // 2, 2)
+        data = pairs.transpose(2, 3).reshape(data.shape).float()
+    return data.transpose(1, 2).reshape(-1, weight.k)[: weight.n]
+
+
+def linear_ref(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Torch oracle of `linear`: a float32 product, rounded to the dtype of `x`."""
+    if isinstance(weight, PackedWeight):
+        # In the fallback format this is a view: torch is fastest with [K, N] in memory.
+        weight = unpack_weight(weight)
+    result = torch.matmul(x.float(), weight.float().t())
+    if bias is not None:
+        result = result + bias.float()
+    result = result.to(x.dtype)
+    return result if out is None else out.copy_(result)
