@@ -1,0 +1,76 @@
+"""What an attention backend is: metadata of a forward, one view of it, one forward."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sglang.srt.configs.attention_backends import (
+    ATTENTION_BACKENDS,
+    AttentionBackendCapabilities,
+)
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVReadView
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+
+class AttentionBackend(ABC):
+    """Metadata is set once per forward by one of three methods: `init_eager` outside
+    CUDA graphs, `init_capture` and `init_replay` around them. `forward` then runs once
+    per layer and reads what they left.
+    """
+
+    name: str
+
+    @property
+    def capabilities(self) -> AttentionBackendCapabilities:
+        return ATTENTION_BACKENDS[self.name]
+
+    @abstractmethod
+    def init_eager(self, forward_batch: ForwardBatch) -> None:
+        """Prepare the metadata of a forward that runs outside graphs."""
+
+    def init_capture(self, buffers: object, rows: int) -> None:
+        """Prepare static metadata for the capture of a graph of `rows` rows.
+
+        Raises:
+            RuntimeError: the backend does not declare `supports_cuda_graph`.
+        """
+        raise RuntimeError(f"attention backend {self.name} does not support graphs")
+
+    def init_replay(self, buffers: object, forward_batch: ForwardBatch) -> None:
+        """Fill the static metadata for a replay.
+
+        Raises:
+            RuntimeError: the backend does not declare `supports_cuda_graph`.
+        """
+        raise RuntimeError(f"attention backend {self.name} does not support graphs")
+
+    @abstractmethod
+    def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
+        """The slots that `forward` is about to read, from the very tables it reads.
+
+        One view per metadata group; the KV canary verifies them.
+        """
+
+    @abstractmethod
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        *,
+        out: Tensor,
+    ) -> None:
+        """Norm and rotate q and k, write k and v to the pool, attend into `out`.
+
+        Args:
+            q: [T, Hq, D]; overwritten. k, v: [T, Hkv, D]; k may be overwritten.
+            out: [T, Hq, D]; the backend allocates nothing.
+        """

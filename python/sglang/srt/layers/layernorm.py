@@ -1,0 +1,26 @@
+"""Root-mean-square norm with an optional fused residual addition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sglang.srt.layers.linear import LoadableParameter
+from sglang.srt.layers.ops.norm import fused_add_rmsnorm, rmsnorm
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = LoadableParameter.create(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> a new tensor of the same shape."""
+        return rmsnorm(x, self.weight, self.eps)
+
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> None:
+        """In place: residual += x; x = norm(residual)."""
+        fused_add_rmsnorm(x, residual, self.weight, self.eps)

@@ -1,0 +1,94 @@
+"""From hidden states to the logits that are needed, and to prompt logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglang.srt.layers.logprobs import (
+    LogprobResult,
+    concat_logprobs,
+    prompt_logprobs,
+)
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    InputLogprobSpan,
+)
+
+# Prompt logits are made in slices of this many rows, so that a long prompt over a large
+# vocabulary does not need [T, vocab] floats at once.
+PROMPT_LOGITS_SLICE = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsProcessorOutput:
+    """Fields:
+    next_token_logits: float32 [R, V].
+    hidden_states: [R or T, H] by the capture mode, or None.
+    input_logprobs: prompt logprobs by row, for the rows that asked.
+    """
+
+    next_token_logits: Tensor
+    hidden_states: Tensor | None
+    input_logprobs: dict[int, LogprobResult]
+
+
+class LogitsProcessor:
+    """Applies the head to the rows that need logits."""
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        head: Callable[[Tensor], Tensor],
+        forward_batch: ForwardBatch,
+        *,
+        aux_hidden: list[Tensor] | None = None,
+    ) -> LogitsProcessorOutput:
+        """hidden [T, H], normed; `aux_hidden` [T, H] each replace it for the caller that
+        captures hidden states (EAGLE3).
+        """
+        rows = forward_batch.logits_rows
+        needed = hidden if rows is None else hidden[rows]
+        returned = hidden if aux_hidden is None else torch.cat(aux_hidden, dim=-1)
+        captured: Tensor | None = None
+        if forward_batch.capture_hidden_mode is CaptureHiddenMode.FULL:
+            captured = returned
+        elif forward_batch.capture_hidden_mode is CaptureHiddenMode.LAST:
+            captured = returned if rows is None else returned[rows]
+        return LogitsProcessorOutput(
+            next_token_logits=head(needed).float(),
+            hidden_states=captured,
+            input_logprobs=self._input_logprobs(hidden, head, forward_batch),
+        )
+
+    def _input_logprobs(
+        self,
+        hidden: Tensor,
+        head: Callable[[Tensor], Tensor],
+        forward_batch: ForwardBatch,
+    ) -> dict[int, LogprobResult]:
+        if not forward_batch.input_logprobs:
+            return {}
+        assert forward_batch.qo_indptr is not None
+        starts = forward_batch.qo_indptr.tolist()
+        return {
+            span.row: _score_span(hidden[starts[span.row] :], head, span)
+            for span in forward_batch.input_logprobs
+        }
+
+
+def _score_span(
+    row_hidden: Tensor, head: Callable[[Tensor], Tensor], span: InputLogprobSpan
+) -> LogprobResult:
+    parts = []
+    for start in range(span.start, span.stop, PROMPT_LOGITS_SLICE):
+        stop = min(start + PROMPT_LOGITS_SLICE, span.stop)
+        ids = span.next_tokens[start - span.start : stop - span.start]
+        next_tokens = torch.tensor(ids, dtype=torch.int64, device=row_hidden.device)
+        logits = head(row_hidden[start:stop])
+        parts.append(prompt_logprobs(logits, next_tokens, top_k=span.top_k))
+    return concat_logprobs(parts)

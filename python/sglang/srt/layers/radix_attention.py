@@ -1,0 +1,60 @@
+"""The attention layer that models call: hands q, k and v to the backend of the forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_context import get_forward_context
+
+
+class RadixAttention(nn.Module):
+    """Attention over the KV pool.
+
+    Args:
+        layer_id: layer of the pool.
+        scaling: factor on the scores.
+        sliding_window: attend the newest tokens only; None: all.
+        cos_sin_cache: float32 [positions, rotary channels], or None without rotation.
+        q_norm, k_norm: per-head norms before the rotation (Qwen3), or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        layer_id: int,
+        scaling: float,
+        sliding_window: int | None = None,
+        cos_sin_cache: Tensor | None = None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.layer_id = layer_id
+        self.scaling = scaling
+        self.window = -1 if sliding_window is None else sliding_window
+        self.cos_sin_cache = cos_sin_cache
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self._sizes = [num_heads, num_kv_heads, num_kv_heads]
+
+    def forward(self, qkv: Tensor, forward_batch: ForwardBatch) -> Tensor:
+        """qkv [T, (Hq + 2 Hkv) * D], not rotated yet -> [T, Hq * D].
+
+        q and k inside `qkv` may be overwritten.
+        """
+        tokens = qkv.shape[0]
+        heads = qkv.view(tokens, -1, self.head_dim)
+        q, k, v = torch.split(heads, self._sizes, dim=1)
+        out = qkv.new_empty(tokens, self.num_heads, self.head_dim)
+        backend = get_forward_context().attn_backend
+        backend.forward(q, k, v, self, forward_batch, out=out)
+        return out.view(tokens, -1)

@@ -1,0 +1,229 @@
+"""Turns logits into token ids: edits, filters, one draw, logprobs.
+
+Everything runs on the device of the logits without waiting for it. Knows nothing of
+requests, schedulers or grammars beyond the rows of `SamplingBatchInfo`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from sglang.srt.constrained.vocab_mask import apply_vocab_mask
+from sglang.srt.layers.logprobs import LogprobRequest, LogprobResult, compute_logprobs
+from sglang.srt.sampling.noise import uniform
+from sglang.srt.sampling.penalties import (
+    TokenHistory,
+    apply_logit_bias,
+    apply_penalties,
+    ban_stop_tokens,
+)
+from sglang.srt.sampling.row_ops import argmax_rows, inverse_cdf, negated_best
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+
+class SamplerOutput(NamedTuple):
+    """`token_ids` [R] int64 on the device; `logprobs` where they were asked for."""
+
+    token_ids: torch.Tensor
+    logprobs: LogprobResult | None
+
+
+class SamplingBackend(Protocol):
+    """Chooses one token per row from processed logits."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        info: SamplingBatchInfo,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """`logits` [R, V] float32 from `process_logits`, not to be modified;
+        `positions` [R] int64. Returns [R] int64."""
+        ...
+
+
+class Sampler:
+    """The sampling step. Stateless; one instance serves every batch.
+
+    NaN logits never raise: a greedy row then returns the first NaN's index, a sampled
+    row some id in [0, V). `nan_rows` tells such rows apart.
+    """
+
+    def __init__(self, backend: str = "pytorch") -> None:
+        """Raises ValueError for an unknown backend."""
+        if backend not in SAMPLING_BACKENDS:
+            raise ValueError(
+                f"--sampling-backend {backend!r} is unknown; "
+                f"use one of {', '.join(sorted(SAMPLING_BACKENDS))}"
+            )
+        self._select = SAMPLING_BACKENDS[backend]()
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        info: SamplingBatchInfo,
+        *,
+        positions: torch.Tensor,
+        history: TokenHistory | None = None,
+        logprobs: LogprobRequest | None = None,
+    ) -> SamplerOutput:
+        """Sample one token per row.
+
+        Args:
+            logits: [R, V]; left unmodified.
+            info: R rows.
+            positions: [R] int64, index of the token to be sampled (= tokens known).
+            history: tokens of each row; required where a row has a penalty.
+            logprobs: the rows that want logprobs.
+
+        Raises:
+            ValueError: a row has a penalty and `history` is None.
+        """
+        if logits.dtype != torch.float32:
+            logits = logits.float()
+        processed = process_logits(logits, info, positions=positions, history=history)
+        token_ids = self._select(processed, info, positions)
+        if logprobs is None:
+            return SamplerOutput(token_ids, None)
+        return SamplerOutput(
+            token_ids, compute_logprobs(processed, token_ids, logprobs)
+        )
+
+    __call__ = forward
+
+
+def process_logits(
+    logits: torch.Tensor,
+    info: SamplingBatchInfo,
+    *,
+    positions: torch.Tensor,
+    history: TokenHistory | None = None,
+) -> torch.Tensor:
+    """The logits that tokens are drawn from, before top-k, top-p and min-p.
+
+    In this order: logit bias, penalties, ban of stop ids below `min_new_tokens`, grammar
+    mask, temperature (1 for greedy rows). Returns `logits` itself where nothing applies,
+    else a new tensor.
+    """
+    if info.is_plain_greedy:
+        return logits
+    edited = logits
+    if info.has_logit_bias or info.has_penalty or info.has_min_new_tokens:
+        edited = logits.clone()
+    apply_logit_bias(edited, info)
+    if info.has_penalty:
+        if history is None:
+            raise ValueError("rows with penalties need a TokenHistory, got None")
+        apply_penalties(edited, info, history)
+    edited = _restrict(edited, info, positions)
+    if info.is_all_greedy:
+        return edited
+    return edited / info.temperatures[:, None]
+
+
+def _restrict(
+    logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor
+) -> torch.Tensor:
+    """Ban stop ids of young rows and apply the grammar mask; may modify `logits`."""
+    mask = info.vocab_mask
+    if mask is None:
+        ban_stop_tokens(logits, info, positions)
+        return logits
+    if not info.has_min_new_tokens:
+        return apply_vocab_mask(logits, mask)
+    # A complete grammar allows nothing but EOS. Where the minimum length bans that too,
+    # the grammar wins: a row without any allowed token could not be sampled.
+    by_grammar = apply_vocab_mask(logits, mask)
+    restricted = by_grammar.clone()
+    ban_stop_tokens(restricted, info, positions)
+    dead = restricted.amax(dim=-1, keepdim=True) == float("-inf")
+    return torch.where(dead, by_grammar, restricted)
+
+
+def select_pytorch(
+    logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor
+) -> torch.Tensor:
+    """Argmax for greedy rows; else an inverse-CDF draw with (seed, position) noise.
+
+    The order of the CDF is the order of the ids, whatever the filters of the batch, so
+    that a row's token does not depend on the rows beside it.
+    """
+    if info.is_all_greedy:
+        return argmax_rows(logits)
+    probs = filtered_probs(logits, info)
+    drawn = inverse_cdf(probs, uniform(info.seeds, positions))
+    if not info.has_greedy:
+        return drawn
+    return torch.where(info.greedy_rows, argmax_rows(logits), drawn)
+
+
+def filtered_probs(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+    """[R, V] float32: softmax with 0 for the ids that top-k, top-p or min-p removes.
+
+    The three filters look at the same distribution, sorted by falling probability (ties:
+    lower id first), and each keeps a prefix: top-k the first k; top-p the shortest whose
+    sum reaches p; min-p those with at least min_p times the best probability. What is
+    left is not rescaled.
+    """
+    probs = torch.softmax(logits, dim=-1)
+    rows = info.filter_rows
+    if rows is not None:
+        if rows.numel() == probs.shape[0]:
+            probs = _keep_prefix(probs, info.top_ks, info.top_ps, info.max_top_k)
+        else:
+            block = _keep_prefix(
+                probs.index_select(0, rows),
+                info.top_ks[rows],
+                info.top_ps[rows],
+                info.max_top_k,
+            )
+            probs = probs.index_copy(0, rows, block)
+    if info.needs_min_p:
+        # The best id survives top-k and top-p, so the floor is that of the original.
+        floor = probs.amax(dim=-1, keepdim=True) * info.min_ps[:, None]
+        probs = probs * (probs >= floor)
+    return probs
+
+
+def _keep_prefix(
+    probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, max_top_k: int
+) -> torch.Tensor:
+    """`probs` [F, V] with 0 for what top-k `top_ks` [F] and top-p `top_ps` [F] remove.
+
+    Finds the value of the last kept id and how many of its ties stay: then neither the
+    order in which a sort leaves equal values nor the choice between sort and top-k
+    matters, and nothing has to be scattered back.
+    """
+    # One value more than can be kept shows whether the last kept id has a tie behind it.
+    n_best = min(max_top_k + 1, probs.shape[1])
+    negated = negated_best(probs, n_best)
+    sums = negated.double().neg_().cumsum(dim=-1)
+    # Sums before the last id may already round to 1: p = 1 must not cut there.
+    limits = top_ps.double().masked_fill(top_ps >= 1.0, float("inf"))[:, None]
+    n_kept = torch.searchsorted(sums, limits) + 1
+    n_kept = torch.minimum(n_kept, top_ks[:, None]).clamp_(max=n_best)
+    negated_last = negated.gather(1, n_kept - 1)
+    last = -negated_last
+    kept = probs * (probs >= last)
+    # Ties at the cut are rare; looking costs a wait on an accelerator, so it always cuts.
+    n_tied = torch.searchsorted(negated, negated_last, right=True)
+    if probs.is_cpu and not bool((n_tied > n_kept).any()):
+        return kept
+    n_above = torch.searchsorted(negated, negated_last)
+    is_tie = probs == last
+    surplus = is_tie & (is_tie.cumsum(dim=-1) > n_kept - n_above)
+    return kept.masked_fill_(surplus, 0.0)
+
+
+def nan_rows(logits: torch.Tensor) -> torch.Tensor:
+    """[R] bool on the device: rows of `logits` [R, V] with a NaN. One pass."""
+    return logits.amax(dim=-1).isnan()
+
+
+SAMPLING_BACKENDS: dict[str, Callable[[], SamplingBackend]] = {
+    "pytorch": lambda: select_pytorch,
+}
+"""Factories by the value of `--sampling-backend`; other modules add theirs here."""

@@ -1,0 +1,102 @@
+"""Owns one model, its pools and its attention backend, and runs forwards."""
+
+from __future__ import annotations
+
+import logging
+import time
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.attention_registry import create_attention_backend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.forward_scopes import ForwardScopes, NullScopes
+from sglang.srt.model_executor.model_runner_kv_cache_mixin import (
+    ModelRunnerKVCacheMixin,
+)
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.models.registry import CausalLM
+from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class ModelRunner(ModelRunnerKVCacheMixin):
+    """Runs forwards of one model; `initialize` must be called first.
+
+    Attributes:
+        scopes: hooks around forwards; the canary replaces them.
+        is_draft_worker: whether the model drafts for another one.
+        spec_algorithm: name of the speculative algorithm, or None.
+    """
+
+    model: CausalLM
+    attn_backend: AttentionBackend
+
+    def __init__(
+        self,
+        *,
+        server_args: ServerArgs,
+        model_config: ModelConfig,
+        is_draft_worker: bool = False,
+    ) -> None:
+        assert server_args.page_size is not None
+        self.server_args = server_args
+        self.model_config = model_config
+        self.is_draft_worker = is_draft_worker
+        self.spec_algorithm = server_args.speculative_algorithm
+        self.device = server_args.device
+        self.dtype = TORCH_DTYPES[server_args.dtype]
+        self.page_size = server_args.page_size
+        self.scopes: ForwardScopes = NullScopes()
+
+    def initialize(self) -> None:
+        """Load the weights, build the pools and the attention backend.
+
+        Raises:
+            ValueError: bad weights or impossible memory; names the flag or the tensor.
+        """
+        began = time.perf_counter()
+        self.model = load_model(
+            self.model_config,
+            load_format=self.server_args.load_format,
+            dtype=self.dtype,
+            rope_rows=self.row_width(),
+        )
+        self._init_pools()
+        assert self.server_args.attention_backend is not None
+        self.attn_backend = create_attention_backend(
+            self.server_args.attention_backend,
+            req_to_token_pool=self.req_to_token_pool,
+            kv_pool=self.kv_pool,
+        )
+        self._context = ForwardContext(attn_backend=self.attn_backend)
+        logger.info(
+            "Loaded %s (%s, %s) with %d KV slots in %.1f s",
+            self.model_config.architecture,
+            self.server_args.dtype,
+            self.server_args.attention_backend,
+            self.max_total_num_tokens,
+            time.perf_counter() - began,
+        )
+
+    def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+        """One launch of the model over `forward_batch`."""
+        with (
+            torch.inference_mode(),
+            self.scopes.launch(forward_batch=forward_batch, steps=(0,)),
+        ):
+            self.attn_backend.init_eager(forward_batch)
+            with forward_context(self._context), self.scopes.step(0):
+                output: LogitsProcessorOutput = self.model(
+                    forward_batch.input_ids, forward_batch.positions, forward_batch
+                )
+            return output

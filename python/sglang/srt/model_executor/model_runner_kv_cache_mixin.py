@@ -1,0 +1,106 @@
+"""Sizes and builds the pools of a model runner."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.utils import get_alloc_len_per_decode
+from sglang.srt.mem_cache.allocator import BaseAllocator, create_allocator
+from sglang.srt.mem_cache.memory_pool import (
+    MHATokenToKVPool,
+    ReqToTokenPool,
+    kv_bytes_per_token,
+)
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.memory import available_host_bytes
+
+logger = logging.getLogger(__name__)
+
+# A CPU pool holds at most this many full contexts unless --max-total-tokens asks for more:
+# half of a server's memory would be zeroed at start for nothing.
+CPU_POOL_CONTEXTS = 32
+# Columns of a row beyond the context that every configuration gets.
+ROW_HEADROOM = 4
+
+
+class ModelRunnerKVCacheMixin:
+    """Adds `_init_pools`; the runner provides the attributes declared here."""
+
+    server_args: ServerArgs
+    model_config: ModelConfig
+    dtype: torch.dtype
+    device: str
+    page_size: int
+    req_to_token_pool: ReqToTokenPool
+    kv_pool: MHATokenToKVPool
+    allocator: BaseAllocator
+    max_total_num_tokens: int
+
+    def row_width(self) -> int:
+        """Columns of a `req_to_token` row.
+
+        The context, plus what one decode iteration may reserve beyond it in whole pages.
+        """
+        reserve = 2 * get_alloc_len_per_decode(self.server_args) + self.page_size - 1
+        return self.model_config.context_len + max(ROW_HEADROOM, reserve)
+
+    def _init_pools(self) -> None:
+        """Build rows, slots and KV bytes.
+
+        Raises:
+            ValueError: the memory does not hold one page; names the flags.
+        """
+        config, args = self.model_config, self.server_args
+        assert args.max_running_requests is not None
+        self.max_total_num_tokens = self._pool_size()
+        self.req_to_token_pool = ReqToTokenPool(
+            size=args.max_running_requests,
+            row_width=self.row_width(),
+            device=self.device,
+            context_len=config.context_len,
+        )
+        self.allocator = create_allocator(
+            size=self.max_total_num_tokens, page_size=self.page_size
+        )
+        self.kv_pool = MHATokenToKVPool(
+            size=self.max_total_num_tokens,
+            page_size=self.page_size,
+            dtype=self.dtype,
+            layer_num=config.num_layers,
+            head_num=config.num_kv_heads,
+            head_dim=config.head_dim,
+            device=self.device,
+        )
+
+    def _pool_size(self) -> int:
+        """KV slots, a multiple of the page size."""
+        args, config = self.server_args, self.model_config
+        per_token = kv_bytes_per_token(
+            layer_num=config.num_layers,
+            head_num=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self.dtype,
+        )
+        available = available_host_bytes()
+        if args.max_total_tokens is not None:
+            if args.max_total_tokens * per_token > available:
+                raise ValueError(
+                    f"--max-total-tokens {args.max_total_tokens} needs "
+                    f"{args.max_total_tokens * per_token / 2**30:.1f} GiB for the KV "
+                    f"cache, but {available / 2**30:.1f} GiB are free; lower it"
+                )
+            return args.max_total_tokens
+        assert args.mem_fraction_static is not None
+        budget = int(available * args.mem_fraction_static) // per_token
+        size = min(budget, CPU_POOL_CONTEXTS * config.context_len)
+        size -= size % self.page_size
+        if size < self.page_size:
+            raise ValueError(
+                f"--mem-fraction-static {args.mem_fraction_static} of "
+                f"{available / 2**30:.1f} GiB leaves no room for one page of "
+                f"{self.page_size} tokens ({per_token} bytes each); raise it"
+            )
+        return size

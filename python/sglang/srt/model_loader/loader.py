@@ -1,0 +1,128 @@
+"""Builds a model and fills its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.linear import Linear, LoadableParameter
+from sglang.srt.model_loader.weight_utils import iterate_weights
+from sglang.srt.models.mock import MockForCausalLM
+from sglang.srt.models.registry import CausalLM, create_model
+
+DUMMY_SEED = 20260101
+DUMMY_SCALE = 0.02
+# Buffers that some checkpoints carry and that are recomputed here.
+IGNORED_SUFFIXES = (
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+)
+
+
+def load_model(
+    config: ModelConfig, *, load_format: str, dtype: torch.dtype, rope_rows: int
+) -> CausalLM:
+    """A model in evaluation mode with its weights in `dtype`, packed for its device.
+
+    Args:
+        load_format: "auto" or "safetensors" read the folder; "dummy" draws values.
+
+    Raises:
+        ValueError: an unsupported architecture, a tensor that is missing, unknown or of
+            the wrong shape; names it.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = create_model(config, rope_rows=rope_rows)
+    finally:
+        torch.set_default_dtype(before)
+    if isinstance(model, MockForCausalLM):
+        model.fill_weights()
+    elif load_format == "dummy":
+        fill_dummy_weights(model)
+    else:
+        load_weights(model, iterate_weights(config.path), source=str(config.path))
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.process_weights_after_loading()
+    return model.eval()
+
+
+def load_weights(
+    model: CausalLM, weights: Iterable[tuple[str, Tensor]], *, source: str
+) -> None:
+    """Copy checkpoint tensors into the parameters of `model`.
+
+    Raises:
+        ValueError: a tensor is missing, unknown or of the wrong shape; names it.
+    """
+    parameters = _loadable_parameters(model)
+    missing: set[tuple[str, str | None]] = {
+        (name, shard)
+        for name, parameter in parameters.items()
+        for shard in (*parameter.shards, *(() if parameter.shards else (None,)))
+    }
+    for name, tensor in weights:
+        if name.endswith(IGNORED_SUFFIXES):
+            continue
+        target, shard = _locate(name, model.packed_modules)
+        if target not in parameters:
+            if target == "lm_head.weight" and model.config.tie_word_embeddings:
+                continue
+            raise ValueError(
+                f"{source}: tensor {name} has no place in {type(model).__name__}"
+            )
+        parameters[target].load(name, tensor, shard)
+        missing.discard((target, shard))
+    if missing:
+        names = sorted(
+            _checkpoint_name(*item, model.packed_modules) for item in missing
+        )
+        raise ValueError(
+            f"{source}: the checkpoint lacks {len(names)} tensor(s) that "
+            f"{type(model).__name__} needs: {', '.join(names[:8])}"
+        )
+
+
+def fill_dummy_weights(model: nn.Module) -> None:
+    """Random values of a plausible scale, the same at every start; norms are 1."""
+    generator = torch.Generator().manual_seed(DUMMY_SEED)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(0.0, DUMMY_SCALE, generator=generator)
+
+
+def _loadable_parameters(model: nn.Module) -> dict[str, LoadableParameter]:
+    """By name; a shared parameter (tied head) appears once, under its first name."""
+    found: dict[str, LoadableParameter] = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, LoadableParameter), name
+        found[name] = parameter
+    return found
+
+
+def _locate(name: str, packed: dict[str, tuple[str, str]]) -> tuple[str, str | None]:
+    """Checkpoint name -> (parameter name, shard)."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part in packed:
+            parts[i], shard = packed[part]
+            return ".".join(parts), shard
+    return name, None
+
+
+def _checkpoint_name(
+    name: str, shard: str | None, packed: dict[str, tuple[str, str]]
+) -> str:
+    """The inverse of `_locate`, for error messages."""
+    for original, (packed_name, packed_shard) in packed.items():
+        if shard == packed_shard and packed_name in name.split("."):
+            return name.replace(packed_name, original)
+    return name

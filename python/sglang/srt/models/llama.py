@@ -1,0 +1,205 @@
+"""Llama, and the decoder that Qwen2 and Qwen3 share with it.
+
+A model is three parts that a draft model or a graph can take apart: embedding, layer
+stack, head. What differs between the families is data (`DecoderTraits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import GateUpLinear, Linear, QKVLinear
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.ops.activation import silu_and_mul
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
+from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+SUPPORTED_ACTIVATIONS = ("silu",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderTraits:
+    """What a family fixes beside config.json: biases of q, k, v; per-head norms."""
+
+    qkv_bias: bool | None = None  # None: config.attention_bias, for o_proj too
+    qk_norm: bool = False
+
+
+class DecoderMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = GateUpLinear(hidden, inner, bias=config.mlp_bias)
+        self.down_proj = Linear(inner, hidden, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return out
+
+
+class DecoderAttention(nn.Module):
+    def __init__(
+        self,
+        config: ModelConfig,
+        traits: DecoderTraits,
+        *,
+        layer_id: int,
+        cos_sin_cache: Tensor,
+    ) -> None:
+        super().__init__()
+        bias = config.attention_bias if traits.qkv_bias is None else traits.qkv_bias
+        self.qkv_proj = QKVLinear(
+            config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            bias=bias,
+        )
+        self.o_proj = Linear(
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.attention_bias and traits.qkv_bias is None,
+        )
+        if traits.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.attn = RadixAttention(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            layer_id=layer_id,
+            scaling=config.head_dim**-0.5,
+            sliding_window=config.sliding_window,
+            cos_sin_cache=cos_sin_cache,
+            q_norm=self.q_norm if traits.qk_norm else None,
+            k_norm=self.k_norm if traits.qk_norm else None,
+        )
+
+    def forward(self, x: Tensor, forward_batch: ForwardBatch) -> Tensor:
+        out: Tensor = self.o_proj(self.attn(self.qkv_proj(x), forward_batch))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    def __init__(
+        self,
+        config: ModelConfig,
+        traits: DecoderTraits,
+        *,
+        layer_id: int,
+        cos_sin_cache: Tensor,
+    ) -> None:
+        super().__init__()
+        self.self_attn = DecoderAttention(
+            config, traits, layer_id=layer_id, cos_sin_cache=cos_sin_cache
+        )
+        self.mlp = DecoderMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """(x, residual) [T, H] -> the same; their sum is the stream after this layer."""
+        if residual is None:
+            residual, x = x, self.input_layernorm(x)
+        else:
+            self.input_layernorm.add_and_norm(x, residual)
+        x = self.self_attn(x, forward_batch)
+        self.post_attention_layernorm.add_and_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class DecoderModel(nn.Module):
+    """Embedding and layer stack. `layers_to_capture` names the layers whose inputs are
+    returned as auxiliary hidden states (EAGLE3); empty: none.
+    """
+
+    def __init__(
+        self, config: ModelConfig, traits: DecoderTraits, *, rope_rows: int
+    ) -> None:
+        super().__init__()
+        cos_sin_cache = shared_cos_sin_cache(
+            config.rope, head_dim=config.head_dim, rows=rope_rows
+        )
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, traits, layer_id=i, cos_sin_cache=cos_sin_cache)
+            for i in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers_to_capture: frozenset[int] = frozenset()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        forward_batch: ForwardBatch,
+        input_embeds: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Normed hidden states [T, H], and the captured layer inputs [T, H]."""
+        x = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
+        return self.forward_layers(x, forward_batch)
+
+    def forward_layers(
+        self, x: Tensor, forward_batch: ForwardBatch
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The layer stack alone, from embeddings [T, H]."""
+        residual: Tensor | None = None
+        aux: list[Tensor] = []
+        for i, layer in enumerate(self.layers):
+            if i in self.layers_to_capture:
+                aux.append(x + residual if residual is not None else x.clone())
+            x, residual = layer(x, residual, forward_batch)
+        assert residual is not None
+        self.norm.add_and_norm(x, residual)
+        return x, aux
+
+
+class LlamaForCausalLM(nn.Module):
+    """Llama-type decoder with a language-model head (Touvron et al., 2023).
+
+    `model.embed_tokens` and `lm_head` may be replaced after construction (a draft model
+    takes the target's). `rope_rows` positions are tabulated.
+    """
+
+    traits = DecoderTraits()
+    # Checkpoint name of a part -> (parameter that packs it, shard).
+    packed_modules: dict[str, tuple[str, str]] = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", "gate"),
+        "up_proj": ("gate_up_proj", "up"),
+    }
+
+    def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
+        super().__init__()
+        if config.hidden_act not in SUPPORTED_ACTIVATIONS:
+            raise ValueError(
+                f"{config.path / 'config.json'}: hidden_act {config.hidden_act!r} is not "
+                f"supported; supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
+            )
+        self.config = config
+        self.model = DecoderModel(config, self.traits, rope_rows=rope_rows)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor()
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        hidden, aux = self.model(input_ids, forward_batch)
+        head: Callable[[Tensor], Tensor] = self.lm_head
+        return self.logits_processor(
+            hidden, head, forward_batch, aux_hidden=aux if aux else None
+        )

@@ -1,0 +1,76 @@
+"""The mock model: its next token is an exact function of what attention read.
+
+It has no trained weights and runs through the real backends, pools, scheduler and graphs.
+One wrong, stale or missing KV slot changes its output; `mock_oracle` knows the right one.
+The construction, and why sparse signs survive bf16, is in `docs/mock_model.md`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.models import mock_math
+
+
+class MockForCausalLM(nn.Module):
+    """2 layers, 8 query and 2 KV heads of 64 channels, hidden 512, no rotation.
+
+    config.json: vocab_size up to 4,096, optional `mock_window` (sliding window).
+    """
+
+    packed_modules: dict[str, tuple[str, str]] = {}
+    is_weightless = True
+
+    def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
+        super().__init__()
+        mock_math.check_shape(config)
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.window: int | None = config.sliding_window
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size)
+        self.attn = nn.ModuleList(
+            RadixAttention(
+                num_heads=mock_math.NUM_HEADS,
+                num_kv_heads=mock_math.NUM_KV_HEADS,
+                head_dim=mock_math.HEAD_DIM,
+                layer_id=layer,
+                scaling=mock_math.SM_SCALE,
+                sliding_window=self.window,
+            )
+            for layer in range(mock_math.NUM_LAYERS)
+        )
+        self.logits_processor = LogitsProcessor()
+
+    def fill_weights(self) -> None:
+        """Embedding rows and head rows are the bits of the token id as +1 / -1."""
+        codes = mock_math.token_codes(self.vocab_size)
+        for module in (self.embed_tokens, self.lm_head):
+            assert module.weight is not None
+            module.weight.data.zero_()
+            module.weight.data[:, : mock_math.TOKEN_BITS] = codes
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        embedded = self.embed_tokens(input_ids)
+        tokens = mock_math.decode_token(embedded[:, : mock_math.TOKEN_BITS])
+        count = positions + 1
+        if self.window is not None:
+            count = count.clamp(max=self.window)
+        x = mock_math.key_layer0(tokens, positions)
+        folds: list[Tensor] = []
+        for layer, attention in enumerate(self.attn):
+            qkv = mock_math.qkv(x, layer, embedded.dtype)
+            mean = attention(qkv, forward_batch)
+            folds.append(mock_math.fold(mean, count, layer))
+            x = mock_math.key_layer1(folds[0], positions)
+        fold0, fold1 = folds
+        next_tokens = mock_math.next_token(fold0, fold1, positions, self.vocab_size)
+        hidden = mock_math.hidden_state(next_tokens, fold0, fold1).to(embedded.dtype)
+        return self.logits_processor(hidden, self.lm_head, forward_batch)

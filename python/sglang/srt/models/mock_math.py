@@ -1,0 +1,146 @@
+"""Arithmetic of the mock model, shared by the model and its oracle.
+
+Hashing is wrap-around int64. `sig(x)` is a vector of sparse signs: per KV head, 4 of 64
+channels hold +1 or -1, one in each block of 16. Its sums over a context stay near
+sqrt(n / 16), so that a mean times n rounds to the exact integer even in bf16.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.utils.hashing import mix64
+
+NUM_LAYERS = 2
+NUM_HEADS = 8
+NUM_KV_HEADS = 2
+HEAD_DIM = 64
+HIDDEN_SIZE = NUM_HEADS * HEAD_DIM
+GROUP = NUM_HEADS // NUM_KV_HEADS
+TOKEN_BITS = 12
+MAX_VOCAB = 1 << TOKEN_BITS
+SIGNS_PER_HEAD = 4
+BLOCK = HEAD_DIM // SIGNS_PER_HEAD
+HEAD_STEP = 1000003
+# A written slot of layer l scores QUERY * -(1 + l) * SM_SCALE = -30 (1 + l): equal for all
+# of them, so the softmax is uniform, while a slot never written (zeros) scores 0 and wins.
+QUERY = 240.0
+SM_SCALE = 0.125
+MAX_SUM = 128
+
+
+def check_shape(config: ModelConfig) -> None:
+    """Raise ValueError where config.json does not describe the mock model."""
+    expected = {
+        "num_hidden_layers": (config.num_layers, NUM_LAYERS),
+        "num_attention_heads": (config.num_heads, NUM_HEADS),
+        "num_key_value_heads": (config.num_kv_heads, NUM_KV_HEADS),
+        "head_dim": (config.head_dim, HEAD_DIM),
+        "hidden_size": (config.hidden_size, HIDDEN_SIZE),
+    }
+    for name, (value, needed) in expected.items():
+        if value != needed:
+            raise ValueError(f"the mock model needs {name} {needed}, got {value}")
+    if not 2 <= config.vocab_size <= MAX_VOCAB:
+        raise ValueError(
+            f"the mock model needs a vocab_size of 2 to {MAX_VOCAB}, got "
+            f"{config.vocab_size}"
+        )
+
+
+def token_codes(vocab_size: int) -> Tensor:
+    """float32 [vocab, 12]: bits of the id as +1 / -1."""
+    ids = torch.arange(vocab_size)[:, None] >> torch.arange(TOKEN_BITS)
+    return (2 * (ids & 1) - 1).float()
+
+
+def decode_token(code: Tensor) -> Tensor:
+    """[T, 12] of +1 / -1 -> int64 [T]."""
+    weights = torch.ones_like(code[0], dtype=torch.int64) << torch.arange(
+        TOKEN_BITS, device=code.device
+    )
+    return ((code > 0).long() * weights).sum(-1)
+
+
+def key_layer0(tokens: Tensor, positions: Tensor) -> Tensor:
+    """x_0 [T]: position 0 forgets its token, so that a draft row can add it back."""
+    known = torch.where(positions == 0, 0, tokens + 1)
+    return mix64(known + (positions << 32))
+
+
+def key_layer1(fold0: Tensor, positions: Tensor) -> Tensor:
+    """x_1 [T], which carries the history through X_0."""
+    return mix64(fold0 ^ (positions << 40) ^ 12345)
+
+
+def sig(x: Tensor) -> Tensor:
+    """Sparse signs: int64 [T] -> float32 [T, KV heads, 64]."""
+    heads = torch.arange(NUM_KV_HEADS, device=x.device)
+    y = mix64(x[:, None] + HEAD_STEP * heads)
+    blocks = torch.arange(SIGNS_PER_HEAD, device=x.device)
+    byte = (y[..., None] >> (8 * blocks)) & 0xFF
+    channel = blocks * BLOCK + (byte & 0xF)
+    sign = 1.0 - 2.0 * (byte >> 7).float()
+    out = torch.zeros(*y.shape, HEAD_DIM, device=x.device)
+    return out.scatter_(-1, channel, sign)
+
+
+def qkv(x: Tensor, layer: int, dtype: torch.dtype) -> Tensor:
+    """[T, (8 + 2 + 2) * 64]: query, key and value rows of one layer."""
+    rows = x.shape[0]
+    out = torch.zeros(
+        rows, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, dtype=dtype, device=x.device
+    )
+    out[:, :NUM_HEADS, -1] = QUERY
+    out[:, NUM_HEADS : NUM_HEADS + NUM_KV_HEADS] = sig(mix64(x + 99)).to(dtype)
+    out[:, NUM_HEADS : NUM_HEADS + NUM_KV_HEADS, -1] = -(1.0 + layer)
+    out[:, NUM_HEADS + NUM_KV_HEADS :] = sig(x).to(dtype)
+    return out.view(rows, -1)
+
+
+def fold_weights(layer: int, device: torch.device) -> Tensor:
+    """Odd constants c_l [8 * 64]."""
+    index = torch.arange(HIDDEN_SIZE, device=device)
+    return mix64(index + (layer + 1) * 7919) | 1
+
+
+def fold(mean: Tensor, count: Tensor, layer: int) -> Tensor:
+    """X_l [T] int64 from attention means [T, 8 * 64] over `count` [T] elements.
+
+    NaN or infinity anywhere gives an X that no oracle predicts: the damage must show.
+    """
+    sums = torch.round(mean.float() * count[:, None])
+    integers = torch.nan_to_num(sums, nan=3e6, posinf=5e6, neginf=-5e6).long()
+    return (integers * fold_weights(layer, mean.device)).sum(-1)
+
+
+def fold_signs(signs: Tensor, layer: int) -> Tensor:
+    """The fold of one signature [T, KV heads, 64]: what one element adds to X_l."""
+    heads = signs.repeat_interleave(GROUP, dim=1)
+    flat = heads.reshape(signs.shape[0], -1)
+    return fold(flat, torch.ones_like(flat[:, 0], dtype=torch.int64), layer)
+
+
+def next_token(fold0: Tensor, fold1: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """t [T] = (mix64(X_0 + 3 X_1 + pos) mod 2^63) % vocab."""
+    return (mix64(fold0 + 3 * fold1 + positions) & 0x7FFFFFFFFFFFFFFF) % vocab
+
+
+def hidden_state(tokens: Tensor, fold0: Tensor, fold1: Tensor) -> Tensor:
+    """float32 [T, 512]: the code of t, each bit with its own weight; bits of the folds.
+
+    The weights 1 + i/16 leave no ties: rank j + 1 is t with bit j flipped.
+    """
+    out = torch.zeros(tokens.shape[0], HIDDEN_SIZE, device=tokens.device)
+    index = torch.arange(TOKEN_BITS, device=tokens.device)
+    out[:, :TOKEN_BITS] = _signs(tokens, TOKEN_BITS) * (1.0 + index / 16.0)
+    out[:, 64:128] = _signs(fold0, 64)
+    out[:, 128:192] = _signs(fold1, 64)
+    return out
+
+
+def _signs(values: Tensor, bits: int) -> Tensor:
+    shifts = torch.arange(bits, device=values.device)
+    return (2 * ((values[:, None] >> shifts) & 1) - 1).float()

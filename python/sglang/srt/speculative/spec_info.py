@@ -1,0 +1,15 @@
+"""What every speculative input has in common."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class SpecInput(Protocol):
+    """State that a speculative worker hands to a forward; shapes are the worker's."""
+
+    @property
+    def hidden_states(self) -> torch.Tensor | None:
+        """Hidden states [T, H_d] that the draft model reads, or None."""

@@ -1,0 +1,124 @@
+"""Drives a model runner forward by forward, without a scheduler, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.mem_cache.common import extend_rows
+from sglang.srt.model_executor.forward_batch_info import (
+    ForwardBatch,
+    ForwardMode,
+    HostLens,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.server_args import ServerArgs
+
+
+class ForwardHarness:
+    """Rows of tokens, how many of them have KV, and one forward at a time."""
+
+    def __init__(self, model: Path, *, slots: int = 2048, **server_args: Any) -> None:
+        args = ServerArgs(model_path=str(model), max_total_tokens=slots, **server_args)
+        self.runner = ModelRunner(
+            server_args=args, model_config=ModelConfig.from_folder(model)
+        )
+        self.runner.initialize()
+        self.pool = self.runner.req_to_token_pool
+        self.cache = ChunkCache(req_pool=self.pool, allocator=self.runner.allocator)
+        self._tokens: dict[int, list[int]] = {}
+        self._written: dict[int, int] = {}
+
+    def new_row(
+        self, tokens: Sequence[int], *, borrow: tuple[int, int] | None = None
+    ) -> int:
+        """A row with these tokens; `borrow` (row, n) takes the first n slots of another."""
+        rows = self.pool.alloc(1)
+        assert rows is not None
+        row = rows[0]
+        self._tokens[row], self._written[row] = list(tokens), 0
+        if borrow is not None:
+            other, count = borrow
+            self.pool.write(row, 0, self.pool.row_slots(other, 0, count))
+            self._written[row] = count
+        return row
+
+    def release(self, row: int) -> None:
+        """Free a row and all of its slots; nothing may have borrowed them."""
+        slots = self.pool.row_slots(row, 0, self._written.pop(row))
+        self.runner.allocator.free(slots)
+        self.pool.free([row])
+        del self._tokens[row]
+
+    def tokens(self, row: int) -> list[int]:
+        return self._tokens[row]
+
+    def append(self, row: int, token: int) -> None:
+        self._tokens[row].append(token)
+
+    def extend(self, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Prefill each (row, end); logits of the last token of each, float32 [R, V]."""
+        return self.forward(ForwardMode.EXTEND, spans)
+
+    def forward(
+        self, mode: ForwardMode, spans: Sequence[tuple[int, int | None]]
+    ) -> torch.Tensor:
+        """Run (row, end); end None: one token more."""
+        return self.forward_output(mode, spans).next_token_logits
+
+    def forward_output(
+        self, mode: ForwardMode, spans: Sequence[tuple[int, int | None]]
+    ) -> LogitsProcessorOutput:
+        batch = self.prepare(mode, spans)
+        return self.runner.forward(batch)
+
+    def prepare(
+        self, mode: ForwardMode, spans: Sequence[tuple[int, int | None]]
+    ) -> ForwardBatch:
+        """Take the slots and describe the forward."""
+        rows = [row for row, _ in spans]
+        starts = [self._written[row] for row in rows]
+        ends = [
+            start + 1 if end is None else end
+            for start, (_, end) in zip(starts, spans, strict=True)
+        ]
+        slots = extend_rows(self.cache, rows=rows, prefix_lens=starts, seq_lens=ends)
+        assert slots is not None
+        intervals = list(zip(rows, starts, ends, strict=True))
+        lens = torch.tensor(ends) - torch.tensor(starts)
+        indptr = torch.cat((torch.zeros(1, dtype=torch.int64), lens.cumsum(0)))
+        for row, end in zip(rows, ends, strict=True):
+            self._written[row] = end
+        zeros = torch.zeros(len(rows), dtype=torch.int64)
+        return ForwardBatch(
+            forward_mode=mode,
+            input_ids=torch.tensor(
+                [
+                    t
+                    for row, start, end in intervals
+                    for t in self._tokens[row][start:end]
+                ]
+            ),
+            positions=torch.from_numpy(
+                np.concatenate([np.arange(start, end) for _, start, end in intervals])
+            ),
+            out_cache_loc=slots,
+            req_pool_indices=torch.tensor(rows),
+            prefix_lens=torch.tensor(starts),
+            extend_lens=lens,
+            seq_lens=torch.tensor(ends),
+            req_serial=torch.tensor(rows),
+            salt=zeros,
+            rids_int=zeros,
+            bootstrap_room_ids_int=zeros - 1,
+            qo_indptr=None if mode.is_decode else indptr,
+            lens_cpu=HostLens(prefix_lens=starts, extend_lens=lens.tolist()),
+            logits_rows=None if mode.is_decode else indptr[1:] - 1,
+        )

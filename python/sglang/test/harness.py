@@ -1,0 +1,116 @@
+"""Runs a scheduler in this process, for tests: requests in, finished requests out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchOutput,
+    FinishReason,
+    GenerateReq,
+    LogprobDelta,
+)
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.build import build_scheduler
+from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+
+@dataclass
+class Finished:
+    """What a client would have seen of one request."""
+
+    output_ids: list[int] = field(default_factory=list)
+    messages: int = 0
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    logprobs: list[LogprobDelta] = field(default_factory=list)
+    hidden_states: list[list[float]] = field(default_factory=list)
+
+
+class EngineHarness:
+    """A scheduler with an in-process message queue."""
+
+    def __init__(self, model: Path, **server_args: Any) -> None:
+        self.io = ListIO()
+        self.server_args = ServerArgs(model_path=str(model), **server_args)
+        self.scheduler: Scheduler = build_scheduler(self.server_args, self.io)
+        self._next = 0
+
+    def submit(
+        self,
+        input_ids: Sequence[int],
+        *,
+        rid: str | None = None,
+        stream: bool = False,
+        return_logprob: bool = False,
+        logprob_start_len: int = -1,
+        top_logprobs_num: int = 0,
+        extra_key: str | None = None,
+        return_hidden_states: bool = False,
+        **params: Any,
+    ) -> str:
+        """Queue a request; greedy unless `params` say otherwise. Returns its rid."""
+        rid = rid or f"r{self._next}"
+        self._next += 1
+        self.io.requests.append(
+            GenerateReq(
+                rid=rid,
+                input_ids=list(input_ids),
+                sampling_params=SamplingParams(**{"temperature": 0.0} | params),
+                stream=stream,
+                return_logprob=return_logprob,
+                logprob_start_len=logprob_start_len,
+                top_logprobs_num=top_logprobs_num,
+                extra_key=extra_key,
+                return_hidden_states=return_hidden_states,
+            )
+        )
+        return rid
+
+    def abort(self, rid: str) -> None:
+        self.io.requests.append(AbortReq(rid=rid))
+
+    def run(
+        self, *, on_step: Callable[[int], None] | None = None, max_steps: int = 100_000
+    ) -> dict[str, Finished]:
+        """Step until nothing is left to do (the idle checks run); collect the answers."""
+        for step in range(max_steps):
+            if on_step is not None:
+                on_step(step)
+            did_something = self.scheduler.step()
+            has_more = self.io.requests or self.scheduler.has_work()
+            if not did_something and not has_more:
+                return self.collect()
+        raise AssertionError(f"not idle after {max_steps} steps")
+
+    def collect(self, *, keep: bool = False) -> dict[str, Finished]:
+        """Answers since the last call; `keep` leaves them for the next one."""
+        answers: dict[str, Finished] = {}
+        for message in self.io.responses:
+            if not isinstance(message, BatchOutput):
+                continue
+            for output in message.outputs:
+                answer = answers.setdefault(output.rid, Finished())
+                assert answer.finish_reason is None, f"{output.rid} finished twice"
+                answer.output_ids += output.output_ids
+                answer.messages += 1
+                answer.cached_tokens = output.cached_tokens
+                answer.finish_reason = output.finish_reason
+                if output.logprobs is not None:
+                    answer.logprobs.append(output.logprobs)
+                answer.hidden_states += output.hidden_states or []
+                assert len(answer.output_ids) == output.completion_tokens
+        if not keep:
+            self.io.responses.clear()
+        return answers
+
+    def generate(self, input_ids: Sequence[int], **options: Any) -> Finished:
+        """One request, alone."""
+        rid = self.submit(input_ids, **options)
+        return self.run()[rid]

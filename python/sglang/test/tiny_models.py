@@ -1,0 +1,149 @@
+"""Tiny checkpoints for tests, written on the spot: no downloads.
+
+Random weights of real architectures, the mock model, and a byte tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+BYTE_VOCAB = 256
+EOS = "<|endoftext|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+EOS_ID = BYTE_VOCAB
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 264,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": EOS_ID,
+    "bos_token_id": None,
+}
+# Architecture -> what its config.json says beyond TINY.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"model_type": "llama", "head_dim": 16},
+    "Qwen2ForCausalLM": {"model_type": "qwen2"},
+    "Qwen3ForCausalLM": {"model_type": "qwen3", "head_dim": 24},
+}
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """A tokenizer whose token ids are bytes, plus an end-of-text token."""
+    alphabet = _byte_alphabet()
+    vocab = {alphabet[byte]: byte for byte in range(BYTE_VOCAB)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([EOS])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": EOS, "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_tiny_model(
+    folder: Path, architecture: str, *, seed: int = 0, **overrides: Any
+) -> Path:
+    """A folder with config.json, random weights and a byte tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = (
+        TINY | FAMILIES[architecture] | {"architectures": [architecture]} | overrides
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: _random(name, shape, generator)
+        for name, shape in tensor_shapes(config).items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_byte_tokenizer(folder)
+    return folder
+
+
+def write_mock_model(folder: Path, **overrides: Any) -> Path:
+    """A folder for the mock model; it has no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["MockForCausalLM"],
+        "model_type": "mock",
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 1000,
+        "max_position_embeddings": 512,
+    } | overrides
+    (folder / "config.json").write_text(json.dumps(config))
+    write_byte_tokenizer(folder)
+    return folder
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Checkpoint tensors of the architecture that `config` describes."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    vocab = config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    projections = {
+        "q": heads * head_dim,
+        "k": kv_heads * head_dim,
+        "v": kv_heads * head_dim,
+    }
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        for name, size in projections.items():
+            shapes[f"{layer}self_attn.{name}_proj.weight"] = (size, hidden)
+            if config["architectures"] == ["Qwen2ForCausalLM"]:
+                shapes[f"{layer}self_attn.{name}_proj.bias"] = (size,)
+        shapes[layer + "self_attn.o_proj.weight"] = (hidden, heads * head_dim)
+        if config["architectures"] == ["Qwen3ForCausalLM"]:
+            shapes[layer + "self_attn.q_norm.weight"] = (head_dim,)
+            shapes[layer + "self_attn.k_norm.weight"] = (head_dim,)
+        for name in ("gate", "up"):
+            shapes[f"{layer}mlp.{name}_proj.weight"] = (inner, hidden)
+        shapes[layer + "mlp.down_proj.weight"] = (hidden, inner)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}{name}.weight"] = (hidden,)
+    return shapes
+
+
+def _random(
+    name: str, shape: tuple[int, ...], generator: torch.Generator
+) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    return 1.0 + 0.1 * noise if "norm" in name else 0.15 * noise
+
+
+def _byte_alphabet() -> list[str]:
+    """The byte-level alphabet: printable bytes as they are, the others from U+0100 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(BYTE_VOCAB) if byte not in printable]
+    chars = {byte: chr(byte) for byte in printable}
+    chars |= {byte: chr(BYTE_VOCAB + i) for i, byte in enumerate(rest)}
+    return [chars[byte] for byte in range(BYTE_VOCAB)]
