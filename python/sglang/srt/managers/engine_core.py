@@ -1,0 +1,115 @@
+"""Wires tokenizer, scheduler process and ZeroMQ wire to one TokenizerManager.
+
+What the HTTP server and the offline Engine have in common: start, readiness, the death
+of the scheduler, and the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from sglang.srt.managers.io_struct import SchedulerReady
+from sglang.srt.managers.scheduler_client import SchedulerClient
+from sglang.srt.managers.scheduler_process import SchedulerDied, SchedulerProcess
+from sglang.srt.managers.tokenizer_manager import Phase, TokenizerManager
+from sglang.srt.metrics.front_metrics import FrontMetrics
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 5.0
+
+
+class EngineCore:
+    """One running engine, seen from the front. Created inside the asyncio loop.
+
+    Attributes:
+        manager: takes requests.
+        died: set once the scheduler ended without being asked to.
+    """
+
+    def __init__(
+        self,
+        process: SchedulerProcess,
+        *,
+        server_args: ServerArgs,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.process = process
+        self.died = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._is_stopping = False
+        self._client = SchedulerClient(
+            process.addresses, on_message=lambda message: self.manager.receive(message)
+        )
+        self.manager = TokenizerManager(
+            server_args=server_args,
+            tokenizer=tokenizer,
+            send=self._client.send,
+            metrics=FrontMetrics(server_args.served_model_name or "")
+            if server_args.enable_metrics
+            else None,
+        )
+
+    async def wait_ready(self) -> SchedulerReady:
+        """Wait until requests can be served.
+
+        Raises:
+            ValueError: the scheduler refused the configuration.
+            SchedulerDied: it ended first.
+        """
+        ready = await asyncio.to_thread(self.process.wait_ready)
+        self.manager.set_ready(ready)
+        self.process.notify_exit(self._on_exit_in_thread)
+        return ready
+
+    async def close(self) -> None:
+        """Drop what runs, end the scheduler, remove the sockets."""
+        self._is_stopping = True
+        is_up = self.manager.phase not in (Phase.STARTING, Phase.DEAD)
+        if is_up:
+            self.manager.shutdown_scheduler()
+        self.manager.close()
+        await self._client.close()
+        # A process that is still loading does not read messages.
+        left = await asyncio.to_thread(self.process.stop, STOP_SECONDS if is_up else 0)
+        if is_up and not left:
+            logger.warning(
+                "the scheduler did not leave within %g s; killed", STOP_SECONDS
+            )
+
+    def _on_exit_in_thread(self, exit_code: int) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._on_exit, exit_code)
+
+    def _on_exit(self, exit_code: int) -> None:
+        if not self._is_stopping:
+            self.manager.set_dead(str(SchedulerDied(exit_code)))
+            self.died.set()
+
+
+def start_engine(
+    server_args: ServerArgs, *, num_threads: int
+) -> tuple[SchedulerProcess, Tokenizer | None]:
+    """Start the scheduler process and, while it loads, read the tokenizer.
+
+    Raises:
+        ValueError: no tokenizer there; the process is gone again.
+    """
+    process = SchedulerProcess.start(server_args, num_threads=num_threads)
+    try:
+        return process, _load_tokenizer(server_args)
+    except BaseException:
+        process.stop(0)
+        raise
+
+
+def _load_tokenizer(server_args: ServerArgs) -> Tokenizer | None:
+    if server_args.skip_tokenizer_init:
+        return None
+    assert server_args.tokenizer_path is not None
+    return load_tokenizer(
+        server_args.tokenizer_path, chat_template=server_args.chat_template
+    )

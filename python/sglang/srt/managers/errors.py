@@ -1,0 +1,101 @@
+"""Errors that a client sees, with their HTTP status.
+
+Raised by the front wherever the reason is known; `entrypoints` turns them into answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+logger = logging.getLogger(__name__)
+
+# An abort that the client asked for: its answer is the finish reason, not an error.
+CLIENT_ABORT_STATUS = 499
+
+
+class ApiError(Exception):
+    """An answer `{"error": {"message", "type", "param", "code"}}`.
+
+    Attributes:
+        status: HTTP status.
+        param: the field that is wrong, if one is.
+        headers: extra headers of the answer.
+    """
+
+    status = 500
+    type = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.headers = headers or {}
+        if status is not None:
+            self.status = status
+
+    def body(self) -> dict[str, object]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.status,
+            }
+        }
+
+
+class BadRequest(ApiError, ValueError):
+    """The client must change the request."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class NotFound(ApiError, ValueError):
+    status = 404
+    type = "not_found_error"
+
+
+class Unavailable(ApiError):
+    """Not ready, shutting down, or too many requests: try again."""
+
+    status = 503
+    type = "service_unavailable"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers={"Retry-After": "1"})
+
+
+class EngineFailure(ApiError):
+    """Something broke inside; the same id is in the log."""
+
+    def __init__(self, message: str, *, error_id: str) -> None:
+        super().__init__(f"{message} (error id {error_id})")
+
+
+class ClientDisconnected(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def log_failure(what: str, *, error: BaseException | None = None) -> EngineFailure:
+    """Log a failure under a fresh id and return the error that tells the client so."""
+    error_id = uuid.uuid4().hex[:16]
+    logger.error("error id %s: %s", error_id, what, exc_info=error)
+    return EngineFailure(what, error_id=error_id)
+
+
+def error_of_abort(status: int, message: str) -> ApiError:
+    """The error for a request that the scheduler ended with an HTTP status."""
+    if status == Unavailable.status:
+        return Unavailable(message)
+    if 400 <= status < 500:
+        return BadRequest(message, status=status)
+    return log_failure(message)

@@ -1,0 +1,176 @@
+"""Messages between the HTTP process and the scheduler processes.
+
+msgspec structs, tagged, encoded with msgpack (never pickle). Owns the wire between
+processes; the HTTP wire is in `entrypoints`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+# One entry per token: (logprob, token id). Top entries: a list per position.
+TokenLogprob = tuple[float | None, int]
+
+
+class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Why a request ended.
+
+    `type` is "length" (with `length`), "stop" (with `matched`: a token id or the stop
+    string) or "abort" (with `message` and the HTTP `status_code` it maps to).
+    """
+
+    type: str
+    length: int | None = None
+    matched: int | str | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Logprobs that were not sent before.
+
+    `input_*` arrive once, with the first output of the request: one entry for each prompt
+    position from `logprob_start_len` on; the entry of position 0 has logprob None (nothing
+    precedes it). `output_*` hold one entry per new token of the message. `*_top` hold, per
+    position, the `top_logprobs_num` most likely tokens, best first (None at position 0).
+    """
+
+    input_token: list[TokenLogprob] | None = None
+    input_top: list[list[TokenLogprob] | None] | None = None
+    output_token: list[TokenLogprob] = []
+    output_top: list[list[TokenLogprob]] = []
+
+
+class GenerateReq(msgspec.Struct, kw_only=True, omit_defaults=True, tag="generate"):
+    """One tokenized request. `stream` False: outputs come once, when it has finished.
+
+    `logprob_start_len` -1 means no input logprobs.
+    """
+
+    rid: str
+    input_ids: list[int]
+    sampling_params: SamplingParams
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    extra_key: str | None = None
+    return_hidden_states: bool = False
+
+
+class AbortReq(msgspec.Struct, kw_only=True, omit_defaults=True, tag="abort"):
+    """End request `rid` (or all requests) with an abort; unknown rids are ignored."""
+
+    rid: str = ""
+    abort_all: bool = False
+    message: str = "aborted by the client"
+
+
+class FlushCacheReq(msgspec.Struct, kw_only=True, tag="flush_cache"):
+    call_id: int
+
+
+class GetStateReq(msgspec.Struct, kw_only=True, tag="get_state"):
+    call_id: int
+
+
+class ShutdownReq(msgspec.Struct, kw_only=True, tag="shutdown"):
+    """Leave the event loop at once; whatever runs is dropped."""
+
+
+SchedulerRequest = GenerateReq | AbortReq | FlushCacheReq | GetStateReq | ShutdownReq
+
+
+class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """News of one request: tokens since the last message about it.
+
+    `output_ids` is a delta and never holds tokens beyond the finish. `completion_tokens`
+    counts all tokens so far. `finish_reason` is set in the last message, exactly once.
+    """
+
+    rid: str
+    output_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    finish_reason: FinishReason | None = None
+    logprobs: LogprobDelta | None = None
+    hidden_states: list[list[float]] | None = None
+    spec_verify_ct: int = 0
+    spec_accept_tokens: int = 0
+
+
+class BatchOutput(msgspec.Struct, kw_only=True, tag="batch_output"):
+    outputs: list[RequestOutput]
+
+
+class FlushCacheRsp(msgspec.Struct, kw_only=True, tag="flush_cache_rsp"):
+    """`success` is False while requests run or wait: nothing was flushed."""
+
+    call_id: int
+    success: bool
+
+
+class SchedulerStats(msgspec.Struct, kw_only=True):
+    """Gauges of this moment and counters since start (`*_total` only grow)."""
+
+    num_running_reqs: int = 0
+    num_queue_reqs: int = 0
+    num_used_tokens: int = 0
+    max_total_num_tokens: int = 0
+    token_usage: float = 0.0
+    gen_throughput: float = 0.0
+    cache_hit_rate: float = 0.0
+    num_retracted_reqs: int = 0
+    spec_accept_length: float = 0.0
+    prompt_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    num_requests_total: int = 0
+    num_aborted_requests_total: int = 0
+    forward_passes_total: int = 0
+    cuda_graph_passes_total: int = 0
+
+
+class GetStateRsp(msgspec.Struct, kw_only=True, tag="get_state_rsp"):
+    call_id: int
+    stats: SchedulerStats
+
+
+SchedulerResponse = BatchOutput | FlushCacheRsp | GetStateRsp
+
+
+class SchedulerReady(msgspec.Struct, kw_only=True):
+    """What a scheduler process reports once, when it can serve (or why it cannot).
+
+    `error` set means that the process exits; the other fields are then meaningless.
+    """
+
+    error: str | None = None
+    context_len: int = 0
+    max_req_input_len: int = 0
+    max_total_num_tokens: int = 0
+    vocab_size: int = 0
+
+
+def encode(message: SchedulerRequest | SchedulerResponse) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decode_request(data: bytes) -> SchedulerRequest:
+    return _REQUEST_DECODER.decode(data)
+
+
+def decode_response(data: bytes) -> SchedulerResponse:
+    return _RESPONSE_DECODER.decode(data)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_REQUEST_DECODER: msgspec.msgpack.Decoder[SchedulerRequest] = msgspec.msgpack.Decoder(
+    SchedulerRequest
+)
+_RESPONSE_DECODER: msgspec.msgpack.Decoder[SchedulerResponse] = msgspec.msgpack.Decoder(
+    SchedulerResponse
+)

@@ -1,0 +1,70 @@
+"""The visible text of one output: stop strings cut off, held back while they may come.
+
+The scheduler finds out that a stop string matched; this module decides what of the text
+is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sglang.srt.utils.detokenizer import IncrementalDetokenizer
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import FinishReason
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+
+class OutputText:
+    """Turns the tokens of one output into the pieces of text that may be shown.
+
+    A stop string and everything behind it is never shown, unless `no_stop_trim` is set.
+    Text that matched a `stop_regex` is shown: what to hold back for a pattern has no
+    bound, and streams must equal whole answers.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens
+        )
+        self._is_trimmed = not params.no_stop_trim
+        self._stops = tuple(params.stop) if self._is_trimmed else ()
+        self._held = ""
+
+    def push(self, tokens: Sequence[int], finish: FinishReason | None = None) -> str:
+        """New text that may be shown; with `finish`, all that is left."""
+        if finish is not None:
+            return self._finish(tokens, finish.matched)
+        text = self._held + self._detokenizer.push_many(tokens)
+        shown = len(text) - held_back(text, self._stops)
+        self._held = text[shown:]
+        return text[:shown]
+
+    def _finish(self, tokens: Sequence[int], matched: int | str | None) -> str:
+        is_stop_token = isinstance(matched, int) and tokens and tokens[-1] == matched
+        if is_stop_token and self._is_trimmed:
+            tokens = tokens[:-1]
+        before = self._held + self._detokenizer.push_many(tokens[:-1])
+        text = before + self._detokenizer.push_many(tokens[-1:])
+        text += self._detokenizer.finish()
+        if not isinstance(matched, str) or matched not in self._stops:
+            return text
+        # The last token completed the match. The same string may stand earlier, where
+        # `min_new_tokens` kept it from ending the output.
+        at = text.find(matched, max(len(before) - len(matched) + 1, 0))
+        if at < 0:
+            at = text.find(matched)
+        return text if at < 0 else text[:at]
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that begins one of `stops`."""
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return longest

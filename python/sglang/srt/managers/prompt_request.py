@@ -1,0 +1,179 @@
+"""One prompt as the interfaces hand it over, and the checks before it is sent.
+
+Every refusal is a `BadRequest` that names the field, the value and the limit.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.io_struct import GenerateReq, SchedulerReady
+from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
+
+MAX_RID_CHARS = 256
+MAX_STOPS = 128
+MAX_STOP_CHARS = 4096
+MAX_TOP_LOGPROBS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRequest:
+    """A prompt and what is asked about it; `sampling_params.n` outputs.
+
+    Fields:
+    prompt: text, or token ids.
+    sampling_params: validated by themselves (`SamplingParams.from_wire`).
+    is_length_exact: False where `max_new_tokens` is a default, which shrinks to the
+        room behind the prompt; a number that the client wrote is never changed.
+    add_special_tokens: False where the text has them already (chat templates).
+    rid: None means that one is made up.
+    """
+
+    prompt: str | list[int]
+    sampling_params: SamplingParams
+    is_length_exact: bool = True
+    add_special_tokens: bool = True
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    rid: str | None = None
+    extra_key: str | None = None
+    return_hidden_states: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the running engine can hold, in tokens."""
+
+    context_len: int
+    max_req_input_len: int
+    max_total_num_tokens: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, ready: SchedulerReady) -> Limits:
+        return cls(
+            context_len=ready.context_len,
+            max_req_input_len=ready.max_req_input_len,
+            max_total_num_tokens=ready.max_total_num_tokens,
+            vocab_size=ready.vocab_size,
+        )
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Refuse a prompt that is empty, too long, or not made of known tokens."""
+        if not ids:
+            raise BadRequest("the prompt is empty: it must hold at least one token")
+        if len(ids) > self.max_req_input_len:
+            raise self.too_long(f"{len(ids)} tokens")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocab_size:
+            wrong = low if low < 0 else high
+            raise BadRequest(
+                f"input_ids holds {wrong}, outside the vocabulary of "
+                f"{self.vocab_size} tokens",
+                param="input_ids",
+            )
+
+    def too_long(self, size: str) -> BadRequest:
+        return BadRequest(
+            f"the prompt has {size}, but at most {self.max_req_input_len} tokens fit "
+            f"(context of {self.context_len} tokens, KV pool of "
+            f"{self.max_total_num_tokens}; one token of output must fit too)"
+        )
+
+    def fit_new_tokens(self, request: PromptRequest, prompt_len: int) -> SamplingParams:
+        """The sampling parameters, with a length that fits behind the prompt."""
+        params = request.sampling_params
+        # The last new token needs a position, but no KV slot.
+        room = min(self.context_len, self.max_total_num_tokens + 1) - prompt_len
+        if params.max_new_tokens <= room:
+            return params
+        if request.is_length_exact:
+            raise BadRequest(
+                f"max_new_tokens is {params.max_new_tokens}, but behind a prompt of "
+                f"{prompt_len} tokens at most {room} fit (context of "
+                f"{self.context_len} tokens, KV pool of {self.max_total_num_tokens})",
+                param="max_new_tokens",
+            )
+        if params.min_new_tokens > room:
+            raise BadRequest(
+                f"min_new_tokens is {params.min_new_tokens}, but behind a prompt of "
+                f"{prompt_len} tokens at most {room} fit",
+                param="min_new_tokens",
+            )
+        return msgspec.structs.replace(params, max_new_tokens=room)
+
+
+def check_options(request: PromptRequest) -> None:
+    """Refuse options that no prompt could make right."""
+    params = request.sampling_params
+    if request.rid is not None and not 0 < len(request.rid) <= MAX_RID_CHARS:
+        raise BadRequest(
+            f"rid must have 1 to {MAX_RID_CHARS} characters, got {len(request.rid)}",
+            param="rid",
+        )
+    if not 0 <= request.top_logprobs_num <= MAX_TOP_LOGPROBS:
+        raise BadRequest(
+            f"top_logprobs_num must be between 0 and {MAX_TOP_LOGPROBS}, got "
+            f"{request.top_logprobs_num}",
+            param="top_logprobs_num",
+        )
+    for name, texts in (("stop", params.stop), ("stop_regex", params.stop_regex)):
+        if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in texts):
+            raise BadRequest(
+                f"{name} must have at most {MAX_STOPS} entries of at most "
+                f"{MAX_STOP_CHARS} characters",
+                param=name,
+            )
+
+
+def to_wire(
+    request: PromptRequest, ids: list[int], limits: Limits
+) -> list[GenerateReq]:
+    """The `n` messages to the scheduler, checked against the engine's limits."""
+    limits.check_prompt(ids)
+    params = limits.fit_new_tokens(request, len(ids))
+    try:
+        params.verify_vocab(limits.vocab_size)
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+    if not -1 <= request.logprob_start_len < len(ids):
+        raise BadRequest(
+            f"logprob_start_len is {request.logprob_start_len}; it must be -1 (output "
+            f"tokens only) or below the {len(ids)} tokens of the prompt",
+            param="logprob_start_len",
+        )
+    return [
+        GenerateReq(
+            rid=_rid(request, copy),
+            input_ids=ids,
+            sampling_params=_nth_params(params, copy),
+            stream=request.stream,
+            return_logprob=request.return_logprob,
+            logprob_start_len=request.logprob_start_len,
+            top_logprobs_num=request.top_logprobs_num,
+            extra_key=request.extra_key,
+            return_hidden_states=request.return_hidden_states,
+        )
+        for copy in range(params.n)
+    ]
+
+
+def _rid(request: PromptRequest, copy: int) -> str:
+    if request.rid is None:
+        return uuid.uuid4().hex
+    return request.rid if request.sampling_params.n == 1 else f"{request.rid}-{copy}"
+
+
+def _nth_params(params: SamplingParams, copy: int) -> SamplingParams:
+    """Output `copy` of a seeded request draws from the stream of `seed + copy`."""
+    if copy == 0 or params.sampling_seed is None:
+        return params
+    seed = (params.sampling_seed + copy) % (MAX_SEED + 1)
+    return msgspec.structs.replace(params, sampling_seed=seed)

@@ -1,0 +1,206 @@
+"""One request while the scheduler holds it: tokens, memory, finish, what was sent."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from sglang.srt.constrained.base_grammar import Grammar
+from sglang.srt.layers.logprobs import HostLogprob
+from sglang.srt.managers.io_struct import FinishReason, GenerateReq
+from sglang.srt.managers.stop_matcher import StopMatcher
+from sglang.srt.mem_cache.tree_node import TreeNode
+from sglang.srt.sampling.sampling_batch_info import SamplingRow
+from sglang.srt.utils.hashing import hash_string
+
+_serials = itertools.count(1)
+
+
+class Req:
+    """A request in the scheduler; also the `CacheableReq` of the prefix cache.
+
+    Token positions, half-open:
+    ```
+    0 ............ prompt_len ............ committed_len .... len(tokens)
+    |  prompt       |  output, KV written   |  sampled, no KV yet (at most one)
+    ```
+    While its prompt is prefilled in chunks, `committed_len` moves through the prompt.
+    After a retraction all of `tokens` is prefilled again.
+
+    Attributes:
+        serial: number of the request in this process, never reused.
+        finished_len: output tokens that count; set with `finish_reason`.
+        max_total_len: prompt plus output at most.
+        score_from: next position whose logits score a prompt token; None: none left.
+        is_chunked: the prefill that runs now does not reach the end of `tokens`.
+    """
+
+    def __init__(
+        self,
+        request: GenerateReq,
+        *,
+        eos_token_ids: tuple[int, ...],
+        seed: int,
+        max_total_len: int,
+        stop_matcher: StopMatcher | None,
+    ) -> None:
+        params = request.sampling_params
+        self.rid = request.rid
+        self.serial = next(_serials)
+        self.params = params
+        self.tokens = array("q", request.input_ids)
+        self.prompt_len = len(self.tokens)
+        self.stream = request.stream
+        self.max_total_len = min(self.prompt_len + params.max_new_tokens, max_total_len)
+        eos = () if params.ignore_eos else eos_token_ids
+        self.stop_ids = frozenset((*eos, *params.stop_token_ids))
+        self.stop_matcher = stop_matcher
+        self.grammar: Grammar | None = None
+        self.sampling_row = SamplingRow(
+            params=params,
+            seed=seed if params.sampling_seed is None else params.sampling_seed,
+            prompt_len=self.prompt_len,
+            stop_ids=tuple(sorted(self.stop_ids)),
+        )
+        self.rid_hash = hash_string(self.rid)
+        self.salt = hash_string(request.extra_key) if request.extra_key else 0
+
+        # What the prefix cache reads and writes (see CacheableReq).
+        self.namespace = request.extra_key
+        self.req_pool_idx = 0
+        self.no_cache = False
+        self.committed_len = 0
+        self.allocated_len = 0
+        self.cache_protected_len = 0
+        self.prefix_slots = torch.empty(0, dtype=torch.int64)
+        self.last_node: TreeNode | None = None
+
+        # Prefill.
+        self.is_chunked = False
+        self.was_admitted = False
+        self.cached_tokens = 0
+        self.num_retractions = 0
+
+        # Finish.
+        self.finish_reason: FinishReason | None = None
+        self.finished_len: int | None = None
+        self.abort_message: str | None = None
+
+        # Logprobs and hidden states.
+        self.return_logprob = request.return_logprob
+        self.top_logprobs_num = request.top_logprobs_num
+        self.logprob_start_len = request.logprob_start_len
+        self.score_from: int | None = None
+        if request.return_logprob and 0 <= request.logprob_start_len < self.prompt_len:
+            self.score_from = max(request.logprob_start_len - 1, 0)
+        self.input_logprobs: list[HostLogprob] = []
+        self.output_logprobs: list[HostLogprob] = []
+        self.return_hidden_states = request.return_hidden_states
+        self.hidden_states: list[list[float]] = []
+        self._hidden_until = 0
+
+        # What was sent already.
+        self.sent_tokens = 0
+        self.sent_input_logprobs = False
+        self.sent_hidden_states = 0
+
+    def fill_ids(self) -> Sequence[int]:
+        """All tokens so far."""
+        return self.tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def output_len(self) -> int:
+        """Output tokens that count: after a finish inside a run, those up to it."""
+        if self.finished_len is not None:
+            return self.finished_len
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining_new_tokens(self) -> int:
+        """Tokens that it may still sample."""
+        return max(self.max_total_len - len(self.tokens), 0)
+
+    def cacheable_prefix_len(self) -> int:
+        """Tokens that a prefix match may cover.
+
+        All but the last, whose logits are needed, and none whose logits score a prompt
+        token.
+        """
+        limit = len(self.tokens) - 1
+        return limit if self.score_from is None else min(limit, self.score_from)
+
+    def append(self, new_tokens: Sequence[int]) -> None:
+        """Take sampled tokens and finish if one of them ends the request."""
+        before = len(self.tokens) - self.prompt_len
+        self.tokens.extend(new_tokens)
+        self._check_finished(before, new_tokens)
+
+    def finish(self, reason: FinishReason, *, at: int) -> None:
+        """End the request with `at` output tokens."""
+        self.finish_reason = reason
+        self.finished_len = at
+
+    def finish_if_aborted(self) -> bool:
+        """Turn a pending abort into the finish; True where there was one."""
+        if self.abort_message is None or self.is_finished:
+            return False
+        self.abort(self.abort_message, status_code=499)
+        return True
+
+    def abort(self, message: str, *, status_code: int) -> None:
+        reason = FinishReason(type="abort", message=message, status_code=status_code)
+        self.finish(reason, at=len(self.tokens) - self.prompt_len)
+
+    def finish_by_length(self) -> None:
+        """End at the length limit."""
+        at = self.max_total_len - self.prompt_len
+        self.finish(FinishReason(type="length", length=at), at=at)
+
+    def finish_by_grammar(self) -> None:
+        """End because nothing may follow; no token is to be trimmed."""
+        self.finish(FinishReason(type="stop"), at=len(self.tokens) - self.prompt_len)
+
+    def advance_scoring(self) -> None:
+        """A prefill up to `committed_len` has run: its prompt logprobs are stored."""
+        if self.score_from is not None:
+            scored = self.committed_len
+            self.score_from = scored if scored < self.prompt_len - 1 else None
+
+    def store_hidden_states(self, start: int, states: torch.Tensor) -> None:
+        """Keep `states` [n, H] of positions from `start` on, each position once: a
+        retracted request computes some of them again.
+        """
+        new = states[max(self._hidden_until - start, 0) :]
+        self.hidden_states += new.tolist()
+        self._hidden_until = max(self._hidden_until, start + len(states))
+
+    def _check_finished(self, before: int, new_tokens: Sequence[int]) -> None:
+        """Length first, then stop ids and stop strings token by token."""
+        is_long_enough = len(self.tokens) >= self.max_total_len
+        for i, token in enumerate(new_tokens):
+            at = before + i + 1
+            if self.prompt_len + at > self.max_total_len:
+                break
+            if token in self.stop_ids:
+                self.finish(FinishReason(type="stop", matched=token), at=at)
+                return
+            if self.stop_matcher is not None:
+                matched = self.stop_matcher.push(token)
+                if matched is not None and at >= self.params.min_new_tokens:
+                    self.finish(FinishReason(type="stop", matched=matched), at=at)
+                    return
+        if is_long_enough:
+            self.finish_by_length()
+
+    def reset_for_retry(self) -> None:
+        """After a retraction: everything is prefilled again, nothing is sent twice."""
+        self.num_retractions += 1
+        self.is_chunked = False
+        self.no_cache = False

@@ -1,0 +1,211 @@
+"""What the front knows of requests in flight, and of those that are awaited together.
+
+Collects the scheduler's news until somebody takes them: a slow reader finds them
+merged, so that memory stays bounded by the length of the outputs. Belongs to the thread
+of the asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from sglang.srt.managers.errors import CLIENT_ABORT_STATUS, ApiError, error_of_abort
+from sglang.srt.managers.io_struct import (
+    FinishReason,
+    GenerateReq,
+    LogprobDelta,
+    RequestOutput,
+)
+from sglang.srt.managers.output_text import OutputText
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """News of one request since the last update about it.
+
+    Fields:
+    index: place of the request in its group.
+    text, output_ids, logprobs, hidden_states: what is new.
+    prompt_tokens, completion_tokens, cached_tokens: counts so far.
+    finish_reason: set in the last update of a request.
+    e2e_latency: seconds since the request arrived.
+    """
+
+    index: int
+    rid: str
+    text: str
+    output_ids: list[int]
+    logprobs: LogprobDelta | None
+    hidden_states: list[list[float]] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    finish_reason: FinishReason | None
+    e2e_latency: float
+    spec_verify_ct: int
+    spec_accept_tokens: int
+
+
+class RequestState:
+    """One request between its arrival and its last output.
+
+    `base_rid` is the client's own id, which the outputs of one prompt share.
+    """
+
+    def __init__(
+        self,
+        request: GenerateReq,
+        *,
+        group: RequestGroup,
+        base_rid: str | None,
+        text: OutputText | None,
+    ) -> None:
+        self.request = request
+        self.base_rid = base_rid or request.rid
+        self.index = len(group.states)
+        self.arrived = time.monotonic()
+        self.last_output: float | None = None
+        self.is_sent = False
+        self.is_finished = False
+        self.group = group
+        self._text = text
+        self._outputs: list[RequestOutput] = []
+
+    @property
+    def rid(self) -> str:
+        return self.request.rid
+
+    @property
+    def is_stream(self) -> bool:
+        return self.request.stream
+
+    def receive(self, output: RequestOutput) -> None:
+        """Keep news of the scheduler and wake whoever waits for them."""
+        self._outputs.append(output)
+        self.is_finished = output.finish_reason is not None
+        self.group.notify(self, output.finish_reason)
+
+    def take(self) -> Update:
+        """Everything that arrived since the last call, as one update."""
+        outputs, self._outputs = self._outputs, []
+        last = outputs[-1]
+        ids = [token for output in outputs for token in output.output_ids]
+        shown = self._text
+        return Update(
+            index=self.index,
+            rid=self.rid,
+            text="" if shown is None else shown.push(ids, last.finish_reason),
+            output_ids=ids,
+            logprobs=_merge_logprobs(outputs),
+            hidden_states=_merge_hidden_states(outputs),
+            prompt_tokens=last.prompt_tokens,
+            completion_tokens=last.completion_tokens,
+            cached_tokens=last.cached_tokens,
+            finish_reason=last.finish_reason,
+            e2e_latency=time.monotonic() - self.arrived,
+            spec_verify_ct=last.spec_verify_ct,
+            spec_accept_tokens=last.spec_accept_tokens,
+        )
+
+
+class RequestGroup:
+    """Requests that one caller awaits together; one reader at a time."""
+
+    def __init__(self, *, stream: bool) -> None:
+        self.states: list[RequestState] = []
+        self.feeder: asyncio.Task[None] | None = None
+        self.is_released = False
+        self._stream = stream
+        self._unfinished = 0
+        self._error: Exception | None = None
+        self._fresh: dict[int, RequestState] = {}
+        self._wake = asyncio.Event()
+
+    def add(
+        self, request: GenerateReq, *, base_rid: str | None, text: OutputText | None
+    ) -> RequestState:
+        state = RequestState(request, group=self, base_rid=base_rid, text=text)
+        self.states.append(state)
+        self._unfinished += 1
+        return state
+
+    def notify(self, state: RequestState, finish: FinishReason | None) -> None:
+        """`state` has news; `finish` ends it."""
+        if self.is_released:
+            return
+        self._fresh[state.index] = state
+        if finish is not None:
+            self._unfinished -= 1
+            error = _refusal(finish)
+            if error is not None:
+                self.fail(error)
+        if self._stream or self._unfinished == 0:
+            self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        """Whoever reads gets `error`; the first one wins."""
+        if self._error is None:
+            self._error = error
+        self._wake.set()
+
+    async def updates(self) -> AsyncIterator[list[Update]]:
+        """News of the group as they come, until all its requests have finished.
+
+        Raises:
+            ApiError: a request was refused, or the engine failed.
+            ClientDisconnected: nobody waits any more.
+        """
+        while self._unfinished or self._fresh:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._error is not None:
+                raise self._error
+            fresh, self._fresh = self._fresh, {}
+            if fresh:
+                yield [state.take() for state in fresh.values()]
+
+    async def results(self) -> list[Update]:
+        """One update per request, in order, once all have finished.
+
+        Raises: as `updates`.
+        """
+        while self._unfinished and self._error is None:
+            await self._wake.wait()
+            self._wake.clear()
+        if self._error is not None:
+            raise self._error
+        self._fresh.clear()
+        return [state.take() for state in self.states]
+
+
+def _refusal(finish: FinishReason) -> ApiError | None:
+    """The error behind an abort that the client did not ask for."""
+    if finish.type != "abort" or finish.status_code in (None, CLIENT_ABORT_STATUS):
+        return None
+    assert finish.status_code is not None
+    return error_of_abort(finish.status_code, finish.message or "aborted")
+
+
+def _merge_logprobs(outputs: Sequence[RequestOutput]) -> LogprobDelta | None:
+    parts = [output.logprobs for output in outputs if output.logprobs is not None]
+    if len(parts) <= 1:
+        return parts[0] if parts else None
+    with_input = next(
+        (part for part in parts if part.input_token is not None), parts[0]
+    )
+    return LogprobDelta(
+        input_token=with_input.input_token,
+        input_top=with_input.input_top,
+        output_token=[entry for part in parts for entry in part.output_token],
+        output_top=[entry for part in parts for entry in part.output_top],
+    )
+
+
+def _merge_hidden_states(outputs: Sequence[RequestOutput]) -> list[list[float]] | None:
+    parts = [output.hidden_states for output in outputs]
+    if all(part is None for part in parts):
+        return None
+    return [row for part in parts if part is not None for row in part]

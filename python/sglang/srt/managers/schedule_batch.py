@@ -1,0 +1,324 @@
+"""A batch of requests as the scheduler keeps it: books on the host, tensors on the device.
+
+`prepare_for_extend` and `prepare_for_decode` take slots and write the rows;
+`forward_batch` then describes the forward. Knows nothing of queues or policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from sglang.srt.layers.logprobs import LogprobRequest
+from sglang.srt.managers.req import Req
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.common import extend_rows
+from sglang.srt.mem_cache.page_ledger import IntArray
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    HostLens,
+    InputLogprobSpan,
+)
+from sglang.srt.sampling.penalties import TokenHistory
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+NO_BOOTSTRAP_ROOM = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchEnvironment:
+    """What every batch of a scheduler shares."""
+
+    cache: BasePrefixCache
+    vocab_size: int
+    needs_host_lens: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.req_pool.device
+
+
+class ScheduleBatch:
+    """Requests that run together.
+
+    Attributes:
+        reqs: in row order.
+        rows, lens: int64 [R] on the host; request rows, and tokens whose KV is written
+            once the prepared forward has run.
+        seq_lens: int64 [R] on the device, equal to `lens`.
+        sampling_info: of the rows, without grammar masks.
+    """
+
+    def __init__(self, reqs: list[Req], env: BatchEnvironment) -> None:
+        self.env = env
+        self.forward_mode = ForwardMode.DECODE
+        self.reqs = reqs
+        self.rows: IntArray = np.fromiter((r.req_pool_idx for r in reqs), np.int64)
+        self.lens: IntArray = np.fromiter((r.committed_len for r in reqs), np.int64)
+        self._rebuild_device_state()
+        # Filled by prepare_for_*, for `forward_batch`.
+        self._out_cache_loc = torch.empty(0, dtype=torch.int64)
+        self._prefix_lens: IntArray = self.lens
+        self._prefix_lens_device = self.seq_lens
+
+    def __len__(self) -> int:
+        return len(self.reqs)
+
+    def _rebuild_device_state(self) -> None:
+        env = self.env
+        self.req_pool_indices = self._upload(self.rows)
+        self.seq_lens = self._upload(self.lens)
+        identity = np.array(
+            [
+                [r.serial for r in self.reqs],
+                [r.salt for r in self.reqs],
+                [r.rid_hash for r in self.reqs],
+                [NO_BOOTSTRAP_ROOM] * len(self.reqs),
+            ],
+            dtype=np.int64,
+        )
+        self._identity = self._upload(identity)
+        self.sampling_info = SamplingBatchInfo.from_rows(
+            [r.sampling_row for r in self.reqs],
+            vocab_size=env.vocab_size,
+            device=env.device,
+        )
+        asking = [i for i, r in enumerate(self.reqs) if r.return_logprob]
+        self.logprob_request: LogprobRequest | None = None
+        self.logprob_reqs = [self.reqs[i] for i in asking]
+        if asking:
+            top_ks = [self.reqs[i].top_logprobs_num for i in asking]
+            self.logprob_request = LogprobRequest.build(
+                asking, top_ks, device=env.device
+            )
+        self.has_grammar = any(r.grammar is not None for r in self.reqs)
+        self.wants_hidden_states = any(r.return_hidden_states for r in self.reqs)
+
+    def _upload(self, array: IntArray) -> torch.Tensor:
+        host = torch.from_numpy(array.copy())
+        if self.env.device.type == "cpu":
+            return host
+        return host.pin_memory().to(self.env.device, non_blocking=True)
+
+    # -- composition ---------------------------------------------------------------
+
+    def filter(self, keep: Sequence[int]) -> None:
+        """Keep the requests at these indices, in this order."""
+        if len(keep) == len(self.reqs):
+            return
+        self.reqs = [self.reqs[i] for i in keep]
+        self.rows, self.lens = self.rows[list(keep)], self.lens[list(keep)]
+        self._rebuild_device_state()
+
+    def filter_finished(self) -> None:
+        self.filter([i for i, r in enumerate(self.reqs) if not r.is_finished])
+
+    def merge(self, other: ScheduleBatch) -> None:
+        """Append the requests of `other`; all of them then decode."""
+        self.reqs = self.reqs + other.reqs
+        self.rows = np.concatenate([self.rows, other.rows])
+        self.lens = np.concatenate([self.lens, other.lens])
+        self._rebuild_device_state()
+
+    # -- memory --------------------------------------------------------------------
+
+    @classmethod
+    def prepare_for_extend(
+        cls, reqs: list[Req], extend_lens: Sequence[int], env: BatchEnvironment
+    ) -> ScheduleBatch | None:
+        """A batch that prefills the next `extend_lens` tokens of each request.
+
+        New requests (row 0) get a row, with their cached prefix and all their tokens.
+
+        Returns:
+            None, with nothing taken, where the slots do not suffice.
+        """
+        cache, pool = env.cache, env.cache.req_pool
+        new = [r for r in reqs if r.req_pool_idx == 0]
+        rows = pool.alloc(len(new))
+        if rows is None:
+            return None
+        for req, row in zip(new, rows, strict=True):
+            req.req_pool_idx = row
+            req.committed_len = req.allocated_len = req.cache_protected_len
+            pool.write(row, 0, req.prefix_slots)
+        batch = cls(reqs, env)
+        batch.forward_mode = ForwardMode.EXTEND
+        ends = batch.lens + np.asarray(extend_lens, dtype=np.int64)
+        slots = extend_rows(
+            cache, rows=batch.rows, prefix_lens=batch.lens, seq_lens=ends
+        )
+        if slots is None:
+            pool.free(rows)
+            for req in new:
+                req.req_pool_idx = 0
+            return None
+        for req in new:
+            tokens = torch.from_numpy(np.array(req.tokens, dtype=np.int64))
+            pool.write_tokens([req.req_pool_idx], [0], [len(tokens)], tokens)
+        batch._advance(slots, ends)
+        return batch
+
+    def prepare_for_decode(self) -> bool:
+        """Take one slot per request; False, with nothing taken, where they do not
+        suffice even after eviction.
+        """
+        self.forward_mode = ForwardMode.DECODE
+        ends = self.lens + 1
+        slots = extend_rows(
+            self.env.cache, rows=self.rows, prefix_lens=self.lens, seq_lens=ends
+        )
+        if slots is None:
+            return False
+        self._advance(slots, ends)
+        return True
+
+    def _advance(self, slots: torch.Tensor, ends: IntArray) -> None:
+        self._out_cache_loc = slots
+        self._prefix_lens, self.lens = self.lens, ends
+        self._prefix_lens_device = self.seq_lens
+        if self.forward_mode.is_decode:
+            self.seq_lens = self.seq_lens + 1
+        else:
+            self.seq_lens = self._upload(ends)
+        for req, end in zip(self.reqs, ends.tolist(), strict=True):
+            req.committed_len = req.allocated_len = end
+
+    # -- the forward ---------------------------------------------------------------
+
+    def forward_batch(self, sampling_info: SamplingBatchInfo) -> ForwardBatch:
+        """The prepared forward; `sampling_info` may carry this step's grammar masks."""
+        if self.forward_mode.is_decode:
+            return self._decode_forward_batch(sampling_info)
+        return self._extend_forward_batch(sampling_info)
+
+    def token_history(self) -> TokenHistory | None:
+        """Tokens of each row, where a penalty needs them."""
+        if not self.sampling_info.has_penalty:
+            return None
+        return TokenHistory(
+            token_table=self.env.cache.req_pool.token_table,
+            req_pool_indices=self.req_pool_indices,
+            lens=self.seq_lens,
+        )
+
+    def _decode_forward_batch(self, sampling_info: SamplingBatchInfo) -> ForwardBatch:
+        positions = self._prefix_lens_device
+        table = self.env.cache.req_pool.token_table
+        serial, salt, rids_int, rooms = self._identity.unbind()
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            input_ids=table[self.req_pool_indices, positions].long(),
+            positions=positions,
+            out_cache_loc=self._out_cache_loc,
+            req_pool_indices=self.req_pool_indices,
+            prefix_lens=positions,
+            extend_lens=_ones(len(self.reqs), self.env.device),
+            seq_lens=self.seq_lens,
+            req_serial=serial,
+            salt=salt,
+            rids_int=rids_int,
+            bootstrap_room_ids_int=rooms,
+            lens_cpu=self._host_lens(),
+            capture_hidden_mode=self._capture_mode(CaptureHiddenMode.LAST),
+            sampling_info=sampling_info,
+        )
+
+    def _extend_forward_batch(self, sampling_info: SamplingBatchInfo) -> ForwardBatch:
+        starts, ends = self._prefix_lens.tolist(), self.lens.tolist()
+        spans = list(zip(self.reqs, starts, ends, strict=True))
+        # [input ids | positions] in one upload.
+        tokens = np.concatenate(
+            [
+                np.array(req.tokens[start:end], dtype=np.int64)
+                for req, start, end in spans
+            ]
+            + [np.arange(start, end, dtype=np.int64) for _, start, end in spans]
+        )
+        ids, positions = self._upload(tokens.reshape(2, -1)).unbind()
+        extend_lens = self.lens - self._prefix_lens
+        qo_indptr = np.zeros(len(spans) + 1, dtype=np.int64)
+        np.cumsum(extend_lens, out=qo_indptr[1:])
+        serial, salt, rids_int, rooms = self._identity.unbind()
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            input_ids=ids,
+            positions=positions,
+            out_cache_loc=self._out_cache_loc,
+            req_pool_indices=self.req_pool_indices,
+            prefix_lens=self._prefix_lens_device,
+            extend_lens=self._upload(extend_lens),
+            seq_lens=self.seq_lens,
+            req_serial=serial,
+            salt=salt,
+            rids_int=rids_int,
+            bootstrap_room_ids_int=rooms,
+            qo_indptr=self._upload(qo_indptr),
+            lens_cpu=self._host_lens(),
+            logits_rows=self._upload(qo_indptr[1:] - 1),
+            input_logprobs=_input_logprob_spans(spans),
+            capture_hidden_mode=self._capture_mode(CaptureHiddenMode.FULL),
+            sampling_info=sampling_info,
+        )
+
+    def _host_lens(self) -> HostLens | None:
+        if not self.env.needs_host_lens:
+            return None
+        return HostLens(
+            prefix_lens=self._prefix_lens.tolist(),
+            extend_lens=(self.lens - self._prefix_lens).tolist(),
+        )
+
+    def _capture_mode(self, wanted: CaptureHiddenMode) -> CaptureHiddenMode:
+        return wanted if self.wants_hidden_states else CaptureHiddenMode.NULL
+
+    def prefix_lens(self) -> list[int]:
+        """Tokens of each request before the prepared forward."""
+        return [int(n) for n in self._prefix_lens]
+
+    def extend_lens(self) -> list[int]:
+        """Tokens of each request in the prepared forward."""
+        return [int(n) for n in self.lens - self._prefix_lens]
+
+    def sampled_rows(self) -> torch.Tensor | None:
+        """Rows whose sampled token counts; None: all of them.
+
+        A chunk that does not reach the end of its prompt samples nothing.
+        """
+        if not any(r.is_chunked for r in self.reqs):
+            return None
+        rows = [i for i, r in enumerate(self.reqs) if not r.is_chunked]
+        return self._upload(np.array(rows, dtype=np.int64))
+
+
+def _input_logprob_spans(
+    spans: Sequence[tuple[Req, int, int]],
+) -> tuple[InputLogprobSpan, ...]:
+    """Prompt positions of this forward whose logits score the next prompt token."""
+    found = []
+    for row, (req, start, end) in enumerate(spans):
+        if req.score_from is None:
+            continue
+        first, last = max(req.score_from, start), min(end, req.prompt_len - 1)
+        if first < last:
+            found.append(
+                InputLogprobSpan(
+                    row=row,
+                    start=first - start,
+                    stop=last - start,
+                    next_tokens=list(req.tokens[first + 1 : last + 1]),
+                    top_k=req.top_logprobs_num,
+                )
+            )
+    return tuple(found)
+
+
+@lru_cache(maxsize=512)
+def _ones(count: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(count, dtype=torch.int64, device=device)

@@ -1,0 +1,207 @@
+"""Who runs next: order of the waiting queue, and admission against the budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from sglang.srt.managers.req import Req
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.common import usable_size
+
+# A request is expected to sample at most this many more tokens: without a bound, one
+# large max_new_tokens would keep everybody else waiting.
+CLIP_MAX_NEW_TOKENS = 4096
+# A request waits for one that is being prefilled if that gives it this many more tokens
+# of cached prefix.
+MIN_SHARED_TOKENS = 32
+# Sorting a longer queue by match length costs more than it saves.
+LPM_MAX_QUEUE = 128
+
+
+def order_by_longest_match(waiting: list[Req], cache: BasePrefixCache) -> list[Req]:
+    """Longest cached prefix first; arrival order between equals."""
+    if len(waiting) > LPM_MAX_QUEUE:
+        return waiting
+    lengths = {
+        req.serial: cache.match_length(
+            cache.key(req.tokens[: req.cacheable_prefix_len()], namespace=req.namespace)
+        )
+        for req in waiting
+    }
+    return sorted(waiting, key=lambda req: -lengths[req.serial])
+
+
+SCHEDULE_POLICIES: dict[str, Callable[[list[Req], BasePrefixCache], list[Req]]] = {
+    "fcfs": lambda waiting, cache: waiting,
+    "lpm": order_by_longest_match,
+}
+
+
+class NewTokenRatio:
+    """Share of their remaining tokens that running requests are expected to need.
+
+    Starts careful, decays while no memory runs out, and is set from what really was
+    generated when a request had to be retracted.
+    """
+
+    INITIAL = 0.7
+    MIN_FACTOR = 0.14
+    DECAY_STEPS = 600
+    RETRACT_MARGIN_STEPS = 20
+
+    def __init__(self, conservativeness: float) -> None:
+        self._initial = min(self.INITIAL * conservativeness, 1.0)
+        self._minimum = self._initial * self.MIN_FACTOR
+        self._decay = (self._initial - self._minimum) / self.DECAY_STEPS
+        self.value = self._initial
+
+    def on_decode(self) -> None:
+        self.value = max(self.value - self._decay, self._minimum)
+
+    def on_retract(self, reqs: Sequence[Req]) -> None:
+        """`reqs` are those that still run."""
+        generated = sum(r.output_len + self.RETRACT_MARGIN_STEPS for r in reqs)
+        wanted = sum(r.output_len + r.remaining_new_tokens for r in reqs) + 1
+        self.value = min(generated / wanted, 1.0)
+
+    def on_idle(self) -> None:
+        self.value = self._initial
+
+
+class Admission(Enum):
+    """Outcome of `PrefillAdder.add`."""
+
+    ADDED = "added"
+    DEFERRED = "deferred"  # a prefix it shares is being computed right now
+    NO_BUDGET = "no budget"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillBudget:
+    """Fields:
+    max_prefill_tokens: tokens of one prefill batch; one longer prompt may exceed it.
+    chunk_tokens: longest prefill of one forward, None without chunking.
+    max_new_reqs: rows that are free.
+    """
+
+    max_prefill_tokens: int
+    chunk_tokens: int | None
+    max_new_reqs: int
+
+
+class PrefillAdder:
+    """Collects the requests of one prefill batch.
+
+    An added request holds the lock on its cached prefix; the caller takes the slots.
+
+    Attributes:
+        reqs, extend_lens: what was added; the tokens that each prefills now.
+        chunked: the added request whose prompt does not fit into this batch, if any.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache: BasePrefixCache,
+        running: Sequence[Req],
+        new_token_ratio: float,
+        budget: PrefillBudget,
+    ) -> None:
+        self._cache = cache
+        self._page_size = cache.page_size
+        self._budget = budget
+        self._tokens_left = budget.max_prefill_tokens
+        self._chunk_left = budget.chunk_tokens
+        # Slots that running and added requests are expected to need beyond those they
+        # have.
+        self._reserved = sum(
+            int(_expected_new_tokens(r) * new_token_ratio) + self._page_size
+            for r in running
+        )
+        self.reqs: list[Req] = []
+        self.extend_lens: list[int] = []
+        self.chunked: Req | None = None
+
+    def add_chunked(self, req: Req) -> None:
+        """Go on with a prompt that was begun."""
+        self._take(req, len(req.tokens) - req.committed_len, self._cost(req))
+
+    def add(self, req: Req) -> Admission:
+        """Admit a waiting request if the budgets allow it."""
+        if self._is_full():
+            return Admission.NO_BUDGET
+        limit = req.cacheable_prefix_len()
+        match = self._cache.match_prefix(
+            self._cache.key(req.tokens[:limit], namespace=req.namespace)
+        )
+        if self._shares_with_batch(req, limit, len(match)):
+            return Admission.DEFERRED
+        extend_len = len(req.tokens) - len(match)
+        fits_tokens = extend_len <= self._tokens_left or not self.reqs
+        if self._chunk_left is None and not fits_tokens:
+            return Admission.NO_BUDGET
+        self._cache.inc_lock_ref(match.last_node)
+        req.cache_protected_len = len(match)
+        cost = self._cost(req)
+        if self._reserved + cost > usable_size(self._cache):
+            self._cache.dec_lock_ref(match.last_node)
+            req.cache_protected_len = 0
+            return Admission.NO_BUDGET
+        req.last_node = match.last_node
+        req.prefix_slots = match.slots
+        req.cached_tokens = max(req.cached_tokens, len(match))
+        self._take(req, extend_len, cost)
+        return Admission.ADDED
+
+    def _is_full(self) -> bool:
+        return (
+            self.chunked is not None
+            or self._tokens_left <= 0
+            or len(self.reqs) >= self._budget.max_new_reqs
+            or (self._chunk_left is not None and self._chunk_left < self._page_size)
+        )
+
+    def _cost(self, req: Req) -> int:
+        """Slots, in whole pages, that `req` will need beyond those it has."""
+        have = req.committed_len if req.req_pool_idx else req.cache_protected_len
+        # The last sampled token never gets a slot.
+        total = len(req.tokens) + max(_expected_new_tokens(req) - 1, 0)
+        pages = -(-total // self._page_size) - have // self._page_size
+        return pages * self._page_size
+
+    def _shares_with_batch(self, req: Req, limit: int, matched: int) -> bool:
+        """Whether waiting one batch would give a clearly longer cached prefix."""
+        return any(
+            other.namespace == req.namespace
+            and _common_prefix_len(req, other, limit) >= matched + MIN_SHARED_TOKENS
+            for other in self.reqs
+        )
+
+    def _take(self, req: Req, extend_len: int, cost: int) -> None:
+        if self._chunk_left is not None and extend_len > self._chunk_left:
+            extend_len = self._chunk_left - self._chunk_left % self._page_size
+            self.chunked = req
+        req.is_chunked = self.chunked is req
+        self._reserved += cost
+        self._tokens_left -= extend_len
+        if self._chunk_left is not None:
+            self._chunk_left -= extend_len
+        self.reqs.append(req)
+        self.extend_lens.append(extend_len)
+
+
+def _expected_new_tokens(req: Req) -> int:
+    return min(req.remaining_new_tokens, CLIP_MAX_NEW_TOKENS)
+
+
+def _common_prefix_len(req: Req, other: Req, limit: int) -> int:
+    """Leading tokens that both have, at most `limit`."""
+    count = min(limit, len(other.tokens))
+    mine = np.frombuffer(req.tokens, dtype=np.int64, count=count)
+    theirs = np.frombuffer(other.tokens, dtype=np.int64, count=count)
+    differs = np.flatnonzero(mine != theirs)
+    return int(differs[0]) if len(differs) else count

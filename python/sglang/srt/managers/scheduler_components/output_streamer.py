@@ -1,0 +1,99 @@
+"""Builds the messages about requests: what is new since the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sglang.srt.layers.logprobs import HostLogprob
+from sglang.srt.managers.io_struct import (
+    BatchOutput,
+    FinishReason,
+    GenerateReq,
+    LogprobDelta,
+    RequestOutput,
+    TokenLogprob,
+)
+from sglang.srt.managers.req import Req
+from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
+
+
+class OutputStreamer:
+    """Sends one `BatchOutput` per step, for the requests that have news to tell.
+
+    A request that does not stream has news only once, when it has finished.
+    """
+
+    def __init__(self, io: SchedulerIO, *, stream_interval: int) -> None:
+        self._io = io
+        self._stream_interval = stream_interval
+
+    def send(self, reqs: Iterable[Req]) -> None:
+        outputs = [self._output(req) for req in reqs if self._is_due(req)]
+        if outputs:
+            self._io.send(BatchOutput(outputs=outputs))
+
+    def refuse(self, request: GenerateReq, message: str, *, status_code: int) -> None:
+        """Answer a request that was never admitted."""
+        reason = FinishReason(type="abort", message=message, status_code=status_code)
+        output = RequestOutput(
+            rid=request.rid,
+            output_ids=[],
+            prompt_tokens=len(request.input_ids),
+            completion_tokens=0,
+            cached_tokens=0,
+            finish_reason=reason,
+        )
+        self._io.send(BatchOutput(outputs=[output]))
+
+    def _is_due(self, req: Req) -> bool:
+        if req.is_finished:
+            return True
+        if not req.stream:
+            return False
+        new_tokens = req.output_len - req.sent_tokens
+        is_first = req.sent_tokens == 0
+        return new_tokens > 0 and (is_first or new_tokens >= self._stream_interval)
+
+    def _output(self, req: Req) -> RequestOutput:
+        start, stop = req.sent_tokens, req.output_len
+        req.sent_tokens = stop
+        return RequestOutput(
+            rid=req.rid,
+            output_ids=list(req.tokens[req.prompt_len + start : req.prompt_len + stop]),
+            prompt_tokens=req.prompt_len,
+            completion_tokens=stop,
+            cached_tokens=req.cached_tokens,
+            finish_reason=req.finish_reason,
+            logprobs=_logprob_delta(req, start, stop) if req.return_logprob else None,
+            hidden_states=_hidden_delta(req) if req.return_hidden_states else None,
+        )
+
+
+def _logprob_delta(req: Req, start: int, stop: int) -> LogprobDelta:
+    new = req.output_logprobs[start:stop]
+    delta = LogprobDelta(
+        output_token=_tokens(new, req.tokens[req.prompt_len + start :]),
+        output_top=[list(entry.top) for entry in new],
+    )
+    if req.logprob_start_len >= 0 and not req.sent_input_logprobs:
+        req.sent_input_logprobs = True
+        first = max(req.logprob_start_len, 1)
+        scored = req.input_logprobs
+        tokens = _tokens(scored, req.tokens[first:])
+        top: list[list[TokenLogprob] | None] = [list(entry.top) for entry in scored]
+        if req.logprob_start_len == 0:
+            # Nothing precedes position 0.
+            tokens.insert(0, (None, req.tokens[0]))
+            top.insert(0, None)
+        delta.input_token, delta.input_top = tokens, top
+    return delta
+
+
+def _tokens(entries: list[HostLogprob], tokens: Iterable[int]) -> list[TokenLogprob]:
+    return [(e.logprob, t) for e, t in zip(entries, tokens, strict=False)]
+
+
+def _hidden_delta(req: Req) -> list[list[float]]:
+    new = req.hidden_states[req.sent_hidden_states :]
+    req.sent_hidden_states = len(req.hidden_states)
+    return new

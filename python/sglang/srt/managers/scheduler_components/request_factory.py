@@ -1,0 +1,101 @@
+"""Turns messages into requests, or refuses them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.managers.io_struct import GenerateReq
+from sglang.srt.managers.req import Req
+from sglang.srt.managers.stop_matcher import StopMatcher
+from sglang.srt.sampling.sampling_params import MAX_SEED
+from sglang.srt.utils.detokenizer import IncrementalDetokenizer
+from sglang.srt.utils.hashing import mix64_int
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """Fields:
+    max_total_len: prompt plus output tokens at most.
+    vocab_size: token ids are below it.
+    eos_token_ids: of the model and its tokenizer.
+    allow_hidden_states: whether requests may ask for hidden states.
+    """
+
+    max_total_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    allow_hidden_states: bool
+
+    @property
+    def max_req_input_len(self) -> int:
+        """Longest prompt: one token of output must fit."""
+        return self.max_total_len - 1
+
+
+class RequestFactory:
+    """Args:
+    tokenizer: for stop strings; None with --skip-tokenizer-init.
+    random_seed: source of the seeds of requests that bring none.
+    """
+
+    def __init__(
+        self, limits: RequestLimits, *, tokenizer: Tokenizer | None, random_seed: int
+    ) -> None:
+        self.limits = limits
+        self._tokenizer = tokenizer
+        self._random_seed = random_seed
+        self._created = 0
+
+    def create(self, request: GenerateReq) -> Req:
+        """The request, ready to be queued.
+
+        Raises:
+            ValueError: it cannot be served; names the field, the value and the limit.
+        """
+        limits, params = self.limits, request.sampling_params
+        if not request.input_ids:
+            raise ValueError("the prompt is empty: it must hold at least one token")
+        if len(request.input_ids) > limits.max_req_input_len:
+            raise ValueError(
+                f"the prompt has {len(request.input_ids)} tokens, but at most "
+                f"{limits.max_req_input_len} fit"
+            )
+        if (
+            not 0
+            <= min(request.input_ids)
+            <= max(request.input_ids)
+            < limits.vocab_size
+        ):
+            raise ValueError(
+                f"input_ids must lie in [0, {limits.vocab_size}), got "
+                f"{min(request.input_ids)} .. {max(request.input_ids)}"
+            )
+        if request.return_hidden_states and not limits.allow_hidden_states:
+            raise ValueError(
+                "return_hidden_states needs a server started with "
+                "--enable-return-hidden-states"
+            )
+        params.verify_vocab(limits.vocab_size)
+        self._created += 1
+        return Req(
+            request,
+            eos_token_ids=limits.eos_token_ids,
+            seed=mix64_int(self._random_seed + self._created) & MAX_SEED,
+            max_total_len=limits.max_total_len,
+            stop_matcher=self._stop_matcher(request),
+        )
+
+    def _stop_matcher(self, request: GenerateReq) -> StopMatcher | None:
+        params = request.sampling_params
+        if not params.stop and not params.stop_regex:
+            return None
+        if self._tokenizer is None:
+            raise ValueError(
+                "stop and stop_regex need a tokenizer, but the server runs with "
+                "--skip-tokenizer-init; use stop_token_ids"
+            )
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer, skip_special_tokens=params.skip_special_tokens
+        )
+        return StopMatcher(detokenizer, stops=params.stop, patterns=params.stop_regex)

@@ -1,0 +1,100 @@
+"""Counters of a scheduler, and the numbers that it logs and reports."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from sglang.srt.managers.io_struct import SchedulerStats
+from sglang.srt.managers.req import Req
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+logger = logging.getLogger(__name__)
+
+# Throughput is measured over windows of at least this many seconds.
+WINDOW_SECONDS = 1.0
+
+
+class StatsTracker:
+    """Owns the counters; gauges are read when asked for."""
+
+    def __init__(self, cache: BasePrefixCache, *, decode_log_interval: int) -> None:
+        self._cache = cache
+        self._decode_log_interval = decode_log_interval
+        self._totals = SchedulerStats(max_total_num_tokens=cache.allocator.size)
+        self._decode_steps = 0
+        self._window_start = time.monotonic()
+        self._window_tokens = 0
+        self._throughput = 0.0
+
+    def on_prefill(self, reqs: list[Req], new_tokens: int, *, waiting: int) -> None:
+        """A prefill of `new_tokens` prompt tokens over `reqs` was launched."""
+        self._totals.forward_passes_total += 1
+        logger.debug(
+            "Prefill: %d requests, %d new tokens, %d waiting",
+            len(reqs),
+            new_tokens,
+            waiting,
+        )
+
+    def on_admitted(self, req: Req) -> None:
+        """The first admission of `req`, its cached prefix known."""
+        self._totals.prompt_tokens_total += req.prompt_len
+        self._totals.cached_tokens_total += min(req.cached_tokens, req.prompt_len)
+
+    def on_decode(self, running: int, waiting: int) -> None:
+        self._totals.forward_passes_total += 1
+        self._decode_steps += 1
+        if self._decode_steps % self._decode_log_interval == 0:
+            logger.info(
+                "Decode: %d running, %d waiting, token usage %.2f, %.1f tok/s",
+                running,
+                waiting,
+                self._used() / self._cache.allocator.size,
+                self._throughput,
+            )
+
+    def on_tokens(self, count: int) -> None:
+        """`count` tokens were generated."""
+        self._totals.generation_tokens_total += count
+        self._window_tokens += count
+        now = time.monotonic()
+        if now - self._window_start >= WINDOW_SECONDS:
+            self._close_window(now)
+
+    def on_idle(self) -> None:
+        self._close_window(time.monotonic())
+
+    def on_finish(self, req: Req) -> None:
+        self._totals.num_requests_total += 1
+        if req.finish_reason is not None and req.finish_reason.type == "abort":
+            self._totals.num_aborted_requests_total += 1
+
+    def on_retract(self, count: int) -> None:
+        self._totals.num_retracted_reqs += count
+
+    def snapshot(self, *, running: int, waiting: int) -> SchedulerStats:
+        """All numbers as of now."""
+        totals = self._totals
+        if time.monotonic() - self._window_start > 2 * WINDOW_SECONDS:
+            self.on_idle()
+        totals.num_running_reqs = running
+        totals.num_queue_reqs = waiting
+        totals.num_used_tokens = self._used()
+        totals.token_usage = self._used() / self._cache.allocator.size
+        totals.gen_throughput = self._throughput
+        prompt = totals.prompt_tokens_total
+        totals.cache_hit_rate = totals.cached_tokens_total / prompt if prompt else 0.0
+        return totals
+
+    def _used(self) -> int:
+        """Slots that requests hold; cached ones that nobody uses do not count."""
+        allocator = self._cache.allocator
+        return (
+            allocator.size - allocator.available_size() - self._cache.evictable_size()
+        )
+
+    def _close_window(self, now: float) -> None:
+        seconds = now - self._window_start
+        self._throughput = self._window_tokens / seconds if seconds > 0 else 0.0
+        self._window_start, self._window_tokens = now, 0

@@ -1,0 +1,56 @@
+"""Main module of the scheduler process; `scheduler_process` starts it.
+
+Reads its configuration from stdin, reports through the inherited descriptor named on
+the command line, and dies as soon as stdin closes: the parent holds the other end, so a
+parent that is killed takes its scheduler along.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
+from sglang.srt.managers.scheduler_components.build import run_scheduler_process
+from sglang.srt.server_args import ServerArgs
+
+STDIN = 0
+
+
+def main() -> None:
+    # The front decides when to stop and says so with a message.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config = msgspec.json.decode(_read_line(STDIN))
+    threading.Thread(target=_die_with_parent, name="lifeline", daemon=True).start()
+    run_scheduler_process(
+        ServerArgs(**config["server_args"]),
+        SchedulerAddresses(**config["addresses"]),
+        Connection(int(sys.argv[1]), readable=False),
+    )
+
+
+def _read_line(descriptor: int) -> bytes:
+    """Unbuffered, so that nothing but the lifeline reads the descriptor later."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        piece = os.read(descriptor, 65536)
+        if not piece:
+            raise SystemExit("the parent closed stdin before it sent a configuration")
+        line += piece
+    return bytes(line)
+
+
+def _die_with_parent() -> None:
+    while os.read(STDIN, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,423 @@
+"""The front's heart: checks and tokenizes prompts, sends them, hands the answers back.
+
+Lives in one asyncio loop and owns the table of requests in flight. Knows nothing of
+HTTP, of sockets or of processes: messages leave through `send` and come in through
+`receive`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+
+from sglang.srt.managers.errors import (
+    BadRequest,
+    EngineFailure,
+    Unavailable,
+    log_failure,
+)
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchOutput,
+    FlushCacheReq,
+    FlushCacheRsp,
+    GenerateReq,
+    GetStateReq,
+    GetStateRsp,
+    RequestOutput,
+    SchedulerReady,
+    SchedulerRequest,
+    SchedulerResponse,
+    SchedulerStats,
+    ShutdownReq,
+)
+from sglang.srt.managers.output_text import OutputText
+from sglang.srt.managers.prompt_request import (
+    Limits,
+    PromptRequest,
+    check_options,
+    to_wire,
+)
+from sglang.srt.managers.request_state import RequestGroup, RequestState, Update
+from sglang.srt.managers.template_manager import TemplateManager
+from sglang.srt.metrics.front_metrics import FrontMetrics
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Texts from this length on are tokenized in a thread: about a millisecond.
+LONG_TEXT_CHARS = 16384
+# Normalizers may merge characters (NFC), so that a text of this many times the longest
+# possible prompt is refused without tokenizing it.
+NORMALIZER_SLACK = 4
+CONTROL_TIMEOUT_SECONDS = 10.0
+
+
+class Phase(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "shutting down"
+    DEAD = "dead"
+
+
+class TokenizerManager:
+    """Args:
+    server_args: configuration.
+    tokenizer: None with --skip-tokenizer-init.
+    send: hands messages to the scheduler; never blocks.
+    metrics: where latencies are recorded, if anywhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        server_args: ServerArgs,
+        tokenizer: Tokenizer | None,
+        send: Callable[[Sequence[SchedulerRequest]], None],
+        metrics: FrontMetrics | None = None,
+    ) -> None:
+        self.server_args = server_args
+        self.tokenizer = tokenizer
+        self.templates = TemplateManager(tokenizer)
+        self.metrics = metrics
+        self.phase = Phase.STARTING
+        self.limits: Limits | None = None
+        assert server_args.max_running_requests is not None
+        self.capacity = (
+            server_args.max_queued_requests + server_args.max_running_requests
+        )
+        self._send = send
+        self._states: dict[str, RequestState] = {}
+        self._calls: dict[int, asyncio.Future[SchedulerResponse]] = {}
+        self._call_ids = itertools.count()
+        self._waiting_for_change: list[asyncio.Future[None]] = []
+        self._failure: EngineFailure | None = None
+        # One thread: long texts must not take the scheduler's cores.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+
+    # -- life ----------------------------------------------------------------------
+
+    def set_ready(self, ready: SchedulerReady) -> None:
+        """The scheduler can serve; requests are accepted from now on."""
+        self.limits = Limits.of(ready)
+        if self.phase is Phase.STARTING:
+            self.phase = Phase.READY
+
+    def set_draining(self) -> None:
+        """Refuse new requests; those in flight go on."""
+        if self.phase is not Phase.DEAD:
+            self.phase = Phase.DRAINING
+
+    def set_dead(self, what: str) -> EngineFailure:
+        """The engine failed: everything in flight gets an error whose id is logged."""
+        if self._failure is None:
+            self.phase = Phase.DEAD
+            n = len(self._states)
+            self._failure = log_failure(f"{what}; {n} request(s) were in flight")
+            for state in list(self._states.values()):
+                state.group.fail(self._failure)
+            for call in self._calls.values():
+                if not call.done():
+                    call.set_exception(self._failure)
+            self._states.clear()
+            self._on_change()
+        return self._failure
+
+    def shutdown_scheduler(self) -> None:
+        """Tell the scheduler to leave; whatever runs is dropped."""
+        self._send([ShutdownReq()])
+
+    def close(self) -> None:
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that the scheduler has not ended yet, abandoned ones included."""
+        return len(self._states)
+
+    async def wait_idle(self, timeout: float) -> bool:
+        """Wait until nothing is in flight; False where `timeout` seconds pass first."""
+        deadline = time.monotonic() + timeout
+        while self._states:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            await asyncio.wait([self._next_change()], timeout=left)
+        return True
+
+    # -- requests ------------------------------------------------------------------
+
+    async def submit(
+        self, prompts: Sequence[PromptRequest], *, wait_for_room: bool = False
+    ) -> RequestGroup:
+        """Check, tokenize and send `prompts` (each `n` times).
+
+        The caller reads the group with `updates` or `results` of this object, which
+        release it; a caller that does neither calls `release`.
+
+        Args:
+            wait_for_room: send what exceeds the capacity later instead of refusing.
+
+        Raises:
+            BadRequest: a prompt or an option is wrong; nothing was sent.
+            Unavailable: not ready, shutting down, or too many requests.
+            EngineFailure: the engine is dead.
+        """
+        count = sum(prompt.sampling_params.n for prompt in prompts)
+        limits = self._admit(count, wait_for_room=wait_for_room)
+        group = RequestGroup(stream=any(prompt.stream for prompt in prompts))
+        for prompt in prompts:
+            check_options(prompt)
+            for request in to_wire(prompt, await self._ids(prompt, limits), limits):
+                text = self._output_text(request)
+                group.add(request, base_rid=prompt.rid, text=text)
+        self._check_rids(group)
+        # Others were admitted while a long text was tokenized.
+        self._admit(count, wait_for_room=wait_for_room)
+        if wait_for_room and count > self._room():
+            group.feeder = asyncio.create_task(self._feed(group))
+        else:
+            self._dispatch(group.states)
+        return group
+
+    async def updates(self, group: RequestGroup) -> AsyncIterator[list[Update]]:
+        """News of the group as they come; see `RequestGroup.updates` for the errors."""
+        try:
+            async for news in group.updates():
+                self._log_finished(news)
+                yield news
+        finally:
+            self.release(group)
+
+    async def results(self, group: RequestGroup) -> list[Update]:
+        """The whole answers; see `RequestGroup.results` for the errors."""
+        try:
+            results = await group.results()
+            self._log_finished(results)
+            return results
+        finally:
+            self.release(group)
+
+    def release(self, group: RequestGroup) -> None:
+        """Nobody reads the group any more: what still runs is aborted."""
+        if group.is_released:
+            return
+        group.is_released = True
+        if group.feeder is not None:
+            group.feeder.cancel()
+        running = [s.rid for s in group.states if s.is_sent and not s.is_finished]
+        if running and self.phase is not Phase.DEAD:
+            logger.debug("abandoned: aborting %d request(s)", len(running))
+            self._send([AbortReq(rid=rid) for rid in running])
+
+    def refuse_all(self, message: str) -> None:
+        """Answer everything in flight with 503 and abort it."""
+        for state in list(self._states.values()):
+            state.group.fail(Unavailable(message))
+
+    def abort(
+        self, rid: str = "", *, abort_all: bool = False, message: str | None = None
+    ) -> None:
+        """End requests with the finish reason "abort"; unknown ids are ignored."""
+        rids = [s.rid for s in self._states.values() if abort_all or s.base_rid == rid]
+        text = message or "aborted by the client"
+        if rids:
+            self._send([AbortReq(rid=one, message=text) for one in rids])
+
+    # -- control -------------------------------------------------------------------
+
+    async def flush_cache(self) -> bool:
+        """Empty the prefix cache; False where requests run: nothing was flushed."""
+        answer = await self._call(lambda call_id: FlushCacheReq(call_id=call_id))
+        assert isinstance(answer, FlushCacheRsp)
+        return answer.success
+
+    async def scheduler_stats(
+        self, timeout: float = CONTROL_TIMEOUT_SECONDS
+    ) -> SchedulerStats:
+        """The scheduler's gauges and counters of this moment."""
+        answer = await self._call(
+            lambda call_id: GetStateReq(call_id=call_id), timeout=timeout
+        )
+        assert isinstance(answer, GetStateRsp)
+        return answer.stats
+
+    # -- the wire ------------------------------------------------------------------
+
+    def receive(self, message: SchedulerResponse) -> None:
+        """Take a message of the scheduler."""
+        if isinstance(message, BatchOutput):
+            for output in message.outputs:
+                self._on_output(output)
+            return
+        call = self._calls.pop(message.call_id, None)
+        if call is not None and not call.done():
+            call.set_result(message)
+
+    def _on_output(self, output: RequestOutput) -> None:
+        state = self._states.get(output.rid)
+        if state is None:
+            return
+        if self.metrics is not None:
+            self.metrics.on_output(state, output)
+        if output.finish_reason is not None:
+            del self._states[output.rid]
+            self._on_change()
+        state.receive(output)
+
+    def _admit(self, count: int, *, wait_for_room: bool) -> Limits:
+        if self._failure is not None:
+            raise self._failure
+        if self.phase is not Phase.READY or self.limits is None:
+            raise Unavailable(f"the server is {self.phase.value}")
+        if wait_for_room:
+            return self.limits
+        if count > self.capacity:
+            raise BadRequest(
+                f"one call asks for {count} outputs, but at most {self.capacity} "
+                "requests may be in flight (--max-queued-requests and "
+                "--max-running-requests); split it"
+            )
+        if count > self._room():
+            raise Unavailable(
+                f"{len(self._states)} requests are in flight, of at most "
+                f"{self.capacity}; try again later"
+            )
+        return self.limits
+
+    def _room(self) -> int:
+        return self.capacity - len(self._states)
+
+    async def _ids(self, prompt: PromptRequest, limits: Limits) -> list[int]:
+        text = prompt.prompt
+        if not isinstance(text, str):
+            return text
+        if self.tokenizer is None:
+            raise BadRequest(
+                "text needs a tokenizer, but the server runs with "
+                "--skip-tokenizer-init; send token ids"
+            )
+        around = prompt.add_special_tokens
+        if len(text) < LONG_TEXT_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=around)
+        longest = limits.max_req_input_len * self.tokenizer.max_token_chars
+        if len(text) > longest * NORMALIZER_SLACK:
+            raise limits.too_long(f"{len(text)} characters")
+        encode = functools.partial(
+            self.tokenizer.encode, text, add_special_tokens=around, in_thread=True
+        )
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizing, encode)
+
+    def _output_text(self, request: GenerateReq) -> OutputText | None:
+        params = request.sampling_params
+        if self.tokenizer is None:
+            if params.stop or params.stop_regex:
+                raise BadRequest(
+                    "stop strings need a tokenizer, but the server runs with "
+                    "--skip-tokenizer-init; use stop_token_ids",
+                    param="stop",
+                )
+            return None
+        return OutputText(self.tokenizer, params)
+
+    def _check_rids(self, group: RequestGroup) -> None:
+        seen: set[str] = set()
+        for state in group.states:
+            if state.rid in seen or state.rid in self._states:
+                raise BadRequest(f"rid {state.rid!r} is in use", param="rid")
+            seen.add(state.rid)
+
+    def _dispatch(self, states: Sequence[RequestState]) -> None:
+        for state in states:
+            state.is_sent = True
+            self._states[state.rid] = state
+        if self.server_args.log_requests:
+            for state in states:
+                _log_request(state)
+        self._send([state.request for state in states])
+
+    async def _feed(self, group: RequestGroup) -> None:
+        """Send the requests of `group` as room appears."""
+        waiting = group.states
+        while waiting:
+            room = self._room()
+            if room > 0:
+                now, waiting = waiting[:room], waiting[room:]
+                self._dispatch(now)
+            else:
+                await self._next_change()
+            if self._failure is not None:
+                group.fail(self._failure)
+                return
+
+    async def _call(
+        self,
+        make: Callable[[int], SchedulerRequest],
+        *,
+        timeout: float = CONTROL_TIMEOUT_SECONDS,
+    ) -> SchedulerResponse:
+        """Ask the scheduler something and wait for its answer."""
+        if self._failure is not None:
+            raise self._failure
+        if self.phase is Phase.STARTING:
+            raise Unavailable(f"the server is {self.phase.value}")
+        call_id = next(self._call_ids)
+        future: asyncio.Future[SchedulerResponse]
+        future = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        self._send([make(call_id)])
+        try:
+            return await asyncio.wait_for(future, timeout)
+        except asyncio.TimeoutError:
+            raise Unavailable(
+                f"the scheduler did not answer within {timeout:g} seconds"
+            ) from None
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _next_change(self) -> asyncio.Future[None]:
+        """Done as soon as a request leaves the table."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting_for_change.append(future)
+        return future
+
+    def _on_change(self) -> None:
+        waiting, self._waiting_for_change = self._waiting_for_change, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def _log_finished(self, news: Sequence[Update]) -> None:
+        if not self.server_args.log_requests:
+            return
+        for update in news:
+            if update.finish_reason is not None:
+                logger.info(
+                    "finished rid=%s reason=%s prompt_tokens=%d completion_tokens=%d "
+                    "cached_tokens=%d seconds=%.3f",
+                    update.rid,
+                    update.finish_reason.type,
+                    update.prompt_tokens,
+                    update.completion_tokens,
+                    update.cached_tokens,
+                    update.e2e_latency,
+                )
+
+
+def _log_request(state: RequestState) -> None:
+    request = state.request
+    logger.info(
+        "received rid=%s prompt_tokens=%d stream=%s params=%s",
+        request.rid,
+        len(request.input_ids),
+        request.stream,
+        request.sampling_params,
+    )

@@ -1,0 +1,370 @@
+"""The scheduler in process: limits, aborts, stops, logprobs, cache, accounting."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sglang.srt.managers.io_struct import FlushCacheReq, FlushCacheRsp
+from sglang.srt.models.mock_oracle import next_tokens
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.harness import EngineHarness
+from sglang.test.tiny_models import EOS_ID, write_mock_model, write_tiny_model
+
+register_cpu_ci(est_time=25, suite="cpu")
+
+VOCAB = 1000
+CONTEXT = 128
+
+
+@pytest.fixture(scope="module")
+def mock(tmp_path_factory):
+    return write_mock_model(
+        tmp_path_factory.mktemp("mock"),
+        vocab_size=VOCAB,
+        max_position_embeddings=CONTEXT,
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), "LlamaForCausalLM")
+
+
+def mock_harness(folder, **args):
+    return EngineHarness(folder, **{"skip_tokenizer_init": True} | args)
+
+
+def oracle(prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_tokens(tokens, vocab_size=VOCAB)[-1])
+    return tokens[len(prompt) :]
+
+
+# -- limits ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_runs_to_the_last_position_of_the_context(mock, page_size):
+    harness = mock_harness(mock, page_size=page_size, max_total_tokens=512)
+    prompt = list(range(40))
+    answer = harness.generate(prompt, max_new_tokens=500, ignore_eos=True)
+    assert len(prompt) + len(answer.output_ids) == CONTEXT
+    assert answer.output_ids == oracle(prompt, CONTEXT - 40)
+    assert answer.finish_reason.type == "length"
+
+
+def test_longest_prompt_gets_one_token(mock):
+    harness = mock_harness(mock, chunked_prefill_size=32)
+    prompt = [i % VOCAB for i in range(CONTEXT - 1)]
+    answer = harness.generate(prompt, max_new_tokens=9, ignore_eos=True)
+    assert answer.output_ids == oracle(prompt, 1)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_uses_the_last_free_page(mock, page_size):
+    """A request that needs every slot of the pool, with the cache full of others."""
+    harness = mock_harness(mock, page_size=page_size, max_total_tokens=64)
+    for start in (100, 200):
+        harness.generate(range(start, start + 30), max_new_tokens=20, ignore_eos=True)
+    prompt = list(range(33))
+    answer = harness.generate(prompt, max_new_tokens=99, ignore_eos=True)
+    # 64 slots hold the KV of 64 tokens; the 65th is sampled and needs none.
+    assert len(answer.output_ids) == 65 - 33
+    assert answer.output_ids == oracle(prompt, 65 - 33)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "words"),
+    [
+        (range(CONTEXT), {}, ["128 tokens", "127"]),
+        ([], {}, ["empty"]),
+        ([VOCAB], {}, ["[0, 1000)"]),
+        ([-1], {}, ["[0, 1000)"]),
+        ([1], {"stop_token_ids": [VOCAB]}, ["stop_token_ids", "1000"]),
+        ([1], {"logit_bias": {5000: 1.0}}, ["logit_bias", "5000"]),
+        ([1], {"stop": ["x"]}, ["--skip-tokenizer-init"]),
+        ([1], {"regex": "a+"}, ["regex", "tokenizer"]),
+    ],
+)
+def test_refusals_name_the_reason_and_hurt_nobody(mock, prompt, params, words):
+    harness = mock_harness(mock)
+    good = harness.submit([1, 2, 3], max_new_tokens=8, ignore_eos=True)
+    bad = harness.submit(prompt, **params)
+    answers = harness.run()
+    reason = answers[bad].finish_reason
+    assert (reason.type, reason.status_code) == ("abort", 400)
+    for word in words:
+        assert word in reason.message
+    assert answers[good].output_ids == oracle([1, 2, 3], 8)
+
+
+def test_prompt_longer_than_the_pool_is_refused(mock):
+    harness = mock_harness(mock, max_total_tokens=32)
+    answer = harness.generate(range(40))
+    assert "at most 32 fit" in answer.finish_reason.message
+
+
+def test_full_queue_is_refused_with_503(mock):
+    harness = mock_harness(mock, max_queued_requests=5, max_running_requests=2)
+    rids = [harness.submit([i], max_new_tokens=4, ignore_eos=True) for i in range(20)]
+    answers = harness.run()
+    refused = [r for r in rids if answers[r].finish_reason.type == "abort"]
+    assert len(refused) == 15
+    assert {answers[r].finish_reason.status_code for r in refused} == {503}
+    for i, rid in enumerate(rids):
+        if rid not in refused:
+            assert answers[rid].output_ids == oracle([i], 4)
+
+
+# -- ends --------------------------------------------------------------------------
+
+
+def test_zero_new_tokens_only_prefills(mock):
+    harness = mock_harness(mock)
+    answer = harness.generate([1, 2, 3], max_new_tokens=0)
+    assert answer.output_ids == []
+    assert answer.finish_reason.type == "length"
+    assert harness.generate([1, 2, 3, 4], max_new_tokens=1).cached_tokens == 3
+
+
+def test_stop_token_and_min_new_tokens(mock):
+    harness = mock_harness(mock)
+    expected = oracle([1, 2], 12)
+    stop = expected[5]
+    answer = harness.generate([1, 2], max_new_tokens=12, stop_token_ids=[stop])
+    assert answer.output_ids == expected[: expected.index(stop) + 1]
+    assert answer.finish_reason.matched == stop
+    longer = harness.generate(
+        [1, 2], max_new_tokens=12, stop_token_ids=[stop], min_new_tokens=9
+    )
+    assert len(longer.output_ids) >= 9
+    assert stop not in longer.output_ids[:9]
+
+
+def test_eos_of_the_model_and_ignore_eos(tiny):
+    harness = EngineHarness(tiny)
+    bias = {EOS_ID: 100.0}
+    answer = harness.generate([65, 66], max_new_tokens=5, logit_bias=bias)
+    assert answer.output_ids == [EOS_ID]
+    assert answer.finish_reason.matched == EOS_ID
+    ignored = harness.generate(
+        [65, 66], max_new_tokens=5, logit_bias=bias, ignore_eos=True
+    )
+    assert ignored.output_ids == [EOS_ID] * 5
+
+
+def test_stop_strings_and_patterns(tiny):
+    """The byte tokenizer makes any text reachable through a logit bias."""
+    harness = EngineHarness(tiny)
+    bias = {ord("a"): 100.0}
+    answer = harness.generate([65], max_new_tokens=20, logit_bias=bias, stop=["aaaa"])
+    assert answer.output_ids == [ord("a")] * 4
+    assert answer.finish_reason.matched == "aaaa"
+    answer = harness.generate(
+        [65], max_new_tokens=20, logit_bias=bias, stop_regex=["a{6}"]
+    )
+    assert len(answer.output_ids) == 6
+    answer = harness.generate(
+        [65], max_new_tokens=20, logit_bias=bias, stop=["a"], min_new_tokens=7
+    )
+    assert len(answer.output_ids) == 7
+
+
+def test_abort_while_waiting_running_and_chunked(mock):
+    harness = mock_harness(mock, max_running_requests=2, chunked_prefill_size=16)
+    running = harness.submit([1], max_new_tokens=100, ignore_eos=True, stream=True)
+    chunked = harness.submit(range(100), max_new_tokens=10, ignore_eos=True)
+    waiting = harness.submit([5], max_new_tokens=10, ignore_eos=True)
+    kept = harness.submit([6], max_new_tokens=10, ignore_eos=True)
+
+    def on_step(step):
+        if step == 4:
+            for rid in (running, chunked, waiting, "unknown"):
+                harness.abort(rid)
+
+    answers = harness.run(on_step=on_step)
+    for rid in (running, chunked, waiting):
+        assert answers[rid].finish_reason.type == "abort"
+    assert answers[running].output_ids == oracle([1], len(answers[running].output_ids))
+    assert answers[kept].output_ids == oracle([6], 10)
+
+
+def test_streaming_sends_deltas_and_others_send_once(mock):
+    harness = mock_harness(mock, stream_interval=4)
+    streamed = harness.submit([1], max_new_tokens=10, ignore_eos=True, stream=True)
+    silent = harness.submit([2], max_new_tokens=10, ignore_eos=True)
+    answers = harness.run()
+    assert answers[silent].messages == 1
+    assert (
+        answers[streamed].messages == 1 + 2 + 1
+    )  # first token, two intervals, the end
+    assert answers[streamed].output_ids == oracle([1], 10)
+
+
+# -- prefix cache ------------------------------------------------------------------
+
+
+def test_shared_prefix_is_computed_once(mock):
+    harness = mock_harness(mock, chunked_prefill_size=512)
+    stem = list(range(80))
+    rids = [
+        harness.submit([*stem, 500 + i, 1], max_new_tokens=3, ignore_eos=True)
+        for i in range(8)
+    ]
+    answers = harness.run()
+    cached = sorted(answers[rid].cached_tokens for rid in rids)
+    assert cached == [0] + [80] * 7
+    for i, rid in enumerate(rids):
+        assert answers[rid].output_ids == oracle([*stem, 500 + i, 1], 3)
+
+
+def test_namespaces_do_not_share(mock):
+    harness = mock_harness(mock)
+    prompt = list(range(50))
+    harness.generate(prompt, max_new_tokens=2)
+    assert harness.generate(prompt, max_new_tokens=2).cached_tokens == 49
+    other = harness.generate(prompt, max_new_tokens=2, extra_key="tenant")
+    assert other.cached_tokens == 0
+
+
+def test_without_the_radix_cache_nothing_is_shared(mock):
+    harness = mock_harness(mock, disable_radix_cache=True)
+    for _ in range(2):
+        answer = harness.generate(range(50), max_new_tokens=2, ignore_eos=True)
+        assert answer.cached_tokens == 0
+        assert answer.output_ids == oracle(range(50), 2)
+
+
+def test_flush_cache_only_at_idle(mock):
+    harness = mock_harness(mock)
+    harness.submit(range(50), max_new_tokens=5, ignore_eos=True)
+    harness.scheduler.step()
+    harness.io.requests.append(FlushCacheReq(call_id=1))
+    harness.scheduler.step()
+    assert FlushCacheRsp(call_id=1, success=False) in harness.io.responses
+    harness.run()
+    harness.io.requests.append(FlushCacheReq(call_id=2))
+    harness.scheduler.step()
+    assert FlushCacheRsp(call_id=2, success=True) in harness.io.responses
+    assert harness.scheduler.cache.total_size() == 0
+
+
+def test_long_prompt_does_not_starve_running_requests(mock):
+    harness = mock_harness(mock, chunked_prefill_size=8)
+    first = harness.submit([1], max_new_tokens=40, ignore_eos=True, stream=True)
+    harness.scheduler.step()
+    harness.submit(range(120), max_new_tokens=1, ignore_eos=True)
+    for _ in range(20):
+        harness.scheduler.step()
+    produced = harness.collect(keep=True)[first].output_ids
+    assert len(produced) >= 10  # one decode step between two chunks
+    harness.run()
+
+
+# -- logprobs, seeds, hidden states --------------------------------------------------
+
+
+def reference(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+@pytest.mark.parametrize("start", [0, 1, 13])
+def test_logprobs_equal_transformers(tiny, chunk, start):
+    harness = EngineHarness(tiny, chunked_prefill_size=chunk)
+    prompt = [(7 * i) % 256 for i in range(30)]
+    harness.generate(prompt[:20], max_new_tokens=1)  # a prefix that must not be reused
+    answer = harness.generate(
+        prompt,
+        max_new_tokens=6,
+        ignore_eos=True,
+        return_logprob=True,
+        logprob_start_len=start,
+        top_logprobs_num=3,
+    )
+    (delta,) = answer.logprobs
+    tokens = prompt + answer.output_ids
+    with torch.inference_mode():
+        logprobs = reference(tiny)(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    assert [t for _, t in delta.input_token] == prompt[start:]
+    entries = list(enumerate(delta.input_token, start)) + list(
+        enumerate(delta.output_token, len(prompt))
+    )
+    tops = [*delta.input_top, *delta.output_top]
+    for (position, (logprob, token)), top in zip(entries, tops, strict=True):
+        assert token == tokens[position]
+        if position == 0:
+            assert logprob is None and top is None
+            continue
+        row = logprobs[position - 1]
+        assert math.isclose(logprob, float(row[token]), abs_tol=2e-4)
+        best = row.topk(3)
+        assert [t for _, t in top] == best.indices.tolist()
+        for (value, _), expected in zip(top, best.values.tolist(), strict=True):
+            assert math.isclose(value, expected, abs_tol=2e-4)
+
+
+def test_same_seed_same_text_whatever_runs_beside(tiny):
+    harness = EngineHarness(tiny)
+    options = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+    alone = harness.generate([65, 66], sampling_seed=7, **options).output_ids
+    rids = [
+        harness.submit([65, 66], sampling_seed=seed, **options) for seed in (1, 7, 9)
+    ]
+    answers = harness.run()
+    assert answers[rids[1]].output_ids == alone
+    assert answers[rids[0]].output_ids != answers[rids[2]].output_ids
+    unseeded = [harness.generate([65, 66], **options).output_ids for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+
+
+def test_hidden_states(tiny):
+    harness = EngineHarness(
+        tiny, enable_return_hidden_states=True, chunked_prefill_size=8
+    )
+    prompt = list(range(65, 85))
+    answer = harness.generate(
+        prompt, max_new_tokens=5, ignore_eos=True, return_hidden_states=True
+    )
+    tokens = prompt + answer.output_ids[:-1]
+    model = reference(tiny)
+    with torch.inference_mode():
+        expected = model.model(torch.tensor([tokens])).last_hidden_state[0]
+    torch.testing.assert_close(
+        torch.tensor(answer.hidden_states), expected, atol=2e-4, rtol=2e-4
+    )
+
+
+def test_hidden_states_need_the_flag(tiny):
+    answer = EngineHarness(tiny).generate([65], return_hidden_states=True)
+    assert "--enable-return-hidden-states" in answer.finish_reason.message
+
+
+def test_grammar(tiny):
+    harness = EngineHarness(tiny)
+    answer = harness.generate([65], max_new_tokens=30, regex="(yes|no) [0-9]{3}!")
+    text = bytes(answer.output_ids).decode()
+    assert text in {f"{w} {n:03d}!" for w in ("yes", "no") for n in range(1000)}
+    assert answer.finish_reason.type == "stop"
+    bad = harness.generate([65], regex="(")
+    assert (bad.finish_reason.type, bad.finish_reason.status_code) == ("abort", 400)
+    assert "regex" in bad.finish_reason.message
+
+
+def test_grammar_in_a_batch_with_free_requests(tiny):
+    harness = EngineHarness(tiny)
+    free = harness.submit([65, 66], max_new_tokens=10, ignore_eos=True)
+    bound = harness.submit([65, 66], max_new_tokens=10, regex="[ab]{10}")
+    answers = harness.run()
+    assert set(bytes(answers[bound].output_ids)) <= set(b"ab")
+    alone = harness.generate([65, 66], max_new_tokens=10, ignore_eos=True)
+    assert answers[free].output_ids == alone.output_ids
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
