@@ -34,7 +34,15 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
             "srt.speculative.spec_info",
         ),
     ),
-    (2, ("srt.layers.ops", "srt.kv_canary.kernels")),
+    (
+        2,
+        (
+            "srt.layers.ops",
+            "srt.kv_canary.kernels",
+            "srt.model_executor.graph_capture",
+            "srt.model_executor.graph_backends",
+        ),
+    ),
     (3, ("srt.mem_cache", "srt.distributed", "srt.metrics")),
     (4, ("srt.layers", "srt.sampling", "srt.constrained")),
     (5, ("srt.speculative.eagle_info", "srt.speculative.eagle_utils")),

@@ -1,0 +1,167 @@
+"""Graphs made of captured segments and eager breaks, in one memory pool.
+
+```
+capture:   | segment 0 | break 0 | segment 1 | break 1 | ... | segment n |
+replay:      launch      call      launch      call              launch
+```
+What runs between two breaks is captured by a backend; a break is a Python callable that
+runs at capture and again at every replay. All graph runners stand on this module. It
+knows nothing of models, batches or attention.
+
+Rules of a break, checked where they can be:
+* it writes its result in place, into memory that was allocated before it, because the
+  next segment has captured that address;
+* what changes between replays must be a tensor, or be read from live state inside the
+  callable: a captured Python number would be stale.
+Tensors that a graph reads are owned by it (`own`), so that no later capture can reuse
+their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+# Arguments that a break may capture by value: they name things, they do not count them.
+_STATIC_TYPES = (str, bytes, type(None), torch.dtype, torch.device)
+_NUMBERS = (bool, int, float, complex)
+
+
+class Segment(Protocol):
+    def replay(self) -> None:
+        """Run what was captured, on the captured addresses."""
+
+
+class SegmentBackend(Protocol):
+    """Captures one segment at a time; all segments share the backend's memory pool."""
+
+    def begin(self) -> None:
+        """Start to capture."""
+
+    def end(self) -> Segment:
+        """Stop, and return what was captured."""
+
+    def abandon(self) -> None:
+        """Stop after an error; what was captured is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerBreak:
+    """A call between two segments; owns its arguments."""
+
+    function: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+    def replay(self) -> None:
+        self.function(*self.arguments)
+
+
+@dataclass(slots=True)
+class BreakableGraph:
+    """What a capture produced.
+
+    Attributes:
+        steps: segments and breaks in order; it begins and ends with a segment.
+        owned: tensors that the segments read or write from outside the pool.
+        outputs: whatever the caller stored as the result of the captured code.
+    """
+
+    steps: list[Segment | EagerBreak] = field(default_factory=list)
+    owned: list[torch.Tensor] = field(default_factory=list)
+    outputs: Any = None
+    num_replays: int = 0
+
+    @property
+    def num_breaks(self) -> int:
+        return sum(isinstance(step, EagerBreak) for step in self.steps)
+
+    def own(self, *tensors: torch.Tensor) -> None:
+        """Keep tensors alive as long as the graph."""
+        self.owned.extend(tensors)
+
+    def replay(self) -> None:
+        """Run segments and breaks in order."""
+        for step in self.steps:
+            step.replay()
+        self.num_replays += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Capture:
+    graph: BreakableGraph
+    backend: SegmentBackend
+
+
+# One capture at a time in a process: a device has one capturing stream here.
+_active: _Capture | None = None
+
+
+def is_capturing() -> bool:
+    return _active is not None
+
+
+@contextmanager
+def capture_graph(backend: SegmentBackend) -> Iterator[BreakableGraph]:
+    """Capture the body of the `with` statement into the graph that it yields.
+
+    Raises:
+        RuntimeError: a capture is running already.
+    """
+    global _active
+    if _active is not None:
+        raise RuntimeError("a graph is being captured already: captures do not nest")
+    graph = BreakableGraph()
+    _active = _Capture(graph=graph, backend=backend)
+    backend.begin()
+    try:
+        yield graph
+    except BaseException:
+        backend.abandon()
+        raise
+    else:
+        graph.steps.append(backend.end())
+    finally:
+        _active = None
+
+
+def eager_break(function: Callable[..., None], *arguments: Any) -> None:
+    """Call `function(*arguments)`; inside a capture it also becomes a break.
+
+    Raises:
+        TypeError: during a capture, an argument is a Python number, which would be stale
+            at replay, or the call returned something, which the next segment would not
+            see.
+    """
+    if _active is None:
+        function(*arguments)
+        return
+    for i, argument in enumerate(arguments):
+        if isinstance(argument, _NUMBERS) and not isinstance(argument, _STATIC_TYPES):
+            raise TypeError(
+                f"argument {i} of the break {_name(function)} is the number {argument!r}: "
+                "it would be stale at replay; pass a tensor, or read live state inside"
+            )
+    graph, backend = _active.graph, _active.backend
+    graph.steps.append(backend.end())
+    try:
+        returned = _call(function, arguments)
+    finally:
+        backend.begin()
+    if returned is not None:
+        raise TypeError(
+            f"the break {_name(function)} returned {type(returned).__name__}: write into "
+            "a tensor allocated before the break instead"
+        )
+    graph.steps.append(EagerBreak(function=function, arguments=arguments))
+
+
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return function(*arguments)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
