@@ -93,7 +93,7 @@ class RecordedSegment:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[_RecordedOp] = []
 
     def __torch_dispatch__(
@@ -133,7 +133,7 @@ class RecordingBackend:
 
     def begin(self) -> None:
         self._recorder = _Recorder()
-        self._recorder.__enter__()
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> Segment:
         return RecordedSegment(ops=tuple(self._close().ops))
@@ -144,7 +144,7 @@ class RecordingBackend:
     def _close(self) -> _Recorder:
         recorder = self._recorder
         assert recorder is not None
-        recorder.__exit__(None, None, None)
+        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._recorder = None
         return recorder
 
