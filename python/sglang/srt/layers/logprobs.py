@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-# Rows x vocabulary of float32 that one step of `prompt_logprobs` may hold beside its input.
+# Logits (rows x vocabulary) that one step of `prompt_logprobs` works on.
 _CHUNK_ELEMENTS = 1 << 24
 
 

@@ -53,7 +53,7 @@ class RadixAttention(nn.Module):
         """
         tokens = qkv.shape[0]
         heads = qkv.view(tokens, -1, self.head_dim)
-        q, k, v = torch.split(heads, self._sizes, dim=1)
+        q, k, v = torch.split_with_sizes(heads, self._sizes, dim=1)
         out = qkv.new_empty(tokens, self.num_heads, self.head_dim)
         backend = get_forward_context().attn_backend
         backend.forward(q, k, v, self, forward_batch, out=out)

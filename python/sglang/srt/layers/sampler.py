@@ -13,6 +13,7 @@ import torch
 
 from sglang.srt.constrained.vocab_mask import apply_vocab_mask
 from sglang.srt.layers.logprobs import LogprobRequest, LogprobResult, compute_logprobs
+from sglang.srt.sampling import row_ops
 from sglang.srt.sampling.noise import uniform
 from sglang.srt.sampling.penalties import (
     TokenHistory,
@@ -20,7 +21,6 @@ from sglang.srt.sampling.penalties import (
     apply_penalties,
     ban_stop_tokens,
 )
-from sglang.srt.sampling.row_ops import argmax_rows, inverse_cdf, negated_best
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
@@ -104,9 +104,9 @@ def process_logits(
 ) -> torch.Tensor:
     """The logits that tokens are drawn from, before top-k, top-p and min-p.
 
-    In this order: logit bias, penalties, ban of stop ids below `min_new_tokens`, grammar
-    mask, temperature (1 for greedy rows). Returns `logits` itself where nothing applies,
-    else a new tensor.
+    In this order: logit bias, penalties, ban of stop ids below `min_new_tokens`,
+    grammar mask, temperature (1 for greedy rows). Returns `logits` itself where nothing
+    applies, else a new tensor.
     """
     if info.is_plain_greedy:
         return logits
@@ -152,21 +152,21 @@ def select_pytorch(
     that a row's token does not depend on the rows beside it.
     """
     if info.is_all_greedy:
-        return argmax_rows(logits)
+        return row_ops.argmax_rows(logits)
     probs = filtered_probs(logits, info)
-    drawn = inverse_cdf(probs, uniform(info.seeds, positions))
+    drawn = row_ops.inverse_cdf(probs, uniform(info.seeds, positions))
     if not info.has_greedy:
         return drawn
-    return torch.where(info.greedy_rows, argmax_rows(logits), drawn)
+    return torch.where(info.greedy_rows, row_ops.argmax_rows(logits), drawn)
 
 
 def filtered_probs(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     """[R, V] float32: softmax with 0 for the ids that top-k, top-p or min-p removes.
 
-    The three filters look at the same distribution, sorted by falling probability (ties:
-    lower id first), and each keeps a prefix: top-k the first k; top-p the shortest whose
-    sum reaches p; min-p those with at least min_p times the best probability. What is
-    left is not rescaled.
+    The three filters look at the same distribution, sorted by falling probability
+    (ties: lower id first), and each keeps a prefix: top-k the first k; top-p the
+    shortest whose sum reaches p; min-p those with at least min_p times the best
+    probability. What is left is not rescaled.
     """
     probs = torch.softmax(logits, dim=-1)
     rows = info.filter_rows
@@ -184,7 +184,7 @@ def filtered_probs(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tenso
     if info.needs_min_p:
         # The best id survives top-k and top-p, so the floor is that of the original.
         floor = probs.amax(dim=-1, keepdim=True) * info.min_ps[:, None]
-        probs = probs * (probs >= floor)
+        probs = row_ops.zero_below(probs, floor)
     return probs
 
 
@@ -197,9 +197,10 @@ def _keep_prefix(
     order in which a sort leaves equal values nor the choice between sort and top-k
     matters, and nothing has to be scattered back.
     """
-    # One value more than can be kept shows whether the last kept id has a tie behind it.
+    # One value more than can be kept shows whether the last kept id has a tie behind
+    # it.
     n_best = min(max_top_k + 1, probs.shape[1])
-    negated = negated_best(probs, n_best)
+    negated = row_ops.negated_best(probs, n_best)
     sums = negated.double().neg_().cumsum(dim=-1)
     # Sums before the last id may already round to 1: p = 1 must not cut there.
     limits = top_ps.double().masked_fill(top_ps >= 1.0, float("inf"))[:, None]
@@ -207,10 +208,11 @@ def _keep_prefix(
     n_kept = torch.minimum(n_kept, top_ks[:, None]).clamp_(max=n_best)
     negated_last = negated.gather(1, n_kept - 1)
     last = -negated_last
-    kept = probs * (probs >= last)
-    # Ties at the cut are rare; looking costs a wait on an accelerator, so it always cuts.
+    kept = row_ops.zero_below(probs, last)
+    # Ties at the cut are rare; looking costs a wait on an accelerator, so it always
+    # cuts.
     n_tied = torch.searchsorted(negated, negated_last, right=True)
-    if probs.is_cpu and not bool((n_tied > n_kept).any()):
+    if row_ops.on_host(probs) and not bool((n_tied > n_kept).any()):
         return kept
     n_above = torch.searchsorted(negated, negated_last)
     is_tie = probs == last

@@ -206,6 +206,7 @@ class ScheduleBatch:
             token_table=self.env.cache.req_pool.token_table,
             req_pool_indices=self.req_pool_indices,
             lens=self.seq_lens,
+            max_len=int(self.lens.max()),
         )
 
     def _decode_forward_batch(self, sampling_info: SamplingBatchInfo) -> ForwardBatch:

@@ -1,0 +1,205 @@
+"""Sources to llguidance matchers, with the limits that hostile sources need.
+
+Run as a script this file is the sandbox: a child process that compiles first and dies
+where a source takes too long or too much memory (some schemas keep llguidance busy for
+hours, and a thread cannot be stopped). So it imports nothing but llguidance and the
+standard library. Knows nothing of tensors, requests or batches.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+MAX_SOURCE_CHARS = {"json_schema": 256 * 1024, "regex": 16 * 1024, "ebnf": 64 * 1024}
+MAX_NESTING = 64
+_SANDBOX_MEMORY_BYTES = 4 << 30
+# Tokens that the sandbox walks, so that a source whose limits break at its first steps
+# is refused at once instead of failing while it runs.
+_TRIAL_TOKENS = 3
+
+# `initial_lexer_fuel` bounds the first mask: with llguidance's default of a million,
+# `(a{1000}){1000}` holds a core for 0.6 s; with this for some tens of milliseconds.
+_LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=100_000,
+    step_max_items=100_000,
+    max_items_in_row=10_000,
+    max_lexer_states=100_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+# Unbounded blanks between tokens would let a model emit them up to its token limit.
+# `oneOf` is followed as `anyOf`: exclusive choice cannot be checked while generating.
+_JSON_OPTIONS = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"[ \t\n\r]{1,32}",
+    "coerce_one_of": True,
+}
+
+
+def make_tokenizer(
+    tokenizer: str, *, vocab_size: int, eos_ids: Sequence[int]
+) -> llguidance.LLTokenizer:
+    """llguidance's view of a `tokenizer.json`, given as its path or its text.
+
+    Ids from the tokenizer's size up to `vocab_size` are padding without a text.
+
+    Raises:
+        ValueError: the tokenizer has more ids than `vocab_size`, or cannot be read.
+    """
+    is_text = tokenizer.lstrip().startswith("{")
+    text = tokenizer if is_text else Path(tokenizer).read_text(encoding="utf-8")
+    return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
+
+
+def compile_matcher(
+    tokenizer: llguidance.LLTokenizer, kind: str, source: str
+) -> llguidance.LLMatcher:
+    """A matcher in its first state.
+
+    Raises:
+        ValueError: unknown `kind`, source too large or not valid, in llguidance's
+        words.
+    """
+    check_size(kind, source)
+    try:
+        grammar = _CONVERTERS[kind](source)
+    except ValueError as error:
+        raise ValueError(f"invalid {kind}: {error}") from error
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        raise ValueError(f"invalid {kind}: {matcher_error(matcher)}")
+    return matcher
+
+
+def matcher_error(matcher: llguidance.LLMatcher) -> str:
+    """The error of a matcher without its state dump; "" where there is none."""
+    error: str = matcher.get_error()
+    for marker in ("<state>", "<non-verbose/>"):
+        error = error.split(marker)[0]
+    return error.strip()
+
+
+def check_size(kind: str, source: str) -> None:
+    """Refuse a source that could exhaust a recursive parser's stack.
+
+    Nesting is counted over all brackets, quoted ones included: an over-count.
+
+    Raises:
+        ValueError: unknown `kind`; longer or deeper than the limits of this module.
+    """
+    if kind not in MAX_SOURCE_CHARS:
+        raise ValueError(
+            f"unknown grammar kind {kind!r}; use one of {', '.join(MAX_SOURCE_CHARS)}"
+        )
+    limit = MAX_SOURCE_CHARS[kind]
+    if len(source) > limit:
+        raise ValueError(
+            f"{kind} has {len(source)} characters; at most {limit} are accepted"
+        )
+    depth = deepest = 0
+    for char in source:
+        if char in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in ")]}":
+            depth = max(0, depth - 1)
+    if deepest > MAX_NESTING:
+        raise ValueError(
+            f"{kind} is nested {deepest} levels deep; "
+            f"at most {MAX_NESTING} are accepted"
+        )
+
+
+def try_out(matcher: llguidance.LLMatcher, kind: str) -> None:
+    """Walk a few tokens with a copy of `matcher`.
+
+    Raises:
+        ValueError: no output can satisfy the grammar, or a resource limit was met.
+    """
+    walker = matcher.deep_copy()
+    for _ in range(_TRIAL_TOKENS):
+        mask: bytes = walker.compute_bitmask()
+        if walker.is_error() or walker.is_stopped():
+            break
+        token_id = next(
+            (8 * i + bit for i, byte in enumerate(mask) for bit in _BITS[byte]), None
+        )
+        if token_id is None or walker.try_consume_tokens([token_id]) != 1:
+            break
+    if walker.is_error():
+        reason = matcher_error(walker)
+        raise ValueError(f"{kind} cannot be followed: {reason}")
+
+
+_BITS = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
+
+
+def _convert_json_schema(source: str) -> str:
+    schema = json.loads(source)
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"a schema must be an object, got {type(schema).__name__}")
+    return str(
+        llguidance.LLMatcher.grammar_from_json_schema(source, defaults=_JSON_OPTIONS)
+    )
+
+
+def _convert_regex(source: str) -> str:
+    if not source:
+        raise ValueError("a regex must not be empty")
+    # `\d` means 0 to 9: without this it would be every decimal digit of Unicode.
+    pattern = llguidance.regex_to_lark(source, "d")
+    return str(llguidance.LLMatcher.grammar_from_lark(f"start: /{pattern}/"))
+
+
+def _convert_ebnf(source: str) -> str:
+    try:
+        lark = any_to_lark(source)
+    except Exception as error:  # the converter's own error type has no useful base
+        raise ValueError(str(error)) from error
+    return str(llguidance.LLMatcher.grammar_from_lark(lark))
+
+
+_CONVERTERS: dict[str, Callable[[str], str]] = {
+    "json_schema": _convert_json_schema,
+    "regex": _convert_regex,
+    "ebnf": _convert_ebnf,
+}
+
+
+def _serve_sandbox() -> None:
+    """Answer one JSON line per request line until standard input ends.
+
+    The first line is {"tokenizer", "vocab_size", "eos_ids", "timeout_s"}, the others
+    are {"kind", "source"}; each answer is {"error": text or null}.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (_SANDBOX_MEMORY_BYTES,) * 2)
+    setup = json.loads(sys.stdin.readline())
+    timeout_s = float(setup.pop("timeout_s"))
+    tokenizer = make_tokenizer(setup.pop("tokenizer"), **setup)
+    print(json.dumps({"error": None}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        error = None
+        # SIGALRM's default action ends the process, native code or not, even where the
+        # parent has died meanwhile.
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        try:
+            matcher = compile_matcher(tokenizer, **request)
+            try_out(matcher, request["kind"])
+        except ValueError as problem:
+            error = str(problem)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps({"error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    _serve_sandbox()

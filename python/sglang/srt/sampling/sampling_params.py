@@ -1,0 +1,184 @@
+"""Per-request sampling parameters: names, defaults and validation.
+
+Owns what a user may write under `sampling_params`. Knows nothing of tensors, batches or
+tokenizers; the tokenizer-dependent part (`stop` lengths) is filled by the caller.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import msgspec
+
+GREEDY_TEMPERATURE = 1e-5
+MAX_SEED = 2**63 - 1
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """SGLang's sampling parameters, with SGLang's defaults.
+
+    `temperature` 0 (or below 1e-5) means greedy. `top_k` -1 means the whole vocabulary.
+    `stop` and `stop_regex` are lists here; the wire also accepts a single string.
+    `sampling_seed` None means that the scheduler draws one.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    stop_regex: list[str] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    n: int = 1
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    logit_bias: dict[int, float] | None = None
+    sampling_seed: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+    @property
+    def has_penalty(self) -> bool:
+        return (
+            self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def grammar_key(self) -> tuple[str, str] | None:
+        """(kind, source) of the grammar, or None for free text."""
+        for kind in GRAMMAR_FIELDS:
+            source = getattr(self, kind)
+            if source is not None:
+                return kind, source
+        return None
+
+    @classmethod
+    def from_wire(cls, raw: dict[str, Any] | None) -> SamplingParams:
+        """Parse and validate what a client sent.
+
+        Raises:
+            ValueError: an unknown field, a wrong type or a value out of range; the
+                message names the field, the value and the legal range.
+        """
+        values = dict(raw or {})
+        unknown = sorted(set(values) - set(cls.__struct_fields__))
+        if unknown:
+            raise ValueError(
+                "sampling_params has unknown field(s) "
+                f"{', '.join(map(repr, unknown))}; "
+                f"known fields: {', '.join(sorted(cls.__struct_fields__))}"
+            )
+        for name in ("stop", "stop_regex"):
+            if isinstance(values.get(name), str):
+                values[name] = [values[name]]
+        for name in ("stop", "stop_regex", "stop_token_ids"):
+            if values.get(name, ()) is None:
+                del values[name]
+        if isinstance(values.get("json_schema"), dict):
+            values["json_schema"] = msgspec.json.encode(values["json_schema"]).decode()
+        if isinstance(values.get("logit_bias"), dict):
+            values["logit_bias"] = _int_keys(values["logit_bias"])
+        try:
+            params = msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"sampling_params: {error}") from error
+        params.verify()
+        return params
+
+    def verify(self) -> None:
+        """Raise ValueError for the first value out of range."""
+        for name, is_legal, rule in _RULES:
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value}")
+            if not is_legal(value):
+                raise ValueError(f"{name} must be {rule}, got {value!r}")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens ({self.min_new_tokens}) must not exceed "
+                f"max_new_tokens ({self.max_new_tokens})"
+            )
+        given = [kind for kind in GRAMMAR_FIELDS if getattr(self, kind) is not None]
+        if len(given) > 1:
+            raise ValueError(
+                f"only one of {', '.join(GRAMMAR_FIELDS)} may be set, got "
+                f"{' and '.join(given)}"
+            )
+        for token_id, bias in (self.logit_bias or {}).items():
+            if not math.isfinite(bias):
+                raise ValueError(
+                    f"logit_bias of token id {token_id} must be a finite number, "
+                    f"got {bias}"
+                )
+        if any(not text for text in self.stop):
+            raise ValueError("stop must not contain an empty string")
+        for pattern in self.stop_regex:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"stop_regex {pattern!r} is not a regular expression: {error}"
+                ) from error
+
+    def verify_vocab(self, vocab_size: int) -> None:
+        """Raise ValueError for a token id outside `[0, vocab_size)`."""
+        for name, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", self.logit_bias or {}),
+        ):
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise ValueError(
+                        f"{name} holds token id {token_id}, outside the vocabulary "
+                        f"of {vocab_size} tokens"
+                    )
+
+
+GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf")
+
+_RULES: tuple[tuple[str, Any, str], ...] = (
+    ("max_new_tokens", lambda v: v >= 0, "at least 0"),
+    ("min_new_tokens", lambda v: v >= 0, "at least 0"),
+    ("temperature", lambda v: v >= 0.0, "at least 0"),
+    ("top_p", lambda v: 0.0 < v <= 1.0, "in (0, 1]"),
+    ("top_k", lambda v: v == -1 or v >= 1, "-1 (whole vocabulary) or at least 1"),
+    ("min_p", lambda v: 0.0 <= v <= 1.0, "in [0, 1]"),
+    ("frequency_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
+    ("presence_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
+    ("repetition_penalty", lambda v: 0.0 < v <= 2.0, "in (0, 2]"),
+    ("n", lambda v: 1 <= v <= 128, "between 1 and 128"),
+    (
+        "sampling_seed",
+        lambda v: v is None or 0 <= v <= MAX_SEED,
+        f"between 0 and {MAX_SEED}",
+    ),
+)
+
+
+def _int_keys(bias: dict[Any, Any]) -> dict[Any, Any]:
+    """JSON object keys are strings: turn digit strings into token ids."""
+    converted: dict[Any, Any] = {}
+    for key, value in bias.items():
+        try:
+            converted[int(key)] = value
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"logit_bias has key {key!r}; keys must be token ids"
+            ) from error
+    return converted

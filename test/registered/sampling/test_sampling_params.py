@@ -1,0 +1,109 @@
+"""What a client may write under `sampling_params`, and how wrong values are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="cpu")
+
+
+def test_defaults() -> None:
+    params = SamplingParams.from_wire(None)
+    assert params == SamplingParams.from_wire({}) == SamplingParams()
+    assert (params.max_new_tokens, params.temperature, params.top_p) == (128, 1.0, 1.0)
+    assert (params.top_k, params.min_p, params.repetition_penalty) == (-1, 0.0, 1.0)
+    assert not params.is_greedy and not params.has_penalty
+    assert params.grammar_key is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_new_tokens", -1),
+        ("max_new_tokens", 1.5),
+        ("max_new_tokens", "9"),
+        ("max_new_tokens", True),
+        ("min_new_tokens", -1),
+        ("min_new_tokens", 129),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "hot"),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_k", 0),
+        ("top_k", -2),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 2.5),
+        ("n", 0),
+        ("n", 129),
+        ("sampling_seed", -1),
+        ("sampling_seed", MAX_SEED + 1),
+        ("stop", [""]),
+        ("stop", ["a", 3]),
+        ("stop", 5),
+        ("stop_regex", "("),
+        ("stop_token_ids", ["x"]),
+        ("logit_bias", {"x": 1.0}),
+        ("logit_bias", {"5": "x"}),
+        ("logit_bias", {"5": float("nan")}),
+        ("logit_bias", {"5": float("-inf")}),
+        ("logit_bias", [1]),
+        ("json_schema", 3),
+        ("regex", 3),
+        ("ignore_eos", "yes"),
+        ("no_such_field", 1),
+    ],
+)
+def test_wrong_values_name_the_field(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams.from_wire({field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "stored"),
+    [
+        ("stop", "end", ["end"]),
+        ("stop", ["a", "b"], ["a", "b"]),
+        ("stop", None, []),
+        ("stop_regex", "a+", ["a+"]),
+        ("stop_token_ids", None, []),
+        ("temperature", 1, 1.0),
+        ("logit_bias", {"17": 2, 18: -1.5}, {17: 2.0, 18: -1.5}),
+        ("json_schema", {"type": "object"}, '{"type":"object"}'),
+        ("sampling_seed", MAX_SEED, MAX_SEED),
+        ("max_new_tokens", 0, 0),
+    ],
+)
+def test_accepted_spellings(field: str, value: Any, stored: Any) -> None:
+    assert getattr(SamplingParams.from_wire({field: value}), field) == stored
+
+
+def test_greedy_and_grammar() -> None:
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert SamplingParams(temperature=1e-6).is_greedy
+    assert SamplingParams(top_k=1).is_greedy
+    assert SamplingParams(regex="a").grammar_key == ("regex", "a")
+    with pytest.raises(ValueError, match="only one of.*regex and ebnf"):
+        SamplingParams.from_wire({"regex": "a", "ebnf": "b"})
+
+
+def test_vocabulary_bounds() -> None:
+    SamplingParams(stop_token_ids=[0, 9], logit_bias={9: 1.0}).verify_vocab(10)
+    with pytest.raises(ValueError, match="stop_token_ids holds token id 10"):
+        SamplingParams(stop_token_ids=[10]).verify_vocab(10)
+    with pytest.raises(ValueError, match="logit_bias holds token id -1"):
+        SamplingParams(logit_bias={-1: 1.0}).verify_vocab(10)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
