@@ -19,7 +19,7 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     Returns:
         `out`. Arithmetic is float32 whatever the dtype.
     """
-    if native is not None and use_native(x):
+    if use_native(x):
         if out is None:
             out = x.new_empty(x.shape[0], x.shape[1] // 2)
         native.silu_and_mul(x, out)

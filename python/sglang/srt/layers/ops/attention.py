@@ -1,6 +1,6 @@
 """Paged attention over a slot pool: one query per row (decode), or several (extend).
 
-Knows slots, page tables and lengths; knows nothing of requests, layers or forward modes.
+Knows slots, page tables and lengths; knows nothing of requests, layers or modes.
 
 KV element i of row r lies in slot
 `page_table[row_index[r], i // page_size] + i % page_size`: an entry of the table is the
@@ -34,7 +34,7 @@ def decode_attention(
         q: [R, Hq, D]; float32, bfloat16 or float16; Hq a multiple of Hkv, D a multiple
             of 8 up to 256; heads and channels contiguous, any row stride.
         k_cache, v_cache: [slots, Hkv, D], the dtype of q; channels contiguous.
-        page_table: [rows, columns] int32, any strides; entries are first slots of pages.
+        page_table: [rows, columns] int32, any strides; first slots of pages.
         row_index: [R] int64, rows of `page_table`; None means row r.
         read_lens: [R] int64, elements that row r may read, its own token included.
         page_size: KV elements per table entry.
@@ -42,7 +42,7 @@ def decode_attention(
         window: when positive, only the newest `window` elements are attended.
         out: [R, Hq, D], the dtype of q; heads and channels contiguous.
     """
-    if native is not None and use_native(q):
+    if use_native(q):
         native.decode_attention(
             q,
             k_cache,
@@ -89,7 +89,9 @@ def decode_attention_ref(
         if window > 0:
             slots = slots[-window:]
         allowed = torch.ones(1, len(slots), dtype=torch.bool, device=q.device)
-        out[row] = _attend(q[row : row + 1], k_cache, v_cache, slots, allowed, sm_scale)[0]
+        out[row] = _attend(
+            q[row : row + 1], k_cache, v_cache, slots, allowed, sm_scale
+        )[0]
 
 
 def extend_attention(
@@ -118,7 +120,7 @@ def extend_attention(
         q: [T, Hq, D], as in `decode_attention`.
         k_cache, v_cache: [slots, Hkv, D], as in `decode_attention`.
         page_table, row_index, page_size, sm_scale: as in `decode_attention`.
-        qo_indptr: [R + 1] int64; the tokens of row r are qo_indptr[r] .. qo_indptr[r+1].
+        qo_indptr: [R + 1] int64; row r has tokens qo_indptr[r] .. qo_indptr[r + 1].
         prefix_lens: [R] int64, elements before a row's first new token.
         window: when positive, only the newest `window` elements up to and including its
             own are attended.
@@ -133,7 +135,7 @@ def extend_attention(
             f"extend_attention: window={window} with a tree mask is not supported; "
             "pass window=-1 or no tree mask"
         )
-    if native is not None and use_native(q):
+    if use_native(q):
         native.extend_attention(
             q,
             k_cache,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -23,8 +23,8 @@ _INSTALL_HINT = (
 )
 
 
-def _import_native() -> tuple[ModuleType | None, str]:
-    """The native package, or None and the reason why it is not used."""
+def _import_native() -> tuple[Any, str]:
+    """The native ops, or None and the reason why they are not used."""
     if not envs.SGLANG_NATIVE_KERNELS.get():
         return None, "SGLANG_NATIVE_KERNELS=0"
     try:
@@ -34,8 +34,8 @@ def _import_native() -> tuple[ModuleType | None, str]:
     return native_ops, ""
 
 
-native: ModuleType | None
-"""`sglang_kernels.ops`, or None where it is not installed or switched off."""
+# `sglang_kernels.ops`; None where it is not installed or switched off. To be used only
+# where `use_native` says so.
 native, _reason = _import_native()
 
 _enabled = native is not None
@@ -46,7 +46,9 @@ def _warn_once() -> None:
     global _warned
     if not _warned:
         _warned = True
-        logger.warning("Native CPU kernels are not used (%s). %s", _reason, _INSTALL_HINT)
+        logger.warning(
+            "Native CPU kernels are not used (%s). %s", _reason, _INSTALL_HINT
+        )
 
 
 def use_native(tensor: torch.Tensor) -> bool:

@@ -70,8 +70,8 @@ def linear(
     """out = x @ weight.T + bias.
 
     With a `PackedWeight` on the native kernels every output is one float32 sum in
-    ascending order of k, so that a row's result does not depend, bit by bit, on how many
-    rows the batch has. A plain weight goes to torch, which promises no such thing.
+    ascending order of k, so that a row's result is bitwise independent of how many rows
+    the batch has. A plain weight goes to torch, which promises no such thing.
 
     Args:
         x: [..., K]; float32, bfloat16 or float16.
@@ -85,7 +85,7 @@ def linear(
     if not isinstance(weight, PackedWeight):
         result = functional.linear(x, weight, bias)
         return result if out is None else out.copy_(result)
-    if native is not None and weight.panel == PANEL and use_native(x):
+    if use_native(x) and weight.panel == PANEL:
         if x.dtype != torch.float32:
             wide = linear(x.float(), weight, None if bias is None else bias.float())
             return wide.to(x.dtype) if out is None else out.copy_(wide)

@@ -11,7 +11,9 @@ from torch import Tensor
 from sglang.srt.layers.ops.dispatch import native, use_native
 
 
-def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+def rmsnorm(
+    x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
+) -> Tensor:
     """out = x / sqrt(mean(x ** 2) + eps) * weight, over the last dimension.
 
     Args:
@@ -23,7 +25,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None)
     Returns:
         `out`. Sums are float32 whatever the dtype.
     """
-    if native is not None and use_native(x):
+    if use_native(x):
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         native.rmsnorm(x, weight, eps, out)
@@ -51,7 +53,7 @@ def fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -
         weight: [H], the same dtype.
         eps: added to the mean square.
     """
-    if native is not None and use_native(x):
+    if use_native(x):
         native.fused_add_rmsnorm(x, residual, weight, eps)
         return
     fused_add_rmsnorm_ref(x, residual, weight, eps)

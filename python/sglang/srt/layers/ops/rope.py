@@ -29,8 +29,8 @@ def rope_store_kv(
     """q = rope(norm(q)); k_cache[loc] = rope(norm(k)); v_cache[loc] = v.
 
     The rotation is of the half-split (neox) kind: channel i < rot / 2 is paired with
-    channel i + rot / 2; channels from `rot` on are kept. q is changed in place; k may be
-    changed too and must not be read afterwards. Where `out_cache_loc` names one slot
+    channel i + rot / 2; channels from `rot` on are kept. q is changed in place; k may
+    be changed too and must not be read afterwards. Where `out_cache_loc` names one slot
     several times (padding writes scratch slot 0) that slot holds any of the rows, or a
     mixture of them.
 
@@ -46,7 +46,7 @@ def rope_store_kv(
         q_norm_weight, k_norm_weight: [D], the dtype of q. None: no norm.
         eps: of the norms.
     """
-    if native is not None and use_native(q):
+    if use_native(q):
         native.rope_store_kv(
             q,
             k,
@@ -109,5 +109,7 @@ def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = cos_sin.split(half, dim=-1)
     first = x[..., :half].float()
     second = x[..., half : 2 * half].float()
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rotated = torch.cat(
+        (first * cos - second * sin, second * cos + first * sin), dim=-1
+    )
     return torch.cat((rotated.to(x.dtype), x[..., 2 * half :]), dim=-1)

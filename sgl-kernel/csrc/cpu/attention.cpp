@@ -1,0 +1,389 @@
+// Checks and launch of paged attention. Decode is extend with one new token per row: both
+// become the same list of items, which is divided among the threads by the number of KV
+// elements. Where a division falls inside an item, that item's chunks are kept apart and
+// merged afterwards in their order, so that the division never shows in a result.
+#include "torch_api.h"
+
+#include <mutex>
+#include <vector>
+
+namespace sglk {
+namespace {
+
+// Floats that begin at a cache line, so that no register load spans two.
+class AlignedFloats {
+ public:
+  float* ensure(size_t count) {
+    constexpr size_t kLine = 64;
+    if (floats_.size() < count + kLine / sizeof(float))
+      floats_.resize(count + kLine / sizeof(float));
+    const uintptr_t address = (uintptr_t)floats_.data();
+    return (float*)((address + kLine - 1) / kLine * kLine);
+  }
+
+ private:
+  std::vector<float> floats_;
+};
+
+// Time of one thread per multiply-add of a score or a value.
+constexpr double kMicrosecondsPerMultiplyAdd = 3e-5;
+
+struct Shapes {
+  int64_t tokens = 0;
+  int64_t table_rows = 0, table_columns = 0;
+};
+
+AttentionArgs check_common(
+    const char* op, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+    const Tensor& page_table, int64_t page_size, double scale, int64_t window,
+    const Tensor& out, Shapes* shapes) {
+  AttentionArgs args{};
+  args.dtype = float_type(op, "q", q);
+  SGLK_CHECK(q.dim() == 3, op, "q", q, "[tokens, heads, dim]");
+  const int64_t dim = q.size(2);
+  SGLK_CHECK(
+      dim % 8 == 0 && dim >= 8 && dim <= 256, op, "q", q,
+      "a head size that is a multiple of 8 from 8 to 256");
+  check_heads(op, "q", q, q.scalar_type(), dim);
+  check_heads(op, "out", out, q.scalar_type(), dim);
+  SGLK_CHECK(
+      out.size(0) == q.size(0) && out.size(1) == q.size(1), op, "out", out, "the shape of q");
+  for (const Tensor* cache : {&k_cache, &v_cache}) {
+    const char* name = cache == &k_cache ? "k_cache" : "v_cache";
+    SGLK_CHECK(
+        cache->dim() == 3 && cache->scalar_type() == q.scalar_type() &&
+            cache->size(2) == dim && cache->stride(2) == 1,
+        op, name, *cache, "[slots, heads, dim] of the dtype and head size of q");
+    SGLK_CHECK(
+        cache->size(0) == k_cache.size(0) && cache->size(1) == k_cache.size(1), op, name,
+        *cache, "the shape of k_cache");
+  }
+  const int64_t kv_heads = k_cache.size(1);
+  SGLK_CHECK(
+      kv_heads > 0 && q.size(1) % kv_heads == 0 && q.size(1) / kv_heads <= 256, op, "q", q,
+      "a multiple of the KV heads, at most 256 times as many");
+  SGLK_CHECK(
+      page_table.dim() == 2 && page_table.scalar_type() == ScalarType::Int, op, "page_table",
+      page_table, "int32 [rows, columns]");
+  SGLK_REQUIRE(page_size > 0, op, ": page_size is ", page_size, ", expected at least 1");
+  args.q = q.const_data_ptr();
+  args.out = out.mutable_data_ptr();
+  args.q_stride = q.stride(0);
+  args.out_stride = out.stride(0);
+  args.k_cache = k_cache.const_data_ptr();
+  args.v_cache = v_cache.const_data_ptr();
+  args.k_slot_stride = k_cache.stride(0);
+  args.k_head_stride = k_cache.stride(1);
+  args.v_slot_stride = v_cache.stride(0);
+  args.v_head_stride = v_cache.stride(1);
+  args.slots = k_cache.size(0);
+  args.page_table = (const int32_t*)page_table.const_data_ptr();
+  args.table_row_stride = page_table.stride(0);
+  args.table_column_stride = page_table.stride(1);
+  args.page_size = page_size;
+  args.window = window;
+  args.q_heads = (int32_t)q.size(1);
+  args.kv_heads = (int32_t)kv_heads;
+  args.dim = (int32_t)dim;
+  args.scale = (float)scale;
+  *shapes = {q.size(0), page_table.size(0), page_table.size(1)};
+  return args;
+}
+
+// One row of the batch: `count` new tokens after `prefix` KV elements.
+struct BatchRow {
+  int64_t row, prefix, first_token, count;
+};
+
+class Plan {
+ public:
+  Plan(const char* op, const AttentionArgs& args, const Shapes& shapes,
+       const OptionalTensor& row_index, int64_t rows)
+      : op_(op), args_(args), shapes_(shapes) {
+    if (row_index) {
+      check_vector(op, "row_index", *row_index, ScalarType::Long, rows);
+      row_index_ = (const int64_t*)row_index->const_data_ptr();
+    }
+    const int64_t group = args.q_heads / args.kv_heads;
+    tokens_per_item_ = group < kItemRows ? kItemRows / group : 1;
+  }
+
+  void add(const BatchRow& row) {
+    const int64_t table_row = row_index_ ? row_index_[row.row] : row.row;
+    SGLK_REQUIRE(
+        table_row >= 0 && table_row < shapes_.table_rows, op_, ": row ", row.row,
+        " names row ", table_row, " of the page table, which has ", shapes_.table_rows);
+    const int64_t elements = row.prefix + row.count;
+    SGLK_REQUIRE(
+        row.prefix >= 0 && elements <= shapes_.table_columns * args_.page_size, op_, ": row ",
+        row.row, " has ", elements, " KV elements, expected 0 .. ",
+        shapes_.table_columns * args_.page_size, " (page table columns x page size)");
+    for (int64_t first = 0; first < row.count; first += tokens_per_item_) {
+      const int64_t left = row.count - first;
+      AttentionItem item{};
+      item.row = row.row;
+      item.table_row = table_row;
+      item.prefix = row.prefix;
+      item.first_new = first;
+      item.first_token = row.first_token + first;
+      item.tokens = (int32_t)(left < tokens_per_item_ ? left : tokens_per_item_);
+      const int64_t own = row.prefix + first;
+      item.element_end = args_.tree_mask ? elements : own + item.tokens;
+      item.element_begin =
+          args_.window > 0 && own + 1 > args_.window ? own + 1 - args_.window : 0;
+      item.chunk_begin = item.element_begin / kChunk;
+      item.chunk_end = (item.element_end + kChunk - 1) / kChunk;
+      add_heads(item);
+    }
+  }
+
+  // A row that attends nothing: zeros.
+  void add_empty(int64_t row, int64_t token) {
+    AttentionItem item{};
+    item.row = row;
+    item.first_token = token;
+    item.tokens = 1;
+    add_heads(item);
+  }
+
+  void run();
+
+ private:
+  struct Cut {
+    int64_t item, chunk;
+  };
+
+  void add_heads(AttentionItem item) {
+    const double weight = (double)(item.element_end - item.element_begin) * item.tokens;
+    for (int32_t head = 0; head < args_.kv_heads; head++) {
+      item.kv_head = head;
+      items_.push_back(item);
+      total_ += weight;
+      weight_end_.push_back(total_);
+    }
+  }
+
+  // Where `fraction` of all the work is done, to the chunk.
+  Cut cut_at(double fraction) const {
+    const double target = total_ * fraction;
+    size_t low = 0, high = items_.size();
+    while (low < high) {
+      const size_t middle = (low + high) / 2;
+      if (weight_end_[middle] <= target)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    if (low >= items_.size()) return {(int64_t)items_.size(), 0};
+    const AttentionItem& item = items_[low];
+    const double start = low ? weight_end_[low - 1] : 0.0;
+    const double share = (target - start) / (weight_end_[low] - start);
+    const int64_t chunks = item.chunk_end - item.chunk_begin;
+    const int64_t done = (int64_t)(share * (double)chunks + 0.5);
+    if (done >= chunks) return {(int64_t)low + 1, 0};
+    return {(int64_t)low, done == 0 ? 0 : item.chunk_begin + done};
+  }
+
+  // Storage of the softmax state of an item's query rows.
+  struct Buffer {
+    AlignedFloats floats;
+    std::vector<uint8_t> flags;
+    AttentionState state(int64_t rows, int64_t padded) {
+      float* value = floats.ensure(rows * (padded + 2));
+      float* max = value + rows * padded;
+      return {max, max + rows, value, flags.data()};
+    }
+    AttentionState reset(int64_t rows, int64_t padded) {
+      flags.assign(rows, 0);
+      return state(rows, padded);
+    }
+  };
+
+  // Partial results of an item that the division among threads cuts.
+  struct CutItem {
+    int64_t item;
+    std::vector<Buffer> chunks;
+  };
+
+  int32_t rows_of(const AttentionItem& item) const {
+    return item.tokens * (args_.q_heads / args_.kv_heads);
+  }
+
+  void find_cut_items();
+  CutItem* cut_item(int64_t item);
+  void run_part(Cut begin, Cut end);
+  void run_chunks(
+      int64_t item, int64_t begin, int64_t end, const AttentionState& state, float* scratch);
+
+  const char* op_;
+  const AttentionArgs& args_;
+  const Shapes shapes_;
+  const int64_t* row_index_ = nullptr;
+  int64_t tokens_per_item_;
+  std::vector<AttentionItem> items_;
+  std::vector<double> weight_end_;
+  double total_ = 0.0;
+  std::vector<Cut> cuts_;
+  std::vector<CutItem> cut_items_;
+  const KernelTable& table_ = kernels();
+  int32_t padded_ = 0;
+  std::mutex bad_mutex_;
+  BadSlot bad_{};
+};
+
+void Plan::run() {
+  if (items_.empty()) return;
+  padded_ = table_.attention_padded_dim(args_.dim);
+  const double multiply_adds =
+      total_ * (args_.q_heads / args_.kv_heads) * args_.dim * 2.0;
+  const int64_t threads = threads_for(multiply_adds * kMicrosecondsPerMultiplyAdd);
+  for (int64_t t = 0; t < threads; t++)
+    cuts_.push_back(t == 0 ? Cut{0, 0} : cut_at((double)t / (double)threads));
+  cuts_.push_back({(int64_t)items_.size(), 0});
+  find_cut_items();
+  run_split(threads, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) run_part(cuts_[t], cuts_[t + 1]);
+  });
+  SGLK_REQUIRE(
+      !bad_.found, op_, ": row ", bad_.table_row, " of the page table puts KV element ",
+      bad_.element, " in slot ", bad_.slot, ", the pool has slots 0 .. ", args_.slots - 1);
+  Buffer buffer;
+  for (CutItem& cut : cut_items_) {
+    const AttentionItem& item = items_[cut.item];
+    const int32_t rows = rows_of(item);
+    const AttentionState state = buffer.reset(rows, padded_);
+    for (Buffer& chunk : cut.chunks)
+      table_.attention_merge(rows, padded_, state, chunk.state(rows, padded_));
+    table_.attention_finish(args_, item, state);
+  }
+}
+
+void Plan::find_cut_items() {
+  for (const Cut& cut : cuts_) {
+    if (cut.chunk == 0 || cut.item >= (int64_t)items_.size()) continue;
+    if (!cut_items_.empty() && cut_items_.back().item == cut.item) continue;
+    const AttentionItem& item = items_[cut.item];
+    CutItem& added = cut_items_.emplace_back();
+    added.item = cut.item;
+    added.chunks.resize(item.chunk_end - item.chunk_begin);
+    for (Buffer& buffer : added.chunks) buffer.reset(rows_of(item), padded_);
+  }
+}
+
+Plan::CutItem* Plan::cut_item(int64_t item) {
+  for (CutItem& cut : cut_items_)
+    if (cut.item == item) return &cut;
+  return nullptr;
+}
+
+void Plan::run_chunks(
+    int64_t index, int64_t begin, int64_t end, const AttentionState& state, float* scratch) {
+  BadSlot bad{};
+  table_.attention_chunks(args_, items_[index], begin, end, state, scratch, &bad);
+  if (!bad.found) return;
+  const std::lock_guard<std::mutex> lock(bad_mutex_);
+  if (!bad_.found) bad_ = bad;
+}
+
+void Plan::run_part(Cut begin, Cut end) {
+  thread_local AlignedFloats memory;
+  thread_local Buffer buffer;
+  float* scratch = memory.ensure(table_.attention_scratch(args_));
+  for (int64_t i = begin.item; i <= end.item && i < (int64_t)items_.size(); i++) {
+    const AttentionItem& item = items_[i];
+    const int64_t first = i == begin.item && begin.chunk ? begin.chunk : item.chunk_begin;
+    const int64_t last = i == end.item ? end.chunk : item.chunk_end;
+    if (i == end.item && end.chunk == 0) break;
+    if (CutItem* cut = cut_item(i)) {
+      for (int64_t chunk = first; chunk < last; chunk++) {
+        Buffer& part = cut->chunks[chunk - item.chunk_begin];
+        run_chunks(i, chunk, chunk + 1, part.state(rows_of(item), padded_), scratch);
+      }
+      continue;
+    }
+    const AttentionState state = buffer.reset(rows_of(item), padded_);
+    run_chunks(i, first, last, state, scratch);
+    table_.attention_finish(args_, item, state);
+  }
+}
+
+void decode_attention(
+    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
+    const OptionalTensor& row_index, const Tensor& read_lens, int64_t page_size, double scale,
+    int64_t window, const Tensor& out) {
+  const char* op = "decode_attention";
+  Shapes shapes;
+  const AttentionArgs args = check_common(
+      op, q, k_cache, v_cache, page_table, page_size, scale, window, out, &shapes);
+  check_vector(op, "read_lens", read_lens, ScalarType::Long, shapes.tokens);
+  const int64_t* lens = (const int64_t*)read_lens.const_data_ptr();
+  Plan plan(op, args, shapes, row_index, shapes.tokens);
+  for (int64_t row = 0; row < shapes.tokens; row++) {
+    SGLK_REQUIRE(
+        lens[row] >= 0, op, ": read_lens[", row, "] is ", lens[row], ", expected >= 0");
+    if (lens[row] > 0)
+      plan.add({row, lens[row] - 1, row, 1});
+    else
+      plan.add_empty(row, row);
+  }
+  plan.run();
+}
+
+void extend_attention(
+    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
+    const OptionalTensor& row_index, const Tensor& qo_indptr, const Tensor& prefix_lens,
+    int64_t page_size, double scale, int64_t window, const OptionalTensor& tree_mask,
+    const Tensor& out) {
+  const char* op = "extend_attention";
+  Shapes shapes;
+  AttentionArgs args = check_common(
+      op, q, k_cache, v_cache, page_table, page_size, scale, window, out, &shapes);
+  const int64_t rows = prefix_lens.numel();
+  check_vector(op, "prefix_lens", prefix_lens, ScalarType::Long, rows);
+  check_vector(op, "qo_indptr", qo_indptr, ScalarType::Long, rows + 1);
+  if (tree_mask) {
+    SGLK_CHECK(
+        tree_mask->dim() == 3 && tree_mask->scalar_type() == ScalarType::Bool &&
+            tree_mask->size(0) == rows && tree_mask->size(1) == tree_mask->size(2) &&
+            tree_mask->is_contiguous(),
+        op, "tree_mask", *tree_mask, "contiguous bool [rows, N, N]");
+    SGLK_REQUIRE(window <= 0, op, ": window is ", window, ", expected -1 with a tree mask");
+    args.tree_mask = (const uint8_t*)tree_mask->const_data_ptr();
+    args.tree_width = tree_mask->size(1);
+  }
+  const int64_t* bounds = (const int64_t*)qo_indptr.const_data_ptr();
+  const int64_t* prefix = (const int64_t*)prefix_lens.const_data_ptr();
+  SGLK_REQUIRE(
+      bounds[0] == 0 && bounds[rows] == shapes.tokens, op, ": qo_indptr runs from ", bounds[0],
+      " to ", bounds[rows], ", expected 0 to ", shapes.tokens, " (tokens of q)");
+  Plan plan(op, args, shapes, row_index, rows);
+  for (int64_t row = 0; row < rows; row++) {
+    const int64_t count = bounds[row + 1] - bounds[row];
+    SGLK_REQUIRE(count >= 0, op, ": qo_indptr decreases at row ", row);
+    SGLK_REQUIRE(
+        !tree_mask || count == args.tree_width, op, ": row ", row, " has ", count,
+        " new tokens, expected ", args.tree_width, " (tree mask)");
+    plan.add({row, prefix[row], bounds[row], count});
+  }
+  plan.run();
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
+  m.def(
+      "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, "
+      "Tensor? row_index, Tensor read_lens, int page_size, float sm_scale, int window, "
+      "Tensor(a!) out) -> ()");
+  m.def(
+      "extend_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, "
+      "Tensor? row_index, Tensor qo_indptr, Tensor prefix_lens, int page_size, "
+      "float sm_scale, int window, Tensor? tree_mask, Tensor(a!) out) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
+  m.impl("decode_attention", TORCH_BOX(&decode_attention));
+  m.impl("extend_attention", TORCH_BOX(&extend_attention));
+}
+
+}  // namespace sglk

@@ -1,0 +1,104 @@
+// What the launchers share: checks of arguments, the choice of the SIMD level, and
+// parallel loops on torch's own threads. Stable ABI of torch only.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "sglang_kernels/cpu/kernels.h"
+
+namespace sglk {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// The kernels of the level in use.
+const KernelTable& kernels();
+
+inline std::string shape_of(const Tensor& t) {
+  std::string text = "[";
+  for (int64_t i = 0; i < t.dim(); i++)
+    text += (i ? ", " : "") + std::to_string(t.size(i));
+  return text + "]";
+}
+
+template <class... Parts>
+[[noreturn]] __attribute__((noinline)) void raise_error(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
+}
+
+// Raises unless `ok`. The message is built only then.
+#define SGLK_REQUIRE(ok, ...)                                      \
+  do {                                                             \
+    if (__builtin_expect(!(ok), 0)) ::sglk::raise_error(__VA_ARGS__); \
+  } while (false)
+
+// The same for a tensor: names the op, the argument, its dtype and shape, what is expected.
+#define SGLK_CHECK(ok, op, name, tensor, expected)                                       \
+  SGLK_REQUIRE(                                                                          \
+      ok, op, ": ", name, " is ", torch::headeronly::toString((tensor).scalar_type()), " ", \
+      ::sglk::shape_of(tensor), ", expected ", expected)
+
+inline DType float_type(const char* op, const char* name, const Tensor& t) {
+  const ScalarType type = t.scalar_type();
+  if (type == ScalarType::Float) return DType::f32;
+  if (type == ScalarType::BFloat16) return DType::bf16;
+  SGLK_CHECK(type == ScalarType::Half, op, name, t, "float32, bfloat16 or float16");
+  return DType::f16;
+}
+
+inline void check_vector(
+    const char* op, const char* name, const Tensor& t, ScalarType type, int64_t size) {
+  SGLK_CHECK(
+      t.dim() == 1 && t.scalar_type() == type && t.size(0) == size &&
+          (size <= 1 || t.stride(0) == 1),
+      op, name, t,
+      std::string("contiguous ") + torch::headeronly::toString(type) + " [" +
+          std::to_string(size) + "]");
+}
+
+// [tokens, heads, dim] whose heads and channels are contiguous; any token stride.
+inline void check_heads(
+    const char* op, const char* name, const Tensor& t, ScalarType type, int64_t dim) {
+  SGLK_CHECK(
+      t.dim() == 3 && t.scalar_type() == type && t.size(2) == dim &&
+          (t.numel() == 0 || (t.stride(2) == 1 && (t.size(1) == 1 || t.stride(1) == dim))),
+      op, name, t,
+      std::string(torch::headeronly::toString(type)) + " [*, heads, " + std::to_string(dim) +
+          "] with contiguous heads and channels");
+}
+
+// How many threads to use for work that takes one thread about `microseconds`.
+inline int64_t threads_for(double microseconds) {
+  // A parallel region costs about 1 us on an idle machine and much more on a busy one.
+  constexpr double kWorthSplitting = 8.0;
+  if (microseconds < kWorthSplitting) return 1;
+  const int64_t wanted = (int64_t)(microseconds / (kWorthSplitting / 2));
+  const int64_t available = (int64_t)torch::stable::get_num_threads();
+  return wanted < available ? wanted : available;
+}
+
+// body(begin, end) over [0, count) in `threads` nearly equal parts.
+template <class Body>
+void run_split(int64_t count, int64_t threads, const Body& body) {
+  if (threads > count) threads = count;
+  if (threads <= 1) {
+    if (count > 0) body((int64_t)0, count);
+    return;
+  }
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+    body(count * first / threads, count * last / threads);
+  });
+}
+
+}  // namespace sglk

@@ -1,0 +1,155 @@
+// The torch-free face of the CPU kernels: argument structs and one table of functions per
+// SIMD level. Work is cut into items by the caller; the kernels know nothing of threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace sglk {
+
+enum class DType : int32_t { f32, bf16, f16 };
+
+// y = x / sqrt(mean(x^2) + eps) * weight over rows of `width` channels. With a residual:
+// residual += x first, and the norm is taken of the residual as stored.
+struct NormArgs {
+  DType dtype;
+  const void* x;
+  void* residual;  // null for the plain norm
+  const void* weight;
+  void* out;
+  int64_t x_stride;  // elements between rows of x; residual and out are contiguous
+  int64_t width;
+  float eps;
+};
+
+// out[t, i] = silu(x[t, i]) * x[t, width + i]
+struct SiluAndMulArgs {
+  DType dtype;
+  const void* x;
+  void* out;
+  int64_t x_stride;
+  int64_t width;
+};
+
+// Per-head norm (optional), rotation (optional) and the write into the pool.
+struct RopeStoreArgs {
+  DType dtype;
+  void* q;
+  const void* k;
+  const void* v;
+  int64_t q_stride, k_stride, v_stride;  // elements between tokens
+  void* k_cache;
+  void* v_cache;
+  int64_t k_slot_stride, v_slot_stride;  // elements between slots
+  const int64_t* positions;
+  const int64_t* slots;
+  const float* cos_sin;  // null: no rotation
+  int64_t cos_sin_stride;
+  const void* q_norm;  // null: no norm
+  const void* k_norm;
+  int32_t q_heads, kv_heads, dim, rotary_dim;
+  float eps;
+};
+
+// KV elements are cut into chunks at multiples of this, by absolute position. A chunk's
+// partial result and the order of merging depend on nothing else: that is what makes a
+// query's result independent of its batch, of the thread count and of decode or extend.
+constexpr int64_t kChunk = 256;
+
+struct AttentionArgs {
+  DType dtype;
+  const void* q;
+  void* out;
+  int64_t q_stride, out_stride;  // elements between tokens
+  const void* k_cache;
+  const void* v_cache;
+  int64_t k_slot_stride, k_head_stride, v_slot_stride, v_head_stride;
+  int64_t slots;
+  const int32_t* page_table;
+  int64_t table_row_stride, table_column_stride;
+  int64_t page_size;
+  const uint8_t* tree_mask;  // [rows, tree_width, tree_width] or null
+  int64_t tree_width;
+  int64_t window;  // <= 0: none
+  int32_t q_heads, kv_heads, dim;
+  float scale;
+};
+
+// Consecutive new tokens of one row under one KV head: the unit of work.
+struct AttentionItem {
+  int64_t row;           // row of the batch (selects the tree mask)
+  int64_t table_row;     // row of the page table
+  int64_t prefix;        // KV elements before the row's first new token
+  int64_t first_new;     // index of the first token of the item among the row's new ones
+  int64_t first_token;   // its index in q and out
+  int32_t tokens;
+  int32_t kv_head;
+  int64_t element_begin, element_end;  // union of what its tokens may attend
+  int64_t chunk_begin, chunk_end;
+};
+
+// Softmax state of the query rows of an item: maximum, sum, weighted values.
+struct AttentionState {
+  float* max;
+  float* sum;
+  float* value;   // [rows, padded dim]
+  uint8_t* seen;  // whether the row attended anything so far
+};
+
+// What went wrong in an attention call: an entry of the page table outside the pool.
+struct BadSlot {
+  bool found;
+  int64_t table_row, element, slot;
+};
+
+// Query rows (tokens x heads of a group) that one item may have, group size permitting.
+constexpr int32_t kItemRows = 96;
+
+// x [rows, k] times a packed weight (see pack_weight in ops/linear.py), plus bias.
+struct LinearArgs {
+  const float* x;
+  int64_t x_stride;
+  const void* weight;  // [ceil(n / 32), k, 32]
+  bool weight_bf16;
+  const float* bias;  // null: none
+  float* out;
+  int64_t out_stride;
+  int64_t rows, n, k;
+};
+
+struct KernelTable {
+  const char* name;
+  void (*norm)(const NormArgs&, int64_t row_begin, int64_t row_end);
+  void (*silu_and_mul)(const SiluAndMulArgs&, int64_t row_begin, int64_t row_end);
+  void (*rope_store)(const RopeStoreArgs&, int64_t token_begin, int64_t token_end);
+
+  // Floats that `attention_chunks` needs as scratch.
+  size_t (*attention_scratch)(const AttentionArgs&);
+  int32_t (*attention_padded_dim)(int32_t dim);
+  // Attends chunks [begin, end) of an item and merges them into `state` in order.
+  void (*attention_chunks)(
+      const AttentionArgs&, const AttentionItem&, int64_t begin, int64_t end,
+      const AttentionState& state, float* scratch, BadSlot* bad);
+  // into = merge(into, from), for `rows` query rows.
+  void (*attention_merge)(
+      int32_t rows, int32_t padded_dim, const AttentionState& into,
+      const AttentionState& from);
+  void (*attention_finish)(
+      const AttentionArgs&, const AttentionItem&, const AttentionState&);
+
+  // Column units of the packed product; `rows` x units is the space to be divided.
+  int64_t (*linear_units)(int64_t n);
+  void (*linear)(
+      const LinearArgs&, int64_t row_begin, int64_t row_end, int64_t unit_begin,
+      int64_t unit_end);
+
+  void (*exp)(const float* x, float* y, int64_t n);
+};
+
+const KernelTable& baseline_kernels();
+#if defined(__x86_64__)
+const KernelTable& avx2_kernels();
+const KernelTable& avx512_kernels();
+#endif
+
+}  // namespace sglk

@@ -1,0 +1,34 @@
+// Defines the kernel table of one SIMD level. The including file names the level
+// (SGLK_LEVEL) and is compiled with that level's instruction set; it includes nothing
+// else, because an inline function of a standard header compiled for a high level could
+// be picked by the linker for all of them.
+#pragma once
+
+#include <type_traits>
+
+#include "attention.h"
+#include "gemm.h"
+#include "pointwise.h"
+
+namespace sglk {
+namespace SGLK_LEVEL {
+
+constexpr KernelTable make_table(const char* name) {
+  return {
+      name,
+      norm,
+      silu_and_mul,
+      rope_store,
+      attention_scratch,
+      attention_padded_dim,
+      attention_chunks,
+      attention_merge,
+      attention_finish,
+      linear_units,
+      linear,
+      exp_array,
+  };
+}
+
+}  // namespace SGLK_LEVEL
+}  // namespace sglk

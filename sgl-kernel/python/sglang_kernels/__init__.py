@@ -1,0 +1,1 @@
+"""Native kernels of sglang-canary: `sglang_kernels.ops` loads the library."""
