@@ -1,8 +1,8 @@
 """Checks the layer table: a module imports modules of its own or of lower layers.
 
 Reads the imports of every file below `python/sglang` with `ast` (type-only imports are
-exempt), reports upward edges and import cycles, and prints the longest files. Exit code 1
-on a breach.
+exempt), reports upward edges and import cycles, and prints the longest files. Exit code
+1 on a breach.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def main() -> int:
         for other in sorted(others):
             if layer_of(other) > layer_of(module):
                 problems.append(
-                    f"{module} (L{layer_of(module)}) imports {other} (L{layer_of(other)})"
+                    f"{module} (L{layer_of(module)}) imports "
+                    f"{other} (L{layer_of(other)})"
                 )
             if is_stranger(module, other):
                 problems.append(f"{module} must not import {other}")

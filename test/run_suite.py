@@ -1,9 +1,9 @@
 """Runs the registered tests: `python test/run_suite.py --hw cpu [--full]`.
 
 A test file registers itself with `register_cpu_ci` / `register_cuda_ci`; the calls are
-read from the source with `ast`, so their arguments are literals. Files that need the whole
-machine run alone, the others share pytest workers. `--full` runs the whole counts and
-writes `docs/soak/<name>.json`.
+read from the source with `ast`, so their arguments are literals. Files that need the
+whole machine run alone, the others share pytest workers. `--full` runs the whole counts
+and writes `docs/soak/<name>.json`.
 """
 
 from __future__ import annotations

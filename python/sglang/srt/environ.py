@@ -27,7 +27,8 @@ def _parse_bool(text: str) -> bool:
 
 
 class EnvVar(Generic[T]):
-    """One typed variable; read at every `get`, so that tests and children see changes."""
+    """One typed variable; read at every `get`, so that tests and children see
+    changes."""
 
     def __init__(
         self, name: str, default: T, parse: Callable[[str], T], doc: str

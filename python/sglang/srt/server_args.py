@@ -1,7 +1,8 @@
 """The server's configuration: every flag, its default, and the order of resolution.
 
-A field is declared once; the command line is generated from it. `__post_init__` runs the
-ordered `_handle_*` steps; afterwards the object is read-only. Configuration errors are
+A field is declared once; the command line is generated from it. `__post_init__` runs
+the ordered `_handle_*` steps; afterwards the object is read-only. Configuration errors
+are
 `ValueError`s that name the flag, the value and the fix.
 """
 
@@ -337,16 +338,16 @@ class ServerArgs:
             and self.chunked_prefill_size % self._page_size
         ):
             raise ValueError(
-                f"--chunked-prefill-size {self.chunked_prefill_size} must be a multiple "
-                f"of --page-size {self.page_size}"
+                f"--chunked-prefill-size {self.chunked_prefill_size} must be a "
+                f"multiple of --page-size {self.page_size}"
             )
 
     def _handle_attention_backend(self) -> None:
         name = self.attention_backend or DEFAULT_ATTENTION_BACKEND[self.device]
         if self.device not in ATTENTION_BACKENDS[name].devices:
             raise ValueError(
-                f"--attention-backend {name} does not run on {self.device}; choose from "
-                f"{', '.join(supported_names(self.device))}"
+                f"--attention-backend {name} does not run on {self.device}; choose "
+                f"from {', '.join(supported_names(self.device))}"
             )
         self.attention_backend = name
 

@@ -39,7 +39,8 @@ class ForwardHarness:
     def new_row(
         self, tokens: Sequence[int], *, borrow: tuple[int, int] | None = None
     ) -> int:
-        """A row with these tokens; `borrow` (row, n) takes the first n slots of another."""
+        """A row with these tokens; `borrow` (row, n) takes the first n slots of
+        another."""
         rows = self.pool.alloc(1)
         assert rows is not None
         row = rows[0]

@@ -79,7 +79,8 @@ class EngineHarness:
     def run(
         self, *, on_step: Callable[[int], None] | None = None, max_steps: int = 100_000
     ) -> dict[str, Finished]:
-        """Step until nothing is left to do (the idle checks run); collect the answers."""
+        """Step until nothing is left to do (the idle checks run); collect the
+        answers."""
         for step in range(max_steps):
             if on_step is not None:
                 on_step(step)

@@ -10,5 +10,6 @@ def is_full() -> bool:
 
 
 def count(*, ci: int, full: int) -> int:
-    """`full` under `make test-full`, else `ci`. Scale changes counts, never assertions."""
+    """`full` under `make test-full`, else `ci`. Scale changes counts, never
+    assertions."""
     return full if is_full() else ci

@@ -141,7 +141,8 @@ def _random(
 
 
 def _byte_alphabet() -> list[str]:
-    """The byte-level alphabet: printable bytes as they are, the others from U+0100 on."""
+    """The byte-level alphabet: printable bytes as they are, the others from U+0100
+    on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(BYTE_VOCAB) if byte not in printable]
     chars = {byte: chr(byte) for byte in printable}

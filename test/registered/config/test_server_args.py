@@ -13,22 +13,60 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="cpu")
 
-CONTRACT_FLAGS = """
---model-path --tokenizer-path --host --port --dtype --device --tp-size
---mem-fraction-static --max-running-requests --max-total-tokens --context-length
---chunked-prefill-size --max-prefill-tokens --page-size --attention-backend
---sampling-backend --schedule-policy --disable-radix-cache --disable-overlap-schedule
---disable-cuda-graph --cuda-graph-max-bs --cuda-graph-bs --disable-piecewise-cuda-graph
---enable-breakable-cuda-graph --load-format --skip-tokenizer-init --enable-metrics
---api-key --served-model-name --random-seed --log-level --enable-return-hidden-states
---disaggregation-mode --speculative-algorithm --speculative-draft-model-path
---speculative-num-steps --speculative-eagle-topk --speculative-num-draft-tokens
---speculative-token-map --kv-canary --kv-canary-real-data --kv-canary-sweep-interval
---kv-canary-report-dir --kv-canary-report-tokens --trust-remote-code --chat-template
---stream-interval --log-requests --watchdog-timeout
---speculative-accept-threshold-single --speculative-accept-threshold-acc
---max-queued-requests
-""".split()
+CONTRACT_FLAGS = [
+    "--model-path",
+    "--tokenizer-path",
+    "--host",
+    "--port",
+    "--dtype",
+    "--device",
+    "--tp-size",
+    "--mem-fraction-static",
+    "--max-running-requests",
+    "--max-total-tokens",
+    "--context-length",
+    "--chunked-prefill-size",
+    "--max-prefill-tokens",
+    "--page-size",
+    "--attention-backend",
+    "--sampling-backend",
+    "--schedule-policy",
+    "--disable-radix-cache",
+    "--disable-overlap-schedule",
+    "--disable-cuda-graph",
+    "--cuda-graph-max-bs",
+    "--cuda-graph-bs",
+    "--disable-piecewise-cuda-graph",
+    "--enable-breakable-cuda-graph",
+    "--load-format",
+    "--skip-tokenizer-init",
+    "--enable-metrics",
+    "--api-key",
+    "--served-model-name",
+    "--random-seed",
+    "--log-level",
+    "--enable-return-hidden-states",
+    "--disaggregation-mode",
+    "--speculative-algorithm",
+    "--speculative-draft-model-path",
+    "--speculative-num-steps",
+    "--speculative-eagle-topk",
+    "--speculative-num-draft-tokens",
+    "--speculative-token-map",
+    "--kv-canary",
+    "--kv-canary-real-data",
+    "--kv-canary-sweep-interval",
+    "--kv-canary-report-dir",
+    "--kv-canary-report-tokens",
+    "--trust-remote-code",
+    "--chat-template",
+    "--stream-interval",
+    "--log-requests",
+    "--watchdog-timeout",
+    "--speculative-accept-threshold-single",
+    "--speculative-accept-threshold-acc",
+    "--max-queued-requests",
+]
 
 
 def test_every_flag_of_the_contract_exists_and_is_documented():

@@ -105,7 +105,8 @@ def test_in_place_ops_and_views_replay_on_the_same_memory(device):
 
 
 def test_python_numbers_are_frozen_at_capture(device):
-    """What makes stale scalars dangerous: the recorder shows it as a CUDA graph would."""
+    """What makes stale scalars dangerous: the recorder shows it as a CUDA graph
+    would."""
     scale, static = 2.0, torch.ones(2)
     with capture(device) as graph:
         graph.outputs = static * scale

@@ -14,24 +14,39 @@ from sglang.srt.mem_cache.memory_pool import (
     TransferDescriptor,
     kv_bytes_per_token,
 )
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
 
-register_cpu_ci(est_time=8, suite="cpu")
+register_cpu_ci(est_time=6, suite="cpu")
+register_cuda_ci(est_time=10, suite="cuda")
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    ),
+]
 
 PROPERTY = settings(
     max_examples=count(ci=100, full=3000), deadline=None, derandomize=True
 )
 
 
-def req_pool(size: int = 4, row_width: int = 20, context_len: int = 16):
+def req_pool(
+    *, size: int = 4, row_width: int = 20, context_len: int = 16, device: str = "cpu"
+) -> ReqToTokenPool:
     return ReqToTokenPool(
-        size=size, row_width=row_width, device="cpu", context_len=context_len
+        size=size, row_width=row_width, device=device, context_len=context_len
     )
 
 
 def mha_pool(
-    *, size: int = 24, page_size: int = 4, dtype: torch.dtype = torch.float32
+    *,
+    size: int = 24,
+    page_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> MHATokenToKVPool:
     return MHATokenToKVPool(
         size=size,
@@ -40,7 +55,7 @@ def mha_pool(
         layer_num=3,
         head_num=2,
         head_dim=8,
-        device="cpu",
+        device=device,
     )
 
 
@@ -86,11 +101,12 @@ def test_padding_row_is_never_freed() -> None:
             req_pool(size=4).free([row])
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @PROPERTY
-@given(st.data())
-def test_batch_writes_equal_a_loop(data: st.DataObject) -> None:
+@given(data=st.data())
+def test_batch_writes_equal_a_loop(device: str, data: st.DataObject) -> None:
     width = 20
-    pool = req_pool(size=5, row_width=width)
+    pool = req_pool(size=5, row_width=width, device=device)
     want = np.zeros((6, width), dtype=np.int32)
     for _ in range(3):
         rows = data.draw(st.permutations(range(1, 6)))[: data.draw(st.integers(0, 5))]
@@ -102,12 +118,13 @@ def test_batch_writes_equal_a_loop(data: st.DataObject) -> None:
         ]
         slots = torch.randint(1, 10_000, (sum(lens),))
         returned = pool.write_batch(rows, starts, lens, slots)
-        assert torch.equal(returned, slots) and returned.dtype == torch.int64
+        assert returned.device.type == device and returned.dtype == torch.int64
+        assert torch.equal(returned.cpu(), slots)
         rest = slots.tolist()
         for row, start, length in zip(rows, starts, lens, strict=True):
             want[row, start : start + length] = rest[:length]
             del rest[:length]
-        assert np.array_equal(pool.req_to_token.numpy(), want)
+        assert np.array_equal(pool.req_to_token.cpu().numpy(), want)
         for row in rows:
             got = pool.row_slots(row, 3, 11)
             assert got.dtype == torch.int64 and got.tolist() == want[row, 3:11].tolist()
@@ -135,8 +152,9 @@ def test_a_write_past_the_row_is_refused_and_harms_nobody() -> None:
     assert not pool.req_to_token.any()
 
 
-def test_tokens_are_written_per_row() -> None:
-    pool = req_pool(row_width=8, context_len=12)
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_are_written_per_row(device: str) -> None:
+    pool = req_pool(row_width=8, context_len=12, device=device)
     pool.write_tokens([3, 1], [0, 10], [3, 2], torch.tensor([7, 8, 9, 4, 5]))
     assert pool.token_table[3, :4].tolist() == [7, 8, 9, 0]
     assert pool.token_table[1, 9:].tolist() == [0, 4, 5]
@@ -165,10 +183,13 @@ def test_set_and_get(dtype: torch.dtype) -> None:
     assert k1.data_ptr() == pool.k_buffer[1].data_ptr(), "must be a view"
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @PROPERTY
-@given(st.data())
-def test_move_loads_everything_before_it_stores(data: st.DataObject) -> None:
-    pool = mha_pool()
+@given(data=st.data())
+def test_move_loads_everything_before_it_stores(
+    device: str, data: st.DataObject
+) -> None:
+    pool = mha_pool(device=device)
     pool.k_buffer.copy_(torch.randn_like(pool.k_buffer))
     pool.v_buffer.copy_(torch.randn_like(pool.v_buffer))
     slots = st.integers(0, 27)
@@ -179,7 +200,7 @@ def test_move_loads_everything_before_it_stores(data: st.DataObject) -> None:
         want_k[:, d], want_v[:, d] = pool.k_buffer[:, s], pool.v_buffer[:, s]
     seen: list[tuple[list[int], list[int]]] = []
     pool.register_on_move(lambda d, s: seen.append((d.tolist(), s.tolist())))
-    as_slots = [torch.tensor(x, dtype=torch.int64) for x in (dst, src)]
+    as_slots = [torch.tensor(x, dtype=torch.int64, device=device) for x in (dst, src)]
     pool.move_kv_cache(as_slots[0], as_slots[1])
     assert torch.equal(pool.k_buffer, want_k) and torch.equal(pool.v_buffer, want_v)
     assert seen == [(dst, src)]

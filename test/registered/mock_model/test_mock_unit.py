@@ -185,7 +185,8 @@ def test_wrong_table_entry_changes_the_output(folder, backend):
 
 
 def test_hash_matches_published_values():
-    """splitmix64 of 0xC0FFEE1234567890 and of 5 ^ 7, from the algorithm's description."""
+    """splitmix64 of 0xC0FFEE1234567890 and of 5 ^ 7, from the algorithm's
+    description."""
     start = torch.tensor([0xC0FFEE1234567890 - (1 << 64), 5 ^ 7])
     mixed = mock_math.mix64(start)
     assert int(mixed[0]) & (2**64 - 1) == 0xDE7FAE23A9A1B716

@@ -17,7 +17,8 @@ register_cpu_ci(est_time=60, suite="cpu")
 
 VOCAB = 1000
 CONTEXT = 512
-# (page size, slots, chunk, policy, radix cache, backend): pools small enough to retract.
+# (page size, slots, chunk, policy, radix cache, backend): pools small enough to
+# retract.
 CONFIGURATIONS = [
     (1, 900, 64, "fcfs", True, "cpu_native"),
     (1, 700, 32, "lpm", True, "cpu_native"),

@@ -1,4 +1,5 @@
-"""Logits of tiny random models equal transformers', through every way to fill the KV."""
+"""Logits of tiny random models equal transformers', through every way to fill the
+KV."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ def handle_kv_canary(server_args: ServerArgs) -> None:
     """Refuse what this version cannot check.
 
     Raises:
-        ValueError: the canary is asked for, or one of its options is set while it is off.
+        ValueError: the canary is asked for, or one of its options is set while it is
+            off.
     """
     if server_args.kv_canary != "none":
         raise ValueError(
@@ -21,8 +22,8 @@ def handle_kv_canary(server_args: ServerArgs) -> None:
         )
     if server_args.kv_canary_sweep_interval < 0:
         raise ValueError(
-            f"--kv-canary-sweep-interval {server_args.kv_canary_sweep_interval} must be "
-            "at least 0 (0 turns the sweep off)"
+            f"--kv-canary-sweep-interval {server_args.kv_canary_sweep_interval} must "
+            "be at least 0 (0 turns the sweep off)"
         )
     if server_args.kv_canary_sweep_interval > 0:
         raise ValueError(

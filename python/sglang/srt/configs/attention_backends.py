@@ -1,7 +1,7 @@
 """What each attention backend can do, as data that argument checks may read.
 
-The backends themselves are in `layers.attention`; they take their capabilities from here,
-so that both sides ask one table.
+The backends themselves are in `layers.attention`; they take their capabilities from
+here, so that both sides ask one table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A model's shape as the engine needs it, read from `config.json` without torch.
 
-Owns the reading of Hugging Face configuration files. Knows nothing of modules or weights.
+Owns the reading of Hugging Face configuration files. Knows nothing of modules or
+weights.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ DEFAULT_CONTEXT_LENGTH = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: `rope_type` is default, linear or llama3; `scaling` its numbers."""
+    """Rotary embedding: `rope_type` is default, linear or llama3; `scaling` its
+    numbers."""
 
     theta: float
     rope_type: str = "default"
@@ -58,7 +60,8 @@ class ModelConfig:
         """Read `folder/config.json`.
 
         Raises:
-            ValueError: a missing or malformed file or field, or a `context_length` beyond
+            ValueError: a missing or malformed file or field, or a `context_length`
+                beyond
                 what the model was made for; names the file and the field.
         """
         raw = _read_json(folder / "config.json")
@@ -134,7 +137,8 @@ def _rope_config(raw: dict[str, Any], folder: Path) -> RopeConfig:
     missing = [name for name in needed if name not in numbers]
     if missing:
         raise ValueError(
-            f"{folder / 'config.json'}: rope type {rope_type} lacks {', '.join(missing)}"
+            f"{folder / 'config.json'}: rope type {rope_type} lacks "
+            f"{', '.join(missing)}"
         )
     scaling = {name: float(numbers[name]) for name in needed}
     return RopeConfig(theta=theta, rope_type=rope_type, scaling=scaling)

@@ -48,8 +48,8 @@ class LogitsProcessor:
         *,
         aux_hidden: list[Tensor] | None = None,
     ) -> LogitsProcessorOutput:
-        """hidden [T, H], normed; `aux_hidden` [T, H] each replace it for the caller that
-        captures hidden states (EAGLE3).
+        """hidden [T, H], normed; `aux_hidden` [T, H] each replace it for the caller
+        that captures hidden states (EAGLE3).
         """
         rows = forward_batch.logits_rows
         needed = hidden if rows is None else hidden[rows]

@@ -1,4 +1,5 @@
-"""The attention layer that models call: hands q, k and v to the backend of the forward."""
+"""The attention layer that models call: hands q, k and v to the backend of the
+forward."""
 
 from __future__ import annotations
 

@@ -65,16 +65,22 @@ class EngineCore:
         self.process.notify_exit(self._on_exit_in_thread)
         return ready
 
-    async def close(self) -> None:
-        """Drop what runs, end the scheduler, remove the sockets."""
+    def close(self) -> None:
+        """Drop what runs, end the scheduler, remove the sockets.
+
+        Blocks the loop: nothing else is left to do, and threads may not be had any more
+        when the interpreter exits.
+        """
         self._is_stopping = True
         is_up = self.manager.phase not in (Phase.STARTING, Phase.DEAD)
         if is_up:
             self.manager.shutdown_scheduler()
+        self.manager.set_draining()
+        self.manager.refuse_all("the engine was shut down")
         self.manager.close()
-        await self._client.close()
+        self._client.close()
         # A process that is still loading does not read messages.
-        left = await asyncio.to_thread(self.process.stop, STOP_SECONDS if is_up else 0)
+        left = self.process.stop(STOP_SECONDS if is_up else 0.0)
         if is_up and not left:
             logger.warning(
                 "the scheduler did not leave within %g s; killed", STOP_SECONDS

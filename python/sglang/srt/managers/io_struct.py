@@ -31,10 +31,11 @@ class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
 class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Logprobs that were not sent before.
 
-    `input_*` arrive once, with the first output of the request: one entry for each prompt
-    position from `logprob_start_len` on; the entry of position 0 has logprob None (nothing
-    precedes it). `output_*` hold one entry per new token of the message. `*_top` hold, per
-    position, the `top_logprobs_num` most likely tokens, best first (None at position 0).
+    `input_*` arrive once, with the first output of the request: one entry for each
+    prompt position from `logprob_start_len` on; the entry of position 0 has logprob
+    None (nothing precedes it). `output_*` hold one entry per new token of the message.
+    `*_top` hold, per position, the `top_logprobs_num` most likely tokens, best first
+    (None at position 0).
     """
 
     input_token: list[TokenLogprob] | None = None
@@ -86,8 +87,9 @@ SchedulerRequest = GenerateReq | AbortReq | FlushCacheReq | GetStateReq | Shutdo
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """News of one request: tokens since the last message about it.
 
-    `output_ids` is a delta and never holds tokens beyond the finish. `completion_tokens`
-    counts all tokens so far. `finish_reason` is set in the last message, exactly once.
+    `output_ids` is a delta and never holds tokens beyond the finish.
+    `completion_tokens` counts all tokens so far. `finish_reason` is set in the last
+    message, exactly once.
     """
 
     rid: str

@@ -1,4 +1,5 @@
-"""A batch of requests as the scheduler keeps it: books on the host, tensors on the device.
+"""A batch of requests as the scheduler keeps it: books on the host, tensors on the
+device.
 
 `prepare_for_extend` and `prepare_for_decode` take slots and write the rows;
 `forward_batch` then describes the forward. Knows nothing of queues or policies.

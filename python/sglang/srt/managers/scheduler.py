@@ -1,8 +1,8 @@
 """The scheduler: receives requests, forms batches, runs them, sends what came out.
 
-One loop body serves the normal and the overlapped order; they differ in how many launched
-batches may be unresolved (`_max_in_flight`). Policies, admission, result processing and
-messages are objects of their own.
+One loop body serves the normal and the overlapped order; they differ in how many
+launched batches may be unresolved (`_max_in_flight`). Policies, admission, result
+processing and messages are objects of their own.
 """
 
 from __future__ import annotations
@@ -330,7 +330,8 @@ class Scheduler:
         return adder
 
     def _undo_admission(self, adder: PrefillAdder) -> None:
-        """The slots did not suffice after all: locks go, and so does the begun prompt."""
+        """The slots did not suffice after all: locks go, and so does the begun
+        prompt."""
         for req in adder.reqs:
             if req is self._chunked:
                 continue

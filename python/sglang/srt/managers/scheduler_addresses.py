@@ -1,9 +1,10 @@
 """Where the front and the scheduler process meet, and the frames on that wire.
 
 Both ways are ZeroMQ PUSH -> PULL over ipc, unlimited in length (the front bounds the
-requests in flight). The front binds, the scheduler connects. A ZeroMQ message holds one
-or more frames; each frame is one msgspec message of `io_struct`, and requests that
-belong together arrive as the frames of one message.
+requests in flight). The receiver binds, the sender connects, so that a message sent
+before the other side is up waits in the sender. A ZeroMQ message holds one or more
+frames; each frame is one msgspec message of `io_struct`, and requests that belong
+together arrive as the frames of one message.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ class SchedulerAddresses:
     """ZeroMQ endpoints.
 
     Fields:
-    request_endpoint: the front pushes, the scheduler pulls.
-    response_endpoint: the scheduler pushes, the front pulls.
+    request_endpoint: the scheduler binds a PULL socket, the front connects a PUSH.
+    response_endpoint: the front binds a PULL socket, the scheduler connects a PUSH.
     """
 
     request_endpoint: str

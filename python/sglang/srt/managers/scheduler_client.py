@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # Messages handled before other work of the loop gets its turn.
 BURST = 64
-RETRY_SECONDS = 0.05
+LINGER_MS = 500
 
 
 class SchedulerClient:
@@ -46,8 +46,7 @@ class SchedulerClient:
         self._context.setsockopt(zmq.SNDHWM, 0)
         self._context.setsockopt(zmq.RCVHWM, 0)
         self._requests = self._context.socket(zmq.PUSH)
-        self._requests.bind(addresses.request_endpoint)
-        self._backlog: list[list[bytes]] = []
+        self._requests.connect(addresses.request_endpoint)
         self._responses = self._context.socket(zmq.PULL)
         self._responses.bind(addresses.response_endpoint)
         self._loop = asyncio.get_running_loop()
@@ -59,26 +58,14 @@ class SchedulerClient:
     def send(self, messages: Sequence[SchedulerRequest]) -> None:
         """Send `messages` as the frames of one ZeroMQ message; never blocks."""
         if messages:
-            self._backlog.append([encode(message) for message in messages])
-            self._flush()
+            self._requests.send_multipart([encode(message) for message in messages])
 
-    async def close(self, *, linger_seconds: float = 1.0) -> None:
-        """Stop watching, deliver what was sent where that is possible, close."""
+    def close(self) -> None:
+        """Stop watching and close; what was sent gets a moment to arrive."""
         self._loop.remove_reader(self._descriptor)
         self._responses.close()
-        self._requests.setsockopt(zmq.LINGER, int(linger_seconds * 1000))
-        self._requests.close()
-        await asyncio.to_thread(self._context.term)
-
-    def _flush(self) -> None:
-        """Messages wait here while the scheduler's socket is not connected yet."""
-        while self._backlog and not self._requests.closed:
-            try:
-                self._requests.send_multipart(self._backlog[0], zmq.NOBLOCK)
-            except zmq.Again:
-                self._loop.call_later(RETRY_SECONDS, self._flush)
-                return
-            del self._backlog[0]
+        self._requests.close(linger=LINGER_MS)
+        self._context.term()
 
     def _drain(self) -> None:
         if self._responses.closed:

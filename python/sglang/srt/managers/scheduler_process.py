@@ -133,6 +133,11 @@ class SchedulerProcess:
         if exited:
             callback(self._process.returncode)
 
+    def kill(self) -> None:
+        """End the process at once."""
+        if not self._exited.is_set():
+            self._process.kill()
+
     def stop(self, timeout: float) -> bool:
         """Wait for the exit, kill after `timeout` seconds, remove the sockets.
 
@@ -140,7 +145,7 @@ class SchedulerProcess:
         """
         left = self._exited.wait(timeout)
         if not left:
-            self._process.kill()
+            self.kill()
             self._exited.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

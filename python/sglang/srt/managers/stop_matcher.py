@@ -11,9 +11,9 @@ from sglang.srt.utils.detokenizer import IncrementalDetokenizer
 class StopMatcher:
     """Watches the text of one request.
 
-    A stop string is searched in what could contain a new hit: the newest text and as many
-    characters before it as the longest stop string. A pattern has no such bound, so it is
-    searched in the whole output.
+    A stop string is searched in what could contain a new hit: the newest text and as
+    many characters before it as the longest stop string. A pattern has no such bound,
+    so it is searched in the whole output.
     """
 
     def __init__(

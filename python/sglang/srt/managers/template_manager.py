@@ -50,7 +50,7 @@ class TemplateManager:
             raise BadRequest("messages must not be empty", param="messages")
         plain = [_plain_message(i, message) for i, message in enumerate(messages)]
         try:
-            return self._tokenizer.apply_chat_template(plain, **variables)
+            return self._tokenizer.apply_chat_template(plain, variables=variables)
         except ValueError as error:
             raise BadRequest(str(error), param="messages") from error
 

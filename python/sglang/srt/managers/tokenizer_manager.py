@@ -181,7 +181,7 @@ class TokenizerManager:
         self._check_rids(group)
         # Others were admitted while a long text was tokenized.
         self._admit(count, wait_for_room=wait_for_room)
-        if wait_for_room and count > self._room():
+        if wait_for_room and count > self._room_in_queue():
             group.feeder = asyncio.create_task(self._feed(group))
         else:
             self._dispatch(group.states)
@@ -295,6 +295,10 @@ class TokenizerManager:
     def _room(self) -> int:
         return self.capacity - len(self._states)
 
+    def _room_in_queue(self) -> int:
+        """Requests that the scheduler takes whatever the state of its batch is."""
+        return self.server_args.max_queued_requests - len(self._states)
+
     async def _ids(self, prompt: PromptRequest, limits: Limits) -> list[int]:
         text = prompt.prompt
         if not isinstance(text, str):
@@ -348,7 +352,7 @@ class TokenizerManager:
         """Send the requests of `group` as room appears."""
         waiting = group.states
         while waiting:
-            room = self._room()
+            room = self._room_in_queue()
             if room > 0:
                 now, waiting = waiting[:room], waiting[room:]
                 self._dispatch(now)

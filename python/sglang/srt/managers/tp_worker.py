@@ -48,7 +48,8 @@ class TpModelWorker:
     def _publish(
         self, forward_batch: ForwardBatch, batch: ScheduleBatch, token_ids: Tensor
     ) -> None:
-        """Write the sampled tokens to the device token table: the next step's inputs."""
+        """Write the sampled tokens to the device token table: the next step's
+        inputs."""
         table = self.model_runner.req_to_token_pool.token_table
         rows, positions = forward_batch.req_pool_indices, forward_batch.seq_lens
         counted = batch.sampled_rows()

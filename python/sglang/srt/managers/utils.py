@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationBatchResult:
-    """Everything the host needs of one forward, on the host once `copy_done` is reached.
+    """Everything the host needs of one forward, on the host once `copy_done` is
+    reached.
 
     Fields:
-    tokens: int64 [R * stride]; request r owns `[r * stride, r * stride + accept_lens[r])`.
-    stride: tokens per request in `tokens` (1 without speculation).
+    tokens: int64 [R * stride]; request r owns `[r * stride, r * stride +
+    accept_lens[r])`. stride: tokens per request in `tokens` (1 without speculation).
     accept_lens: int64 [R], or None where each request got one token.
     verdicts: int64 [R] reasons found by the KV canary, or None while it is off.
     logprobs: of the sampled tokens, for rows that asked.

@@ -113,7 +113,8 @@ class ForwardBatch:
 class KVReadView:
     """What an attention backend is about to read, one per metadata group.
 
-    Element i of row r holds position `first_position[r] + i` (0 where None). Its slot is
+    Element i of row r holds position `first_position[r] + i` (0 where None). Its slot
+    is
     `page_table[row_index[r], i // page_size] + i % page_size` (the table's entries are
     first slots of pages; `row_index` None: r itself), or, without a table,
     `slot_indices[indptr[r] + i]`. `read_lens` [R] int64 counts the elements of a row.

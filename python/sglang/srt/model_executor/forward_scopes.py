@@ -1,7 +1,7 @@
 """The hooks around model forwards.
 
-`ModelRunner.scopes` is `NullScopes` until `install_canary` replaces it, so that no caller
-asks whether anything is installed.
+`ModelRunner.scopes` is `NullScopes` until `install_canary` replaces it, so that no
+caller asks whether anything is installed.
 """
 
 from __future__ import annotations

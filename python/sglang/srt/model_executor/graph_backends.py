@@ -106,8 +106,8 @@ class _Recorder(TorchDispatchMode):
         name = func.name()
         if name in _HOST_SYNCS or _is_boolean_index(name, args):
             raise RuntimeError(
-                f"{name} inside a captured segment waits for the device; move it into an "
-                "eager break or compute it on the device"
+                f"{name} inside a captured segment waits for the device; move it into "
+                "an eager break or compute it on the device"
             )
         result = func(*args, **(kwargs or {}))
         self.ops.append(

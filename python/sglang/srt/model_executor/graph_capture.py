@@ -26,8 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-# Arguments that a break may capture by value: they name things, they do not count them.
-_STATIC_TYPES = (str, bytes, type(None), torch.dtype, torch.device)
+# Argument types that a break must not capture by value.
 _NUMBERS = (bool, int, float, complex)
 
 
@@ -132,7 +131,8 @@ def eager_break(function: Callable[..., None], *arguments: Any) -> None:
     """Call `function(*arguments)`; inside a capture it also becomes a break.
 
     Raises:
-        TypeError: during a capture, an argument is a Python number, which would be stale
+        TypeError: during a capture, an argument is a Python number, which would be
+            stale
             at replay, or the call returned something, which the next segment would not
             see.
     """
@@ -140,27 +140,23 @@ def eager_break(function: Callable[..., None], *arguments: Any) -> None:
         function(*arguments)
         return
     for i, argument in enumerate(arguments):
-        if isinstance(argument, _NUMBERS) and not isinstance(argument, _STATIC_TYPES):
+        if isinstance(argument, _NUMBERS):
             raise TypeError(
-                f"argument {i} of the break {_name(function)} is the number {argument!r}: "
-                "it would be stale at replay; pass a tensor, or read live state inside"
+                f"argument {i} of the break {_name(function)} is the number "
+                f"{argument!r}: it would be stale at replay; pass a tensor, or read live state inside"
             )
     graph, backend = _active.graph, _active.backend
     graph.steps.append(backend.end())
     try:
-        returned = _call(function, arguments)
+        returned: object = function(*arguments)  # type: ignore[func-returns-value]
     finally:
         backend.begin()
     if returned is not None:
         raise TypeError(
-            f"the break {_name(function)} returned {type(returned).__name__}: write into "
-            "a tensor allocated before the break instead"
+            f"the break {_name(function)} returned {type(returned).__name__}: write "
+            "into a tensor allocated before the break instead"
         )
     graph.steps.append(EagerBreak(function=function, arguments=arguments))
-
-
-def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    return function(*arguments)
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig

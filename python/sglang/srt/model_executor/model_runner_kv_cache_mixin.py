@@ -19,8 +19,8 @@ from sglang.srt.utils.memory import available_host_bytes
 
 logger = logging.getLogger(__name__)
 
-# A CPU pool holds at most this many full contexts unless --max-total-tokens asks for more:
-# half of a server's memory would be zeroed at start for nothing.
+# A CPU pool holds at most this many full contexts unless --max-total-tokens asks for
+# more: half of a server's memory would be zeroed at start for nothing.
 CPU_POOL_CONTEXTS = 32
 # Columns of a row beyond the context that every configuration gets.
 ROW_HEADROOM = 4
@@ -42,7 +42,8 @@ class ModelRunnerKVCacheMixin:
     def row_width(self) -> int:
         """Columns of a `req_to_token` row.
 
-        The context, plus what one decode iteration may reserve beyond it in whole pages.
+        The context, plus what one decode iteration may reserve beyond it in whole
+        pages.
         """
         reserve = 2 * get_alloc_len_per_decode(self.server_args) + self.page_size - 1
         return self.model_config.context_len + max(ROW_HEADROOM, reserve)

@@ -109,7 +109,8 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        """(x, residual) [T, H] -> the same; their sum is the stream after this layer."""
+        """(x, residual) [T, H] -> the same; their sum is the stream after this
+        layer."""
         if residual is None:
             residual, x = x, self.input_layernorm(x)
         else:
@@ -185,8 +186,8 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         if config.hidden_act not in SUPPORTED_ACTIVATIONS:
             raise ValueError(
-                f"{config.path / 'config.json'}: hidden_act {config.hidden_act!r} is not "
-                f"supported; supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
+                f"{config.path / 'config.json'}: hidden_act {config.hidden_act!r} is "
+                f"not supported; supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
             )
         self.config = config
         self.model = DecoderModel(config, self.traits, rope_rows=rope_rows)

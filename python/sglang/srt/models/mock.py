@@ -1,8 +1,9 @@
 """The mock model: its next token is an exact function of what attention read.
 
-It has no trained weights and runs through the real backends, pools, scheduler and graphs.
-One wrong, stale or missing KV slot changes its output; `mock_oracle` knows the right one.
-The construction, and why sparse signs survive bf16, is in `docs/mock_model.md`.
+It has no trained weights and runs through the real backends, pools, scheduler and
+graphs. One wrong, stale or missing KV slot changes its output; `mock_oracle` knows the
+right one. The construction, and why sparse signs survive bf16, is in
+`docs/mock_model.md`.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ MAX_VOCAB = 1 << TOKEN_BITS
 SIGNS_PER_HEAD = 4
 BLOCK = HEAD_DIM // SIGNS_PER_HEAD
 HEAD_STEP = 1000003
-# A written slot of layer l scores QUERY * -(1 + l) * SM_SCALE = -30 (1 + l): equal for all
-# of them, so the softmax is uniform, while a slot never written (zeros) scores 0 and wins.
+# A written slot of layer l scores QUERY * -(1 + l) * SM_SCALE = -30 (1 + l): equal for
+# all of them, so the softmax is uniform, while a slot never written (zeros) scores 0
+# and wins.
 QUERY = 240.0
 SM_SCALE = 0.125
 MAX_SUM = 128

@@ -43,25 +43,24 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
     ) -> str:
-        """The conversation as text.
+        """The conversation as text; `variables` are further names for the template.
 
         Raises:
-            ValueError: the template refuses the messages, or a keyword is reserved.
+            ValueError: the template refuses the messages, or a variable is reserved.
         """
-        reserved = sorted(RESERVED_NAMES & set(kwargs))
+        reserved = sorted(RESERVED_NAMES & set(variables))
         if reserved:
             raise ValueError(f"{reserved[0]} is not a free variable of a chat template")
-        variables = {**self._variables, **kwargs}
         try:
             return self._template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
-                **variables,
+                **{**self._variables, **variables},
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise ValueError(

@@ -123,9 +123,11 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **kwargs: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as the text that the model was trained on.
+
+        `variables` are further names that the template may use.
 
         Raises:
             ValueError: no template, or the template refuses the messages.
@@ -139,7 +141,7 @@ class Tokenizer:
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
-            **kwargs,
+            variables=variables or {},
         )
 
     def _id_of(self, token: str | None) -> int | None:

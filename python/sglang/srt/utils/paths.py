@@ -34,5 +34,6 @@ def resolve_model_folder(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=list(HUB_PATTERNS)))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ValueError(
-            f"--model-path {path}: no such folder, and the hub does not give it: {error}"
+            f"--model-path {path}: no such folder, and the hub does not give it: "
+            f"{error}"
         ) from error

@@ -1,7 +1,7 @@
 """Attention on the CPU: the native kernels, or their torch references.
 
-Both read `req_to_token` itself as the page table (every page_size-th column is the first
-slot of a page), so a step needs no metadata of its own.
+Both read `req_to_token` itself as the page table (every page_size-th column is the
+first slot of a page), so a step needs no metadata of its own.
 """
 
 from __future__ import annotations

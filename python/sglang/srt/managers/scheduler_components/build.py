@@ -9,8 +9,8 @@ import msgspec
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.io_struct import SchedulerReady
-from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
 from sglang.srt.managers.scheduler_components.scheduler_io import (
     SchedulerIO,
     ZmqIO,

@@ -12,7 +12,8 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
 class GrammarQueue:
-    """Compiles beside the scheduler loop; a request is queued once its grammar is there."""
+    """Compiles beside the scheduler loop; a request is queued once its grammar is
+    there."""
 
     def __init__(
         self,

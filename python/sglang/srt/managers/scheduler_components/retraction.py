@@ -10,9 +10,9 @@ from sglang.srt.mem_cache.common import release_req
 def retract_for_decode(batch: ScheduleBatch, *, chunked: Req | None) -> list[Req]:
     """Take requests out of `batch` until it can decode; prepares the decode.
 
-    A prompt in the middle of its prefill goes first (nobody has seen a token of it), then
-    the requests with the fewest output tokens. The memory of a retracted request goes to
-    the prefix cache, from where it is evicted only as far as it is needed.
+    A prompt in the middle of its prefill goes first (nobody has seen a token of it),
+    then the requests with the fewest output tokens. The memory of a retracted request
+    goes to the prefix cache, from where it is evicted only as far as it is needed.
 
     Returns:
         The retracted requests, released.

@@ -19,8 +19,8 @@ EXIT_CODE = 70
 class Watchdog:
     """A thread that ends the process when one guarded section outlasts the time-out.
 
-    The process is beyond repair then (a hung kernel cannot be interrupted), so it prints
-    all stacks and exits; the parent reports it to the clients.
+    The process is beyond repair then (a hung kernel cannot be interrupted), so it
+    prints all stacks and exits; the parent reports it to the clients.
     """
 
     def __init__(self, timeout: float) -> None:
