@@ -34,12 +34,20 @@ class Finished:
 
 
 class EngineHarness:
-    """A scheduler with an in-process message queue."""
+    """A scheduler with an in-process message queue.
 
-    def __init__(self, model: Path, **server_args: Any) -> None:
+    `overlap` launches each batch before the result of the one before is processed, as on
+    a GPU; the order of all bookkeeping is the same on a CPU.
+    """
+
+    def __init__(
+        self, model: Path, *, overlap: bool = False, **server_args: Any
+    ) -> None:
         self.io = ListIO()
         self.server_args = ServerArgs(model_path=str(model), **server_args)
         self.scheduler: Scheduler = build_scheduler(self.server_args, self.io)
+        if overlap:
+            self.scheduler.max_in_flight = 1
         self._next = 0
 
     def submit(

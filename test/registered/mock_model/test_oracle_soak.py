@@ -113,14 +113,16 @@ def check(expected, answers):
             assert len(answer.output_ids) == want.max_new_tokens == reason.length
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-order", "overlap"])
 @pytest.mark.parametrize(
     "configuration", CONFIGURATIONS, ids=lambda c: "-".join(map(str, c))
 )
-def test_random_requests(folder, configuration):
+def test_random_requests(folder, configuration, overlap):
     page_size, slots, chunk, policy, radix, backend = configuration
     seed = CONFIGURATIONS.index(configuration)
     harness = EngineHarness(
         folder,
+        overlap=overlap,
         page_size=page_size,
         max_total_tokens=slots,
         chunked_prefill_size=chunk,
@@ -131,7 +133,7 @@ def test_random_requests(folder, configuration):
         schedule_conservativeness=0.3,
         skip_tokenizer_init=True,
     )
-    traffic = Traffic(harness, random.Random(seed), count(ci=20, full=200))
+    traffic = Traffic(harness, random.Random(seed), count(ci=10, full=100))
     answers = {}
     while traffic.left:
         answers |= harness.run(on_step=traffic.on_step)
@@ -146,10 +148,12 @@ def test_random_requests(folder, configuration):
     assert harness.scheduler.cache.allocator.available_size() == slots
 
 
-def test_retraction_is_exercised_and_harmless(folder):
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-order", "overlap"])
+def test_retraction_is_exercised_and_harmless(folder, overlap):
     """More decode tokens than slots: requests are retracted, and all come out right."""
     harness = EngineHarness(
         folder,
+        overlap=overlap,
         max_total_tokens=400,
         chunked_prefill_size=64,
         schedule_conservativeness=0.1,

@@ -43,6 +43,7 @@ configuration = st.fixed_dictionaries(
         "disable_radix_cache": st.booleans(),
         "max_running_requests": st.sampled_from([1, 3, 8]),
         "schedule_conservativeness": st.sampled_from([0.1, 1.0]),
+        "overlap": st.booleans(),
     }
 )
 
@@ -62,6 +63,8 @@ def live_requests(scheduler) -> list[Req]:
     for batch in (scheduler.running, scheduler._last_prefill):
         for req in batch.reqs if batch is not None else []:
             found[req.serial] = req
+    for launched, _ in scheduler._in_flight:
+        found |= {req.serial: req for req in launched.reqs}
     if scheduler._chunked is not None:
         found[scheduler._chunked.serial] = scheduler._chunked
     return [r for r in found.values() if not r.is_finished]
@@ -76,7 +79,7 @@ def check_books(scheduler):
     assert len({r.req_pool_idx for r in live}) == len(live)
     for req in live:
         assert req.cache_protected_len <= req.committed_len <= req.allocated_len
-        assert req.committed_len <= len(req.tokens)
+        assert req.committed_len <= len(req.tokens) + len(scheduler._in_flight)
     for req in scheduler.waiting:
         assert req.req_pool_idx == 0 and req.last_node is None
 

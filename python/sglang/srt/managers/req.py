@@ -116,6 +116,11 @@ class Req:
         return self.finish_reason is not None
 
     @property
+    def decodes_on(self) -> bool:
+        """Whether it needs a forward after the last one that was prepared for it."""
+        return not self.is_finished and self.committed_len + 1 < self.max_total_len
+
+    @property
     def output_len(self) -> int:
         """Output tokens that count: after a finish inside a run, those up to it."""
         if self.finished_len is not None:
@@ -167,11 +172,10 @@ class Req:
         """End because nothing may follow; no token is to be trimmed."""
         self.finish(FinishReason(type="stop"), at=len(self.tokens) - self.prompt_len)
 
-    def advance_scoring(self) -> None:
-        """A prefill up to `committed_len` has run: its prompt logprobs are stored."""
+    def advance_scoring(self, end: int) -> None:
+        """A prefill up to position `end` has run: its prompt logprobs are stored."""
         if self.score_from is not None:
-            scored = self.committed_len
-            self.score_from = scored if scored < self.prompt_len - 1 else None
+            self.score_from = end if end < self.prompt_len - 1 else None
 
     def store_hidden_states(self, start: int, states: torch.Tensor) -> None:
         """Keep `states` [n, H] of positions from `start` on, each position once: a

@@ -45,6 +45,26 @@ class BatchEnvironment:
         return self.cache.req_pool.device
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRecord:
+    """A prepared batch as it was launched: the batch itself goes on changing.
+
+    Fields:
+        reqs: rows of the forward.
+        is_chunked: rows whose prompt went on after this forward; they sampled nothing.
+        logprob_reqs: requests whose logprobs the result holds, in order.
+        starts, ends: int64 [R] on the host; tokens with KV before and after the forward.
+    """
+
+    reqs: tuple[Req, ...]
+    is_decode: bool
+    is_chunked: tuple[bool, ...]
+    has_grammar: bool
+    logprob_reqs: tuple[Req, ...]
+    starts: IntArray
+    ends: IntArray
+
+
 class ScheduleBatch:
     """Requests that run together.
 
@@ -92,7 +112,7 @@ class ScheduleBatch:
         )
         asking = [i for i, r in enumerate(self.reqs) if r.return_logprob]
         self.logprob_request: LogprobRequest | None = None
-        self.logprob_reqs = [self.reqs[i] for i in asking]
+        self.logprob_reqs = tuple(self.reqs[i] for i in asking)
         if asking:
             top_ks = [self.reqs[i].top_logprobs_num for i in asking]
             self.logprob_request = LogprobRequest.build(
@@ -117,8 +137,12 @@ class ScheduleBatch:
         self.rows, self.lens = self.rows[list(keep)], self.lens[list(keep)]
         self._rebuild_device_state()
 
-    def filter_finished(self) -> None:
-        self.filter([i for i, r in enumerate(self.reqs) if not r.is_finished])
+    def filter_decoding(self) -> None:
+        """Keep the requests that decode on.
+
+        What ends by length in a forward that is still in flight is known already.
+        """
+        self.filter([i for i, r in enumerate(self.reqs) if r.decodes_on])
 
     def merge(self, other: ScheduleBatch) -> None:
         """Append the requests of `other`; all of them then decode."""
@@ -280,13 +304,17 @@ class ScheduleBatch:
     def _capture_mode(self, wanted: CaptureHiddenMode) -> CaptureHiddenMode:
         return wanted if self.wants_hidden_states else CaptureHiddenMode.NULL
 
-    def prefix_lens(self) -> list[int]:
-        """Tokens of each request before the prepared forward."""
-        return [int(n) for n in self._prefix_lens]
-
-    def extend_lens(self) -> list[int]:
-        """Tokens of each request in the prepared forward."""
-        return [int(n) for n in self.lens - self._prefix_lens]
+    def record(self) -> LaunchRecord:
+        """What the processing of the prepared forward's result needs to know."""
+        return LaunchRecord(
+            reqs=tuple(self.reqs),
+            is_decode=self.forward_mode.is_decode,
+            is_chunked=tuple(r.is_chunked for r in self.reqs),
+            has_grammar=self.has_grammar,
+            logprob_reqs=self.logprob_reqs,
+            starts=self._prefix_lens,
+            ends=self.lens,
+        )
 
     def sampled_rows(self) -> torch.Tensor | None:
         """Rows whose sampled token counts; None: all of them.

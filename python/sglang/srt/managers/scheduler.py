@@ -1,7 +1,7 @@
 """The scheduler: receives requests, forms batches, runs them, sends what came out.
 
 One loop body serves the normal and the overlapped order; they differ in how many
-launched batches may be unresolved (`_max_in_flight`). Policies, admission, result
+launched batches may be unresolved (`max_in_flight`). Policies, admission, result
 processing and messages are objects of their own.
 """
 
@@ -26,7 +26,11 @@ from sglang.srt.managers.io_struct import (
     ShutdownReq,
 )
 from sglang.srt.managers.req import Req
-from sglang.srt.managers.schedule_batch import BatchEnvironment, ScheduleBatch
+from sglang.srt.managers.schedule_batch import (
+    BatchEnvironment,
+    LaunchRecord,
+    ScheduleBatch,
+)
 from sglang.srt.managers.schedule_policy import (
     SCHEDULE_POLICIES,
     Admission,
@@ -67,7 +71,7 @@ GRAMMAR_WAIT_MS = 2
 class InFlight(NamedTuple):
     """A launched batch whose result is not processed yet."""
 
-    batch: ScheduleBatch
+    launched: LaunchRecord
     result: GenerationBatchResult
 
 
@@ -124,7 +128,7 @@ class Scheduler:
         self._chunked: Req | None = None
         self._last_prefill: ScheduleBatch | None = None
         self._in_flight: deque[InFlight] = deque()
-        self._max_in_flight = 0
+        self.max_in_flight = 0
         self._by_rid: dict[str, Req] = {}
         self._is_shut_down = False
         self._idle_checked = True
@@ -188,17 +192,23 @@ class Scheduler:
         """
         for message in self.io.recv(wait_ms=self._wait_ms() if may_wait else 0):
             self._dispatch(message)
+        if any(launched.has_grammar for launched, _ in self._in_flight):
+            self._resolve(0)  # the next masks depend on these tokens
         batch = self._get_next_batch_to_run()
         if batch is not None:
             self._in_flight.append(self._launch(batch))
-        max_in_flight = self._max_in_flight if batch is not None else 0
+        did_process = self._resolve(self.max_in_flight if batch is not None else 0)
+        if batch is None and not did_process and not self.has_work():
+            self._on_idle()
+        return batch is not None or did_process
+
+    def _resolve(self, max_in_flight: int) -> bool:
+        """Process results, oldest first, until so many are left; True if any was."""
         did_process = False
         while len(self._in_flight) > max_in_flight:
             self._process(self._in_flight.popleft())
             did_process = True
-        if batch is None and not did_process and not self.has_work():
-            self._on_idle()
-        return batch is not None or did_process
+        return did_process
 
     def _wait_ms(self) -> int:
         """How long the receive may wait: not at all while there is something to run."""
@@ -225,13 +235,16 @@ class Scheduler:
             if self._grammars is None
             else self._grammars.with_masks(batch)
         )
+        launched = batch.record()
         with self._watchdog.guard():
             result = self.worker.forward_batch_generation(batch, sampling_info)
-        return InFlight(batch, result)
+        return InFlight(launched, result)
 
     def _process(self, done: InFlight) -> None:
-        self._stats.on_tokens(self._results.process(done.batch, done.result))
-        self._streamer.send(done.batch.reqs)
+        with self._watchdog.guard():
+            processed = self._results.process(done.launched, done.result)
+        self._stats.on_tokens(processed.num_generated)
+        self._streamer.send(processed.reqs)
 
     def _on_idle(self) -> None:
         """Once per idle period: nothing runs, so every slot must be free or cached."""
@@ -267,15 +280,16 @@ class Scheduler:
             [
                 i
                 for i, req in enumerate(batch.reqs)
-                if not req.is_finished and not req.is_chunked
+                if req.decodes_on and not req.is_chunked
             ]
         )
         if not batch.reqs:
             return
-        if self.running is None:
+        if self.running is not None:
+            self.running.filter_decoding()
+        if self.running is None or not self.running.reqs:
             self.running = batch
         else:
-            self.running.filter_finished()
             self.running.merge(batch)
 
     def _get_new_prefill_batch(self) -> ScheduleBatch | None:
@@ -310,7 +324,7 @@ class Scheduler:
         running = [] if self.running is None else self.running.reqs
         adder = PrefillAdder(
             cache=self.cache,
-            running=[req for req in running if not req.is_finished],
+            running=[req for req in running if req.decodes_on],
             new_token_ratio=self._new_token_ratio.value,
             budget=PrefillBudget(
                 max_prefill_tokens=args.max_prefill_tokens,
@@ -339,6 +353,7 @@ class Scheduler:
             self.cache.dec_lock_ref(req.last_node)
             req.last_node, req.cache_protected_len = None, 0
             req.is_chunked = False
+        self._resolve(0)
         if self._chunked is not None:
             self._requeue(self._chunked)
             self._chunked = None
@@ -347,7 +362,7 @@ class Scheduler:
         batch = self.running
         if batch is None:
             return None
-        batch.filter_finished()
+        batch.filter_decoding()
         if batch.reqs and not batch.prepare_for_decode():
             self._make_room(batch)
         if not batch.reqs:
@@ -359,7 +374,14 @@ class Scheduler:
         return batch
 
     def _make_room(self, batch: ScheduleBatch) -> None:
-        """Retract requests until the others can decode."""
+        """Retract requests until the others can decode.
+
+        The results in flight come first: what ends in them gives its slots back.
+        """
+        if self._resolve(0):
+            batch.filter_decoding()
+            if not batch.reqs or batch.prepare_for_decode():
+                return
         retracted = retract_for_decode(batch, chunked=self._chunked)
         for req in reversed(retracted):
             if req is self._chunked:

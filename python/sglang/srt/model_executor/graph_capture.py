@@ -143,7 +143,8 @@ def eager_break(function: Callable[..., None], *arguments: Any) -> None:
         if isinstance(argument, _NUMBERS):
             raise TypeError(
                 f"argument {i} of the break {_name(function)} is the number "
-                f"{argument!r}: it would be stale at replay; pass a tensor, or read live state inside"
+                f"{argument!r}: it would be stale at replay; pass a tensor, or read "
+                "live state inside"
             )
     graph, backend = _active.graph, _active.backend
     graph.steps.append(backend.end())
