@@ -118,6 +118,8 @@ def check_options(request: PromptRequest) -> None:
             f"rid must have 1 to {MAX_RID_CHARS} characters, got {len(request.rid)}",
             param="rid",
         )
+    if request.rid is not None and not request.rid.isprintable():
+        raise BadRequest("rid must hold printable characters only", param="rid")
     if not 0 <= request.top_logprobs_num <= MAX_TOP_LOGPROBS:
         raise BadRequest(
             f"top_logprobs_num must be between 0 and {MAX_TOP_LOGPROBS}, got "

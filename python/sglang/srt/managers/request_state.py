@@ -88,6 +88,21 @@ class RequestState:
         self.is_finished = output.finish_reason is not None
         self.group.notify(self, output.finish_reason)
 
+    def abort_unsent(self, message: str) -> None:
+        """End a request that the scheduler never heard of."""
+        self.receive(
+            RequestOutput(
+                rid=self.rid,
+                output_ids=[],
+                prompt_tokens=len(self.request.input_ids),
+                completion_tokens=0,
+                cached_tokens=0,
+                finish_reason=FinishReason(
+                    type="abort", message=message, status_code=CLIENT_ABORT_STATUS
+                ),
+            )
+        )
+
     def take(self) -> Update:
         """Everything that arrived since the last call, as one update."""
         outputs, self._outputs = self._outputs, []

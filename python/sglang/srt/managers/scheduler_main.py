@@ -8,10 +8,12 @@ parent that is killed takes its scheduler along.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 
@@ -27,10 +29,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = msgspec.json.decode(_read_line(STDIN))
-    threading.Thread(target=_die_with_parent, name="lifeline", daemon=True).start()
+    addresses = SchedulerAddresses(**config["addresses"])
+    threading.Thread(
+        target=_die_with_parent, args=(addresses,), name="lifeline", daemon=True
+    ).start()
     run_scheduler_process(
         ServerArgs(**config["server_args"]),
-        SchedulerAddresses(**config["addresses"]),
+        addresses,
         Connection(int(sys.argv[1]), readable=False),
     )
 
@@ -46,9 +51,11 @@ def _read_line(descriptor: int) -> bytes:
     return bytes(line)
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(addresses: SchedulerAddresses) -> None:
     while os.read(STDIN, 4096):
         pass
+    folder = Path(addresses.request_endpoint.removeprefix("ipc://")).parent
+    shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -8,12 +8,10 @@ HTTP, of sockets or of processes: messages leave through `send` and come in thro
 from __future__ import annotations
 
 import asyncio
-import functools
-import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
 from sglang.srt.managers.errors import (
@@ -25,11 +23,7 @@ from sglang.srt.managers.errors import (
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchOutput,
-    FlushCacheReq,
-    FlushCacheRsp,
     GenerateReq,
-    GetStateReq,
-    GetStateRsp,
     RequestOutput,
     SchedulerReady,
     SchedulerRequest,
@@ -44,7 +38,9 @@ from sglang.srt.managers.prompt_request import (
     check_options,
     to_wire,
 )
+from sglang.srt.managers.prompt_tokenizer import PromptTokenizer
 from sglang.srt.managers.request_state import RequestGroup, RequestState, Update
+from sglang.srt.managers.scheduler_calls import TIMEOUT_SECONDS, SchedulerCalls
 from sglang.srt.managers.template_manager import TemplateManager
 from sglang.srt.metrics.front_metrics import FrontMetrics
 from sglang.srt.server_args import ServerArgs
@@ -52,12 +48,9 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Texts from this length on are tokenized in a thread: about a millisecond.
-LONG_TEXT_CHARS = 16384
-# Normalizers may merge characters (NFC), so that a text of this many times the longest
-# possible prompt is refused without tokenizing it.
-NORMALIZER_SLACK = 4
-CONTROL_TIMEOUT_SECONDS = 10.0
+
+# A long list of prompts lets other requests in after so many.
+PROMPTS_PER_TURN = 32
 
 
 class Phase(Enum):
@@ -95,12 +88,11 @@ class TokenizerManager:
         )
         self._send = send
         self._states: dict[str, RequestState] = {}
-        self._calls: dict[int, asyncio.Future[SchedulerResponse]] = {}
-        self._call_ids = itertools.count()
+        self._feeding: set[RequestGroup] = set()
         self._waiting_for_change: list[asyncio.Future[None]] = []
         self._failure: EngineFailure | None = None
-        # One thread: long texts must not take the scheduler's cores.
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._calls = SchedulerCalls(send)
+        self._prompts = PromptTokenizer(tokenizer)
 
     # -- life ----------------------------------------------------------------------
 
@@ -123,9 +115,7 @@ class TokenizerManager:
             self._failure = log_failure(f"{what}; {n} request(s) were in flight")
             for state in list(self._states.values()):
                 state.group.fail(self._failure)
-            for call in self._calls.values():
-                if not call.done():
-                    call.set_exception(self._failure)
+            self._calls.fail(self._failure)
             self._states.clear()
             self._on_change()
         return self._failure
@@ -135,7 +125,7 @@ class TokenizerManager:
         self._send([ShutdownReq()])
 
     def close(self) -> None:
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+        self._prompts.close()
 
     @property
     def num_in_flight(self) -> int:
@@ -173,11 +163,14 @@ class TokenizerManager:
         count = sum(prompt.sampling_params.n for prompt in prompts)
         limits = self._admit(count, wait_for_room=wait_for_room)
         group = RequestGroup(stream=any(prompt.stream for prompt in prompts))
-        for prompt in prompts:
+        for i, prompt in enumerate(prompts):
             check_options(prompt)
-            for request in to_wire(prompt, await self._ids(prompt, limits), limits):
+            ids = await self._prompts.ids(prompt, limits)
+            for request in to_wire(prompt, ids, limits):
                 text = self._output_text(request)
                 group.add(request, base_rid=prompt.rid, text=text)
+            if i % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
+                await asyncio.sleep(0)
         self._check_rids(group)
         # Others were admitted while a long text was tokenized.
         self._admit(count, wait_for_room=wait_for_room)
@@ -226,28 +219,27 @@ class TokenizerManager:
         self, rid: str = "", *, abort_all: bool = False, message: str | None = None
     ) -> None:
         """End requests with the finish reason "abort"; unknown ids are ignored."""
-        rids = [s.rid for s in self._states.values() if abort_all or s.base_rid == rid]
         text = message or "aborted by the client"
+        rids = [s.rid for s in self._states.values() if abort_all or s.base_rid == rid]
         if rids:
             self._send([AbortReq(rid=one, message=text) for one in rids])
+        for group in self._feeding:
+            for state in group.states:
+                is_open = not state.is_sent and not state.is_finished
+                if is_open and (abort_all or state.base_rid == rid):
+                    state.abort_unsent(text)
 
     # -- control -------------------------------------------------------------------
 
     async def flush_cache(self) -> bool:
         """Empty the prefix cache; False where requests run: nothing was flushed."""
-        answer = await self._call(lambda call_id: FlushCacheReq(call_id=call_id))
-        assert isinstance(answer, FlushCacheRsp)
-        return answer.success
+        self._check_up()
+        return await self._calls.flush_cache()
 
-    async def scheduler_stats(
-        self, timeout: float = CONTROL_TIMEOUT_SECONDS
-    ) -> SchedulerStats:
+    async def scheduler_stats(self, timeout: float = TIMEOUT_SECONDS) -> SchedulerStats:
         """The scheduler's gauges and counters of this moment."""
-        answer = await self._call(
-            lambda call_id: GetStateReq(call_id=call_id), timeout=timeout
-        )
-        assert isinstance(answer, GetStateRsp)
-        return answer.stats
+        self._check_up()
+        return await self._calls.stats(timeout)
 
     # -- the wire ------------------------------------------------------------------
 
@@ -256,10 +248,8 @@ class TokenizerManager:
         if isinstance(message, BatchOutput):
             for output in message.outputs:
                 self._on_output(output)
-            return
-        call = self._calls.pop(message.call_id, None)
-        if call is not None and not call.done():
-            call.set_result(message)
+        else:
+            self._calls.receive(message)
 
     def _on_output(self, output: RequestOutput) -> None:
         state = self._states.get(output.rid)
@@ -272,9 +262,15 @@ class TokenizerManager:
             self._on_change()
         state.receive(output)
 
-    def _admit(self, count: int, *, wait_for_room: bool) -> Limits:
+    def _check_up(self) -> None:
+        """Raise unless the scheduler can be asked something."""
         if self._failure is not None:
             raise self._failure
+        if self.phase is Phase.STARTING:
+            raise Unavailable(f"the server is {self.phase.value}")
+
+    def _admit(self, count: int, *, wait_for_room: bool) -> Limits:
+        self._check_up()
         if self.phase is not Phase.READY or self.limits is None:
             raise Unavailable(f"the server is {self.phase.value}")
         if wait_for_room:
@@ -298,27 +294,6 @@ class TokenizerManager:
     def _room_in_queue(self) -> int:
         """Requests that the scheduler takes whatever the state of its batch is."""
         return self.server_args.max_queued_requests - len(self._states)
-
-    async def _ids(self, prompt: PromptRequest, limits: Limits) -> list[int]:
-        text = prompt.prompt
-        if not isinstance(text, str):
-            return text
-        if self.tokenizer is None:
-            raise BadRequest(
-                "text needs a tokenizer, but the server runs with "
-                "--skip-tokenizer-init; send token ids"
-            )
-        around = prompt.add_special_tokens
-        if len(text) < LONG_TEXT_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens=around)
-        longest = limits.max_req_input_len * self.tokenizer.max_token_chars
-        if len(text) > longest * NORMALIZER_SLACK:
-            raise limits.too_long(f"{len(text)} characters")
-        encode = functools.partial(
-            self.tokenizer.encode, text, add_special_tokens=around, in_thread=True
-        )
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizing, encode)
 
     def _output_text(self, request: GenerateReq) -> OutputText | None:
         params = request.sampling_params
@@ -350,42 +325,23 @@ class TokenizerManager:
 
     async def _feed(self, group: RequestGroup) -> None:
         """Send the requests of `group` as room appears."""
-        waiting = group.states
-        while waiting:
-            room = self._room_in_queue()
-            if room > 0:
-                now, waiting = waiting[:room], waiting[room:]
-                self._dispatch(now)
-            else:
-                await self._next_change()
-            if self._failure is not None:
-                group.fail(self._failure)
-                return
-
-    async def _call(
-        self,
-        make: Callable[[int], SchedulerRequest],
-        *,
-        timeout: float = CONTROL_TIMEOUT_SECONDS,
-    ) -> SchedulerResponse:
-        """Ask the scheduler something and wait for its answer."""
-        if self._failure is not None:
-            raise self._failure
-        if self.phase is Phase.STARTING:
-            raise Unavailable(f"the server is {self.phase.value}")
-        call_id = next(self._call_ids)
-        future: asyncio.Future[SchedulerResponse]
-        future = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = future
-        self._send([make(call_id)])
+        waiting = deque(group.states)
+        self._feeding.add(group)
         try:
-            return await asyncio.wait_for(future, timeout)
-        except asyncio.TimeoutError:
-            raise Unavailable(
-                f"the scheduler did not answer within {timeout:g} seconds"
-            ) from None
+            while waiting and self._failure is None:
+                batch: list[RequestState] = []
+                while waiting and len(batch) < self._room_in_queue():
+                    state = waiting.popleft()
+                    if not state.is_finished:
+                        batch.append(state)
+                if batch:
+                    self._dispatch(batch)
+                if waiting:
+                    await self._next_change()
         finally:
-            self._calls.pop(call_id, None)
+            self._feeding.discard(group)
+        if self._failure is not None:
+            group.fail(self._failure)
 
     def _next_change(self) -> asyncio.Future[None]:
         """Done as soon as a request leaves the table."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_MAX = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_CURRENT = Path("/sys/fs/cgroup/memory.current")
@@ -16,6 +18,14 @@ def available_host_bytes() -> int:
     if limit is not None:
         available = min(available, limit - (_read_int(_CGROUP_CURRENT) or 0))
     return max(available, 0)
+
+
+def available_device_bytes(device: str) -> int:
+    """Free memory of "cpu" or of the current CUDA device."""
+    if device == "cpu":
+        return available_host_bytes()
+    free, _ = torch.cuda.mem_get_info()
+    return free
 
 
 def _meminfo_available() -> int:

@@ -1,0 +1,28 @@
+"""`python -m sglang.launch_server`: flags in, a running server, an exit code out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from sglang.srt.entrypoints.http_server import launch_server
+from sglang.srt.server_args import ServerArgs
+
+CONFIGURATION_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve with the flags `argv` (None: of this process).
+
+    Returns 0 after a signal, 1 after a failure, 2 for a configuration that cannot be
+    served (its reason is one line on stderr).
+    """
+    try:
+        return launch_server(ServerArgs.from_cli(argv))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIGURATION_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

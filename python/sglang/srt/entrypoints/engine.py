@@ -1,0 +1,281 @@
+"""`Engine`: the engine inside a Python process, without HTTP.
+
+Runs the same TokenizerManager as the server, on an event loop in a thread of its own,
+so that it works in scripts, in notebooks and from any thread. The calling thread sleeps
+while the scheduler process computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from sglang.srt.entrypoints.generate_api import (
+    GenerateAnswer,
+    GenerateRequest,
+    ParsedGenerate,
+    parse_generate,
+)
+from sglang.srt.managers.engine_core import EngineCore, start_engine
+from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.scheduler_process import SchedulerDied, available_cores
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.logging import configure_logging
+from sglang.version import __version__
+
+T = TypeVar("T")
+
+DEFAULT_LOG_LEVEL = "error"
+
+Answer = dict[str, Any]
+
+
+class Engine:
+    """A running engine. Keyword arguments are the fields of `ServerArgs`.
+
+    Uses all cores for the model, unless OMP_NUM_THREADS says otherwise. `shutdown` (or
+    leaving a `with` block, or the end of the process) stops it.
+
+    Raises:
+        ValueError: a configuration that cannot be served.
+        SchedulerDied: the scheduler ended while it started.
+    """
+
+    def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
+        if server_args is None:
+            server_args = ServerArgs(**{"log_level": DEFAULT_LOG_LEVEL, **kwargs})
+        elif kwargs:
+            raise ValueError(
+                f"Engine got server_args and also {', '.join(sorted(kwargs))}; "
+                "set them in server_args"
+            )
+        configure_logging(server_args.log_level)
+        self.server_args = server_args
+        self._host = _EngineHost(server_args)
+        self._finalizer = weakref.finalize(self, self._host.close)
+
+    @property
+    def tokenizer_manager(self) -> TokenizerManager:
+        """The shared front; its methods belong to the engine's own loop."""
+        return self._host.core.manager
+
+    # -- generation ----------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        *,
+        stream: bool = False,
+        **options: Any,
+    ) -> Answer | list[Answer] | Iterator[Answer]:
+        """Answer one prompt, or a list of prompts with a list.
+
+        Args:
+            prompt: text; or `input_ids`, the tokens.
+            sampling_params: as in `POST /generate`; a list has one entry per prompt.
+            stream: return an iterator over answers that grow; those of a list have an
+                `index`.
+            options: further fields of `POST /generate`, such as `return_logprob`.
+
+        Raises:
+            ValueError: a bad value; nothing was run.
+            ApiError: the engine failed.
+        """
+        parsed = self._parse(prompt, sampling_params, input_ids, stream, options)
+        if stream:
+            return self._sync_stream(self._host.stream(parsed))
+        return self._host.call(self._host.whole(parsed))
+
+    async def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        *,
+        stream: bool = False,
+        **options: Any,
+    ) -> Answer | list[Answer] | AsyncIterator[Answer]:
+        """`generate` in the caller's event loop; `stream` gives an async iterator."""
+        parsed = self._parse(prompt, sampling_params, input_ids, stream, options)
+        if stream:
+            return self._async_stream(self._host.stream(parsed))
+        return await self._host.acall(self._host.whole(parsed))
+
+    # -- control -------------------------------------------------------------------
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache; False where requests run: nothing was flushed."""
+        return self._host.call(self.tokenizer_manager.flush_cache())
+
+    def abort_request(self, rid: str = "", *, abort_all: bool = False) -> None:
+        """End requests with the finish reason "abort"; unknown ids are ignored."""
+
+        async def abort() -> None:
+            self.tokenizer_manager.abort(rid, abort_all=abort_all)
+
+        self._host.call(abort())
+
+    def get_server_info(self) -> dict[str, Any]:
+        """Flags, limits, version and the scheduler's numbers of this moment."""
+        stats = self._host.call(self.tokenizer_manager.scheduler_stats())
+        limits = self.tokenizer_manager.limits
+        return {
+            **dataclasses.asdict(self.server_args),
+            **({} if limits is None else dataclasses.asdict(limits)),
+            "version": __version__,
+            "internal_states": [msgspec.structs.asdict(stats)],
+        }
+
+    def shutdown(self) -> None:
+        """Stop the scheduler process; calling again does nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _parse(
+        self,
+        prompt: str | list[str] | None,
+        sampling_params: dict[str, Any] | list[dict[str, Any]] | None,
+        input_ids: list[int] | list[list[int]] | None,
+        stream: bool,
+        options: dict[str, Any],
+    ) -> ParsedGenerate:
+        fields = {
+            "text": prompt,
+            "sampling_params": sampling_params,
+            "input_ids": input_ids,
+            "stream": stream,
+            **options,
+        }
+        try:
+            request = msgspec.convert(fields, GenerateRequest)
+        except msgspec.ValidationError as error:
+            raise BadRequest(str(error)) from error
+        return parse_generate(
+            request, allow_hidden_states=self.server_args.enable_return_hidden_states
+        )
+
+    def _sync_stream(self, answers: AsyncIterator[Answer]) -> Iterator[Answer]:
+        """Asks for one answer at a time: what came meanwhile is merged into it."""
+        try:
+            while (answer := self._host.call(_next(answers))) is not None:
+                yield answer
+        finally:
+            self._host.call(_close(answers))
+
+    async def _async_stream(
+        self, answers: AsyncIterator[Answer]
+    ) -> AsyncIterator[Answer]:
+        try:
+            while (answer := await self._host.acall(_next(answers))) is not None:
+                yield answer
+        finally:
+            await self._host.acall(_close(answers))
+
+
+class _EngineHost:
+    """Event loop, its thread, and the engine core that lives there.
+
+    Does not know the `Engine`, so that a forgotten one can be collected and stopped.
+    """
+
+    def __init__(self, server_args: ServerArgs) -> None:
+        process, tokenizer = start_engine(server_args, num_threads=available_cores())
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="sglang-engine", daemon=True
+        )
+        self._thread.start()
+
+        async def create() -> EngineCore:
+            return EngineCore(process, server_args=server_args, tokenizer=tokenizer)
+
+        self.core = self.call(create())
+        try:
+            self.call(self.core.wait_ready())
+        except (ValueError, SchedulerDied, KeyboardInterrupt):
+            self.close()
+            raise
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` in the loop and wait; an interrupt of the caller cancels it."""
+        future = self._start(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    async def acall(self, work: Coroutine[Any, Any, T]) -> T:
+        """`call` from another event loop."""
+        return await asyncio.wrap_future(self._start(work))
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("the engine was shut down")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Stop everything."""
+        if self._loop.is_closed():
+            return
+
+        async def close() -> None:
+            self.core.close()
+
+        self.call(close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def whole(self, parsed: ParsedGenerate) -> Answer | list[Answer]:
+        manager = self.core.manager
+        group = await manager.submit(parsed.prompts, wait_for_room=True)
+        updates = await manager.results(group)
+        answers = [self._answer(parsed).add(update) for update in updates]
+        return answers if parsed.is_list else answers[0]
+
+    async def stream(self, parsed: ParsedGenerate) -> AsyncIterator[Answer]:
+        manager = self.core.manager
+        group = await manager.submit(parsed.prompts, wait_for_room=True)
+        answers = [self._answer(parsed) for _ in group.states]
+        try:
+            async for news in manager.updates(group):
+                for update in news:
+                    answer = answers[update.index].add(update)
+                    if parsed.is_list:
+                        answer["index"] = update.index
+                    yield answer
+        finally:
+            manager.release(group)
+
+    def _answer(self, parsed: ParsedGenerate) -> GenerateAnswer:
+        return GenerateAnswer(self.core.manager.tokenizer, with_text=parsed.with_text)
+
+
+async def _next(answers: AsyncIterator[Answer]) -> Answer | None:
+    return await anext(answers, None)
+
+
+async def _close(answers: AsyncIterator[Answer]) -> None:
+    await answers.aclose()  # type: ignore[attr-defined]

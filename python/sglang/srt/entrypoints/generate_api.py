@@ -1,0 +1,246 @@
+"""SGLang's own request and answer, shared by `/generate` and `Engine.generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.io_struct import FinishReason, TokenLogprob
+from sglang.srt.managers.prompt_request import PromptRequest
+from sglang.srt.managers.request_state import Update
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+# (logprob, token id, text or None), as the answer shows it.
+ShownLogprob = tuple[float | None, int, str | None]
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/generate`. A list of prompts makes a list of answers.
+
+    Options may be lists too, one entry per prompt.
+    """
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    input_embeds: Any = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    return_logprob: bool | list[bool] | None = False
+    logprob_start_len: int | list[int] | None = -1
+    top_logprobs_num: int | list[int] | None = 0
+    return_text_in_logprobs: bool | None = False
+    stream: bool | None = False
+    rid: str | list[str] | None = None
+    extra_key: str | list[str] | None = None
+    return_hidden_states: bool | list[bool] | None = False
+
+
+class ParsedGenerate(msgspec.Struct, kw_only=True, frozen=True):
+    """`is_list`: the answer is a list, one entry per output."""
+
+    prompts: list[PromptRequest]
+    is_list: bool
+    stream: bool
+    with_text: bool
+
+
+def parse_generate(
+    request: GenerateRequest, *, allow_hidden_states: bool
+) -> ParsedGenerate:
+    """One `PromptRequest` per prompt.
+
+    Raises:
+        BadRequest: names the field and what is wrong.
+    """
+    prompts, is_batch = _prompts(request)
+    count = len(prompts)
+
+    def nth(name: str, i: int, default: Any) -> Any:
+        value = _OPTIONS[name](request)
+        if value is None:
+            return default
+        if not isinstance(value, list):
+            return value
+        if len(value) != count or not is_batch:
+            raise BadRequest(
+                f"{name} has {len(value)} entries for {count} prompt(s)", param=name
+            )
+        return value[i]
+
+    if is_batch and isinstance(request.rid, str):
+        raise BadRequest("rid must be a list where the prompts are one", param="rid")
+    parsed = []
+    for i, prompt in enumerate(prompts):
+        raw = nth("sampling_params", i, {})
+        hidden = nth("return_hidden_states", i, False)
+        if hidden and not allow_hidden_states:
+            raise BadRequest(
+                "return_hidden_states needs a server started with "
+                "--enable-return-hidden-states",
+                param="return_hidden_states",
+            )
+        parsed.append(
+            PromptRequest(
+                prompt=prompt,
+                sampling_params=parse_sampling_params(raw),
+                is_length_exact=raw.get("max_new_tokens") is not None,
+                stream=bool(request.stream),
+                return_logprob=nth("return_logprob", i, False),
+                logprob_start_len=nth("logprob_start_len", i, -1),
+                top_logprobs_num=nth("top_logprobs_num", i, 0),
+                rid=nth("rid", i, None),
+                extra_key=nth("extra_key", i, None),
+                return_hidden_states=hidden,
+            )
+        )
+    return ParsedGenerate(
+        prompts=parsed,
+        is_list=is_batch or parsed[0].sampling_params.n > 1,
+        stream=bool(request.stream),
+        with_text=bool(request.return_text_in_logprobs),
+    )
+
+
+def parse_sampling_params(raw: dict[str, Any]) -> SamplingParams:
+    """`SamplingParams.from_wire`, with `max_new_tokens: null` meaning the default.
+
+    Raises:
+        BadRequest: names the field, the value and the range.
+    """
+    if raw.get("max_new_tokens", 0) is None:
+        raw = {key: value for key, value in raw.items() if key != "max_new_tokens"}
+    try:
+        return SamplingParams.from_wire(raw)
+    except ValueError as error:
+        named = str(error).split(maxsplit=1)[0]
+        is_field = named in SamplingParams.__struct_fields__
+        raise BadRequest(
+            str(error), param=named if is_field else "sampling_params"
+        ) from error
+
+
+_OPTIONS = {
+    "sampling_params": lambda r: r.sampling_params,
+    "return_logprob": lambda r: r.return_logprob,
+    "logprob_start_len": lambda r: r.logprob_start_len,
+    "top_logprobs_num": lambda r: r.top_logprobs_num,
+    "rid": lambda r: r.rid,
+    "extra_key": lambda r: r.extra_key,
+    "return_hidden_states": lambda r: r.return_hidden_states,
+}
+
+
+def _prompts(request: GenerateRequest) -> tuple[list[str | list[int]], bool]:
+    """The prompts, and whether the client sent a list of them."""
+    if request.input_embeds is not None:
+        raise BadRequest(
+            "input_embeds is not available in this version; send text or input_ids",
+            param="input_embeds",
+        )
+    if (request.text is None) == (request.input_ids is None):
+        raise BadRequest("exactly one of text and input_ids must be set", param="text")
+    if isinstance(request.text, str):
+        return [request.text], False
+    if request.text is not None:
+        return _non_empty(list(request.text), "text"), True
+    return split_ids(request.input_ids or [], name="input_ids")
+
+
+def split_ids(
+    ids: Sequence[int | list[int]], *, name: str
+) -> tuple[list[str | list[int]], bool]:
+    """Token ids of one prompt (a flat list), or of several (a list of lists)."""
+    if all(isinstance(entry, list) for entry in ids) and ids:
+        return list(ids), True  # type: ignore[arg-type]
+    if any(isinstance(entry, list) for entry in ids):
+        raise BadRequest(f"{name} mixes token ids and lists of them", param=name)
+    return [list(ids)], False  # type: ignore[arg-type]
+
+
+def _non_empty(prompts: list[str | list[int]], name: str) -> list[str | list[int]]:
+    if not prompts:
+        raise BadRequest(f"{name} is an empty list", param=name)
+    return prompts
+
+
+class GenerateAnswer:
+    """The answer about one output, growing with its updates."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, with_text: bool) -> None:
+        self._tokenizer = tokenizer if with_text else None
+        self._text = ""
+        self._output_ids: list[int] = []
+        self._input: list[ShownLogprob] | None = None
+        self._input_top: list[list[ShownLogprob] | None] | None = None
+        self._output: list[ShownLogprob] = []
+        self._output_top: list[list[ShownLogprob]] = []
+        self._has_logprobs = False
+        self._hidden_states: list[list[float]] | None = None
+
+    def add(self, update: Update) -> dict[str, Any]:
+        """Take news and return the answer so far: everything in it is cumulative."""
+        self._text += update.text
+        self._output_ids += update.output_ids
+        self._add_logprobs(update)
+        if update.hidden_states is not None:
+            self._hidden_states = (self._hidden_states or []) + update.hidden_states
+        return {
+            "text": self._text,
+            "output_ids": list(self._output_ids),
+            "meta_info": self._meta_info(update),
+        }
+
+    def _meta_info(self, update: Update) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": update.rid,
+            "finish_reason": finish_dict(update.finish_reason),
+            "prompt_tokens": update.prompt_tokens,
+            "completion_tokens": update.completion_tokens,
+            "cached_tokens": update.cached_tokens,
+            "e2e_latency": update.e2e_latency,
+        }
+        if self._has_logprobs:
+            meta["input_token_logprobs"] = self._input or []
+            meta["output_token_logprobs"] = self._output
+            meta["input_top_logprobs"] = self._input_top or []
+            meta["output_top_logprobs"] = self._output_top
+        if self._hidden_states is not None:
+            meta["hidden_states"] = self._hidden_states
+        if update.spec_verify_ct:
+            meta["spec_verify_ct"] = update.spec_verify_ct
+            meta["spec_accept_length"] = (
+                update.spec_accept_tokens / update.spec_verify_ct
+            )
+        return meta
+
+    def _add_logprobs(self, update: Update) -> None:
+        delta = update.logprobs
+        if delta is None:
+            return
+        self._has_logprobs = True
+        if delta.input_token is not None:
+            self._input = self._shown(delta.input_token)
+            tops = delta.input_top or []
+            self._input_top = [None if t is None else self._shown(t) for t in tops]
+        self._output += self._shown(delta.output_token)
+        self._output_top += [self._shown(top) for top in delta.output_top]
+
+    def _shown(self, entries: Sequence[TokenLogprob]) -> list[ShownLogprob]:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return [(logprob, token, None) for logprob, token in entries]
+        return [(lp, token, tokenizer.token_text(token)) for lp, token in entries]
+
+
+def finish_dict(reason: FinishReason | None) -> dict[str, Any] | None:
+    """`finish_reason` as the wire shows it; None while the request runs."""
+    if reason is None:
+        return None
+    if reason.type == "length":
+        return {"type": "length", "length": reason.length}
+    if reason.type == "stop":
+        return {"type": "stop", "matched": reason.matched}
+    return {"type": reason.type, "message": reason.message}

@@ -1,0 +1,167 @@
+"""Bodies in, answers and event streams out: what every HTTP route shares."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from sglang.srt.managers.errors import (
+    ApiError,
+    BadRequest,
+    ClientDisconnected,
+    log_failure,
+)
+from sglang.srt.managers.request_state import RequestGroup, Update
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_WHERE = re.compile(r" - at `\$\.?([^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
+
+
+async def read_body(request: Request, kind: type[T]) -> T:
+    """The JSON body as a `kind`.
+
+    Raises:
+        BadRequest: not UTF-8, not JSON, an unknown field or a wrong type; names it.
+    """
+    body = await request.body()
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the body is not valid UTF-8: {error}") from error
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error), kind) from error
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise BadRequest("the body is nested too deeply") from error
+
+
+def _validation_error(message: str, kind: type[Any]) -> BadRequest:
+    unknown = _UNKNOWN.search(message)
+    if unknown:
+        known = ", ".join(field.name for field in msgspec.structs.fields(kind))
+        return BadRequest(
+            f"unknown field {unknown[1]!r}; known fields: {known}", param=unknown[1]
+        )
+    where = _WHERE.search(message)
+    if not where or not where[1]:
+        return BadRequest(message)
+    return BadRequest(f"{where[1]}: {message[: where.start()].lower()}", param=where[1])
+
+
+def json_response(content: Any, *, status: int = 200) -> Response:
+    return Response(
+        msgspec.json.encode(content), status_code=status, media_type="application/json"
+    )
+
+
+def error_response(error: ApiError) -> Response:
+    response = json_response(error.body(), status=error.status)
+    response.headers.update(error.headers)
+    return response
+
+
+def event(content: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+async def whole_results(
+    request: Request, manager: TokenizerManager, group: RequestGroup
+) -> list[Update]:
+    """The group's results; a client that leaves aborts it.
+
+    Raises:
+        ApiError: the answer is this error.
+        ClientDisconnected: there is nobody to answer.
+    """
+    watch = asyncio.create_task(_fail_on_disconnect(request.receive, group))
+    try:
+        return await manager.results(group)
+    finally:
+        watch.cancel()
+
+
+class EventStream(Response):
+    """Server-sent events about a group of requests.
+
+    The status line waits for the first event: a request that is refused gets a plain
+    error with its status. A later error is an event. A client that leaves aborts the
+    group; one that reads slowly finds news merged.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        *,
+        group: RequestGroup,
+        release: Callable[[RequestGroup], None],
+    ) -> None:
+        self._events = events
+        self._group = group
+        self._release = release
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(_fail_on_disconnect(receive, self._group))
+        try:
+            with suppress(ClientDisconnected):
+                await self._send_all(scope, receive, send)
+        finally:
+            watch.cancel()
+            self._release(self._group)
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            chunk = await anext(self._events)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
+        )
+        await _send_chunk(send, chunk)
+        try:
+            async for chunk in self._events:
+                await _send_chunk(send, chunk)
+        except ApiError as error:
+            await _send_chunk(send, event(error.body()))
+        except ClientDisconnected:
+            raise
+        except Exception as error:
+            failure = log_failure("the stream broke off", error=error)
+            await _send_chunk(send, event(failure.body()))
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+async def _send_chunk(send: Send, chunk: bytes) -> None:
+    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+
+async def _fail_on_disconnect(receive: Receive, group: RequestGroup) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    logger.info(
+        "client disconnected; aborting %s", ", ".join(s.rid for s in group.states[:4])
+    )
+    group.fail(ClientDisconnected())

@@ -1,0 +1,264 @@
+"""The HTTP server: the app with all its routes, and one server from start to exit.
+
+Start: bind, start the scheduler, answer 503 until it is ready. Exit: SIGTERM and SIGINT
+drain for a few seconds (code 0); a scheduler that dies ends the server (code 1); a
+configuration that cannot be served is a `ValueError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.front import Front
+from sglang.srt.entrypoints.http_io import error_response
+from sglang.srt.entrypoints.middleware import (
+    ApiKeyMiddleware,
+    BodyLimitMiddleware,
+    ErrorMiddleware,
+)
+from sglang.srt.entrypoints.native_routes import NativeRoutes
+from sglang.srt.entrypoints.openai.routes import OpenAIRoutes
+from sglang.srt.managers.engine_core import EngineCore, start_engine
+from sglang.srt.managers.errors import ApiError, BadRequest, NotFound
+from sglang.srt.managers.io_struct import SchedulerReady
+from sglang.srt.managers.scheduler_process import SchedulerDied, available_cores
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.logging import configure_logging
+
+logger = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 5.0
+CLOSE_SECONDS = 3
+KEEP_ALIVE_SECONDS = 75
+BACKLOG = 4096
+MAX_OPEN_FILES = 65536
+
+
+def create_app(front: Front) -> FastAPI:
+    """The ASGI application; every error it answers has the shape of `ApiError.body`."""
+    app = FastAPI(title="SGLang", openapi_url=None, redirect_slashes=False)
+    app.router.routes[:] = [
+        *NativeRoutes(front).routes(),
+        *OpenAIRoutes(front).routes(),
+    ]
+    app.add_exception_handler(ApiError, _answer_api_error)
+    app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.add_middleware(BodyLimitMiddleware)
+    if front.server_args.api_key:
+        app.add_middleware(ApiKeyMiddleware, api_key=front.server_args.api_key)
+    app.add_middleware(ErrorMiddleware)
+    return app
+
+
+async def _answer_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_response(NotFound(f"no such path: {request.url.path}"))
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    answer = BadRequest(message, status=error.status_code)
+    answer.headers.update(error.headers or {})
+    return error_response(answer)
+
+
+def launch_server(server_args: ServerArgs) -> int:
+    """Serve until a signal or a failure; returns the exit code of the process.
+
+    Raises:
+        ValueError: the configuration cannot be served (port taken, no such model, ...).
+    """
+    configure_logging(server_args.log_level)
+    _raise_open_files()
+    listener = _bind(server_args)
+    with contextlib.closing(listener):
+        process, tokenizer = start_engine(
+            server_args, num_threads=available_cores() - 1
+        )
+
+        async def serve() -> int:
+            core = EngineCore(process, server_args=server_args, tokenizer=tokenizer)
+            return await _Server(core, server_args, listener).run()
+
+        return asyncio.run(serve())
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without its signal handlers: `_Server` drains before it stops uvicorn."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Server:
+    """One server from the first connection to the exit code."""
+
+    def __init__(
+        self, core: EngineCore, server_args: ServerArgs, listener: socket.socket
+    ) -> None:
+        self._core = core
+        self._server_args = server_args
+        self._listener = listener
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        front = Front(
+            server_args=server_args,
+            manager=core.manager,
+            model_name=server_args.served_model_name or "",
+        )
+        self._uvicorn = _QuietServer(
+            uvicorn.Config(
+                create_app(front),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=CLOSE_SECONDS,
+                backlog=BACKLOG,
+            )
+        )
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
+        ending = asyncio.create_task(self._serve_until_end())
+        try:
+            await _first(serving, ending)
+            if not ending.done():
+                _complain("the HTTP server ended; see the log")
+                return 1
+            return ending.result()
+        finally:
+            ending.cancel()
+            self._uvicorn.should_exit = True
+            await serving
+            self._core.close()
+
+    async def _serve_until_end(self) -> int:
+        stopping = asyncio.create_task(self._stop.wait())
+        starting = asyncio.create_task(self._core.wait_ready())
+        await _first(starting, stopping)
+        if not starting.done():
+            self._core.manager.set_draining()
+            self._core.process.kill()
+            with contextlib.suppress(SchedulerDied, ValueError):
+                await starting
+            _say("stopped before the model was loaded")
+            return 0
+        try:
+            self._announce(starting.result())
+        except SchedulerDied as error:
+            _complain(f"{error} while it started")
+            return 1
+        dying = asyncio.create_task(self._core.died.wait())
+        await _first(dying, stopping)
+        if not dying.done():
+            await self._drain(dying)
+        if self._core.died.is_set():
+            _complain("the scheduler process died; see the log")
+            return 1
+        _say("shut down")
+        return 0
+
+    async def _drain(self, dying: asyncio.Task[bool]) -> None:
+        """Let what runs finish for a while, then refuse the rest."""
+        manager = self._core.manager
+        manager.set_draining()
+        logger.info(
+            "shutting down: %d request(s) in flight get %g s",
+            manager.num_in_flight,
+            DRAIN_SECONDS,
+        )
+        idle = asyncio.create_task(manager.wait_idle(DRAIN_SECONDS))
+        hurry = asyncio.create_task(self._hurry.wait())
+        await _first(idle, hurry, dying)
+        idle.cancel()
+        hurry.cancel()
+        manager.refuse_all("the server is shutting down")
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    def _announce(self, ready: SchedulerReady) -> None:
+        # What was imported and loaded stays: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        args = self._server_args
+        host, port = self._listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        _say(
+            f"sglang-canary serves {args.served_model_name} on {args.device} "
+            f"({args.dtype}, {args.attention_backend}): "
+            f"{ready.max_total_num_tokens} KV slots, context {ready.context_len}, "
+            f"at most {args.max_running_requests} requests at once\n"
+            f"ready on http://{shown}:{port}"
+        )
+
+
+async def _first(*tasks: asyncio.Task[Any]) -> None:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _complain(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def _bind(server_args: ServerArgs) -> socket.socket:
+    """A listening address, before anything slow starts.
+
+    Raises:
+        ValueError: the address cannot be bound.
+    """
+    host, port = server_args.host, server_args.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio turns Nagle's algorithm off only where the protocol is spelled out; left
+    # on, an answer waits 40 ms for the client's delayed acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"--host {host} --port {port}: {error.strerror}; choose another"
+        ) from error
+    return listener
+
+
+def _raise_open_files() -> None:
+    """One connection is one file: use what the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else hard
+    wanted = min(wanted, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

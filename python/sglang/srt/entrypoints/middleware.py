@@ -1,0 +1,136 @@
+"""ASGI layers around the routes: last-resort errors, API key, size of bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from contextlib import suppress
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sglang.srt.entrypoints.http_io import error_response
+from sglang.srt.managers.errors import (
+    ApiError,
+    BadRequest,
+    ClientDisconnected,
+    log_failure,
+)
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+# After a refusal the rest of the body is read and dropped: a client that is still
+# sending would see a reset connection instead of the answer.
+MAX_DRAINED_BYTES = 256 * 1024 * 1024
+MAX_DRAIN_SECONDS = 10.0
+
+
+class ErrorMiddleware:
+    """Every exception becomes an answer; what nobody foresaw gets an id in the log."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        is_started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except (ClientDisconnect, ClientDisconnected):
+            return
+        except Exception as error:
+            answer = error if isinstance(error, ApiError) else None
+            if answer is None:
+                what = f"{scope['method']} {scope['path']} failed"
+                answer = log_failure(what, error=error)
+            if is_started:
+                raise
+            await error_response(answer)(scope, receive, send)
+
+
+class ApiKeyMiddleware:
+    """Asks every path but `/health` for `Authorization: Bearer <key>`."""
+
+    OPEN_PATHS = frozenset({"/health"})
+
+    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+        self._app = app
+        self._expected = b"Bearer " + api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self.OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+            return
+        error = BadRequest("the API key is missing or wrong", status=401)
+        error.headers["WWW-Authenticate"] = "Bearer"
+        await error_response(error)(scope, receive, send)
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies beyond `MAX_BODY_BYTES` with 413, announced or chunked."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if int(length) > MAX_BODY_BYTES:
+            await _refuse_body(int(length), receive, send)
+            return
+        seen = 0
+
+        async def counted_receive() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > MAX_BODY_BYTES:
+                raise _BodyTooLarge(seen)
+            return message
+
+        try:
+            await self._app(scope, counted_receive, send)
+        except _BodyTooLarge as error:
+            await _refuse_body(error.size, receive, send)
+
+
+class _BodyTooLarge(Exception):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.size = size
+
+
+async def _refuse_body(size: int, receive: Receive, send: Send) -> None:
+    error = BadRequest(
+        f"the body has {size} bytes or more; at most {MAX_BODY_BYTES} are accepted",
+        status=413,
+    )
+    response = error_response(error)
+    headers = [*response.raw_headers, (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": 413, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": True})
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(_drain(receive), MAX_DRAIN_SECONDS)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _drain(receive: Receive) -> None:
+    left = MAX_DRAINED_BYTES
+    while left > 0:
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return

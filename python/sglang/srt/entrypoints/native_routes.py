@@ -1,0 +1,173 @@
+"""SGLang's own routes: generate, health, info, cache, abort, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from sglang.srt.entrypoints.front import Front
+from sglang.srt.entrypoints.generate_api import (
+    GenerateAnswer,
+    GenerateRequest,
+    ParsedGenerate,
+    parse_generate,
+)
+from sglang.srt.entrypoints.http_io import (
+    EventStream,
+    event,
+    json_response,
+    read_body,
+    whole_results,
+)
+from sglang.srt.managers.errors import ApiError, BadRequest, NotFound, Unavailable
+from sglang.srt.managers.prompt_request import PromptRequest
+from sglang.srt.managers.request_state import RequestGroup
+from sglang.srt.metrics.front_metrics import CONTENT_TYPE
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.version import __version__
+
+HEALTH_TIMEOUT_SECONDS = 20.0
+SCRAPE_TIMEOUT_SECONDS = 1.0
+SECRET_FIELDS = frozenset({"api_key"})
+
+
+class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/abort_request`."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class NativeRoutes:
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._manager = front.manager
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/generate", self.generate, methods=["POST", "PUT"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/health_generate", self.health_generate, methods=["GET"]),
+            Route("/get_model_info", self.model_info, methods=["GET"]),
+            Route("/get_server_info", self.server_info, methods=["GET"]),
+            Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
+            Route("/abort_request", self.abort_request, methods=["POST"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+        ]
+
+    async def generate(self, request: Request) -> Response:
+        body = await read_body(request, GenerateRequest)
+        allow_hidden = self._front.server_args.enable_return_hidden_states
+        parsed = parse_generate(body, allow_hidden_states=allow_hidden)
+        group = await self._manager.submit(parsed.prompts)
+        if parsed.stream:
+            events = self._events(group, parsed)
+            return EventStream(events, group=group, release=self._manager.release)
+        updates = await whole_results(request, self._manager, group)
+        answers = [self._answer(parsed).add(update) for update in updates]
+        return json_response(answers if parsed.is_list else answers[0])
+
+    async def health(self, request: Request) -> Response:
+        if not self._front.is_ready:
+            raise Unavailable(f"the server is {self._manager.phase.value}")
+        return Response()
+
+    async def health_generate(self, request: Request) -> Response:
+        """200 once a real request of one token came back."""
+        probe = PromptRequest(
+            prompt=[0],
+            sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0),
+        )
+        group = await self._manager.submit([probe])
+        try:
+            results = self._manager.results(group)
+            await asyncio.wait_for(results, HEALTH_TIMEOUT_SECONDS)
+        except asyncio.TimeoutError:
+            raise Unavailable(
+                f"no token within {HEALTH_TIMEOUT_SECONDS:g} seconds"
+            ) from None
+        return Response()
+
+    async def model_info(self, request: Request) -> Response:
+        args, limits = self._front.server_args, self._manager.limits
+        tokenizer = self._manager.tokenizer
+        return json_response(
+            {
+                "model_path": args.model_path,
+                "tokenizer_path": args.tokenizer_path,
+                "served_model_name": self._front.model_name,
+                "is_generation": True,
+                "context_length": None if limits is None else limits.context_len,
+                "vocab_size": None if limits is None else limits.vocab_size,
+                "has_chat_template": tokenizer is not None
+                and tokenizer.chat_template is not None,
+            }
+        )
+
+    async def server_info(self, request: Request) -> Response:
+        limits = self._manager.limits
+        stats = await self._manager.scheduler_stats()
+        return json_response(
+            {
+                **public_args(self._front),
+                **({} if limits is None else dataclasses.asdict(limits)),
+                "status": self._manager.phase.value,
+                "version": __version__,
+                "num_in_flight": self._manager.num_in_flight,
+                "internal_states": [stats],
+            }
+        )
+
+    async def flush_cache(self, request: Request) -> Response:
+        if not await self._manager.flush_cache():
+            raise BadRequest(
+                "the cache was not flushed: requests are running or waiting"
+            )
+        return Response("Cache flushed.\n", media_type="text/plain")
+
+    async def abort_request(self, request: Request) -> Response:
+        body = await read_body(request, AbortRequest)
+        if not body.rid and not body.abort_all:
+            raise BadRequest("set rid or abort_all", param="rid")
+        self._manager.abort(body.rid, abort_all=body.abort_all)
+        return Response()
+
+    async def metrics(self, request: Request) -> Response:
+        metrics = self._manager.metrics
+        if metrics is None:
+            raise NotFound("start the server with --enable-metrics")
+        try:
+            stats = await self._manager.scheduler_stats(SCRAPE_TIMEOUT_SECONDS)
+        except ApiError:
+            # A scrape must not fail while the scheduler is busy: latencies are here.
+            stats = None
+        return Response(metrics.render(stats), media_type=CONTENT_TYPE)
+
+    def _answer(self, parsed: ParsedGenerate) -> GenerateAnswer:
+        return GenerateAnswer(self._manager.tokenizer, with_text=parsed.with_text)
+
+    async def _events(
+        self, group: RequestGroup, parsed: ParsedGenerate
+    ) -> AsyncIterator[bytes]:
+        answers = [self._answer(parsed) for _ in group.states]
+        async for news in self._manager.updates(group):
+            chunks = []
+            for update in news:
+                content = answers[update.index].add(update)
+                if parsed.is_list:
+                    content["index"] = update.index
+                chunks.append(event(content))
+            yield b"".join(chunks)
+
+
+def public_args(front: Front) -> dict[str, Any]:
+    """The server's flags, without secrets."""
+    values = dataclasses.asdict(front.server_args)
+    return {key: value for key, value in values.items() if key not in SECRET_FIELDS}

@@ -1,0 +1,206 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.front import Front
+from sglang.srt.entrypoints.http_io import (
+    EventStream,
+    event,
+    json_response,
+    read_body,
+    whole_results,
+)
+from sglang.srt.entrypoints.openai.common import (
+    MAX_TOP_LOGPROBS,
+    UsageCounter,
+    check_model,
+    finish_name,
+    includes_usage,
+    make_id,
+    matched_stop,
+    sampling_params,
+)
+from sglang.srt.entrypoints.openai.logprobs import chat_logprobs, need_tokenizer
+from sglang.srt.entrypoints.openai.protocol import ChatRequest
+from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.prompt_request import PromptRequest
+from sglang.srt.managers.request_state import RequestGroup, Update
+from sglang.srt.managers.template_manager import TemplateManager
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+# More than any context holds: a chat without a limit may fill what the prompt leaves.
+WHOLE_CONTEXT = 1 << 40
+
+
+class ChatApi:
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._manager = front.manager
+
+    async def handle(self, request: Request) -> Response:
+        body = await read_body(request, ChatRequest)
+        check_model(body.model, self._front.model_name)
+        tokenizer = need_tokenizer(self._manager.tokenizer)
+        with_usage = includes_usage(body)
+        prompt = _prompt_request(body, self._manager.templates)
+        group = await self._manager.submit([prompt])
+        answer = _ChatAnswer(self._front, tokenizer, prompt)
+        if body.stream:
+            events = self._events(group, answer, with_usage=with_usage)
+            return EventStream(events, group=group, release=self._manager.release)
+        updates = await whole_results(request, self._manager, group)
+        answer.usage.add(updates)
+        choices = [answer.choice(update) for update in updates]
+        usage = answer.usage.as_dict()
+        return json_response(answer.body("chat.completion", choices, usage=usage))
+
+    async def _events(
+        self, group: RequestGroup, answer: _ChatAnswer, *, with_usage: bool
+    ) -> AsyncIterator[bytes]:
+        is_first = True
+        async for news in self._manager.updates(group):
+            answer.usage.add(news)
+            chunks = answer.role_chunks(len(group.states)) if is_first else []
+            is_first = False
+            for update in news:
+                chunks += answer.delta_chunks(update)
+            yield b"".join(map(event, chunks))
+        if with_usage:
+            yield event(answer.chunk([], usage=answer.usage.as_dict()))
+
+
+class _ChatAnswer:
+    """Builds the chunks of a stream, or the one body without a stream."""
+
+    def __init__(
+        self, front: Front, tokenizer: Tokenizer, prompt: PromptRequest
+    ) -> None:
+        self.usage = UsageCounter(
+            n=prompt.sampling_params.n,
+            report_cached=front.server_args.enable_cache_report,
+        )
+        self._tokenizer = tokenizer
+        self._with_logprobs = prompt.return_logprob
+        self._id = make_id("chatcmpl")
+        self._created = int(time.time())
+        self._model = front.model_name
+
+    def body(
+        self,
+        kind: str,
+        choices: Sequence[dict[str, Any]],
+        *,
+        usage: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+            "usage": usage,
+        }
+
+    def chunk(
+        self, choices: Sequence[dict[str, Any]], *, usage: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return self.body("chat.completion.chunk", choices, usage=usage)
+
+    def choice(self, update: Update) -> dict[str, Any]:
+        return {
+            "index": update.index,
+            "message": {"role": "assistant", "content": update.text, "refusal": None},
+            "logprobs": self._logprobs(update),
+            "finish_reason": finish_name(update.finish_reason),
+            "matched_stop": matched_stop(update.finish_reason),
+        }
+
+    def role_chunks(self, count: int) -> list[dict[str, Any]]:
+        """The first chunk of every choice."""
+        delta = {"role": "assistant", "content": ""}
+        return [self.chunk([self._delta(i, delta)]) for i in range(count)]
+
+    def delta_chunks(self, update: Update) -> list[dict[str, Any]]:
+        """A chunk with the new text, and one with the finish reason at the end."""
+        chunks = []
+        logprobs = self._logprobs(update)
+        if update.text or logprobs is not None:
+            shown = self._delta(update.index, {"content": update.text})
+            shown["logprobs"] = logprobs
+            chunks.append(self.chunk([shown]))
+        if update.finish_reason is not None:
+            last = self._delta(update.index, {})
+            last["finish_reason"] = finish_name(update.finish_reason)
+            last["matched_stop"] = matched_stop(update.finish_reason)
+            chunks.append(self.chunk([last]))
+        return chunks
+
+    def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
+        }
+
+    def _logprobs(self, update: Update) -> dict[str, Any] | None:
+        if not self._with_logprobs or update.logprobs is None:
+            return None
+        return chat_logprobs(self._tokenizer, update.logprobs)
+
+
+def _prompt_request(body: ChatRequest, templates: TemplateManager) -> PromptRequest:
+    _refuse_unsupported(body)
+    max_tokens = body.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = body.max_tokens
+    params = sampling_params(
+        body, max_tokens=max_tokens, default_max_tokens=WHOLE_CONTEXT
+    )
+    text = templates.render(body.messages, variables=body.chat_template_kwargs or {})
+    return PromptRequest(
+        prompt=text,
+        # The template has written them already.
+        add_special_tokens=False,
+        sampling_params=params,
+        is_length_exact=max_tokens is not None,
+        stream=bool(body.stream),
+        return_logprob=bool(body.logprobs),
+        top_logprobs_num=body.top_logprobs or 0,
+        rid=body.rid,
+        extra_key=body.extra_key,
+    )
+
+
+def _refuse_unsupported(body: ChatRequest) -> None:
+    """Fields that would change the answer and cannot be honoured."""
+    asked: dict[str, bool] = {
+        "tools": bool(body.tools),
+        "tool_choice": body.tool_choice not in (None, "none", "auto"),
+        "functions": bool(body.functions),
+        "function_call": body.function_call not in (None, "none", "auto"),
+        "modalities": body.modalities not in (None, [], ["text"]),
+        "audio": body.audio is not None,
+        "prediction": body.prediction is not None,
+        "web_search_options": body.web_search_options is not None,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise BadRequest(f"{name} is not supported by this server", param=name)
+    top = body.top_logprobs
+    if top is None:
+        return
+    if not body.logprobs:
+        raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    if not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise BadRequest(
+            f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {top}",
+            param="top_logprobs",
+        )

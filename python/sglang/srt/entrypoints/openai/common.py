@@ -1,0 +1,126 @@
+"""What both OpenAI endpoints share: model names, sampling fields, usage, finishes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from sglang.srt.entrypoints.generate_api import parse_sampling_params
+from sglang.srt.entrypoints.openai.protocol import SAMPLING_FIELDS, Sampled
+from sglang.srt.managers.errors import BadRequest, NotFound
+from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.request_state import Update
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+JSON_OBJECT_SCHEMA = '{"type": "object"}'
+MAX_TOP_LOGPROBS = 20
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Refuse a model that is not served; a request may leave the name out."""
+    if asked is not None and asked != served:
+        raise NotFound(
+            f"the model {asked!r} does not exist; this server has {served!r}",
+            param="model",
+        )
+
+
+def make_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def sampling_params(
+    body: Sampled, *, max_tokens: int | None, default_max_tokens: int
+) -> SamplingParams:
+    """The body's sampling fields.
+
+    Raises:
+        BadRequest: a value is out of range, or two fields contradict each other.
+    """
+    values = msgspec.structs.asdict(body)
+    raw: dict[str, Any] = {
+        name: values[field]
+        for field, name in SAMPLING_FIELDS.items()
+        if values[field] is not None
+    }
+    raw["max_new_tokens"] = default_max_tokens if max_tokens is None else max_tokens
+    schema = _schema_of(body.response_format)
+    if schema is not None:
+        if "json_schema" in raw:
+            raise BadRequest(
+                "set response_format or json_schema, not both", param="response_format"
+            )
+        raw["json_schema"] = schema
+    return parse_sampling_params(raw)
+
+
+def _schema_of(response_format: dict[str, Any] | None) -> str | None:
+    """The JSON schema that `response_format` asks for, or None for free text."""
+    kind = "text" if response_format is None else response_format.get("type")
+    if response_format is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return JSON_OBJECT_SCHEMA
+    if kind != "json_schema":
+        raise BadRequest(
+            f"response_format.type is {kind!r}; supported: text, json_object, "
+            "json_schema",
+            param="response_format.type",
+        )
+    holder = response_format.get("json_schema")
+    schema = holder.get("schema") if isinstance(holder, dict) else None
+    if not isinstance(schema, dict):
+        raise BadRequest(
+            "response_format.json_schema.schema must be a JSON schema object",
+            param="response_format.json_schema",
+        )
+    return msgspec.json.encode(schema).decode()
+
+
+def includes_usage(body: Sampled) -> bool:
+    """Whether the stream ends with a chunk about usage."""
+    if body.stream_options is None:
+        return False
+    if not body.stream:
+        raise BadRequest("stream_options needs stream: true", param="stream_options")
+    return body.stream_options.include_usage
+
+
+def finish_name(reason: FinishReason | None) -> str | None:
+    """stop, length or abort."""
+    return None if reason is None else reason.type
+
+
+def matched_stop(reason: FinishReason | None) -> int | str | None:
+    """SGLang's addition to a choice: what ended it."""
+    return None if reason is None else reason.matched
+
+
+class UsageCounter:
+    """Token counts of all choices; the prompt of `n` choices counts once."""
+
+    def __init__(self, *, n: int, report_cached: bool) -> None:
+        self._n = n
+        self._report_cached = report_cached
+        self._latest: dict[int, Update] = {}
+
+    def add(self, updates: Iterable[Update]) -> None:
+        for update in updates:
+            self._latest[update.index] = update
+
+    def as_dict(self) -> dict[str, Any]:
+        firsts = [u for u in self._latest.values() if u.index % self._n == 0]
+        prompt = sum(update.prompt_tokens for update in firsts)
+        completion = sum(u.completion_tokens for u in self._latest.values())
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+        if self._report_cached:
+            cached = sum(update.cached_tokens for update in firsts)
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage

@@ -1,0 +1,183 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sglang.srt.entrypoints.front import Front
+from sglang.srt.entrypoints.generate_api import split_ids
+from sglang.srt.entrypoints.http_io import (
+    EventStream,
+    event,
+    json_response,
+    read_body,
+    whole_results,
+)
+from sglang.srt.entrypoints.openai.common import (
+    MAX_TOP_LOGPROBS,
+    UsageCounter,
+    check_model,
+    finish_name,
+    includes_usage,
+    make_id,
+    matched_stop,
+    sampling_params,
+)
+from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs, need_tokenizer
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest
+from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.prompt_request import PromptRequest
+from sglang.srt.managers.request_state import RequestGroup, Update
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionApi:
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._manager = front.manager
+
+    async def handle(self, request: Request) -> Response:
+        body = await read_body(request, CompletionRequest)
+        check_model(body.model, self._front.model_name)
+        tokenizer = need_tokenizer(self._manager.tokenizer)
+        with_usage = includes_usage(body)
+        prompts = _prompt_requests(body)
+        group = await self._manager.submit(prompts)
+        answer = _CompletionAnswer(self._front, tokenizer, body, prompts)
+        if body.stream:
+            events = self._events(group, answer, with_usage=with_usage)
+            return EventStream(events, group=group, release=self._manager.release)
+        updates = await whole_results(request, self._manager, group)
+        answer.usage.add(updates)
+        choices = [answer.choice(update) for update in updates]
+        return json_response(answer.body(choices, usage=answer.usage.as_dict()))
+
+    async def _events(
+        self, group: RequestGroup, answer: _CompletionAnswer, *, with_usage: bool
+    ) -> AsyncIterator[bytes]:
+        async for news in self._manager.updates(group):
+            answer.usage.add(news)
+            yield b"".join(
+                event(answer.body([answer.choice(update)])) for update in news
+            )
+        if with_usage:
+            yield event(answer.body([], usage=answer.usage.as_dict()))
+
+
+class _CompletionAnswer:
+    """Builds the chunks of a stream, or the one body without a stream."""
+
+    def __init__(
+        self,
+        front: Front,
+        tokenizer: Tokenizer,
+        body: CompletionRequest,
+        prompts: list[PromptRequest],
+    ) -> None:
+        n = prompts[0].sampling_params.n
+        self.usage = UsageCounter(
+            n=n, report_cached=front.server_args.enable_cache_report
+        )
+        self._tokenizer = tokenizer
+        self._top = body.logprobs
+        self._echo = bool(body.echo)
+        self._prompts = [prompt.prompt for prompt in prompts for _ in range(n)]
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._head = {
+            "id": make_id("cmpl"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": front.model_name,
+        }
+
+    def body(
+        self, choices: list[dict[str, Any]], *, usage: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {**self._head, "choices": choices, "usage": usage}
+
+    def choice(self, update: Update) -> dict[str, Any]:
+        """The choice of `update`; the first of each index shows the echoed prompt."""
+        text = update.text
+        is_first = update.index not in self._logprobs
+        if is_first:
+            self._logprobs[update.index] = CompletionLogprobs(
+                self._tokenizer, top=self._top or 0
+            )
+            if self._echo:
+                text = self._prompt_text(update.index) + text
+        return {
+            "index": update.index,
+            "text": text,
+            "logprobs": self._shown_logprobs(update),
+            "finish_reason": finish_name(update.finish_reason),
+            "matched_stop": matched_stop(update.finish_reason),
+        }
+
+    def _shown_logprobs(self, update: Update) -> dict[str, Any] | None:
+        if self._top is None or update.logprobs is None:
+            return None
+        shown = self._logprobs[update.index]
+        return shown.add(update.logprobs, with_input=self._echo)
+
+    def _prompt_text(self, index: int) -> str:
+        prompt = self._prompts[index]
+        if isinstance(prompt, str):
+            return prompt
+        return self._tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def _prompt_requests(body: CompletionRequest) -> list[PromptRequest]:
+    if body.suffix:
+        raise BadRequest("suffix is not supported", param="suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise BadRequest("best_of must equal n", param="best_of")
+    if body.logprobs is not None and not 0 <= body.logprobs <= MAX_TOP_LOGPROBS:
+        raise BadRequest(
+            f"logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {body.logprobs}",
+            param="logprobs",
+        )
+    params = sampling_params(
+        body, max_tokens=body.max_tokens, default_max_tokens=DEFAULT_MAX_TOKENS
+    )
+    prompts = _prompts(body.prompt)
+    if body.rid is not None and len(prompts) > 1:
+        raise BadRequest("rid needs a single prompt", param="rid")
+    return [
+        PromptRequest(
+            prompt=prompt,
+            sampling_params=params,
+            is_length_exact=body.max_tokens is not None,
+            stream=bool(body.stream),
+            return_logprob=body.logprobs is not None,
+            logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
+            top_logprobs_num=body.logprobs or 0,
+            rid=body.rid,
+            extra_key=body.extra_key,
+        )
+        for prompt in prompts
+    ]
+
+
+def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """A text, texts, token ids, or lists of them."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and all(isinstance(entry, str) for entry in prompt):
+        return list(prompt)
+    flat = [
+        i for entry in prompt for i in (entry if isinstance(entry, list) else [entry])
+    ]
+    if not prompt or any(type(token) is not int for token in flat):
+        raise BadRequest(
+            "prompt must be a string, a list of strings, a list of token ids or a list "
+            "of such lists",
+            param="prompt",
+        )
+    return split_ids(prompt, name="prompt")[0]

@@ -1,0 +1,116 @@
+"""OpenAI's request bodies, with the sampling fields that SGLang adds.
+
+A field that this engine cannot honour is refused by name; those in `Harmless` are
+accepted without effect, because common clients send them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+# Field of the body -> name in SamplingParams, where both mean the same.
+SAMPLING_FIELDS: dict[str, str] = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "logit_bias": "logit_bias",
+    "stop": "stop",
+    "n": "n",
+    "seed": "sampling_seed",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "min_tokens": "min_new_tokens",
+    "stop_token_ids": "stop_token_ids",
+    "stop_regex": "stop_regex",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+    "no_stop_trim": "no_stop_trim",
+    "regex": "regex",
+    "ebnf": "ebnf",
+    "json_schema": "json_schema",
+}
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Harmless(msgspec.Struct, kw_only=True):
+    """Fields about accounts, storage or caching elsewhere: no effect here."""
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    verbosity: Any = None
+    reasoning_effort: Any = None
+
+
+class Sampled(Harmless, kw_only=True):
+    """Fields of both endpoints. None means the default."""
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+    rid: str | None = None
+    extra_key: str | None = None
+
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+
+
+class CompletionRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/v1/completions`."""
+
+    prompt: str | list[Any]
+    echo: bool | None = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class ChatRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None

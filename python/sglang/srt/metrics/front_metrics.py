@@ -1,0 +1,157 @@
+"""Prometheus metrics: latencies recorded by the front, the scheduler's own numbers.
+
+Owns the registry and every metric name. Needs neither torch nor a web framework.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from sglang.srt.managers.io_struct import RequestOutput, SchedulerStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+LABEL = "model_name"
+FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
+)
+INTER_TOKEN_BUCKETS = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
+    *(0.075, 0.1, 0.2, 0.5, 1.0, 2.0),
+)
+E2E_BUCKETS = (
+    *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0),
+    *(120.0, 300.0, 600.0),
+)
+
+# Field of SchedulerStats -> (metric, help).
+GAUGES: dict[str, tuple[str, str]] = {
+    "num_running_reqs": ("sglang:num_running_reqs", "Requests in the running batch."),
+    "num_queue_reqs": ("sglang:num_queue_reqs", "Requests that wait."),
+    "num_used_tokens": ("sglang:num_used_tokens", "KV slots held by requests."),
+    "max_total_num_tokens": ("sglang:max_total_num_tokens", "KV slots of the pool."),
+    "token_usage": ("sglang:token_usage", "Share of KV slots held by requests."),
+    "gen_throughput": ("sglang:gen_throughput", "Output tokens per second."),
+    "cache_hit_rate": ("sglang:cache_hit_rate", "Share of prompt tokens in the cache."),
+    "num_retracted_reqs": (
+        "sglang:num_retracted_reqs",
+        "Requests that lost their KV slots and run again.",
+    ),
+    "spec_accept_length": (
+        "sglang:spec_accept_length",
+        "Tokens per verification step of speculative decoding.",
+    ),
+}
+# The exposition format appends `_total` to these names.
+COUNTERS: dict[str, tuple[str, str]] = {
+    "prompt_tokens_total": ("sglang:prompt_tokens", "Prompt tokens of requests."),
+    "generation_tokens_total": ("sglang:generation_tokens", "Tokens generated."),
+    "cached_tokens_total": ("sglang:cached_tokens", "Prompt tokens from the cache."),
+    "num_requests_total": ("sglang:num_requests", "Requests that the scheduler took."),
+    "num_aborted_requests_total": (
+        "sglang:num_aborted_requests",
+        "Requests that ended with an abort.",
+    ),
+    "forward_passes_total": ("sglang:forward_passes", "Forwards of the model."),
+    "cuda_graph_passes_total": (
+        "sglang:cuda_graph_passes",
+        "Forwards that replayed a CUDA graph.",
+    ),
+}
+
+
+class TimedRequest(Protocol):
+    """What latencies are measured on: times in seconds of the monotonic clock."""
+
+    arrived: float
+    last_output: float | None
+
+    @property
+    def is_stream(self) -> bool: ...
+
+
+class FrontMetrics:
+    """All metrics of one server, labelled with the model's name."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._stats = _StatsCollector(model_name)
+        self._registry.register(self._stats)
+        self._first_token = self._histogram(
+            "sglang:time_to_first_token_seconds",
+            "From arrival to the first token, of requests that stream.",
+            FIRST_TOKEN_BUCKETS,
+            model_name,
+        )
+        self._inter_token = self._histogram(
+            "sglang:inter_token_latency_seconds",
+            "Between two tokens, of requests that stream.",
+            INTER_TOKEN_BUCKETS,
+            model_name,
+        )
+        self._e2e = self._histogram(
+            "sglang:e2e_request_latency_seconds",
+            "From arrival to the end.",
+            E2E_BUCKETS,
+            model_name,
+        )
+
+    def on_output(self, request: TimedRequest, output: RequestOutput) -> None:
+        """News of a request."""
+        now = time.monotonic()
+        new_tokens = len(output.output_ids)
+        if request.is_stream and new_tokens:
+            if request.last_output is None:
+                self._first_token.observe(now - request.arrived)
+            else:
+                gap = (now - request.last_output) / new_tokens
+                for _ in range(new_tokens):
+                    self._inter_token.observe(gap)
+        request.last_output = now
+        if output.finish_reason is not None and output.finish_reason.type != "abort":
+            self._e2e.observe(now - request.arrived)
+
+    def render(self, stats: SchedulerStats | None) -> bytes:
+        """The exposition text; without `stats` the scheduler's numbers are left out."""
+        self._stats.current = stats
+        return generate_latest(self._registry)
+
+    def _histogram(
+        self, name: str, text: str, buckets: Sequence[float], model_name: str
+    ) -> Histogram:
+        family = Histogram(
+            name, text, labelnames=(LABEL,), buckets=buckets, registry=self._registry
+        )
+        return family.labels(model_name)
+
+
+class _StatsCollector:
+    """Shows the `SchedulerStats` that were fetched for this scrape."""
+
+    def __init__(self, model_name: str) -> None:
+        self.current: SchedulerStats | None = None
+        self._labels = [model_name]
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.current
+        if stats is None:
+            return
+        values = msgspec.structs.asdict(stats)
+        for field, (name, text) in GAUGES.items():
+            gauge = GaugeMetricFamily(name, text, labels=[LABEL])
+            gauge.add_metric(self._labels, values[field])
+            yield gauge
+        for field, (name, text) in COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=[LABEL])
+            counter.add_metric(self._labels, values[field])
+            yield counter

@@ -1,0 +1,118 @@
+"""Stop strings: what is shown, what is held back; streams equal whole answers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.output_text import OutputText, held_back
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.hf_tokenizer import load_tokenizer
+from sglang.srt.utils.paths import bundled_demo_model_path
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scale import count
+
+register_cpu_ci(est_time=4, suite="cpu")
+
+TOKENIZER = load_tokenizer(str(bundled_demo_model_path()))
+LENGTH = FinishReason(type="length", length=1)
+PIECES = st.lists(
+    st.sampled_from(["a", "ab", "b", "\n", "\n\n", "é", "x", "def"]), max_size=25
+)
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text)
+
+
+def stopped_at(pieces: list[list[int]], stop: str) -> tuple[list[list[int]], str]:
+    """The tokens up to the one that completes `stop`, and their whole text."""
+    shown = OutputText(TOKENIZER, SamplingParams())
+    text, kept = "", []
+    for token in (token for piece in pieces for token in piece):
+        text += shown.push([token])
+        kept.append([token])
+        if stop in text:
+            break
+    return kept, text
+
+
+@given(pieces=PIECES, stop=st.sampled_from(["ab", "aba", "\n\n", "bé", "ef"]))
+@settings(max_examples=count(ci=300, full=10000), derandomize=True, deadline=None)
+def test_streamed_pieces_join_to_the_trimmed_text(pieces: list[str], stop: str) -> None:
+    steps, whole = stopped_at([ids_of(piece) for piece in pieces], stop)
+    if not steps:
+        return
+    reason = LENGTH
+    if stop in whole:
+        reason = FinishReason(type="stop", matched=stop)
+    streamed = OutputText(TOKENIZER, SamplingParams(stop=[stop]))
+    parts = [streamed.push(step) for step in steps[:-1]]
+    parts.append(streamed.push(steps[-1], reason))
+    assert "".join(parts) == whole.split(stop)[0]
+    at_once = OutputText(TOKENIZER, SamplingParams(stop=[stop]))
+    flat = [token for step in steps for token in step]
+    assert at_once.push(flat, reason) == "".join(parts)
+
+
+def test_the_stop_string_is_kept_where_asked() -> None:
+    shown = OutputText(TOKENIZER, SamplingParams(stop=["ab"], no_stop_trim=True))
+    reason = FinishReason(type="stop", matched="ab")
+    assert shown.push(ids_of("xab"), reason) == "xab"
+
+
+def test_a_match_before_min_new_tokens_is_not_cut() -> None:
+    """The first "ab" did not end the output; only the last one is trimmed."""
+    shown = OutputText(TOKENIZER, SamplingParams(stop=["ab"]))
+    reason = FinishReason(type="stop", matched="ab")
+    tokens = [token for piece in ("ab", "x", "a", "b") for token in ids_of(piece)]
+    assert shown.push(tokens, reason) == "abx"
+
+
+def test_text_that_matched_a_pattern_is_kept() -> None:
+    shown = OutputText(TOKENIZER, SamplingParams(stop_regex=["a+b"]))
+    reason = FinishReason(type="stop", matched="aab")
+    assert shown.push(ids_of("xaab"), reason) == "xaab"
+
+
+@pytest.mark.parametrize(("keep", "text"), [(False, "x"), (True, "xdef")])
+def test_stop_tokens_are_not_shown(keep: bool, text: str) -> None:
+    tokens = ids_of("x") + ids_of("def")[:1]
+    params = SamplingParams(stop_token_ids=tokens[-1:], no_stop_trim=keep)
+    reason = FinishReason(type="stop", matched=tokens[-1])
+    assert OutputText(TOKENIZER, params).push(tokens, reason) == text
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_the_end_token_is_not_shown(skip: bool) -> None:
+    assert TOKENIZER.eos_token_id is not None
+    tokens = [*ids_of("x"), TOKENIZER.eos_token_id]
+    params = SamplingParams(skip_special_tokens=skip)
+    reason = FinishReason(type="stop", matched=TOKENIZER.eos_token_id)
+    assert OutputText(TOKENIZER, params).push(tokens, reason) == "x"
+
+
+@given(
+    text=st.text("ab", max_size=12),
+    stops=st.lists(st.text("ab", min_size=1), max_size=3),
+)
+@settings(max_examples=count(ci=300, full=5000), derandomize=True, deadline=None)
+def test_held_back_is_the_longest_beginning_of_a_stop(
+    text: str, stops: list[str]
+) -> None:
+    expected = max(
+        (
+            n
+            for n in range(1, len(text) + 1)
+            for stop in stops
+            if n < len(stop) and stop.startswith(text[-n:])
+        ),
+        default=0,
+    )
+    assert held_back(text, stops) == expected
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))

@@ -1,0 +1,339 @@
+"""Bad input against a running server: a clear answer each, and nothing else is harmed.
+
+While the bad requests come in, good ones run; their outputs must not change, and at the
+end no KV slot may be held.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from live_server import CONTEXT, Server, greedy
+
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=15, suite="cpu")
+
+POOL = 3000
+MIB = 1024 * 1024
+
+
+class Bystander:
+    """Sends good requests all the time and compares each answer with the first one."""
+
+    PROMPTS = ("good morning", "the same prefix, first", "the same prefix, second")
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._expected = [self._outputs(prompt) for prompt in self.PROMPTS]
+        self._stop = threading.Event()
+        self.rounds = 0
+        self.wrong: list[str] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _outputs(self, prompt: str) -> list[int]:
+        ids: list[int] = self._server.generate(prompt, max_new_tokens=30)["output_ids"]
+        return ids
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.02):
+            for prompt, expected in zip(self.PROMPTS, self._expected, strict=True):
+                try:
+                    if self._outputs(prompt) != expected:
+                        self.wrong.append(prompt)
+                except (AssertionError, httpx.HTTPError) as error:
+                    self.wrong.append(f"{prompt}: {error}")
+            self.rounds += 1
+
+    def finish(self) -> None:
+        self._stop.set()
+        self._thread.join(30)
+        assert self.rounds > 3
+        assert not self.wrong
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Server]) -> Iterator[Server]:
+    running = start_server("--max-total-tokens", str(POOL)).wait_ready()
+    bystander = Bystander(running)
+    yield running
+    bystander.finish()
+    running.wait_idle()
+    assert running.post("/flush_cache", {}).status_code == 200
+    assert "Traceback" not in running.log()
+
+
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error of `response`, whose shape is always the same."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    return error
+
+
+def raw(server: Server, body: bytes, path: str = "/generate") -> httpx.Response:
+    with server.client() as client:
+        headers = {"content-type": "application/json"}
+        return client.post(path, content=body, headers=headers)
+
+
+PARAMS: list[tuple[dict[str, Any], str]] = [
+    ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1"),
+    ({"max_new_tokens": "many"}, "max_new_tokens"),
+    ({"max_new_tokens": 1.5}, "max_new_tokens"),
+    ({"temperature": -0.5}, "temperature must be at least 0"),
+    ({"top_p": 0}, "top_p must be in (0, 1]"),
+    ({"top_k": 0}, "top_k must be -1"),
+    ({"min_p": 2}, "min_p must be in [0, 1]"),
+    ({"n": 1000}, "n must be between 1 and 128"),
+    ({"frequency_penalty": 3}, "frequency_penalty must be in [-2, 2]"),
+    ({"stop": [""]}, "stop must not contain an empty string"),
+    ({"stop_regex": "("}, "is not a regular expression"),
+    ({"stop_token_ids": [257]}, "outside the vocabulary of 257"),
+    ({"logit_bias": {"x": 1}}, "keys must be token ids"),
+    ({"sampling_seed": -1}, "sampling_seed must be between 0 and"),
+    ({"tempreture": 1}, "unknown field(s) 'tempreture'"),
+    ({"json_schema": "{", "regex": "a"}, "only one of json_schema, regex, ebnf"),
+    ({"min_new_tokens": 9, "max_new_tokens": 3}, "min_new_tokens (9) must not exceed"),
+]
+
+
+@pytest.mark.parametrize(("params", "message"), PARAMS)
+def test_sampling_params(server: Server, params: dict[str, Any], message: str) -> None:
+    body = {"text": "x", "sampling_params": params}
+    assert message in error_of(server.post("/generate", body))["message"]
+
+
+BODIES: list[tuple[dict[str, Any], str]] = [
+    ({}, "exactly one of text and input_ids"),
+    ({"text": "a", "input_ids": [1]}, "exactly one of text and input_ids"),
+    ({"text": ""}, "the prompt is empty"),
+    ({"text": []}, "text is an empty list"),
+    ({"input_ids": []}, "the prompt is empty"),
+    ({"input_ids": [[1], []]}, "the prompt is empty"),
+    ({"input_ids": [1, [2]]}, "mixes token ids"),
+    ({"input_ids": [257]}, "257, outside the vocabulary of 257"),
+    ({"input_ids": [-1]}, "-1, outside the vocabulary"),
+    ({"input_ids": ["a"]}, "input_ids"),
+    ({"input_ids": [2**70]}, "input_ids"),
+    ({"input_embeds": [[0.5]]}, "input_embeds is not available"),
+    ({"text": 5}, "text"),
+    ({"text": "x", "streem": True}, "unknown field 'streem'; known fields: text"),
+    ({"text": "x", "stream": "yes"}, "stream"),
+    ({"text": "x", "return_hidden_states": True}, "--enable-return-hidden-states"),
+    ({"text": "x", "top_logprobs_num": -1}, "top_logprobs_num must be between"),
+    ({"text": "x", "return_logprob": True, "logprob_start_len": 9}, "below the 1 tok"),
+    ({"text": ["x", "y"], "rid": "one"}, "rid must be a list"),
+    ({"text": ["x", "y"], "rid": ["one"]}, "rid has 1 entries for 2 prompt(s)"),
+    ({"text": "x", "rid": "r" * 300}, "rid must have 1 to 256 characters"),
+    ({"text": ["x"] * 5000}, "asks for 5000 outputs"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BODIES)
+def test_bodies(server: Server, body: dict[str, Any], message: str) -> None:
+    assert message in error_of(server.post("/generate", body))["message"]
+
+
+RAW: list[tuple[str, str]] = [
+    ("", "not valid JSON"),
+    ("{", "not valid JSON"),
+    ('{"FIELD": "x"} trailing', "not valid JSON"),
+    ('{"FIELD": "\udcff\udcfe"}', "not valid UTF-8"),
+    ('{"FIELD": "\\ud800"}', "not valid JSON"),
+    ('{"FIELD": NaN}', "not valid JSON"),
+    ('{"NESTED": ' + '{"a":' * 50_000, "nested too deeply"),
+    ("[]", "Expected `object`"),
+    ("null", "Expected `object`"),
+]
+FIELDS = {
+    "/generate": ("text", "sampling_params"),
+    "/v1/completions": ("prompt", "metadata"),
+}
+
+
+@pytest.mark.parametrize("path", FIELDS)
+@pytest.mark.parametrize(("body", "message"), RAW)
+def test_broken_json(server: Server, path: str, body: str, message: str) -> None:
+    field, nested = FIELDS[path]
+    text = body.replace("FIELD", field).replace("NESTED", nested)
+    error = error_of(raw(server, text.encode(errors="surrogateescape"), path))
+    assert message in error["message"]
+
+
+def test_a_prompt_longer_than_the_context(server: Server) -> None:
+    error = error_of(server.post("/generate", {"input_ids": [1] * CONTEXT}))
+    assert f"{CONTEXT} tokens, but at most {CONTEXT - 1}" in error["message"]
+    error = error_of(server.post("/generate", {"text": "x" * 5 * MIB}))
+    assert f"at most {CONTEXT - 1} tokens fit" in error["message"]
+
+
+def test_more_new_tokens_than_fit(server: Server) -> None:
+    body = {"input_ids": [1] * 2000, "sampling_params": {"max_new_tokens": 100}}
+    error = error_of(server.post("/generate", body))
+    assert "max_new_tokens is 100" in error["message"]
+    assert "at most 48 fit" in error["message"]
+    assert error["param"] == "max_new_tokens"
+
+
+def test_invalid_grammars(server: Server) -> None:
+    grammars: list[dict[str, Any]] = [
+        {"json_schema": "{not json"},
+        {"json_schema": {"type": "no-such-type"}},
+        {"regex": "(["},
+        {"ebnf": "root = = ="},
+    ]
+    for grammar in grammars:
+        body = {"text": "x", "sampling_params": grammar}
+        error = error_of(server.post("/generate", body))
+        assert next(iter(grammar)) in error["message"], error
+        # The status of a stream is decided before its first byte.
+        streamed = server.post("/generate", {**body, "stream": True})
+        assert error_of(streamed)["message"] == error["message"]
+    chat = {
+        "messages": [{"role": "user", "content": "x"}],
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "n", "schema": {"type": 5}},
+        },
+    }
+    error_of(server.post("/v1/chat/completions", chat))
+
+
+def test_a_rid_that_is_in_use(server: Server) -> None:
+    body = {"text": ["a", "b"], "rid": ["twin", "twin"]}
+    assert "'twin' is in use" in error_of(server.post("/generate", body))["message"]
+
+
+def test_unknown_paths_methods_and_models(server: Server) -> None:
+    assert "/v2/chat" in error_of(server.post("/v2/chat", {}), 404)["message"]
+    assert "GET /generate" in error_of(server.get("/generate"), 405)["message"]
+    body = {"model": "gpt-9", "prompt": "x"}
+    error_of(server.post("/v1/completions", body), 404)
+    error_of(server.get("/metrics"), 404)
+    error_of(server.post("/abort_request", {}))
+    assert server.post("/abort_request", {"rid": "nobody"}).status_code == 200
+
+
+def test_100_mb_body_announced(server: Server) -> None:
+    response = raw(server, b'{"text": "' + b"x" * (100 * MIB) + b'"}')
+    assert "at most 33554432" in error_of(response, 413)["message"]
+
+
+def test_100_mb_body_chunked(server: Server) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b"x" * MIB
+
+    with server.client() as client:
+        response = client.post("/generate", content=chunks())
+    assert "at most 33554432" in error_of(response, 413)["message"]
+
+
+def test_a_client_that_asks_before_it_sends(server: Server) -> None:
+    """`Expect: 100-continue`: refused before the body is sent."""
+    with connect(server) as connection:
+        head = "POST /generate HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+        connection.sendall(f"{head}Content-Length: {100 * MIB}\r\n\r\n".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_just_below_the_limit_is_read(server: Server) -> None:
+    body = json.dumps({"text": "x" * (32 * MIB - 100)}).encode()
+    assert "tokens fit" in error_of(raw(server, body))["message"]
+
+
+def test_a_body_that_never_comes(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\n")
+        connection.sendall(b"Content-Length: 1000\r\n\r\n{")
+    assert server.get("/health").status_code == 200
+
+
+def test_garbage_instead_of_http(server: Server) -> None:
+    with connect(server) as connection:
+        connection.sendall(
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello\r\n\r\n"
+        )
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_disconnects(server: Server, stream: bool) -> None:
+    """The request is aborted and its slots are free again."""
+    rid = f"leaver-{stream}"
+    body = {
+        "text": f"disconnect {stream}",
+        "sampling_params": greedy(max_new_tokens=2000),
+        "stream": stream,
+        "rid": rid,
+    }
+    with connect(server) as connection:
+        send_request(connection, body)
+        if stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        else:
+            while "in use" not in server.post("/generate", reused(rid)).text:
+                time.sleep(0.001)
+    wait_for_log(server, f"client disconnected; aborting {rid}")
+    deadline = time.monotonic() + 10
+    while server.post("/generate", reused(rid)).status_code != 200:
+        # The name is free once the scheduler has let go of the aborted request.
+        assert time.monotonic() < deadline
+
+
+def reused(rid: str) -> dict[str, Any]:
+    return {"text": "x", "sampling_params": greedy(max_new_tokens=1), "rid": rid}
+
+
+def connect(server: Server, *, receive_buffer: int | None = None) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(20)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def send_request(connection: socket.socket, body: dict[str, Any]) -> None:
+    content = json.dumps(body).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}"
+    connection.sendall(head.encode() + b"\r\n\r\n" + content)
+
+
+def wait_for_log(server: Server, text: str) -> None:
+    for _ in range(500):
+        if any(text in line for line in server.lines):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{text!r} is not in the log:\n{server.log()}")
+
+
+def test_a_reader_that_stops_reading_blocks_nobody(server: Server) -> None:
+    body = {
+        "text": ["slow reader"] * 8,
+        "sampling_params": greedy(max_new_tokens=250),
+        "stream": True,
+        "return_logprob": True,
+    }
+    with connect(server, receive_buffer=4096) as connection:
+        send_request(connection, body)
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        for _ in range(5):
+            assert server.generate("meanwhile", max_new_tokens=4)["output_ids"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))

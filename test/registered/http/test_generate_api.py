@@ -1,0 +1,271 @@
+"""`/generate` and the control routes, on a running server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from live_server import CONTEXT, Server, events, greedy
+
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=12, suite="cpu")
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Server]) -> Iterator[Server]:
+    running = start_server("--enable-metrics", "--log-requests").wait_ready()
+    yield running
+    running.wait_idle()
+
+
+def test_answer_has_the_documented_fields(server: Server) -> None:
+    answer = server.generate("hello", max_new_tokens=5)
+    assert set(answer) == {"text", "output_ids", "meta_info"}
+    meta = answer["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 5}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (5, 5)
+    assert len(answer["output_ids"]) == 5
+    assert bytes(answer["output_ids"]).decode(errors="replace") == answer["text"]
+    assert {"id", "cached_tokens", "e2e_latency"} <= set(meta)
+
+
+def test_a_list_of_prompts_gives_a_list_in_order(server: Server) -> None:
+    prompts = ["one", "two", "three"]
+    single = [server.generate(prompt)["output_ids"] for prompt in prompts]
+    body = {"text": prompts, "sampling_params": greedy(), "rid": ["l1", "l2", "l3"]}
+    answers = server.post("/generate", body).json()
+    assert [answer["output_ids"] for answer in answers] == single
+    assert [answer["meta_info"]["id"] for answer in answers] == ["l1", "l2", "l3"]
+
+
+def test_options_per_prompt(server: Server) -> None:
+    params = [greedy(max_new_tokens=2), greedy(max_new_tokens=3)]
+    body = {"input_ids": [[1, 2], [3]], "sampling_params": params}
+    answers = server.post("/generate", body).json()
+    assert [len(answer["output_ids"]) for answer in answers] == [2, 3]
+
+
+def test_n_outputs_are_a_list_and_seeds_repeat(server: Server) -> None:
+    params = greedy(temperature=1.0, n=3, sampling_seed=11)
+    body = {"text": "x", "sampling_params": params}
+    first, second = (server.post("/generate", body).json() for _ in range(2))
+    outputs = [answer["output_ids"] for answer in first]
+    assert outputs == [answer["output_ids"] for answer in second]
+    assert len({tuple(output) for output in outputs}) == 3
+
+
+def test_streams_are_cumulative_and_end_like_the_whole_answer(server: Server) -> None:
+    whole = server.generate("stream me", max_new_tokens=40)
+    body = {
+        "text": "stream me",
+        "sampling_params": greedy(max_new_tokens=40),
+        "stream": True,
+    }
+    with server.client() as client, client.stream("POST", "/generate", json=body) as r:
+        assert r.status_code == 200
+        assert r.headers["content-type"].startswith("text/event-stream")
+        chunks = events(r)
+    assert len(chunks) > 1
+    for before, after in zip(chunks, chunks[1:], strict=False):
+        assert after["text"].startswith(before["text"])
+        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+    assert chunks[-1]["text"] == whole["text"]
+    assert chunks[-1]["output_ids"] == whole["output_ids"]
+    assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "length"
+    assert all(c["meta_info"]["finish_reason"] is None for c in chunks[:-1])
+
+
+def test_a_stream_of_a_list_carries_indices(server: Server) -> None:
+    body = {"text": ["a", "b"], "sampling_params": greedy(), "stream": True}
+    with server.client() as client, client.stream("POST", "/generate", json=body) as r:
+        chunks = events(r)
+    last = {chunk["index"]: chunk for chunk in chunks}
+    for index, prompt in enumerate("ab"):
+        expected = server.generate(prompt)["output_ids"]
+        assert last[index]["output_ids"] == expected
+
+
+def test_logprobs(server: Server) -> None:
+    body = {
+        "text": "abc",
+        "sampling_params": greedy(max_new_tokens=4),
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+        "return_text_in_logprobs": True,
+    }
+    answer = server.post("/generate", body).json()
+    meta = answer["meta_info"]
+    tokens = [entry[1] for entry in meta["output_token_logprobs"]]
+    assert tokens == answer["output_ids"]
+    inputs = meta["input_token_logprobs"]
+    assert [entry[1:] for entry in inputs] == [[97, "a"], [98, "b"], [99, "c"]]
+    assert inputs[0][0] is None and inputs[1][0] < 0
+    assert meta["input_top_logprobs"][0] is None
+    assert [len(top) for top in meta["output_top_logprobs"]] == [2] * 4
+    for entry, top in zip(
+        meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True
+    ):
+        assert top[0][:2] == entry[:2] and top[0][0] >= top[1][0]
+    body |= {"stream": True}
+    with server.client() as client, client.stream("POST", "/generate", json=body) as r:
+        last = events(r)[-1]["meta_info"]
+    assert last["input_token_logprobs"] == inputs
+    assert [e[1] for e in last["output_token_logprobs"]] == tokens
+
+
+def test_a_stop_string_ends_and_is_cut(server: Server) -> None:
+    text = server.generate("stop", max_new_tokens=200)["text"]
+    pairs = (text[i : i + 2] for i in range(5, len(text)))
+    stop = next(pair for pair in pairs if pair.isprintable() and pair.isascii())
+    answer = server.generate("stop", max_new_tokens=200, stop=[stop])
+    assert answer["text"] == text[: text.index(stop)]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    kept = server.generate("stop", max_new_tokens=200, stop=stop, no_stop_trim=True)
+    assert kept["text"].endswith(stop)
+    body = {
+        "text": "stop",
+        "sampling_params": greedy(max_new_tokens=200, stop=stop),
+        "stream": True,
+    }
+    with server.client() as client, client.stream("POST", "/generate", json=body) as r:
+        chunks = events(r)
+    assert chunks[-1]["text"] == answer["text"]
+    assert all(stop not in chunk["text"] for chunk in chunks)
+
+
+def test_a_stop_token_ends(server: Server) -> None:
+    ids = server.generate("token", max_new_tokens=50)["output_ids"]
+    stop = ids[20]
+    answer = server.generate("token", max_new_tokens=50, stop_token_ids=[stop])
+    assert answer["output_ids"] == ids[: ids.index(stop) + 1]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+
+def test_constrained_decoding(server: Server) -> None:
+    answer = server.generate("x", regex="[0-9]{3}-[a-f]{2}", ignore_eos=False)
+    digits, _, letters = answer["text"].partition("-")
+    assert len(digits) == 3 and digits.isdigit() and set(letters) <= set("abcdef")
+
+
+def test_a_prompt_fills_the_context_to_the_last_position(server: Server) -> None:
+    ids = [i % 250 for i in range(CONTEXT - 1)]
+    answer = server.generate(ids, max_new_tokens=1)
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    default = server.post(
+        "/generate", {"input_ids": ids[:-4], "sampling_params": {"ignore_eos": True}}
+    ).json()
+    assert default["meta_info"]["completion_tokens"] == 5
+
+
+def test_the_cache_is_reported_and_flushed(server: Server) -> None:
+    ids = [9, 8, 7, 6, 5, 4, 3, 2, 1] * 4
+    server.generate(ids)
+    assert server.generate(ids)["meta_info"]["cached_tokens"] == len(ids) - 1
+    server.wait_idle()
+    for method in ("GET", "POST"):
+        with server.client() as client:
+            response = client.request(method, "/flush_cache")
+        assert response.status_code == 200, response.text
+    assert server.generate(ids)["meta_info"]["cached_tokens"] == 0
+    keyed = {"input_ids": ids, "sampling_params": greedy(), "extra_key": "tenant"}
+    answer = server.post("/generate", keyed).json()
+    assert answer["meta_info"]["cached_tokens"] == 0
+
+
+def test_abort_by_rid_ends_the_request_with_an_answer(server: Server) -> None:
+    body = {
+        "text": "long",
+        "sampling_params": greedy(max_new_tokens=CONTEXT - 10),
+        "rid": "doomed",
+    }
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(server.post, "/generate", body)
+        while not server.get("/get_server_info").json()["num_in_flight"]:
+            time.sleep(0.005)
+        # The cache cannot be flushed under a running request.
+        flush = server.post("/flush_cache", {})
+        assert server.post("/abort_request", {"rid": "doomed"}).status_code == 200
+        answer = pending.result(20).json()
+    assert flush.status_code == 400
+    assert "requests are running" in flush.json()["error"]["message"]
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert answer["meta_info"]["completion_tokens"] < CONTEXT - 10
+
+
+def test_health_and_info(server: Server) -> None:
+    assert server.get("/health").status_code == 200
+    assert server.get("/health_generate").status_code == 200
+    info = server.get("/get_model_info").json()
+    assert info["is_generation"] and info["context_length"] == CONTEXT
+    args = server.get("/get_server_info").json()
+    assert "api_key" not in args
+    assert args["max_running_requests"] == 64 and args["status"] == "ready"
+
+
+METRICS = (
+    "num_running_reqs",
+    "num_queue_reqs",
+    "num_used_tokens",
+    "token_usage",
+    "gen_throughput",
+    "cache_hit_rate",
+    "prompt_tokens_total",
+    "cached_tokens_total",
+    "num_retracted_reqs",
+    "num_aborted_requests_total",
+    "spec_accept_length",
+    "cuda_graph_passes_total",
+    "time_to_first_token_seconds_count",
+    "inter_token_latency_seconds_count",
+    "e2e_request_latency_seconds_count",
+)
+
+
+def test_metrics(server: Server) -> None:
+    server.generate("count me", max_new_tokens=3)
+    before = metrics(server)
+    server.generate("count me", max_new_tokens=3)
+    after = metrics(server)
+    assert after["sglang:generation_tokens_total"] == (
+        before["sglang:generation_tokens_total"] + 3
+    )
+    assert after["sglang:num_requests_total"] == before["sglang:num_requests_total"] + 1
+    for name in METRICS:
+        assert f"sglang:{name}" in after, name
+
+
+def metrics(server: Server) -> dict[str, float]:
+    response = server.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = {}
+    for line in response.text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            samples[name.split("{")[0]] = float(value)
+    return samples
+
+
+def test_answers_do_not_wait_for_acknowledgements(server: Server) -> None:
+    """With Nagle's algorithm on, every answer takes at least 40 ms."""
+    body = {"text": "x", "sampling_params": greedy(max_new_tokens=1)}
+    with server.client() as client:
+        seconds = [
+            client.post("/generate", json=body).elapsed.total_seconds()
+            for _ in range(20)
+        ]
+    assert min(seconds) < 0.035
+
+
+def test_requests_are_logged(server: Server) -> None:
+    body = {"text": "x", "sampling_params": greedy(), "rid": "logged-one"}
+    server.post("/generate", body)
+    assert any("received rid=logged-one" in line for line in server.lines)
+    assert any("finished rid=logged-one reason=length" in line for line in server.lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))

@@ -1,0 +1,292 @@
+"""How a server starts and ends: signals, a dead scheduler, a dead front, bad flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live_server import Server, greedy
+
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=30, suite="cpu")
+
+LONG = 2000
+
+
+def body(text: str, length: int, *, stream: bool = False) -> dict[str, Any]:
+    params = greedy(max_new_tokens=length)
+    return {"text": text, "sampling_params": params, "stream": stream}
+
+
+class Stream:
+    """A stream that is read in a thread; `wait_first` returns at its first event."""
+
+    def __init__(self, server: Server, text: str, length: int) -> None:
+        self._content = body(text, length, stream=True)
+        self._server = server
+        self._first = threading.Event()
+        self._lines: list[str] = []
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def wait_first(self) -> None:
+        assert self._first.wait(20)
+
+    def last_event(self) -> dict[str, Any]:
+        """The event before `[DONE]`, once the stream has ended."""
+        self._thread.join(30)
+        *_, last, done = self._lines
+        assert done == "data: [DONE]"
+        event: dict[str, Any] = json.loads(last.removeprefix("data: "))
+        return event
+
+    def _read(self) -> None:
+        with (
+            self._server.client() as client,
+            client.stream("POST", "/generate", json=self._content) as response,
+        ):
+            for line in filter(None, response.iter_lines()):
+                self._lines.append(line)
+                self._first.set()
+
+
+def wait_running(server: Server, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while server.get("/get_server_info").json()["num_in_flight"] < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    return state != "Z"
+
+
+def wait_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while is_alive(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def socket_folders() -> set[Path]:
+    return set(Path("/tmp").glob("sglang-*/requests"))
+
+
+def owns_socket(pid: int, line: str) -> bool:
+    """Whether process `pid` has the socket of this line of /proc/net/unix open."""
+    inode = f"socket:[{line.split()[6]}]"
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    return inode in {os.readlink(link) for link in links}
+
+
+def test_sigterm_during_load(start_server: Callable[..., Server]) -> None:
+    """What is short finishes unchanged, what is long gets 503, then exit code 0."""
+    server = start_server().wait_ready()
+    scheduler = server.scheduler_pid()
+    expected = server.generate("short", max_new_tokens=100)["output_ids"]
+    # Longer than the server drains.
+    many = {"text": ["long"] * 64, "sampling_params": greedy(max_new_tokens=LONG)}
+    with ThreadPoolExecutor(4) as pool:
+        short = pool.submit(server.generate, "short", max_new_tokens=100)
+        wait_running(server, 1)
+        streamed = Stream(server, "long", LONG)
+        streamed.wait_first()
+        long = pool.submit(server.post, "/generate", many)
+        wait_running(server, 65)
+        server.signal(signal.SIGTERM)
+        while server.get("/health").status_code == 200:
+            time.sleep(0.005)
+        refused = server.post("/generate", body("new", 1))
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert "shutting down" in refused.json()["error"]["message"]
+        assert short.result(30)["output_ids"] == expected
+        assert long.result(30).status_code == 503
+        last = streamed.last_event()
+        assert last["error"]["code"] == 503, last
+    assert server.wait_exit() == 0
+    assert server.lines[-1] == "shut down", server.log()
+    assert not is_alive(scheduler)
+    assert "Traceback" not in server.log()
+
+
+def test_sigint_lets_running_requests_finish(
+    start_server: Callable[..., Server],
+) -> None:
+    server = start_server().wait_ready()
+    expected = server.generate("finish me", max_new_tokens=400)["output_ids"]
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(server.generate, "finish me", max_new_tokens=400)
+        streamed = Stream(server, "finish me", 400)
+        streamed.wait_first()
+        wait_running(server, 2)
+        server.signal(signal.SIGINT)
+        assert whole.result(30)["output_ids"] == expected
+        assert streamed.last_event()["output_ids"] == expected
+    assert server.wait_exit() == 0
+    assert server.lines[-1] == "shut down"
+
+
+def test_a_second_signal_does_not_wait(start_server: Callable[..., Server]) -> None:
+    server = start_server().wait_ready()
+    streamed = Stream(server, "long", LONG)
+    streamed.wait_first()
+    began = time.monotonic()
+    server.signal()
+    server.signal(signal.SIGINT)
+    assert streamed.last_event()["error"]["code"] == 503
+    assert server.wait_exit() == 0
+    assert time.monotonic() - began < 4
+
+
+def test_a_dead_scheduler(start_server: Callable[..., Server]) -> None:
+    """Everything pending gets 500 with an id from the log; the server exits with 1."""
+    server = start_server().wait_ready()
+    streamed = Stream(server, "s", LONG)
+    streamed.wait_first()
+    with ThreadPoolExecutor(8) as pool:
+        wholes = [
+            pool.submit(server.post, "/generate", body(f"w{i}", LONG)) for i in range(5)
+        ]
+        wait_running(server, 6)
+        os.kill(server.scheduler_pid(), signal.SIGKILL)
+        answers = [whole.result(20) for whole in wholes]
+    last = streamed.last_event()
+    assert server.wait_exit() == 1
+    assert "the scheduler process died" in server.lines[-1]
+    ids = set()
+    for answer in answers:
+        assert answer.status_code == 500
+        message = answer.json()["error"]["message"]
+        assert "scheduler process died (signal 9)" in message
+        ids.add(re.findall(r"error id (\w+)", message)[0])
+    ids.add(re.findall(r"error id (\w+)", last["error"]["message"])[0])
+    assert len(ids) == 1
+    assert f"error id {ids.pop()}" in server.log()
+
+
+def test_a_front_that_is_killed_takes_the_scheduler_along(
+    start_server: Callable[..., Server],
+) -> None:
+    server = start_server().wait_ready()
+    scheduler = server.scheduler_pid()
+    (folder,) = {
+        Path(line.split()[-1]).parent
+        for line in Path("/proc/net/unix").read_text().splitlines()
+        if line.endswith("/responses") and owns_socket(server.process.pid, line)
+    }
+    assert folder.stat().st_mode & 0o777 == 0o700
+    server.process.kill()
+    wait_gone(scheduler)
+    assert not folder.exists()
+
+
+def test_a_signal_while_the_model_loads(start_server: Callable[..., Server]) -> None:
+    before = socket_folders()
+    server = start_server()
+    deadline = time.monotonic() + 20
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    while not children.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.3)
+    scheduler = int(children.read_text().split()[0])
+    server.signal(signal.SIGTERM)
+    assert server.wait_exit() in (0, -signal.SIGTERM), server.log()
+    wait_gone(scheduler)
+    assert "Traceback" not in server.log()
+    assert socket_folders() <= before
+
+
+def test_requests_before_the_server_is_ready_get_503(
+    start_server: Callable[..., Server],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = start_server("--port", str(port))
+    url = f"http://127.0.0.1:{port}"
+    seen: list[int] = []
+    deadline = time.monotonic() + 30
+    with httpx.Client(base_url=url, trust_env=False, timeout=5) as client:
+        while not seen or seen[-1] != 200:
+            assert time.monotonic() < deadline, server.log()
+            try:
+                if seen[-1:] == [503]:
+                    early = client.post("/generate", json=body("x", 1))
+                    assert early.status_code in (200, 503)
+                seen.append(client.get("/health").status_code)
+            except httpx.ConnectError:
+                time.sleep(0.005)
+    assert seen[0] == 503 and set(seen) == {200, 503}
+
+
+def launch(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sglang.launch_server", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model-path", "/does/not/exist"), "/does/not/exist"),
+        (("--max-running-requests", "0"), "--max-running-requests 0 must be at least"),
+        (("--tp-size", "2"), "--tp-size 2 is not available"),
+        (("--host", "256.0.0.1"), "--host 256.0.0.1"),
+        (("--trust-remote-code",), "--trust-remote-code is refused"),
+    ],
+)
+def test_bad_flags_end_with_one_line_and_code_2(
+    flags: tuple[str, ...], message: str
+) -> None:
+    result = launch("--port", "0", *flags)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+def test_an_unknown_flag_is_refused() -> None:
+    result = launch("--no-such-flag", "1")
+    assert result.returncode == 2
+    assert "--no-such-flag" in result.stderr.splitlines()[-1]
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path, mock_model: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((mock_model / name).read_bytes())
+    config = (mock_model / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace("MockFor", "SomeFor"))
+    result = launch("--port", "0", "--model-path", str(tmp_path))
+    assert result.returncode == 2, result.stderr
+    assert "SomeForCausalLM" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_named(mock_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = launch("--port", port, "--model-path", str(mock_model))
+    assert result.returncode == 2
+    assert f"--port {port}" in result.stderr
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))

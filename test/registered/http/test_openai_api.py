@@ -1,0 +1,347 @@
+"""OpenAI's endpoints through OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+from live_server import CONTEXT, Server, greedy
+
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=12, suite="cpu")
+
+MESSAGES: list[Any] = [{"role": "user", "content": "write a function"}]
+PROMPT = "user: write a function\nassistant: "
+FIXED: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+KEY = "secret-key"
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Callable[..., Server]) -> Iterator[Server]:
+    running = start_server("--api-key", KEY, "--enable-cache-report").wait_ready()
+    yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+def native(server: Server, prompt: str, **params: Any) -> str:
+    """The text that `/generate` gives."""
+    body = {"text": prompt, "sampling_params": greedy(**params)}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    text: str = server.post("/generate", body, headers=headers).json()["text"]
+    return text
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "mock"
+    assert client.models.retrieve("mock").id == "mock"
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
+        client.models.retrieve("other")
+
+
+def test_completion(client: openai.OpenAI, server: Server) -> None:
+    answer = client.completions.create(model="mock", prompt="abc", **FIXED)
+    (choice,) = answer.choices
+    assert choice.text == native(server, "abc", max_new_tokens=16)
+    assert choice.finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 16)
+    assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[97], [98]]])
+def test_several_prompts_times_n(
+    client: openai.OpenAI, server: Server, prompt: Any
+) -> None:
+    answer = client.completions.create(model="mock", prompt=prompt, n=2, **FIXED)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    expected = [native(server, text, max_new_tokens=16) for text in "aabb"]
+    assert [choice.text for choice in answer.choices] == expected
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 64)
+
+
+def test_completion_stream_with_usage(client: openai.OpenAI, server: Server) -> None:
+    stream = client.completions.create(
+        model="mock",
+        prompt="abc",
+        max_tokens=30,
+        stream=True,
+        stream_options={"include_usage": True},
+        **FIXED,
+    )
+    *chunks, last = list(stream)
+    text = "".join(chunk.choices[0].text for chunk in chunks)
+    assert text == native(server, "abc", max_new_tokens=30)
+    assert [c.choices[0].finish_reason for c in chunks][-1] == "length"
+    assert not last.choices and last.usage is not None
+    assert last.usage.completion_tokens == 30
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs(client: openai.OpenAI, stream: bool) -> None:
+    answer: Any = client.completions.create(
+        model="mock",
+        prompt="ab",
+        max_tokens=3,
+        echo=True,
+        logprobs=2,
+        stream=stream,
+        **FIXED,
+    )
+    choices = [c.choices[0] for c in answer] if stream else answer.choices
+    assert choices[0].text.startswith("ab")
+    shown = [choice.logprobs for choice in choices if choice.logprobs]
+    tokens = [token for part in shown for token in part.tokens]
+    assert tokens[:2] == ["a", "b"] and len(tokens) == 5
+    logprobs = [value for part in shown for value in part.token_logprobs]
+    assert logprobs[0] is None and all(value <= 0 for value in logprobs[1:])
+    offsets = [value for part in shown for value in part.text_offset]
+    assert offsets[:3] == [0, 1, 2] and offsets == sorted(offsets)
+    assert shown[-1].top_logprobs[-1] is not None
+
+
+def test_max_tokens_zero_with_echo_scores_the_prompt(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="mock", prompt="abcd", max_tokens=0, echo=True, logprobs=0
+    )
+    (choice,) = answer.choices
+    assert choice.text == "abcd"
+    assert choice.logprobs is not None and choice.logprobs.tokens is not None
+    assert choice.logprobs.tokens == ["a", "b", "c", "d"]
+
+
+def test_chat(client: openai.OpenAI, server: Server) -> None:
+    answer = client.chat.completions.create(
+        model="mock", messages=MESSAGES, max_tokens=20, **FIXED
+    )
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == native(server, PROMPT, max_new_tokens=20)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(PROMPT)
+    assert answer.usage.prompt_tokens_details is not None
+
+
+def test_chat_content_parts_and_developer_role(
+    client: openai.OpenAI, server: Server
+) -> None:
+    parts = [{"type": "text", "text": "write "}, {"type": "text", "text": "a"}]
+    messages: list[Any] = [
+        {"role": "developer", "content": "short"},
+        {"role": "user", "content": parts},
+    ]
+    answer = client.chat.completions.create(
+        model="mock", messages=messages, max_completion_tokens=8, **FIXED
+    )
+    prompt = "system: short\nuser: write a\nassistant: "
+    expected = native(server, prompt, max_new_tokens=8)
+    assert answer.choices[0].message.content == expected
+
+
+def test_chat_stream(client: openai.OpenAI, server: Server) -> None:
+    stream = client.chat.completions.create(
+        model="mock",
+        messages=MESSAGES,
+        max_tokens=25,
+        n=2,
+        stream=True,
+        stream_options={"include_usage": True},
+        **FIXED,
+    )
+    chunks = list(stream)
+    roles = [c.choices[0].delta.role for c in chunks[:2]]
+    assert roles == ["assistant", "assistant"]
+    texts, reasons = {0: "", 1: ""}, {}
+    for chunk in chunks[:-1]:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            reasons[choice.index] = choice.finish_reason
+    expected = native(server, PROMPT, max_new_tokens=25)
+    assert texts == {0: expected, 1: expected}
+    assert reasons == {0: "length", 1: "length"}
+    usage = chunks[-1].usage
+    assert usage is not None and not chunks[-1].choices
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), 50)
+
+
+def test_chat_without_a_limit_runs_to_the_end_of_the_context(
+    client: openai.OpenAI,
+) -> None:
+    messages: list[Any] = [{"role": "user", "content": "x" * (CONTEXT - 40)}]
+    answer = client.chat.completions.create(model="mock", messages=messages, **FIXED)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None and answer.usage.total_tokens == CONTEXT
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="mock",
+        messages=MESSAGES,
+        max_tokens=5,
+        logprobs=True,
+        top_logprobs=3,
+        **FIXED,
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert len(logprobs.content) == 5
+    for entry in logprobs.content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.top_logprobs[0].logprob == entry.logprob
+        assert entry.bytes is not None
+        assert bytes(entry.bytes).decode(errors="replace") == entry.token
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+
+
+def test_json_schema(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="mock",
+        messages=MESSAGES,
+        temperature=0,
+        max_tokens=400,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True},
+        },
+        extra_body={"regex": None},
+    )
+    content = answer.choices[0].message.content
+    assert content is not None
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(content)["ok"], bool)
+    else:  # white space is allowed between tokens of JSON, and nothing stops this model
+        assert content.lstrip().startswith("{")
+
+
+def test_extensions_and_seeds(client: openai.OpenAI) -> None:
+    def sample(seed: int, **extra: Any) -> str:
+        answer = client.completions.create(
+            model="mock",
+            prompt="x",
+            seed=seed,
+            extra_body={"ignore_eos": True, "min_p": 0.01, "top_k": 50, **extra},
+        )
+        return answer.choices[0].text
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+    answer = client.completions.create(
+        model="mock", prompt="x", extra_body={"regex": "[0-9]{4}"}
+    )
+    assert answer.choices[0].text.isdigit()
+
+
+def test_stop_is_reported(client: openai.OpenAI, server: Server) -> None:
+    text = native(server, "abc", max_new_tokens=100)
+    stop = next(c for c in text[5:] if c.isascii() and c.isprintable())
+    answer = client.completions.create(
+        model="mock", prompt="abc", max_tokens=100, stop=stop, **FIXED
+    )
+    (choice,) = answer.choices
+    assert choice.text == text[: text.index(stop)]
+    assert choice.finish_reason == "stop"
+    assert choice.model_extra == {"matched_stop": stop}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "between 0 and 20"),
+    ({"messages": []}, "messages must not be empty"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\].role"),
+    ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "text parts only",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]},
+        "tool_calls is not supported",
+    ),
+    ({"response_format": {"type": "xml"}}, "response_format.type is 'xml'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"chat_template_kwargs": {"messages": []}}, "not a free variable"),
+    ({"stream_options": {"include_usage": True}}, "needs stream: true"),
+    ({"max_tokens": -1}, "max_new_tokens must be at least 0"),
+    ({"temperature": 9e99, "top_p": 2}, "top_p must be in"),
+    ({"nonsense": 1}, "unknown field 'nonsense'"),
+    ({"n": 0}, "n must be between 1 and 128"),
+    ({"logit_bias": {"999": 1}}, "logit_bias holds token id 999"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_chat_refuses_by_name(
+    client: openai.OpenAI, change: dict[str, Any], message: str
+) -> None:
+    body = {"messages": MESSAGES, **change}
+    messages = body.pop("messages")
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        client.chat.completions.create(model="mock", messages=messages, extra_body=body)
+    error = caught.value.body
+    assert isinstance(error, dict)
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == 400
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"suffix": "x"}, "suffix is not supported"),
+        ({"best_of": 3}, "best_of must equal n"),
+        ({"logprobs": 99}, "logprobs must be between 0 and 20"),
+        ({"prompt": []}, "prompt must be"),
+        ({"prompt": [1, "a"]}, "prompt must be"),
+        ({"prompt": [1, [2]]}, "mixes"),
+        ({"prompt": [True]}, "prompt must be"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [257]}, "outside the vocabulary of 257"),
+    ],
+)
+def test_completion_refuses_by_name(
+    client: openai.OpenAI, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.completions.create(model="mock", prompt="x", extra_body=change)
+
+
+def test_unknown_models_are_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="'gpt-9' does not exist"):
+        client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt-9", prompt="x", stream=True)
+
+
+def test_the_key_is_asked_for_everywhere_but_health(server: Server) -> None:
+    assert server.get("/health").status_code == 200
+    for path in ("/v1/models", "/get_server_info", "/metrics", "/nothing"):
+        response = server.get(path)
+        assert response.status_code == 401, path
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert "API key" in response.json()["error"]["message"]
+    wrong = server.get("/v1/models", headers={"Authorization": b"Bearer \xc3\xa9"})
+    assert wrong.status_code == 401
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
