@@ -113,6 +113,7 @@ class Runner:
             part = order[start : start + self.batch]
             rows = self._generate([prompts[i] for i in part], temperature)
             replies.update(zip(part, rows, strict=True))
+            print(f"generated {len(replies)} of {len(prompts)}", flush=True)
         return [replies[i] for i in range(len(prompts))]
 
     @torch.no_grad()
