@@ -38,6 +38,9 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
         2,
         (
             "srt.layers.ops",
+            "srt.layers.triton_ops",
+            "srt.layers.attention.triton_ops",
+            "srt.mem_cache.triton_ops",
             "srt.kv_canary.kernels",
             "srt.model_executor.graph_capture",
             "srt.model_executor.graph_backends",

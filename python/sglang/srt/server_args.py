@@ -27,6 +27,7 @@ from sglang.srt.configs.attention_backends import (
     DEFAULT_ATTENTION_BACKEND,
     supported_names,
 )
+from sglang.srt.utils.devices import cuda_device_count
 from sglang.srt.utils.paths import bundled_demo_model_path
 
 DTYPES = ("auto", "float32", "float", "bfloat16", "half", "float16")
@@ -38,9 +39,6 @@ CANARY_MODES = ("none", "log", "raise", "heal")
 CANARY_REAL_DATA = ("none", "partial", "rotate", "all")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 DISAGGREGATION_MODES = ("null", "prefill", "decode")
-
-CPU_CHUNKED_PREFILL_SIZE = 512
-CPU_MAX_RUNNING_REQUESTS = 64
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -284,13 +282,14 @@ class ServerArgs:
             self.chat_template = path.read_text(encoding="utf-8")
 
     def _handle_device(self) -> None:
-        if self.device == "cuda":
+        if self.device == "auto":
+            self.device = "cuda" if cuda_device_count() else "cpu"
+        if self.device == "cuda" and not cuda_device_count():
             raise ValueError(
-                "--device cuda is not available in this version; use --device cpu"
+                "--device cuda: this machine shows no CUDA device; use --device cpu"
             )
-        self.device = "cpu"
         if self.dtype == "auto":
-            self.dtype = "float32"
+            self.dtype = "float32" if self.device == "cpu" else "auto"
         self.dtype = {"float": "float32", "half": "float16"}.get(self.dtype, self.dtype)
         self.sampling_backend = self.sampling_backend or "pytorch"
         if self.random_seed is None:
@@ -308,7 +307,7 @@ class ServerArgs:
 
     def _handle_memory(self) -> None:
         if self.mem_fraction_static is None:
-            self.mem_fraction_static = 0.5
+            self.mem_fraction_static = 0.5 if self.device == "cpu" else 0.88
         if not 0.0 < self.mem_fraction_static < 1.0:
             raise ValueError(
                 f"--mem-fraction-static {self.mem_fraction_static} must lie between 0 "
@@ -321,12 +320,12 @@ class ServerArgs:
                 f"--page-size {self.page_size}"
             )
         if self.max_running_requests is None:
-            self.max_running_requests = CPU_MAX_RUNNING_REQUESTS
+            self.max_running_requests = _MAX_RUNNING_REQUESTS[self.device]
 
     def _handle_scheduling(self) -> None:
         if self.chunked_prefill_size is None:
             self.chunked_prefill_size = _ceil_align(
-                CPU_CHUNKED_PREFILL_SIZE, self._page_size
+                _CHUNKED_PREFILL_SIZE[self.device], self._page_size
             )
         if self.chunked_prefill_size == 0 or self.chunked_prefill_size < -1:
             raise ValueError(
@@ -354,9 +353,15 @@ class ServerArgs:
     def _handle_cuda_graph(self) -> None:
         if self.enable_breakable_cuda_graph:
             raise ValueError(
-                "--enable-breakable-cuda-graph needs --device cuda, which is not "
-                "available in this version; remove the flag"
+                "--enable-breakable-cuda-graph is not available in this version; "
+                "remove the flag"
             )
+        sizes = self.cuda_graph_bs or []
+        if any(size < 1 for size in sizes):
+            raise ValueError(f"--cuda-graph-bs {sizes} must be positive batch sizes")
+        if self.device == "cpu" and (self.cuda_graph_bs or self.cuda_graph_max_bs):
+            flag = "--cuda-graph-bs" if self.cuda_graph_bs else "--cuda-graph-max-bs"
+            raise ValueError(f"{flag} has no effect with --device cpu; remove it")
 
     @property
     def _page_size(self) -> int:
@@ -381,6 +386,9 @@ class ServerArgs:
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
+
+_CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 8192}
+_MAX_RUNNING_REQUESTS = {"cpu": 64, "cuda": 256}
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "load_format": LOAD_FORMATS,

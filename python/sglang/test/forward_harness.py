@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ class ForwardHarness:
         for row, end in zip(rows, ends, strict=True):
             self._written[row] = end
         zeros = torch.zeros(len(rows), dtype=torch.int64)
-        return ForwardBatch(
+        batch = ForwardBatch(
             forward_mode=mode,
             input_ids=torch.tensor(
                 [
@@ -123,3 +124,13 @@ class ForwardHarness:
             lens_cpu=HostLens(prefix_lens=starts, extend_lens=lens.tolist()),
             logits_rows=None if mode.is_decode else indptr[1:] - 1,
         )
+        return _on_device(batch, self.runner.device)
+
+
+def _on_device(batch: ForwardBatch, device: str) -> ForwardBatch:
+    moved: dict[str, Any] = {
+        field.name: value.to(device)
+        for field in dataclasses.fields(batch)
+        if isinstance(value := getattr(batch, field.name), torch.Tensor)
+    }
+    return dataclasses.replace(batch, **moved)

@@ -36,8 +36,8 @@ class Finished:
 class EngineHarness:
     """A scheduler with an in-process message queue.
 
-    `overlap` launches each batch before the result of the one before is processed, as on
-    a GPU; the order of all bookkeeping is the same on a CPU.
+    `overlap` launches each batch before the result of the one before is processed, as
+    on a GPU; the order of all bookkeeping is the same on a CPU.
     """
 
     def __init__(

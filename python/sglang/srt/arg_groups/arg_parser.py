@@ -37,7 +37,8 @@ class FlagParser(argparse.ArgumentParser):
             message += (
                 " (this engine does not have them; --help lists every flag it has)"
             )
-        super().error(message)
+        # One line: the usage of all flags would push the reason off the screen.
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:

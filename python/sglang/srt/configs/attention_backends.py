@@ -28,7 +28,7 @@ class AttentionBackendCapabilities:
 
 ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
     "torch_native": AttentionBackendCapabilities(
-        devices=frozenset({"cpu"}),
+        devices=frozenset({"cpu", "cuda"}),
         supports_tree_draft=True,
         needs_paged_draft_rows=True,
         needs_cpu_seq_lens=True,
@@ -41,9 +41,16 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         needs_cpu_seq_lens=False,
         supports_cuda_graph=False,
     ),
+    "triton": AttentionBackendCapabilities(
+        devices=frozenset({"cuda"}),
+        supports_tree_draft=True,
+        needs_paged_draft_rows=False,
+        needs_cpu_seq_lens=False,
+        supports_cuda_graph=True,
+    ),
 }
 
-DEFAULT_ATTENTION_BACKEND = {"cpu": "cpu_native"}
+DEFAULT_ATTENTION_BACKEND = {"cpu": "cpu_native", "cuda": "triton"}
 
 
 def supported_names(device: str) -> list[str]:

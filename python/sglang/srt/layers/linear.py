@@ -11,7 +11,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from sglang.srt.layers.ops.linear import PackedWeight, linear, pack_weight
+from sglang.srt.layers.ops.activation import silu_and_mul
+from sglang.srt.layers.ops.linear import (
+    PackedWeight,
+    linear,
+    linear_silu_and_mul,
+    pack_weight,
+)
 
 
 class LoadableParameter(nn.Parameter):
@@ -85,9 +91,12 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., input_size] -> [..., output_size]."""
+        return linear(x, self._any_weight(), self.bias)
+
+    def _any_weight(self) -> Tensor | PackedWeight:
         weight = self._packed if self._packed is not None else self.weight
         assert weight is not None
-        return linear(x, weight, self.bias)
+        return weight
 
 
 class QKVLinear(Linear):
@@ -120,6 +129,12 @@ class GateUpLinear(Linear):
             bias=bias,
             shards={"gate": intermediate_size, "up": intermediate_size},
         )
+
+    def forward_silu_and_mul(self, x: Tensor) -> Tensor:
+        """silu(gate(x)) * up(x): [T, hidden_size] -> [T, intermediate_size]."""
+        if self.bias is not None:
+            return silu_and_mul(self.forward(x))
+        return linear_silu_and_mul(x, self._any_weight())
 
 
 def _intervals(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:

@@ -30,19 +30,25 @@ def _cached(
     scaling: tuple[tuple[str, float], ...],
     head_dim: int,
     rows: int,
+    device: torch.device,
 ) -> Tensor:
     config = RopeConfig(theta=theta, rope_type=rope_type, scaling=dict(scaling))
-    return build_cos_sin_cache(config, head_dim=head_dim, rows=rows)
+    with torch.device("cpu"):
+        cache = build_cos_sin_cache(config, head_dim=head_dim, rows=rows)
+    return cache.to(device)
 
 
 def shared_cos_sin_cache(config: RopeConfig, *, head_dim: int, rows: int) -> Tensor:
-    """`build_cos_sin_cache`, one table for all layers (and models) of equal numbers."""
+    """`build_cos_sin_cache` on the default device, one table for all layers (and
+    models) of equal numbers.
+    """
     return _cached(
         config.theta,
         config.rope_type,
         tuple(sorted(config.scaling.items())),
         head_dim,
         rows,
+        torch.get_default_device(),
     )
 
 

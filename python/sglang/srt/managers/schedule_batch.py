@@ -53,7 +53,8 @@ class LaunchRecord:
         reqs: rows of the forward.
         is_chunked: rows whose prompt went on after this forward; they sampled nothing.
         logprob_reqs: requests whose logprobs the result holds, in order.
-        starts, ends: int64 [R] on the host; tokens with KV before and after the forward.
+        starts, ends: int64 [R] on the host; tokens with KV before and after the
+            forward.
     """
 
     reqs: tuple[Req, ...]

@@ -128,7 +128,11 @@ class Scheduler:
         self._chunked: Req | None = None
         self._last_prefill: ScheduleBatch | None = None
         self._in_flight: deque[InFlight] = deque()
-        self.max_in_flight = 0
+        # The CPU has nothing to overlap with: a launch there returns when it is done.
+        has_overlap = (
+            server_args.device != "cpu" and not server_args.disable_overlap_schedule
+        )
+        self.max_in_flight = 1 if has_overlap else 0
         self._by_rid: dict[str, Req] = {}
         self._is_shut_down = False
         self._idle_checked = True

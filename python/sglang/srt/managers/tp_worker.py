@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -22,6 +23,7 @@ class TpModelWorker:
             server_args=server_args, model_config=model_config
         )
         self.model_runner.initialize()
+        self.model_runner.init_cuda_graphs()
         self.sampler = Sampler(server_args.sampling_backend or "pytorch")
 
     def forward_batch_generation(
@@ -38,12 +40,33 @@ class TpModelWorker:
             logprobs=batch.logprob_request,
         )
         self._publish(forward_batch, batch, sampled.token_ids)
-        return GenerationBatchResult(
-            tokens=sampled.token_ids,
-            logprobs=sampled.logprobs,
-            input_logprobs=output.input_logprobs,
-            hidden=output.hidden_states,
+        return self._to_host(
+            GenerationBatchResult(
+                tokens=sampled.token_ids,
+                logprobs=sampled.logprobs,
+                input_logprobs=output.input_logprobs,
+                hidden=output.hidden_states,
+            )
         )
+
+    def _to_host(self, result: GenerationBatchResult) -> GenerationBatchResult:
+        """Enqueue the copies to pinned memory behind the forward; do not wait."""
+        if not result.tokens.is_cuda:
+            return result
+        logprobs, hidden = result.logprobs, result.hidden
+        host = GenerationBatchResult(
+            tokens=_pinned_copy(result.tokens),
+            logprobs=logprobs and logprobs.with_packed(_pinned_copy(logprobs.packed)),
+            input_logprobs={
+                row: scored.with_packed(_pinned_copy(scored.packed))
+                for row, scored in result.input_logprobs.items()
+            },
+            hidden=None if hidden is None else _pinned_copy(hidden),
+            copy_done=torch.cuda.Event(),
+        )
+        assert host.copy_done is not None
+        host.copy_done.record()
+        return host
 
     def _publish(
         self, forward_batch: ForwardBatch, batch: ScheduleBatch, token_ids: Tensor
@@ -57,3 +80,8 @@ class TpModelWorker:
             rows, positions = rows[counted], positions[counted]
             token_ids = token_ids[counted]
         table[rows, positions] = token_ids.to(table.dtype)
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

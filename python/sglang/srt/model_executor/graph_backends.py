@@ -27,12 +27,26 @@ _HOST_SYNCS = frozenset(
 )
 
 
+class GraphMemoryPool:
+    """Memory that captured graphs share.
+
+    The allocators forget a pool when the last graph in it is gone, and then refuse its
+    handle; a graph of our own keeps it known.
+    """
+
+    def __init__(self) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        self._keeper = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._keeper, pool=self.handle):
+            torch.zeros(1, device="cuda")
+
+
 class CudaGraphBackend:
     """Segments are CUDA graphs in one memory pool, captured on one side stream."""
 
-    def __init__(self, pool: Any = None) -> None:
-        """`pool`: a handle of `torch.cuda.graph_pool_handle`; None: a new one."""
-        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    def __init__(self, pool: GraphMemoryPool | None = None) -> None:
+        """`pool`: memory of the segments; None: a new one."""
+        self.pool = GraphMemoryPool() if pool is None else pool
         self._stream = torch.cuda.Stream()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._stream_context: Any = None
@@ -42,7 +56,7 @@ class CudaGraphBackend:
         self._stream_context = torch.cuda.stream(self._stream)
         self._stream_context.__enter__()
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self.pool)
+        self._graph.capture_begin(pool=self.pool.handle)
 
     def end(self) -> Segment:
         graph = self._close()

@@ -114,8 +114,8 @@ def capture_graph(backend: SegmentBackend) -> Iterator[BreakableGraph]:
     if _active is not None:
         raise RuntimeError("a graph is being captured already: captures do not nest")
     graph = BreakableGraph()
-    _active = _Capture(graph=graph, backend=backend)
     backend.begin()
+    _active = _Capture(graph=graph, backend=backend)
     try:
         yield graph
     except BaseException:

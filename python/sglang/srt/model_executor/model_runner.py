@@ -11,6 +11,10 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.cuda_graph_runner import (
+    CudaGraphRunner,
+    default_batch_sizes,
+)
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.forward_scopes import ForwardScopes, NullScopes
@@ -20,6 +24,7 @@ from sglang.srt.model_executor.model_runner_kv_cache_mixin import (
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import CausalLM
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.memory import available_device_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +60,20 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.is_draft_worker = is_draft_worker
         self.spec_algorithm = server_args.speculative_algorithm
         self.device = server_args.device
-        self.dtype = TORCH_DTYPES[server_args.dtype]
+        self.dtype = self._resolve_dtype()
         self.page_size = server_args.page_size
         self.scopes: ForwardScopes = NullScopes()
+        # Set by init_cuda_graphs, which whoever owns the runner calls when everything
+        # that graphs read is in place.
+        self.graph_runner: CudaGraphRunner | None = None
+
+    def _resolve_dtype(self) -> torch.dtype:
+        """--dtype, or what the checkpoint was stored in; float32 becomes bfloat16."""
+        if self.server_args.dtype != "auto":
+            return TORCH_DTYPES[self.server_args.dtype]
+        raw = self.model_config.raw
+        stored = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")
+        return TORCH_DTYPES["float16" if stored == "float16" else "bfloat16"]
 
     def initialize(self) -> None:
         """Load the weights, build the pools and the attention backend.
@@ -66,11 +82,13 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             ValueError: bad weights or impossible memory; names the flag or the tensor.
         """
         began = time.perf_counter()
+        self.free_bytes_at_start = available_device_bytes(self.device)
         self.model = load_model(
             self.model_config,
             load_format=self.server_args.load_format,
             dtype=self.dtype,
             rope_rows=self.row_width(),
+            device=self.device,
         )
         self._init_pools()
         assert self.server_args.attention_backend is not None
@@ -83,21 +101,50 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         logger.info(
             "Loaded %s (%s, %s) with %d KV slots in %.1f s",
             self.model_config.architecture,
-            self.server_args.dtype,
+            str(self.dtype).removeprefix("torch."),
             self.server_args.attention_backend,
             self.max_total_num_tokens,
             time.perf_counter() - began,
         )
 
+    def init_cuda_graphs(self) -> None:
+        """Capture the decode graphs, where the backend and the flags allow them."""
+        args = self.server_args
+        if (
+            args.disable_cuda_graph
+            or not self.attn_backend.capabilities.supports_cuda_graph
+        ):
+            return
+        assert args.max_running_requests is not None
+        largest = min(
+            args.cuda_graph_max_bs or args.max_running_requests,
+            args.max_running_requests,
+        )
+        sizes = args.cuda_graph_bs or default_batch_sizes(largest)
+        self.graph_runner = CudaGraphRunner(
+            self, batch_sizes=[size for size in sizes if size <= largest] or [largest]
+        )
+
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
-        """One launch of the model over `forward_batch`."""
+        """One launch of the model over `forward_batch`, as a graph where one fits."""
         with (
             torch.inference_mode(),
             self.scopes.launch(forward_batch=forward_batch, steps=(0,)),
         ):
+            runner = self.graph_runner
+            if runner is not None and runner.can_run(forward_batch):
+                return runner.replay(forward_batch)
             self.attn_backend.init_eager(forward_batch)
-            with forward_context(self._context), self.scopes.step(0):
-                output: LogitsProcessorOutput = self.model(
-                    forward_batch.input_ids, forward_batch.positions, forward_batch
-                )
-            return output
+            return self.run_model(forward_batch)
+
+    def run_model(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+        """The model alone; the attention backend's metadata is set."""
+        with (
+            torch.inference_mode(),
+            forward_context(self._context),
+            self.scopes.step(0),
+        ):
+            output: LogitsProcessorOutput = self.model(
+                forward_batch.input_ids, forward_batch.positions, forward_batch
+            )
+        return output

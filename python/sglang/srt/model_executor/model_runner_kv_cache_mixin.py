@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.memory_pool import (
     kv_bytes_per_token,
 )
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.memory import available_host_bytes
+from sglang.srt.utils.memory import available_device_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class ModelRunnerKVCacheMixin:
     dtype: torch.dtype
     device: str
     page_size: int
+    free_bytes_at_start: int
     req_to_token_pool: ReqToTokenPool
     kv_pool: MHATokenToKVPool
     allocator: BaseAllocator
@@ -85,7 +86,7 @@ class ModelRunnerKVCacheMixin:
             head_dim=config.head_dim,
             dtype=self.dtype,
         )
-        available = available_host_bytes()
+        available = available_device_bytes(self.device)
         if args.max_total_tokens is not None:
             if args.max_total_tokens * per_token > available:
                 raise ValueError(
@@ -95,13 +96,18 @@ class ModelRunnerKVCacheMixin:
                 )
             return args.max_total_tokens
         assert args.mem_fraction_static is not None
-        budget = int(available * args.mem_fraction_static) // per_token
-        size = min(budget, CPU_POOL_CONTEXTS * config.context_len)
+        # What is not static stays free for activations, workspaces and graphs.
+        kept_free = int(self.free_bytes_at_start * (1 - args.mem_fraction_static))
+        size = max(available - kept_free, 0) // per_token
+        size -= self.page_size  # the scratch page
+        if self.device == "cpu":
+            size = min(size, CPU_POOL_CONTEXTS * config.context_len)
         size -= size % self.page_size
         if size < self.page_size:
             raise ValueError(
                 f"--mem-fraction-static {args.mem_fraction_static} of "
-                f"{available / 2**30:.1f} GiB leaves no room for one page of "
-                f"{self.page_size} tokens ({per_token} bytes each); raise it"
+                f"{self.free_bytes_at_start / 2**30:.1f} GiB leaves no room for one "
+                f"page of {self.page_size} tokens ({per_token} bytes each) beside the "
+                "weights; raise it"
             )
         return size

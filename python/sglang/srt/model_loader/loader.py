@@ -24,9 +24,14 @@ IGNORED_SUFFIXES = (
 
 
 def load_model(
-    config: ModelConfig, *, load_format: str, dtype: torch.dtype, rope_rows: int
+    config: ModelConfig,
+    *,
+    load_format: str,
+    dtype: torch.dtype,
+    rope_rows: int,
+    device: str = "cpu",
 ) -> CausalLM:
-    """A model in evaluation mode with its weights in `dtype`, packed for its device.
+    """A model in evaluation mode with its weights in `dtype`, packed for `device`.
 
     Args:
         load_format: "auto" or "safetensors" read the folder; "dummy" draws values.
@@ -38,13 +43,14 @@ def load_model(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model = create_model(config, rope_rows=rope_rows)
+        with torch.device(device):
+            model = create_model(config, rope_rows=rope_rows)
     finally:
         torch.set_default_dtype(before)
     if isinstance(model, MockForCausalLM):
         model.fill_weights()
     elif load_format == "dummy":
-        fill_dummy_weights(model)
+        fill_dummy_weights(model, device)
     else:
         load_weights(model, iterate_weights(config.path), source=str(config.path))
     for module in model.modules():
@@ -89,9 +95,9 @@ def load_weights(
         )
 
 
-def fill_dummy_weights(model: nn.Module) -> None:
+def fill_dummy_weights(model: nn.Module, device: str) -> None:
     """Random values of a plausible scale, the same at every start; norms are 1."""
-    generator = torch.Generator().manual_seed(DUMMY_SEED)
+    generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.data.fill_(1.0)

@@ -15,7 +15,6 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import GateUpLinear, Linear, QKVLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
-from sglang.srt.layers.ops.activation import silu_and_mul
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
@@ -42,7 +41,7 @@ class DecoderMLP(nn.Module):
         self.down_proj = Linear(inner, hidden, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        out: Tensor = self.down_proj(self.gate_up_proj.forward_silu_and_mul(x))
         return out
 
 

@@ -54,7 +54,7 @@ class MockForCausalLM(nn.Module):
         for module in (self.embed_tokens, self.lm_head):
             assert module.weight is not None
             module.weight.data.zero_()
-            module.weight.data[:, : mock_math.TOKEN_BITS] = codes
+            module.weight.data[:, : mock_math.TOKEN_BITS] = codes.to(module.weight)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.paged_cpu_backend import (
+from sglang.srt.layers.attention.paged_backend import (
     CpuNativeAttnBackend,
-    PagedCpuAttnBackend,
+    PagedAttnBackend,
     TorchNativeAttnBackend,
 )
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 
-_BACKENDS: dict[str, type[PagedCpuAttnBackend]] = {
-    backend.name: backend for backend in (CpuNativeAttnBackend, TorchNativeAttnBackend)
+
+def _triton() -> type[PagedAttnBackend]:
+    # Triton is an extra: a CPU installation does not have it.
+    try:
+        from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+    except ImportError as error:
+        raise ValueError(
+            f"--attention-backend triton cannot be imported ({error}); install the "
+            "extra: pip install 'sglang-canary[cuda]'"
+        ) from error
+    return TritonAttnBackend
+
+
+_BACKENDS: dict[str, Callable[[], type[PagedAttnBackend]]] = {
+    CpuNativeAttnBackend.name: lambda: CpuNativeAttnBackend,
+    TorchNativeAttnBackend.name: lambda: TorchNativeAttnBackend,
+    "triton": _triton,
 }
 
 
 def create_attention_backend(
     name: str, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache
 ) -> AttentionBackend:
-    """The backend `name`; argument checks have made sure that it exists."""
-    return _BACKENDS[name](req_to_token_pool=req_to_token_pool, kv_pool=kv_pool)
+    """The backend `name`, which argument checks have made sure to be in the table.
+
+    Raises:
+        ValueError: a package that it needs is not installed.
+    """
+    return _BACKENDS[name]()(req_to_token_pool=req_to_token_pool, kv_pool=kv_pool)

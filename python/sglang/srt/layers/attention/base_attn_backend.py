@@ -34,16 +34,17 @@ class AttentionBackend(ABC):
     def init_eager(self, forward_batch: ForwardBatch) -> None:
         """Prepare the metadata of a forward that runs outside graphs."""
 
-    def init_capture(self, buffers: object, rows: int) -> None:
-        """Prepare static metadata for the capture of a graph of `rows` rows.
+    def init_capture(self, forward_batch: ForwardBatch, rows: int) -> None:
+        """Prepare static metadata for the capture of a graph of `rows` rows, whose
+        inputs are the static tensors of `forward_batch`.
 
         Raises:
             RuntimeError: the backend does not declare `supports_cuda_graph`.
         """
         raise RuntimeError(f"attention backend {self.name} does not support graphs")
 
-    def init_replay(self, buffers: object, forward_batch: ForwardBatch) -> None:
-        """Fill the static metadata for a replay.
+    def init_replay(self, forward_batch: ForwardBatch) -> None:
+        """Fill the static metadata for a replay over the padded `forward_batch`.
 
         Raises:
             RuntimeError: the backend does not declare `supports_cuda_graph`.

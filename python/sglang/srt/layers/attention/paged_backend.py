@@ -1,13 +1,14 @@
-"""Attention on the CPU: the native kernels, or their torch references.
+"""Attention backends that read `req_to_token` itself as the page table.
 
-Both read `req_to_token` itself as the page table (every page_size-th column is the
-first slot of a page), so a step needs no metadata of its own.
+Every page_size-th column of a row is the first slot of a page, so a step needs no
+metadata of its own: what the pools hold is what the kernels read, in a graph as outside
+    of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 
 
-class PagedCpuAttnBackend(AttentionBackend):
-    """Common part of the CPU backends; they differ in the ops they call."""
+class PagedAttnBackend(AttentionBackend):
+    """The backends differ in the ops they call; all take the arguments of
+    `layers.ops.attention` and `layers.ops.rope`.
+    """
 
-    decode_op = staticmethod(decode_attention)
-    extend_op = staticmethod(extend_attention)
-    store_op = staticmethod(rope_store_kv)
+    store_op: Callable[..., None]
+    decode_op: Callable[..., None]
+    extend_op: Callable[..., None]
 
     def __init__(self, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache) -> None:
         self._kv_pool = kv_pool
@@ -40,6 +43,12 @@ class PagedCpuAttnBackend(AttentionBackend):
 
     def init_eager(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare: the tables are the pools' own."""
+
+    def init_capture(self, forward_batch: ForwardBatch, rows: int) -> None:
+        """Nothing to prepare: a graph reads the static batch and the pools."""
+
+    def init_replay(self, forward_batch: ForwardBatch) -> None:
+        """Nothing to fill, for the same reason."""
 
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
         view = KVReadView(
@@ -75,47 +84,53 @@ class PagedCpuAttnBackend(AttentionBackend):
             k_norm_weight=None if k_norm is None else k_norm.weight,
             eps=1e-6 if q_norm is None else q_norm.eps,
         )
+        common = {
+            "page_table": self._page_table,
+            "row_index": forward_batch.req_pool_indices,
+            "page_size": self._page_size,
+            "sm_scale": layer.scaling,
+            "window": layer.window,
+            "out": out,
+        }
         if forward_batch.forward_mode.is_decode:
+            options = self._decode_options(layer)
             self.decode_op(
                 q,
                 k_cache,
                 v_cache,
-                page_table=self._page_table,
-                row_index=forward_batch.req_pool_indices,
                 read_lens=forward_batch.seq_lens,
-                page_size=self._page_size,
-                sm_scale=layer.scaling,
-                window=layer.window,
-                out=out,
+                **common,
+                **options,
             )
             return
-        assert forward_batch.qo_indptr is not None
         self.extend_op(
             q,
             k_cache,
             v_cache,
-            page_table=self._page_table,
-            row_index=forward_batch.req_pool_indices,
             qo_indptr=forward_batch.qo_indptr,
             prefix_lens=forward_batch.prefix_lens,
-            page_size=self._page_size,
-            sm_scale=layer.scaling,
-            window=layer.window,
             tree_mask=forward_batch.tree_mask,
-            out=out,
+            **common,
         )
 
+    def _decode_options(self, layer: RadixAttention) -> dict[str, Any]:
+        """What this backend's decode takes beyond the common arguments."""
+        return {}
 
-class CpuNativeAttnBackend(PagedCpuAttnBackend):
+
+class CpuNativeAttnBackend(PagedAttnBackend):
     """The C++ kernels of `sgl-kernel`; without them the ops fall back, logged once."""
 
     name = "cpu_native"
+    store_op = staticmethod(rope_store_kv)
+    decode_op = staticmethod(decode_attention)
+    extend_op = staticmethod(extend_attention)
 
 
-class TorchNativeAttnBackend(PagedCpuAttnBackend):
-    """The torch references: slow, readable, and the oracle of the other backends."""
+class TorchNativeAttnBackend(PagedAttnBackend):
+    """The torch references, on any device: slow, readable, the oracle of the others."""
 
     name = "torch_native"
+    store_op = staticmethod(rope_store_kv_ref)
     decode_op = staticmethod(decode_attention_ref)
     extend_op = staticmethod(extend_attention_ref)
-    store_op = staticmethod(rope_store_kv_ref)

@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sglang.srt.layers.ops.dispatch import native, use_native
+from sglang.srt.layers.ops.dispatch import (
+    native,
+    triton_ops,
+    use_native,
+    use_triton,
+)
 
 
 def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -24,6 +29,9 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
             out = x.new_empty(x.shape[0], x.shape[1] // 2)
         native.silu_and_mul(x, out)
         return out
+    if use_triton(x):
+        result: Tensor = triton_ops.silu_and_mul(x, out=out)
+        return result
     return silu_and_mul_ref(x, out=out)
 
 

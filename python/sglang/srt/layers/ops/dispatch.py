@@ -1,6 +1,7 @@
-"""Chooses, per call, between the native CPU kernels and the torch references.
+"""Chooses, per call, between native CPU kernels, Triton kernels and torch references.
 
-The only module of the engine that imports `sglang_kernels`. It knows nothing of any op.
+The only module of the engine that imports `sglang_kernels`, and the only one of the ops
+that imports Triton. It knows nothing of any op.
 """
 
 from __future__ import annotations
@@ -38,17 +39,31 @@ def _import_native() -> tuple[Any, str]:
 # where `use_native` says so.
 native, _reason = _import_native()
 
+
+def _import_triton() -> tuple[Any, str]:
+    """The Triton ops, or None and the reason why they are not used."""
+    if torch.version.cuda is None:
+        return None, "torch was built without CUDA"
+    try:
+        from sglang.srt.layers.triton_ops import exports
+    except ImportError as error:
+        return None, str(error)
+    return exports, ""
+
+
+# `sglang.srt.layers.triton_ops.exports`; None without CUDA or Triton. To be used only
+# where `use_triton` says so.
+triton_ops, _triton_reason = _import_triton()
+
 _enabled = native is not None
-_warned = False
+_triton_enabled = triton_ops is not None
+_warned: set[str] = set()
 
 
-def _warn_once() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        logger.warning(
-            "Native CPU kernels are not used (%s). %s", _reason, _INSTALL_HINT
-        )
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning(message)
 
 
 def use_native(tensor: torch.Tensor) -> bool:
@@ -59,7 +74,24 @@ def use_native(tensor: torch.Tensor) -> bool:
     if _enabled:
         return tensor.is_cpu
     if native is None and tensor.is_cpu:
-        _warn_once()
+        _warn_once(f"Native CPU kernels are not used ({_reason}). {_INSTALL_HINT}")
+    return False
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether ops on `tensor` run as Triton kernels: it lies on a CUDA device and
+    Triton is installed.
+
+    The first time a CUDA tensor falls back for want of Triton, one warning says so.
+    """
+    if _triton_enabled:
+        return tensor.is_cuda
+    if triton_ops is None and tensor.is_cuda:
+        _warn_once(
+            f"Triton kernels are not used ({_triton_reason}): CUDA ops run on their "
+            "torch references, which are several times slower. "
+            "Install them with `pip install triton`."
+        )
     return False
 
 
@@ -71,10 +103,10 @@ def native_available() -> bool:
 @contextmanager
 def force_reference() -> Iterator[None]:
     """Inside, every op takes its torch reference. For tests and benchmarks."""
-    global _enabled
-    before = _enabled
-    _enabled = False
+    global _enabled, _triton_enabled
+    before = _enabled, _triton_enabled
+    _enabled = _triton_enabled = False
     try:
         yield
     finally:
-        _enabled = before
+        _enabled, _triton_enabled = before

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sglang.srt.layers.ops.dispatch import native, native_available, use_native
+from sglang.srt.layers.ops.activation import silu_and_mul
+from sglang.srt.layers.ops.dispatch import (
+    native,
+    native_available,
+    triton_ops,
+    use_native,
+    use_triton,
+)
 
 PANEL = 32
 """Output columns per panel of the native format."""
@@ -71,7 +78,9 @@ def linear(
 
     With a `PackedWeight` on the native kernels every output is one float32 sum in
     ascending order of k, so that a row's result is bitwise independent of how many rows
-    the batch has. A plain weight goes to torch, which promises no such thing.
+    the batch has. A plain weight promises no such thing: on CUDA a few rows of half
+    precision go to the weight-streaming kernels where those were measured to be
+    faster, everything else goes to torch.
 
     Args:
         x: [..., K]; float32, bfloat16 or float16.
@@ -83,6 +92,13 @@ def linear(
         `out`.
     """
     if not isinstance(weight, PackedWeight):
+        if use_triton(x):
+            config = triton_ops.choose(x, weight)
+            if config is not None:
+                product: Tensor = triton_ops.gemm(
+                    x, weight, bias, config=config, out=out
+                )
+                return product
         result = functional.linear(x, weight, bias)
         return result if out is None else out.copy_(result)
     if use_native(x) and weight.panel == PANEL:
@@ -94,6 +110,31 @@ def linear(
         native.packed_linear(x, weight.data, weight.n, bias, out)
         return out
     return linear_ref(x, weight, bias, out=out)
+
+
+def linear_silu_and_mul(
+    x: Tensor, weight: Tensor | PackedWeight, *, out: Tensor | None = None
+) -> Tensor:
+    """out = silu(x @ gate.T) * (x @ up.T), where `weight` is [gate | up] rows.
+
+    One launch on CUDA where `linear` would use the weight-streaming kernels too.
+
+    Args:
+        x: [T, K]; float32, bfloat16 or float16.
+        weight: [2 * I, K] of the dtype of `x`, or packed.
+        out: [T, I] of the dtype of `x`, contiguous. Allocated if None.
+
+    Returns:
+        `out`; equal to `silu_and_mul(linear(x, weight))` but for rounding.
+    """
+    if not isinstance(weight, PackedWeight) and use_triton(x):
+        config = triton_ops.choose(x, weight, gated=True)
+        if config is not None:
+            result: Tensor = triton_ops.gemm_silu_and_mul(
+                x, weight, config=config, out=out
+            )
+            return result
+    return silu_and_mul(linear(x, weight), out=out)
 
 
 def unpack_weight(weight: PackedWeight) -> Tensor:

@@ -8,7 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import native, use_native
+from sglang.srt.layers.ops.dispatch import (
+    native,
+    triton_ops,
+    use_native,
+    use_triton,
+)
 
 
 def rmsnorm(
@@ -30,6 +35,9 @@ def rmsnorm(
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         native.rmsnorm(x, weight, eps, out)
         return out
+    if use_triton(x):
+        result: Tensor = triton_ops.rmsnorm(x, weight, eps, out=out)
+        return result
     return rmsnorm_ref(x, weight, eps, out=out)
 
 
@@ -55,6 +63,9 @@ def fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     """
     if use_native(x):
         native.fused_add_rmsnorm(x, residual, weight, eps)
+        return
+    if use_triton(x):
+        triton_ops.fused_add_rmsnorm(x, residual, weight, eps)
         return
     fused_add_rmsnorm_ref(x, residual, weight, eps)
 

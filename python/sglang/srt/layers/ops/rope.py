@@ -8,7 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import native, use_native
+from sglang.srt.layers.ops.dispatch import (
+    native,
+    triton_ops,
+    use_native,
+    use_triton,
+)
 from sglang.srt.layers.ops.norm import rmsnorm_ref
 
 
@@ -61,7 +66,8 @@ def rope_store_kv(
             eps,
         )
         return
-    rope_store_kv_ref(
+    launch = triton_ops.rope_store_kv if use_triton(q) else rope_store_kv_ref
+    launch(
         q,
         k,
         v,

@@ -1,0 +1,216 @@
+"""Decode steps of the whole scheduler on a real model shape with dummy weights.
+
+python benchmark/e2e/bench_decode.py --shape Llama-3.1-8B --batch-size 1 16 64 256
+
+Requests of --input-len tokens are prefilled, then decode together; a step is the time
+between two rounds of the scheduler loop once all of them run. Beside it: the host's time
+without waiting for the device, the floor from the bytes of weights and KV over the read
+bandwidth measured in the same run, and the step's matrix products alone.
+The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from model_shapes import SHAPES, write_shape
+
+from sglang.srt.managers.io_struct import GenerateReq
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.build import build_scheduler
+from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+WARM_STEPS = 8
+
+
+class WaitClock:
+    """Time that the host spends blocked on results."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._wait = GenerationBatchResult.wait
+
+    def install(self) -> None:
+        clock = self
+
+        def wait(result: GenerationBatchResult) -> None:
+            began = time.perf_counter()
+            clock._wait(result)
+            clock.seconds += time.perf_counter() - began
+
+        GenerationBatchResult.wait = wait  # type: ignore[method-assign]
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of summing 8 GiB, best of 5."""
+    data = torch.empty(2**32, dtype=torch.float16, device="cuda").zero_()
+    best = 0.0
+    for _ in range(5):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        data.view(torch.float32).sum()
+        stop.record()
+        torch.cuda.synchronize()
+        best = max(best, data.nbytes / (start.elapsed_time(stop) / 1e3))
+    return best
+
+
+def gemm_ms(shape: dict[str, Any], rows: int) -> float:
+    """The matrix products of one decode step alone, through cuBLAS in a graph."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    head_dim = shape["head_dim"]
+    q = shape["num_attention_heads"] * head_dim
+    kv = shape["num_key_value_heads"] * head_dim
+    sizes = [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
+    layers = shape["num_hidden_layers"]
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    weights = [[torch.randn(s, **options) for s in sizes] for _ in range(layers)]
+    head = torch.randn(shape["vocab_size"], hidden, **options)
+    inputs = {k: torch.randn(rows, k, **options) for k in {s[1] for s in sizes}}
+
+    def run() -> None:
+        for layer in weights:
+            for weight in layer:
+                torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+        torch.nn.functional.linear(inputs[hidden], head)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(12):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def measure(
+    scheduler: Scheduler,
+    io: ListIO,
+    clock: WaitClock,
+    args: argparse.Namespace,
+    rows: int,
+) -> dict[str, float]:
+    vocab = scheduler.model_config.vocab_size
+    generator = torch.Generator().manual_seed(rows)
+    for i in range(rows):
+        ids = torch.randint(0, vocab, (args.input_len,), generator=generator)
+        params = SamplingParams(
+            max_new_tokens=args.steps + 64 + rows // 4, temperature=0.0, ignore_eos=True
+        )
+        io.requests.append(
+            GenerateReq(
+                rid=f"{rows}-{i}", input_ids=ids.tolist(), sampling_params=params
+            )
+        )
+    began = time.perf_counter()
+    while True:
+        scheduler.step()
+        running = 0 if scheduler.running is None else len(scheduler.running)
+        if running == rows and not scheduler.waiting:
+            break
+    torch.cuda.synchronize()
+    prefill_s = time.perf_counter() - began
+    for _ in range(WARM_STEPS):
+        scheduler.step()
+    clock.seconds = 0.0
+    steps, loop_began = [], time.perf_counter()
+    for _ in range(args.steps):
+        before = time.perf_counter()
+        scheduler.step()
+        steps.append(time.perf_counter() - before)
+    total = time.perf_counter() - loop_began
+    waited = clock.seconds
+    while scheduler.has_work():
+        scheduler.step()
+    scheduler.cache.reset()
+    io.responses.clear()
+    return {
+        "rows": rows,
+        "ms_median": statistics.median(steps) * 1e3,
+        "ms_mean": total / args.steps * 1e3,
+        "host_ms": (total - waited) / args.steps * 1e3,
+        "prefill_tok_s": rows * args.input_len / prefill_s,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="Llama-3.1-8B")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--input-len", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--context-length", type=int, default=16384)
+    args = parser.parse_args()
+    shape = SHAPES[args.shape]
+    bandwidth = read_bandwidth()
+    gemms = {rows: gemm_ms(shape, rows) for rows in args.batch_size}
+    torch.cuda.empty_cache()
+    io, clock = ListIO(), WaitClock()
+    began = time.perf_counter()
+    scheduler = build_scheduler(
+        ServerArgs(
+            model_path=str(write_shape(args.shape, Path(tempfile.mkdtemp()))),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            device="cuda",
+            context_length=args.context_length,
+            max_running_requests=max(args.batch_size),
+            cuda_graph_bs=sorted(args.batch_size),
+            disable_radix_cache=True,
+        ),
+        io,
+    )
+    start_s = time.perf_counter() - began
+    clock.install()
+    runner = scheduler.worker.model_runner
+    weight_bytes = sum(p.nbytes for p in runner.model.parameters())
+    embedding = runner.model.get_parameter("model.embed_tokens.weight").nbytes
+    kv = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"]
+    kv_bytes = kv * shape["head_dim"] * 2
+    print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s, started in {start_s:.1f} s")
+    print("batch  step ms  (mean)  host ms  floor ms  GEMMs ms  prefill tok/s")
+    results = []
+    for rows in args.batch_size:
+        result = measure(scheduler, io, clock, args, rows)
+        context = args.input_len + WARM_STEPS + args.steps / 2
+        moved = weight_bytes - embedding + rows * context * kv_bytes
+        result |= {"floor_ms": moved / bandwidth * 1e3, "gemm_ms": gemms[rows]}
+        results.append(result)
+        print(
+            f"{rows:5d}  {result['ms_median']:7.3f}  {result['ms_mean']:6.3f}  "
+            f"{result['host_ms']:7.3f}  {result['floor_ms']:8.3f}  "
+            f"{result['gemm_ms']:8.3f}  {result['prefill_tok_s']:10.0f}",
+            flush=True,
+        )
+    document = {
+        "benchmark": "bench_decode",
+        "shape": args.shape,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "input_len": args.input_len,
+        "read_bandwidth": bandwidth,
+        "start_s": start_s,
+        "results": results,
+    }
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

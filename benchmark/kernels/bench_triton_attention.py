@@ -1,0 +1,256 @@
+"""Speed of the Triton attention kernels, beside the copy and matrix rates of the GPU.
+
+python benchmark/kernels/bench_triton_attention.py [--only decode,extend] [--sweep]
+Prints tables, and as the last line one JSON object with every measurement. `--sweep`
+times other tile sizes too: the tables in the launchers come from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang.srt.layers.attention.triton_ops import decode_attention as decode
+from sglang.srt.layers.attention.triton_ops import extend_attention as extend
+
+Row = dict[str, Any]
+
+Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # Llama-3.1-8B
+DECODE_SHAPES = ((1, 1088), (16, 1088), (64, 1088), (256, 1088), (64, 4096), (32, 8192))
+# name, rows, new tokens of a row, prefix of a row
+EXTEND_SHAPES = (
+    ("8k x 8k causal", 1, 8192, 0),
+    ("64 x 1024 causal", 64, 1024, 0),
+    ("8k chunk after 8k", 1, 8192, 8192),
+    ("16 x 8 verify on 4k", 16, 8, 4088),
+)
+# Of `--sweep`: KV elements per tile, warps, stages, programs in flight.
+DECODE_CANDIDATES = [
+    (block_n, warps, stages, 1024)
+    for block_n, warps, stages in product((32, 64, 128), (2, 4, 8), (2, 3, 4))
+    if block_n * stages <= 256 and block_n * 4 >= 32 * warps // 2
+] + [(64, 2, 3, programs) for programs in (512, 2048, 4096)]
+# Of `--sweep`: queries and KV elements per tile, warps, stages, with V late or not.
+EXTEND_CANDIDATES = [
+    (128, 128, 8, 3, False),
+    (128, 128, 8, 2, True),
+    (128, 64, 8, 3, False),
+    (128, 64, 8, 3, True),
+    (128, 64, 8, 2, True),
+    (128, 32, 8, 3, True),
+    (64, 128, 4, 3, False),
+    (64, 128, 4, 2, True),
+    (64, 64, 4, 3, False),
+    (64, 64, 4, 3, True),
+    (64, 64, 4, 2, True),
+    (64, 32, 4, 3, True),
+]
+# KV bytes that consecutive launches go through, so that none finds its own in the L2.
+COLD_BYTES = 400 << 20
+
+
+def median_us(launches: Sequence[Callable[[], object]], *, replays: int = 15) -> float:
+    """Median over replays of one CUDA graph of all launches: microseconds of one."""
+    for launch in launches[:2]:
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    times = []
+    for _ in range(replays + 2):
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[2:]) * 1e3 / len(launches)
+
+
+def ceilings() -> Row:
+    """Copy bandwidth (read + write) and bf16 matrix rate of this GPU, now."""
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copy_us = median_us([lambda: torch.neg(source, out=target)] * 2)
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    c = torch.empty_like(a)
+    matrix_us = median_us([lambda: torch.mm(a, b, out=c)] * 4)
+    return {
+        "copy_gb_s": 2 * 2 * (1 << 30) / copy_us / 1e3,
+        "matrix_tflop_s": 2 * 8192**3 / matrix_us / 1e6,
+    }
+
+
+def make_tables(rows: int, length: int, page_size: int) -> Tensor:
+    """[rows, length / page_size] int32: shuffled pages, each of one row."""
+    pages = rows * length // page_size
+    table = torch.randperm(pages, device="cuda", dtype=torch.int32) * page_size
+    return table.view(rows, -1)
+
+
+def make_cache(slots: int) -> Tensor:
+    shape = (slots, KV_HEADS, HEAD_DIM)
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def decode_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Row:
+    """One shape: time, bytes of K and V over time, and the part of the copy rate."""
+    kv_bytes = 2 * rows * context * KV_HEADS * HEAD_DIM * 2
+    pools = min(max(-(-COLD_BYTES // kv_bytes), 2), 64)
+    q = torch.randn(rows, Q_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(q)
+    workspace = decode.decode_workspace(
+        rows=rows,
+        q_heads=Q_HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_context=16384,
+        device="cuda",
+    )
+    table = make_tables(rows, context, page_size)
+    read_lens = torch.full((rows,), context, device="cuda")
+
+    def launch(k: Tensor, v: Tensor) -> Callable[[], None]:
+        return lambda: decode.decode_attention(
+            q,
+            k,
+            v,
+            page_table=table,
+            row_index=None,
+            read_lens=read_lens,
+            page_size=page_size,
+            sm_scale=HEAD_DIM**-0.5,
+            out=out,
+            workspace=workspace,
+        )
+
+    caches = [
+        (make_cache(rows * context), make_cache(rows * context)) for _ in range(pools)
+    ]
+    us = median_us([launch(k, v) for k, v in caches])
+    rate = kv_bytes / us / 1e3
+    return {
+        "op": "decode",
+        "rows": rows,
+        "context": context,
+        "page_size": page_size,
+        "us": us,
+        "floor_us": kv_bytes / copy_gb_s / 1e3,
+        "gb_s": rate,
+        "of_copy": rate / copy_gb_s,
+    }
+
+
+def extend_row(
+    name: str, rows: int, new: int, prefix: int, page_size: int, matrix_tflop_s: float
+) -> Row:
+    """One shape: time, flops of attended pairs over time, part of the matrix rate."""
+    total = prefix + new
+    tokens = rows * new
+    q = torch.randn(tokens, Q_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(q)
+    k, v = make_cache(rows * total), make_cache(rows * total)
+    table = make_tables(rows, total, page_size)
+    qo_indptr = torch.arange(rows + 1, device="cuda") * new
+    prefix_lens = torch.full((rows,), prefix, device="cuda")
+
+    def launch() -> None:
+        extend.extend_attention(
+            q,
+            k,
+            v,
+            page_table=table,
+            row_index=None,
+            qo_indptr=qo_indptr,
+            prefix_lens=prefix_lens,
+            page_size=page_size,
+            sm_scale=HEAD_DIM**-0.5,
+            out=out,
+        )
+
+    us = median_us([launch] * 2, replays=7)
+    pairs = rows * (new * prefix + new * (new + 1) // 2)
+    rate = 4 * HEAD_DIM * Q_HEADS * pairs / us / 1e6
+    return {
+        "op": "extend",
+        "shape": name,
+        "page_size": page_size,
+        "us": us,
+        "floor_us": 4 * HEAD_DIM * Q_HEADS * pairs / matrix_tflop_s / 1e6,
+        "tflop_s": rate,
+        "of_matrix": rate / matrix_tflop_s,
+    }
+
+
+def show(row: Row) -> Row:
+    cells = (
+        f"{key}={value:.3g}" if isinstance(value, float) else f"{key}={value}"
+        for key, value in row.items()
+    )
+    print("  ".join(cells), flush=True)
+    return row
+
+
+def sweep_decode(copy_gb_s: float) -> list[Row]:
+    rows: list[Row] = []
+    tiles, programs = decode._TILES, decode._TARGET_PROGRAMS
+    for block_n, warps, stages, target in DECODE_CANDIDATES:
+        decode._TILES = ((1 << 20, (block_n, warps, stages)),)
+        decode._TARGET_PROGRAMS = target
+        for shape in ((1, 1088), (16, 1088), (64, 4096)):
+            row = {"tile": (block_n, warps, stages, target)}
+            rows.append(show(row | decode_row(*shape, 1, copy_gb_s)))
+    decode._TILES, decode._TARGET_PROGRAMS = tiles, programs
+    return rows
+
+
+def sweep_extend(matrix_tflop_s: float) -> list[Row]:
+    rows: list[Row] = []
+    tables = extend._HALF_TILES
+    for tile in EXTEND_CANDIDATES:
+        extend._HALF_TILES = {HEAD_DIM: ((float("inf"), extend._Tile(*tile)),)}
+        for shape in EXTEND_SHAPES:
+            row = {"tile": tile}
+            rows.append(show(row | extend_row(*shape, 1, matrix_tflop_s)))
+    extend._HALF_TILES = tables
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="decode,extend")
+    parser.add_argument("--sweep", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    ops = args.only.split(",")
+    ceiling = ceilings()
+    print(torch.cuda.get_device_name(), {k: round(v) for k, v in ceiling.items()})
+    copy_gb_s, matrix_tflop_s = ceiling["copy_gb_s"], ceiling["matrix_tflop_s"]
+    rows: list[Row] = []
+    for page_size in (1, 16):
+        if "decode" in ops:
+            for shape in DECODE_SHAPES:
+                rows.append(show(decode_row(*shape, page_size, copy_gb_s)))
+        if "extend" in ops:
+            for case in EXTEND_SHAPES:
+                rows.append(show(extend_row(*case, page_size, matrix_tflop_s)))
+    if args.sweep:
+        rows += sweep_extend(matrix_tflop_s) if "extend" in ops else []
+        rows += sweep_decode(copy_gb_s) if "decode" in ops else []
+    report = {"gpu": torch.cuda.get_device_name(), **ceiling, "rows": rows}
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

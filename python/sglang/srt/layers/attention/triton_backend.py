@@ -1,0 +1,52 @@
+"""Attention on CUDA with the Triton kernels of `triton_ops`.
+
+Imported only where Triton is installed: `attention_registry` sees to that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
+from sglang.srt.layers.attention.triton_ops.decode_attention import (
+    DecodeWorkspace,
+    decode_attention,
+    decode_workspace,
+)
+from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
+from sglang.srt.layers.ops.rope import rope_store_kv
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+
+
+class TritonAttnBackend(PagedAttnBackend):
+    """One decode workspace serves all layers and all graphs: forwards do not overlap."""
+
+    name = "triton"
+    store_op = staticmethod(rope_store_kv)
+    decode_op = staticmethod(decode_attention)
+    extend_op = staticmethod(extend_attention)
+
+    def __init__(self, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache) -> None:
+        super().__init__(req_to_token_pool=req_to_token_pool, kv_pool=kv_pool)
+        self._rows = req_to_token_pool.size
+        self._max_context = req_to_token_pool.context_len
+        self._device = req_to_token_pool.device
+        # By (query heads, KV heads, head size): layers of one shape share.
+        self._workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
+
+    def _decode_options(self, layer: RadixAttention) -> dict[str, Any]:
+        shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        workspace = self._workspaces.get(shape)
+        if workspace is None:
+            workspace = self._workspaces[shape] = decode_workspace(
+                rows=self._rows,
+                q_heads=layer.num_heads,
+                kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
+                max_context=self._max_context,
+                device=self._device,
+            )
+        return {"workspace": workspace}

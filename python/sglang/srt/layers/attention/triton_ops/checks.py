@@ -1,0 +1,48 @@
+"""Argument checks shared by the attention launchers; they read shapes, never values."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+
+
+def check_inputs(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, *, page_size: int
+) -> None:
+    """Reject what the kernels cannot address.
+
+    Raises:
+        ValueError: naming the argument, its value and what is expected.
+    """
+    _, q_heads, head_dim = q.shape
+    kv_heads = k_cache.shape[1]
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ValueError(
+            f"page_size={page_size}: the Triton kernels need a power of two"
+        )
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"head_dim={head_dim}: the Triton kernels need a multiple of 8 up to "
+            f"{MAX_HEAD_DIM}"
+        )
+    if q_heads % kv_heads:
+        raise ValueError(
+            f"q has {q_heads} heads, the cache {kv_heads}: pass a multiple"
+        )
+    if not q.dtype == k_cache.dtype == v_cache.dtype == out.dtype:
+        raise ValueError(
+            f"q is {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}, "
+            f"out {out.dtype}: pass one dtype"
+        )
+    for name, tensor in (("q", q), ("out", out)):
+        if tensor.stride(2) != 1 or (q_heads > 1 and tensor.stride(1) != head_dim):
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}: heads and channels must be "
+                "contiguous"
+            )
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.stride(2) != 1:
+            raise ValueError(
+                f"{name} has strides {cache.stride()}: channels must be contiguous"
+            )

@@ -1,0 +1,245 @@
+"""Paged decode attention on CUDA: split-KV, grouped query heads, a fixed launch grid.
+
+Same arguments and results as `sglang.srt.layers.ops.attention.decode_attention`, plus a
+workspace. Knows nothing of requests or layers; never waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from sglang.srt.layers.attention.triton_ops.checks import check_inputs
+from sglang.srt.layers.attention.triton_ops.decode_kernels import (
+    decode_combine_kernel,
+    decode_split_kernel,
+)
+from sglang.srt.layers.attention.triton_ops.launch import Launch
+
+_MAX_SPLITS = 64
+# Programs wanted in flight: 132 multiprocessors with several programs each.
+_TARGET_PROGRAMS = 1024
+_MIN_ELEMENTS_PER_SPLIT = 64
+
+# Bytes of a padded head -> KV elements per tile, warps, pipeline stages; measured with
+# benchmark/kernels/bench_triton_attention.py --sweep.
+_TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
+    (128, (64, 2, 2)),
+    (256, (32, 2, 2)),
+    (1024, (32, 4, 2)),
+)
+_COMBINE_CONSTANTS = (
+    "Q_HEADS",
+    "HEAD_DIM",
+    "HAS_WINDOW",
+    "SPLITS",
+    "BLOCK_N",
+    "BLOCK_D",
+)
+
+
+def decode_splits(*, rows: int, programs_per_row: int, max_context: int) -> int:
+    """Splits of a row's KV elements, a power of two; a function of shapes alone.
+
+    Args:
+        rows: rows of the launch.
+        programs_per_row: programs that a row takes per split (its KV heads).
+        max_context: most KV elements that a row of any later launch may have.
+    """
+    wanted = max(_TARGET_PROGRAMS // max(rows * programs_per_row, 1), 1)
+    useful = max(max_context // _MIN_ELEMENTS_PER_SPLIT, 1)
+    splits = min(wanted, useful, _MAX_SPLITS)
+    return 1 << (splits.bit_length() - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeWorkspace:
+    """Scratch of decode launches; launches of one stream share one.
+
+    Fields:
+        partial: [cells * head_dim] float32, partial results. Cells are (row, query
+            head, split) of the launch; only the kernels read or write them.
+        lse: [cells] float32, log2 of the partial softmax sums.
+        max_context: most KV elements of a row; it fixes the splits of a launch.
+    """
+
+    partial: Tensor
+    lse: Tensor
+    max_context: int
+
+
+def decode_workspace(
+    *,
+    rows: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    max_context: int,
+    device: str | torch.device,
+) -> DecodeWorkspace:
+    """Scratch for launches of up to `rows` rows with these heads.
+
+    A row with more than `max_context` elements is still computed, only slower.
+    """
+    blocks = _head_blocks(q_heads // kv_heads)
+    cells = max(
+        count
+        * q_heads
+        * decode_splits(
+            rows=count, programs_per_row=kv_heads * blocks, max_context=max_context
+        )
+        for count in range(1, max(rows, 1) + 1)
+    )
+    return DecodeWorkspace(
+        partial=torch.empty(cells * head_dim, dtype=torch.float32, device=device),
+        lse=torch.empty(cells, dtype=torch.float32, device=device),
+        max_context=max_context,
+    )
+
+
+def _block_h(group: int) -> int:
+    return min(max(int(triton.next_power_of_2(group)), 16), 64)
+
+
+def _head_blocks(group: int) -> int:
+    return -(-group // _block_h(group))
+
+
+def decode_launch(
+    *,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    page_size: int,
+    splits: int,
+    has_row_index: bool,
+    has_window: bool,
+) -> Launch:
+    """Compile-time parameters of the split kernel, chosen from shapes alone."""
+    group = q_heads // kv_heads
+    block_d = max(triton.next_power_of_2(head_dim), 16)
+    block_n, warps, stages = next(
+        tile for limit, tile in _TILES if block_d * itemsize <= limit
+    )
+    return Launch(
+        constants={
+            "Q_HEADS": q_heads,
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "PAGE_SIZE": page_size,
+            "HAS_ROW_INDEX": has_row_index,
+            "HAS_WINDOW": has_window,
+            "SPLITS": splits,
+            "BLOCK_H": _block_h(group),
+            "BLOCK_N": block_n,
+            "BLOCK_D": block_d,
+        },
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+def combine_launch(split_launch: Launch) -> Launch:
+    """Compile-time parameters of the combine kernel behind a split kernel."""
+    constants = {name: split_launch.constants[name] for name in _COMBINE_CONSTANTS}
+    return Launch(
+        constants=constants,
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    page_table: Tensor,
+    row_index: Tensor | None,
+    read_lens: Tensor,
+    page_size: int,
+    sm_scale: float,
+    window: int = -1,
+    out: Tensor,
+    workspace: DecodeWorkspace,
+) -> None:
+    """out[r] = softmax(sm_scale * q[r] . K) V over KV elements 0 .. read_lens[r] - 1.
+
+    The launch depends on shapes and on `workspace.max_context` only, so that it can be
+    captured in a CUDA graph. A row that reads nothing yields zeros.
+
+    Args:
+        q, k_cache, v_cache, page_table, row_index, read_lens, page_size, sm_scale,
+            window, out: as in `sglang.srt.layers.ops.attention.decode_attention`;
+            page_size a power of two.
+        workspace: from `decode_workspace` for at least these rows and heads.
+
+    Raises:
+        ValueError: shapes, page_size or workspace do not fit.
+    """
+    check_inputs(q, k_cache, v_cache, out, page_size=page_size)
+    rows, q_heads, head_dim = q.shape
+    kv_heads = k_cache.shape[1]
+    if rows == 0:
+        return
+    programs_per_row = kv_heads * _head_blocks(q_heads // kv_heads)
+    splits = decode_splits(
+        rows=rows, programs_per_row=programs_per_row, max_context=workspace.max_context
+    )
+    cells = rows * q_heads * splits
+    if splits > 1 and (
+        workspace.lse.numel() < cells or workspace.partial.numel() < cells * head_dim
+    ):
+        raise ValueError(
+            f"decode_attention: the workspace holds {workspace.lse.numel()} cells, "
+            f"{rows} rows x {q_heads} heads x {splits} splits need {cells}; "
+            "allocate it with decode_workspace for these rows and heads"
+        )
+    launch = decode_launch(
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        itemsize=q.element_size(),
+        page_size=page_size,
+        splits=splits,
+        has_row_index=row_index is not None,
+        has_window=window > 0,
+    )
+    decode_split_kernel[(programs_per_row, splits, rows)](
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        row_index,
+        read_lens,
+        out,
+        workspace.partial,
+        workspace.lse,
+        sm_scale * math.log2(math.e),
+        window,
+        q.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        v_cache.stride(0),
+        v_cache.stride(1),
+        page_table.stride(0),
+        page_table.stride(1),
+        out.stride(0),
+        **launch.options(),
+    )
+    if splits == 1:
+        return
+    decode_combine_kernel[(q_heads, rows)](
+        workspace.partial,
+        workspace.lse,
+        read_lens,
+        out,
+        window,
+        out.stride(0),
+        **combine_launch(launch).options(),
+    )

@@ -1,0 +1,28 @@
+"""Compile-time parameters of a Triton launch, apart from the tensors it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How a kernel is compiled.
+
+    Fields:
+        constants: values of its `constexpr` parameters, by name.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline over its loads.
+    """
+
+    constants: dict[str, int | bool]
+    num_warps: int
+    num_stages: int
+
+    def options(self) -> dict[str, int | bool]:
+        """Keyword arguments of a launch, the constants among them."""
+        return {
+            **self.constants,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }

@@ -1,0 +1,62 @@
+"""Triton kernel of the gated activation; `layers/ops/activation.py` describes it."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang.srt.layers.triton_ops.launch import (
+    let_next_start,
+    supports_dependent_launch,
+    wait_for_inputs,
+)
+
+BLOCK = 1024
+
+
+@triton.jit
+def silu_and_mul_kernel(
+    x,
+    out,
+    x_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < WIDTH
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    start = x + row * x_stride + channel
+    gate = tl.load(start, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(start + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * WIDTH + channel, result.to(out.dtype.element_ty), mask=mask)
+
+
+def silu_and_mul(x: Tensor, *, out: Tensor | None) -> Tensor:
+    """`ops.activation.silu_and_mul`. x: [T, 2 * I], the last dimension contiguous."""
+    if x.dim() != 2 or x.shape[1] % 2:
+        raise ValueError(f"silu_and_mul: x is {tuple(x.shape)}, expected [T, 2 * I]")
+    rows, width = x.shape[0], x.shape[1] // 2
+    if out is None:
+        out = x.new_empty(rows, width)
+    if rows == 0 or width == 0:
+        return out
+    block = min(BLOCK, triton.next_power_of_2(width))
+    pdl = supports_dependent_launch(x.device)
+    silu_and_mul_kernel[(rows, triton.cdiv(width, block))](
+        x,
+        out,
+        x.stride(0),
+        WIDTH=width,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+    return out

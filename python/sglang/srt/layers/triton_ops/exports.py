@@ -1,0 +1,18 @@
+"""The Triton functions that `layers/ops` calls on CUDA tensors, under one name."""
+
+from __future__ import annotations
+
+from sglang.srt.layers.triton_ops.activation import silu_and_mul
+from sglang.srt.layers.triton_ops.gemm import choose, gemm, gemm_silu_and_mul
+from sglang.srt.layers.triton_ops.norm import fused_add_rmsnorm, rmsnorm
+from sglang.srt.layers.triton_ops.rope import rope_store_kv
+
+__all__ = [
+    "choose",
+    "fused_add_rmsnorm",
+    "gemm",
+    "gemm_silu_and_mul",
+    "rmsnorm",
+    "rope_store_kv",
+    "silu_and_mul",
+]

@@ -1,0 +1,200 @@
+"""Matrix product of few rows with a weight read once: choice, checks and launch.
+
+`choose` says where this beats cuBLAS; `layers/ops/linear.py` asks it. Knows bfloat16
+and float16 weights [N, K]; knows nothing of layers or sharding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from sglang.srt.layers.triton_ops.gemm_kernels import gemm_kernel, gemv_kernel
+from sglang.srt.layers.triton_ops.gemm_table import MAX_ROWS, GemmConfig, lookup
+from sglang.srt.layers.triton_ops.launch import Scratch, supports_dependent_launch
+
+# 16 splits of 64 rows of 65,536 outputs would not fit; the table keeps far below.
+_SCRATCH = Scratch(partial_bytes=32 << 20, counters=16384)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmProblem:
+    """rows of x, outputs of the call (half the weight's rows if gated), inputs k."""
+
+    rows: int
+    outputs: int
+    k: int
+    gated: bool
+
+
+def choose(x: Tensor, weight: Tensor, *, gated: bool = False) -> GemmConfig | None:
+    """The kernel for x [..., K] and weight [N, K]; None where cuBLAS is better.
+
+    None too for what the kernels do not take: other dtypes, a weight that is not
+    row-major, no rows or more than `MAX_ROWS`.
+    """
+    n, k = weight.shape
+    rows = x.numel() // k if k else 0
+    if not 0 < rows <= MAX_ROWS or x.dtype != weight.dtype:
+        return None
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if weight.stride() != (k, 1) or k % 8 or weight.data_ptr() % 16:
+        return None
+    return lookup(rows=rows, n=n, k=k, gated=gated)
+
+
+def gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    config: GemmConfig,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """out = x @ weight.T + bias + residual.
+
+    Args:
+        x: [..., K] bfloat16 or float16, at most `MAX_ROWS` rows.
+        weight: [N, K] of the same dtype, row-major, K a multiple of 8.
+        bias: [N], or None.
+        config: from `choose`.
+        residual: [..., N] or None; may be `out`. The product is rounded to the dtype
+            before it is added, as two kernels would do.
+        out: [..., N] contiguous. Allocated if None.
+
+    Returns:
+        `out`. Sums are float32; the same inputs give the same bits in every run.
+
+    Raises:
+        ValueError: a shape does not fit, or there are too many rows.
+    """
+    n = weight.shape[0]
+    return _launch(
+        x, weight, bias, residual, out, outputs=n, gated=False, config=config
+    )
+
+
+def gemm_silu_and_mul(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    config: GemmConfig,
+    out: Tensor | None = None,
+) -> Tensor:
+    """out = silu(x @ weight[:I].T) * (x @ weight[I:].T), the [gate | up] layout.
+
+    Args:
+        x: [..., K] bfloat16 or float16, at most `MAX_ROWS` rows.
+        weight: [2 * I, K] of the same dtype, row-major, K a multiple of 8.
+        config: from `choose(..., gated=True)`.
+        out: [..., I] contiguous. Allocated if None.
+
+    Raises:
+        ValueError: a shape does not fit, or there are too many rows.
+    """
+    n = weight.shape[0]
+    if n % 2:
+        raise ValueError(f"gemm_silu_and_mul: weight has {n} rows, expected 2 * I")
+    return _launch(
+        x, weight, None, None, out, outputs=n // 2, gated=True, config=config
+    )
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    *,
+    outputs: int,
+    gated: bool,
+    config: GemmConfig,
+) -> Tensor:
+    k = weight.shape[1]
+    if x.shape[-1] != k or x.dtype != weight.dtype:
+        raise ValueError(
+            f"gemm: x is {x.dtype} {tuple(x.shape)}, weight {weight.dtype} "
+            f"{tuple(weight.shape)}; dtypes and the last dimensions must be equal"
+        )
+    rows = x.numel() // k
+    if not 0 < rows <= (1 if config.split_k == 0 else MAX_ROWS):
+        raise ValueError(f"gemm: {rows} rows; {config} cannot take so many")
+    flat = x.reshape(rows, k)
+    if flat.stride(1) != 1:
+        flat = flat.contiguous()
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], outputs))
+    out_rows = out.view(rows, outputs)
+    residual_rows = None if residual is None else residual.view(rows, outputs)
+    pdl = config.dependent and supports_dependent_launch(x.device)
+    common: dict[str, Any] = {
+        "K": k,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GATED": gated,
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "PDL": pdl,
+        "num_warps": config.warps,
+        **({"launch_pdl": True} if pdl else {}),
+    }
+    # Absent tensors are replaced by some pointer of their dtype that is never read.
+    bias_arg = weight if bias is None else bias
+    residual_arg = weight if residual_rows is None else residual_rows
+    tiles = triton.cdiv(outputs * (2 if gated else 1), config.block_n)
+    if config.split_k == 0:
+        gemv_kernel[(tiles,)](
+            flat, weight, bias_arg, residual_arg, out_rows, outputs, **common
+        )
+        return out
+    block_m = max(16, triton.next_power_of_2(rows))
+    split = min(config.split_k, triton.cdiv(k, config.block_k))
+    partial, counters = _SCRATCH.get(
+        x.device,
+        partial_bytes=4 * tiles * split * block_m * config.block_n if split > 1 else 0,
+        counters=tiles if split > 1 else 0,
+    )
+    gemm_kernel[(tiles, split)](
+        flat,
+        weight,
+        bias_arg,
+        residual_arg,
+        out_rows,
+        partial.view(torch.float32),
+        counters,
+        rows,
+        outputs,
+        flat.stride(0),
+        outputs if residual_rows is None else residual_rows.stride(0),
+        out_rows.stride(0),
+        BLOCK_M=block_m,
+        SPLIT_K=split,
+        STAGES=config.stages,
+        PREFETCH=config.prefetch,
+        **common,
+    )
+    return out
+
+
+def gemm_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Torch oracle of `gemm`."""
+    result = torch.matmul(x.float(), weight.float().t())
+    if bias is not None:
+        result = result + bias.float()
+    result = result.to(x.dtype)
+    return (
+        result if residual is None else (result.float() + residual.float()).to(x.dtype)
+    )

@@ -1,0 +1,101 @@
+"""Which kernel multiplies few rows by a weight of a given shape.
+
+The rules follow measurements on an H200 (`benchmark/kernels/sweep_triton_gemm.py`); no
+device is asked.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+MAX_ROWS = 64
+"""More rows than this are cuBLAS's."""
+
+_MULTIPROCESSORS = 132
+_SHARED_BYTES = 225 * 1024
+_MIN_WIDTH = 1024
+_MIN_BLOCKS_PER_SPLIT = 4
+_MAX_STAGES = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmConfig:
+    """Shape of one launch.
+
+    Fields:
+        block_n, block_k: tile of the weight per program and step; powers of two.
+        split_k: programs that share a tile's sum. 0: the one-row kernel on registers.
+        stages: tiles in flight per program (matrix-unit kernel).
+        prefetch: tiles asked for before the kernel ahead has ended.
+        warps: per program.
+        dependent: launch before the kernel ahead has ended.
+    """
+
+    block_n: int
+    block_k: int
+    split_k: int
+    stages: int = 1
+    prefetch: int = 0
+    warps: int = 4
+    dependent: bool = True
+
+
+@functools.cache
+def lookup(*, rows: int, n: int, k: int, gated: bool) -> GemmConfig | None:
+    """The configuration for `rows` rows and a weight [n, k]; None: cuBLAS."""
+    if rows > MAX_ROWS or min(n, k) < _MIN_WIDTH or k % 8:
+        return None
+    if rows == 1:
+        return _one_row(n=n, k=k)
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    tiles = -(-n // 64)
+    if tiles >= 2 * _MULTIPROCESSORS:
+        return _many_tiles(tiles, block_m)
+    if block_m == 64 and k < 8192:
+        # cuBLAS reads x once per 128 or 256 outputs, which tells when x is large.
+        return None
+    return _split(tiles, k=k, block_m=block_m)
+
+
+def _one_row(*, n: int, k: int) -> GemmConfig:
+    if k > 4096:
+        # Two rows per warp, so that x is fetched half as often.
+        return GemmConfig(block_n=16, block_k=512, split_k=0, warps=8)
+    if k > 2048 and n <= 4096:
+        # All of a program's weights are asked for before the kernel ahead has ended.
+        return GemmConfig(block_n=4, block_k=4096, split_k=0, warps=8)
+    block_k = 2048 if k > 1024 else 1024
+    return GemmConfig(block_n=4, block_k=block_k, split_k=0)
+
+
+def _stages(*, block_n: int, block_k: int, block_m: int, resident: int) -> int:
+    """Tiles in flight of each of `resident` programs on one multiprocessor."""
+    tile_bytes = 2 * block_k * (block_n + block_m)
+    return max(2, min(_MAX_STAGES, _SHARED_BYTES // resident // tile_bytes))
+
+
+def _many_tiles(tiles: int, block_m: int) -> GemmConfig:
+    if block_m == 64:
+        return GemmConfig(
+            block_n=128, block_k=128, split_k=1, stages=2, prefetch=1, warps=8
+        )
+    resident = 3 if tiles > 8 * _MULTIPROCESSORS else 2
+    stages = _stages(block_n=64, block_k=128, block_m=block_m, resident=resident)
+    return GemmConfig(block_n=64, block_k=128, split_k=1, stages=stages, prefetch=1)
+
+
+def _split(tiles: int, *, k: int, block_m: int) -> GemmConfig:
+    """The split that fills one, two or three programs per multiprocessor best."""
+    best_fill, best_split, best_resident = 0.0, 1, 1
+    most = max(1, -(-k // 128) // _MIN_BLOCKS_PER_SPLIT)
+    for resident in (1, 2, 3):
+        room = _MULTIPROCESSORS * resident
+        split = max(1, min(room // tiles, most))
+        fill = tiles * split / room
+        if best_fill + 0.02 < fill <= 1.0:
+            best_fill, best_split, best_resident = fill, split, resident
+    stages = _stages(block_n=64, block_k=128, block_m=block_m, resident=best_resident)
+    return GemmConfig(
+        block_n=64, block_k=128, split_k=best_split, stages=stages, prefetch=2
+    )

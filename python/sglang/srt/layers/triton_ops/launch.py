@@ -1,0 +1,106 @@
+"""What every Triton launch of the engine shares: dependent launch and scratch memory.
+
+Kernels here start while the kernel before them still runs (programmatic dependent
+launch): each tells the device at once that the next one may start, and touches nothing
+that another kernel writes before `wait_for_inputs`. Knows nothing of any op.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_HOPPER = 9
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """The next kernel may be launched once every program has come here."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Wait until all kernels before this one are done. Every program must come here,
+    before it reads what they write and before it writes anything."""
+    if PDL:
+        gdc_wait()
+
+
+def supports_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels on `device` may be launched with `launch_pdl`."""
+    if device.type != "cuda" or not _dependent:
+        return False
+    return _capability_major(device.index or 0) >= _HOPPER
+
+
+_dependent = True
+
+
+@contextmanager
+def without_dependent_launch() -> Iterator[None]:
+    """Inside, every kernel waits for the one before it. For tests and benchmarks."""
+    global _dependent
+    before = _dependent
+    _dependent = False
+    try:
+        yield
+    finally:
+        _dependent = before
+
+
+@functools.cache
+def _capability_major(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
+
+
+class Scratch:
+    """Device memory in which the programs of one launch meet: partial results, and
+    counters that each launch leaves at zero.
+
+    Both are allocated once per device, so that captured graphs may hold their
+    addresses; therefore launches that use them must be ordered by one stream.
+    """
+
+    def __init__(self, *, partial_bytes: int, counters: int) -> None:
+        self._partial_bytes = partial_bytes
+        self._n_counters = counters
+        self._buffers: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def get(
+        self, device: torch.device, *, partial_bytes: int, counters: int
+    ) -> tuple[Tensor, Tensor]:
+        """(partials uint8, counters int32, all zero) of at least the sizes asked for.
+
+        Raises:
+            RuntimeError: first use on this device is inside a graph capture.
+            ValueError: more is asked for than was laid out.
+        """
+        if partial_bytes > self._partial_bytes or counters > self._n_counters:
+            raise ValueError(
+                f"scratch of {partial_bytes} bytes and {counters} counters asked for; "
+                f"at most {self._partial_bytes} and {self._n_counters} exist"
+            )
+        found = self._buffers.get(device)
+        if found is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "kernel scratch would be allocated inside a graph capture; "
+                    "run the captured function once before the capture"
+                )
+            found = (
+                torch.empty(self._partial_bytes, dtype=torch.uint8, device=device),
+                torch.zeros(self._n_counters, dtype=torch.int32, device=device),
+            )
+            self._buffers[device] = found
+        return found

@@ -1,0 +1,66 @@
+"""Static inputs of captured graphs, derived from the canonical fields of
+ForwardBatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+
+# Decode fields and what a padded row holds: it reads and writes the scratch page as row
+# 0.
+_DECODE_FIELDS: dict[str, int] = {
+    "input_ids": 0,
+    "positions": 0,
+    "out_cache_loc": 0,
+    "req_pool_indices": 0,
+    "prefix_lens": 0,
+    "extend_lens": 1,
+    "seq_lens": 1,
+    "req_serial": 0,
+    "salt": 0,
+    "rids_int": 0,
+    "bootstrap_room_ids_int": -1,
+}
+
+
+class GraphInputBuffers:
+    """One int64 block [fields, rows] that all decode graphs read, each its first
+    rows."""
+
+    def __init__(self, *, max_rows: int, device: torch.device | str) -> None:
+        padding = torch.tensor(list(_DECODE_FIELDS.values()), dtype=torch.int64)
+        self._padding = padding[:, None].to(device)
+        self._block = self._padding.repeat(1, max_rows)
+        self._filled = 0
+
+    def decode_batch(
+        self, rows: int, capture_hidden_mode: CaptureHiddenMode
+    ) -> ForwardBatch:
+        """The static batch of the first `rows` rows."""
+        views: dict[str, Any] = {
+            name: self._block[i, :rows] for i, name in enumerate(_DECODE_FIELDS)
+        }
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            capture_hidden_mode=capture_hidden_mode,
+            **views,
+        )
+
+    def populate(self, forward_batch: ForwardBatch) -> None:
+        """Copy a live decode batch in; rows that an earlier one filled become padding.
+
+        Enqueued on the current stream; the host does not wait.
+        """
+        rows = forward_batch.num_rows
+        if rows < self._filled:
+            self._block[:, rows : self._filled] = self._padding
+        self._filled = rows
+        live = [getattr(forward_batch, name) for name in _DECODE_FIELDS]
+        self._block[:, :rows].copy_(torch.stack(live))

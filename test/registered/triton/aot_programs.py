@@ -1,0 +1,197 @@
+"""Compiles the Triton kernels of `layers/triton_ops` for sm_90; run by test_triton_aot.
+
+Prints one line per variant with its shared memory in bytes, then a summary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "python"))
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sglang.srt.layers.triton_ops import activation, norm, rope, sampling
+from sglang.srt.layers.triton_ops.gemm_kernels import gemm_kernel, gemv_kernel
+from sglang.srt.layers.triton_ops.gemm_table import lookup
+from sglang.srt.mem_cache.triton_ops import move_kv
+
+TARGET = GPUTarget("cuda", 90, 32)
+# N and K of the products of Llama-3.1-8B, whether they end in SiLU * mul.
+PRODUCTS = (
+    (6144, 4096, False),
+    (4096, 4096, False),
+    (28672, 4096, True),
+    (4096, 14336, False),
+    (128256, 4096, False),
+)
+POINTERS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
+
+
+class Variant(NamedTuple):
+    name: str
+    kernel: Any
+    pointers: dict[str, str]
+    constants: dict[str, Any]
+    warps: int
+
+
+def pointwise(dtype: str) -> Iterator[Variant]:
+    p = POINTERS[dtype]
+    for width in (128, 4096):
+        options = norm.row_options(width, False)
+        warps = int(options.pop("num_warps"))
+        constants = {**options, "WIDTH": width, "PDL": True}
+        named = {"x": p, "weight": p, "out": p, "residual": p, "eps": "fp32"}
+        yield Variant(
+            f"rmsnorm {width}",
+            norm.rmsnorm_kernel,
+            named,
+            {**constants, "INNER": 1},
+            warps,
+        )
+        yield Variant(
+            f"add+norm {width}", norm.fused_add_rmsnorm_kernel, named, constants, warps
+        )
+    yield Variant(
+        "silu",
+        activation.silu_and_mul_kernel,
+        {"x": p, "out": p},
+        {"WIDTH": 14336, "BLOCK": activation.BLOCK, "PDL": True},
+        4,
+    )
+    for with_norm in (False, True):
+        for heads, warps in ((4, 2), (16, 4)):
+            yield Variant(
+                f"rope norm={with_norm} heads={heads}",
+                rope.rope_store_kv_kernel,
+                {
+                    **dict.fromkeys(("q", "k", "v", "k_cache", "v_cache"), p),
+                    **dict.fromkeys(("q_norm_weight", "k_norm_weight"), p),
+                    "positions": "*i64",
+                    "out_cache_loc": "*i64",
+                    "cos_sin_cache": "*fp32",
+                    "eps": "fp32",
+                },
+                {
+                    "Q_HEADS": 32,
+                    "KV_HEADS": 8,
+                    "DIM": 128,
+                    "DIM_BLOCK": 128,
+                    "HALF": 64,
+                    "HALF_BLOCK": 64,
+                    "REST_BLOCK": 1,
+                    "HEADS": heads,
+                    "HAS_Q_NORM": with_norm,
+                    "HAS_K_NORM": with_norm,
+                    "PDL": True,
+                },
+                warps,
+            )
+    for moves in (1, 64, move_kv.MAX_MOVES):
+        rows, channels = move_kv.tile_shape(moves, 1024)
+        yield Variant(
+            f"move {moves}",
+            move_kv.move_kv_kernel,
+            {"k": p, "v": p, "dst": "*i64", "src": "*i64"},
+            {"WIDTH": 1024, "MOVES": rows, "CHANNELS": channels},
+            move_kv.warps_for(rows * channels),
+        )
+    for greedy in (True, False):
+        yield Variant(
+            f"choose greedy={greedy}",
+            sampling.choose_kernel,
+            {
+                "logits": p,
+                **dict.fromkeys(("temperatures", "maxima", "sums"), "*fp32"),
+                **dict.fromkeys(("seeds", "positions", "out", "best_keys"), "*i64"),
+                "greedy_rows": "*u8",
+                "counters": "*i32",
+            },
+            {
+                "SPLITS": 32,
+                "SPLITS_BLOCK": 32,
+                "BLOCK": 4096,
+                "ALL_GREEDY": greedy,
+                "HAS_TEMPERATURE": not greedy,
+                "PDL": True,
+            },
+            8,
+        )
+
+
+def products() -> Iterator[Variant]:
+    p = POINTERS["bf16"]
+    pointers = {
+        **dict.fromkeys(("x", "weight", "bias", "residual", "out"), p),
+        "partial": "*fp32",
+        "counters": "*i32",
+    }
+    for (n, k, gated), rows in itertools.product(PRODUCTS, (1, 16, 32, 64)):
+        config = lookup(rows=rows, n=n, k=k, gated=gated)
+        if config is None:
+            continue
+        constants = {
+            "K": k,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "GATED": gated,
+            "HAS_BIAS": False,
+            "HAS_RESIDUAL": not gated,
+            "PDL": config.dependent,
+        }
+        name = f"gemm rows={rows} n={n} k={k} gated={gated} split={config.split_k}"
+        if config.split_k == 0:
+            yield Variant(name, gemv_kernel, pointers, constants, config.warps)
+            continue
+        constants |= {
+            "BLOCK_M": max(16, triton.next_power_of_2(rows)),
+            "SPLIT_K": config.split_k,
+            "STAGES": config.stages,
+            "PREFETCH": config.prefetch,
+        }
+        yield Variant(name, gemm_kernel, pointers, constants, config.warps)
+
+
+def compile_variant(variant: Variant) -> Any:
+    names = variant.kernel.arg_names
+    signature = {}
+    attributes = {}
+    for position, name in enumerate(names):
+        if name in variant.constants:
+            signature[name] = "constexpr"
+        else:
+            signature[name] = variant.pointers.get(name, "i32")
+            if signature[name].startswith("*") or "stride" in name:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        variant.kernel, signature, constexprs=variant.constants, attrs=attributes
+    )
+    options = {"num_warps": variant.warps, "launch_pdl": True}
+    return triton.compile(source, target=TARGET, options=options)
+
+
+def main() -> None:
+    variants = [v for dtype in POINTERS for v in pointwise(dtype)] + list(products())
+    for variant in variants:
+        compiled = compile_variant(variant)
+        if variant.constants.get("PDL"):
+            assert "griddepcontrol.wait" in compiled.asm["ptx"], variant.name
+        if variant.kernel is gemm_kernel:
+            ptx = compiled.asm["ptx"]
+            assert "wgmma" in ptx or "mma.sync" in ptx, variant.name
+            assert compiled.metadata.shared <= 227 * 1024, variant.name
+        print(variant.name, "shared", compiled.metadata.shared)
+    print(f"compiled {len(variants)} variants for sm_90")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,430 @@
+"""Triton attention against the torch references: interpreted, or compiled on a GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang.srt.layers.attention.triton_ops import extend_attention as extend_module
+from sglang.srt.layers.attention.triton_ops.decode_attention import (
+    decode_attention,
+    decode_splits,
+    decode_workspace,
+)
+from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
+from sglang.srt.layers.ops.attention import decode_attention_ref, extend_attention_ref
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+
+register_cpu_ci(est_time=40, suite="cpu")
+register_cuda_ci(est_time=120, suite="cuda")
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+# The interpreter gets bf16 wrong.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+NAN = float("nan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Rows with a prefix and new tokens; every slot that no row owns holds NaN."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    page_table: Tensor
+    row_index: Tensor | None
+    prefix_lens: Tensor
+    new_lens: Tensor
+    page_size: int
+    sm_scale: float
+
+    @property
+    def qo_indptr(self) -> Tensor:
+        return torch.nn.functional.pad(self.new_lens.cumsum(0), (1, 0))
+
+    def slot(self, row: int, element: int) -> int:
+        table_row = row if self.row_index is None else int(self.row_index[row])
+        page, offset = divmod(element, self.page_size)
+        return int(self.page_table[table_row, page]) + offset
+
+    def extend(self, *, window: int = -1, tree_mask: Tensor | None = None) -> None:
+        """Compare one extend launch with the reference."""
+        results = []
+        for function in (extend_attention_ref, extend_attention):
+            out = torch.full_like(self.q, 7.0)
+            function(
+                self.q,
+                self.k_cache,
+                self.v_cache,
+                page_table=self.page_table,
+                row_index=self.row_index,
+                qo_indptr=self.qo_indptr,
+                prefix_lens=self.prefix_lens,
+                page_size=self.page_size,
+                sm_scale=self.sm_scale,
+                window=window,
+                tree_mask=tree_mask,
+                out=out,
+            )
+            results.append(out)
+        assert_same(results[1], results[0])
+
+    def decode(self, *, window: int = -1, max_context: int = 4096) -> None:
+        """Compare one decode launch, one query per row, with the reference."""
+        rows = len(self.prefix_lens)
+        q = self.q[:rows]
+        workspace = decode_workspace(
+            rows=rows,
+            q_heads=q.shape[1],
+            kv_heads=self.k_cache.shape[1],
+            head_dim=q.shape[2],
+            max_context=max_context,
+            device=DEVICE,
+        )
+        workspace.partial.fill_(NAN)
+        workspace.lse.fill_(NAN)
+        out, expected = torch.full_like(q, 7.0), torch.full_like(q, 7.0)
+        common = {
+            "page_table": self.page_table,
+            "row_index": self.row_index,
+            "read_lens": self.prefix_lens + self.new_lens,
+            "page_size": self.page_size,
+            "sm_scale": self.sm_scale,
+            "window": window,
+        }
+        decode_attention_ref(q, self.k_cache, self.v_cache, **common, out=expected)
+        decode_attention(
+            q, self.k_cache, self.v_cache, **common, out=out, workspace=workspace
+        )
+        assert_same(out, expected)
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(
+        actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True
+    )
+
+
+def make_problem(
+    *,
+    prefix_lens: list[int],
+    new_lens: list[int],
+    heads: tuple[int, int] = (4, 1),
+    head_dim: int = 64,
+    page_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    has_row_index: bool = True,
+    seed: int = 0,
+) -> Problem:
+    """Shuffled pages, a strided q, a transposed page table, NaN in every other slot."""
+    rng = torch.Generator().manual_seed(seed)
+    q_heads, kv_heads = heads
+    rows, tokens = len(prefix_lens), sum(new_lens)
+    lens = [a + b for a, b in zip(prefix_lens, new_lens, strict=True)]
+    pages = [-(-length // page_size) for length in lens]
+    total_pages = sum(pages) + 3
+    slots = (total_pages + 1) * page_size
+    order = torch.randperm(total_pages, generator=rng).to(torch.int32) * page_size
+
+    table_rows = rows + 2
+    # Columns past a row's pages point at slots that hold NaN, or at none at all.
+    table = torch.full((max(pages) + 1, table_rows), slots - 1, dtype=torch.int32)
+    row_index = torch.arange(rows)
+    if has_row_index:
+        row_index = torch.randperm(table_rows, generator=rng)[:rows]
+    k_cache = torch.full((slots, kv_heads, head_dim), NAN)
+    v_cache = torch.full((slots, kv_heads, head_dim), NAN)
+    taken = 0
+    for row, count in enumerate(pages):
+        own = order[taken : taken + count]
+        taken += count
+        table[:count, row_index[row]] = own
+        element = torch.arange(lens[row])
+        slot = own[element // page_size].long() + element % page_size
+        for cache in (k_cache, v_cache):
+            cache[slot] = torch.randn(len(slot), kv_heads, head_dim, generator=rng)
+    q = torch.randn(max(tokens, rows), q_heads * head_dim + 16, generator=rng)
+    return Problem(
+        q=q.to(DEVICE, dtype)[:, : q_heads * head_dim].unflatten(1, (q_heads, -1)),
+        k_cache=k_cache.to(DEVICE, dtype),
+        v_cache=v_cache.to(DEVICE, dtype),
+        page_table=table.to(DEVICE).t(),
+        row_index=row_index.to(DEVICE) if has_row_index else None,
+        prefix_lens=torch.tensor(prefix_lens, device=DEVICE),
+        new_lens=torch.tensor(new_lens, device=DEVICE),
+        page_size=page_size,
+        sm_scale=head_dim**-0.5,
+    )
+
+
+def random_trees(rows: int, nodes: int, seed: int) -> Tensor:
+    """[rows, nodes, nodes] bool: a node attends itself and the ancestors it drew."""
+    rng = torch.Generator().manual_seed(seed)
+    mask = torch.eye(nodes, dtype=torch.bool).repeat(rows, 1, 1)
+    for row in range(rows):
+        for node in range(1, nodes):
+            parent = int(torch.randint(-1, node, (), generator=rng))
+            if parent >= 0:
+                mask[row, node] |= mask[row, parent]
+    return mask.to(DEVICE)
+
+
+HEADS = [(2, 2), (4, 1), (8, 1), (6, 2), (20, 1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("window", [-1, 70])
+def test_decode(dtype: torch.dtype, page_size: int, window: int) -> None:
+    problem = make_problem(
+        prefix_lens=[0, 64, 199, 16, 149],
+        new_lens=[1, 1, 1, 1, 1],
+        page_size=page_size,
+        dtype=dtype,
+    )
+    # Few splits with several tiles each; then more splits than tiles; then one split.
+    problem.decode(window=window, max_context=128)
+    problem.decode(window=window, max_context=512)
+    problem.decode(window=window, max_context=1)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_decode_heads(heads: tuple[int, int], head_dim: int) -> None:
+    for dtype in DTYPES:
+        make_problem(
+            prefix_lens=[69, 2],
+            new_lens=[1, 1],
+            heads=heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            page_size=4,
+            has_row_index=False,
+        ).decode(max_context=256)
+
+
+def test_decode_rows_that_read_nothing_yield_zeros() -> None:
+    for max_context in (1, 256):
+        make_problem(prefix_lens=[0, 70, 0], new_lens=[0, 1, 0]).decode(
+            max_context=max_context
+        )
+
+
+@pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
+def test_nan_shows_where_it_is_attended_and_nowhere_else(cache: str) -> None:
+    problem = make_problem(
+        prefix_lens=[100, 90], new_lens=[9, 12], heads=(4, 2), dtype=torch.float16
+    )
+    bad = getattr(problem, cache)
+    for element in (3, 104):
+        bad[problem.slot(0, element), 1, 5] = NAN
+    problem.decode(max_context=128)
+    problem.decode(window=60, max_context=128)
+    problem.extend()
+    problem.extend(window=6)
+    problem.extend(window=100)
+    bad[problem.slot(0, 3), 1, 5] = 0.0
+    problem.extend()
+    bad[problem.slot(0, 104), 1, 5] = 0.0
+    nodes = 9
+    tree = make_problem(
+        prefix_lens=[70, 33], new_lens=[nodes, nodes], dtype=torch.float16
+    )
+    getattr(tree, cache)[tree.slot(1, 33 + 2), 0, 7] = NAN
+    tree.extend(tree_mask=random_trees(2, nodes, seed=3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("window", [-1, 1, 50])
+def test_extend(dtype: torch.dtype, page_size: int, window: int) -> None:
+    make_problem(
+        prefix_lens=[0, 130, 64, 5, 17],
+        new_lens=[37, 3, 64, 0, 1],
+        page_size=page_size,
+        dtype=dtype,
+    ).extend(window=window)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_extend_heads(heads: tuple[int, int], head_dim: int) -> None:
+    for dtype in DTYPES:
+        make_problem(
+            prefix_lens=[67, 0],
+            new_lens=[5, 19],
+            heads=heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            page_size=4,
+            has_row_index=False,
+        ).extend()
+
+
+@pytest.mark.parametrize("is_v_late", [False, True])
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_extend_in_every_form_of_the_main_loop(
+    is_v_late: bool, block_m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile = extend_module._Tile(block_m, 32, 4, 2, is_v_late)
+    monkeypatch.setattr(extend_module, "_HALF_TILES", {64: ((math.inf, tile),)})
+    for window in (-1, 90):
+        make_problem(
+            prefix_lens=[20, 70],
+            new_lens=[173, 1],
+            heads=(2, 1),
+            dtype=torch.float16,
+        ).extend(window=window)
+
+
+def test_extend_chooses_tiles_for_long_rows() -> None:
+    """Rows of more than 8192 queries; 128 channels, where the tiles are largest."""
+    if not ON_GPU:
+        pytest.skip("too long for the interpreter")
+    for dtype in DTYPES:
+        for head_dim in (64, 128, 256):
+            make_problem(
+                prefix_lens=[300, 0],
+                new_lens=[2100, 2050],
+                heads=(8, 2),
+                head_dim=head_dim,
+                dtype=dtype,
+            ).extend()
+
+
+def test_extend_finds_the_row_of_a_tile_among_many() -> None:
+    new_lens = [(5 * row) % 4 for row in range(37)]
+    make_problem(
+        prefix_lens=[row % 7 for row in range(37)], new_lens=new_lens, heads=(1, 1)
+    ).extend()
+
+
+@pytest.mark.parametrize("nodes", [1, 7, 40])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_extend_with_a_tree_mask(nodes: int, page_size: int) -> None:
+    for dtype in DTYPES:
+        make_problem(
+            prefix_lens=[0, 64, 131],
+            new_lens=[nodes] * 3,
+            heads=(4, 2),
+            page_size=page_size,
+            dtype=dtype,
+        ).extend(tree_mask=random_trees(3, nodes, seed=nodes))
+
+
+def test_a_token_that_attends_nothing_yields_zeros() -> None:
+    mask = torch.zeros(1, 3, 3, dtype=torch.bool, device=DEVICE)
+    mask[0, 1, 0] = True
+    make_problem(prefix_lens=[0], new_lens=[3]).extend(tree_mask=mask)
+
+
+def test_int64_offsets() -> None:
+    """A slot whose byte offset does not fit 32 bits (GPU only: it takes 9 GiB)."""
+    if not ON_GPU:
+        pytest.skip("needs the memory of a GPU")
+    slots, dim = (1 << 31) // 128 + 300, 128
+    cache = torch.zeros(slots, 1, dim, dtype=torch.float16, device=DEVICE)
+    cache[-300:].normal_()
+    Problem(
+        q=torch.randn(90, 1, dim, device=DEVICE).half(),
+        k_cache=cache,
+        v_cache=cache,
+        page_table=torch.arange(
+            slots - 300, slots, device=DEVICE, dtype=torch.int32
+        ).view(1, -1),
+        row_index=None,
+        prefix_lens=torch.tensor([200], device=DEVICE),
+        new_lens=torch.tensor([90], device=DEVICE),
+        page_size=1,
+        sm_scale=dim**-0.5,
+    ).extend()
+
+
+def test_decode_splits_depend_on_shapes_alone() -> None:
+    for rows in (1, 2, 16, 64, 256, 1000):
+        splits = decode_splits(rows=rows, programs_per_row=8, max_context=1 << 17)
+        assert splits & (splits - 1) == 0 and 1 <= splits <= 64
+    assert decode_splits(rows=1, programs_per_row=8, max_context=64) == 1
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA graph")
+def test_decode_in_a_cuda_graph_serves_other_lengths() -> None:
+    problem = make_problem(
+        prefix_lens=[700, 5, 0], new_lens=[1, 1, 1], heads=(8, 2), dtype=torch.float16
+    )
+    q = problem.q[:3]
+    workspace = decode_workspace(
+        rows=3, q_heads=8, kv_heads=2, head_dim=64, max_context=2048, device=DEVICE
+    )
+    read_lens = torch.tensor([1, 1, 1], device=DEVICE)
+    out, expected = torch.empty_like(q), torch.empty_like(q)
+    common = {
+        "page_table": problem.page_table,
+        "row_index": problem.row_index,
+        "read_lens": read_lens,
+        "page_size": 1,
+        "sm_scale": problem.sm_scale,
+    }
+
+    def launch() -> None:
+        decode_attention(
+            q, problem.k_cache, problem.v_cache, **common, out=out, workspace=workspace
+        )
+
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for lens in ([701, 6, 1], [0, 3, 1], [300, 6, 0]):
+        read_lens.copy_(torch.tensor(lens))
+        out.fill_(NAN)
+        graph.replay()
+        decode_attention_ref(
+            q, problem.k_cache, problem.v_cache, **common, out=expected
+        )
+        assert_same(out, expected)
+
+
+def test_errors_name_the_argument() -> None:
+    problem = make_problem(prefix_lens=[4], new_lens=[2])
+    with pytest.raises(ValueError, match="window=3 with a tree mask"):
+        problem.extend(window=3, tree_mask=random_trees(1, 2, seed=0))
+    odd = make_problem(prefix_lens=[4], new_lens=[2], page_size=3)
+    with pytest.raises(ValueError, match="page_size=3"):
+        odd.extend()
+    with pytest.raises(ValueError, match="page_size=3"):
+        odd.decode()
+    wide = make_problem(prefix_lens=[4], new_lens=[2], head_dim=264)
+    with pytest.raises(ValueError, match="head_dim=264"):
+        wide.extend()
+
+
+def test_a_workspace_that_is_too_small_is_refused() -> None:
+    problem = make_problem(prefix_lens=[90], new_lens=[1])
+    small = decode_workspace(
+        rows=1, q_heads=1, kv_heads=1, head_dim=64, max_context=512, device=DEVICE
+    )
+    with pytest.raises(ValueError, match="workspace holds"):
+        decode_attention(
+            problem.q,
+            problem.k_cache,
+            problem.v_cache,
+            page_table=problem.page_table,
+            row_index=problem.row_index,
+            read_lens=problem.prefix_lens,
+            page_size=1,
+            sm_scale=1.0,
+            out=torch.empty_like(problem.q),
+            workspace=small,
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))

@@ -1,0 +1,168 @@
+"""The attention kernels compile ahead of time for the H200, in the shipped variants.
+
+The interpreter replaces `triton.jit` in its process, so the compiler runs in another:
+this file, run as `python test_triton_attention_aot.py --compile`, prints one JSON list.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sglang.srt.layers.attention.triton_ops.decode_attention import (
+    combine_launch,
+    decode_launch,
+)
+from sglang.srt.layers.attention.triton_ops.decode_kernels import (
+    decode_combine_kernel,
+    decode_split_kernel,
+)
+from sglang.srt.layers.attention.triton_ops.extend_attention import extend_launch
+from sglang.srt.layers.attention.triton_ops.extend_kernels import extend_kernel
+from sglang.srt.layers.attention.triton_ops.launch import Launch
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scale import count
+
+register_cpu_ci(est_time=60, suite="cpu")
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY_LIMIT = 232448
+TYPES = {2: "*bf16", 4: "*fp32"}
+# Parameters that are not listed are strides or lengths: i32.
+POINTERS = {
+    "page_table": "*i32",
+    "row_index": "*i64",
+    "read_lens": "*i64",
+    "qo_indptr": "*i64",
+    "prefix_lens": "*i64",
+    "tree_mask": "*u8",
+    "partial": "*fp32",
+    "lse": "*fp32",
+}
+CACHE_NAMES = ("q", "k_cache", "v_cache", "out")
+NOT_ALIGNED = ("rows", "tiles", "window", "table_row_stride")
+
+
+def compile_kernel(kernel: Any, launch: Launch, itemsize: int) -> dict[str, Any]:
+    """Compile one variant; what it takes of a multiprocessor."""
+    signature: dict[str, str] = {}
+    options = {k: v for k, v in launch.options().items() if k not in launch.constants}
+    # A stride of one is a constant to the compiler, as it is at run time.
+    constants: dict[str, Any] = dict(launch.constants)
+    if "table_column_stride" in kernel.arg_names:
+        constants["table_column_stride"] = 1
+    attrs: dict[tuple[int], list[list[Any]]] = {}
+    unused = {
+        "row_index": not constants.get("HAS_ROW_INDEX", True),
+        "tree_mask": not constants.get("HAS_TREE", True),
+    }
+    for position, name in enumerate(kernel.arg_names):
+        if unused.get(name, False):
+            constants[name] = None
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        kind = TYPES[itemsize] if name in CACHE_NAMES else POINTERS.get(name, "i32")
+        signature[name] = "fp32" if name == "score_scale" else kind
+        if name not in NOT_ALIGNED and signature[name] != "fp32":
+            attrs[(position,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attrs),
+        target=HOPPER,
+        options=options,
+    )
+    report: dict[str, Any] = {
+        "kernel": kernel.__name__,
+        "itemsize": itemsize,
+        "warps": launch.num_warps,
+        "stages": launch.num_stages,
+        "shared": compiled.metadata.shared,
+        **{name: launch.constants.get(name) for name in ("HEAD_DIM", "BLOCK_N")},
+        **resources(compiled.asm["cubin"]),
+    }
+    report["wgmma"] = compiled.asm["ptx"].count("wgmma.mma_async")
+    return report
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and stack bytes of a program, where Triton carries a cuobjdump."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True).stdout
+    pairs = (word.split(":") for word in text.split() if word.count(":") == 1)
+    values = {key: value for key, value in pairs if value.isdigit()}
+    return {key: int(values[key]) for key in ("REG", "STACK") if key in values}
+
+
+def variants() -> list[tuple[Any, Launch, int]]:
+    """Kernels, their parameters and item sizes: the ones that models bring along."""
+    found: list[tuple[Any, Launch, int]] = []
+    shapes = [(32, 8, 128, 2), (16, 8, 128, 2), (8, 2, 64, 2), (4, 2, 256, 2)]
+    shapes += [(32, 32, 96, 2), (32, 8, 128, 4), (4, 2, 256, 4), (4, 2, 64, 4)]
+    for q_heads, kv_heads, head_dim, itemsize in shapes[: count(ci=5, full=8)]:
+        heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        for page_size, has_window in ((1, False), (16, True)):
+            common: dict[str, Any] = {
+                **heads,
+                "itemsize": itemsize,
+                "page_size": page_size,
+                "has_row_index": True,
+                "has_window": has_window,
+            }
+            split = decode_launch(splits=8, **common)
+            found.append((decode_split_kernel, split, itemsize))
+            found.append((decode_combine_kernel, combine_launch(split), itemsize))
+            for tokens, rows, has_tree in (
+                (8192, 1, False),
+                (512, 2, False),
+                (64, 8, not has_window),
+            ):
+                extend = extend_launch(
+                    tokens=tokens, rows=rows, has_tree=has_tree, **common
+                )
+                found.append((extend_kernel, extend, itemsize))
+    return found
+
+
+def test_every_shipped_variant_compiles_for_the_h200() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    result = subprocess.run(
+        [sys.executable, __file__, "--compile"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    reports = json.loads(result.stdout.splitlines()[-1])
+    assert len(reports) == len(variants())
+    for report in reports:
+        assert report["shared"] <= SHARED_MEMORY_LIMIT, report
+        is_matrix_bound = report["kernel"] == "extend_kernel"
+        if is_matrix_bound and report["itemsize"] == 2:
+            assert report["wgmma"] > 0, report
+
+
+if __name__ == "__main__":
+    if "--compile" in sys.argv:
+        reports = []
+        for variant in variants():
+            reports.append(compile_kernel(*variant))
+            print(reports[-1], file=sys.stderr, flush=True)
+        print(json.dumps(reports))
+        raise SystemExit(0)
+    raise SystemExit(pytest.main([__file__]))

@@ -1,0 +1,59 @@
+"""The op layer takes the Triton kernels on CUDA tensors, and only there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang.srt.layers.ops import activation, dispatch, linear, norm
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+
+register_cpu_ci(est_time=4, suite="cpu")
+register_cuda_ci(est_time=30, suite="cuda")
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+def test_cpu_tensors_never_go_to_triton() -> None:
+    assert not dispatch.use_triton(torch.zeros(1))
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_linear_silu_and_mul_is_its_two_parts(rows: int) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x = torch.randn(rows, 4096, device=device).to(dtype)
+    weight = (torch.randn(512, 4096, device=device) / 64).to(dtype)
+    expected = activation.silu_and_mul_ref(linear.linear_ref(x, weight))
+    actual = linear.linear_silu_and_mul(x, weight)
+    tolerance = 3e-2 if device == "cuda" else 1e-4
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@needs_cuda
+def test_cuda_tensors_go_to_triton_unless_forced() -> None:
+    x = torch.randn(2, 64, device="cuda")
+    weight = torch.ones(64, device="cuda")
+    assert dispatch.use_triton(x)
+    fast = norm.rmsnorm(x, weight, 1e-6)
+    with dispatch.force_reference():
+        assert not dispatch.use_triton(x)
+        torch.testing.assert_close(fast, norm.rmsnorm(x, weight, 1e-6))
+
+
+@needs_cuda
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 64, 65])
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (2048, 1024)])
+def test_linear_whatever_the_table_says(rows: int, shape: tuple[int, int]) -> None:
+    n, k = shape
+    x = torch.randn(rows, k, device="cuda").bfloat16()
+    weight = (torch.randn(n, k, device="cuda") * k**-0.5).bfloat16()
+    bias = torch.randn(n, device="cuda").bfloat16()
+    expected = x.double() @ weight.double().t() + bias.double()
+    for out in (None, torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)):
+        actual = linear.linear(x, weight, bias, out=out)
+        assert float((actual - expected).norm() / expected.norm()) < 1e-2
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))

@@ -1,0 +1,129 @@
+"""The one-launch choice of tokens against the torch sampler's rules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sglang.srt.layers.triton_ops.sampling import choose_tokens
+from sglang.srt.sampling import noise, row_ops
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+
+register_cpu_ci(est_time=10, suite="cpu")
+register_cuda_ci(est_time=30, suite="cuda")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCABS = [5, 2048, 5000] if DEVICE == "cpu" else [5, 2048, 5000, 128256, 600000]
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time() -> None:
+    torch.manual_seed(7)
+
+
+def keys(rows: int) -> torch.Tensor:
+    mixed = [noise.mix_seed(seed) for seed in range(rows)]
+    return torch.tensor(mixed, device=DEVICE)
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_greedy_is_the_first_largest(vocab: int, dtype: torch.dtype) -> None:
+    for rows in (1, 11):
+        logits = torch.randn(rows, vocab, device=DEVICE).to(dtype)
+        expected = logits.cpu().float().numpy().argmax(axis=1)
+        assert choose_tokens(logits).tolist() == expected.tolist()
+
+
+def test_greedy_corner_cases() -> None:
+    rows = [
+        [0.0, -0.0, 0.0, -1.0],
+        [-0.0, 0.0, 0.0, -1.0],
+        [-INF, -INF, -INF, -INF],
+        [1.0, INF, NAN, NAN],
+        [-3.0, -2.0, -2.0, -INF],
+    ]
+    logits = torch.tensor(rows, device=DEVICE)
+    assert choose_tokens(logits).tolist() == [0, 0, 0, 2, 1]
+    # A wider tensor: rows with a stride, and ids behind the end are never chosen.
+    wide = torch.full((5, 9), 7.0, device=DEVICE)
+    wide[:, :4] = logits
+    assert choose_tokens(wide[:, :4]).tolist() == [0, 0, 0, 2, 1]
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_draw_is_the_inverse_cdf(vocab: int) -> None:
+    rows = 6
+    logits = torch.randn(rows, vocab, device=DEVICE) * 3
+    logits[0, ::2] = -INF
+    if vocab > 2048:
+        logits[1, :2048] = -INF
+    temperatures = torch.linspace(0.5, 2.0, rows, device=DEVICE)
+    greedy = torch.tensor([False] * (rows - 1) + [True], device=DEVICE)
+    probs = torch.softmax(logits.double() / temperatures[:, None].double(), dim=-1)
+    ends = probs.cumsum(dim=-1)
+    for position in range(3 if DEVICE == "cpu" else 50):
+        positions = torch.full((rows,), position, device=DEVICE)
+        tokens = choose_tokens(
+            logits,
+            temperatures=temperatures,
+            seeds=keys(rows),
+            positions=positions,
+            greedy_rows=greedy,
+        )
+        assert tokens[-1] == logits[-1].argmax()
+        # The draw lies in the token's interval of the CDF, but for float32 rounding.
+        drawn = tokens[:-1, None]
+        wanted = noise.uniform(keys(rows), positions)[:-1, None]
+        end = ends[:-1].gather(1, drawn)
+        width = probs[:-1].gather(1, drawn)
+        assert bool((width > 0).all())
+        assert bool((wanted <= end + 1e-5).all())
+        assert bool((wanted >= end - width - 1e-5).all())
+
+
+def test_draw_agrees_with_the_torch_sampler() -> None:
+    rows, vocab = (8, 700) if DEVICE == "cpu" else (64, 32000)
+    logits = torch.randn(rows, vocab, device=DEVICE)
+    greedy = torch.zeros(rows, dtype=torch.bool, device=DEVICE)
+    agreed = total = 0
+    for position in range(3):
+        positions = torch.full((rows,), position, device=DEVICE)
+        uniform = noise.uniform(keys(rows), positions)
+        expected = row_ops.inverse_cdf(torch.softmax(logits, dim=-1), uniform)
+        tokens = choose_tokens(
+            logits, seeds=keys(rows), positions=positions, greedy_rows=greedy
+        )
+        agreed += int((tokens == expected).sum())
+        total += rows
+    # A draw within rounding of a boundary may fall to either side.
+    assert agreed >= 0.98 * total
+
+
+def test_draw_from_nan_or_nothing_stays_in_range() -> None:
+    logits = torch.full((3, 40), -INF, device=DEVICE)
+    logits[1] = NAN
+    logits[2, 7] = NAN
+    tokens = choose_tokens(
+        logits,
+        seeds=keys(3),
+        positions=torch.arange(3, device=DEVICE),
+        greedy_rows=torch.zeros(3, dtype=torch.bool, device=DEVICE),
+    )
+    assert all(0 <= token < 40 for token in tokens.tolist())
+
+
+def test_refusals() -> None:
+    logits = torch.zeros(2, 4, device=DEVICE)
+    with pytest.raises(ValueError, match="together"):
+        choose_tokens(logits, seeds=keys(2))
+    with pytest.raises(ValueError, match="exceed"):
+        choose_tokens(logits[:1].expand(5000, 4))
+    assert choose_tokens(logits[:0]).shape == (0,)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
