@@ -3,9 +3,9 @@
 python benchmark/e2e/bench_decode.py --shape Llama-3.1-8B --batch-size 1 16 64 256
 
 Requests of --input-len tokens are prefilled, then decode together; a step is the time
-between two rounds of the scheduler loop once all of them run. Beside it: the host's time
-without waiting for the device, the floor from the bytes of weights and KV over the read
-bandwidth measured in the same run, and the step's matrix products alone.
+between two rounds of the scheduler loop once all of them run. Beside it: the host's
+time without waiting for the device, the floor from the bytes of weights and KV over the
+read bandwidth measured in the same run, and the step's matrix products alone.
 The last line is one JSON document.
 """
 

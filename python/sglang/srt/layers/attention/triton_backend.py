@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TritonAttnBackend(PagedAttnBackend):
-    """One decode workspace serves all layers and all graphs: forwards do not overlap."""
+    """One decode workspace serves all layers and graphs: forwards do not overlap."""
 
     name = "triton"
     store_op = staticmethod(rope_store_kv)
