@@ -1,0 +1,71 @@
+"""What the command lines of the benchmarks share: exit codes, and optional packages."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+CONFIGURATION_ERROR = 2
+FLUSH_ATTEMPTS = 100
+FLUSH_PAUSE_SECONDS = 0.02
+
+
+def run_cli(run: Callable[[], int]) -> int:
+    """Exit code of `run`, or 2 with one line on stderr for a ValueError."""
+    try:
+        return run()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIGURATION_ERROR
+
+
+def parse_json_object(name: str, text: str | None) -> dict[str, Any]:
+    """The JSON object in the flag `name`; empty where it is unset.
+
+    Raises:
+        ValueError: not a JSON object; names the flag.
+    """
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} {text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} {text!r} must be a JSON object")
+    return value
+
+
+def import_extra(name: str) -> ModuleType:
+    """A package of the extra `bench`.
+
+    Raises:
+        ValueError: it is not installed; names the extra.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"this benchmark needs {name}, which is not installed: "
+            "pip install 'sglang-canary[bench]'"
+        ) from error
+
+
+def flush_when_idle(flush: Callable[[], bool]) -> None:
+    """Empty a prefix cache just after the last answer.
+
+    An engine may need another moment until it counts as idle.
+
+    Raises:
+        RuntimeError: `flush` still returns False after two seconds.
+    """
+    for _ in range(FLUSH_ATTEMPTS):
+        if flush():
+            return
+        time.sleep(FLUSH_PAUSE_SECONDS)
+    raise RuntimeError("the prefix cache cannot be flushed: requests are running")

@@ -1,0 +1,134 @@
+"""One side of a comparison as a process of its own, told what to do line by line.
+
+A side's libraries, thread pools and memory stay away from the others', and a side that
+is not asked anything sleeps in a read. Standard library only: a side may run under
+another Python than ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+STDOUT = 1
+STDERR = 2
+EXIT_SECONDS = 10.0
+
+Handler = Callable[..., Any]
+
+
+class WorkerError(RuntimeError):
+    """The worker failed; its own message."""
+
+
+class Worker:
+    """A child that runs `serve`. A context manager that ends it.
+
+    Args:
+        name: for messages.
+        command: program and arguments.
+        environment: of the child, whole.
+
+    Attributes:
+        pid: the child's process id.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], *, environment: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=dict(environment),
+        )
+        self.pid = self._process.pid
+
+    def call(self, command: str, **arguments: Any) -> Any:
+        """Run a command there and wait for what it returns.
+
+        Raises:
+            WorkerError: it raised, or the process ended.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        line = json.dumps({"command": command, "arguments": arguments})
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the missing answer tells it
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise WorkerError(
+                f"{self.name} ended with exit code {self._process.wait()} during "
+                f"{command}"
+            )
+        content = json.loads(answer)
+        if "error" in content:
+            raise WorkerError(f"{self.name}: {content['error']}")
+        return content["result"]
+
+    def close(self) -> None:
+        """End of input tells the child to leave."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def worker_environment(
+    base: Mapping[str, str], *, threads: int, **extra: str
+) -> dict[str, str]:
+    """`base` with the number of OpenMP threads set and this package importable."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    paths = [path for path in (package_root, base.get("PYTHONPATH")) if path]
+    return {
+        **base,
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(paths),
+        **extra,
+    }
+
+
+def serve(handlers: Mapping[str, Handler]) -> None:
+    """Answer commands from stdin until it closes: the child's main function.
+
+    What libraries print to stdout goes to stderr, so that it cannot be taken for an
+    answer.
+    """
+    answers = os.fdopen(os.dup(STDOUT), "w", encoding="utf-8")
+    os.dup2(STDERR, STDOUT)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            result = handlers[request["command"]](**request["arguments"])
+            answer = {"result": result}
+        except Exception as error:  # any failure of a side is the caller's to report
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
