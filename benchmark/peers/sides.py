@@ -122,8 +122,10 @@ class Setup:
         )
         with Worker(name, command, environment=environment) as worker:
             self.arena.enter(worker)
-            yield worker
-            self.arena.leave(worker)
+            try:
+                yield worker
+            finally:
+                self.arena.leave(worker)
 
 
 def _can_import(python: str, *packages: str) -> bool:

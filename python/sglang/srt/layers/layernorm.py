@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sglang.srt.layers.linear import LoadableParameter
+from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.norm import fused_add_rmsnorm, rmsnorm
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Module):
     """x / rms(x) * weight (Zhang and Sennrich, 2019)."""
 
     def __init__(self, size: int, eps: float) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.activation import silu_and_mul
 from sglang.srt.layers.ops.linear import (
     PackedWeight,
@@ -55,7 +56,7 @@ class LoadableParameter(nn.Parameter):
         target.copy_(tensor)
 
 
-class Linear(nn.Module):
+class Linear(Module):
     """y = x W^T + b, with W packed for the CPU once the weights are loaded.
 
     Args:

@@ -4,14 +4,15 @@ forward."""
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.module import Module
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_forward_context
 
 
-class RadixAttention(nn.Module):
+class RadixAttention(Module):
     """Attention over the KV pool.
 
     Args:
@@ -46,6 +47,7 @@ class RadixAttention(nn.Module):
         self.q_norm = q_norm
         self.k_norm = k_norm
         self._sizes = [num_heads, num_kv_heads, num_kv_heads]
+        self._num_rows = sum(self._sizes)
 
     def forward(self, qkv: Tensor, forward_batch: ForwardBatch) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) * D], not rotated yet -> [T, Hq * D].
@@ -53,7 +55,7 @@ class RadixAttention(nn.Module):
         q and k inside `qkv` may be overwritten.
         """
         tokens = qkv.shape[0]
-        heads = qkv.view(tokens, -1, self.head_dim)
+        heads = qkv.view(tokens, self._num_rows, self.head_dim)
         q, k, v = torch.split_with_sizes(heads, self._sizes, dim=1)
         out = qkv.new_empty(tokens, self.num_heads, self.head_dim)
         backend = get_forward_context().attn_backend

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from sglang.srt.layers.linear import Linear, LoadableParameter
+from sglang.srt.layers.module import Module
 
 
-class VocabEmbedding(nn.Module):
+class VocabEmbedding(Module):
     """Rows of a table [vocab_size, hidden_size]."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.linear import Linear, LoadableParameter
+from sglang.srt.layers.module import cache_attributes
 from sglang.srt.model_loader.weight_utils import iterate_weights
 from sglang.srt.models.mock import MockForCausalLM
 from sglang.srt.models.registry import CausalLM, create_model
@@ -56,6 +57,7 @@ def load_model(
     for module in model.modules():
         if isinstance(module, Linear):
             module.process_weights_after_loading()
+    cache_attributes(model)
     return model.eval()
 
 

@@ -15,6 +15,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import GateUpLinear, Linear, QKVLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.module import Module
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
@@ -31,7 +32,7 @@ class DecoderTraits:
     qk_norm: bool = False
 
 
-class DecoderMLP(nn.Module):
+class DecoderMLP(Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -45,7 +46,7 @@ class DecoderMLP(nn.Module):
         return out
 
 
-class DecoderAttention(nn.Module):
+class DecoderAttention(Module):
     def __init__(
         self,
         config: ModelConfig,
@@ -88,7 +89,7 @@ class DecoderAttention(nn.Module):
         return out
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Module):
     def __init__(
         self,
         config: ModelConfig,
@@ -119,7 +120,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
-class DecoderModel(nn.Module):
+class DecoderModel(Module):
     """Embedding and layer stack. `layers_to_capture` names the layers whose inputs are
     returned as auxiliary hidden states (EAGLE3); empty: none.
     """
@@ -164,7 +165,7 @@ class DecoderModel(nn.Module):
         return x, aux
 
 
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM(Module):
     """Llama-type decoder with a language-model head (Touvron et al., 2023).
 
     `model.embed_tokens` and `lm_head` may be replaced after construction (a draft model

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.module import Module
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models import mock_math
 
 
-class MockForCausalLM(nn.Module):
+class MockForCausalLM(Module):
     """2 layers, 8 query and 2 KV heads of 64 channels, hidden 512, no rotation.
 
     config.json: vocab_size up to 4,096, optional `mock_window` (sliding window).

@@ -106,7 +106,9 @@ def linear(
             wide = linear(x.float(), weight, None if bias is None else bias.float())
             return wide.to(x.dtype) if out is None else out.copy_(wide)
         if out is None:
-            out = x.new_empty((*x.shape[:-1], weight.n))
+            # Two dimensions are the hot case, and slicing a shape is slow.
+            sizes = (x.shape[0],) if x.dim() == 2 else x.shape[:-1]
+            out = x.new_empty(*sizes, weight.n)
         native.packed_linear(x, weight.data, weight.n, bias, out)
         return out
     return linear_ref(x, weight, bias, out=out)
