@@ -254,6 +254,18 @@ def test_flush_cache_only_at_idle(mock):
     assert harness.scheduler.cache.total_size() == 0
 
 
+def test_flush_cache_right_after_the_last_answer(mock):
+    """The batch still lists the request that has just ended."""
+    harness = mock_harness(mock)
+    rid = harness.submit([1, 2, 3], max_new_tokens=4, ignore_eos=True)
+    while rid not in harness.collect(keep=True):
+        harness.scheduler.step()
+    harness.io.requests.append(FlushCacheReq(call_id=3))
+    harness.scheduler.step()
+    assert FlushCacheRsp(call_id=3, success=True) in harness.io.responses
+    harness.run()
+
+
 def test_long_prompt_does_not_starve_running_requests(mock):
     harness = mock_harness(mock, chunked_prefill_size=8)
     first = harness.submit([1], max_new_tokens=40, ignore_eos=True, stream=True)

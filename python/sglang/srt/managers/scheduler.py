@@ -497,7 +497,8 @@ class Scheduler:
         self._stats.on_finish(req)
 
     def _flush_cache(self, message: FlushCacheReq) -> None:
-        success = not self.has_work()
+        # A request that has ended may still be in a batch until the next round.
+        success = not self._by_rid
         if success:
             self.cache.reset()
             logger.info("Flushed the prefix cache")
