@@ -28,6 +28,7 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/check_layers.py
+	$(BIN)/python scripts/generate_server_docs.py --check
 	$(BIN)/mypy
 
 bench: venv
