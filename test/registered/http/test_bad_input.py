@@ -179,6 +179,18 @@ def test_a_prompt_longer_than_the_context(server: Server) -> None:
     assert f"at most {CONTEXT - 1} tokens fit" in error["message"]
 
 
+def test_a_prompt_longer_than_the_pool(start_server: Callable[..., Server]) -> None:
+    """A pool of 64 slots holds less than the context; the longest prompt still runs."""
+    small = start_server("--max-total-tokens", "64").wait_ready()
+    error = error_of(small.post("/generate", {"input_ids": [1] * 65}))
+    assert "65 tokens, but at most 64 tokens fit" in error["message"]
+    assert "KV pool of 64" in error["message"]
+    body = {"input_ids": [1] * 64, "sampling_params": {"max_new_tokens": 1}}
+    answer = small.post("/generate", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["meta_info"]["completion_tokens"] == 1
+
+
 def test_more_new_tokens_than_fit(server: Server) -> None:
     body = {"input_ids": [1] * 2000, "sampling_params": {"max_new_tokens": 100}}
     error = error_of(server.post("/generate", body))

@@ -164,8 +164,9 @@ def test_every_damaged_slot_changes_the_output(folder, backend, damage):
         silent += token == next_tokens(harness.tokens(row), vocab_size=VOCAB)[-1]
         harness.release(row)
         harness.release(stranger)
-    # A wrong state maps to the right token by chance once in VOCAB.
-    assert silent <= trials // 50, f"{silent} of {trials} damages went unseen"
+    # The seeds are fixed, and none of them meets the one chance in VOCAB that a wrong
+    # state gives the right token.
+    assert silent == 0, f"{silent} of {trials} damages went unseen"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
