@@ -23,6 +23,9 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 REGISTERED = REPO / "test" / "registered"
 SUITES = {"cpu": ("cpu", "cpu-serial"), "cuda": ("cuda", "cuda-serial")}
+# Kernels compile once for all processes of a GPU machine, so that its tests are handed
+# out one by one; elsewhere a file's fixtures are shared by keeping it on one worker.
+DISTRIBUTION = {"cpu": "loadfile", "cuda": "worksteal"}
 CALLS = {"cpu": "register_cpu_ci", "cuda": "register_cuda_ci"}
 
 
@@ -55,12 +58,14 @@ def registrations(path: Path, hardware: str) -> list[TestFile]:
     return found
 
 
-def run_pytest(files: list[TestFile], *, workers: int, full: bool) -> tuple[int, str]:
+def run_pytest(
+    files: list[TestFile], *, workers: int, distribution: str, full: bool
+) -> tuple[int, str]:
     """Exit code and closing line of one pytest run over `files`."""
     command = [sys.executable, "-m", "pytest", *(str(f.path) for f in files)]
     command += ["-p", "no:cacheprovider", "--durations=8"]
     if workers > 1:
-        command += ["-n", str(workers), "--dist", "loadfile"]
+        command += ["-n", str(workers), "--dist", distribution]
     if full:
         command += ["--timeout=3000"]
     env = dict(os.environ)
@@ -126,7 +131,12 @@ def main() -> int:
             continue
         workers = 1 if suite.endswith("-serial") else args.workers
         print(f"suite {suite}: {len(files)} files, {workers} worker(s)", flush=True)
-        result, closings[suite] = run_pytest(files, workers=workers, full=args.full)
+        result, closings[suite] = run_pytest(
+            files,
+            workers=workers,
+            distribution=DISTRIBUTION[args.hw],
+            full=args.full,
+        )
         code = code or result
     seconds = round(time.time() - began, 1)
     print(
