@@ -27,7 +27,8 @@ PROMPT_LOGITS_SLICE = 512
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsProcessorOutput:
     """Fields:
-    next_token_logits: float32 [R, V].
+    next_token_logits: [R, V] in the dtype of the model; the sampler widens what it
+        edits.
     hidden_states: [R or T, H] by the capture mode, or None.
     input_logprobs: prompt logprobs by row, for the rows that asked.
     """
@@ -60,7 +61,7 @@ class LogitsProcessor:
         elif forward_batch.capture_hidden_mode is CaptureHiddenMode.LAST:
             captured = returned if rows is None else returned[rows]
         return LogitsProcessorOutput(
-            next_token_logits=head(needed).float(),
+            next_token_logits=head(needed),
             hidden_states=captured,
             input_logprobs=self._input_logprobs(hidden, head, forward_batch),
         )

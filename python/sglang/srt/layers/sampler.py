@@ -13,6 +13,7 @@ import torch
 
 from sglang.srt.constrained.vocab_mask import apply_vocab_mask
 from sglang.srt.layers.logprobs import LogprobRequest, LogprobResult, compute_logprobs
+from sglang.srt.layers.ops.dispatch import triton_ops, use_triton
 from sglang.srt.sampling import row_ops
 from sglang.srt.sampling.noise import uniform
 from sglang.srt.sampling.penalties import (
@@ -40,8 +41,9 @@ class SamplingBackend(Protocol):
         info: SamplingBatchInfo,
         positions: torch.Tensor,
     ) -> torch.Tensor:
-        """`logits` [R, V] float32 from `process_logits`, not to be modified;
-        `positions` [R] int64. Returns [R] int64."""
+        """`logits` [R, V] from `process_logits`, not to be modified: float32, or in
+        the dtype of the model where every row is greedy; `positions` [R] int64.
+        Returns [R] int64."""
         ...
 
 
@@ -82,7 +84,8 @@ class Sampler:
         Raises:
             ValueError: a row has a penalty and `history` is None.
         """
-        if logits.dtype != torch.float32:
+        is_argmax = info.is_plain_greedy and logprobs is None
+        if not (is_argmax and use_triton(logits)):
             logits = logits.float()
         processed = process_logits(logits, info, positions=positions, history=history)
         token_ids = self._select(processed, info, positions)
@@ -151,6 +154,8 @@ def select_pytorch(
     The order of the CDF is the order of the ids, whatever the filters of the batch, so
     that a row's token does not depend on the rows beside it.
     """
+    if use_triton(logits) and not (info.needs_sort or info.needs_min_p):
+        return _choose_in_one_launch(logits, info, positions)
     if info.is_all_greedy:
         return row_ops.argmax_rows(logits)
     probs = filtered_probs(logits, info)
@@ -158,6 +163,22 @@ def select_pytorch(
     if not info.has_greedy:
         return drawn
     return torch.where(info.greedy_rows, row_ops.argmax_rows(logits), drawn)
+
+
+def _choose_in_one_launch(
+    logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor
+) -> torch.Tensor:
+    """What `select_pytorch` chooses where nothing filters, on CUDA."""
+    if info.is_all_greedy:
+        chosen: torch.Tensor = triton_ops.choose_tokens(logits)
+        return chosen
+    chosen = triton_ops.choose_tokens(
+        logits,
+        seeds=info.seeds,
+        positions=positions,
+        greedy_rows=info.greedy_rows,
+    )
+    return chosen
 
 
 def filtered_probs(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
