@@ -10,7 +10,6 @@ import torch
 from sglang.srt.model_executor.cuda_graph_runner import (
     CudaGraphRunner,
     cuda_graph_backend,
-    default_batch_sizes,
 )
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.model_executor.graph_backends import RecordingBackend
@@ -40,12 +39,6 @@ def rows_of(harness, rng, lengths):
         harness.extend([(row, length)])
         rows.append(row)
     return rows
-
-
-def test_default_sizes_end_at_the_maximum():
-    assert default_batch_sizes(1) == [1]
-    assert default_batch_sizes(10) == [1, 2, 4, 8, 10]
-    assert default_batch_sizes(300)[-3:] == [256, 288, 300]
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

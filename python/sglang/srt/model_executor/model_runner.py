@@ -11,13 +11,11 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.cuda_graph_runner import (
-    CudaGraphRunner,
-    default_batch_sizes,
-)
+from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.forward_scopes import ForwardScopes, NullScopes
+from sglang.srt.model_executor.memory_plan import explain_out_of_memory, graph_bytes
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import (
     ModelRunnerKVCacheMixin,
 )
@@ -83,14 +81,16 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         """
         began = time.perf_counter()
         self.free_bytes_at_start = available_device_bytes(self.device)
-        self.model = load_model(
-            self.model_config,
-            load_format=self.server_args.load_format,
-            dtype=self.dtype,
-            rope_rows=self.row_width(),
-            device=self.device,
-        )
-        self._init_pools()
+        with explain_out_of_memory("loading the weights", self.server_args):
+            self.model = load_model(
+                self.model_config,
+                load_format=self.server_args.load_format,
+                dtype=self.dtype,
+                rope_rows=self.row_width(),
+                device=self.device,
+            )
+        with explain_out_of_memory("building the KV pool", self.server_args):
+            self._init_pools()
         assert self.server_args.attention_backend is not None
         self.attn_backend = create_attention_backend(
             self.server_args.attention_backend,
@@ -109,20 +109,16 @@ class ModelRunner(ModelRunnerKVCacheMixin):
 
     def init_cuda_graphs(self) -> None:
         """Capture the decode graphs, where the backend and the flags allow them."""
-        args = self.server_args
-        if (
-            args.disable_cuda_graph
-            or not self.attn_backend.capabilities.supports_cuda_graph
-        ):
+        sizes = self.graph_sizes()
+        if not sizes:
             return
-        assert args.max_running_requests is not None
-        largest = min(
-            args.cuda_graph_max_bs or args.max_running_requests,
-            args.max_running_requests,
-        )
-        sizes = args.cuda_graph_bs or default_batch_sizes(largest)
-        self.graph_runner = CudaGraphRunner(
-            self, batch_sizes=[size for size in sizes if size <= largest] or [largest]
+        free_before = available_device_bytes(self.device)
+        with explain_out_of_memory("capturing CUDA graphs", self.server_args):
+            self.graph_runner = CudaGraphRunner(self, batch_sizes=sizes)
+        logger.info(
+            "The graphs took %.2f GiB; %.2f GiB were set aside",
+            (free_before - available_device_bytes(self.device)) / 2**30,
+            graph_bytes(self.model_config, sizes, dtype=self.dtype) / 2**30,
         )
 
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:

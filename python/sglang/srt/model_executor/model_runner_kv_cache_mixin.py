@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.utils import get_alloc_len_per_decode
 from sglang.srt.mem_cache.allocator import BaseAllocator, create_allocator
@@ -14,6 +15,7 @@ from sglang.srt.mem_cache.memory_pool import (
     ReqToTokenPool,
     kv_bytes_per_token,
 )
+from sglang.srt.model_executor.memory_plan import decode_graph_sizes, graph_bytes
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.memory import available_device_bytes
 
@@ -48,6 +50,21 @@ class ModelRunnerKVCacheMixin:
         """
         reserve = 2 * get_alloc_len_per_decode(self.server_args) + self.page_size - 1
         return self.model_config.context_len + max(ROW_HEADROOM, reserve)
+
+    def graph_sizes(self) -> list[int]:
+        """Batch sizes of the decode graphs; empty where the flags or the backend rule
+        graphs out."""
+        args = self.server_args
+        assert args.attention_backend is not None
+        capabilities = ATTENTION_BACKENDS[args.attention_backend]
+        if args.disable_cuda_graph or not capabilities.supports_cuda_graph:
+            return []
+        assert args.max_running_requests is not None
+        return decode_graph_sizes(
+            max_running_requests=args.max_running_requests,
+            max_bs=args.cuda_graph_max_bs,
+            wanted=args.cuda_graph_bs,
+        )
 
     def _init_pools(self) -> None:
         """Build rows, slots and KV bytes.
@@ -96,8 +113,9 @@ class ModelRunnerKVCacheMixin:
                 )
             return args.max_total_tokens
         assert args.mem_fraction_static is not None
-        # What is not static stays free for activations, workspaces and graphs.
+        # What is not static stays free for the activations of prefill.
         kept_free = int(self.free_bytes_at_start * (1 - args.mem_fraction_static))
+        kept_free += graph_bytes(config, self.graph_sizes(), dtype=self.dtype)
         size = max(available - kept_free, 0) // per_token
         size -= self.page_size  # the scratch page
         if self.device == "cpu":
@@ -108,6 +126,6 @@ class ModelRunnerKVCacheMixin:
                 f"--mem-fraction-static {args.mem_fraction_static} of "
                 f"{self.free_bytes_at_start / 2**30:.1f} GiB leaves no room for one "
                 f"page of {self.page_size} tokens ({per_token} bytes each) beside the "
-                "weights; raise it"
+                "weights and the CUDA graphs; raise it, or lower --cuda-graph-max-bs"
             )
         return size

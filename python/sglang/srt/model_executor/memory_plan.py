@@ -1,0 +1,77 @@
+"""What the static share of device memory is spent on beside weights and KV slots.
+
+`--mem-fraction-static` covers weights, captured graphs, workspaces and the KV pool; the
+rest stays free for the activations of prefill. The graphs are captured after the pool
+is built, so their size is foretold here; the log says afterwards what they took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
+
+# Kernels that load with the first forward, and the libraries' own workspaces.
+KERNEL_BYTES = 512 << 20
+# One captured decode graph of up to some forty layers (measured: 40 MiB, H200).
+GRAPH_BYTES = 48 << 20
+# Residual, hidden, attention output and products that live at once, per channel.
+LIVE_HIDDEN, LIVE_INNER = 8, 3
+
+
+def decode_graph_sizes(
+    *, max_running_requests: int, max_bs: int | None, wanted: Sequence[int] | None
+) -> list[int]:
+    """Padded batch sizes of the decode graphs, ascending.
+
+    Args:
+        max_bs: --cuda-graph-max-bs, or None.
+        wanted: --cuda-graph-bs, or None: the default sizes.
+    """
+    largest = min(max_bs or max_running_requests, max_running_requests)
+    sizes = wanted or default_batch_sizes(largest)
+    return sorted({size for size in sizes if size <= largest}) or [largest]
+
+
+def default_batch_sizes(max_rows: int) -> list[int]:
+    """1, 2, 4, then every 8 up to 256, then every 32, up to and including
+    `max_rows`."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_rows + 1, 32)]
+    return sorted({size for size in sizes if size < max_rows} | {max_rows})
+
+
+def graph_bytes(
+    config: ModelConfig, sizes: Sequence[int], *, dtype: torch.dtype
+) -> int:
+    """Memory that the decode graphs of these sizes will take.
+
+    Each keeps its logits; what else lives during a forward is shared, the largest
+    size's being the largest.
+    """
+    if not sizes:
+        return 0
+    live = LIVE_HIDDEN * config.hidden_size + LIVE_INNER * config.intermediate_size
+    per_row = sum(sizes) * config.vocab_size + max(sizes) * live
+    return per_row * dtype.itemsize + len(sizes) * GRAPH_BYTES + KERNEL_BYTES
+
+
+@contextmanager
+def explain_out_of_memory(doing: str, server_args: ServerArgs) -> Iterator[None]:
+    """Turn an allocation that fails inside into an error that names the flags.
+
+    Raises:
+        ValueError: the device ran out of memory while `doing`.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"out of GPU memory while {doing}: lower --mem-fraction-static (now "
+            f"{server_args.mem_fraction_static}), --max-running-requests (now "
+            f"{server_args.max_running_requests}) or --cuda-graph-max-bs, or spread "
+            f"the model over more GPUs with --tp-size ({error})"
+        ) from error

@@ -1,0 +1,82 @@
+"""Memory at start: graph sizes, what is set aside for them, and running out of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_executor.memory_plan import (
+    GRAPH_BYTES,
+    KERNEL_BYTES,
+    decode_graph_sizes,
+    default_batch_sizes,
+    explain_out_of_memory,
+    graph_bytes,
+)
+from sglang.srt.server_args import ServerArgs
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.harness import EngineHarness
+from sglang.test.tiny_models import write_tiny_model
+
+register_cpu_ci(est_time=2, suite="cpu")
+register_cuda_ci(est_time=10, suite="cuda")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), "LlamaForCausalLM")
+
+
+def test_default_sizes_end_at_the_maximum():
+    assert default_batch_sizes(1) == [1]
+    assert default_batch_sizes(10) == [1, 2, 4, 8, 10]
+    assert default_batch_sizes(300)[-3:] == [256, 288, 300]
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "max_bs", "wanted", "sizes"),
+    [
+        (10, None, None, [1, 2, 4, 8, 10]),
+        (10, 3, None, [1, 2, 3]),
+        (6, None, [9, 5, 2], [2, 5]),
+        (6, None, [9], [6]),
+        (6, 4, [6, 5], [4]),
+    ],
+)
+def test_graph_sizes_never_exceed_a_batch(max_rows, max_bs, wanted, sizes):
+    assert sizes == decode_graph_sizes(
+        max_running_requests=max_rows, max_bs=max_bs, wanted=wanted
+    )
+
+
+def test_graphs_take_logits_per_graph_and_activations_once(model):
+    config = ModelConfig.from_folder(model)
+    one = graph_bytes(config, [4], dtype=torch.bfloat16)
+    two = graph_bytes(config, [2, 4], dtype=torch.bfloat16)
+    assert two - one == GRAPH_BYTES + 2 * config.vocab_size * 2
+    assert one > GRAPH_BYTES + KERNEL_BYTES
+    assert graph_bytes(config, [], dtype=torch.bfloat16) == 0
+
+
+def test_running_out_of_memory_names_the_flags(model):
+    args = ServerArgs(model_path=str(model), device="cpu", mem_fraction_static=0.7)
+    with (
+        pytest.raises(ValueError, match=r"--mem-fraction-static \(now 0.7\)"),
+        explain_out_of_memory("building the KV pool", args),
+    ):
+        raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_pool_that_does_not_fit_is_refused_at_start(model):
+    torch.cuda.set_per_process_memory_fraction(0.002)
+    try:
+        with pytest.raises(ValueError, match="building the KV pool.*--mem-fraction"):
+            EngineHarness(model, device="cuda", max_total_tokens=4 << 20)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
