@@ -42,10 +42,11 @@ def render() -> str:
     for field in dataclasses.fields(ServerArgs):
         kind, arg = typing.get_args(hints[field.name])[:2]
         assert isinstance(arg, Arg)
-        flag = "--" + field.name.replace("_", "-")
+        flags = ("--" + field.name.replace("_", "-"), *arg.aliases)
+        names = " ".join(f"`{flag}`" for flag in flags)
         default = "unset" if field.default is None else f"`{field.default}`"
         values = " ".join(f"`{c}`" for c in arg.choices or ()) or _kind_name(kind)
-        rows.append(f"| `{flag}` | {default} | {values} | {arg.help} |\n")
+        rows.append(f"| {names} | {default} | {values} | {arg.help} |\n")
     variables = [v for v in vars(Envs).values() if isinstance(v, EnvVar)]
     environment = [f"| `{v.name}` | `{v.default}` | {v.doc} |\n" for v in variables]
     return HEAD + "".join(rows) + ENVIRONMENT_HEAD + "".join(environment)

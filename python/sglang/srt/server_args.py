@@ -79,7 +79,13 @@ class ServerArgs:
     dtype: Annotated[
         str, Arg("Compute and KV type; auto: float32 on the CPU.", DTYPES)
     ] = "auto"
-    tp_size: Annotated[int, Arg("Tensor parallel ranks.")] = 1
+    tp_size: Annotated[
+        int,
+        Arg(
+            "Tensor parallel ranks: one process and, on CUDA, one GPU each.",
+            aliases=("--tp", "--tensor-parallel-size"),
+        ),
+    ] = 1
     attention_backend: Annotated[
         str | None,
         Arg(
@@ -254,10 +260,6 @@ class ServerArgs:
                 f"--disaggregation-mode {self.disaggregation_mode} is not available in "
                 "this version; remove the flag"
             )
-        if self.tp_size != 1:
-            raise ValueError(
-                f"--tp-size {self.tp_size} is not available in this version; use 1"
-            )
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value is not None and value not in choices:
@@ -287,6 +289,11 @@ class ServerArgs:
         if self.device == "cuda" and not cuda_device_count():
             raise ValueError(
                 "--device cuda: this machine shows no CUDA device; use --device cpu"
+            )
+        if self.device == "cuda" and self.tp_size > cuda_device_count():
+            raise ValueError(
+                f"--tp-size {self.tp_size} needs as many GPUs, but this machine shows "
+                f"{cuda_device_count()}; use at most {cuda_device_count()}"
             )
         if self.dtype == "auto":
             self.dtype = "float32" if self.device == "cpu" else "auto"
@@ -407,6 +414,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 _LOWER_BOUNDS: dict[str, float] = {
     "context_length": 1,
+    "tp_size": 1,
     "max_total_tokens": 1,
     "max_running_requests": 1,
     "page_size": 1,

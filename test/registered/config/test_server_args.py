@@ -134,7 +134,7 @@ def test_unknown_flags_and_values_are_refused(argv, capsys):
     [
         ({"trust_remote_code": True}, ["--trust-remote-code", "remove"]),
         ({"device": "cuda"}, ["--device cuda", "--device cpu"]),
-        ({"tp_size": 2}, ["--tp-size 2", "use 1"]),
+        ({"tp_size": 0}, ["--tp-size 0", "at least 1"]),
         ({"disaggregation_mode": "decode"}, ["--disaggregation-mode decode"]),
         ({"enable_breakable_cuda_graph": True}, ["--enable-breakable-cuda-graph"]),
         ({"speculative_algorithm": "EAGLE3"}, ["--speculative-algorithm EAGLE3"]),

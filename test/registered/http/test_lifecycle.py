@@ -249,7 +249,8 @@ def launch(*flags: str) -> subprocess.CompletedProcess[str]:
     [
         (("--model-path", "/does/not/exist"), "/does/not/exist"),
         (("--max-running-requests", "0"), "--max-running-requests 0 must be at least"),
-        (("--tp-size", "2"), "--tp-size 2 is not available"),
+        (("--tp", "0"), "--tp-size 0 must be at least 1"),
+        (("--tp-size", "3"), "--tp-size 3 "),
         (("--host", "256.0.0.1"), "--host 256.0.0.1"),
         (("--trust-remote-code",), "--trust-remote-code is refused"),
     ],

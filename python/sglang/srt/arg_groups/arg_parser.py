@@ -15,10 +15,12 @@ from typing import Any, NoReturn
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arg:
-    """The command line side of a field. `choices` None means any value."""
+    """The command line side of a field. `choices` None means any value; `aliases` are
+    further flags of the same meaning."""
 
     help: str
     choices: tuple[str, ...] | None = None
+    aliases: tuple[str, ...] = ()
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -50,7 +52,9 @@ def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
             continue
         base, arg = typing.get_args(annotation)[:2]
         parser.add_argument(
-            "--" + field.name.replace("_", "-"), **_options(field, base, arg)
+            "--" + field.name.replace("_", "-"),
+            *arg.aliases,
+            **_options(field, base, arg),
         )
 
 

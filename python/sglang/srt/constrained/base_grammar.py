@@ -67,6 +67,10 @@ class GrammarBackend(Protocol):
         """
         ...
 
+    def compile_checked(self, kind: str, source: str) -> Grammar:
+        """`compile` for a source that it has accepted in another process."""
+        ...
+
     def fill_eos_mask(self, bitmask_row: torch.Tensor) -> None:
         """Allow the EOS ids only."""
         ...

@@ -51,7 +51,7 @@ class GrammarManager:
             backend: compiles; called from worker threads.
             max_cached: compiled grammars (and errors) kept, least recently used out.
             timeout_s: a request waits at most this long for its grammar.
-            n_threads: worker threads.
+            n_threads: worker threads; with none, `compile_now` is what compiles.
         """
         self._backend = backend
         self._timeout_s = timeout_s
@@ -81,7 +81,8 @@ class GrammarManager:
         job = self._jobs.get(key)
         if job is None:
             job = self._jobs[key] = _Job()
-            self._todo.put(key)
+            if self._threads:
+                self._todo.put(key)
         job.waiting[rid] = time.monotonic() + self._timeout_s
         self._key_of[rid] = key
 
@@ -98,11 +99,35 @@ class GrammarManager:
             ready.extend(self._expired())
         return ready
 
+    def compile_now(self, rid: str) -> Grammar:
+        """The grammar of a waiting request, compiled by the caller where need be.
+
+        For a manager without threads, when the source is known to be good: the checks
+        that bound its time and memory are left out.
+
+        Raises:
+            ValueError: it is not a grammar after all.
+        """
+        for i, (ready_rid, outcome) in enumerate(self._ready):
+            if ready_rid == rid and not isinstance(outcome, ValueError):
+                del self._ready[i]
+                return outcome
+        key = self._key_of[rid]
+        cached = self._cache.get(key)
+        if cached is None or isinstance(cached, ValueError):
+            cached = self._backend.compile_checked(*key)
+            self._remember(key, cached)
+        self.cancel(rid)
+        return cached.fork()
+
     def cancel(self, rid: str) -> None:
         """Forget a request; its compilation goes on and is cached."""
         key = self._key_of.pop(rid, None)
         if key is not None:
-            self._jobs[key].waiting.pop(rid)
+            job = self._jobs[key]
+            job.waiting.pop(rid)
+            if not self._threads and not job.waiting:
+                del self._jobs[key]
         self._ready = [item for item in self._ready if item[0] != rid]
 
     def num_waiting(self) -> int:

@@ -144,6 +144,9 @@ class LLGuidanceBackend:
     def compile(self, kind: str, source: str) -> LLGuidanceGrammar:
         check_size(kind, source)
         self._check_in_sandbox(kind, source)
+        return self.compile_checked(kind, source)
+
+    def compile_checked(self, kind: str, source: str) -> LLGuidanceGrammar:
         matcher = compile_matcher(self._tokenizer, kind, source)
         # The lexer is built by the first mask: here, not in the scheduler's step.
         # Copies keep it.

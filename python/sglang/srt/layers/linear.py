@@ -1,16 +1,20 @@
-"""Linear layers and their weight loaders.
+"""Linear layers, split over the tensor parallel ranks, and their weight loaders.
 
 A parameter that packs several checkpoint tensors (q, k and v; gate and up) knows where
-each of them goes: its `weight_loader(tensor, shard)` is the whole story of loading.
+each of them goes and which part of it this rank holds: its `load(name, tensor, shard)`
+is the whole story of loading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.distributed.partition import Part, divide, divide_kv_heads
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.activation import silu_and_mul
 from sglang.srt.layers.ops.linear import (
@@ -21,66 +25,81 @@ from sglang.srt.layers.ops.linear import (
 )
 
 
-class LoadableParameter(nn.Parameter):
-    """A parameter with named row intervals.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """`part` of a checkpoint tensor lies at `offset` of the parameter."""
 
-    `shards` maps the shard names of a packed parameter to their row interval
-    `[start, stop)`; it is empty for a parameter that is one checkpoint tensor.
+    offset: int
+    part: Part
+
+
+class LoadableParameter(nn.Parameter):
+    """A parameter that knows which checkpoint tensors make it up.
+
+    `shards` maps their names to places along dimension `split_dim`, in order. One that
+    is a single checkpoint tensor has one entry, under None.
     """
 
-    shards: Mapping[str, tuple[int, int]]
+    split_dim: int
+    shards: Mapping[str | None, Shard]
 
     @classmethod
     def create(
-        cls, data: Tensor, shards: Mapping[str, tuple[int, int]] | None = None
+        cls,
+        data: Tensor,
+        parts: Mapping[str | None, Part] | None = None,
+        *,
+        dim: int = 0,
     ) -> LoadableParameter:
+        """`parts`: of the checkpoint tensors, along `dim`; None: `data` is one."""
         parameter = cls(data, requires_grad=False)
-        parameter.shards = shards or {}
+        parameter.split_dim = dim
+        parameter.shards = _shards(parts or {None: Part.whole(data.shape[dim])})
         return parameter
 
+    def full_shape(self) -> tuple[int, ...]:
+        """The shape that this parameter has without tensor parallelism."""
+        full = sum(shard.part.full for shard in self.shards.values())
+        return self._with_size(full)
+
     def load(self, name: str, tensor: Tensor, shard: str | None) -> None:
-        """Copy a checkpoint tensor into this parameter, or into one shard of it.
+        """Copy this rank's part of a checkpoint tensor to its place.
 
         Raises:
             ValueError: the shapes differ; names the tensor and both shapes.
         """
-        target = self.data
-        if shard is not None:
-            start, stop = self.shards[shard]
-            target = target[start:stop]
-        if target.shape != tensor.shape:
+        place = self.shards[shard]
+        part = place.part
+        if tensor.shape != self._with_size(part.full):
             raise ValueError(
                 f"checkpoint tensor {name} has shape {tuple(tensor.shape)}, but "
-                f"config.json makes it {tuple(target.shape)}"
+                f"config.json makes it {self._with_size(part.full)}"
             )
-        target.copy_(tensor)
+        target = self.data.narrow(self.split_dim, place.offset, part.size)
+        target.copy_(tensor.narrow(self.split_dim, part.start, part.size))
+
+    def load_full(self, name: str, tensor: Tensor) -> None:
+        """`load` of all shards, from a tensor of `full_shape`."""
+        start = 0
+        for shard, place in self.shards.items():
+            full = place.part.full
+            self.load(name, tensor.narrow(self.split_dim, start, full), shard)
+            start += full
+
+    def _with_size(self, size: int) -> tuple[int, ...]:
+        shape = tuple(self.shape)
+        return (*shape[: self.split_dim], size, *shape[self.split_dim + 1 :])
 
 
 class Linear(Module):
-    """y = x W^T + b, with W packed for the CPU once the weights are loaded.
-
-    Args:
-        input_size, output_size: channels.
-        bias: whether there is a bias [output_size].
-        shards: sizes of the checkpoint tensors that make up the output rows, in order.
-    """
+    """y = x W^T + b, with W packed for the CPU once the weights are loaded."""
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        bias: bool,
-        shards: Mapping[str, int] | None = None,
+        self, weight: LoadableParameter, bias: LoadableParameter | None
     ) -> None:
         super().__init__()
-        intervals = _intervals(shards or {})
-        self.weight: LoadableParameter | None = LoadableParameter.create(
-            torch.empty(output_size, input_size), intervals
-        )
-        self.bias: LoadableParameter | None = None
-        if bias:
-            self.bias = LoadableParameter.create(torch.empty(output_size), intervals)
+        self.weight: LoadableParameter | None = weight
+        self.bias = bias
         self._packed: PackedWeight | None = None
 
     def process_weights_after_loading(self) -> None:
@@ -91,7 +110,7 @@ class Linear(Module):
             self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., input_size] -> [..., output_size]."""
+        """[..., inputs] -> [..., outputs]."""
         return linear(x, self._any_weight(), self.bias)
 
     def _any_weight(self) -> Tensor | PackedWeight:
@@ -100,8 +119,61 @@ class Linear(Module):
         return weight
 
 
-class QKVLinear(Linear):
-    """q, k and v in one product: rows are `[q | k | v]`."""
+class ColumnParallelLinear(Linear):
+    """Each rank computes its part of the outputs from all inputs.
+
+    Args:
+        input_size: channels.
+        outputs: this rank's part of each checkpoint tensor's rows, in order.
+        bias: whether there is a bias, split like the outputs.
+    """
+
+    def __init__(
+        self, input_size: int, outputs: Mapping[str | None, Part], *, bias: bool
+    ) -> None:
+        size = sum(part.size for part in outputs.values())
+        super().__init__(
+            LoadableParameter.create(torch.empty(size, input_size), outputs),
+            LoadableParameter.create(torch.empty(size), outputs) if bias else None,
+        )
+
+
+class RowParallelLinear(Linear):
+    """Each rank multiplies its part of the inputs; the products are summed.
+
+    The input is what a column-parallel layer left on this rank. The bias is whole on
+    every rank, and the first one adds it.
+
+    Args:
+        what: the field of config.json that decides `input_size`, for error messages.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, bias: bool, what: str
+    ) -> None:
+        group = get_tp_group()
+        part = divide(input_size, group, what=what)
+        super().__init__(
+            LoadableParameter.create(
+                torch.empty(output_size, part.size), {None: part}, dim=1
+            ),
+            LoadableParameter.create(torch.empty(output_size)) if bias else None,
+        )
+        self._group = group
+        self._adds_bias = bias and group.is_leader
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, inputs of this rank] -> [T, output_size], the same on all ranks."""
+        bias = self.bias if self._adds_bias else None
+        return self._group.all_reduce(linear(x, self._any_weight(), bias))
+
+
+class QKVLinear(ColumnParallelLinear):
+    """q, k and v in one product: rows are `[q | k | v]` of this rank's heads.
+
+    Attributes:
+        num_heads, num_kv_heads: heads of this rank.
+    """
 
     def __init__(
         self,
@@ -112,35 +184,31 @@ class QKVLinear(Linear):
         head_dim: int,
         bias: bool,
     ) -> None:
-        sizes = {
-            "q": num_heads * head_dim,
-            "k": num_kv_heads * head_dim,
-            "v": num_kv_heads * head_dim,
-        }
-        super().__init__(hidden_size, sum(sizes.values()), bias=bias, shards=sizes)
+        group = get_tp_group()
+        heads = divide(num_heads, group, what="num_attention_heads")
+        kv_heads = divide_kv_heads(num_kv_heads, group)
+        q, kv = heads.scaled(head_dim), kv_heads.scaled(head_dim)
+        super().__init__(hidden_size, {"q": q, "k": kv, "v": kv}, bias=bias)
+        self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
 
 
-class GateUpLinear(Linear):
-    """gate and up in one product: rows are `[gate | up]`."""
+class GateUpLinear(ColumnParallelLinear):
+    """gate and up in one product: rows are `[gate | up]` of this rank's channels."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
-        super().__init__(
-            hidden_size,
-            2 * intermediate_size,
-            bias=bias,
-            shards={"gate": intermediate_size, "up": intermediate_size},
-        )
+        part = divide(intermediate_size, get_tp_group(), what="intermediate_size")
+        super().__init__(hidden_size, {"gate": part, "up": part}, bias=bias)
 
     def forward_silu_and_mul(self, x: Tensor) -> Tensor:
-        """silu(gate(x)) * up(x): [T, hidden_size] -> [T, intermediate_size]."""
+        """silu(gate(x)) * up(x): [T, hidden_size] -> [T, channels of this rank]."""
         if self.bias is not None:
             return silu_and_mul(self.forward(x))
         return linear_silu_and_mul(x, self._any_weight())
 
 
-def _intervals(sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    intervals, start = {}, 0
-    for name, size in sizes.items():
-        intervals[name] = (start, start + size)
-        start += size
-    return intervals
+def _shards(parts: Mapping[str | None, Part]) -> dict[str | None, Shard]:
+    shards, offset = {}, 0
+    for name, part in parts.items():
+        shards[name] = Shard(offset=offset, part=part)
+        offset += part.size
+    return shards

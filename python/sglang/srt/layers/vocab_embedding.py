@@ -1,4 +1,8 @@
-"""Token embedding and the head that maps hidden states to logits."""
+"""Token embedding and the head that maps hidden states to logits.
+
+Under tensor parallelism each rank holds an interval of the vocabulary, the last of them
+padded with zeros where it does not divide.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.distributed.partition import divide_padded, padded_size
 from sglang.srt.layers.linear import Linear, LoadableParameter
 from sglang.srt.layers.module import Module
 
@@ -15,19 +21,44 @@ class VocabEmbedding(Module):
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
-        self.weight = LoadableParameter.create(torch.empty(vocab_size, hidden_size))
+        self.weight = _vocab_parameter(vocab_size, hidden_size)
+        self._group = get_tp_group()
+        self._part = divide_padded(vocab_size, self._group)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, hidden_size]."""
-        return functional.embedding(input_ids, self.weight)
+        if self._group.size == 1:
+            return functional.embedding(input_ids, self.weight)
+        rows = input_ids - self._part.start
+        is_elsewhere = (rows < 0) | (rows >= self._part.size)
+        found = functional.embedding(rows.masked_fill(is_elsewhere, 0), self.weight)
+        found = found.masked_fill(is_elsewhere[:, None], 0.0)
+        return self._group.all_reduce(found)
 
 
 class LMHead(Linear):
     """Logits of every vocabulary entry; may share the embedding's weight."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False)
+        super().__init__(_vocab_parameter(vocab_size, hidden_size), None)
+        self._vocab_size = vocab_size
+        self._group = get_tp_group()
 
     def tie(self, embedding: VocabEmbedding) -> None:
         """Use the embedding's table as the weight; the packed form stays separate."""
         self.weight = embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, hidden_size] -> [T, vocab_size], the same bits on all ranks."""
+        logits = super().forward(x)
+        if self._group.size == 1:
+            return logits
+        padded = self._group.all_gather_last_dim(logits)
+        return padded[:, : self._vocab_size].contiguous()
+
+
+def _vocab_parameter(vocab_size: int, hidden_size: int) -> LoadableParameter:
+    group = get_tp_group()
+    part, room = divide_padded(vocab_size, group), padded_size(vocab_size, group)
+    allocate = torch.empty if part.size == room else torch.zeros
+    return LoadableParameter.create(allocate(room, hidden_size), {None: part})

@@ -84,6 +84,26 @@ class ShutdownReq(msgspec.Struct, kw_only=True, tag="shutdown"):
 SchedulerRequest = GenerateReq | AbortReq | FlushCacheReq | GetStateReq | ShutdownReq
 
 
+class GrammarDecision(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The grammar of request `rid` is there, or could not be had (`error`)."""
+
+    rid: str
+    error: str | None = None
+
+
+class StepInput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What one step of the scheduler begins with; rank 0 sends it to the other ranks.
+
+    Whatever depends on time or on another thread is decided by rank 0 and travels here.
+    `grammars` were decided before `requests` arrived. `history` is a digest of the
+    steps before: ranks with another one have diverged.
+    """
+
+    requests: list[SchedulerRequest] = []
+    grammars: list[GrammarDecision] = []
+    history: int = 0
+
+
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """News of one request: tokens since the last message about it.
 
@@ -157,7 +177,7 @@ class SchedulerReady(msgspec.Struct, kw_only=True):
     vocab_size: int = 0
 
 
-def encode(message: SchedulerRequest | SchedulerResponse) -> bytes:
+def encode(message: SchedulerRequest | SchedulerResponse | StepInput) -> bytes:
     return _ENCODER.encode(message)
 
 
@@ -169,10 +189,15 @@ def decode_response(data: bytes) -> SchedulerResponse:
     return _RESPONSE_DECODER.decode(data)
 
 
+def decode_step_input(data: bytes) -> StepInput:
+    return _STEP_DECODER.decode(data)
+
+
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUEST_DECODER: msgspec.msgpack.Decoder[SchedulerRequest] = msgspec.msgpack.Decoder(
     SchedulerRequest
 )
+_STEP_DECODER: msgspec.msgpack.Decoder[StepInput] = msgspec.msgpack.Decoder(StepInput)
 _RESPONSE_DECODER: msgspec.msgpack.Decoder[SchedulerResponse] = msgspec.msgpack.Decoder(
     SchedulerResponse
 )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.llguidance_backend import LLGuidanceBackend
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.managers.io_struct import (
     AbortReq,
     FlushCacheReq,
@@ -20,6 +21,7 @@ from sglang.srt.managers.io_struct import (
     GenerateReq,
     GetStateReq,
     GetStateRsp,
+    GrammarDecision,
     SchedulerReady,
     SchedulerRequest,
     SchedulerStats,
@@ -50,6 +52,7 @@ from sglang.srt.managers.scheduler_components.result_processor import (
 from sglang.srt.managers.scheduler_components.retraction import retract_for_decode
 from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
 from sglang.srt.managers.scheduler_components.stats import StatsTracker
+from sglang.srt.managers.scheduler_components.step_inputs import StepInputs
 from sglang.srt.managers.scheduler_components.watchdog import Watchdog
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -64,6 +67,7 @@ logger = logging.getLogger(__name__)
 
 # An idle receive returns this often, so that the process notices signals.
 IDLE_WAIT_MS = 1000
+GRAMMAR_THREADS = 2
 # While a grammar compiles and nothing else runs.
 GRAMMAR_WAIT_MS = 2
 
@@ -80,6 +84,9 @@ class Scheduler:
     worker: runs the batches.
     tokenizer: for stop strings and grammars; None with --skip-tokenizer-init.
     io: where messages come from and go to.
+
+    Under tensor parallelism every rank runs one, and all of them must do the same: what
+    depends on time or on another thread is decided by rank 0 (`StepInputs`).
     """
 
     def __init__(
@@ -92,6 +99,7 @@ class Scheduler:
     ) -> None:
         self.server_args = server_args
         self.io = io
+        self._inputs = StepInputs(io, get_tp_group())
         self.worker = worker
         runner = worker.model_runner
         self.model_config = runner.model_config
@@ -163,8 +171,10 @@ class Scheduler:
         backend = LLGuidanceBackend(
             tokenizer.tokenizer_json, vocab_size=vocab_size, eos_ids=eos_ids
         )
+        decides = get_tp_group().is_leader
         return GrammarQueue(
-            GrammarManager(backend),
+            GrammarManager(backend, n_threads=GRAMMAR_THREADS if decides else 0),
+            decides=decides,
             max_rows=self.server_args.max_running_requests,
             vocab_size=vocab_size,
             device=self.env.device,
@@ -194,7 +204,13 @@ class Scheduler:
         `may_wait` lets the receive wait where there is nothing else to do. Returns
         whether a batch was launched or processed.
         """
-        for message in self.io.recv(wait_ms=self._wait_ms() if may_wait else 0):
+        decided = [] if self._grammars is None else self._grammars.decide()
+        inputs = self._inputs.next(
+            wait_ms=self._wait_ms() if may_wait and not decided else 0,
+            grammars=decided,
+        )
+        self._collect_grammars(inputs.grammars)
+        for message in inputs.requests:
             self._dispatch(message)
         if any(launched.has_grammar for launched, _ in self._in_flight):
             self._resolve(0)  # the next masks depend on these tokens
@@ -240,6 +256,8 @@ class Scheduler:
             else self._grammars.with_masks(batch)
         )
         launched = batch.record()
+        if self._inputs.are_compared:
+            self._inputs.remember(len(batch), int(launched.ends.sum()))
         with self._watchdog.guard():
             result = self.worker.forward_batch_generation(batch, sampling_info)
         return InFlight(launched, result)
@@ -247,6 +265,8 @@ class Scheduler:
     def _process(self, done: InFlight) -> None:
         with self._watchdog.guard():
             processed = self._results.process(done.launched, done.result)
+        if self._inputs.are_compared:
+            self._inputs.remember(*(req.tokens[-1] for req in processed.reqs))
         self._stats.on_tokens(processed.num_generated)
         self._streamer.send(processed.reqs)
 
@@ -263,8 +283,6 @@ class Scheduler:
     def _get_next_batch_to_run(self) -> ScheduleBatch | None:
         prefilled = self._last_prefill is not None
         self._merge_last_prefill()
-        if self._grammars is not None and len(self._grammars):
-            self._collect_grammars()
         # Between two chunks of a long prompt the others get one decode step.
         is_decode_turn = prefilled and self._chunked is not None
         if not (is_decode_turn and self.running is not None):
@@ -473,9 +491,11 @@ class Scheduler:
                 req.finish_if_aborted()
                 self._end_unstarted(req)
 
-    def _collect_grammars(self) -> None:
+    def _collect_grammars(self, decisions: list[GrammarDecision]) -> None:
+        if not decisions:
+            return
         assert self._grammars is not None
-        ready, failed = self._grammars.poll()
+        ready, failed = self._grammars.apply(decisions)
         self.waiting += ready
         for req in failed:
             self._end_unstarted(req)

@@ -10,6 +10,7 @@ together arrive as the frames of one message.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,14 @@ class SchedulerAddresses:
     Fields:
     request_endpoint: the scheduler binds a PULL socket, the front connects a PUSH.
     response_endpoint: the front binds a PULL socket, the scheduler connects a PUSH.
+
+    Under tensor parallelism "the scheduler" is the process of rank 0.
     """
 
     request_endpoint: str
     response_endpoint: str
+
+    @property
+    def folder(self) -> Path:
+        """The private folder that holds the sockets."""
+        return Path(self.request_endpoint.removeprefix("ipc://")).parent

@@ -1,4 +1,4 @@
-"""Main module of the scheduler process; `scheduler_process` starts it.
+"""Main module of a scheduler process; `scheduler_process` starts one per rank.
 
 Reads its configuration from stdin, reports through the inherited descriptor named on
 the command line, and dies as soon as stdin closes: the parent holds the other end, so a
@@ -7,13 +7,13 @@ parent that is killed takes its scheduler along.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import msgspec
 
@@ -22,6 +22,7 @@ from sglang.srt.managers.scheduler_components.build import run_scheduler_process
 from sglang.srt.server_args import ServerArgs
 
 STDIN = 0
+STORE_NAME = "ranks"
 
 
 def main() -> None:
@@ -33,11 +34,19 @@ def main() -> None:
     threading.Thread(
         target=_die_with_parent, args=(addresses,), name="lifeline", daemon=True
     ).start()
+    server_args = ServerArgs(**config["server_args"])
     run_scheduler_process(
-        ServerArgs(**config["server_args"]),
+        server_args,
         addresses,
         Connection(int(sys.argv[1]), readable=False),
+        rank=config["rank"],
+        store=addresses.folder / STORE_NAME,
     )
+    if server_args.tp_size > 1:
+        # NCCL's communicators cannot be taken down while CUDA graphs refer to them, and
+        # there is nothing left to save: the interpreter's own end is skipped.
+        logging.shutdown()
+        os._exit(0)
 
 
 def _read_line(descriptor: int) -> bytes:
@@ -54,8 +63,7 @@ def _read_line(descriptor: int) -> bytes:
 def _die_with_parent(addresses: SchedulerAddresses) -> None:
     while os.read(STDIN, 4096):
         pass
-    folder = Path(addresses.request_endpoint.removeprefix("ipc://")).parent
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(addresses.folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,6 +1,7 @@
-"""Starts the scheduler process, waits until it can serve, notices its death, stops it.
+"""Starts the scheduler's processes (one per tensor parallel rank), waits until they can
+serve, notices the death of any, stops them.
 
-Uses a plain child process instead of `multiprocessing`: nothing of the caller's script
+Uses plain child processes instead of `multiprocessing`: nothing of the caller's script
 is imported again, so `Engine()` needs no `if __name__ == "__main__"` guard.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import multiprocessing
 import os
 import shutil
@@ -15,8 +17,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import msgspec
@@ -26,9 +30,14 @@ from sglang.srt.managers.io_struct import SchedulerReady
 from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
 from sglang.srt.server_args import ServerArgs
 
+logger = logging.getLogger(__name__)
+
 MAIN_MODULE = "sglang.srt.managers.scheduler_main"
 # A path of a unix socket holds 107 bytes; the names in the folder need about 20.
 MAX_FOLDER_CHARS = 80
+# A rank whose peer refuses the configuration may die of it before the refusal is read.
+GRACE_SECONDS = 2.0
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class SchedulerDied(RuntimeError):
@@ -40,31 +49,44 @@ class SchedulerDied(RuntimeError):
         self.exit_code = exit_code
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """One process; `ready` is the end of the pipe on which it reports."""
+
+    process: subprocess.Popen[bytes]
+    ready: Connection
+
+
 class SchedulerProcess:
-    """One running scheduler.
+    """One running scheduler: a process, or one per rank, which live and die together.
 
     Attributes:
-        addresses: where it listens and answers; sockets lie in a private folder.
-        pid: its process id.
+        addresses: where rank 0 listens and answers; sockets lie in a private folder.
+        pids: process ids by rank.
     """
 
     def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        *,
-        addresses: SchedulerAddresses,
-        folder: Path,
-        ready: Connection,
+        self, ranks: Sequence[_Rank], *, addresses: SchedulerAddresses
     ) -> None:
         self.addresses = addresses
-        self.pid = process.pid
-        self._process = process
-        self._folder = folder
-        self._ready = ready
-        self._exited = threading.Event()
+        self.pids = [rank.process.pid for rank in ranks]
+        self._ranks = ranks
         self._lock = threading.Lock()
+        self._first_exit: int | None = None
+        self._num_left = len(ranks)
+        self._one_exited = threading.Event()
+        self._all_exited = threading.Event()
+        self._is_killed = False
         self._on_exit: Callable[[int], None] | None = None
-        threading.Thread(target=self._watch, name="scheduler-exit", daemon=True).start()
+        for rank in range(len(ranks)):
+            threading.Thread(
+                target=self._watch, args=(rank,), name=f"rank-{rank}-exit", daemon=True
+            ).start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of rank 0."""
+        return self.pids[0]
 
     @classmethod
     def start(
@@ -74,10 +96,11 @@ class SchedulerProcess:
         num_threads: int,
         command: Sequence[str] = (sys.executable, "-m", MAIN_MODULE),
     ) -> SchedulerProcess:
-        """Start the process; returns at once.
+        """Start the processes; returns at once.
 
         Args:
-            num_threads: OpenMP threads of the child, where OMP_NUM_THREADS is not set.
+            num_threads: OpenMP threads of all children together, where OMP_NUM_THREADS
+                is not set.
             command: program and arguments; the descriptor to report on is appended.
         """
         folder = _make_private_folder()
@@ -85,80 +108,125 @@ class SchedulerProcess:
             request_endpoint=f"ipc://{folder}/requests",
             response_endpoint=f"ipc://{folder}/responses",
         )
-        receiver, sender = multiprocessing.Pipe(duplex=False)
-        process = subprocess.Popen(
-            [*command, str(sender.fileno())],
-            stdin=subprocess.PIPE,
-            pass_fds=(sender.fileno(),),
-            env=_environment(num_threads),
-            # Ctrl-C in a terminal reaches the front alone, which then drains.
-            start_new_session=True,
-        )
-        sender.close()
-        config = {
-            "server_args": dataclasses.asdict(server_args),
-            "addresses": dataclasses.asdict(addresses),
-        }
-        assert process.stdin is not None
-        # stdin stays open: its end tells the child that this process is gone. A child
-        # that is gone already is reported by `wait_ready`.
-        with contextlib.suppress(BrokenPipeError):
-            os.write(process.stdin.fileno(), msgspec.json.encode(config) + b"\n")
-        return cls(process, addresses=addresses, folder=folder, ready=receiver)
+        environment = _environment(num_threads // server_args.tp_size)
+        ranks: list[_Rank] = []
+        for rank in range(server_args.tp_size):
+            config = {
+                "server_args": dataclasses.asdict(server_args),
+                "addresses": dataclasses.asdict(addresses),
+                "rank": rank,
+            }
+            ranks.append(_start_rank(command, config, environment))
+        return cls(ranks, addresses=addresses)
 
     def wait_ready(self) -> SchedulerReady:
-        """Block until the process can serve.
+        """Block until all ranks can serve; what rank 0 said.
 
         Raises:
-            ValueError: it refused the configuration; its own message.
-            SchedulerDied: it ended before it was ready.
+            ValueError: a rank refused the configuration; its own message.
+            SchedulerDied: one ended before it was ready.
         """
+        pipes = [rank.ready for rank in self._ranks]
         try:
-            data = self._ready.recv_bytes()
-        except EOFError:
-            self._exited.wait()
-            raise SchedulerDied(self._process.returncode) from None
+            return self._wait_ready(pipes)
         finally:
-            self._ready.close()
-        ready = msgspec.msgpack.decode(data, type=SchedulerReady)
-        if ready.error is not None:
-            raise ValueError(ready.error)
-        return ready
+            for pipe in pipes:
+                pipe.close()
+
+    def _wait_ready(self, pipes: list[Connection]) -> SchedulerReady:
+        messages: dict[int, SchedulerReady] = {}
+        waiting = dict(enumerate(pipes))
+        deadline: float | None = None
+        while waiting:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            came = wait(waiting.values(), left)
+            if not came:
+                break
+            for rank in [rank for rank, pipe in waiting.items() if pipe in came]:
+                try:
+                    data = waiting.pop(rank).recv_bytes()
+                except EOFError:
+                    deadline = deadline or time.monotonic() + GRACE_SECONDS
+                    continue
+                message = msgspec.msgpack.decode(data, type=SchedulerReady)
+                if message.error is not None:
+                    raise ValueError(message.error)
+                messages[rank] = message
+        if deadline is not None:
+            self._one_exited.wait()
+            assert self._first_exit is not None
+            raise SchedulerDied(self._first_exit)
+        return messages[0]
 
     def notify_exit(self, callback: Callable[[int], None]) -> None:
-        """Call `callback(exit code)` once, from any thread, when the process ends."""
+        """Call `callback(exit code)` once, from any thread, when a process ends."""
         with self._lock:
             self._on_exit = callback
-            exited = self._exited.is_set()
-        if exited:
-            callback(self._process.returncode)
+            first_exit = self._first_exit
+        if first_exit is not None:
+            callback(first_exit)
 
     def kill(self) -> None:
-        """End the process at once."""
-        if not self._exited.is_set():
-            self._process.kill()
+        """End all processes at once."""
+        self._is_killed = True
+        for rank in self._ranks:
+            # Does nothing to a process that was waited for.
+            rank.process.kill()
 
     def stop(self, timeout: float) -> bool:
         """Wait for the exit, kill after `timeout` seconds, remove the sockets.
 
-        Returns True where the process left by itself.
+        Returns True where all processes left by themselves.
         """
-        left = self._exited.wait(timeout)
+        left = self._all_exited.wait(timeout)
         if not left:
             self.kill()
-            self._exited.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+            self._all_exited.wait()
+        for rank in self._ranks:
+            if rank.process.stdin is not None:
+                rank.process.stdin.close()
+        shutil.rmtree(self.addresses.folder, ignore_errors=True)
         return left
 
-    def _watch(self) -> None:
-        exit_code = self._process.wait()
+    def _watch(self, rank: int) -> None:
+        exit_code = self._ranks[rank].process.wait()
         with self._lock:
-            self._exited.set()
-            callback = self._on_exit
+            callback = None
+            if self._first_exit is None:
+                self._first_exit = exit_code
+                callback = self._on_exit
+                self._one_exited.set()
+            self._num_left -= 1
+            is_last = self._num_left == 0
+        if is_last:
+            self._all_exited.set()
+        elif exit_code != 0 and not self._is_killed:
+            # The others would wait for it in their next collective.
+            logger.error("Rank %d: %s", rank, SchedulerDied(exit_code))
+            self.kill()
         if callback is not None:
             callback(exit_code)
+
+
+def _start_rank(
+    command: Sequence[str], config: dict[str, object], environment: dict[str, str]
+) -> _Rank:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = subprocess.Popen(
+        [*command, str(sender.fileno())],
+        stdin=subprocess.PIPE,
+        pass_fds=(sender.fileno(),),
+        env=environment,
+        # Ctrl-C in a terminal reaches the front alone, which then drains.
+        start_new_session=True,
+    )
+    sender.close()
+    assert process.stdin is not None
+    # stdin stays open: its end tells the child that this process is gone. A child
+    # that is gone already is reported by `wait_ready`.
+    with contextlib.suppress(BrokenPipeError):
+        os.write(process.stdin.fileno(), msgspec.json.encode(config) + b"\n")
+    return _Rank(process=process, ready=receiver)
 
 
 def available_cores() -> int:
@@ -175,11 +243,16 @@ def _make_private_folder() -> Path:
 
 
 def _environment(num_threads: int) -> dict[str, str]:
-    """The child finds this very package and knows its number of threads."""
+    """The child finds this very package and knows its number of threads.
+
+    Ranks on the host talk over the loopback interface alone.
+    """
     package_root = str(Path(__file__).resolve().parents[3])
     inherited = child_environment()
     paths = [path for path in (inherited.get("PYTHONPATH"), package_root) if path]
     extra = {"PYTHONPATH": os.pathsep.join(paths)}
+    if GLOO_INTERFACE not in inherited:
+        extra[GLOO_INTERFACE] = "lo"
     if envs.OMP_NUM_THREADS.get() <= 0:
         extra["OMP_NUM_THREADS"] = str(max(num_threads, 1))
     return child_environment(**extra)

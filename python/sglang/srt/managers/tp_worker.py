@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -16,7 +17,7 @@ from sglang.srt.server_args import ServerArgs
 
 
 class TpModelWorker:
-    """One model on one device, with its sampler."""
+    """One model (or one rank's part of it) on one device, with its sampler."""
 
     def __init__(self, *, server_args: ServerArgs, model_config: ModelConfig) -> None:
         self.model_runner = ModelRunner(
@@ -25,6 +26,7 @@ class TpModelWorker:
         self.model_runner.initialize()
         self.model_runner.init_cuda_graphs()
         self.sampler = Sampler(server_args.sampling_backend or "pytorch")
+        self._group = get_tp_group()
 
     def forward_batch_generation(
         self, batch: ScheduleBatch, sampling_info: SamplingBatchInfo
@@ -39,6 +41,10 @@ class TpModelWorker:
             history=batch.token_history(),
             logprobs=batch.logprob_request,
         )
+        if not sampling_info.is_all_greedy:
+            # All ranks see the same logits and the same noise, but not every sum over
+            # a distribution on a GPU has the same bits twice.
+            self._group.broadcast(sampled.token_ids)
         self._publish(forward_batch, batch, sampled.token_ids)
         return self._to_host(
             GenerationBatchResult(

@@ -27,6 +27,10 @@ _HOST_SYNCS = frozenset(
 )
 
 
+# Other threads may go on using the device during a capture: NCCL's watchdog does.
+_CAPTURE_MODE = "thread_local"
+
+
 class GraphMemoryPool:
     """Memory that captured graphs share.
 
@@ -37,7 +41,9 @@ class GraphMemoryPool:
     def __init__(self) -> None:
         self.handle: Any = torch.cuda.graph_pool_handle()
         self._keeper = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._keeper, pool=self.handle):
+        with torch.cuda.graph(
+            self._keeper, pool=self.handle, capture_error_mode=_CAPTURE_MODE
+        ):
             torch.zeros(1, device="cuda")
 
 
@@ -56,7 +62,9 @@ class CudaGraphBackend:
         self._stream_context = torch.cuda.stream(self._stream)
         self._stream_context.__enter__()
         self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self.pool.handle)
+        self._graph.capture_begin(
+            pool=self.pool.handle, capture_error_mode=_CAPTURE_MODE
+        )
 
     def end(self) -> Segment:
         graph = self._close()

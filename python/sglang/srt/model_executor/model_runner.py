@@ -8,6 +8,7 @@ import time
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -80,7 +81,12 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             ValueError: bad weights or impossible memory; names the flag or the tensor.
         """
         began = time.perf_counter()
-        self.free_bytes_at_start = available_device_bytes(self.device)
+        if self.server_args.tp_size != get_tp_group().size:
+            raise ValueError(
+                f"--tp-size {self.server_args.tp_size} needs as many processes, but "
+                f"{get_tp_group().size} run(s) here; use the server or the Engine"
+            )
+        self.free_bytes_at_start = self._available_bytes()
         with explain_out_of_memory("loading the weights", self.server_args):
             self.model = load_model(
                 self.model_config,

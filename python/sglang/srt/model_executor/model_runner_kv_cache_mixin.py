@@ -8,6 +8,8 @@ import torch
 
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.distributed.partition import divide_kv_heads
 from sglang.srt.managers.utils import get_alloc_len_per_decode
 from sglang.srt.mem_cache.allocator import BaseAllocator, create_allocator
 from sglang.srt.mem_cache.memory_pool import (
@@ -74,7 +76,8 @@ class ModelRunnerKVCacheMixin:
         """
         config, args = self.model_config, self.server_args
         assert args.max_running_requests is not None
-        self.max_total_num_tokens = self._pool_size()
+        # Every rank keeps the KV of its heads in the same slots.
+        self.max_total_num_tokens = get_tp_group().min_int(self._pool_size())
         self.req_to_token_pool = ReqToTokenPool(
             size=args.max_running_requests,
             row_width=self.row_width(),
@@ -89,21 +92,30 @@ class ModelRunnerKVCacheMixin:
             page_size=self.page_size,
             dtype=self.dtype,
             layer_num=config.num_layers,
-            head_num=config.num_kv_heads,
+            head_num=self._num_kv_heads(),
             head_dim=config.head_dim,
             device=self.device,
         )
+
+    def _num_kv_heads(self) -> int:
+        """KV heads on this rank."""
+        return divide_kv_heads(self.model_config.num_kv_heads, get_tp_group()).size
+
+    def _available_bytes(self) -> int:
+        """Free memory of the device; ranks on the CPU share it evenly."""
+        available = available_device_bytes(self.device)
+        return available // get_tp_group().size if self.device == "cpu" else available
 
     def _pool_size(self) -> int:
         """KV slots, a multiple of the page size."""
         args, config = self.server_args, self.model_config
         per_token = kv_bytes_per_token(
             layer_num=config.num_layers,
-            head_num=config.num_kv_heads,
+            head_num=self._num_kv_heads(),
             head_dim=config.head_dim,
             dtype=self.dtype,
         )
-        available = available_device_bytes(self.device)
+        available = self._available_bytes()
         if args.max_total_tokens is not None:
             if args.max_total_tokens * per_token > available:
                 raise ValueError(

@@ -73,7 +73,7 @@ def load_weights(
     missing: set[tuple[str, str | None]] = {
         (name, shard)
         for name, parameter in parameters.items()
-        for shard in (*parameter.shards, *(() if parameter.shards else (None,)))
+        for shard in parameter.shards
     }
     for name, tensor in weights:
         if name.endswith(IGNORED_SUFFIXES):
@@ -98,13 +98,21 @@ def load_weights(
 
 
 def fill_dummy_weights(model: nn.Module, device: str) -> None:
-    """Random values of a plausible scale, the same at every start; norms are 1."""
+    """Random values of a plausible scale, the same at every start; norms are 1.
+
+    A rank draws whole tensors and keeps its part of them, so that the model is the same
+    with any --tp-size.
+    """
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
-    for name, parameter in model.named_parameters():
+    for name, parameter in _loadable_parameters(model).items():
         if "norm" in name:
             parameter.data.fill_(1.0)
-        else:
+        elif parameter.full_shape() == parameter.shape:
             parameter.data.normal_(0.0, DUMMY_SCALE, generator=generator)
+        else:
+            full = parameter.data.new_empty(parameter.full_shape())
+            full.normal_(0.0, DUMMY_SCALE, generator=generator)
+            parameter.load_full(name, full)
 
 
 def _loadable_parameters(model: nn.Module) -> dict[str, LoadableParameter]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import GateUpLinear, Linear, QKVLinear
+from sglang.srt.layers.linear import GateUpLinear, QKVLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -39,7 +39,9 @@ class DecoderMLP(Module):
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up_proj = GateUpLinear(hidden, inner, bias=config.mlp_bias)
-        self.down_proj = Linear(inner, hidden, bias=config.mlp_bias)
+        self.down_proj = RowParallelLinear(
+            inner, hidden, bias=config.mlp_bias, what="intermediate_size"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.gate_up_proj.forward_silu_and_mul(x))
@@ -64,17 +66,18 @@ class DecoderAttention(Module):
             head_dim=config.head_dim,
             bias=bias,
         )
-        self.o_proj = Linear(
+        self.o_proj = RowParallelLinear(
             config.num_heads * config.head_dim,
             config.hidden_size,
             bias=config.attention_bias and traits.qkv_bias is None,
+            what="num_attention_heads * head_dim",
         )
         if traits.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.attn = RadixAttention(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_heads=self.qkv_proj.num_heads,
+            num_kv_heads=self.qkv_proj.num_kv_heads,
             head_dim=config.head_dim,
             layer_id=layer_id,
             scaling=config.head_dim**-0.5,

@@ -8,9 +8,12 @@ right one. The construction, and why sparse signs survive bf16, is in
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.distributed.partition import divide, divide_kv_heads
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -36,10 +39,15 @@ class MockForCausalLM(Module):
         self.window: int | None = config.sliding_window
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size)
+        self._group = get_tp_group()
+        self._heads = divide(
+            mock_math.NUM_HEADS, self._group, what="num_attention_heads"
+        )
+        self._kv_heads = divide_kv_heads(mock_math.NUM_KV_HEADS, self._group)
         self.attn = nn.ModuleList(
             RadixAttention(
-                num_heads=mock_math.NUM_HEADS,
-                num_kv_heads=mock_math.NUM_KV_HEADS,
+                num_heads=self._heads.size,
+                num_kv_heads=self._kv_heads.size,
                 head_dim=mock_math.HEAD_DIM,
                 layer_id=layer,
                 scaling=mock_math.SM_SCALE,
@@ -54,8 +62,9 @@ class MockForCausalLM(Module):
         codes = mock_math.token_codes(self.vocab_size)
         for module in (self.embed_tokens, self.lm_head):
             assert module.weight is not None
-            module.weight.data.zero_()
-            module.weight.data[:, : mock_math.TOKEN_BITS] = codes.to(module.weight)
+            rows = torch.zeros(self.vocab_size, self.config.hidden_size)
+            rows[:, : mock_math.TOKEN_BITS] = codes
+            module.weight.load("codes", rows, None)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
@@ -68,11 +77,21 @@ class MockForCausalLM(Module):
         x = mock_math.key_layer0(tokens, positions)
         folds: list[Tensor] = []
         for layer, attention in enumerate(self.attn):
-            qkv = mock_math.qkv(x, layer, embedded.dtype)
-            mean = attention(qkv, forward_batch)
+            qkv = self._local_heads(mock_math.qkv(x, layer, embedded.dtype))
+            mean = self._group.all_gather_last_dim(attention(qkv, forward_batch))
             folds.append(mock_math.fold(mean, count, layer))
             x = mock_math.key_layer1(folds[0], positions)
         fold0, fold1 = folds
         next_tokens = mock_math.next_token(fold0, fold1, positions, self.vocab_size)
         hidden = mock_math.hidden_state(next_tokens, fold0, fold1).to(embedded.dtype)
         return self.logits_processor(hidden, self.lm_head, forward_batch)
+
+    def _local_heads(self, qkv: Tensor) -> Tensor:
+        """The heads of this rank: [T, all q, k, v channels] -> [T, its channels]."""
+        if self._group.size == 1:
+            return qkv
+        sizes = (mock_math.NUM_HEADS, *(mock_math.NUM_KV_HEADS,) * 2)
+        heads = qkv.view(len(qkv), sum(sizes), mock_math.HEAD_DIM).split(sizes, dim=1)
+        parts = (self._heads, self._kv_heads, self._kv_heads)
+        kept = [h.narrow(1, p.start, p.size) for h, p in zip(heads, parts, strict=True)]
+        return torch.cat(kept, dim=1).view(len(qkv), -1)

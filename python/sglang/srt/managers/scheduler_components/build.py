@@ -1,17 +1,22 @@
-"""Builds a scheduler from the server's arguments, and is the scheduler's process."""
+"""Builds a scheduler from the server's arguments, and is a scheduler's process."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import init_tensor_parallel
 from sglang.srt.managers.io_struct import SchedulerReady
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
 from sglang.srt.managers.scheduler_components.scheduler_io import (
+    NullIO,
     SchedulerIO,
     ZmqIO,
 )
@@ -22,6 +27,10 @@ from sglang.srt.utils.logging import configure_logging
 from sglang.srt.utils.paths import resolve_model_folder
 
 logger = logging.getLogger(__name__)
+
+FOLLOWER_LOG_LEVEL = "error"
+# Longer than the parent needs to read a refusal and to end the ranks.
+REFUSAL_SECONDS = 5.0
 
 
 def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
@@ -44,26 +53,52 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
 
 
 def run_scheduler_process(
-    server_args: ServerArgs, addresses: SchedulerAddresses, ready: Connection
+    server_args: ServerArgs,
+    addresses: SchedulerAddresses,
+    ready: Connection,
+    *,
+    rank: int,
+    store: Path,
 ) -> None:
     """Serve until told to stop; reports once on `ready` whether it can.
+
+    Args:
+        rank: of this process among `server_args.tp_size`. Rank 0 talks to the front;
+            the others do what it says and log errors only.
+        store: file through which the ranks meet.
 
     Raises:
         Exception: whatever the engine raised while it served; the log has it, and the
             parent sees the process end.
     """
-    configure_logging(server_args.log_level)
+    configure_logging(server_args.log_level if rank == 0 else FOLLOWER_LOG_LEVEL)
     try:
-        io = ZmqIO(addresses)
+        io = ZmqIO(addresses) if rank == 0 else NullIO()
+        init_tensor_parallel(
+            rank=rank,
+            size=server_args.tp_size,
+            device=server_args.device,
+            store=store,
+        )
         scheduler = build_scheduler(server_args, io)
     except (ValueError, MemoryError) as error:
-        ready.send_bytes(msgspec.msgpack.encode(SchedulerReady(error=str(error))))
+        _refuse(ready, error, has_peers=server_args.tp_size > 1)
         return
     ready.send_bytes(msgspec.msgpack.encode(scheduler.ready_message()))
     try:
         scheduler.run_event_loop()
     except Exception:
-        logger.exception("The scheduler failed")
+        logger.exception("The scheduler of rank %d failed", rank)
         raise
     finally:
         io.close()
+
+
+def _refuse(ready: Connection, error: Exception, *, has_peers: bool) -> None:
+    """Say why this process cannot serve; the parent then ends all ranks."""
+    # A rank that comes second is not heard any more.
+    with contextlib.suppress(BrokenPipeError):
+        ready.send_bytes(msgspec.msgpack.encode(SchedulerReady(error=str(error))))
+    if has_peers:
+        # A peer that lost this process in a collective would log that, too.
+        time.sleep(REFUSAL_SECONDS)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.constrained.base_grammar import Grammar
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.vocab_mask import mask_words
+from sglang.srt.managers.io_struct import GrammarDecision
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -13,18 +15,28 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 class GrammarQueue:
     """Compiles beside the scheduler loop; a request is queued once its grammar is
-    there."""
+    there.
+
+    Args:
+        decides: whether this rank says when a grammar is there (`decide`). One that
+            does not is told (`apply`), and compiles only what another rank could.
+        max_rows: of a batch.
+    """
 
     def __init__(
         self,
         manager: GrammarManager,
         *,
+        decides: bool,
         max_rows: int,
         vocab_size: int,
         device: torch.device,
     ) -> None:
         self._manager = manager
+        self._decides = decides
         self._waiting: dict[str, Req] = {}
+        # Decided and not applied yet.
+        self._compiled: dict[str, Grammar] = {}
         self._device = device
         self._masks = torch.empty(
             (max_rows, mask_words(vocab_size)),
@@ -39,19 +51,45 @@ class GrammarQueue:
         self._waiting[req.rid] = req
         self._manager.submit(req.rid, kind, source)
 
-    def poll(self) -> tuple[list[Req], list[Req]]:
-        """(requests whose grammar is ready, requests that ended with an error)."""
+    def decide(self) -> list[GrammarDecision]:
+        """Requests that need not wait longer; empty where another rank decides."""
+        if not self._decides or not self._waiting:
+            return []
+        decisions = []
+        for rid, outcome in self._manager.poll():
+            if isinstance(outcome, ValueError):
+                decisions.append(GrammarDecision(rid=rid, error=str(outcome)))
+            else:
+                self._compiled[rid] = outcome
+                decisions.append(GrammarDecision(rid=rid))
+        return decisions
+
+    def apply(self, decisions: list[GrammarDecision]) -> tuple[list[Req], list[Req]]:
+        """Carry out what `decide` returned, here or on another rank.
+
+        Returns:
+            Requests whose grammar is ready, and requests that ended with an error.
+
+        Raises:
+            ValueError: this rank cannot compile what another could.
+        """
         ready: list[Req] = []
         failed: list[Req] = []
-        for rid, outcome in self._manager.poll():
-            req = self._waiting.pop(rid)
-            if isinstance(outcome, ValueError):
-                req.abort(str(outcome), status_code=400)
-                failed.append(req)
-            else:
-                req.grammar = outcome
+        for decision in decisions:
+            req = self._waiting.pop(decision.rid)
+            if decision.error is None:
+                req.grammar = self._take(decision.rid)
                 ready.append(req)
+            else:
+                self._manager.cancel(decision.rid)
+                req.abort(decision.error, status_code=400)
+                failed.append(req)
         return ready, failed
+
+    def _take(self, rid: str) -> Grammar:
+        if self._decides:
+            return self._compiled.pop(rid)
+        return self._manager.compile_now(rid)
 
     def cancel(self, rid: str) -> Req | None:
         """Stop waiting for the grammar of `rid`; the request, if it was here."""

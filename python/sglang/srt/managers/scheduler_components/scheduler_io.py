@@ -40,6 +40,19 @@ class ListIO:
         self.responses.append(message)
 
 
+class NullIO:
+    """The messages of a rank that does not talk to the front: there are none."""
+
+    def recv(self, *, wait_ms: int) -> list[SchedulerRequest]:
+        return []
+
+    def send(self, message: SchedulerResponse) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class ZmqIO:
     """ZeroMQ PULL for requests (bound here) and PUSH for responses (connected)."""
 

@@ -1,0 +1,160 @@
+"""The tensor parallel group of this process: who it is among the ranks, and how they
+exchange data.
+
+A module global holds the group, because layers ask for it when they are built; the
+scheduler process installs it before it builds a model. Without one there is a single
+rank. Knows nothing of layers or requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Ranks load checkpoints at different speeds. A forward that hangs is the watchdog's.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+# A message and its length fit here in one broadcast; the rest of a longer one follows.
+MESSAGE_BYTES = 8192
+LENGTH_BYTES = 8
+
+# torch 2.13 gave it a new name and deprecated the one that 2.11 has.
+_all_gather = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
+
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallelGroup:
+    """Collectives over the ranks; all of them must call the same ones in one order.
+
+    Tensors on a CUDA device go through NCCL (and may be captured into graphs), those on
+    the host through gloo. With `size` 1 every method returns what it was given.
+
+    Fields:
+        rank: of this process, in [0, size).
+        size: number of ranks.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is rank 0, which talks to the front and decides."""
+        return self.rank == 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of `x` over the ranks, in place; `x` is contiguous."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def all_gather_last_dim(self, x: Tensor) -> Tensor:
+        """x [R, n] of each rank -> [R, size * n], in the order of the ranks."""
+        if self.size == 1:
+            return x
+        rows, width = x.shape
+        parts = x.new_empty(self.size * rows, width)
+        _all_gather(parts, x.contiguous())
+        by_row = parts.view(self.size, rows, width).transpose(0, 1)
+        return by_row.reshape(rows, self.size * width)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's `x`, in place; `x` is contiguous."""
+        if self.size > 1:
+            dist.broadcast(x, src=0)
+        return x
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's `data` on every rank; the others pass None. Waits on the host."""
+        if self.size == 1:
+            assert data is not None
+            return data
+        head = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
+        if data is not None:
+            length = len(data)
+            framed = length.to_bytes(LENGTH_BYTES, "little") + data
+            begin = bytearray(framed[:MESSAGE_BYTES])
+            head[: len(begin)] = torch.frombuffer(begin, dtype=torch.uint8)
+        dist.broadcast(head, src=0)
+        received = head.numpy().tobytes()
+        length = int.from_bytes(received[:LENGTH_BYTES], "little")
+        rest = LENGTH_BYTES + length - MESSAGE_BYTES
+        if rest <= 0:
+            return received[LENGTH_BYTES : LENGTH_BYTES + length]
+        tail = torch.empty(rest, dtype=torch.uint8)
+        if data is not None:
+            tail[:] = torch.frombuffer(bytearray(data[-rest:]), dtype=torch.uint8)
+        dist.broadcast(tail, src=0)
+        return received[LENGTH_BYTES:] + tail.numpy().tobytes()
+
+    def min_int(self, value: int) -> int:
+        """The smallest `value` of all ranks. Waits on the host."""
+        if self.size == 1:
+            return value
+        smallest = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        return int(smallest)
+
+
+_SINGLE = TensorParallelGroup()
+_current = _SINGLE
+
+
+def get_tp_group() -> TensorParallelGroup:
+    """The group that was installed, or one of a single rank."""
+    return _current
+
+
+@contextlib.contextmanager
+def tensor_parallel_group(group: TensorParallelGroup) -> Iterator[TensorParallelGroup]:
+    """Make `group` current. Tests enter one that has no peers to build one rank's part
+    of a model; its collectives must not be called.
+    """
+    global _current
+    before, _current = _current, group
+    try:
+        yield group
+    finally:
+        _current = before
+
+
+def init_tensor_parallel(
+    *, rank: int, size: int, device: str, store: Path
+) -> TensorParallelGroup:
+    """Meet the other ranks and install the group for the life of this process.
+
+    The ranks meet through a file, so that no port is opened for it. On CUDA the current
+    device becomes `rank`, and NCCL is up when this returns: its first call may not
+    happen inside a graph capture.
+
+    Args:
+        device: "cpu" or "cuda".
+        store: a file that does not exist yet, the same for all ranks, in a folder that
+            nobody else can write to.
+    """
+    global _current
+    if size == 1:
+        return _current
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        _BACKENDS[device],
+        store=dist.FileStore(str(store), size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    _current = TensorParallelGroup(rank=rank, size=size)
+    for kind in dict.fromkeys(("cpu", device)):
+        _current.all_reduce(torch.ones(1, device=kind))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return _current

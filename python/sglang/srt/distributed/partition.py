@@ -1,0 +1,73 @@
+"""Which part of a model's dimension a rank holds. Arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.distributed.parallel_state import TensorParallelGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The interval [start, start + size) of a dimension of `full` entries."""
+
+    full: int
+    start: int
+    size: int
+
+    @classmethod
+    def whole(cls, full: int) -> Part:
+        return cls(full=full, start=0, size=full)
+
+    def scaled(self, factor: int) -> Part:
+        """The same part where each entry is `factor` entries: heads -> channels."""
+        return Part(
+            full=self.full * factor, start=self.start * factor, size=self.size * factor
+        )
+
+
+def divide(full: int, group: TensorParallelGroup, *, what: str) -> Part:
+    """An equal part for every rank.
+
+    Args:
+        what: the field of config.json that gives `full`.
+
+    Raises:
+        ValueError: `full` does not divide; names both numbers.
+    """
+    if full % group.size:
+        raise ValueError(
+            f"--tp-size {group.size} does not divide {what} {full} of config.json; "
+            f"use a --tp-size that divides {full}"
+        )
+    size = full // group.size
+    return Part(full=full, start=group.rank * size, size=size)
+
+
+def divide_kv_heads(full: int, group: TensorParallelGroup) -> Part:
+    """KV heads of a rank: an equal part, or one head that several ranks hold.
+
+    Raises:
+        ValueError: neither comes out even; names both numbers.
+    """
+    if full % group.size == 0:
+        return divide(full, group, what="num_key_value_heads")
+    if group.size % full == 0:
+        return Part(full=full, start=group.rank * full // group.size, size=1)
+    raise ValueError(
+        f"--tp-size {group.size} can neither split nor replicate num_key_value_heads "
+        f"{full} of config.json evenly; use a --tp-size that divides {full} or is a "
+        "multiple of it"
+    )
+
+
+def padded_size(full: int, group: TensorParallelGroup) -> int:
+    """Entries that each rank has room for where `full` need not divide."""
+    return -(-full // group.size)
+
+
+def divide_padded(full: int, group: TensorParallelGroup) -> Part:
+    """The part of a rank that has room for `padded_size`: the last may hold less."""
+    room = padded_size(full, group)
+    start = min(group.rank * room, full)
+    return Part(full=full, start=start, size=min(room, full - start))

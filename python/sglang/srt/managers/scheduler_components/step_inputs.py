@@ -1,0 +1,64 @@
+"""One step's input, the same on every tensor parallel rank.
+
+Rank 0 receives and decides; the others do what it says, in the same order. Knows
+nothing of what the messages mean.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.distributed.parallel_state import TensorParallelGroup
+from sglang.srt.managers.io_struct import (
+    GrammarDecision,
+    StepInput,
+    decode_step_input,
+    encode,
+)
+from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
+
+
+class StepInputs:
+    """Args:
+    io: where rank 0 receives; the other ranks' is not asked.
+    group: whom rank 0 tells: one broadcast per step.
+    """
+
+    def __init__(self, io: SchedulerIO, group: TensorParallelGroup) -> None:
+        self._io = io
+        self._group = group
+        self._history = 0
+
+    def next(self, *, wait_ms: int, grammars: list[GrammarDecision]) -> StepInput:
+        """Begin a step. Rank 0 waits for messages for at most `wait_ms`, the others as
+        long as rank 0 does.
+
+        Args:
+            grammars: rank 0's decisions.
+
+        Raises:
+            RuntimeError: the ranks have not done the same so far.
+        """
+        if self._group.is_leader:
+            step = StepInput(
+                requests=self._io.recv(wait_ms=wait_ms),
+                grammars=grammars,
+                history=self._history,
+            )
+            if self._group.size > 1:
+                self._group.broadcast_bytes(encode(step))
+            return step
+        step = decode_step_input(self._group.broadcast_bytes(None))
+        if step.history != self._history:
+            raise RuntimeError(
+                f"tensor parallel rank {self._group.rank} has diverged from rank 0"
+            )
+        return step
+
+    @property
+    def are_compared(self) -> bool:
+        """Whether there are other ranks, whose digest must be the same."""
+        return self._group.size > 1
+
+    def remember(self, *facts: int) -> None:
+        """Add to the digest that the ranks compare: small facts about what was done."""
+        # Hashes of integers are the same in every process.
+        self._history = hash((self._history, *facts))
