@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sglang.srt.layers.attention.triton_ops import decode_attention as decode
 from sglang.srt.layers.attention.triton_ops import extend_attention as extend
+from sglang.srt.layers.attention.triton_ops import extend_dense as dense
 
 Row = dict[str, Any]
 
@@ -27,8 +28,10 @@ DECODE_SHAPES = ((1, 1088), (16, 1088), (64, 1088), (256, 1088), (64, 4096), (32
 # name, rows, new tokens of a row, prefix of a row
 EXTEND_SHAPES = (
     ("8k x 8k causal", 1, 8192, 0),
+    ("8 x 1024 causal", 8, 1024, 0),
     ("64 x 1024 causal", 64, 1024, 0),
     ("8k chunk after 8k", 1, 8192, 8192),
+    ("8 x 1024 after 1000", 8, 1024, 1000),
     ("16 x 8 verify on 4k", 16, 8, 4088),
 )
 # Of `--sweep`: KV elements per tile, warps, stages, programs in flight.
@@ -51,6 +54,18 @@ EXTEND_CANDIDATES = [
     (64, 64, 4, 3, True),
     (64, 64, 4, 2, True),
     (64, 32, 4, 3, True),
+]
+# The same where new K and V come from the inputs: queries, KV elements and prefix
+# elements per tile, warps, stages.
+DENSE_CANDIDATES = [
+    (64, 64, 64, 4, 3),
+    (64, 64, 64, 4, 2),
+    (64, 64, 32, 4, 3),
+    (64, 32, 64, 4, 3),
+    (128, 64, 128, 8, 3),
+    (128, 64, 64, 8, 3),
+    (128, 128, 128, 8, 3),
+    (128, 128, 64, 8, 3),
 ]
 # KV bytes that consecutive launches go through, so that none finds its own in the L2.
 COLD_BYTES = 400 << 20
@@ -153,15 +168,30 @@ def decode_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Row
 
 
 def extend_row(
-    name: str, rows: int, new: int, prefix: int, page_size: int, matrix_tflop_s: float
+    name: str,
+    rows: int,
+    new: int,
+    prefix: int,
+    page_size: int,
+    matrix_tflop_s: float,
+    *,
+    has_inputs: bool = True,
 ) -> Row:
-    """One shape: time, flops of attended pairs over time, part of the matrix rate."""
+    """One shape: time, flops of attended pairs over time, part of the matrix rate.
+
+    New K and V are views into one tensor, as models leave them; without `has_inputs`
+    they come from the pool.
+    """
     total = prefix + new
     tokens = rows * new
-    q = torch.randn(tokens, Q_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty_like(q)
-    k, v = make_cache(rows * total), make_cache(rows * total)
-    table = make_tables(rows, total, page_size)
+    shape = (tokens, Q_HEADS + 2 * KV_HEADS, HEAD_DIM)
+    packed = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    q, k_new, v_new = packed.split([Q_HEADS, KV_HEADS, KV_HEADS], dim=1)
+    out = torch.empty(tokens, Q_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    columns = -(-total // page_size)
+    slots = rows * columns * page_size
+    k, v = make_cache(slots), make_cache(slots)
+    table = make_tables(rows, columns * page_size, page_size)
     qo_indptr = torch.arange(rows + 1, device="cuda") * new
     prefix_lens = torch.full((rows,), prefix, device="cuda")
 
@@ -176,6 +206,8 @@ def extend_row(
             prefix_lens=prefix_lens,
             page_size=page_size,
             sm_scale=HEAD_DIM**-0.5,
+            k_new=k_new if has_inputs else None,
+            v_new=v_new if has_inputs else None,
             out=out,
         )
 
@@ -222,8 +254,16 @@ def sweep_extend(matrix_tflop_s: float) -> list[Row]:
         extend._HALF_TILES = {HEAD_DIM: ((float("inf"), extend._Tile(*tile)),)}
         for shape in EXTEND_SHAPES:
             row = {"tile": tile}
-            rows.append(show(row | extend_row(*shape, 1, matrix_tflop_s)))
+            result = extend_row(*shape, 1, matrix_tflop_s, has_inputs=False)
+            rows.append(show(row | result))
     extend._HALF_TILES = tables
+    dense_tiles = dense._TILES
+    for candidate in DENSE_CANDIDATES:
+        dense._TILES = {HEAD_DIM: dense._Tile(*candidate)}
+        for shape in EXTEND_SHAPES:
+            row = {"dense_tile": candidate}
+            rows.append(show(row | extend_row(*shape, 1, matrix_tflop_s)))
+    dense._TILES = dense_tiles
     return rows
 
 

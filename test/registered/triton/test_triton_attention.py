@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from sglang.srt.layers.attention.paged_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.triton_ops import extend_attention as extend_module
+from sglang.srt.layers.attention.triton_ops import extend_dense as dense_module
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
     decode_attention,
     decode_splits,
     decode_workspace,
 )
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
+from sglang.srt.layers.attention.triton_ops.extend_dense import copy_slots, reads_new
 from sglang.srt.layers.ops.attention import decode_attention_ref, extend_attention_ref
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=40, suite="cpu")
@@ -43,6 +50,8 @@ class Problem:
     new_lens: Tensor
     page_size: int
     sm_scale: float
+    k_new: Tensor | None = None
+    v_new: Tensor | None = None
 
     @property
     def qo_indptr(self) -> Tensor:
@@ -70,10 +79,40 @@ class Problem:
                 sm_scale=self.sm_scale,
                 window=window,
                 tree_mask=tree_mask,
+                k_new=self.k_new,
+                v_new=self.v_new,
                 out=out,
             )
             results.append(out)
         assert_same(results[1], results[0])
+
+    def with_new_kv(self) -> Problem:
+        """The same, with new K and V as a model leaves them: views into one tensor,
+        NaN behind the last token. Of the new tokens the pool holds NaN.
+        """
+        slots = torch.tensor(
+            [
+                self.slot(row, element)
+                for row, new in enumerate(self.new_lens.tolist())
+                for prefix in [int(self.prefix_lens[row])]
+                for element in range(prefix, prefix + new)
+            ],
+            dtype=torch.long,
+            device=DEVICE,
+        )
+        rows, heads = self.q.shape[0], self.k_cache.shape[1]
+        packed = self.k_cache.new_full((rows, 3 * heads, self.q.shape[2]), NAN)
+        packed[: len(slots), heads : 2 * heads] = self.k_cache[slots]
+        packed[: len(slots), 2 * heads :] = self.v_cache[slots]
+        k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
+        k_cache[slots] = v_cache[slots] = NAN
+        return replace(
+            self,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            k_new=packed[:, heads : 2 * heads],
+            v_new=packed[:, 2 * heads :],
+        )
 
     def decode(self, *, window: int = -1, max_context: int = 4096) -> None:
         """Compare one decode launch, one query per row, with the reference."""
@@ -284,6 +323,168 @@ def test_extend_in_every_form_of_the_main_loop(
         ).extend(window=window)
 
 
+@pytest.fixture
+def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of any length take new K and V from the inputs."""
+    monkeypatch.setattr(dense_module, "_MIN_TOKENS_PER_ROW", 0)
+
+
+HALF_DTYPES = [dtype for dtype in DTYPES if dtype.itemsize == 2]
+
+
+@pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("window", [-1, 1, 50, 100])
+def test_extend_reads_new_kv_from_the_inputs(
+    dtype: torch.dtype, page_size: int, window: int
+) -> None:
+    make_problem(
+        prefix_lens=[0, 130, 64, 5, 17, 0],
+        new_lens=[37, 3, 150, 0, 1, 70],
+        page_size=page_size,
+        dtype=dtype,
+    ).with_new_kv().extend(window=window)
+
+
+@pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
+def test_extend_heads_of_new_kv(heads: tuple[int, int], head_dim: int) -> None:
+    for dtype in HALF_DTYPES:
+        make_problem(
+            prefix_lens=[67, 0],
+            new_lens=[5, 19],
+            heads=heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            page_size=4,
+            has_row_index=False,
+        ).with_new_kv().extend()
+
+
+@pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize("tile", [(64, 32, 64, 4, 2), (128, 64, 32, 8, 3)])
+def test_extend_of_new_kv_in_other_tiles(
+    tile: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense_module, "_TILES", {64: dense_module._Tile(*tile)})
+    for window in (-1, 90):
+        problem = make_problem(
+            prefix_lens=[20, 70],
+            new_lens=[173, 1],
+            heads=(2, 1),
+            dtype=torch.float16,
+        ).with_new_kv()
+        problem.extend(window=window)
+        # Scores that grow along the row: the sums are scaled anew many times.
+        growth = torch.linspace(0, 20, 174, device=DEVICE)[:, None, None]
+        replace(problem, k_new=problem.k_new[:174] * growth.half()).extend(
+            window=window
+        )
+
+
+@pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize("name", ["k_new", "v_new"])
+def test_nan_in_new_kv_shows_where_it_is_attended_and_nowhere_else(name: str) -> None:
+    problem = make_problem(
+        prefix_lens=[20, 90, 3],
+        new_lens=[9, 80, 40],
+        heads=(4, 2),
+        head_dim=80,
+        dtype=torch.float16,
+    ).with_new_kv()
+    new = getattr(problem, name)
+    new[9 + 30, 1, 5] = NAN
+    for window in (-1, 6, 100):
+        problem.extend(window=window)
+    new[9 + 79, 0, 0] = NAN
+    problem.extend()
+
+
+@pytest.mark.usefixtures("short_rows")
+def test_extend_of_new_kv_finds_the_row_of_a_tile_among_many() -> None:
+    make_problem(
+        prefix_lens=[row % 7 for row in range(37)],
+        new_lens=[(5 * row) % 4 for row in range(37)],
+        heads=(1, 1),
+        dtype=torch.float16,
+    ).with_new_kv().extend()
+
+
+def test_extend_of_long_new_kv() -> None:
+    if not ON_GPU:
+        pytest.skip("too long for the interpreter")
+    for dtype in HALF_DTYPES:
+        for head_dim in (64, 96, 128):
+            for window in (-1, 700):
+                make_problem(
+                    prefix_lens=[300, 0, 1025],
+                    new_lens=[2100, 2050, 333],
+                    heads=(8, 2),
+                    head_dim=head_dim,
+                    dtype=dtype,
+                ).with_new_kv().extend(window=window)
+
+
+def test_short_rows_trees_wide_heads_and_float32_read_the_pool() -> None:
+    half = torch.float16
+    shape = {
+        "tokens": 8192,
+        "rows": 8,
+        "head_dim": 128,
+        "dtype": half,
+        "has_tree": False,
+    }
+    assert reads_new(**shape)
+    for change in (
+        {"tokens": 64},
+        {"head_dim": 256},
+        {"dtype": torch.float32},
+        {"has_tree": True},
+    ):
+        assert not reads_new(**{**shape, **change})
+    problem = make_problem(prefix_lens=[40], new_lens=[9], dtype=half)
+    bad = torch.full_like(problem.k_cache[:9], NAN)
+    expected, out = torch.empty_like(problem.q), torch.empty_like(problem.q)
+    common = {
+        "page_table": problem.page_table,
+        "row_index": problem.row_index,
+        "qo_indptr": problem.qo_indptr,
+        "prefix_lens": problem.prefix_lens,
+        "page_size": 1,
+        "sm_scale": 1.0,
+    }
+    caches = (problem.k_cache, problem.v_cache)
+    extend_attention_ref(problem.q, *caches, **common, out=expected)
+    extend_attention(problem.q, *caches, **common, k_new=bad, v_new=bad, out=out)
+    assert_same(out, expected)
+
+
+@pytest.mark.parametrize("heads, head_dim", [(1, 64), (3, 80)])
+def test_copy_slots(heads: int, head_dim: int) -> None:
+    cache = torch.randn(40, heads, head_dim, device=DEVICE)
+    slots = torch.randperm(40, device=DEVICE)[:13]
+    packed = torch.zeros(13, heads + 2, head_dim, device=DEVICE)
+    copy_slots(cache, slots, packed[:, 1:-1])
+    assert torch.equal(packed[:, 1:-1], cache[slots])
+    assert not packed[:, 0].any() and not packed[:, -1].any()
+    copy_slots(cache, slots[:0], packed[:0, 1:-1])
+
+
+@pytest.mark.usefixtures("short_rows")
+def test_new_kv_that_cannot_be_read_is_refused() -> None:
+    problem = make_problem(
+        prefix_lens=[4], new_lens=[2], head_dim=72, dtype=torch.float16
+    ).with_new_kv()
+    assert problem.k_new is not None and problem.v_new is not None
+    with pytest.raises(ValueError, match="k_new is"):
+        replace(problem, k_new=problem.k_new[:1]).extend()
+    odd = problem.v_new.new_zeros(*problem.v_new.shape[:2], 76)[:, :, 1:73]
+    with pytest.raises(ValueError, match="v_new has strides"):
+        replace(problem, v_new=odd).extend()
+
+
 def test_extend_chooses_tiles_for_long_rows() -> None:
     """Rows of more than 8192 queries; 128 channels, where the tiles are largest."""
     if not ON_GPU:
@@ -323,6 +524,64 @@ def test_a_token_that_attends_nothing_yields_zeros() -> None:
     mask = torch.zeros(1, 3, 3, dtype=torch.bool, device=DEVICE)
     mask[0, 1, 0] = True
     make_problem(prefix_lens=[0], new_lens=[3]).extend(tree_mask=mask)
+
+
+@pytest.mark.parametrize("new, is_partial", [(70, True), (9, False)])
+def test_the_backend_reads_what_its_view_says(new: int, is_partial: bool) -> None:
+    """Rotated K reaches the kernel either way; the view tells the two apart."""
+    prefix, rows = 20, 2
+    rng = torch.Generator().manual_seed(5)
+    pool = ReqToTokenPool(size=rows, row_width=128, device=DEVICE, context_len=128)
+    slots = 1 + torch.randperm(rows * (prefix + new), generator=rng).view(rows, -1)
+    pool.req_to_token[1:, : prefix + new] = slots.to(DEVICE, torch.int32)
+    zeros = torch.zeros(rows, dtype=torch.long, device=DEVICE)
+    prefix_lens = zeros + prefix
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        input_ids=torch.zeros(rows * new, dtype=torch.long, device=DEVICE),
+        positions=torch.arange(prefix, prefix + new, device=DEVICE).repeat(rows),
+        out_cache_loc=slots[:, prefix:].reshape(-1).to(DEVICE),
+        req_pool_indices=torch.tensor([1, 2], device=DEVICE),
+        prefix_lens=prefix_lens,
+        extend_lens=zeros + new,
+        seq_lens=prefix_lens + new,
+        req_serial=zeros,
+        salt=zeros,
+        rids_int=zeros,
+        bootstrap_room_ids_int=zeros,
+        qo_indptr=torch.arange(rows + 1, device=DEVICE) * new,
+    )
+    layer = RadixAttention(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        layer_id=0,
+        scaling=0.125,
+        cos_sin_cache=torch.randn(128, 64, generator=rng).to(DEVICE),
+    )
+    qkv = torch.randn(rows * new, 8, 64, generator=rng).to(DEVICE, torch.float16)
+    cached = torch.randn(2, slots.numel() + 1, 2, 64, generator=rng)
+    outs = []
+    for kind in (TorchNativeAttnBackend, TritonAttnBackend):
+        kv_pool = MHATokenToKVPool(
+            size=slots.numel(),
+            page_size=1,
+            dtype=torch.float16,
+            head_num=2,
+            head_dim=64,
+            layer_num=1,
+            device=DEVICE,
+        )
+        for buffer, values in zip(kv_pool.get_kv_buffer(0), cached, strict=True):
+            buffer[: len(values)] = values.to(DEVICE, torch.float16)
+        backend = kind(req_to_token_pool=pool, kv_pool=kv_pool)
+        q, k, v = qkv.clone().split([4, 2, 2], dim=1)
+        outs.append(torch.empty(rows * new, 4, 64, dtype=q.dtype, device=DEVICE))
+        backend.forward(q, k, v, layer, batch, out=outs[-1])
+        (view,) = backend.read_view(batch)
+        is_prefix = kind is TritonAttnBackend and is_partial
+        assert view.read_lens is (batch.prefix_lens if is_prefix else batch.seq_lens)
+    assert_same(outs[1], outs[0])
 
 
 def test_int64_offsets() -> None:

@@ -28,6 +28,10 @@ from sglang.srt.layers.attention.triton_ops.decode_kernels import (
     decode_split_kernel,
 )
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_launch
+from sglang.srt.layers.attention.triton_ops.extend_dense import dense_launch
+from sglang.srt.layers.attention.triton_ops.extend_dense_kernels import (
+    extend_dense_kernel,
+)
 from sglang.srt.layers.attention.triton_ops.extend_kernels import extend_kernel
 from sglang.srt.layers.attention.triton_ops.launch import Launch
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -49,7 +53,8 @@ POINTERS = {
     "partial": "*fp32",
     "lse": "*fp32",
 }
-CACHE_NAMES = ("q", "k_cache", "v_cache", "out")
+CACHE_NAMES = ("q", "k_cache", "v_cache", "k_new", "v_new", "out")
+DESCRIPTORS = ("k_tiles", "v_tiles")
 NOT_ALIGNED = ("rows", "tiles", "window", "table_row_stride")
 
 
@@ -72,6 +77,10 @@ def compile_kernel(kernel: Any, launch: Launch, itemsize: int) -> dict[str, Any]
         if name in constants:
             signature[name] = "constexpr"
             continue
+        if name in DESCRIPTORS:
+            block = [constants["BLOCK_N"], constants["BLOCK_D"]]
+            signature[name] = f"tensordesc<{TYPES[itemsize][1:]}{block}>"
+            continue
         kind = TYPES[itemsize] if name in CACHE_NAMES else POINTERS.get(name, "i32")
         signature[name] = "fp32" if name == "score_scale" else kind
         if name not in NOT_ALIGNED and signature[name] != "fp32":
@@ -90,6 +99,7 @@ def compile_kernel(kernel: Any, launch: Launch, itemsize: int) -> dict[str, Any]
         **{name: launch.constants.get(name) for name in ("HEAD_DIM", "BLOCK_N")},
         **resources(compiled.asm["cubin"]),
     }
+    report["copies"] = compiled.asm["ptx"].count("cp.async.bulk.tensor")
     report["wgmma"] = compiled.asm["ptx"].count("wgmma.mma_async")
     return report
 
@@ -136,6 +146,15 @@ def variants() -> list[tuple[Any, Launch, int]]:
                     tokens=tokens, rows=rows, has_tree=has_tree, **common
                 )
                 found.append((extend_kernel, extend, itemsize))
+            if itemsize == 2 and head_dim <= 128:
+                dense = dense_launch(
+                    rows=1,
+                    page_size=page_size,
+                    has_row_index=True,
+                    has_window=has_window,
+                    **heads,
+                )
+                found.append((extend_dense_kernel, dense, itemsize))
     return found
 
 
@@ -152,9 +171,11 @@ def test_every_shipped_variant_compiles_for_the_h200() -> None:
     assert len(reports) == len(variants())
     for report in reports:
         assert report["shared"] <= SHARED_MEMORY_LIMIT, report
-        is_matrix_bound = report["kernel"] == "extend_kernel"
+        is_matrix_bound = report["kernel"].startswith("extend")
         if is_matrix_bound and report["itemsize"] == 2:
             assert report["wgmma"] > 0, report
+        if report["kernel"] == "extend_dense_kernel":
+            assert report["copies"] > 0, report
 
 
 if __name__ == "__main__":

@@ -27,6 +27,43 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 
 
+def store_kv(
+    store_op: Callable[..., None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: RadixAttention,
+    forward_batch: ForwardBatch,
+    *,
+    kv_pool: KVCache,
+) -> tuple[Tensor, Tensor]:
+    """Norm and rotate q and k in place, write k and v to the slots of the new tokens.
+
+    Args:
+        store_op: takes the arguments of `layers.ops.rope.rope_store_kv`.
+        q, k, v: as in `AttentionBackend.forward`.
+
+    Returns:
+        K and V of the layer, [slots, Hkv, D] each.
+    """
+    k_cache, v_cache = kv_pool.get_kv_buffer(layer.layer_id)
+    q_norm, k_norm = layer.q_norm, layer.k_norm
+    store_op(
+        q,
+        k,
+        v,
+        positions=forward_batch.positions,
+        cos_sin_cache=layer.cos_sin_cache,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        out_cache_loc=forward_batch.out_cache_loc,
+        q_norm_weight=None if q_norm is None else q_norm.weight,
+        k_norm_weight=None if k_norm is None else k_norm.weight,
+        eps=1e-6 if q_norm is None else q_norm.eps,
+    )
+    return k_cache, v_cache
+
+
 class PagedAttnBackend(AttentionBackend):
     """The backends differ in the ops they call; all take the arguments of
     `layers.ops.attention` and `layers.ops.rope`.
@@ -39,7 +76,7 @@ class PagedAttnBackend(AttentionBackend):
     def __init__(self, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache) -> None:
         self._kv_pool = kv_pool
         self._page_size = kv_pool.page_size
-        self._page_table = req_to_token_pool.req_to_token[:, :: self._page_size]
+        self.page_table = req_to_token_pool.req_to_token[:, :: self._page_size]
 
     def init_eager(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare: the tables are the pools' own."""
@@ -51,10 +88,13 @@ class PagedAttnBackend(AttentionBackend):
         """Nothing to fill, for the same reason."""
 
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
+        is_partial = self._reads_new(forward_batch)
         view = KVReadView(
-            read_lens=forward_batch.seq_lens,
+            read_lens=forward_batch.prefix_lens
+            if is_partial
+            else forward_batch.seq_lens,
             page_size=self._page_size,
-            page_table=self._page_table,
+            page_table=self.page_table,
             row_index=forward_batch.req_pool_indices,
         )
         return (view,)
@@ -69,23 +109,11 @@ class PagedAttnBackend(AttentionBackend):
         *,
         out: Tensor,
     ) -> None:
-        k_cache, v_cache = self._kv_pool.get_kv_buffer(layer.layer_id)
-        q_norm, k_norm = layer.q_norm, layer.k_norm
-        self.store_op(
-            q,
-            k,
-            v,
-            positions=forward_batch.positions,
-            cos_sin_cache=layer.cos_sin_cache,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            out_cache_loc=forward_batch.out_cache_loc,
-            q_norm_weight=None if q_norm is None else q_norm.weight,
-            k_norm_weight=None if k_norm is None else k_norm.weight,
-            eps=1e-6 if q_norm is None else q_norm.eps,
+        k_cache, v_cache = store_kv(
+            self.store_op, q, k, v, layer, forward_batch, kv_pool=self._kv_pool
         )
         common = {
-            "page_table": self._page_table,
+            "page_table": self.page_table,
             "row_index": forward_batch.req_pool_indices,
             "page_size": self._page_size,
             "sm_scale": layer.scaling,
@@ -111,11 +139,22 @@ class PagedAttnBackend(AttentionBackend):
             prefix_lens=forward_batch.prefix_lens,
             tree_mask=forward_batch.tree_mask,
             **common,
+            **self._extend_options(k, v, k_cache, forward_batch),
         )
 
     def _decode_options(self, layer: RadixAttention) -> dict[str, Any]:
         """What this backend's decode takes beyond the common arguments."""
         return {}
+
+    def _extend_options(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, forward_batch: ForwardBatch
+    ) -> dict[str, Any]:
+        """What this backend's extend takes beyond the common arguments."""
+        return {}
+
+    def _reads_new(self, forward_batch: ForwardBatch) -> bool:
+        """Whether attention takes new K and V from the model, not from the pool."""
+        return False
 
 
 class CpuNativeAttnBackend(PagedAttnBackend):

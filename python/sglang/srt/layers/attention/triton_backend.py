@@ -14,11 +14,15 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
     decode_workspace,
 )
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
+from sglang.srt.layers.attention.triton_ops.extend_dense import copy_slots, reads_new
 from sglang.srt.layers.ops.rope import rope_store_kv
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class TritonAttnBackend(PagedAttnBackend):
@@ -34,6 +38,7 @@ class TritonAttnBackend(PagedAttnBackend):
         self._rows = req_to_token_pool.size
         self._max_context = req_to_token_pool.context_len
         self._device = req_to_token_pool.device
+        self._head_dim = kv_pool.get_kv_buffer(0)[0].shape[-1]
         # By (query heads, KV heads, head size): layers of one shape share.
         self._workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
 
@@ -50,3 +55,21 @@ class TritonAttnBackend(PagedAttnBackend):
                 device=self._device,
             )
         return {"workspace": workspace}
+
+    def _extend_options(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, forward_batch: ForwardBatch
+    ) -> dict[str, Any]:
+        if not self._reads_new(forward_batch):
+            return {}
+        # The store left k as the model made it: without norm and rotation.
+        copy_slots(k_cache, forward_batch.out_cache_loc, k)
+        return {"k_new": k, "v_new": v}
+
+    def _reads_new(self, forward_batch: ForwardBatch) -> bool:
+        return not forward_batch.forward_mode.is_decode and reads_new(
+            tokens=forward_batch.num_tokens,
+            rows=forward_batch.num_rows,
+            head_dim=self._head_dim,
+            dtype=self._kv_pool.dtype,
+            has_tree=forward_batch.tree_mask is not None,
+        )

@@ -89,9 +89,8 @@ def decode_attention_ref(
         if window > 0:
             slots = slots[-window:]
         allowed = torch.ones(1, len(slots), dtype=torch.bool, device=q.device)
-        out[row] = _attend(
-            q[row : row + 1], k_cache, v_cache, slots, allowed, sm_scale
-        )[0]
+        k, v = k_cache[slots], v_cache[slots]
+        out[row] = _attend(q[row : row + 1], k, v, allowed, sm_scale)[0]
 
 
 def extend_attention(
@@ -107,6 +106,8 @@ def extend_attention(
     sm_scale: float,
     window: int = -1,
     tree_mask: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
     out: Tensor,
 ) -> None:
     """Attention of several new tokens per row, whose K and V are in the pool already.
@@ -125,6 +126,8 @@ def extend_attention(
         window: when positive, only the newest `window` elements up to and including its
             own are attended.
         tree_mask: [R, N, N] bool, contiguous; then every row has N new tokens.
+        k_new, v_new: [T, Hkv, D] or None, what the pool holds of the new tokens, any
+            row stride; heads and channels contiguous. Read instead of the pool, or not.
         out: [T, Hq, D], as in `decode_attention`.
 
     Raises:
@@ -163,6 +166,8 @@ def extend_attention(
         sm_scale=sm_scale,
         window=window,
         tree_mask=tree_mask,
+        k_new=k_new,
+        v_new=v_new,
         out=out,
     )
 
@@ -180,14 +185,21 @@ def extend_attention_ref(
     sm_scale: float,
     window: int = -1,
     tree_mask: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    """Torch oracle of `extend_attention`; reads the lengths on the host."""
+    """Torch oracle of `extend_attention`; reads the lengths on the host. Takes the new
+    tokens from `k_new` and `v_new` where they are given.
+    """
     bounds = qo_indptr.tolist()
     for row, prefix in enumerate(prefix_lens.tolist()):
         begin, end = bounds[row], bounds[row + 1]
         total = prefix + end - begin
         slots = _row_slots(page_table, row_index, row, page_size, total)
+        k, v = k_cache[slots], v_cache[slots]
+        if k_new is not None and v_new is not None:
+            k[prefix:], v[prefix:] = k_new[begin:end], v_new[begin:end]
         element = torch.arange(total, device=q.device)
         own = element[prefix:, None]
         if tree_mask is not None:
@@ -197,9 +209,7 @@ def extend_attention_ref(
             allowed = element <= own
             if window > 0:
                 allowed &= element > own - window
-        out[begin:end] = _attend(
-            q[begin:end], k_cache, v_cache, slots, allowed, sm_scale
-        )
+        out[begin:end] = _attend(q[begin:end], k, v, allowed, sm_scale)
 
 
 def _row_slots(
@@ -212,27 +222,15 @@ def _row_slots(
 
 
 def _attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    allowed: Tensor,
-    sm_scale: float,
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, sm_scale: float
 ) -> Tensor:
-    """q: [n, Hq, D]; slots: [L]; allowed: [n, L] bool. Returns [n, Hq, D] float32."""
-    k, v = k_cache[slots].float(), v_cache[slots].float()
+    """q: [n, Hq, D]; k, v: [L, Hkv, D]; allowed: [n, L] bool. [n, Hq, D] float32."""
+    k, v = k.float(), v.float()
     if q.shape[0] > 1 and not bool(torch.isfinite(v).all()):
         # A weight of zero does not silence NaN: each query sees its own elements only.
         return torch.cat(
             [
-                _attend(
-                    q[j : j + 1],
-                    k_cache,
-                    v_cache,
-                    slots[row],
-                    allowed[j : j + 1, row],
-                    sm_scale,
-                )
+                _attend(q[j : j + 1], k[row], v[row], allowed[j : j + 1, row], sm_scale)
                 for j, row in enumerate(allowed)
             ]
         )

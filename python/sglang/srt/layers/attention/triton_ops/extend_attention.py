@@ -14,6 +14,10 @@ import triton
 from torch import Tensor
 
 from sglang.srt.layers.attention.triton_ops.checks import check_inputs
+from sglang.srt.layers.attention.triton_ops.extend_dense import (
+    extend_dense,
+    reads_new,
+)
 from sglang.srt.layers.attention.triton_ops.extend_kernels import extend_kernel
 from sglang.srt.layers.attention.triton_ops.launch import Launch
 
@@ -120,15 +124,21 @@ def extend_attention(
     sm_scale: float,
     window: int = -1,
     tree_mask: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
     out: Tensor,
 ) -> None:
     """Attention of several new tokens per row, whose K and V are in the pool already.
 
+    With k_new and v_new, and where `reads_new` says so, the pool is read for the prefix
+    alone.
+
     Args:
         q, k_cache, v_cache, page_table, row_index, qo_indptr, prefix_lens, page_size,
-            sm_scale, window, tree_mask, out: as in
+            sm_scale, window, tree_mask, k_new, v_new, out: as in
             `sglang.srt.layers.ops.attention.extend_attention`; page_size a power of
-            two. Tokens past qo_indptr[R] are left alone.
+            two, k_new and v_new aligned to 16 bytes. Tokens past qo_indptr[R] are left
+            alone.
 
     Raises:
         ValueError: a window together with a tree mask, sm_scale <= 0, or shapes that
@@ -146,6 +156,33 @@ def extend_attention(
     kv_heads = k_cache.shape[1]
     rows = prefix_lens.shape[0]
     if tokens == 0 or rows == 0:
+        return
+    if (
+        k_new is not None
+        and v_new is not None
+        and reads_new(
+            tokens=tokens,
+            rows=rows,
+            head_dim=head_dim,
+            dtype=q.dtype,
+            has_tree=tree_mask is not None,
+        )
+    ):
+        extend_dense(
+            q,
+            k_cache,
+            v_cache,
+            k_new,
+            v_new,
+            page_table=page_table,
+            row_index=row_index,
+            qo_indptr=qo_indptr,
+            prefix_lens=prefix_lens,
+            page_size=page_size,
+            sm_scale=sm_scale,
+            window=window,
+            out=out,
+        )
         return
     launch = extend_launch(
         tokens=tokens,

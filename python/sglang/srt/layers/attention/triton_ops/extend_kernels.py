@@ -176,25 +176,40 @@ def _attend_masked(
     score_scale,
     window,
     is_channel,
+    k_new,
+    v_new,
+    k_new_stride,
+    v_new_stride,
     PAGE_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_TREE: tl.constexpr,
+    HAS_NEW: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Fold the elements begin .. stop that the causal rule, the window or the tree
     allow into the sums; elements outside lo .. end are not read.
+
+    With HAS_NEW the new tokens come from `k_new` and `v_new`, whose first row is the
+    first new token of this row; without it, from the pool like the prefix.
     """
     for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
         element = start + tl.arange(0, BLOCK_N)
         is_read = (element >= lo) & (element < end)
         page = tl.load(
             table + (element // PAGE_SIZE).to(tl.int64) * table_column_stride,
-            mask=is_read,
+            mask=is_read & (element < prefix) if HAS_NEW else is_read,
             other=0,
         )
         slot = (page + element % PAGE_SIZE).to(tl.int64)[:, None]
         is_loaded = is_read[:, None] & is_channel[None, :]
-        k = tl.load(k_base + slot * k_slot_stride, mask=is_loaded, other=0.0)
+        k_at = k_base + slot * k_slot_stride
+        v_at = v_base + slot * v_slot_stride
+        if HAS_NEW:
+            is_old = (element < prefix)[:, None]
+            new = (element - prefix).to(tl.int64)[:, None]
+            k_at = tl.where(is_old, k_at, k_new + new * k_new_stride)
+            v_at = tl.where(is_old, v_at, v_new + new * v_new_stride)
+        k = tl.load(k_at, mask=is_loaded, other=0.0)
         score = tl.dot(query, tl.trans(k), input_precision="ieee") * score_scale
 
         if HAS_TREE:
@@ -223,7 +238,7 @@ def _attend_masked(
         total = total * shrink + tl.sum(weight, 1)
         acc = acc * shrink[:, None]
 
-        v = tl.load(v_base + slot * v_slot_stride, mask=is_loaded, other=0.0)
+        v = tl.load(v_at, mask=is_loaded, other=0.0)
         is_bad = ~(tl.abs(v.to(tl.float32)) < float("inf"))
         if tl.max(tl.max(is_bad.to(tl.int32), 1), 0) > 0:
             # A weight of zero does not silence NaN: only who attends sees it.
@@ -402,9 +417,14 @@ def extend_kernel(
             score_scale,
             window,
             is_channel,
+            k_base,
+            v_base,
+            0,
+            0,
             PAGE_SIZE,
             HAS_WINDOW,
             HAS_TREE,
+            False,
             MASKED_N,
         )
     acc, top, total = _attend_masked(
@@ -429,9 +449,14 @@ def extend_kernel(
         score_scale,
         window,
         is_channel,
+        k_base,
+        v_base,
+        0,
+        0,
         PAGE_SIZE,
         HAS_WINDOW,
         HAS_TREE,
+        False,
         MASKED_N,
     )
 
