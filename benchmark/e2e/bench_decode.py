@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from model_shapes import SHAPES, write_shape
 
+from sglang.srt.configs.attention_backends import supported_names
 from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.build import build_scheduler
@@ -157,6 +158,8 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--context-length", type=int, default=16384)
+    parser.add_argument("--attention-backend", choices=supported_names("cuda"))
+    parser.add_argument("--page-size", type=int, default=1)
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     bandwidth = read_bandwidth()
@@ -174,6 +177,8 @@ def main() -> None:
             max_running_requests=max(args.batch_size),
             cuda_graph_bs=sorted(args.batch_size),
             disable_radix_cache=True,
+            attention_backend=args.attention_backend,
+            page_size=args.page_size,
         ),
         io,
     )
@@ -205,6 +210,8 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "input_len": args.input_len,
+        "attention_backend": scheduler.worker.model_runner.attn_backend.name,
+        "page_size": args.page_size,
         "read_bandwidth": bandwidth,
         "start_s": start_s,
         "results": results,

@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sglang.srt.layers.attention.triton_ops.page_indices import page_indices_kernel
 from sglang.srt.layers.triton_ops import activation, norm, rope, sampling
 from sglang.srt.layers.triton_ops.gemm_kernels import gemm_kernel, gemv_kernel
 from sglang.srt.layers.triton_ops.gemm_table import lookup
@@ -161,6 +162,18 @@ def products() -> Iterator[Variant]:
         yield Variant(name, gemm_kernel, pointers, constants, config.warps)
 
 
+def gathers() -> Iterator[Variant]:
+    int32 = dict.fromkeys(("page_table", "indptr", "out"), "*i32")
+    for page_size in (1, 16):
+        yield Variant(
+            f"page indices {page_size}",
+            page_indices_kernel,
+            {**int32, "row_index": "*i64"},
+            {"PAGE_SIZE": page_size, "BLOCK": 1024},
+            4,
+        )
+
+
 def compile_variant(variant: Variant) -> Any:
     names = variant.kernel.arg_names
     signature = {}
@@ -180,7 +193,8 @@ def compile_variant(variant: Variant) -> Any:
 
 
 def main() -> None:
-    variants = [v for dtype in POINTERS for v in pointwise(dtype)] + list(products())
+    variants = [v for dtype in POINTERS for v in pointwise(dtype)]
+    variants += [*products(), *gathers()]
     for variant in variants:
         compiled = compile_variant(variant)
         if variant.constants.get("PDL"):

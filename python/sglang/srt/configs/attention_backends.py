@@ -48,6 +48,13 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         needs_cpu_seq_lens=False,
         supports_cuda_graph=True,
     ),
+    "flashinfer": AttentionBackendCapabilities(
+        devices=frozenset({"cuda"}),
+        supports_tree_draft=True,
+        needs_paged_draft_rows=True,
+        needs_cpu_seq_lens=True,
+        supports_cuda_graph=True,
+    ),
 }
 
 DEFAULT_ATTENTION_BACKEND = {"cpu": "cpu_native", "cuda": "triton"}

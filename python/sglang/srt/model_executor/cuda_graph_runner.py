@@ -14,6 +14,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
+    HostLens,
 )
 from sglang.srt.model_executor.graph_backends import CudaGraphBackend, GraphMemoryPool
 from sglang.srt.model_executor.graph_capture import (
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WARM_UPS = 2
+NO_LIVE_ROWS = HostLens(prefix_lens=[], extend_lens=[])
 
 # All graph runners of a process capture into one memory pool: they never run at once.
 _global_graph_memory_pool: GraphMemoryPool | None = None
@@ -48,13 +50,6 @@ def cuda_graph_backend() -> SegmentBackend:
     backend = CudaGraphBackend(get_global_graph_memory_pool())
     set_global_graph_memory_pool(backend.pool)
     return backend
-
-
-def default_batch_sizes(max_rows: int) -> list[int]:
-    """1, 2, 4, then every 8 up to 256, then every 32, up to and including
-    `max_rows`."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_rows + 1, 32)]
-    return sorted({size for size in sizes if size < max_rows} | {max_rows})
 
 
 class CudaGraphRunner:
@@ -104,7 +99,9 @@ class CudaGraphRunner:
         rows = forward_batch.num_rows
         size = self._sizes[bisect.bisect_left(self._sizes, rows)]
         self._buffers.populate(forward_batch)
-        static = self._buffers.decode_batch(size, self._hidden_mode)
+        static = self._buffers.decode_batch(
+            size, self._hidden_mode, lens_cpu=forward_batch.lens_cpu
+        )
         self._runner.attn_backend.init_replay(static)
         graph = self._graphs[size]
         graph.replay()
@@ -129,7 +126,9 @@ class CudaGraphRunner:
         )
 
     def _capture_graph(self, size: int) -> BreakableGraph:
-        static = self._buffers.decode_batch(size, self._hidden_mode)
+        static = self._buffers.decode_batch(
+            size, self._hidden_mode, lens_cpu=NO_LIVE_ROWS
+        )
         self._runner.attn_backend.init_capture(static, size)
         for _ in range(WARM_UPS):
             self.run_once(static)

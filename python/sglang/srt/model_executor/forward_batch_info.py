@@ -74,6 +74,8 @@ class ForwardBatch:
         the last prefix token (trees).
     tree_mask: bool [R, D, D] or None; which new tokens a new token sees (trees).
     req_serial, salt, rids_int, bootstrap_room_ids_int: int64 [R]; request identity.
+    prefix_lineages: int64 [R] or None; lineage of each row's prefix, from the host's
+        tokens (EXTEND while the KV canary is on).
     logits_rows: int64 [R] or None; token rows that need logits, None: all.
     input_logprobs: prompt spans that need logprobs.
     """
@@ -94,6 +96,7 @@ class ForwardBatch:
     lens_cpu: HostLens | None = None
     parent_index: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
+    prefix_lineages: torch.Tensor | None = None
     logits_rows: torch.Tensor | None = None
     input_logprobs: tuple[InputLogprobSpan, ...] = ()
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
@@ -117,7 +120,10 @@ class KVReadView:
     is
     `page_table[row_index[r], i // page_size] + i % page_size` (the table's entries are
     first slots of pages; `row_index` None: r itself), or, without a table,
-    `slot_indices[indptr[r] + i]`. `read_lens` [R] int64 counts the elements of a row.
+    `slot_indices[indptr[r] + i]`, or, where a backend reads page numbers,
+    `page_indices[indptr[r] + i // page_size] * page_size + i % page_size`. What lies
+    behind the last row's indices is not read. `read_lens` [R] int64 counts the elements
+    of a row; `indptr` is int32 or int64 [R + 1].
     """
 
     read_lens: torch.Tensor
@@ -126,4 +132,5 @@ class KVReadView:
     row_index: torch.Tensor | None = None
     indptr: torch.Tensor | None = None
     slot_indices: torch.Tensor | None = None
+    page_indices: torch.Tensor | None = None
     first_position: torch.Tensor | None = None

@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,
+    HostLens,
 )
 
 # Decode fields and what a padded row holds: it reads and writes the scratch page as row
@@ -41,15 +42,23 @@ class GraphInputBuffers:
         self._filled = 0
 
     def decode_batch(
-        self, rows: int, capture_hidden_mode: CaptureHiddenMode
+        self,
+        rows: int,
+        capture_hidden_mode: CaptureHiddenMode,
+        *,
+        lens_cpu: HostLens | None = None,
     ) -> ForwardBatch:
-        """The static batch of the first `rows` rows."""
+        """The static batch of the first `rows` rows.
+
+        `lens_cpu` of the live rows is padded with those of the others.
+        """
         views: dict[str, Any] = {
             name: self._block[i, :rows] for i, name in enumerate(_DECODE_FIELDS)
         }
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             capture_hidden_mode=capture_hidden_mode,
+            lens_cpu=None if lens_cpu is None else _padded(lens_cpu, rows),
             **views,
         )
 
@@ -64,3 +73,11 @@ class GraphInputBuffers:
         self._filled = rows
         live = [getattr(forward_batch, name) for name in _DECODE_FIELDS]
         self._block[:, :rows].copy_(torch.stack(live))
+
+
+def _padded(lens: HostLens, rows: int) -> HostLens:
+    padding = rows - len(lens.extend_lens)
+    return HostLens(
+        prefix_lens=lens.prefix_lens + [_DECODE_FIELDS["prefix_lens"]] * padding,
+        extend_lens=lens.extend_lens + [_DECODE_FIELDS["extend_lens"]] * padding,
+    )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.paged_backend import (
     CpuNativeAttnBackend,
-    PagedAttnBackend,
     TorchNativeAttnBackend,
 )
 
@@ -16,7 +15,21 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 
 
-def _triton() -> type[PagedAttnBackend]:
+def _flashinfer() -> Callable[..., AttentionBackend]:
+    # A part of the extra `cuda`, and large.
+    try:
+        from sglang.srt.layers.attention.flashinfer_backend import (
+            FlashInferAttnBackend,
+        )
+    except ImportError as error:
+        raise ValueError(
+            f"--attention-backend flashinfer cannot be imported ({error}); install "
+            "the extra: pip install 'sglang-canary[flashinfer]'"
+        ) from error
+    return FlashInferAttnBackend
+
+
+def _triton() -> Callable[..., AttentionBackend]:
     # Triton is an extra: a CPU installation does not have it.
     try:
         from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
@@ -28,10 +41,11 @@ def _triton() -> type[PagedAttnBackend]:
     return TritonAttnBackend
 
 
-_BACKENDS: dict[str, Callable[[], type[PagedAttnBackend]]] = {
+_BACKENDS: dict[str, Callable[[], Callable[..., AttentionBackend]]] = {
     CpuNativeAttnBackend.name: lambda: CpuNativeAttnBackend,
     TorchNativeAttnBackend.name: lambda: TorchNativeAttnBackend,
     "triton": _triton,
+    "flashinfer": _flashinfer,
 }
 
 

@@ -1,0 +1,223 @@
+"""Attention through FlashInfer: a plan on the host per forward, kernels per layer.
+
+Knows batches and the pool; `flashinfer_wrappers` knows the library, `flashinfer_plan`
+the arithmetic of a plan.
+
+A plan needs the lengths on the host and the shape of a layer. The lengths come with the
+batch; shapes show at the first forward, so the first layer of a shape plans for all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.flashinfer_plan import (
+    HostPlan,
+    LayerShape,
+    host_plan,
+    tree_attention_mask,
+)
+from sglang.srt.layers.attention.flashinfer_wrappers import (
+    PlanBuffers,
+    Planned,
+    ShapePlans,
+)
+from sglang.srt.layers.attention.paged_backend import store_kv
+from sglang.srt.layers.attention.triton_ops.page_indices import page_indices
+from sglang.srt.layers.ops.rope import rope_store_kv
+from sglang.srt.model_executor.forward_batch_info import (
+    ForwardBatch,
+    ForwardMode,
+    KVReadView,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+
+logger = logging.getLogger(__name__)
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.float16, torch.bfloat16)
+# From here on, prompts without a prefix are worth gathering (see `_dense_kv`).
+_DENSE_TOKENS = 512
+_HOPPER = 9
+
+
+class FlashInferAttnBackend(AttentionBackend):
+    """The offsets and page numbers of the forward that was set up last lie in static
+    buffers, the first rows being the batch's.
+
+    Raises:
+        ValueError: a dtype or head size that FlashInfer has no kernels for.
+    """
+
+    name = "flashinfer"
+
+    def __init__(self, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache) -> None:
+        head_dim = kv_pool.get_kv_buffer(0)[0].shape[-1]
+        _check_supported(kv_pool.dtype, head_dim)
+        rows, device = req_to_token_pool.size, req_to_token_pool.device
+        self._page_size = kv_pool.page_size
+        self._page_table = req_to_token_pool.req_to_token[:, :: self._page_size]
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self._buffers = PlanBuffers(
+            kv_indptr=torch.zeros(rows + 1, **int32),
+            # Rows may share pages, so that the pool does not bound their sum.
+            kv_indices=torch.zeros(rows * self._page_table.shape[1], **int32),
+            last_page_lens=torch.ones(rows, **int32),
+            page_size=self._page_size,
+            dtype=kv_pool.dtype,
+        )
+        self._kv_pool = kv_pool
+        self._is_hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
+        self._gathered = kv_pool.get_kv_buffer(0)[0].new_empty(0)
+        self._shapes: dict[LayerShape, ShapePlans] = {}
+        # Of the forward that was set up last.
+        self._host: HostPlan | None = None
+        self._graph_rows = 0
+        self._is_dense = False
+        self._planned: dict[LayerShape, Planned] = {}
+
+    def init_eager(self, forward_batch: ForwardBatch) -> None:
+        self._begin(forward_batch, graph_rows=0)
+
+    def init_capture(self, forward_batch: ForwardBatch, rows: int) -> None:
+        """The forwards before the capture plan for the padded batch; how a graph is
+        laid out depends on its rows alone, never on lengths."""
+        self._begin(forward_batch, graph_rows=rows)
+
+    def init_replay(self, forward_batch: ForwardBatch) -> None:
+        rows = forward_batch.num_rows
+        host = self._begin(forward_batch, graph_rows=rows)
+        for plans in self._shapes.values():
+            if plans.has_graph(rows):
+                plans.plan_decode(host, graph_rows=rows)
+
+    def _begin(self, forward_batch: ForwardBatch, *, graph_rows: int) -> HostPlan:
+        """Enqueue the copy of the offsets and the gathering of the pages."""
+        host = host_plan(
+            forward_batch,
+            page_size=self._page_size,
+            pin_memory=self._page_table.is_cuda,
+        )
+        indptr = self._buffers.kv_indptr[: forward_batch.num_rows + 1]
+        indptr.copy_(host.kv_indptr, non_blocking=True)
+        page_indices(
+            self._page_table,
+            row_index=forward_batch.req_pool_indices,
+            indptr=indptr,
+            out=self._buffers.kv_indices,
+            max_pages=host.max_pages,
+            page_size=self._page_size,
+        )
+        self._host, self._graph_rows = host, graph_rows
+        self._is_dense = (
+            self._is_hopper
+            and forward_batch.forward_mode is ForwardMode.EXTEND
+            and forward_batch.tree_mask is None
+            and not host.has_prefix
+            and host.new_tokens >= _DENSE_TOKENS
+        )
+        self._planned = {}
+        return host
+
+    def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
+        view = KVReadView(
+            read_lens=forward_batch.seq_lens,
+            page_size=self._page_size,
+            indptr=self._buffers.kv_indptr[: forward_batch.num_rows + 1],
+            page_indices=self._buffers.kv_indices,
+        )
+        return (view,)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        *,
+        out: Tensor,
+    ) -> None:
+        caches = store_kv(
+            rope_store_kv, q, k, v, layer, forward_batch, kv_pool=self._kv_pool
+        )
+        shape = LayerShape.of(layer)
+        planned = self._planned.get(shape)
+        if planned is None:
+            planned = self._planned[shape] = self._plan(shape, forward_batch)
+        if self._is_dense:
+            planned.run(q, *self._dense_kv(caches, forward_batch), out=out)
+            return
+        pages = tuple(cache.unflatten(0, (-1, self._page_size)) for cache in caches)
+        planned.run(q, pages, out=out)
+
+    def _dense_kv(
+        self, caches: tuple[Tensor, Tensor], forward_batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """K and V of the new tokens, gathered from their slots.
+
+        The Hopper kernels fetch whole tiles of K and V at once where tokens lie one
+        after the other, which saves more than the copy costs. The elements are those of
+        the view, read from the pool. The memory is kept: it only grows.
+        """
+        slots = forward_batch.out_cache_loc
+        shape = (2, len(slots), *caches[0].shape[1:])
+        if self._gathered.numel() < math.prod(shape):
+            self._gathered = caches[0].new_empty(math.prod(shape))
+        k, v = self._gathered[: math.prod(shape)].view(shape)
+        for cache, gathered in zip(caches, (k, v), strict=True):
+            torch.index_select(cache, 0, slots, out=gathered)
+        return k, v
+
+    def _plan(self, shape: LayerShape, forward_batch: ForwardBatch) -> Planned:
+        plans = self._shapes.get(shape)
+        if plans is None:
+            logger.info(
+                "FlashInfer plans for %s; on first use its kernels are compiled, which "
+                "takes minutes",
+                shape,
+            )
+            plans = self._shapes[shape] = ShapePlans(shape, buffers=self._buffers)
+        assert self._host is not None
+        if forward_batch.forward_mode.is_decode:
+            return plans.plan_decode(self._host, graph_rows=self._graph_rows)
+        if self._is_dense:
+            return plans.plan_dense(self._host)
+        if forward_batch.tree_mask is None:
+            return plans.plan_extend(self._host, custom_mask=None)
+        if shape.window > 0:
+            raise ValueError(
+                f"--attention-backend flashinfer: a sliding window of {shape.window} "
+                "with a tree mask is not supported; drop the speculative top-k to 1"
+            )
+        mask = tree_attention_mask(
+            forward_batch.tree_mask,
+            forward_batch.prefix_lens,
+            max_len=self._host.max_pages * self._page_size,
+        )
+        return plans.plan_extend(self._host, custom_mask=mask)
+
+
+def _check_supported(dtype: torch.dtype, head_dim: int) -> None:
+    if dtype not in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"--attention-backend flashinfer has no kernels for --dtype {name}; use "
+            "bfloat16 or float16, or --attention-backend triton"
+        )
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"--attention-backend flashinfer has no kernels for a head size of "
+            f"{head_dim}, only for {', '.join(map(str, HEAD_DIMS))}; use "
+            "--attention-backend triton"
+        )

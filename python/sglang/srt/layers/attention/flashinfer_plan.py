@@ -1,0 +1,150 @@
+"""Host side of the FlashInfer backend: what a plan is made from, without FlashInfer.
+
+Lengths come from the host copies of a batch; nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+# Query heads per KV head up to which the CUDA cores keep up with the memory.
+_CUDA_CORE_GROUP = 2
+# FlashInfer splits the KV of few rows over at most this many blocks per KV head times
+# KV heads: two per multiprocessor of the largest GPU it is built for.
+_SPLIT_BLOCKS = 2 * 160
+_MIN_WORKSPACE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What a plan depends on beyond the batch; layers of one shape share plans.
+
+    Fields:
+        window: newest elements that a token attends, itself included; -1: all.
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    window: int
+
+    @classmethod
+    def of(cls, layer: RadixAttention) -> LayerShape:
+        return cls(
+            q_heads=layer.num_heads,
+            kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            scaling=layer.scaling,
+            window=layer.window,
+        )
+
+    @property
+    def uses_tensor_cores(self) -> bool:
+        """Whether decode packs the query heads of a KV head into a matrix tile."""
+        return self.q_heads // self.kv_heads > _CUDA_CORE_GROUP
+
+    @property
+    def window_left(self) -> int:
+        """FlashInfer counts the elements before the token's own; -1: all."""
+        return self.window - 1 if self.window > 0 else -1
+
+    def workspace_bytes(self, rows: int) -> int:
+        """Partial results of split-KV decode of `rows` padded rows.
+
+        One tile of queries per block, each with a float32 output and two statistics.
+        """
+        group = self.q_heads // self.kv_heads
+        tile = 16 if group <= 16 else 64
+        blocks = max(_SPLIT_BLOCKS, rows * group // tile + rows)
+        needed = self.q_heads * blocks * tile * (self.head_dim + 2) * 4
+        return max(_MIN_WORKSPACE_BYTES, -(-needed // 4096) * 4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlan:
+    """Offsets of one batch, int32 on the host, page-locked beside a GPU.
+
+    Fields:
+        qo_indptr: [R + 1]; new tokens of a row.
+        kv_indptr: [R + 1]; pages of a row.
+        last_page_lens: [R]; elements in the last page of a row, 1 to page_size.
+        max_pages: pages of the longest row.
+        total_pages: kv_indptr[R].
+        new_tokens: qo_indptr[R].
+        has_prefix: whether any row reads elements older than its new tokens.
+    """
+
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    last_page_lens: Tensor
+    max_pages: int
+    total_pages: int
+    new_tokens: int
+    has_prefix: bool
+
+
+def host_plan(
+    forward_batch: ForwardBatch, *, page_size: int, pin_memory: bool
+) -> HostPlan:
+    """Offsets from the host copies of the lengths; every row has an element.
+
+    Raises:
+        RuntimeError: the batch does not carry them.
+    """
+    lens = forward_batch.lens_cpu
+    if lens is None or len(lens.extend_lens) != forward_batch.num_rows:
+        raise RuntimeError(
+            f"a batch of {forward_batch.num_rows} rows without host lengths for each: "
+            "the backend declares needs_cpu_seq_lens"
+        )
+    new = np.asarray(lens.extend_lens, dtype=np.int64)
+    total = new + np.asarray(lens.prefix_lens, dtype=np.int64)
+    pages = -(-total // page_size)
+    rows = len(new)
+    block = np.zeros((3, rows + 1), dtype=np.int32)
+    np.cumsum(new, out=block[0, 1:])
+    np.cumsum(pages, out=block[1, 1:])
+    block[2, :rows] = total - (pages - 1) * page_size
+    tensor = torch.from_numpy(block)
+    if pin_memory:
+        tensor = tensor.pin_memory()
+    return HostPlan(
+        qo_indptr=tensor[0],
+        kv_indptr=tensor[1],
+        last_page_lens=tensor[2, :rows],
+        max_pages=int(pages.max()),
+        total_pages=int(block[1, rows]),
+        new_tokens=int(block[0, rows]),
+        has_prefix=any(lens.prefix_lens),
+    )
+
+
+def tree_attention_mask(tree_mask: Tensor, prefix_lens: Tensor, max_len: int) -> Tensor:
+    """Row after row the [new tokens, elements] mask of a tree, flat bool.
+
+    Args:
+        tree_mask: [R, N, N] bool; new token j attends the new tokens i with
+            tree_mask[r, j, i], and the whole prefix.
+        prefix_lens: [R] int64.
+        max_len: elements of the longest row.
+
+    Returns:
+        [sum of N * (prefix_lens[r] + N)] bool. Waits for the device.
+    """
+    nodes = tree_mask.shape[1]
+    element = torch.arange(max_len, device=tree_mask.device)
+    new = element - prefix_lens[:, None]
+    index = new.clamp(0, nodes - 1)[:, None].expand(-1, nodes, -1)
+    allowed = torch.gather(tree_mask, 2, index) | (new < 0)[:, None]
+    return allowed[(new < nodes)[:, None].expand_as(allowed)]
