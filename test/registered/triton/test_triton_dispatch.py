@@ -55,5 +55,22 @@ def test_linear_whatever_the_table_says(rows: int, shape: tuple[int, int]) -> No
         assert float((actual - expected).norm() / expected.norm()) < 1e-2
 
 
+@pytest.mark.parametrize("rows", [1, 3, 127, 128, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_into_adds_or_leaves_it_to_the_caller(
+    rows: int, dtype: torch.dtype
+) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(rows, 64, device=device).to(dtype)
+    weight = (torch.randn(96, 64, device=device) / 8).to(dtype)
+    residual = torch.randn(rows, 96, device=device).to(dtype)
+    expected = residual.double() + x.double() @ weight.double().t()
+    pending = linear.linear_into(x, weight, None, residual)
+    assert (pending is None) == (device == "cuda" and rows >= linear.ADD_ROWS)
+    found = residual if pending is None else residual + pending
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

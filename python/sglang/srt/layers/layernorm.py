@@ -22,6 +22,12 @@ class RMSNorm(Module):
         """[..., size] -> a new tensor of the same shape."""
         return rmsnorm(x, self.weight, self.eps)
 
-    def add_and_norm(self, x: Tensor, residual: Tensor) -> None:
-        """In place: residual += x; x = norm(residual)."""
+    def add_and_norm(self, x: Tensor | None, residual: Tensor) -> Tensor:
+        """residual += x, in place; returns norm(residual), in the memory of `x`.
+
+        `x` None: it was added already, and the result is a new tensor.
+        """
+        if x is None:
+            return rmsnorm(residual, self.weight, self.eps)
         fused_add_rmsnorm(x, residual, self.weight, self.eps)
+        return x

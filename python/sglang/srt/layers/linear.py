@@ -20,6 +20,7 @@ from sglang.srt.layers.ops.activation import silu_and_mul
 from sglang.srt.layers.ops.linear import (
     PackedWeight,
     linear,
+    linear_into,
     linear_silu_and_mul,
     pack_weight,
 )
@@ -166,6 +167,16 @@ class RowParallelLinear(Linear):
         """[T, inputs of this rank] -> [T, output_size], the same on all ranks."""
         bias = self.bias if self._adds_bias else None
         return self._group.all_reduce(linear(x, self._any_weight(), bias))
+
+    def forward_into(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """`residual` [T, output_size] += the product, where that costs nothing extra.
+
+        Returns:
+            None where it was added; else the product, still to be added.
+        """
+        if self._group.size > 1:
+            return self.forward(x)
+        return linear_into(x, self._any_weight(), self.bias, residual)
 
 
 class QKVLinear(ColumnParallelLinear):

@@ -43,9 +43,10 @@ class DecoderMLP(Module):
             inner, hidden, bias=config.mlp_bias, what="intermediate_size"
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.gate_up_proj.forward_silu_and_mul(x))
-        return out
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """As `RowParallelLinear.forward_into`."""
+        inner = self.gate_up_proj.forward_silu_and_mul(x)
+        return self.down_proj.forward_into(inner, residual)
 
 
 class DecoderAttention(Module):
@@ -87,9 +88,12 @@ class DecoderAttention(Module):
             k_norm=self.k_norm if traits.qk_norm else None,
         )
 
-    def forward(self, x: Tensor, forward_batch: ForwardBatch) -> Tensor:
-        out: Tensor = self.o_proj(self.attn(self.qkv_proj(x), forward_batch))
-        return out
+    def forward(
+        self, x: Tensor, residual: Tensor, forward_batch: ForwardBatch
+    ) -> Tensor | None:
+        """As `RowParallelLinear.forward_into`."""
+        heads = self.attn(self.qkv_proj(x), forward_batch)
+        return self.o_proj.forward_into(heads, residual)
 
 
 class DecoderLayer(Module):
@@ -110,17 +114,20 @@ class DecoderLayer(Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
-    ) -> tuple[Tensor, Tensor]:
-        """(x, residual) [T, H] -> the same; their sum is the stream after this
-        layer."""
+        self, x: Tensor | None, residual: Tensor | None, forward_batch: ForwardBatch
+    ) -> tuple[Tensor | None, Tensor]:
+        """(x, residual) [T, H] -> the same; their sum is the stream after this layer.
+
+        `x` None: the residual is the stream. `residual` None: x is, in the first layer.
+        """
         if residual is None:
+            assert x is not None
             residual, x = x, self.input_layernorm(x)
         else:
-            self.input_layernorm.add_and_norm(x, residual)
-        x = self.self_attn(x, forward_batch)
-        self.post_attention_layernorm.add_and_norm(x, residual)
-        return self.mlp(x), residual
+            x = self.input_layernorm.add_and_norm(x, residual)
+        x = self.self_attn(x, residual, forward_batch)
+        x = self.post_attention_layernorm.add_and_norm(x, residual)
+        return self.mlp(x, residual), residual
 
 
 class DecoderModel(Module):
@@ -157,15 +164,24 @@ class DecoderModel(Module):
         self, x: Tensor, forward_batch: ForwardBatch
     ) -> tuple[Tensor, list[Tensor]]:
         """The layer stack alone, from embeddings [T, H]."""
+        pending: Tensor | None = x
         residual: Tensor | None = None
         aux: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             if i in self.layers_to_capture:
-                aux.append(x + residual if residual is not None else x.clone())
-            x, residual = layer(x, residual, forward_batch)
+                aux.append(_stream(pending, residual))
+            pending, residual = layer(pending, residual, forward_batch)
         assert residual is not None
-        self.norm.add_and_norm(x, residual)
-        return x, aux
+        return self.norm.add_and_norm(pending, residual), aux
+
+
+def _stream(pending: Tensor | None, residual: Tensor | None) -> Tensor:
+    """A copy of the stream that a layer is about to read."""
+    if residual is None or pending is None:
+        whole = pending if residual is None else residual
+        assert whole is not None
+        return whole.clone()
+    return pending + residual
 
 
 class LlamaForCausalLM(Module):

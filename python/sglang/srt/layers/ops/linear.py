@@ -20,6 +20,10 @@ from sglang.srt.layers.ops.dispatch import (
     use_triton,
 )
 
+ADD_ROWS = 128
+"""Rows from which cuBLAS adds the residual: below, the weight-streaming kernels and
+their chain with the norms are faster."""
+
 PANEL = 32
 """Output columns per panel of the native format."""
 
@@ -112,6 +116,29 @@ def linear(
         native.packed_linear(x, weight.data, weight.n, bias, out)
         return out
     return linear_ref(x, weight, bias, out=out)
+
+
+def linear_into(
+    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, residual: Tensor
+) -> Tensor | None:
+    """residual += x @ weight.T + bias, where the library adds while it multiplies.
+
+    That saves a pass over the residual wherever cuBLAS multiplies many rows; the sum is
+    then rounded once instead of twice.
+
+    Args:
+        x: [T, K]. weight: [N, K] of the dtype of `x`, or packed. bias: [N] or None.
+        residual: [T, N] of the dtype of `x`, contiguous; overwritten or left alone.
+
+    Returns:
+        None where the product was added; else the product [T, N], still to be added.
+    """
+    if isinstance(weight, PackedWeight):
+        return linear(x, weight, bias)
+    if bias is None and x.is_cuda and x.shape[0] >= ADD_ROWS:
+        residual.addmm_(x, weight.t())
+        return None
+    return linear(x, weight, bias)
 
 
 def linear_silu_and_mul(
