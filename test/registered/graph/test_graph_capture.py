@@ -192,5 +192,37 @@ def test_an_error_in_a_break_ends_the_capture():
     captured(TwoLayerStack(), torch.zeros(2, 6)).replay()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_garbage_of_others_does_not_spoil_a_capture():
+    """Destroying a graph or page-locked memory is illegal while a stream captures."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                torch.zeros(8, device="cuda")
+            self.pinned = torch.zeros(4096, pin_memory=True)
+            self.itself = self
+
+    gc.collect()
+    thresholds = gc.get_threshold()
+    cycles = [Cycle() for _ in range(8)]
+    try:
+        gc.disable()
+        del cycles
+        gc.set_threshold(1)
+        gc.enable()
+        x = torch.ones(4, device="cuda")
+        with capture_graph(CudaGraphBackend()) as graph:
+            for _ in range(50):
+                x = x + [1.0][0]
+            graph.outputs = x
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)
+    graph.replay()
+    assert graph.outputs.tolist() == [51.0] * 4
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

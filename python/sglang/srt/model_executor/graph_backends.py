@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,19 @@ class GraphMemoryPool:
             torch.zeros(1, device="cuda")
 
 
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A collection may destroy events, graphs or page-locked memory of something else,
+    which is illegal during a capture and spoils it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class CudaGraphBackend:
     """Segments are CUDA graphs in one memory pool, captured on one side stream."""
 
@@ -55,16 +70,18 @@ class CudaGraphBackend:
         self.pool = GraphMemoryPool() if pool is None else pool
         self._stream = torch.cuda.Stream()
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._stream_context: Any = None
+        self._entered = contextlib.ExitStack()
 
     def begin(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
-        self._stream_context = torch.cuda.stream(self._stream)
-        self._stream_context.__enter__()
-        self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(
-            pool=self.pool.handle, capture_error_mode=_CAPTURE_MODE
-        )
+        graph = torch.cuda.CUDAGraph()
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(_without_garbage_collection())
+            entered.enter_context(torch.cuda.stream(self._stream))
+            graph.capture_begin(pool=self.pool.handle, capture_error_mode=_CAPTURE_MODE)
+            self._graph = graph
+            # `_close` leaves them; where the capture did not begin, this block does.
+            self._entered = entered.pop_all()
 
     def end(self) -> Segment:
         graph = self._close()
@@ -82,7 +99,7 @@ class CudaGraphBackend:
         try:
             graph.capture_end()
         finally:
-            self._stream_context.__exit__(None, None, None)
+            self._entered.close()
             self._graph = None
         return graph
 
