@@ -23,6 +23,12 @@ _decode_attention = _OPS.decode_attention.default._op
 _extend_attention = _OPS.extend_attention.default._op
 _packed_linear = _OPS.packed_linear.default._op
 _exp = _OPS.exp.default._op
+_canary_verify = _OPS.canary_verify.default._op
+_canary_write_head = _OPS.canary_write_head.default._op
+_canary_write_tail = _OPS.canary_write_tail.default._op
+_canary_poison = _OPS.canary_poison.default._op
+_canary_advance_lineage = _OPS.canary_advance_lineage.default._op
+_canary_finish = _OPS.canary_finish.default._op
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -165,6 +171,72 @@ def packed_linear(
     _packed_linear(x, weight, n, bias, out)
 
 
+def canary_verify(
+    state: list[Tensor],
+    rows: list[Tensor | None],
+    table: list[Tensor | None],
+    k_words: Tensor | None,
+    v_words: Tensor | None,
+    req_to_token: Tensor | None,
+    tokens: Tensor | None,
+    numbers: list[int],
+) -> None:
+    """Check the records of all slots that a forward is about to read.
+
+    Args:
+        state, rows, table: fields of the canary's state, rows and read table, in the
+            order that `csrc/cpu/canary.cpp` takes them.
+        k_words, v_words: [layers, slots, words] int64 or None.
+        req_to_token, tokens: [rows, columns] int32 or None.
+        numbers: page size, token offset, fingerprint mode, rotation period, tree
+            depth, manager, pool.
+    """
+    _canary_verify(state, rows, table, k_words, v_words, req_to_token, tokens, numbers)
+
+
+def canary_write_head(
+    state: list[Tensor],
+    rows: list[Tensor | None],
+    req_to_token: Tensor | None,
+    oracle_tokens: Tensor | None,
+    oracle_positions: Tensor | None,
+    numbers: list[int],
+) -> None:
+    """Check the slots of the new tokens and write their head records.
+
+    Args:
+        numbers: page size, writer kind, fingerprint mode, rotation period, tree depth,
+            manager, pool.
+    """
+    _canary_write_head(
+        state, rows, req_to_token, oracle_tokens, oracle_positions, numbers
+    )
+
+
+def canary_write_tail(
+    state: list[Tensor],
+    rows: list[Tensor | None],
+    k_words: Tensor | None,
+    v_words: Tensor | None,
+    numbers: list[int],
+) -> None:
+    """Compare the head records with this forward, write the tail records, advance the
+    clock; `numbers` as in `canary_write_head`."""
+    _canary_write_tail(state, rows, k_words, v_words, numbers)
+
+
+def canary_poison(state: list[Tensor], slots: Tensor, n_live: Tensor | None) -> None:
+    """Poison the records of slots [n] int64, or of the first n_live[0] of them."""
+    _canary_poison(state, slots, n_live)
+
+
+def canary_advance_lineage(
+    state: list[Tensor], rows: list[Tensor | None], max_depth: int
+) -> None:
+    """Add the terms of the rows' new tokens to their expected lineages."""
+    _canary_advance_lineage(state, rows, max_depth)
+
+
 def exp(x: Tensor, out: Tensor) -> None:
     """out = e ** x with the exponential that the kernels use; float32 [N]."""
     _exp(x, out)
@@ -182,3 +254,10 @@ def set_simd_level(name: str) -> None:
         RuntimeError: unknown name, or the processor does not have it.
     """
     _OPS.set_simd_level.default(name)
+
+
+def canary_finish(
+    state: list[Tensor], rows: list[Tensor | None], max_depth: int, out: Tensor
+) -> None:
+    """`canary_advance_lineage`; out = verdicts (cleared), ring entries, counters."""
+    _canary_finish(state, rows, max_depth, out)

@@ -1,0 +1,204 @@
+"""The canary's launches: each runs natively, as a Triton kernel, or in torch.
+
+Per forward: `verify`, `write_head`, the model, `write_tail`. None allocates memory that
+outlives it or waits for the device, except in torch. Knows no requests and no pools.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang.srt.kv_canary.kernels import native, reference, reference_write
+from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS, WriterKind
+from sglang.srt.kv_canary.kernels.state import (
+    NO_FINGERPRINT,
+    NO_MANAGER,
+    CanaryRows,
+    CanaryState,
+    Fingerprint,
+    ReadTable,
+)
+from sglang.srt.layers.ops.dispatch import triton_ops, use_native, use_triton
+
+
+def _import_triton() -> Any:
+    if triton_ops is None:
+        return None
+    from sglang.srt.kv_canary.kernels import triton_launch
+
+    return triton_launch
+
+
+_triton = _import_triton()
+
+
+def verify(
+    state: CanaryState,
+    rows: CanaryRows,
+    table: ReadTable,
+    *,
+    fingerprint: Fingerprint = NO_FINGERPRINT,
+    req_to_token: Tensor | None,
+    tokens: Tensor | None = None,
+    token_offset: int = 0,
+    manager: int = NO_MANAGER,
+) -> None:
+    """Check every slot that is about to be read; each finding is a ring entry and bits
+    in the verdict of its request row.
+
+    Elements below `prefix_lens` are compared with their records, the others with
+    `out_cache_loc`. A row whose elements end before its prefix, or among its new
+    tokens, is a READ_SET at the position where they end, with slot -1.
+
+    Args:
+        req_to_token: int32 [req_rows, W], what READ_SET expects. None: a sweep; its
+            rows (any `req_rows` but 0) belong to no request, so that columns and
+            `expected_lineage` are not compared and findings go to verdict 0.
+        tokens: int32 [req_rows, W'] | None, tokens by position; negative: not known.
+        token_offset: the slot of position p holds token p + offset.
+        manager: whose phase must be IDLE and becomes AFTER_VERIFY; NO_MANAGER: none.
+    """
+    _of(state, native, reference).verify(
+        state,
+        rows,
+        table,
+        fingerprint,
+        req_to_token=req_to_token,
+        tokens=tokens,
+        token_offset=token_offset,
+        manager=manager,
+    )
+
+
+def write_head(
+    state: CanaryState,
+    rows: CanaryRows,
+    *,
+    req_to_token: Tensor | None,
+    page_size: int,
+    writer_kind: WriterKind,
+    manager: int = NO_MANAGER,
+    oracle: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Check where the new tokens will be written and write their head records.
+
+    Lineages start from `expected_lineage`, or from the seed where the prefix is empty.
+
+    Args:
+        req_to_token: int32 [req_rows, W] | None: slots are not compared with columns
+            (nor are they for trees).
+        page_size: slots below it are scratch.
+        oracle: (tokens, positions), int64 [T] each, that the inputs must equal;
+            negative: not known.
+        manager: phase AFTER_VERIFY becomes AFTER_HEAD.
+    """
+    _of(state, native, reference_write).write_head(
+        state,
+        rows,
+        req_to_token=req_to_token,
+        page_size=page_size,
+        writer_kind=writer_kind,
+        manager=manager,
+        oracle=oracle,
+    )
+
+
+def write_tail(
+    state: CanaryState,
+    rows: CanaryRows,
+    *,
+    fingerprint: Fingerprint = NO_FINGERPRINT,
+    page_size: int,
+    writer_kind: WriterKind,
+    manager: int = NO_MANAGER,
+) -> None:
+    """After the model: check that the head records are still this forward's, write the
+    tail records with fingerprints of the bytes, advance the clock.
+
+    `rows`, `page_size` and `writer_kind` must be those of `write_head`, and
+    `expected_lineage` unchanged since. `manager`: phase AFTER_HEAD becomes IDLE.
+    """
+    _of(state, native, reference_write).write_tail(
+        state,
+        rows,
+        fingerprint,
+        page_size=page_size,
+        writer_kind=writer_kind,
+        manager=manager,
+    )
+
+
+def poison(state: CanaryState, slots: Tensor, *, n_live: Tensor | None = None) -> None:
+    """Poison slots [n] int64, or the first `n_live` [1] int64 of them. What is poisoned
+    already keeps its first freeing step; ids outside the pool are skipped."""
+    if slots.numel():
+        _of(state, native, reference_write).poison(state, slots, n_live)
+
+
+def move_records(state: CanaryState, *, dst: Tensor, src: Tensor) -> None:
+    """records[dst] = records[src], int64 [n] each, as if all was read first. dst may
+    repeat only with equal sources; ids must lie in the pool."""
+    if dst.numel():
+        _of(state, reference_write, reference_write).move_records(
+            state, dst=dst, src=src
+        )
+
+
+def gather_verdicts(
+    state: CanaryState, req_rows: Tensor, *, out: Tensor | None = None
+) -> Tensor:
+    """Verdicts int32 [R] of request rows [R] int64, which are cleared. Row 0 may
+    repeat: it yields 0 and keeps its verdict. Other rows must differ."""
+    if out is None:
+        out = torch.empty_like(req_rows, dtype=torch.int32)
+    if req_rows.numel():
+        module = _of(state, reference_write, reference_write)
+        module.gather_verdicts(state, req_rows, out)
+    return out
+
+
+def set_lineage(state: CanaryState, rows: Tensor, values: Tensor) -> None:
+    """expected_lineage[rows] = values, int64 [n] each, from the host's tokens."""
+    state.expected_lineage.index_copy_(0, rows, values)
+
+
+def finish_step(state: CanaryState, rows: CanaryRows) -> Tensor:
+    """The end of a step: `advance_lineage`, and its findings in one tensor to copy.
+
+    Verdicts of the rows are cleared; ring and counters stay. Rows must differ.
+
+    Returns:
+        int64 [R + 1 + NUM_COUNTERS] on the device: verdicts, entries in the ring,
+        counters; `finish.StepFindings.unpack` reads it.
+    """
+    out = torch.empty(
+        rows.num_rows + 1 + NUM_COUNTERS,
+        dtype=torch.int64,
+        device=state.counters.device,
+    )
+    _of(state, native, reference_write).finish_step(state, rows, out)
+    return out
+
+
+def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:
+    """expected_lineage[row] += terms of the row's new tokens (from the seed where the
+    prefix is empty). For who publishes tokens, after `write_tail`; rows must differ.
+
+    Reads `input_ids`, `positions`, lengths, salts and seeds; for accepted tokens, pass
+    those and their counts as `extend_lens`.
+
+    Raises:
+        ValueError: `rows` has a tree; only an accepted path has a lineage.
+    """
+    if rows.parent_index is not None:
+        raise ValueError("advance_lineage: rows.parent_index must be None")
+    _of(state, native, reference_write).advance_lineage(state, rows)
+
+
+def _of(state: CanaryState, native_module: Any, reference_module: Any) -> Any:
+    if use_native(state.head):
+        return native_module
+    return _triton if use_triton(state.head) else reference_module

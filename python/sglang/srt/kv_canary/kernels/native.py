@@ -1,0 +1,152 @@
+"""The canary's launches as native CPU ops: packs arguments, nothing else."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sglang.srt.kv_canary.kernels.records import WriterKind
+from sglang.srt.kv_canary.kernels.state import (
+    CanaryRows,
+    CanaryState,
+    Fingerprint,
+    ReadTable,
+)
+from sglang.srt.layers.ops.dispatch import native
+
+
+def state_tensors(state: CanaryState) -> list[Tensor]:
+    return [
+        state.head,
+        state.tail,
+        state.expected_lineage,
+        state.verdict,
+        state.ring,
+        state.ring_count,
+        state.counters,
+        state.clock,
+        state.phase,
+    ]
+
+
+def row_tensors(rows: CanaryRows) -> list[Tensor | None]:
+    return [
+        rows.req_rows,
+        rows.prefix_lens,
+        rows.extend_lens,
+        rows.input_ids,
+        rows.positions,
+        rows.out_cache_loc,
+        rows.serials,
+        rows.salts,
+        rows.qo_indptr,
+        rows.parent_index,
+        rows.seeds,
+        rows.lineage_rows,
+        rows.shift_from,
+        rows.column_shift,
+    ]
+
+
+def table_tensors(table: ReadTable) -> list[Tensor | None]:
+    return [
+        table.read_lens,
+        table.page_table,
+        table.row_index,
+        None if table.indptr is None else table.indptr.long(),
+        table.page_indices if table.slot_indices is None else table.slot_indices,
+        table.first_position,
+        table.prev_slots,
+    ]
+
+
+def verify(
+    state: CanaryState,
+    rows: CanaryRows,
+    table: ReadTable,
+    fingerprint: Fingerprint,
+    *,
+    req_to_token: Tensor | None,
+    tokens: Tensor | None,
+    token_offset: int,
+    manager: int,
+) -> None:
+    native.canary_verify(
+        state_tensors(state),
+        row_tensors(rows),
+        table_tensors(table),
+        fingerprint.k_words,
+        fingerprint.v_words,
+        req_to_token,
+        tokens,
+        [
+            table.page_size,
+            token_offset,
+            fingerprint.mode,
+            fingerprint.rotation_period,
+            rows.max_depth,
+            manager,
+            state.pool,
+            table.entry_size,
+        ],
+    )
+
+
+def write_head(
+    state: CanaryState,
+    rows: CanaryRows,
+    *,
+    req_to_token: Tensor | None,
+    page_size: int,
+    writer_kind: WriterKind,
+    manager: int,
+    oracle: tuple[Tensor, Tensor] | None,
+) -> None:
+    tokens, positions = oracle if oracle is not None else (None, None)
+    native.canary_write_head(
+        state_tensors(state),
+        row_tensors(rows),
+        req_to_token,
+        tokens,
+        positions,
+        [page_size, writer_kind, 0, 1, rows.max_depth, manager, state.pool],
+    )
+
+
+def write_tail(
+    state: CanaryState,
+    rows: CanaryRows,
+    fingerprint: Fingerprint,
+    *,
+    page_size: int,
+    writer_kind: WriterKind,
+    manager: int,
+) -> None:
+    native.canary_write_tail(
+        state_tensors(state),
+        row_tensors(rows),
+        fingerprint.k_words,
+        fingerprint.v_words,
+        [
+            page_size,
+            writer_kind,
+            fingerprint.mode,
+            fingerprint.rotation_period,
+            rows.max_depth,
+            manager,
+            state.pool,
+        ],
+    )
+
+
+def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
+    native.canary_poison(state_tensors(state), slots, n_live)
+
+
+def finish_step(state: CanaryState, rows: CanaryRows, out: Tensor) -> None:
+    native.canary_finish(state_tensors(state), row_tensors(rows), rows.max_depth, out)
+
+
+def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:
+    native.canary_advance_lineage(
+        state_tensors(state), row_tensors(rows), rows.max_depth
+    )

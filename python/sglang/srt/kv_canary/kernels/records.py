@@ -1,0 +1,248 @@
+"""Words of the canary's records, ring and counters, and the lineage hash.
+
+The one definition that the torch reference, the C++ ops and the Triton kernels mirror
+and are tested against. Knows nothing of tensors' owners or of launches.
+
+A record is four int64 words:
+    0  token (low 32 bits) and position (high 32); -1: poison
+    1  lineage of the row up to and including this token
+    2  fingerprint of the slot's bytes: K (low 32 bits), V (high 32); 0 in `head`
+    3  forward counter (36 bits, high), writer kind (4), request serial mod 2^24 (24)
+Poisoning changes words 0 and 3 only: word 3 keeps the serial of the last owner and
+takes the counter of the freeing forward and the kind POISON; words 1 and 2 stay, so
+that a report can still say whose history lay there.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from sglang.srt.utils.hashing import MASK64, mix64, mix64_int, to_signed64
+
+RECORD_WORDS = 4
+POISON_WORD = -1
+TOKEN_MASK = (1 << 32) - 1
+SERIAL_BITS = 24
+SERIAL_MASK = (1 << SERIAL_BITS) - 1
+KIND_MASK = 15
+CLOCK_SHIFT = 28
+CLOCK_MASK = (1 << 36) - 1
+# Keeps an unsalted term from being a plain hash of the packed token.
+SALT_KEY = 0x5EEDCA11AB1E0B0E
+FIRST_CLOCK = 1
+
+
+class WriterKind(IntEnum):
+    """Who wrote a record; four bits of word 3."""
+
+    NONE = 0
+    EXTEND = 1
+    DECODE = 2
+    VERIFY = 3
+    DRAFT = 4
+    DRAFT_EXTEND = 5
+    MOVE = 6
+    TRANSFER = 7
+    POISON = 15
+
+
+class Reason(IntFlag):
+    """What a check found; `label` is the name in logs."""
+
+    VERIFY_LINEAGE = 1 << 0
+    VERIFY_POSITION = 1 << 1
+    VERIFY_TOKEN = 1 << 2
+    VERIFY_REAL_KV = 1 << 3
+    VERIFY_TORN = 1 << 4
+    VERIFY_FREED = 1 << 5
+    READ_SET = 1 << 6
+    READ_SCRATCH = 1 << 7
+    WRITE_FOREIGN = 1 << 8
+    WRITE_ALIAS = 1 << 9
+    WRITE_SCRATCH = 1 << 10
+    WRITE_TOKEN = 1 << 11
+    WRITE_POSITION = 1 << 12
+    PHASE = 1 << 13
+
+
+def reason_labels(reasons: int) -> list[str]:
+    """Lower-case names of the bits that are set, in the order of `Reason`."""
+    return [r.name.lower() for r in Reason if r.name is not None and reasons & r]
+
+
+class Phase(IntEnum):
+    """Where a forward manager stands between its three launches."""
+
+    IDLE = 0
+    AFTER_VERIFY = 1
+    AFTER_HEAD = 2
+
+
+class Launch(IntEnum):
+    """Which launch wrote a ring entry; low byte of the tag."""
+
+    VERIFY = 0
+    HEAD = 1
+    TAIL = 2
+    SWEEP = 3
+
+
+class Ring(IntEnum):
+    """Columns of a ring entry. What does not apply to a reason is 0, a slot -1.
+
+    EXPECTED_WORD0 has all ones in its token half where the token is not known.
+    EXPECTED_SLOT is what the row's columns say, or -1 where nothing says it.
+    TAG is launch | manager << 8 | pool << 16 (manager 255: none).
+    A PHASE entry has the phase that was due in EXPECTED_WORD0, the phase found in
+    FOUND_WORD0, and -1 as SLOT, POSITION and BATCH_ROW.
+    """
+
+    REASONS = 0
+    REQ_ROW = 1
+    SERIAL = 2
+    SLOT = 3
+    POSITION = 4
+    EXPECTED_WORD0 = 5
+    FOUND_WORD0 = 6
+    EXPECTED_LINEAGE = 7
+    FOUND_LINEAGE = 8
+    FOUND_WORD3 = 9
+    CLOCK = 10
+    BATCH_ROW = 11
+    EXPECTED_SLOT = 12
+    FOUND_FINGERPRINT = 13
+    COMPUTED_FINGERPRINT = 14
+    TAG = 15
+
+
+RING_WORDS = len(Ring)
+
+
+class Counter(IntEnum):
+    """Indices of `CanaryState.counters`, which only ever grow.
+
+    VERIFIED_SLOTS counts the prefix elements that were visited, whatever their slot;
+    REHASHED_SLOTS those whose bytes were hashed whole; sweeps count on their own.
+    """
+
+    VERIFIED_SLOTS = 0
+    REHASHED_SLOTS = 1
+    HEAD_SLOTS = 2
+    TAIL_SLOTS = 3
+    VERIFY_LAUNCHES = 4
+    HEAD_LAUNCHES = 5
+    TAIL_LAUNCHES = 6
+    SWEPT_SLOTS = 7
+    SWEEP_LAUNCHES = 8
+
+
+NUM_COUNTERS = len(Counter)
+
+
+def pack_word0(token: int, position: int) -> int:
+    return to_signed64(((position << 32) | (token & TOKEN_MASK)) & MASK64)
+
+
+def unpack_word0(word: int) -> tuple[int, int]:
+    """(token, position); the token is unsigned."""
+    return word & TOKEN_MASK, word >> 32
+
+
+def pack_word3(clock: int, kind: int, serial: int) -> int:
+    word = (clock & CLOCK_MASK) << CLOCK_SHIFT
+    return to_signed64(
+        word | ((kind & KIND_MASK) << SERIAL_BITS) | serial & SERIAL_MASK
+    )
+
+
+class Provenance(NamedTuple):
+    """Word 3 in parts; `serial` is the request's modulo 2^24."""
+
+    clock: int
+    kind: WriterKind | int
+    serial: int
+
+
+def unpack_word3(word: int) -> Provenance:
+    kind: WriterKind | int = (word >> SERIAL_BITS) & KIND_MASK
+    if kind in WriterKind._value2member_map_:
+        kind = WriterKind(kind)
+    return Provenance((word >> CLOCK_SHIFT) & CLOCK_MASK, kind, word & SERIAL_MASK)
+
+
+def salt_key(salt: int) -> int:
+    """What a salt contributes to every term."""
+    return mix64_int(salt ^ SALT_KEY)
+
+
+def lineage_term(token: int, position: int, salt: int) -> int:
+    """mix64(mix64(token | position << 32) ^ mix64(salt ^ SALT_KEY)), signed."""
+    return mix64_int(mix64_int(pack_word0(token, position)) ^ salt_key(salt))
+
+
+def draft_seed(first_token: int, salt: int) -> int:
+    """Lineage before position 0 of a draft pool, whose slot p holds token p + 1."""
+    return lineage_term(first_token, -1, salt)
+
+
+def extend_lineage(
+    previous: int,
+    tokens: list[int] | npt.NDArray[np.int64],
+    *,
+    start_position: int,
+    salt: int,
+) -> int:
+    """Lineage after `tokens` at consecutive positions from `start_position`, signed."""
+    values = np.asarray(tokens, dtype=np.int64).astype(np.uint64)
+    positions = np.arange(start_position, start_position + len(values), dtype=np.int64)
+    words = (values & np.uint64(TOKEN_MASK)) | (
+        positions.astype(np.uint64) << np.uint64(32)
+    )
+    terms = _mix64_array(_mix64_array(words) ^ np.uint64(salt_key(salt) & MASK64))
+    return to_signed64((previous + int(terms.sum(dtype=np.uint64))) & MASK64)
+
+
+def lineage_of(tokens: list[int] | npt.NDArray[np.int64], salt: int) -> int:
+    """Lineage of a request whose tokens stand at positions 0, 1, ..."""
+    return extend_lineage(0, tokens, start_position=0, salt=salt)
+
+
+def _mix64_array(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+def pack_word0_tensor(tokens: Tensor, positions: Tensor) -> Tensor:
+    return (positions << 32) | (tokens & TOKEN_MASK)
+
+
+def lineage_terms(tokens: Tensor, positions: Tensor, salts: Tensor) -> Tensor:
+    """`lineage_term` of int64 tensors that broadcast."""
+    words = pack_word0_tensor(tokens, positions)
+    return mix64(mix64(words) ^ mix64(salts ^ SALT_KEY))
+
+
+def pack_word3_tensor(clock: Tensor, kind: int, serials: Tensor) -> Tensor:
+    low = (kind << SERIAL_BITS) | (serials & SERIAL_MASK)
+    return (clock << CLOCK_SHIFT) | low
+
+
+def fingerprint_keys(layers: Tensor, indices: Tensor) -> Tensor:
+    """What tells one word of a slot from another: mix64(layer << 32 | index)."""
+    return mix64((layers << 32) | indices)
+
+
+def sample_place(
+    lineages: Tensor, *, layers: int, chunks: int
+) -> tuple[Tensor, Tensor]:
+    """(layer, 16-byte chunk) that `partial` covers of the slots with these lineages."""
+    spread = mix64(lineages)
+    low, high = spread & TOKEN_MASK, (spread >> 32) & TOKEN_MASK
+    return (low * layers) >> 32, (high * chunks) >> 32

@@ -1,0 +1,255 @@
+"""The canary's record writes in torch: the oracle of the native and Triton versions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang.srt.kv_canary.kernels.records import (
+    CLOCK_MASK,
+    CLOCK_SHIFT,
+    POISON_WORD,
+    SERIAL_MASK,
+    Counter,
+    Launch,
+    Phase,
+    Reason,
+    Ring,
+    WriterKind,
+    lineage_terms,
+    pack_word0_tensor,
+    pack_word3_tensor,
+)
+from sglang.srt.kv_canary.kernels.reference import (
+    Report,
+    columns_of,
+    fingerprints,
+    look_up,
+    row_starts,
+)
+from sglang.srt.kv_canary.kernels.state import CanaryRows, CanaryState, Fingerprint
+
+
+class _NewTokens(NamedTuple):
+    """The live new tokens, row after row; all [n]."""
+
+    place: Tensor
+    row: Tensor
+    number: Tensor
+    word0: Tensor
+    lineage: Tensor
+    word3: Tensor
+
+
+def _base_lineages(state: CanaryState, rows: CanaryRows) -> Tensor:
+    lineage_rows = rows.req_rows if rows.lineage_rows is None else rows.lineage_rows
+    seeds = torch.zeros_like(rows.salts) if rows.seeds is None else rows.seeds
+    known = state.expected_lineage[lineage_rows]
+    return torch.where(rows.prefix_lens > 0, known, seeds)
+
+
+def _new_tokens(state: CanaryState, rows: CanaryRows, kind: int) -> _NewTokens:
+    starts, counts = row_starts(rows)
+    row = torch.repeat_interleave(counts)
+    ends = counts.cumsum(0)
+    number = torch.arange(len(row), device=row.device) - (ends - counts)[row]
+    index = starts[row] + number
+    tokens, positions = rows.input_ids[index], rows.positions[index]
+    terms = lineage_terms(tokens, positions, rows.salts[row])
+    base = _base_lineages(state, rows)[row]
+    if rows.parent_index is None:
+        sums = terms.cumsum(0)
+        lineage = base + sums - (sums - terms)[(ends - counts)[row]]
+    else:
+        lineage = base + _ancestor_sums(rows, starts[row], counts[row], index, terms)
+    word3 = pack_word3_tensor(state.clock, kind, rows.serials[row])
+    return _NewTokens(
+        index, row, number, pack_word0_tensor(tokens, positions), lineage, word3
+    )
+
+
+def _ancestor_sums(
+    rows: CanaryRows, starts: Tensor, counts: Tensor, index: Tensor, terms: Tensor
+) -> Tensor:
+    assert rows.parent_index is not None
+    of_token = terms.new_zeros(rows.num_tokens)
+    of_token[index] = terms
+    total, node = terms.clone(), rows.parent_index[index]
+    active = torch.ones_like(node, dtype=torch.bool)
+    for _ in range(rows.max_depth):
+        active &= (node >= starts) & (node < starts + counts)
+        total += torch.where(active, of_token[node * active], 0)
+        node = rows.parent_index[node * active]
+    return total
+
+
+def _padded_writes(rows: CanaryRows, page_size: int) -> dict[Ring, Tensor]:
+    """What padded rows write: all they may write is scratch."""
+    slot, positions = rows.out_cache_loc, rows.positions
+    is_padded = rows.req_rows == 0
+    stray = is_padded & ((slot < 0) | (slot >= page_size))
+    zeros = torch.zeros_like(slot)
+    return {
+        Ring.REASONS: torch.where(stray, int(Reason.WRITE_FOREIGN), 0),
+        Ring.SLOT: slot,
+        Ring.POSITION: positions,
+        Ring.EXPECTED_WORD0: pack_word0_tensor(rows.input_ids, positions),
+        Ring.EXPECTED_LINEAGE: lineage_terms(rows.input_ids, positions, zeros),
+        Ring.BATCH_ROW: torch.arange(rows.num_rows, device=slot.device),
+    }
+
+
+def write_head(
+    state: CanaryState,
+    rows: CanaryRows,
+    *,
+    req_to_token: Tensor | None,
+    page_size: int,
+    writer_kind: WriterKind,
+    manager: int,
+    oracle: tuple[Tensor, Tensor] | None,
+) -> None:
+    report = Report(state, Launch.HEAD, manager)
+    report.step_phase(manager, Phase.AFTER_VERIFY, Phase.AFTER_HEAD)
+    state.counters[Counter.HEAD_LAUNCHES] += 1
+    new = _new_tokens(state, rows, writer_kind)
+    slot, serial = rows.out_cache_loc[new.place], rows.serials[new.row]
+    position = rows.positions[new.place]
+    scratch = (slot >= 0) & (slot < page_size)
+    writable = (slot >= page_size) & (slot < state.num_slots)
+    old = state.head[slot * writable] * writable[:, None]
+    is_now = (old[:, 3] >> CLOCK_SHIFT) & CLOCK_MASK == state.clock & CLOCK_MASK
+    is_other = (old[:, 3] ^ serial) & SERIAL_MASK != 0
+    foreign = writable & (old[:, 0] != POISON_WORD) & ~is_now & is_other
+    foreign |= ~writable & ~scratch
+    expected_slot = torch.full_like(slot, -1)
+    if req_to_token is not None and rows.parent_index is None:
+        column = columns_of(rows, new.row, rows.prefix_lens[new.row] + new.number)
+        expected_slot = look_up(req_to_token, rows.req_rows[new.row], column)
+        foreign |= ~scratch & (slot != expected_slot)
+    reasons = torch.where(scratch, int(Reason.WRITE_SCRATCH), 0)
+    reasons |= torch.where(foreign, int(Reason.WRITE_FOREIGN), 0)
+    expected0, found0 = new.word0, old[:, 0]
+    if oracle is not None:
+        tokens, positions = (part[new.place] for part in oracle)
+        wrong = (tokens >= 0) & (tokens != rows.input_ids[new.place])
+        reasons |= torch.where(wrong, int(Reason.WRITE_TOKEN), 0)
+        misplaced = (positions >= 0) & (positions != position)
+        reasons |= torch.where(misplaced, int(Reason.WRITE_POSITION), 0)
+        expected0 = pack_word0_tensor(tokens, positions)
+        found0 = torch.where(wrong | misplaced, new.word0, found0)
+    report.add(
+        {
+            Ring.REASONS: reasons,
+            Ring.REQ_ROW: rows.req_rows[new.row],
+            Ring.SERIAL: serial,
+            Ring.SLOT: slot,
+            Ring.POSITION: position,
+            Ring.EXPECTED_WORD0: expected0,
+            Ring.FOUND_WORD0: found0,
+            Ring.EXPECTED_LINEAGE: new.lineage,
+            Ring.FOUND_LINEAGE: old[:, 1],
+            Ring.FOUND_WORD3: old[:, 3],
+            Ring.BATCH_ROW: new.row,
+            Ring.EXPECTED_SLOT: expected_slot,
+        }
+    )
+    if rows.qo_indptr is None:
+        report.add(_padded_writes(rows, page_size))
+    zeros = torch.zeros_like(slot)
+    record = torch.stack((new.word0, new.lineage, zeros, new.word3), dim=1)
+    state.head[slot[writable]] = record[writable]
+    state.counters[Counter.HEAD_SLOTS] += writable.sum()
+
+
+def write_tail(
+    state: CanaryState,
+    rows: CanaryRows,
+    fingerprint: Fingerprint,
+    *,
+    page_size: int,
+    writer_kind: WriterKind,
+    manager: int,
+) -> None:
+    report = Report(state, Launch.TAIL, manager)
+    report.step_phase(manager, Phase.AFTER_HEAD, Phase.IDLE)
+    state.counters[Counter.TAIL_LAUNCHES] += 1
+    new = _new_tokens(state, rows, writer_kind)
+    slot = rows.out_cache_loc[new.place]
+    writable = (slot >= page_size) & (slot < state.num_slots)
+    head = state.head[slot * writable]
+    alias = writable & ((head[:, 0] != new.word0) | (head[:, 3] != new.word3))
+    report.add(
+        {
+            Ring.REASONS: torch.where(alias, int(Reason.WRITE_ALIAS), 0),
+            Ring.REQ_ROW: rows.req_rows[new.row],
+            Ring.SERIAL: rows.serials[new.row],
+            Ring.SLOT: slot,
+            Ring.POSITION: rows.positions[new.place],
+            Ring.EXPECTED_WORD0: new.word0,
+            Ring.FOUND_WORD0: head[:, 0],
+            Ring.EXPECTED_LINEAGE: new.lineage,
+            Ring.FOUND_LINEAGE: head[:, 1],
+            Ring.FOUND_WORD3: head[:, 3],
+            Ring.BATCH_ROW: new.row,
+        }
+    )
+    slot, lineage = slot[writable], new.lineage[writable]
+    state.tail[slot] = torch.stack(
+        (
+            new.word0[writable],
+            lineage,
+            fingerprints(fingerprint, slot, lineage),
+            new.word3[writable],
+        ),
+        dim=1,
+    )
+    state.counters[Counter.TAIL_SLOTS] += len(slot)
+    state.clock.add_(1)
+
+
+def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
+    if n_live is not None:
+        slots = slots[: int(n_live)]
+    slots = slots[(slots >= 0) & (slots < state.num_slots)]
+    for records in (state.head, state.tail):
+        known = slots[records[slots, 0] != POISON_WORD]
+        word3 = pack_word3_tensor(state.clock, WriterKind.POISON, records[known, 3])
+        records[known, 0] = POISON_WORD
+        records[known, 3] = word3
+
+
+def move_records(state: CanaryState, *, dst: Tensor, src: Tensor) -> None:
+    for records in (state.head, state.tail):
+        records.index_copy_(0, dst, records.index_select(0, src))
+
+
+def gather_verdicts(state: CanaryState, req_rows: Tensor, out: Tensor) -> None:
+    torch.mul(state.verdict[req_rows], req_rows != 0, out=out)
+    state.verdict.index_copy_(
+        0, req_rows, state.verdict[req_rows] * (req_rows == 0).to(torch.int32)
+    )
+
+
+def finish_step(state: CanaryState, rows: CanaryRows, out: Tensor) -> None:
+    advance_lineage(state, rows)
+    n = rows.num_rows
+    verdicts = torch.empty_like(rows.req_rows, dtype=torch.int32)
+    gather_verdicts(state, rows.req_rows, verdicts)
+    out[:n] = verdicts
+    out[n] = state.ring_count[0]
+    out[n + 1 :] = state.counters
+
+
+def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:
+    _, counts = row_starts(rows)
+    new = _new_tokens(state, rows, WriterKind.NONE)
+    values = _base_lineages(state, rows)
+    ends = counts.cumsum(0) - 1
+    some = counts > 0
+    values[some] = new.lineage[ends[some]]
+    lineage_rows = rows.req_rows if rows.lineage_rows is None else rows.lineage_rows
+    live = rows.req_rows != 0
+    state.expected_lineage[lineage_rows[live]] = values[live]

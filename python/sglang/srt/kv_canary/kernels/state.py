@@ -1,0 +1,333 @@
+"""What the canary's launches work on: device state, batch rows, read tables, KV bytes.
+
+Holds tensors and checks their shapes; launches nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from sglang.srt.kv_canary.kernels.records import (
+    FIRST_CLOCK,
+    NUM_COUNTERS,
+    POISON_WORD,
+    RECORD_WORDS,
+    RING_WORDS,
+    WriterKind,
+    pack_word3,
+)
+
+NO_MANAGER = -1
+"""Manager of a launch that is no step of a forward: it leaves all phases alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryState:
+    """The canary of one KV pool; every tensor on the pool's device.
+
+    Fields:
+        head, tail: int64 [num_slots, 4], records (`records.py`).
+        expected_lineage: int64 [lineage_rows], lineage of the last KV token of a row,
+            known without the records.
+        verdict: int32 [req_rows], reasons per request row since the last gather. Row 0
+            (padding) collects PHASE, which belongs to no request.
+        ring: int64 [capacity, RING_WORDS]; ring_count: int64 [1], counts on when the
+            ring is full; entries past the capacity are dropped.
+        counters: int64 [NUM_COUNTERS].
+        clock: int64 [1], number of the forward now running; the tail launch advances
+            it when its last program is done.
+        phase: int32 [managers]; ticket: int32 [1], scratch of the tail launch.
+        pool: tag of this pool in ring entries.
+    """
+
+    head: Tensor
+    tail: Tensor
+    expected_lineage: Tensor
+    verdict: Tensor
+    ring: Tensor
+    ring_count: Tensor
+    counters: Tensor
+    clock: Tensor
+    phase: Tensor
+    ticket: Tensor
+    pool: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.head.shape[0]
+
+
+def create_state(
+    *,
+    num_slots: int,
+    req_rows: int,
+    ring_capacity: int,
+    num_managers: int,
+    device: torch.device | str,
+    lineage_rows: int | None = None,
+    pool: int = 0,
+) -> CanaryState:
+    """A canary that has seen nothing: every slot poisoned.
+
+    Args:
+        req_rows: rows of `req_to_token`, row 0 (padding) included.
+        lineage_rows: rows of `expected_lineage`; None: `req_rows`. More where draft
+            branches keep histories of their own (`CanaryRows.lineage_rows`).
+
+    Raises:
+        ValueError: a size is not positive, or more managers than a tag can name.
+    """
+    sizes = {
+        "num_slots": num_slots,
+        "req_rows": req_rows,
+        "ring_capacity": ring_capacity,
+        "num_managers": num_managers,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"create_state: {name}={size} must be positive")
+    if num_managers > 254:
+        raise ValueError(f"create_state: num_managers={num_managers}, at most 254")
+
+    def int64(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.int64, device=device)
+
+    def int32(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+    head = int64(num_slots, RECORD_WORDS)
+    head[:, 0] = POISON_WORD
+    head[:, 3] = pack_word3(0, WriterKind.POISON, 0)
+    return CanaryState(
+        head=head,
+        tail=head.clone(),
+        expected_lineage=int64(lineage_rows or req_rows),
+        verdict=int32(req_rows),
+        ring=int64(ring_capacity, RING_WORDS),
+        ring_count=int64(1),
+        counters=int64(NUM_COUNTERS),
+        clock=int64(1) + FIRST_CLOCK,
+        phase=int32(num_managers),
+        ticket=int32(1),
+        pool=pool,
+    )
+
+
+def _require_vectors(owner: str, **fields: Tensor | None) -> None:
+    for name, t in fields.items():
+        if t is None:
+            continue
+        if t.dtype is not torch.int64 or t.dim() != 1 or not t.is_contiguous():
+            raise ValueError(
+                f"{owner}: {name} is {t.dtype} of shape {list(t.shape)} and strides "
+                f"{list(t.stride())}; it must be a contiguous int64 vector"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryRows:
+    """R rows of a forward and their T new tokens; int64, contiguous.
+
+    Fields:
+        req_rows: [R], rows of `req_to_token`; 0: padded, skipped everywhere. Trusted
+            to lie in the tables, like `lineage_rows`.
+        prefix_lens, extend_lens: [R], tokens before this forward and of it.
+        qo_indptr: [R + 1], offsets of the rows in [T]; None: one token per row.
+        input_ids, positions, out_cache_loc: [T].
+        serials, salts: [R].
+        parent_index: [T] | None, for trees: place in [T] of a token's parent, -1: the
+            row's last prefix token.
+        seeds: [R] | None, lineage before position 0; None: 0.
+        lineage_rows: [R] | None, rows of `expected_lineage`; None: `req_rows`.
+        shift_from, column_shift: [R] | None, for draft branches: position p stands in
+            column p of `req_to_token` below `shift_from`, else in p + `column_shift`.
+        max_depth: ancestors that are walked in a tree.
+    """
+
+    req_rows: Tensor
+    prefix_lens: Tensor
+    extend_lens: Tensor
+    input_ids: Tensor
+    positions: Tensor
+    out_cache_loc: Tensor
+    serials: Tensor
+    salts: Tensor
+    qo_indptr: Tensor | None = None
+    parent_index: Tensor | None = None
+    seeds: Tensor | None = None
+    lineage_rows: Tensor | None = None
+    shift_from: Tensor | None = None
+    column_shift: Tensor | None = None
+    max_depth: int = 32
+
+    def __post_init__(self) -> None:
+        if (self.shift_from is None) != (self.column_shift is None):
+            raise ValueError("CanaryRows: shift_from and column_shift go together")
+
+    def check_layout(self) -> None:
+        """For kernels that index raw memory, where another layout would be misread.
+
+        Raises:
+            ValueError: a tensor is no contiguous int64 vector.
+        """
+        _require_vectors(
+            "CanaryRows",
+            req_rows=self.req_rows,
+            prefix_lens=self.prefix_lens,
+            extend_lens=self.extend_lens,
+            input_ids=self.input_ids,
+            positions=self.positions,
+            out_cache_loc=self.out_cache_loc,
+            serials=self.serials,
+            salts=self.salts,
+            qo_indptr=self.qo_indptr,
+            parent_index=self.parent_index,
+            seeds=self.seeds,
+            lineage_rows=self.lineage_rows,
+            shift_from=self.shift_from,
+            column_shift=self.column_shift,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.req_rows.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTable:
+    """Slots that a forward's attention reads; as `KVReadView`.
+
+    Element i of row r stands at position `first_position[r] + i` (0 where None), in
+    slot `page_table[row_index[r], i // page_size] + i % page_size`, or without a table
+    in `slot_indices[indptr[r] + i]` or, where a backend reads page numbers, in
+    `page_indices[indptr[r] + i // page_size] * page_size + i % page_size`. What lies
+    beyond the table is an unreadable slot.
+
+    Fields:
+        read_lens: int64 [R].
+        page_table: int32 [rows, columns], any strides; row_index: int64 [R] | None (r).
+        indptr: int32 or int64 [>= R]; slot_indices, page_indices: int32 or int64 [N].
+        prev_slots: int64 [R] | None, slot of the token before element 0, -1: none.
+    """
+
+    read_lens: Tensor
+    page_size: int = 1
+    page_table: Tensor | None = None
+    row_index: Tensor | None = None
+    indptr: Tensor | None = None
+    slot_indices: Tensor | None = None
+    page_indices: Tensor | None = None
+    first_position: Tensor | None = None
+    prev_slots: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        given = [
+            part is not None
+            for part in (self.page_table, self.slot_indices, self.page_indices)
+        ]
+        if sum(given) != 1 or given[0] == (self.indptr is not None):
+            raise ValueError(
+                "ReadTable: give either page_table, or indptr with slot_indices or "
+                "page_indices"
+            )
+        if self.page_size < 1:
+            raise ValueError(f"ReadTable: page_size={self.page_size} is not positive")
+
+    @property
+    def entries(self) -> Tensor:
+        """The one table that is given."""
+        for part in (self.page_table, self.slot_indices, self.page_indices):
+            if part is not None:
+                return part
+        raise AssertionError("checked at construction")
+
+    @property
+    def entry_size(self) -> int:
+        """Elements that one entry of the table stands for."""
+        return 1 if self.slot_indices is not None else self.page_size
+
+    def check_layout(self) -> None:
+        """As `CanaryRows.check_layout`."""
+        _require_vectors(
+            "ReadTable",
+            read_lens=self.read_lens,
+            row_index=self.row_index,
+            first_position=self.first_position,
+            prev_slots=self.prev_slots,
+        )
+
+
+class FingerprintMode(IntEnum):
+    """Which bytes of a slot its fingerprint covers, and when they are hashed again.
+
+    PARTIAL: 16 bytes of K and of V in one layer, on every read. ROTATE: all bytes, on
+    read those of slots whose turn it is. ALL: all bytes on every read.
+    """
+
+    NONE = 0
+    PARTIAL = 1
+    ROTATE = 2
+    ALL = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """The pool's bytes as int64 words [layers, slots, words], any strides of the first
+    two dimensions. In ROTATE, slots with (slot + clock) % period == 0 are rehashed."""
+
+    mode: FingerprintMode = FingerprintMode.NONE
+    k_words: Tensor | None = None
+    v_words: Tensor | None = None
+    rotation_period: int = 1
+
+
+NO_FINGERPRINT = Fingerprint()
+
+
+def create_fingerprint(
+    mode: FingerprintMode,
+    *,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    rotation_period: int = 1024,
+) -> Fingerprint:
+    """Fingerprints of K and V, viewed without a copy.
+
+    Args:
+        k_buffer, v_buffer: [layers, slots, ...], alike in layers and slots.
+
+    Raises:
+        ValueError: a slot's bytes of one layer are not one run of 16-byte chunks, the
+            buffers differ, or the period is not positive.
+    """
+    if mode is FingerprintMode.NONE:
+        return NO_FINGERPRINT
+    if k_buffer.shape[:2] != v_buffer.shape[:2]:
+        raise ValueError("create_fingerprint: K and V differ in layers or slots")
+    if rotation_period < 1:
+        raise ValueError(f"rotation_period={rotation_period} must be positive")
+    return Fingerprint(
+        mode=mode,
+        k_words=_words_of("k_buffer", k_buffer),
+        v_words=_words_of("v_buffer", v_buffer),
+        rotation_period=rotation_period,
+    )
+
+
+def _words_of(name: str, buffer: Tensor) -> Tensor:
+    slot = buffer[0, 0]
+    strides = [s * buffer.element_size() for s in (buffer.stride(0), buffer.stride(1))]
+    if not slot.is_contiguous() or slot.nbytes % 16 or any(s % 16 for s in strides):
+        raise ValueError(
+            f"{name}: a slot has {slot.nbytes} bytes per layer at strides {strides}; "
+            "the canary fingerprints runs of 16 bytes. Use --kv-canary-real-data none"
+        )
+    return buffer.flatten(2).view(torch.int64)

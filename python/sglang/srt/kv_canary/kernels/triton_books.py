@@ -1,0 +1,216 @@
+"""Triton kernels of the canary's bookkeeping: poison, moves, verdicts, lineages."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sglang.srt.kv_canary.kernels.records import WriterKind
+from sglang.srt.kv_canary.kernels.triton_common import (
+    POISON,
+    SALT_KEY,
+    mix64,
+    pack_word3,
+)
+from sglang.srt.kv_canary.kernels.triton_write import _base_of, _sum_of_terms
+
+POISON_KIND = tl.constexpr(int(WriterKind.POISON))
+
+
+@triton.jit(do_not_specialize=["num_slots", "count"])
+def poison_kernel(
+    head,
+    tail,
+    clock,
+    slots,
+    n_live,
+    num_slots,
+    count,
+    HAS_LIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < count
+    if HAS_LIVE:
+        inside = inside & (lane < tl.load(n_live))
+    slot = tl.load(slots + lane, mask=inside, other=-1)
+    inside = inside & (slot >= 0) & (slot < num_slots)
+    records = head
+    if tl.program_id(1) == 1:
+        records = tail
+    record = records + slot * 4
+    fresh = inside & (tl.load(record, mask=inside, other=POISON) != POISON)
+    word3 = tl.load(record + 3, mask=fresh, other=0)
+    word3 = pack_word3(tl.load(clock), POISON_KIND, word3)
+    tl.store(record, tl.zeros_like(slot) + POISON, mask=fresh)
+    tl.store(record + 3, word3, mask=fresh)
+
+
+@triton.jit(do_not_specialize=["count"])
+def move_kernel(head, tail, dst, src, count, MOVES: tl.constexpr):
+    move = tl.arange(0, MOVES)
+    mask = (move < count)[:, None]
+    word = tl.arange(0, 4)[None, :]
+    source = tl.load(src + move, mask=move < count, other=0)
+    target = tl.load(dst + move, mask=move < count, other=0)
+    records = head
+    if tl.program_id(0) == 1:
+        records = tail
+    moved = tl.load(records + source[:, None] * 4 + word, mask=mask, other=0)
+    # Threads of one program run apart: all loads come before any store.
+    tl.debug_barrier()
+    tl.store(records + target[:, None] * 4 + word, moved, mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def gather_verdicts_kernel(verdict, req_rows, out, count, BLOCK: tl.constexpr):
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(req_rows + lane, mask=lane < count, other=0)
+    live = row != 0
+    found = tl.load(verdict + row, mask=live, other=0)
+    tl.store(out + lane, found, mask=lane < count)
+    tl.store(verdict + row, tl.zeros_like(found), mask=live)
+
+
+@triton.jit
+def _advance_row(
+    expected_lineage,
+    row,
+    req,
+    prefix_lens,
+    extend_lens,
+    input_ids,
+    positions,
+    salts,
+    qo_indptr,
+    seeds,
+    lineage_rows,
+    num_tokens,
+    HAS_QO_INDPTR: tl.constexpr,
+    HAS_SEEDS: tl.constexpr,
+    HAS_LINEAGE_ROWS: tl.constexpr,
+):
+    live = req != 0
+    prefix = tl.load(prefix_lens + row)
+    start = row
+    if HAS_QO_INDPTR:
+        start = tl.load(qo_indptr + row)
+    extend = tl.where(live, tl.load(extend_lens + row), 0)
+    end = tl.minimum(start + extend, num_tokens)
+    salt = mix64(tl.load(salts + row) ^ SALT_KEY)
+    value = _base_of(
+        expected_lineage,
+        lineage_rows,
+        seeds,
+        row,
+        req,
+        live,
+        prefix,
+        HAS_LINEAGE_ROWS,
+        HAS_SEEDS,
+    )
+    value += _sum_of_terms(input_ids, positions, start, end, salt)
+    lineage_row = req
+    if HAS_LINEAGE_ROWS:
+        lineage_row = tl.load(lineage_rows + row)
+    # All threads have read the old value before one stores the new.
+    tl.debug_barrier()
+    tl.store(expected_lineage + lineage_row, value, mask=live)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def advance_lineage_kernel(
+    expected_lineage,
+    req_rows,
+    prefix_lens,
+    extend_lens,
+    input_ids,
+    positions,
+    salts,
+    qo_indptr,
+    seeds,
+    lineage_rows,
+    num_tokens,
+    HAS_QO_INDPTR: tl.constexpr,
+    HAS_SEEDS: tl.constexpr,
+    HAS_LINEAGE_ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    _advance_row(
+        expected_lineage,
+        row,
+        tl.load(req_rows + row),
+        prefix_lens,
+        extend_lens,
+        input_ids,
+        positions,
+        salts,
+        qo_indptr,
+        seeds,
+        lineage_rows,
+        num_tokens,
+        HAS_QO_INDPTR,
+        HAS_SEEDS,
+        HAS_LINEAGE_ROWS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def finish_kernel(
+    expected_lineage,
+    verdict,
+    ring_count,
+    counters,
+    out,
+    req_rows,
+    prefix_lens,
+    extend_lens,
+    input_ids,
+    positions,
+    salts,
+    qo_indptr,
+    seeds,
+    lineage_rows,
+    num_rows,
+    num_tokens,
+    HAS_QO_INDPTR: tl.constexpr,
+    HAS_SEEDS: tl.constexpr,
+    HAS_LINEAGE_ROWS: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    COUNTERS_BLOCK: tl.constexpr,
+):
+    """`advance_lineage`, verdicts taken and cleared, and the pool's status behind them;
+    the last program does the status alone."""
+    row = tl.program_id(0).to(tl.int64)
+    if row == num_rows:
+        tl.store(out + num_rows, tl.load(ring_count))
+        index = tl.arange(0, COUNTERS_BLOCK)
+        value = tl.load(counters + index, mask=index < COUNTERS, other=0)
+        tl.store(out + num_rows + 1 + index, value, mask=index < COUNTERS)
+    else:
+        req = tl.load(req_rows + row)
+        found = tl.load(verdict + req)
+        found = tl.where(req != 0, found, 0)
+        # All threads have read the verdict before one clears it.
+        tl.debug_barrier()
+        tl.store(out + row, found.to(tl.int64))
+        tl.store(verdict + req, 0, mask=req != 0)
+        _advance_row(
+            expected_lineage,
+            row,
+            req,
+            prefix_lens,
+            extend_lens,
+            input_ids,
+            positions,
+            salts,
+            qo_indptr,
+            seeds,
+            lineage_rows,
+            num_tokens,
+            HAS_QO_INDPTR,
+            HAS_SEEDS,
+            HAS_LINEAGE_ROWS,
+        )

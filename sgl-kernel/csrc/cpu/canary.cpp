@@ -1,0 +1,354 @@
+// Checks of arguments and launches of the KV canary. Tensors arrive as lists in the order
+// of the fields of CanaryState, CanaryRows and ReadTable (kv_canary/kernels/native.py).
+#include <vector>
+
+#include "sglang_kernels/cpu/canary.h"
+#include "torch_api.h"
+
+namespace sglk {
+namespace {
+
+using Tensors = std::vector<Tensor>;
+using OptionalTensors = std::vector<OptionalTensor>;
+using Numbers = std::vector<int64_t>;
+
+// Time of one thread, for the decision to split; measured within a factor 2.
+constexpr double kMicrosecondsPerElement = 1.2e-2;
+constexpr double kMicrosecondsPerWord = 2e-3;
+
+template <class T>
+T* vector_data(
+    const char* op, const char* name, const Tensor& t, ScalarType type, int64_t size) {
+  check_vector(op, name, t, type, size);
+  return (T*)t.mutable_data_ptr();
+}
+
+const int64_t* longs(
+    const char* op, const char* name, const OptionalTensor& t, int64_t size) {
+  return t ? vector_data<const int64_t>(op, name, *t, ScalarType::Long, size) : nullptr;
+}
+
+int64_t* matrix(const char* op, const char* name, const Tensor& t, int64_t width) {
+  SGLK_CHECK(
+      t.dim() == 2 && t.scalar_type() == ScalarType::Long && t.size(1) == width &&
+          t.is_contiguous(),
+      op, name, t, "contiguous int64 [*, " + std::to_string(width) + "]");
+  return (int64_t*)t.mutable_data_ptr();
+}
+
+canary::State state_of(const char* op, const Tensors& t, int64_t pool) {
+  SGLK_REQUIRE(t.size() == 9, op, ": state has ", t.size(), " tensors, expected 9");
+  canary::State s{};
+  s.head = matrix(op, "head", t[0], 4);
+  s.tail = matrix(op, "tail", t[1], 4);
+  s.num_slots = t[0].size(0);
+  SGLK_CHECK(t[1].size(0) == s.num_slots, op, "tail", t[1], "the slots of head");
+  const auto all = [&](const char* name, int i, ScalarType type) {
+    return vector_data<void>(op, name, t[i], type, t[i].numel());
+  };
+  s.expected_lineage = (int64_t*)all("expected_lineage", 2, ScalarType::Long);
+  s.verdict = (int32_t*)all("verdict", 3, ScalarType::Int);
+  s.ring = matrix(op, "ring", t[4], canary::kRingWords);
+  s.capacity = t[4].size(0);
+  s.ring_count = vector_data<int64_t>(op, "ring_count", t[5], ScalarType::Long, 1);
+  s.counters =
+      vector_data<int64_t>(op, "counters", t[6], ScalarType::Long, canary::kNumCounters);
+  s.clock = vector_data<int64_t>(op, "clock", t[7], ScalarType::Long, 1);
+  s.phase = (int32_t*)all("phase", 8, ScalarType::Int);
+  s.pool = pool;
+  return s;
+}
+
+canary::Rows rows_of(
+    const char* op, const OptionalTensors& t, int64_t max_depth, const Tensor& lineages) {
+  SGLK_REQUIRE(t.size() == 14, op, ": rows has ", t.size(), " tensors, expected 14");
+  for (int i = 0; i < 8; i++)
+    SGLK_REQUIRE(t[i], op, ": tensor ", i, " of rows is missing");
+  canary::Rows rows{};
+  const int64_t n = rows.count = t[0]->numel(), tokens = rows.tokens = t[3]->numel();
+  rows.req_rows = longs(op, "req_rows", t[0], n);
+  rows.prefix_lens = longs(op, "prefix_lens", t[1], n);
+  rows.extend_lens = longs(op, "extend_lens", t[2], n);
+  rows.input_ids = longs(op, "input_ids", t[3], tokens);
+  rows.positions = longs(op, "positions", t[4], tokens);
+  rows.locs = longs(op, "out_cache_loc", t[5], tokens);
+  rows.serials = longs(op, "serials", t[6], n);
+  rows.salts = longs(op, "salts", t[7], n);
+  rows.indptr = longs(op, "qo_indptr", t[8], n + 1);
+  rows.parents = longs(op, "parent_index", t[9], tokens);
+  rows.seeds = longs(op, "seeds", t[10], n);
+  rows.lineage_rows = longs(op, "lineage_rows", t[11], n);
+  rows.shift_from = longs(op, "shift_from", t[12], n);
+  rows.column_shift = longs(op, "column_shift", t[13], n);
+  rows.max_depth = max_depth;
+  for (int64_t r = 0; r < n; r++) {
+    const int64_t row = rows.lineage_row(r), first = rows.start(r);
+    SGLK_REQUIRE(
+        row >= 0 && row < lineages.size(0), op, ": row ", r, " has lineage row ", row,
+        ", expected 0 .. ", lineages.size(0) - 1);
+    SGLK_REQUIRE(
+        first >= 0 && (first <= tokens || rows.req_rows[r] == 0), op, ": qo_indptr[", r,
+        "] is ", first, ", expected 0 .. ", tokens);
+  }
+  return rows;
+}
+
+void check_req_rows(const char* op, const canary::Rows& rows, int64_t limit) {
+  for (int64_t r = 0; r < rows.count; r++)
+    SGLK_REQUIRE(
+        rows.req_rows[r] >= 0 && rows.req_rows[r] < limit, op, ": req_rows[", r, "] is ",
+        rows.req_rows[r], ", expected 0 .. ", limit - 1);
+}
+
+canary::Columns columns_of(
+    const char* op, const char* name, const OptionalTensor& t, const canary::Rows& rows) {
+  if (!t) return {};
+  SGLK_CHECK(
+      t->dim() == 2 && t->scalar_type() == ScalarType::Int && t->stride(1) == 1, op, name,
+      *t, "int32 [rows, columns] with contiguous rows");
+  check_req_rows(op, rows, t->size(0));
+  return {(const int32_t*)t->const_data_ptr(), t->stride(0), t->size(1)};
+}
+
+canary::Table table_of(const char* op, const OptionalTensors& t, int64_t page, int64_t rows) {
+  SGLK_REQUIRE(t.size() == 7, op, ": table has ", t.size(), " tensors, expected 7");
+  SGLK_REQUIRE(t[0], op, ": read_lens is missing");
+  canary::Table table{};
+  table.read_lens = longs(op, "read_lens", t[0], rows);
+  table.page_size = page;
+  table.paged = t[1].has_value();
+  SGLK_REQUIRE(table.paged || (t[3] && t[4]), op, ": neither page_table nor indptr");
+  const Tensor& entries = table.paged ? *t[1] : *t[4];
+  const ScalarType type = entries.scalar_type();
+  SGLK_CHECK(
+      entries.dim() == (table.paged ? 2 : 1) &&
+          (type == ScalarType::Int || type == ScalarType::Long),
+      op, table.paged ? "page_table" : "slot_indices", entries, "int32 or int64 indices");
+  table.entries = {entries.const_data_ptr(), type == ScalarType::Long};
+  if (table.paged) {
+    table.rows = entries.size(0);
+    table.columns = entries.size(1);
+    table.row_stride = entries.stride(0);
+    table.column_stride = entries.stride(1);
+    table.row_index = longs(op, "row_index", t[2], rows);
+  } else {
+    check_vector(op, "slot_indices", entries, type, entries.numel());
+    table.columns = entries.numel();
+    SGLK_CHECK(t[3]->numel() >= rows, op, "indptr", *t[3], "at least one entry per row");
+    table.indptr = longs(op, "indptr", t[3], t[3]->numel());
+  }
+  table.first = longs(op, "first_position", t[5], rows);
+  table.prev_slots = longs(op, "prev_slots", t[6], rows);
+  return table;
+}
+
+canary::Words words_of(const char* op, const char* name, const Tensor& t, int64_t slots) {
+  SGLK_CHECK(
+      t.dim() == 3 && t.scalar_type() == ScalarType::Long && t.stride(2) == 1 &&
+          t.size(1) >= slots,
+      op, name, t, "int64 [layers, slots, words] with contiguous words");
+  return {(const int64_t*)t.const_data_ptr(), t.stride(0), t.stride(1), t.size(2)};
+}
+
+canary::Bytes bytes_of(
+    const char* op, const OptionalTensor& k, const OptionalTensor& v, int64_t mode,
+    int64_t period, int64_t slots) {
+  canary::Bytes bytes{};
+  bytes.mode = mode;
+  bytes.period = period;
+  if (mode == canary::kNoBytes) return bytes;
+  SGLK_REQUIRE(k && v && period > 0, op, ": fingerprints need K, V and a period");
+  bytes.k = words_of(op, "k_words", *k, slots);
+  bytes.v = words_of(op, "v_words", *v, slots);
+  SGLK_CHECK(v->size(0) == k->size(0), op, "v_words", *v, "the layers of k_words");
+  bytes.layers = k->size(0);
+  return bytes;
+}
+
+double words_per_hash(const canary::Bytes& bytes) {
+  if (bytes.mode == canary::kNoBytes) return 0;
+  if (bytes.mode == canary::kPartial) return 4;
+  return (double)(bytes.layers * (bytes.k.count + bytes.v.count));
+}
+
+void check_manager(const char* op, const Tensors& state, int64_t manager) {
+  SGLK_REQUIRE(
+      manager >= -1 && manager < state[8].numel(), op, ": manager is ", manager,
+      ", expected -1 .. ", state[8].numel() - 1);
+}
+
+canary::Site site_of(const canary::State& s, int64_t launch, int64_t manager) {
+  return {*s.clock, launch | (manager & 255) << 8 | s.pool << 16};
+}
+
+// numbers: page size, token offset, mode, period, max depth, manager, pool, entry size
+void canary_verify(
+    const Tensors& state, const OptionalTensors& rows, const OptionalTensors& table,
+    const OptionalTensor& k, const OptionalTensor& v, const OptionalTensor& req_to_token,
+    const OptionalTensor& tokens, const Numbers& n) {
+  const char* op = "canary_verify";
+  SGLK_REQUIRE(n.size() == 8, op, ": numbers has ", n.size(), " values, expected 8");
+  const int64_t manager = n[5];
+  canary::VerifyArgs a{};
+  a.state = state_of(op, state, n[6]);
+  a.rows = rows_of(op, rows, n[4], state[2]);
+  check_req_rows(op, a.rows, state[3].numel());
+  check_manager(op, state, manager);
+  a.table = table_of(op, table, n[0], a.rows.count);
+  SGLK_REQUIRE(n[7] > 0, op, ": entry size is ", n[7], ", expected at least 1");
+  a.table.entry_size = n[7];
+  a.bytes = bytes_of(op, k, v, n[2], n[3], a.state.num_slots);
+  a.slots = columns_of(op, "req_to_token", req_to_token, a.rows);
+  a.tokens = columns_of(op, "tokens", tokens, a.rows);
+  a.token_offset = n[1];
+  const bool sweep = !req_to_token;
+  const canary::Site site =
+      site_of(a.state, sweep ? canary::kSweepLaunch : canary::kVerifyLaunch, manager);
+  canary::step_phase(a.state, site, manager, canary::kIdle, canary::kAfterVerify);
+  canary::count(a.state, sweep ? canary::kSweepLaunches : canary::kVerifyLaunches, 1);
+  int64_t elements = 0;
+  for (int64_t r = 0; r < a.rows.count; r++)
+    if (a.rows.req_rows[r]) elements += a.table.read_lens[r];
+  const double hashed = a.bytes.mode == canary::kRotate ? 1.0 / (double)a.bytes.period : 1.0;
+  const double each =
+      kMicrosecondsPerElement + kMicrosecondsPerWord * hashed * words_per_hash(a.bytes);
+  run_split(a.rows.count, threads_for((double)elements * each), [&](int64_t b, int64_t e) {
+    for (int64_t r = b; r < e; r++) canary::verify_row(a, site, r);
+  });
+}
+
+// numbers: page size, writer kind, mode, period, max depth, manager, pool
+canary::WriteArgs write_args(
+    const char* op, const Tensors& state, const OptionalTensors& rows, const Numbers& n) {
+  SGLK_REQUIRE(n.size() == 7, op, ": numbers has ", n.size(), " values, expected 7");
+  canary::WriteArgs a{};
+  a.state = state_of(op, state, n[6]);
+  a.rows = rows_of(op, rows, n[4], state[2]);
+  check_req_rows(op, a.rows, state[3].numel());
+  check_manager(op, state, n[5]);
+  a.page_size = n[0];
+  a.kind = n[1];
+  return a;
+}
+
+using RowWork = void (*)(const canary::WriteArgs&, const canary::Site&, int64_t);
+
+void run_rows(
+    const canary::WriteArgs& a, const canary::Site& site, double words, RowWork work) {
+  const double each = kMicrosecondsPerElement + kMicrosecondsPerWord * words;
+  run_split(
+      a.rows.count, threads_for((double)a.rows.tokens * each), [&](int64_t b, int64_t e) {
+        for (int64_t r = b; r < e; r++) work(a, site, r);
+      });
+}
+
+void canary_write_head(
+    const Tensors& state, const OptionalTensors& rows, const OptionalTensor& req_to_token,
+    const OptionalTensor& oracle_tokens, const OptionalTensor& oracle_positions,
+    const Numbers& n) {
+  const char* op = "canary_write_head";
+  canary::WriteArgs a = write_args(op, state, rows, n);
+  a.slots = columns_of(op, "req_to_token", req_to_token, a.rows);
+  a.oracle_tokens = longs(op, "oracle tokens", oracle_tokens, a.rows.tokens);
+  a.oracle_positions = longs(op, "oracle positions", oracle_positions, a.rows.tokens);
+  SGLK_REQUIRE(
+      !a.oracle_tokens == !a.oracle_positions, op, ": half of the oracle is missing");
+  const canary::Site site = site_of(a.state, canary::kHeadLaunch, n[5]);
+  canary::step_phase(a.state, site, n[5], canary::kAfterVerify, canary::kAfterHead);
+  canary::count(a.state, canary::kHeadLaunches, 1);
+  // All checks see the records as they were before the launch.
+  run_rows(a, site, 0, canary::check_head_row);
+  run_rows(a, site, 0, canary::store_head_row);
+}
+
+void canary_write_tail(
+    const Tensors& state, const OptionalTensors& rows, const OptionalTensor& k,
+    const OptionalTensor& v, const Numbers& n) {
+  const char* op = "canary_write_tail";
+  canary::WriteArgs a = write_args(op, state, rows, n);
+  a.bytes = bytes_of(op, k, v, n[2], n[3], a.state.num_slots);
+  const canary::Site site = site_of(a.state, canary::kTailLaunch, n[5]);
+  canary::step_phase(a.state, site, n[5], canary::kAfterHead, canary::kIdle);
+  canary::count(a.state, canary::kTailLaunches, 1);
+  run_rows(a, site, 0, canary::check_tail_row);
+  run_rows(a, site, words_per_hash(a.bytes), canary::store_tail_row);
+  ++*a.state.clock;
+}
+
+void canary_poison(
+    const Tensors& state, const Tensor& slots, const OptionalTensor& n_live) {
+  const char* op = "canary_poison";
+  const canary::State s = state_of(op, state, 0);
+  const int64_t* at = longs(op, "slots", slots, slots.numel());
+  const int64_t* live = longs(op, "n_live", n_live, 1);
+  const int64_t count = live && *live < slots.numel() ? *live : slots.numel();
+  for (int64_t i = 0; i < count; i++) {
+    if (at[i] < 0 || at[i] >= s.num_slots) continue;
+    for (int64_t* record : {s.head + at[i] * 4, s.tail + at[i] * 4}) {
+      if (record[0] == canary::kPoison) continue;
+      record[0] = canary::kPoison;
+      record[3] = canary::pack_word3(*s.clock, canary::kPoisonKind, record[3]);
+    }
+  }
+}
+
+void canary_advance_lineage(
+    const Tensors& state, const OptionalTensors& rows, int64_t max_depth) {
+  const char* op = "canary_advance_lineage";
+  const canary::State s = state_of(op, state, 0);
+  const canary::Rows live = rows_of(op, rows, max_depth, state[2]);
+  for (int64_t r = 0; r < live.count; r++)
+    if (live.req_rows[r])
+      s.expected_lineage[live.lineage_row(r)] = (int64_t)canary::lineage_after(s, live, r);
+}
+
+// out: verdicts of the rows (cleared), entries in the ring, counters
+void canary_finish(
+    const Tensors& state, const OptionalTensors& rows, int64_t max_depth,
+    const Tensor& out) {
+  const char* op = "canary_finish";
+  const canary::State s = state_of(op, state, 0);
+  const canary::Rows live = rows_of(op, rows, max_depth, state[2]);
+  check_req_rows(op, live, state[3].numel());
+  int64_t* to = vector_data<int64_t>(
+      op, "out", out, ScalarType::Long, live.count + 1 + canary::kNumCounters);
+  for (int64_t r = 0; r < live.count; r++) {
+    const int64_t req = live.req_rows[r];
+    to[r] = req ? s.verdict[req] : 0;
+    if (!req) continue;
+    s.verdict[req] = 0;
+    s.expected_lineage[live.lineage_row(r)] = (int64_t)canary::lineage_after(s, live, r);
+  }
+  to[live.count] = *s.ring_count;
+  for (int64_t i = 0; i < canary::kNumCounters; i++) to[live.count + 1 + i] = s.counters[i];
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
+  m.def(
+      "canary_verify(Tensor(a!)[] state, Tensor?[] rows, Tensor?[] table, Tensor? k_words, "
+      "Tensor? v_words, Tensor? req_to_token, Tensor? tokens, int[] numbers) -> ()");
+  m.def(
+      "canary_write_head(Tensor(a!)[] state, Tensor?[] rows, Tensor? req_to_token, "
+      "Tensor? oracle_tokens, Tensor? oracle_positions, int[] numbers) -> ()");
+  m.def(
+      "canary_write_tail(Tensor(a!)[] state, Tensor?[] rows, Tensor? k_words, "
+      "Tensor? v_words, int[] numbers) -> ()");
+  m.def("canary_poison(Tensor(a!)[] state, Tensor slots, Tensor? n_live) -> ()");
+  m.def("canary_advance_lineage(Tensor(a!)[] state, Tensor?[] rows, int max_depth) -> ()");
+  m.def(
+      "canary_finish(Tensor(a!)[] state, Tensor?[] rows, int max_depth, Tensor(b!) out) "
+      "-> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
+  m.impl("canary_verify", TORCH_BOX(&canary_verify));
+  m.impl("canary_write_head", TORCH_BOX(&canary_write_head));
+  m.impl("canary_write_tail", TORCH_BOX(&canary_write_tail));
+  m.impl("canary_poison", TORCH_BOX(&canary_poison));
+  m.impl("canary_advance_lineage", TORCH_BOX(&canary_advance_lineage));
+  m.impl("canary_finish", TORCH_BOX(&canary_finish));
+}
+
+}  // namespace sglk

@@ -1,0 +1,182 @@
+"""Compiles the canary's Triton kernels for sm_90; run by test_canary_kernels_aot."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "python"))
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sglang.srt.kv_canary.kernels import triton_books, triton_launch
+from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS
+from sglang.srt.kv_canary.kernels.state import FingerprintMode
+from sglang.srt.kv_canary.kernels.triton_verify import verify_kernel
+from sglang.srt.kv_canary.kernels.triton_write import write_kernel
+
+TARGET = GPUTarget("cuda", 90, 32)
+INT32_POINTERS = {"verdict", "phase", "ticket", "req_to_token", "tokens"}
+# K and V of Llama-3.1-8B: 2048 bytes per slot and layer.
+POOL = {"LAYERS": 32, "K_WORDS": 256, "V_WORDS": 256}
+
+
+class Variant(NamedTuple):
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    warps: int = 4
+    int32: frozenset[str] = frozenset(INT32_POINTERS | {"entries"})
+
+
+def flags(kernel: Any, **chosen: Any) -> dict[str, Any]:
+    """All HAS_ and IS_ switches off but those chosen."""
+    names = kernel.arg_names
+    off = {n: False for n in names if n.startswith(("HAS_", "IS_")) or n == "SWEEP"}
+    return {**off, **chosen}
+
+
+def verifies() -> Iterator[Variant]:
+    shapes = (
+        ("tokens", {"PAGE_SIZE": 1, "PAGED": True, "HAS_ROW_INDEX": True}),
+        ("pages", {"PAGE_SIZE": 16, "PAGED": True, "HAS_ROW_INDEX": True}),
+        ("flat", {"PAGE_SIZE": 1, "PAGED": False}),
+        ("numbers", {"PAGE_SIZE": 16, "ENTRY_SIZE": 16, "PAGED": False}),
+        (
+            "draft window",
+            {
+                "PAGE_SIZE": 4,
+                "PAGED": True,
+                "HAS_SEEDS": True,
+                "HAS_SHIFT": True,
+                "HAS_LINEAGE_ROWS": True,
+                "HAS_FIRST": True,
+                "HAS_QO_INDPTR": True,
+                "HAS_TOKENS": True,
+            },
+        ),
+        (
+            "sweep",
+            {"PAGE_SIZE": 1, "PAGED": False, "SWEEP": True, "HAS_PREV": True},
+        ),
+    )
+    for mode in FingerprintMode:
+        block, chunk = triton_launch.verify_block(mode)
+        for name, chosen in shapes:
+            constants = {"MODE": int(mode), "BLOCK": block, "CHUNK": chunk, "PDL": True}
+            constants |= POOL | {"ENTRY_SIZE": 1} | flags(verify_kernel, **chosen)
+            yield Variant(f"verify {name} {mode.name}", verify_kernel, constants)
+
+
+def writes() -> Iterator[Variant]:
+    shapes = (
+        ("decode", {}),
+        ("extend", {"HAS_QO_INDPTR": True}),
+        ("tree", {"HAS_QO_INDPTR": True, "IS_TREE": True}),
+        (
+            "draft",
+            {"HAS_SEEDS": True, "HAS_SHIFT": True, "HAS_LINEAGE_ROWS": True},
+        ),
+    )
+    for is_tail in (False, True):
+        for mode in FingerprintMode if is_tail else (FingerprintMode.NONE,):
+            for name, chosen in shapes:
+                one = "HAS_QO_INDPTR" not in chosen
+                block, chunk = triton_launch.write_block(mode, one_token=one)
+                constants = {
+                    "IS_TAIL": is_tail,
+                    "MODE": int(mode),
+                    "BLOCK": block,
+                    "CHUNK": chunk,
+                    "PDL": True,
+                }
+                constants = flags(write_kernel, **chosen, HAS_COLUMNS=True) | constants
+                constants |= POOL | {"HAS_ORACLE": name == "extend"}
+                warps = 1 if one and chunk == 1 else 4
+                name = f"{'tail' if is_tail else 'head'} {name} {mode.name}"
+                yield Variant(name, write_kernel, constants, warps)
+
+
+def books() -> Iterator[Variant]:
+    for has_indptr in (False, True):
+        constants = {"COUNTERS": NUM_COUNTERS, "COUNTERS_BLOCK": 16}
+        chosen = flags(triton_books.finish_kernel, HAS_QO_INDPTR=has_indptr)
+        yield Variant(
+            f"finish {has_indptr}", triton_books.finish_kernel, constants | chosen, 1
+        )
+    for live in (False, True):
+        kernel = triton_books.poison_kernel
+        yield Variant(f"poison {live}", kernel, {"HAS_LIVE": live, "BLOCK": 128})
+    for moves in (1, 64, triton_launch.MAX_MOVES):
+        yield Variant(f"move {moves}", triton_books.move_kernel, {"MOVES": moves})
+    yield Variant(
+        "gather",
+        triton_books.gather_verdicts_kernel,
+        {"BLOCK": 256},
+        int32=frozenset({"verdict", "out"}),
+    )
+    for one in (False, True):
+        kernel = triton_books.advance_lineage_kernel
+        constants = flags(kernel, HAS_QO_INDPTR=not one, HAS_SEEDS=one)
+        yield Variant(f"advance {one}", kernel, constants)
+
+
+def compile_variant(variant: Variant) -> Any:
+    signature = {}
+    attributes = {}
+    kernel = variant.kernel
+    for position, name in enumerate(kernel.arg_names):
+        is_scalar = name in SCALARS or "stride" in name
+        if name in variant.constants:
+            signature[name] = "constexpr"
+        elif is_scalar:
+            signature[name] = "i64" if "layer_stride" in name else "i32"
+        else:
+            signature[name] = "*i32" if name in variant.int32 else "*i64"
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        kernel, signature, constexprs=variant.constants, attrs=attributes
+    )
+    options = {"num_warps": variant.warps, "launch_pdl": True}
+    return triton.compile(source, target=TARGET, options=options)
+
+
+SCALARS = {
+    "num_rows",
+    "num_slots",
+    "num_tokens",
+    "capacity",
+    "table_rows",
+    "table_columns",
+    "columns_width",
+    "tokens_width",
+    "token_offset",
+    "period",
+    "page_size",
+    "max_depth",
+    "kind",
+    "manager",
+    "tag",
+    "count",
+}
+
+
+def main() -> None:
+    variants = [*writes(), *books(), *verifies()]
+    for variant in variants:
+        compiled = compile_variant(variant)
+        ptx = compiled.asm["ptx"]
+        if variant.constants.get("PDL"):
+            assert "griddepcontrol.wait" in ptx, variant.name
+        print(variant.name, "shared", compiled.metadata.shared, flush=True)
+    print(f"compiled {len(variants)} variants for sm_90")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""Healthy pools with requests in them, for the tests of the canary's kernels.
+
+`World` lays out requests in pages, runs their prefill through the torch reference and
+builds the rows and the read table of the next forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang.srt.kv_canary.kernels import native, reference, reference_write
+from sglang.srt.kv_canary.kernels.records import (
+    Reason,
+    Ring,
+    WriterKind,
+    draft_seed,
+    extend_lineage,
+)
+from sglang.srt.kv_canary.kernels.state import (
+    CanaryRows,
+    CanaryState,
+    Fingerprint,
+    FingerprintMode,
+    ReadTable,
+    create_fingerprint,
+    create_state,
+)
+from sglang.srt.layers.ops import dispatch
+
+try:
+    from sglang.srt.kv_canary.kernels import triton_launch
+except ImportError:
+    triton_launch = None  # type: ignore[assignment]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+REQ_ROWS, WIDTH = 8, 320
+LAYERS, HEADS, DIM = 3, 2, 8
+
+
+class Backend(NamedTuple):
+    name: str
+    read: ModuleType
+    write: ModuleType
+
+
+def backends() -> list[Backend]:
+    """What can run here, the reference first."""
+    found = [Backend("reference", reference, reference_write)]
+    if DEVICE == "cpu" and dispatch.native_available():
+        found.append(Backend("native", native, native))
+    if triton_launch is not None:
+        found.append(Backend("triton", triton_launch, triton_launch))
+    return found
+
+
+def clone(state: CanaryState) -> CanaryState:
+    parts = {
+        f.name: value.clone() if isinstance(value, Tensor) else value
+        for f in dataclasses.fields(state)
+        for value in [getattr(state, f.name)]
+    }
+    return CanaryState(**parts)
+
+
+def long(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=DEVICE)
+
+
+def entries(state: CanaryState) -> list[tuple[int, ...]]:
+    n = min(int(state.ring_count), state.ring.shape[0])
+    return sorted(tuple(row) for row in state.ring[:n].tolist())
+
+
+def findings(state: CanaryState) -> list[tuple[Reason, int, int, int]]:
+    """(reasons, request row, slot, position) of each ring entry, sorted."""
+    columns = (Ring.REASONS, Ring.REQ_ROW, Ring.SLOT, Ring.POSITION)
+    found = [tuple(entry[c] for c in columns) for entry in entries(state)]
+    return sorted((Reason(r), row, slot, p) for r, row, slot, p in found)
+
+
+@dataclasses.dataclass(kw_only=True)
+class World:
+    """Requests in rows 1 .. of `req_to_token`; `lens` are their prefix lengths."""
+
+    lens: list[int]
+    page_size: int = 1
+    mode: FingerprintMode = FingerprintMode.NONE
+    period: int = 4
+    draft: bool = False
+    seed: int = 0
+    ring_capacity: int = 4096
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        torch.manual_seed(self.seed)
+        n, page = len(self.lens), self.page_size
+        self.pages_each = -(-WIDTH // page)
+        pages = [1 + i for i in range(n * self.pages_each)]
+        self.random.shuffle(pages)
+        self.num_slots = page * (len(pages) + 1)
+        self.req_to_token = torch.zeros(
+            REQ_ROWS, WIDTH, dtype=torch.int32, device=DEVICE
+        )
+        for i in range(n):
+            own = pages[i * self.pages_each : (i + 1) * self.pages_each]
+            slots = [page * q + j for q in own for j in range(page)][:WIDTH]
+            self.req_to_token[i + 1] = torch.tensor(slots, dtype=torch.int32)
+        self.tokens = torch.randint(
+            0, 50_000, (REQ_ROWS, WIDTH + 1), dtype=torch.int32
+        ).to(DEVICE)
+        self.salts = [self.random.getrandbits(62) for _ in range(n)]
+        self.serials = [self.random.getrandbits(40) for _ in range(n)]
+        self.k = torch.randn(LAYERS, self.num_slots, HEADS, DIM).to(DEVICE)
+        self.v = torch.randn(LAYERS, self.num_slots, HEADS, DIM).to(DEVICE)
+        self.fingerprint: Fingerprint = create_fingerprint(
+            self.mode, k_buffer=self.k, v_buffer=self.v, rotation_period=self.period
+        )
+        self.state = create_state(
+            num_slots=self.num_slots,
+            req_rows=REQ_ROWS,
+            ring_capacity=self.ring_capacity,
+            num_managers=2,
+            device=DEVICE,
+            pool=3,
+        )
+        self._prefill()
+
+    @property
+    def offset(self) -> int:
+        return int(self.draft)
+
+    def token(self, request: int, position: int) -> int:
+        """The token that the pool holds at a position (a draft pool holds the next)."""
+        return int(self.tokens[request + 1, position + self.offset])
+
+    def seed_of(self, request: int) -> int:
+        first = int(self.tokens[request + 1, 0])
+        return draft_seed(first, self.salts[request]) if self.draft else 0
+
+    def lineage(self, request: int, length: int) -> int:
+        return extend_lineage(
+            self.seed_of(request),
+            [self.token(request, p) for p in range(length)],
+            start_position=0,
+            salt=self.salts[request],
+        )
+
+    def slot(self, request: int, position: int) -> int:
+        return int(self.req_to_token[request + 1, position])
+
+    def _prefill(self) -> None:
+        rows = self.rows(prefixes=[0] * len(self.lens), extends=self.lens)
+        self.write(backends()[0], self.state, rows, WriterKind.EXTEND)
+        for i, n in enumerate(self.lens):
+            self.state.expected_lineage[i + 1] = self.lineage(i, n)
+        assert int(self.state.ring_count) == 0
+        self.state.counters.zero_()
+
+    def rows(
+        self,
+        *,
+        extends: list[int],
+        prefixes: list[int] | None = None,
+        pad: int = 0,
+    ) -> CanaryRows:
+        """The next forward, chains; `pad` padded rows stand at the end."""
+        prefixes = prefixes or self.lens
+        new = [
+            (i, p + j)
+            for i, (p, e) in enumerate(zip(prefixes, extends, strict=True))
+            for j in range(e)
+        ]
+        indptr = [sum(extends[:i]) for i in range(len(extends) + 1)]
+        total = indptr[-1]
+        zeros, n = [0] * pad, len(prefixes)
+        return CanaryRows(
+            req_rows=long([i + 1 for i in range(n)] + zeros),
+            prefix_lens=long(prefixes + [7] * pad),
+            extend_lens=long(extends + [1] * pad),
+            input_ids=long([self.token(i, p) for i, p in new] + zeros),
+            positions=long([p for _, p in new] + zeros),
+            out_cache_loc=long([self.slot(i, p) for i, p in new] + zeros),
+            serials=long(self.serials + zeros),
+            salts=long(self.salts + zeros),
+            qo_indptr=(
+                None
+                if all(e == 1 for e in extends)
+                else long(indptr + [total + i + 1 for i in range(pad)])
+            ),
+            seeds=long([self.seed_of(i) for i in range(n)] + zeros)
+            if self.draft
+            else None,
+        )
+
+    def table(
+        self,
+        rows: CanaryRows,
+        *,
+        flat: bool = False,
+        window: int | None = None,
+        with_new: bool = True,
+    ) -> ReadTable:
+        """What attention reads: a page table, or flat indices; of a window or all."""
+        lens = rows.prefix_lens + (rows.extend_lens if with_new else 0)
+        first = torch.zeros_like(lens)
+        if window is not None:
+            first = (rows.prefix_lens - window).clamp(min=0)
+            if not flat:
+                first = first // self.page_size * self.page_size
+        read = lens - first
+        if flat:
+            parts = [
+                self.req_to_token[int(q), int(f) : int(f) + int(n)]
+                for q, f, n in zip(rows.req_rows, first, read, strict=True)
+            ]
+            ends = read.cumsum(0)
+            return ReadTable(
+                read_lens=read,
+                page_size=self.page_size,
+                indptr=torch.cat([ends.new_zeros(1), ends]),
+                slot_indices=torch.cat(parts),
+                first_position=None if window is None else first,
+            )
+        pages = self.req_to_token[:, :: self.page_size]
+        if window is None:
+            return ReadTable(
+                read_lens=read,
+                page_size=self.page_size,
+                page_table=pages,
+                row_index=rows.req_rows,
+            )
+        shifted = torch.stack(
+            [
+                pages[int(q)].roll(-int(f) // self.page_size)
+                for q, f in zip(rows.req_rows, first, strict=True)
+            ]
+        )
+        return ReadTable(
+            read_lens=read,
+            page_size=self.page_size,
+            page_table=shifted,
+            first_position=first,
+        )
+
+    def verify(
+        self,
+        backend: Backend,
+        state: CanaryState,
+        rows: CanaryRows,
+        table: ReadTable,
+        *,
+        tokens: Tensor | None = None,
+        manager: int = -1,
+        sweep: bool = False,
+    ) -> None:
+        backend.read.verify(
+            state,
+            rows,
+            table,
+            self.fingerprint,
+            req_to_token=None if sweep else self.req_to_token,
+            tokens=tokens,
+            token_offset=self.offset,
+            manager=manager,
+        )
+
+    def write(
+        self,
+        backend: Backend,
+        state: CanaryState,
+        rows: CanaryRows,
+        kind: WriterKind = WriterKind.DECODE,
+        *,
+        manager: int = -1,
+        oracle: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self.head(backend, state, rows, kind, manager=manager, oracle=oracle)
+        self.tail(backend, state, rows, kind, manager=manager)
+
+    def head(
+        self,
+        backend: Backend,
+        state: CanaryState,
+        rows: CanaryRows,
+        kind: WriterKind = WriterKind.DECODE,
+        *,
+        manager: int = -1,
+        oracle: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        backend.write.write_head(
+            state,
+            rows,
+            req_to_token=self.req_to_token,
+            page_size=self.page_size,
+            writer_kind=kind,
+            manager=manager,
+            oracle=oracle,
+        )
+
+    def tail(
+        self,
+        backend: Backend,
+        state: CanaryState,
+        rows: CanaryRows,
+        kind: WriterKind = WriterKind.DECODE,
+        *,
+        manager: int = -1,
+    ) -> None:
+        backend.write.write_tail(
+            state,
+            rows,
+            self.fingerprint,
+            page_size=self.page_size,
+            writer_kind=kind,
+            manager=manager,
+        )

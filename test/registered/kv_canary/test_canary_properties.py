@@ -1,0 +1,213 @@
+"""Random worlds, healthy and damaged: Triton == C++ == torch reference in state, ring
+(as a set), verdicts and counters."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from canary_world import (
+    REQ_ROWS,
+    Backend,
+    World,
+    backends,
+    clone,
+    entries,
+    long,
+)
+from torch import Tensor
+
+from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS, WriterKind
+from sglang.srt.kv_canary.kernels.state import (
+    CanaryRows,
+    CanaryState,
+    FingerprintMode,
+    ReadTable,
+)
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.scale import count
+
+register_cpu_ci(est_time=60, suite="cpu")
+register_cuda_ci(est_time=60, suite="cuda")
+
+SEEDS = range(count(ci=24, full=400))
+OTHERS = backends()[1:]
+
+
+def assert_same(actual: CanaryState, expected: CanaryState) -> None:
+    assert entries(actual) == entries(expected)
+    for field in dataclasses.fields(expected):
+        value = getattr(expected, field.name)
+        if field.name != "ring" and isinstance(value, Tensor):
+            found = getattr(actual, field.name)
+            assert torch.equal(found, value), field.name
+
+
+def world_of(rng: random.Random, seed: int) -> World:
+    n = rng.randint(1, 5)
+    top = rng.choice([3, 20, 150, 290])
+    return World(
+        lens=[rng.choice([0, 1, rng.randint(0, top)]) for _ in range(n)],
+        page_size=rng.choice([1, 4, 16]),
+        mode=rng.choice(list(FingerprintMode)),
+        period=rng.choice([1, 3, 7]),
+        draft=rng.random() < 0.3,
+        seed=seed,
+    )
+
+
+def with_tree(rng: random.Random, rows: CanaryRows, extends: list[int]) -> CanaryRows:
+    parents, start = [], 0
+    positions = rows.positions.tolist()
+    for prefix, extend in zip(rows.prefix_lens.tolist(), extends, strict=False):
+        for j in range(extend):
+            parent = -1 if j == 0 else start + rng.randrange(j)
+            parents.append(parent)
+            depth_of_parent = prefix - 1 if parent < 0 else positions[parent]
+            positions[start + j] = depth_of_parent + 1
+        start += extend
+    parents += [-1] * (rows.num_tokens - start)
+    return dataclasses.replace(
+        rows, parent_index=long(parents), positions=long(positions), max_depth=6
+    )
+
+
+def damage(
+    rng: random.Random, world: World, rows: CanaryRows, table: ReadTable
+) -> None:
+    """Spoil a few things in place; slots stay different from each other."""
+    state = world.state
+    entries_of = table.page_table if table.page_table is not None else None
+    if entries_of is None:
+        entries_of = table.slot_indices[None]  # type: ignore[index]
+    for _ in range(rng.randint(0, 6)):
+        slot = rng.randrange(world.num_slots)
+        records = rng.choice([state.head, state.tail])
+        kind = rng.randrange(9)
+        if kind == 0:
+            records[slot, rng.randrange(4)] += rng.choice([1, 1 << 32, -(1 << 40)])
+        elif kind == 1:
+            state.head[slot, 0] = -1
+            if rng.random() < 0.5:
+                state.tail[slot, 0] = -1
+        elif kind == 2:
+            world.req_to_token[rng.randrange(REQ_ROWS), rng.randrange(300)] = slot
+        elif kind == 3 and entries_of.numel():
+            wrong = rng.choice([slot, 0, -1, -7, world.num_slots, 1 << 30])
+            at = rng.randrange(entries_of.shape[0]), rng.randrange(entries_of.shape[1])
+            entries_of[at] = wrong
+        elif kind == 4:
+            state.expected_lineage[rng.randrange(REQ_ROWS)] += 1
+        elif kind == 5:
+            world.k[rng.randrange(3), slot, 1, 3] += 1.0
+        elif kind == 6 and rows.num_tokens:
+            wrong = rng.choice([0, -3, world.num_slots + 5, -1])
+            rows.out_cache_loc[rng.randrange(rows.num_tokens)] = wrong
+        elif kind == 7:
+            table.read_lens[rng.randrange(rows.num_rows)] += rng.choice([-1, 1, -4, 40])
+        elif kind == 8:
+            rows.serials[rng.randrange(rows.num_rows)] ^= 5
+
+
+@pytest.mark.parametrize("backend", OTHERS, ids=lambda b: b.name)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_equals_the_reference(
+    backend: Backend, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    if backend.name == "triton":
+        # Also programs that take several blocks, and rows of many programs.
+        monkeypatch.setattr(backend.read, "_BLOCK", rng.choice([16, 64, 128]))
+        monkeypatch.setattr(backend.read, "_PROGRAMS", rng.choice([1, 9, 2048]))
+    world = world_of(rng, seed)
+    decode = rng.random() < 0.4
+    room = min(90, 300 - max(world.lens))
+    extends = [
+        1 if decode else rng.choice([0, 1, rng.randint(0, 25), room])
+        for _ in world.lens
+    ]
+    rows = world.rows(extends=extends, pad=rng.choice([0, 0, 2]))
+    is_tree = not decode and rng.random() < 0.3
+    if is_tree:
+        rows = with_tree(rng, rows, extends)
+    flat = rng.random() < 0.4
+    window = rng.choice([None, None, 5, 40])
+    sweep = rng.random() < 0.15
+    table = world.table(rows, flat=flat, window=window, with_new=rng.random() < 0.7)
+    if sweep:
+        previous = [rng.choice([-1, world.slot(0, 0)]) for _ in range(rows.num_rows)]
+        table = dataclasses.replace(table, prev_slots=long(previous))
+    if rng.random() < 0.2:
+        away = long([rng.randint(0, 30) for _ in range(rows.num_rows)])
+        shift = long([rng.choice([0, 3, 500]) for _ in range(rows.num_rows)])
+        rows = dataclasses.replace(rows, shift_from=away, column_shift=shift)
+    if rng.random() < 0.2:
+        other = rows.req_rows.flip(0)
+        rows = dataclasses.replace(rows, lineage_rows=other)
+    damage(rng, world, rows, table)
+    tokens = world.tokens if rng.random() < 0.5 else None
+    oracle = None
+    if rng.random() < 0.3 and rows.num_tokens:
+        oracle = rows.input_ids.clone(), rows.positions.clone()
+        oracle[rng.randrange(2)][rng.randrange(rows.num_tokens)] += 1
+        oracle[rng.randrange(2)][rng.randrange(rows.num_tokens)] = -1
+    manager = rng.choice([-1, 0, 1])
+    world.state.phase[1] = rng.choice([0, 2])
+
+    def run(one: Backend) -> list[CanaryState]:
+        state, seen = clone(world.state), []
+        world.verify(
+            one, state, rows, table, tokens=tokens, manager=manager, sweep=sweep
+        )
+        seen.append(clone(state))
+        kind = WriterKind.VERIFY if is_tree else WriterKind.EXTEND
+        world.head(one, state, rows, kind, manager=manager, oracle=oracle)
+        seen.append(clone(state))
+        state.head[world.num_slots // 2, 3] += 1
+        world.tail(one, state, rows, kind, manager=manager)
+        seen.append(state)
+        return seen
+
+    for actual, expected in zip(run(backend), run(backends()[0]), strict=True):
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("backend", OTHERS, ids=lambda b: b.name)
+@pytest.mark.parametrize("seed", range(6))
+def test_books_equal_the_reference(backend: Backend, seed: int) -> None:
+    rng = random.Random(seed)
+    world = world_of(rng, seed)
+    rows = world.rows(extends=[rng.randint(0, 9) for _ in world.lens], pad=1)
+    slots = long([rng.randrange(-2, world.num_slots + 3) for _ in range(60)])
+    some = torch.randperm(world.num_slots)[:40].to(slots.device)
+    req_rows = long([1, 0, 4, 0, 2])
+    world.state.verdict.add_(torch.arange(REQ_ROWS, device=slots.device))
+
+    def run(one: Backend) -> tuple[CanaryState, Tensor, Tensor]:
+        state = clone(world.state)
+        findings = long([7] * (rows.num_rows + 1 + NUM_COUNTERS))
+        one.write.finish_step(state, rows, findings)
+        out = torch.full((5,), 99, dtype=torch.int32, device=slots.device)
+        one.write.advance_lineage(state, rows)
+        one.write.poison(state, slots, long([rng_live]))
+        write = one.write if one.name == "triton" else backends()[0].write
+        write.move_records(state, dst=some[:23], src=some[17:])
+        write.gather_verdicts(state, req_rows, out)
+        one.write.poison(state, slots, None)
+        return state, out, findings
+
+    rng_live = rng.randint(0, 60)
+    actual, found, ended = run(backend)
+    expected, due, ends = run(backends()[0])
+    assert_same(actual, expected)
+    assert torch.equal(ended, ends)
+    assert torch.equal(found, due)
+    taken = set(rows.req_rows.tolist())
+    assert due.tolist() == [0 if r in taken else r for r in (1, 0, 4, 0, 2)]
+    assert ends.tolist()[: rows.num_rows] == rows.req_rows.tolist()
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
