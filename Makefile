@@ -23,6 +23,7 @@ test: venv lint
 
 test-full: venv lint
 	$(BIN)/python test/run_suite.py --hw cpu --full
+	$(BIN)/python test/run_suite.py --hw cpu --full --canary
 
 lint: venv
 	$(BIN)/ruff check .

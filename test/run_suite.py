@@ -59,7 +59,12 @@ def registrations(path: Path, hardware: str) -> list[TestFile]:
 
 
 def run_pytest(
-    files: list[TestFile], *, workers: int, distribution: str, full: bool
+    files: list[TestFile],
+    *,
+    workers: int,
+    distribution: str,
+    full: bool,
+    canary: bool,
 ) -> tuple[int, str]:
     """Exit code and closing line of one pytest run over `files`."""
     command = [sys.executable, "-m", "pytest", *(str(f.path) for f in files)]
@@ -73,6 +78,8 @@ def run_pytest(
         env.setdefault("OMP_NUM_THREADS", "1")
     if full:
         env["SGLANG_TEST_FULL"] = "1"
+    if canary:
+        env["SGLANG_TEST_KV_CANARY"] = "1"
     process = subprocess.Popen(
         command, cwd=REPO, env=env, text=True, stdout=subprocess.PIPE
     )
@@ -106,6 +113,9 @@ def main() -> int:
     parser.add_argument(
         "--full", action="store_true", help="whole counts (under 60 min)"
     )
+    parser.add_argument(
+        "--canary", action="store_true", help="every engine runs under the KV canary"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--match", default="", help="only paths that contain this text")
     args = parser.parse_args()
@@ -136,6 +146,7 @@ def main() -> int:
             workers=workers,
             distribution=DISTRIBUTION[args.hw],
             full=args.full,
+            canary=args.canary,
         )
         code = code or result
     seconds = round(time.time() - began, 1)
@@ -155,7 +166,8 @@ def main() -> int:
             "seeds": "fixed in the tests; hypothesis derandomized",
             "suites": closings,
         }
-        print(f"wrote {write_soak('suite-' + args.hw, report).relative_to(REPO)}")
+        name = f"suite-{args.hw}" + ("-canary" if args.canary else "")
+        print(f"wrote {write_soak(name, report).relative_to(REPO)}")
     return code
 
 

@@ -92,6 +92,113 @@ class Envs:
         _parse_bool,
         "Tests run their whole counts (make test-full) instead of the CI sample.",
     )
+    SGLANG_TEST_KV_CANARY = EnvVar(
+        "SGLANG_TEST_KV_CANARY",
+        False,
+        _parse_bool,
+        "The test harnesses start every engine with --kv-canary raise, all bytes "
+        "fingerprinted (run_suite.py --canary).",
+    )
+    # KV canary; read by `kv_canary.config` alone.
+    SGLANG_KV_CANARY_RING_CAPACITY = EnvVar(
+        "SGLANG_KV_CANARY_RING_CAPACITY",
+        1024,
+        int,
+        "Violations that the device keeps between two results; more are counted only.",
+    )
+    SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS = EnvVar(
+        "SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS",
+        100,
+        int,
+        "Forwards between two stats lines of the KV canary, and between two health "
+        "checks; 0: no stats line.",
+    )
+    SGLANG_KV_CANARY_SWEEP_BUDGET = EnvVar(
+        "SGLANG_KV_CANARY_SWEEP_BUDGET",
+        16384,
+        int,
+        "Cached slots that one sweep pass verifies at most.",
+    )
+    SGLANG_KV_CANARY_ROTATION_STEPS = EnvVar(
+        "SGLANG_KV_CANARY_ROTATION_STEPS",
+        128,
+        int,
+        "Forwards in which --kv-canary-real-data rotate re-hashes every slot it reads.",
+    )
+    SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT = EnvVar(
+        "SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT",
+        False,
+        _parse_bool,
+        "Compare the tokens and positions of decode forwards with the token oracle.",
+    )
+    SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT = EnvVar(
+        "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT",
+        False,
+        _parse_bool,
+        "Compare the token of every record read with the request's token table.",
+    )
+    SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE = EnvVar(
+        "SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE",
+        False,
+        _parse_bool,
+        "Sample what the token oracle says instead of what the logits say (tests).",
+    )
+    SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL = EnvVar(
+        "SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL",
+        0,
+        int,
+        "Refused unless 0: there is no sliding-window pool in this version.",
+    )
+    SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB = EnvVar(
+        "SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB",
+        0.0,
+        float,
+        "Fault injection: chance per forward that an entry of a live row is changed.",
+    )
+    SGLANG_KV_CANARY_PERTURB_REAL_KV_USED_PROB = EnvVar(
+        "SGLANG_KV_CANARY_PERTURB_REAL_KV_USED_PROB",
+        0.0,
+        float,
+        "Fault injection: chance per forward that KV bytes of a live slot are flipped.",
+    )
+    SGLANG_KV_CANARY_PERTURB_REAL_KV_UNUSED_CACHE_PROB = EnvVar(
+        "SGLANG_KV_CANARY_PERTURB_REAL_KV_UNUSED_CACHE_PROB",
+        0.0,
+        float,
+        "Fault injection: chance per forward that KV bytes of a slot that only the "
+        "prefix cache holds are flipped.",
+    )
+    SGLANG_KV_CANARY_PERTURB_REAL_KV_POST_FORWARD_PROB = EnvVar(
+        "SGLANG_KV_CANARY_PERTURB_REAL_KV_POST_FORWARD_PROB",
+        0.0,
+        float,
+        "Fault injection: chance per forward that KV bytes are flipped after the "
+        "write; the next read reports it.",
+    )
+    SGLANG_KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB = EnvVar(
+        "SGLANG_KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB",
+        0.0,
+        float,
+        "Fault injection: chance per forward that two requests get each other's token.",
+    )
+    SGLANG_KV_CANARY_PERTURB_TARGET_GROUP = EnvVar(
+        "SGLANG_KV_CANARY_PERTURB_TARGET_GROUP",
+        "full",
+        str,
+        "Pool group that is damaged; only full exists in this version.",
+    )
+    SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS = EnvVar(
+        "SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS",
+        50,
+        int,
+        "Forwards before the first injected fault.",
+    )
+    SGLANG_DEBUG_REVERT_PR = EnvVar(
+        "SGLANG_DEBUG_REVERT_PR",
+        "",
+        str,
+        "Re-open a historical fault at its named fault point (tests of the canary).",
+    )
     SGLANG_CI = EnvVar("CI", False, _parse_bool, "Set by CI machines.")
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.kv_canary.kernels.finish import StepFindings
+from sglang.srt.kv_canary.kernels.records import lineage_of
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.common import extend_rows
@@ -21,13 +23,16 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
+from sglang.test.scale import with_canary
 
 
 class ForwardHarness:
     """Rows of tokens, how many of them have KV, and one forward at a time."""
 
     def __init__(self, model: Path, *, slots: int = 2048, **server_args: Any) -> None:
-        args = ServerArgs(model_path=str(model), max_total_tokens=slots, **server_args)
+        args = ServerArgs(
+            model_path=str(model), max_total_tokens=slots, **with_canary(server_args)
+        )
         self.runner = ModelRunner(
             server_args=args, model_config=ModelConfig.from_folder(model)
         )
@@ -78,8 +83,22 @@ class ForwardHarness:
     def forward_output(
         self, mode: ForwardMode, spans: Sequence[tuple[int, int | None]]
     ) -> LogitsProcessorOutput:
-        batch = self.prepare(mode, spans)
-        return self.runner.forward(batch)
+        return self.run(self.prepare(mode, spans))
+
+    def run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        """Run a prepared forward; where the KV canary is on it must find nothing.
+
+        The output may be views of a graph's memory: see `CudaGraphRunner.replay`.
+        """
+        output = self.runner.forward(batch)
+        manager = self.runner.canary_manager
+        if manager is not None:
+            manager.inspect(
+                StepFindings.unpack(manager.finish_step(batch).cpu()),
+                owner_of=lambda slot: "unknown",
+                tokens_of=lambda serial: self._tokens.get(serial),
+            )
+        return output
 
     def prepare(
         self, mode: ForwardMode, spans: Sequence[tuple[int, int | None]]
@@ -122,6 +141,12 @@ class ForwardHarness:
             bootstrap_room_ids_int=zeros - 1,
             qo_indptr=None if mode.is_decode else indptr,
             lens_cpu=HostLens(prefix_lens=starts, extend_lens=lens.tolist()),
+            prefix_lineages=torch.tensor(
+                [
+                    lineage_of(self._tokens[row][:start], 0)
+                    for row, start, _ in intervals
+                ]
+            ),
             logits_rows=None if mode.is_decode else indptr[1:] - 1,
         )
         return _on_device(batch, self.runner.device)

@@ -19,6 +19,7 @@ from sglang.srt.managers.scheduler_components.build import build_scheduler
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.test.scale import with_canary
 
 
 @dataclass
@@ -44,7 +45,7 @@ class EngineHarness:
         self, model: Path, *, overlap: bool = False, **server_args: Any
     ) -> None:
         self.io = ListIO()
-        self.server_args = ServerArgs(model_path=str(model), **server_args)
+        self.server_args = ServerArgs(model_path=str(model), **with_canary(server_args))
         self.scheduler: Scheduler = build_scheduler(self.server_args, self.io)
         if overlap:
             self.scheduler.max_in_flight = 1

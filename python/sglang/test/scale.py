@@ -1,6 +1,8 @@
-"""How much of a test runs: the CI sample or the whole count of `make test-full`."""
+"""How much of a test runs, and whether the KV canary watches it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from sglang.srt.environ import envs
 
@@ -13,3 +15,17 @@ def count(*, ci: int, full: int) -> int:
     """`full` under `make test-full`, else `ci`. Scale changes counts, never
     assertions."""
     return full if is_full() else ci
+
+
+def with_canary(server_args: dict[str, Any]) -> dict[str, Any]:
+    """`server_args` with the canary on where the switch says so and they do not say
+    anything themselves."""
+    if not envs.SGLANG_TEST_KV_CANARY.get() or "kv_canary" in server_args:
+        return server_args
+    has_radix = not server_args.get("disable_radix_cache", False)
+    return {
+        **server_args,
+        "kv_canary": "raise",
+        "kv_canary_real_data": "all",
+        "kv_canary_sweep_interval": 8 if has_radix else 0,
+    }

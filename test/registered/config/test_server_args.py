@@ -139,8 +139,15 @@ def test_unknown_flags_and_values_are_refused(argv, capsys):
         ({"enable_breakable_cuda_graph": True}, ["--enable-breakable-cuda-graph"]),
         ({"speculative_algorithm": "EAGLE3"}, ["--speculative-algorithm EAGLE3"]),
         ({"speculative_num_steps": 3}, ["--speculative-num-steps 3"]),
-        ({"kv_canary": "raise"}, ["--kv-canary raise", "--kv-canary none"]),
-        ({"kv_canary": "heal"}, ["--kv-canary heal"]),
+        ({"kv_canary": "heal"}, ["--kv-canary heal", "--kv-canary raise"]),
+        (
+            {
+                "kv_canary": "log",
+                "kv_canary_sweep_interval": 4,
+                "disable_radix_cache": True,
+            },
+            ["--kv-canary-sweep-interval 4", "--disable-radix-cache"],
+        ),
         ({"kv_canary_sweep_interval": 4}, ["--kv-canary-sweep-interval 4"]),
         ({"kv_canary_sweep_interval": -1}, ["--kv-canary-sweep-interval -1"]),
         ({"kv_canary_report_dir": "x"}, ["--kv-canary-report-dir x"]),

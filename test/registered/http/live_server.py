@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from sglang.srt.environ import envs
+
 READY_SECONDS = 60.0
 CONTEXT = 2048
 
@@ -26,6 +28,8 @@ class Server:
         if model is not None:
             command += ["--model-path", str(model), "--served-model-name", "mock"]
         command += flags
+        if envs.SGLANG_TEST_KV_CANARY.get() and "--kv-canary" not in flags:
+            command += ["--kv-canary", "raise", "--kv-canary-real-data", "all"]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

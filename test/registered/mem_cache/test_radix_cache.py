@@ -360,8 +360,8 @@ def damaged(change: str | None) -> RadixCache:
     cache = make_cache(page_size=2)
     put(cache, [1, 2, 3, 4, 5, 6])
     put(cache, [1, 2, 7, 8])
-    node = next(n for n in cache._nodes() if n.start == 2)
-    first = next(n for n in cache._nodes() if n.start == 0)
+    node = next(n for n in cache.iter_nodes() if n.start == 2)
+    first = next(n for n in cache.iter_nodes() if n.start == 0)
     if change == "slot":
         node.slots = node.slots[::-1].copy()
     elif change == "alias":

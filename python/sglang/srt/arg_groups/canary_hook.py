@@ -7,35 +7,46 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
+# Modes that are parsed, so that the error can say what is missing.
+_NOT_YET = {"heal": "use --kv-canary raise, which stops at the first violation"}
+
 
 def handle_kv_canary(server_args: ServerArgs) -> None:
-    """Refuse what this version cannot check.
+    """Refuse modes that do not exist yet, and options without effect.
 
     Raises:
-        ValueError: the canary is asked for, or one of its options is set while it is
-            off.
+        ValueError: names the flag, its value and the fix.
     """
-    if server_args.kv_canary != "none":
+    mode = server_args.kv_canary
+    if mode in _NOT_YET:
         raise ValueError(
-            f"--kv-canary {server_args.kv_canary} is not available in this version; "
-            "use --kv-canary none"
+            f"--kv-canary {mode} is not available in this version; {_NOT_YET[mode]}"
         )
-    if server_args.kv_canary_sweep_interval < 0:
+    interval = server_args.kv_canary_sweep_interval
+    if interval < 0:
         raise ValueError(
-            f"--kv-canary-sweep-interval {server_args.kv_canary_sweep_interval} must "
-            "be at least 0 (0 turns the sweep off)"
+            f"--kv-canary-sweep-interval {interval} must be at least 0 (0 turns the "
+            "sweep off)"
         )
-    if server_args.kv_canary_sweep_interval > 0:
+    if mode == "none":
+        _refuse_options_without_effect(server_args)
+        return
+    if interval > 0 and server_args.disable_radix_cache:
         raise ValueError(
-            f"--kv-canary-sweep-interval {server_args.kv_canary_sweep_interval} has no "
-            "effect with --kv-canary none; remove it"
+            f"--kv-canary-sweep-interval {interval} sweeps the prefix cache, which "
+            "--disable-radix-cache turns off; remove one of them"
         )
-    if server_args.kv_canary_report_dir is not None:
-        raise ValueError(
-            f"--kv-canary-report-dir {server_args.kv_canary_report_dir} has no effect "
-            "with --kv-canary none; remove it"
-        )
-    if server_args.kv_canary_report_tokens:
-        raise ValueError(
-            "--kv-canary-report-tokens has no effect with --kv-canary none; remove it"
-        )
+
+
+def _refuse_options_without_effect(server_args: ServerArgs) -> None:
+    for flag, value in (
+        ("--kv-canary-sweep-interval", server_args.kv_canary_sweep_interval or None),
+        ("--kv-canary-report-dir", server_args.kv_canary_report_dir),
+        ("--kv-canary-report-tokens", server_args.kv_canary_report_tokens or None),
+    ):
+        if value is not None:
+            shown = "" if value is True else f" {value}"
+            raise ValueError(
+                f"{flag}{shown} has no effect with --kv-canary none; remove it, or use "
+                "--kv-canary log or raise"
+            )

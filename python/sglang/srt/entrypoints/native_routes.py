@@ -60,6 +60,7 @@ class NativeRoutes:
             Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
             Route("/abort_request", self.abort_request, methods=["POST"]),
             Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/canary/incidents", self.canary_incidents, methods=["GET"]),
         ]
 
     async def generate(self, request: Request) -> Response:
@@ -149,6 +150,14 @@ class NativeRoutes:
             # A scrape must not fail while the scheduler is busy: latencies are here.
             stats = None
         return Response(metrics.render(stats), media_type=CONTENT_TYPE)
+
+    async def canary_incidents(self, request: Request) -> Response:
+        """What the KV canary found; 404 while it is off."""
+        mode = self._front.server_args.kv_canary
+        if mode == "none":
+            raise NotFound("start the server with --kv-canary log or raise")
+        incidents = await self._manager.canary_incidents()
+        return json_response({"mode": mode, "incidents": incidents})
 
     def _answer(self, parsed: ParsedGenerate) -> GenerateAnswer:
         return GenerateAnswer(self._manager.tokenizer, with_text=parsed.with_text)

@@ -6,6 +6,8 @@ processes; the HTTP wire is in `entrypoints`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -77,11 +79,17 @@ class GetStateReq(msgspec.Struct, kw_only=True, tag="get_state"):
     call_id: int
 
 
+class GetIncidentsReq(msgspec.Struct, kw_only=True, tag="get_incidents"):
+    call_id: int
+
+
 class ShutdownReq(msgspec.Struct, kw_only=True, tag="shutdown"):
     """Leave the event loop at once; whatever runs is dropped."""
 
 
-SchedulerRequest = GenerateReq | AbortReq | FlushCacheReq | GetStateReq | ShutdownReq
+SchedulerRequest = (
+    GenerateReq | AbortReq | FlushCacheReq | GetStateReq | GetIncidentsReq | ShutdownReq
+)
 
 
 class GrammarDecision(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -154,6 +162,11 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     num_aborted_requests_total: int = 0
     forward_passes_total: int = 0
     cuda_graph_passes_total: int = 0
+    kv_canary_protected_tokens_total: int = 0
+    kv_canary_swept_tokens_total: int = 0
+    kv_canary_sweep_passes_total: int = 0
+    # By reason.
+    kv_canary_violations_total: dict[str, int] = {}
 
 
 class GetStateRsp(msgspec.Struct, kw_only=True, tag="get_state_rsp"):
@@ -161,7 +174,22 @@ class GetStateRsp(msgspec.Struct, kw_only=True, tag="get_state_rsp"):
     stats: SchedulerStats
 
 
-SchedulerResponse = BatchOutput | FlushCacheRsp | GetStateRsp
+class GetIncidentsRsp(msgspec.Struct, kw_only=True, tag="get_incidents_rsp"):
+    """What the KV canary found, oldest first (`docs/kv_canary.md`)."""
+
+    call_id: int
+    incidents: list[dict[str, Any]]
+
+
+class EngineFailed(msgspec.Struct, kw_only=True, tag="engine_failed"):
+    """The last message of a scheduler that stops because of an error."""
+
+    message: str
+
+
+SchedulerResponse = (
+    BatchOutput | FlushCacheRsp | GetStateRsp | GetIncidentsRsp | EngineFailed
+)
 
 
 class SchedulerReady(msgspec.Struct, kw_only=True):

@@ -39,6 +39,7 @@ class BatchEnvironment:
     cache: BasePrefixCache
     vocab_size: int
     needs_host_lens: bool
+    needs_lineages: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -287,12 +288,21 @@ class ScheduleBatch:
             rids_int=rids_int,
             bootstrap_room_ids_int=rooms,
             qo_indptr=self._upload(qo_indptr),
+            prefix_lineages=self._prefix_lineages(starts),
             lens_cpu=self._host_lens(),
             logits_rows=self._upload(qo_indptr[1:] - 1),
             input_logprobs=_input_logprob_spans(spans),
             capture_hidden_mode=self._capture_mode(CaptureHiddenMode.FULL),
             sampling_info=sampling_info,
         )
+
+    def _prefix_lineages(self, starts: Sequence[int]) -> torch.Tensor | None:
+        if not self.env.needs_lineages:
+            return None
+        values = [
+            req.lineage(start) for req, start in zip(self.reqs, starts, strict=True)
+        ]
+        return self._upload(np.array(values, dtype=np.int64))
 
     def _host_lens(self) -> HostLens | None:
         if not self.env.needs_host_lens:

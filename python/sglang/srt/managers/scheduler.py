@@ -19,6 +19,8 @@ from sglang.srt.managers.io_struct import (
     FlushCacheReq,
     FlushCacheRsp,
     GenerateReq,
+    GetIncidentsReq,
+    GetIncidentsRsp,
     GetStateReq,
     GetStateRsp,
     GrammarDecision,
@@ -40,6 +42,7 @@ from sglang.srt.managers.schedule_policy import (
     PrefillAdder,
     PrefillBudget,
 )
+from sglang.srt.managers.scheduler_components.canary_gate import CanaryGate
 from sglang.srt.managers.scheduler_components.grammar_queue import GrammarQueue
 from sglang.srt.managers.scheduler_components.output_streamer import OutputStreamer
 from sglang.srt.managers.scheduler_components.request_factory import (
@@ -112,6 +115,7 @@ class Scheduler:
         self.env = BatchEnvironment(
             cache=self.cache,
             vocab_size=self.model_config.vocab_size,
+            needs_lineages=runner.canary_manager is not None,
             needs_host_lens=runner.attn_backend.capabilities.needs_cpu_seq_lens,
         )
         self._factory = RequestFactory(
@@ -142,6 +146,7 @@ class Scheduler:
         )
         self.max_in_flight = 1 if has_overlap else 0
         self._by_rid: dict[str, Req] = {}
+        self._canary = self._create_canary_gate()
         self._is_shut_down = False
         self._idle_checked = True
 
@@ -178,6 +183,14 @@ class Scheduler:
             max_rows=self.server_args.max_running_requests,
             vocab_size=vocab_size,
             device=self.env.device,
+        )
+
+    def _create_canary_gate(self) -> CanaryGate | None:
+        manager = self.worker.model_runner.canary_manager
+        if manager is None:
+            return None
+        return CanaryGate(
+            manager, cache=self.cache, requests=lambda: self._by_rid.values()
         )
 
     def ready_message(self) -> SchedulerReady:
@@ -263,6 +276,8 @@ class Scheduler:
         return InFlight(launched, result)
 
     def _process(self, done: InFlight) -> None:
+        if self._canary is not None:
+            self._canary.inspect(done.result)
         with self._watchdog.guard():
             processed = self._results.process(done.launched, done.result)
         if self._inputs.are_compared:
@@ -440,6 +455,8 @@ class Scheduler:
                 self.io.send(
                     GetStateRsp(call_id=message.call_id, stats=self.stats_snapshot())
                 )
+            case GetIncidentsReq():
+                self.io.send(self._incidents(message))
             case ShutdownReq():
                 self._is_shut_down = True
 
@@ -459,6 +476,8 @@ class Scheduler:
             )
             return
         self._by_rid[req.rid] = req
+        if self._canary is not None:
+            self._canary.admit(req)
         grammar_key = req.params.grammar_key
         if grammar_key is None:
             self.waiting.append(req)
@@ -524,6 +543,13 @@ class Scheduler:
             logger.info("Flushed the prefix cache")
         self.io.send(FlushCacheRsp(call_id=message.call_id, success=success))
 
+    def _incidents(self, message: GetIncidentsReq) -> GetIncidentsRsp:
+        found = [] if self._canary is None else self._canary.manager.reporter.incidents
+        return GetIncidentsRsp(call_id=message.call_id, incidents=list(found))
+
     def stats_snapshot(self) -> SchedulerStats:
         running = 0 if self.running is None else len(self.running)
-        return self._stats.snapshot(running=running, waiting=len(self.waiting))
+        stats = self._stats.snapshot(running=running, waiting=len(self.waiting))
+        if self._canary is not None:
+            self._canary.add_stats(stats)
+        return stats

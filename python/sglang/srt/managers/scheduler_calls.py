@@ -1,91 +1,82 @@
-"""Questions to the scheduler that have one answer each: cache flushes, state."""
+"""Questions to the scheduler that have one answer each: flushes, state, incidents."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from sglang.srt.managers.errors import ApiError, Unavailable
 from sglang.srt.managers.io_struct import (
     FlushCacheReq,
     FlushCacheRsp,
+    GetIncidentsReq,
+    GetIncidentsRsp,
     GetStateReq,
     GetStateRsp,
     SchedulerRequest,
     SchedulerStats,
 )
 
-T = TypeVar("T")
-
 TIMEOUT_SECONDS = 10.0
+
+Question = FlushCacheReq | GetStateReq | GetIncidentsReq
+Reply = FlushCacheRsp | GetStateRsp | GetIncidentsRsp
 
 
 class SchedulerCalls:
     """Matches answers to questions by their `call_id`.
 
     `send` hands messages to the scheduler. Belongs to the thread of the asyncio loop.
+    Every question raises Unavailable where no answer comes in time, and the ApiError
+    with which the engine failed meanwhile.
     """
 
     def __init__(self, send: Callable[[Sequence[SchedulerRequest]], None]) -> None:
         self._send = send
         self._ids = itertools.count()
-        self._flushes: dict[int, asyncio.Future[FlushCacheRsp]] = {}
-        self._states: dict[int, asyncio.Future[GetStateRsp]] = {}
+        self._open: dict[int, asyncio.Future[Any]] = {}
 
     async def flush_cache(self) -> bool:
-        """Whether the prefix cache was emptied.
-
-        Raises:
-            Unavailable: no answer in time.
-            ApiError: the engine failed meanwhile.
-        """
-        call_id = next(self._ids)
-        future: asyncio.Future[FlushCacheRsp]
-        future = self._flushes[call_id] = asyncio.get_running_loop().create_future()
-        self._send([FlushCacheReq(call_id=call_id)])
-        try:
-            return (await _in_time(future, TIMEOUT_SECONDS)).success
-        finally:
-            del self._flushes[call_id]
+        """Whether the prefix cache was emptied."""
+        question = FlushCacheReq(call_id=next(self._ids))
+        answer: FlushCacheRsp = await self._ask(question, TIMEOUT_SECONDS)
+        return answer.success
 
     async def stats(self, timeout: float = TIMEOUT_SECONDS) -> SchedulerStats:
-        """The scheduler's numbers of this moment. Raises: as `flush_cache`."""
-        call_id = next(self._ids)
-        future: asyncio.Future[GetStateRsp]
-        future = self._states[call_id] = asyncio.get_running_loop().create_future()
-        self._send([GetStateReq(call_id=call_id)])
-        try:
-            return (await _in_time(future, timeout)).stats
-        finally:
-            del self._states[call_id]
+        """The scheduler's numbers of this moment."""
+        question = GetStateReq(call_id=next(self._ids))
+        answer: GetStateRsp = await self._ask(question, timeout)
+        return answer.stats
 
-    def receive(self, answer: FlushCacheRsp | GetStateRsp) -> None:
+    async def incidents(self) -> list[dict[str, Any]]:
+        """What the KV canary found, oldest first."""
+        question = GetIncidentsReq(call_id=next(self._ids))
+        answer: GetIncidentsRsp = await self._ask(question, TIMEOUT_SECONDS)
+        return answer.incidents
+
+    def receive(self, answer: Reply) -> None:
         """Wake whoever asked; an answer that came too late is dropped."""
-        if isinstance(answer, FlushCacheRsp):
-            _resolve(self._flushes.get(answer.call_id), answer)
-        else:
-            _resolve(self._states.get(answer.call_id), answer)
+        future = self._open.get(answer.call_id)
+        if future is not None and not future.done():
+            future.set_result(answer)
 
     def fail(self, error: ApiError) -> None:
         """Every open question gets `error`."""
-        futures: list[asyncio.Future[Any]]
-        futures = [*self._flushes.values(), *self._states.values()]
-        for future in futures:
+        for future in self._open.values():
             if not future.done():
                 future.set_exception(error)
 
-
-async def _in_time(future: asyncio.Future[T], timeout: float) -> T:
-    try:
-        return await asyncio.wait_for(future, timeout)
-    except asyncio.TimeoutError:
-        raise Unavailable(
-            f"the scheduler did not answer within {timeout:g} seconds"
-        ) from None
-
-
-def _resolve(future: asyncio.Future[T] | None, answer: T) -> None:
-    if future is not None and not future.done():
-        future.set_result(answer)
+    async def _ask(self, question: Question, timeout: float) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._open[question.call_id] = future
+        self._send([question])
+        try:
+            return await asyncio.wait_for(future, timeout)
+        except asyncio.TimeoutError:
+            raise Unavailable(
+                f"the scheduler did not answer within {timeout:g} seconds"
+            ) from None
+        finally:
+            del self._open[question.call_id]

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from enum import Enum
+from typing import Any
 
 from sglang.srt.managers.errors import (
     BadRequest,
@@ -23,6 +24,7 @@ from sglang.srt.managers.errors import (
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchOutput,
+    EngineFailed,
     GenerateReq,
     RequestOutput,
     SchedulerReady,
@@ -241,6 +243,11 @@ class TokenizerManager:
         self._check_up()
         return await self._calls.stats(timeout)
 
+    async def canary_incidents(self) -> list[dict[str, Any]]:
+        """What the KV canary found, oldest first; empty while it is off."""
+        self._check_up()
+        return await self._calls.incidents()
+
     # -- the wire ------------------------------------------------------------------
 
     def receive(self, message: SchedulerResponse) -> None:
@@ -248,6 +255,8 @@ class TokenizerManager:
         if isinstance(message, BatchOutput):
             for output in message.outputs:
                 self._on_output(output)
+        elif isinstance(message, EngineFailed):
+            self.set_dead(message.message)
         else:
             self._calls.receive(message)
 

@@ -25,6 +25,8 @@ class TpModelWorker:
         )
         self.model_runner.initialize()
         self.model_runner.init_cuda_graphs()
+        if self.model_runner.canary_manager is not None:
+            self.model_runner.canary_manager.mark_init_finished()
         self.sampler = Sampler(server_args.sampling_backend or "pytorch")
         self._group = get_tp_group()
 
@@ -45,10 +47,14 @@ class TpModelWorker:
             # All ranks see the same logits and the same noise, but not every sum over
             # a distribution on a GPU has the same bits twice.
             self._group.broadcast(sampled.token_ids)
-        self._publish(forward_batch, batch, sampled.token_ids)
+        token_ids, canary = sampled.token_ids, self.model_runner.canary_manager
+        if canary is not None:
+            token_ids = canary.tamper_with_tokens(forward_batch, token_ids)
+        self._publish(forward_batch, batch, token_ids)
         return self._to_host(
             GenerationBatchResult(
-                tokens=sampled.token_ids,
+                tokens=token_ids,
+                canary=(None if canary is None else canary.finish_step(forward_batch)),
                 logprobs=sampled.logprobs,
                 input_logprobs=output.input_logprobs,
                 hidden=output.hidden_states,
@@ -59,7 +65,7 @@ class TpModelWorker:
         """Enqueue the copies to pinned memory behind the forward; do not wait."""
         if not result.tokens.is_cuda:
             return result
-        logprobs, hidden = result.logprobs, result.hidden
+        logprobs, hidden, canary = result.logprobs, result.hidden, result.canary
         host = GenerationBatchResult(
             tokens=_pinned_copy(result.tokens),
             logprobs=logprobs and logprobs.with_packed(_pinned_copy(logprobs.packed)),
@@ -68,6 +74,7 @@ class TpModelWorker:
                 for row, scored in result.input_logprobs.items()
             },
             hidden=None if hidden is None else _pinned_copy(hidden),
+            canary=None if canary is None else _pinned_copy(canary),
             copy_done=torch.cuda.Event(),
         )
         assert host.copy_done is not None

@@ -21,7 +21,8 @@ class GenerationBatchResult:
     tokens: int64 [R * stride]; request r owns `[r * stride, r * stride +
     accept_lens[r])`. stride: tokens per request in `tokens` (1 without speculation).
     accept_lens: int64 [R], or None where each request got one token.
-    verdicts: int64 [R] reasons found by the KV canary, or None while it is off.
+    canary: int64 [R + 1 + counters], findings of the KV canary for this step
+        (`StepFindings`), or None while it is off.
     logprobs: of the sampled tokens, for rows that asked.
     input_logprobs: of prompt tokens, by row, for rows that asked.
     hidden: hidden states for rows that asked.
@@ -31,7 +32,7 @@ class GenerationBatchResult:
     tokens: torch.Tensor
     stride: int = 1
     accept_lens: torch.Tensor | None = None
-    verdicts: torch.Tensor | None = None
+    canary: torch.Tensor | None = None
     logprobs: LogprobResult | None = None
     input_logprobs: dict[int, LogprobResult] = field(default_factory=dict)
     hidden: torch.Tensor | None = None

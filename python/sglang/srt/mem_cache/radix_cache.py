@@ -270,7 +270,7 @@ class RadixCache(BasePrefixCache):
                 f"reset: {self._protected} cached slots are locked by running requests"
             )
         cached = self.cached_slots()
-        for run in self._nodes():
+        for run in self.iter_nodes():
             run.parent = None
         self.root = TreeNode()
         self._queue.clear()
@@ -337,7 +337,7 @@ class RadixCache(BasePrefixCache):
 
     # -- inspection ----------------------------------------------------------------
 
-    def _nodes(self) -> Iterator[TreeNode]:
+    def iter_nodes(self) -> Iterator[TreeNode]:
         """Every node but the root, parents before children."""
         stack = list(self.root.children.values())
         while stack:
@@ -346,7 +346,7 @@ class RadixCache(BasePrefixCache):
             stack.extend(node.children.values())
 
     def iter_cached_runs(self) -> Iterator[CachedRun]:
-        for node in self._nodes():
+        for node in self.iter_nodes():
             parent = node.parent
             assert parent is not None
             elements = node.elements
@@ -362,7 +362,7 @@ class RadixCache(BasePrefixCache):
     def check(self) -> None:
         queued = {id(node) for _, _, node in self._queue}
         check_tree(self.root, page_size=self.page_size, queued=queued)
-        nodes = list(self._nodes())
+        nodes = list(self.iter_nodes())
         sizes = {
             locked: sum(len(n.slots) for n in nodes if (n.lock_ref > 0) == locked)
             for locked in (False, True)

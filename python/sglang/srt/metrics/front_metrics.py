@@ -64,6 +64,18 @@ COUNTERS: dict[str, tuple[str, str]] = {
         "sglang:cuda_graph_passes",
         "Forwards that replayed a CUDA graph.",
     ),
+    "kv_canary_protected_tokens_total": (
+        "sglang:kv_canary_protected_tokens",
+        "KV slots that were verified before they were read.",
+    ),
+    "kv_canary_swept_tokens_total": (
+        "sglang:kv_canary_swept_tokens",
+        "Cached KV slots that sweeps verified.",
+    ),
+    "kv_canary_sweep_passes_total": (
+        "sglang:kv_canary_sweep_passes",
+        "Sweep passes over the prefix cache.",
+    ),
 }
 
 
@@ -155,3 +167,11 @@ class _StatsCollector:
             counter = CounterMetricFamily(name, text, labels=[LABEL])
             counter.add_metric(self._labels, values[field])
             yield counter
+        violations = CounterMetricFamily(
+            "sglang:kv_canary_violations",
+            "Violations that the KV canary found, each damage once.",
+            labels=[LABEL, "reason"],
+        )
+        for reason, count in stats.kv_canary_violations_total.items():
+            violations.add_metric([*self._labels, reason], count)
+        yield violations

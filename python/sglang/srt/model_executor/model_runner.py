@@ -9,6 +9,8 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.kv_canary.api import install_canary
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -39,6 +41,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
 
     Attributes:
         scopes: hooks around forwards; the canary replaces them.
+        canary_manager: what checks this runner's KV cache, or None.
         is_draft_worker: whether the model drafts for another one.
         spec_algorithm: name of the speculative algorithm, or None.
     """
@@ -65,6 +68,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         # Set by init_cuda_graphs, which whoever owns the runner calls when everything
         # that graphs read is in place.
         self.graph_runner: CudaGraphRunner | None = None
+        self.canary_manager: CanaryManager | None = None
 
     def _resolve_dtype(self) -> torch.dtype:
         """--dtype, or what the checkpoint was stored in; float32 becomes bfloat16."""
@@ -102,6 +106,9 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             self.server_args.attention_backend,
             req_to_token_pool=self.req_to_token_pool,
             kv_pool=self.kv_pool,
+        )
+        self.canary_manager = install_canary(
+            server_args=self.server_args, model_runner=self
         )
         self._context = ForwardContext(attn_backend=self.attn_backend)
         logger.info(

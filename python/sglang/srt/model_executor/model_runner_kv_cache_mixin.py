@@ -10,6 +10,7 @@ from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import divide_kv_heads
+from sglang.srt.kv_canary.capacities import bytes_per_slot
 from sglang.srt.managers.utils import get_alloc_len_per_decode
 from sglang.srt.mem_cache.allocator import BaseAllocator, create_allocator
 from sglang.srt.mem_cache.memory_pool import (
@@ -37,6 +38,7 @@ class ModelRunnerKVCacheMixin:
     model_config: ModelConfig
     dtype: torch.dtype
     device: str
+    is_draft_worker: bool
     page_size: int
     free_bytes_at_start: int
     req_to_token_pool: ReqToTokenPool
@@ -115,6 +117,8 @@ class ModelRunnerKVCacheMixin:
             head_dim=config.head_dim,
             dtype=self.dtype,
         )
+        if args.kv_canary != "none" and not self.is_draft_worker:
+            per_token += bytes_per_slot()
         available = self._available_bytes()
         if args.max_total_tokens is not None:
             if args.max_total_tokens * per_token > available:

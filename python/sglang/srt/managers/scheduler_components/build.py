@@ -12,7 +12,7 @@ import msgspec
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import init_tensor_parallel
-from sglang.srt.managers.io_struct import SchedulerReady
+from sglang.srt.managers.io_struct import EngineFailed, SchedulerReady
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
 from sglang.srt.managers.scheduler_components.scheduler_io import (
@@ -87,8 +87,9 @@ def run_scheduler_process(
     ready.send_bytes(msgspec.msgpack.encode(scheduler.ready_message()))
     try:
         scheduler.run_event_loop()
-    except Exception:
+    except Exception as error:
         logger.exception("The scheduler of rank %d failed", rank)
+        io.send(EngineFailed(message=str(error) or repr(error)))
         raise
     finally:
         io.close()

@@ -1,0 +1,237 @@
+"""What the KV canary costs: pairs of steps with and without it, in one process.
+
+python benchmark/e2e/bench_canary.py --shape Llama-3.1-8B --real-data partial
+
+Two schedulers with the same dummy weights, one of them with `--kv-canary raise`,
+captured in one process, take turns: blocks of --block decode steps, prefills, batches
+of random requests. What counts is the paired difference, its median with a 95 %
+interval (order statistics of the pairs). The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from model_shapes import SHAPES, write_shape
+
+from sglang.srt.managers.io_struct import GenerateReq
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.build import build_scheduler
+from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+WARM_STEPS = 16
+# Of the exact interval for a median: P(fewer than k of n pairs lie below) <= 2.5 %.
+CONFIDENCE_TAIL = 0.025
+
+
+class Side:
+    """One scheduler and what it is asked."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, canary: bool) -> None:
+        flags: dict[str, Any] = {}
+        if canary:
+            flags = {
+                "kv_canary": "raise",
+                "kv_canary_real_data": args.real_data,
+                "kv_canary_sweep_interval": args.sweep_interval,
+            }
+        on_gpu = args.device == "cuda"
+        self.io = ListIO()
+        self.scheduler: Scheduler = build_scheduler(
+            ServerArgs(
+                model_path=str(folder),
+                load_format=args.load_format,
+                skip_tokenizer_init=True,
+                device=args.device,
+                context_length=args.context_length,
+                max_running_requests=max(args.batch_size),
+                max_total_tokens=args.slots,
+                cuda_graph_bs=sorted(args.batch_size) if on_gpu else None,
+                disable_radix_cache=not args.sweep_interval,
+                disable_overlap_schedule=args.disable_overlap_schedule,
+                **flags,
+            ),
+            self.io,
+        )
+        self._count = 0
+
+    def submit(self, length: int, new: int, generator: torch.Generator) -> None:
+        vocab = self.scheduler.model_config.vocab_size
+        ids = torch.randint(0, vocab, (length,), generator=generator).tolist()
+        params = SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True)
+        self._count += 1
+        self.io.requests.append(
+            GenerateReq(rid=str(self._count), input_ids=ids, sampling_params=params)
+        )
+
+    def drain(self) -> None:
+        while self.io.requests or self.scheduler.has_work():
+            self.scheduler.step()
+        self.io.responses.clear()
+
+    def start_decoding(self, rows: int, length: int, new: int) -> None:
+        generator = torch.Generator().manual_seed(rows)
+        for _ in range(rows):
+            self.submit(length, new, generator)
+        while True:
+            self.scheduler.step()
+            running = self.scheduler.running or ()
+            if len(running) == rows and not self.scheduler.waiting:
+                break
+        for _ in range(WARM_STEPS):
+            self.scheduler.step()
+
+    def block(self, steps: int) -> float:
+        """Seconds of one decode step, over a block."""
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.scheduler.step()
+        synchronize()
+        return (time.perf_counter() - began) / steps
+
+    def prefill(self, length: int, seed: int) -> float:
+        self.submit(length, 1, torch.Generator().manual_seed(seed))
+        synchronize()
+        began = time.perf_counter()
+        self.drain()
+        synchronize()
+        return time.perf_counter() - began
+
+    def throughput(self, requests: int, seed: int) -> float:
+        """Seconds for random requests at once, outputs and inputs of 100 to 1,024."""
+        rng = random.Random(seed)
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(requests):
+            self.submit(rng.randint(100, 1024), rng.randint(100, 1024), generator)
+        synchronize()
+        began = time.perf_counter()
+        self.drain()
+        synchronize()
+        return time.perf_counter() - began
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def paired(off: list[float], on: list[float]) -> dict[str, float]:
+    """Overhead in percent: the median of the pairs and its 95 % interval."""
+    ratios = sorted(b / a - 1 for a, b in zip(off, on, strict=True))
+    n, tail, below = len(ratios), 0.0, 0
+    probability = 0.5**n
+    while below < n // 2 and tail + probability <= CONFIDENCE_TAIL:
+        tail += probability
+        probability = probability * (n - below) / (below + 1)
+        below += 1
+    low = max(below - 1, 0)
+    return {
+        "off_ms": statistics.median(off) * 1e3,
+        "on_ms": statistics.median(on) * 1e3,
+        "percent": statistics.median(ratios) * 100,
+        "low": ratios[low] * 100,
+        "high": ratios[n - 1 - low] * 100,
+        "pairs": n,
+    }
+
+
+def alternate(sides: tuple[Side, Side], pairs: int, measure: Any) -> dict[str, float]:
+    """`measure(side, i)` in turns, the order of the two changing from pair to pair."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for i in range(pairs):
+        for k in (0, 1) if i % 2 == 0 else (1, 0):
+            times[k].append(measure(sides[k], i))
+    return paired(*times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="Llama-3.1-8B")
+    parser.add_argument("--model-path", help="a checkpoint instead of a dummy shape")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--real-data", default="partial")
+    parser.add_argument("--sweep-interval", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, nargs="*", default=[1, 16, 64, 256])
+    parser.add_argument("--input-len", type=int, default=1024)
+    parser.add_argument("--block", type=int, default=64)
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--prefill", type=int, nargs="*", default=[8192])
+    parser.add_argument("--throughput", type=int, default=0, help="pairs of batches")
+    parser.add_argument("--slots", type=int, default=0)
+    parser.add_argument("--context-length", type=int, default=16384)
+    parser.add_argument("--disable-overlap-schedule", action="store_true")
+    args = parser.parse_args()
+    new = WARM_STEPS + args.block * args.pairs + 96
+    args.batch_size = args.batch_size or [1]
+    args.slots = args.slots or max(
+        max(args.batch_size) * (args.input_len + new), *args.prefill, 1
+    )
+    args.load_format = "auto" if args.model_path else "dummy"
+    folder = Path(args.model_path or write_shape(args.shape, Path(tempfile.mkdtemp())))
+    sides = (Side(args, folder, False), Side(args, folder, True))
+    results: dict[str, dict[str, float]] = {}
+
+    def show(name: str, result: dict[str, float]) -> None:
+        results[name] = result
+        print(
+            f"{name:18s} {result['off_ms']:10.3f} {result['on_ms']:10.3f} "
+            f"{result['percent']:8.2f} % ({result['low']:.2f} to {result['high']:.2f})",
+            flush=True,
+        )
+
+    print(f"real data {args.real_data}, sweep interval {args.sweep_interval}")
+    print("what                   off ms      on ms  overhead (95 % interval)")
+    for rows in args.batch_size:
+        for side in sides:
+            side.start_decoding(rows, args.input_len, new)
+        show(
+            f"decode {rows}",
+            alternate(sides, args.pairs, lambda side, i: side.block(args.block)),
+        )
+        for side in sides:
+            side.drain()
+    for length in args.prefill:
+        for side in sides:
+            side.prefill(length, seed=0)
+        show(
+            f"prefill {length}",
+            alternate(sides, 12, lambda side, i, n=length: side.prefill(n, i + 1)),
+        )
+    if args.throughput:
+        for side in sides:
+            side.throughput(32, seed=0)
+        show(
+            "throughput 256",
+            alternate(
+                sides, args.throughput, lambda side, i: side.throughput(256, i + 1)
+            ),
+        )
+    manager = sides[1].scheduler.worker.model_runner.canary_manager
+    assert manager is not None and manager.reporter.total == 0
+    document = {
+        "benchmark": "bench_canary",
+        "shape": args.model_path or args.shape,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "real_data": args.real_data,
+        "sweep_interval": args.sweep_interval,
+        "overlap": not args.disable_overlap_schedule,
+        "input_len": args.input_len,
+        "counters": manager.counters,
+        "results": results,
+    }
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

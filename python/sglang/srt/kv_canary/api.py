@@ -1,0 +1,102 @@
+"""Installs the canary on a model runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.kv_canary.config import CanaryConfig
+from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager, CanaryScopes
+from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+
+def install_canary(
+    *, server_args: ServerArgs, model_runner: ModelRunner
+) -> CanaryManager | None:
+    """Check the KV cache of `model_runner` from now on.
+
+    Call it once its pools and its attention backend are there and before any graph is
+    captured. A draft worker's pool is not checked in this version.
+
+    Returns:
+        None where the canary is off, or the runner serves a draft worker.
+
+    Raises:
+        ValueError: flags, environment or pool do not fit; names what to change.
+    """
+    config = CanaryConfig.from_server_args(server_args)
+    if not config.is_on or model_runner.is_draft_worker:
+        return None
+    pool, req_pool = model_runner.kv_pool, model_runner.req_to_token_pool
+    buffers = attach_canary_buffers(
+        pool=pool,
+        config=config,
+        device=pool.device,
+        kv_token_id_vs_position_offset=0,
+        req_rows=req_pool.size + 1,
+        max_rows=req_pool.size,
+    )
+    manager = CanaryManager(
+        CanaryTarget(
+            config=config,
+            buffers=buffers,
+            req_to_token_pool=req_pool,
+            kv_pool=pool,
+            attn_backend=model_runner.attn_backend,
+            page_size=model_runner.page_size,
+            vocab_size=model_runner.model_config.vocab_size,
+        ),
+        group=get_tp_group(),
+    )
+    model_runner.allocator.register_on_free(manager.on_free)
+    _patch_model_forward(model_runner.model, manager)
+    model_runner.scopes = CanaryScopes(manager)
+    return manager
+
+
+def _patch_model_forward(model: nn.Module, manager: CanaryManager) -> None:
+    """Run the canary's launches around every forward of `model`."""
+    # An instance attribute: the class, and other models of it, stay as they are.
+    model.__dict__["forward"] = _with_canary_bracketing(model.forward, manager)
+
+
+def _with_canary_bracketing(
+    forward: Callable[..., Any], manager: CanaryManager
+) -> Callable[..., Any]:
+    """`forward` between the launches before and after it."""
+
+    def bracketed(*args: Any, **kwargs: Any) -> Any:
+        forward_batch = _extract_forward_batch(args, kwargs)
+        manager.pre_ops_maybe_inside_graph(forward_batch)
+        output = forward(*args, **kwargs)
+        manager.post_ops_maybe_inside_graph(forward_batch)
+        return output
+
+    return bracketed
+
+
+def _extract_forward_batch(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ForwardBatch:
+    """The batch among the arguments of a model forward.
+
+    Raises:
+        RuntimeError: there is none, or more than one.
+    """
+    found = [
+        value for value in (*args, *kwargs.values()) if isinstance(value, ForwardBatch)
+    ]
+    if len(found) != 1:
+        raise RuntimeError(
+            f"a model forward got {len(found)} ForwardBatch arguments, expected one"
+        )
+    return found[0]

@@ -1,0 +1,57 @@
+"""How large a launch of the canary may be: fixed at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.kv_canary.kernels.records import RECORD_WORDS, RING_WORDS
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+WORD_BYTES = 8
+# Head and tail.
+RECORDS_PER_SLOT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryLaunchCapacities:
+    """Fields:
+    num_slots: slots of the pool, scratch page included.
+    req_rows: rows of `req_to_token`, padding row included.
+    max_rows: rows of one forward at most.
+    ring_capacity: violations kept between two results.
+    sweep_budget: slots of one sweep pass at most.
+    """
+
+    num_slots: int
+    req_rows: int
+    max_rows: int
+    ring_capacity: int
+    sweep_budget: int
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the records of all slots (64 per slot)."""
+        return self.num_slots * RECORDS_PER_SLOT * RECORD_WORDS * WORD_BYTES
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of everything else that stays on the device."""
+        per_row = WORD_BYTES + WORD_BYTES // 2  # expected lineage and verdict
+        return self.req_rows * per_row + self.ring_capacity * RING_WORDS * WORD_BYTES
+
+    def check(self, forward_batch: ForwardBatch) -> None:
+        """Refuse a forward that the canary could not check whole.
+
+        Raises:
+            RuntimeError: more rows than were announced; says so.
+        """
+        if forward_batch.num_rows > self.max_rows:
+            raise RuntimeError(
+                f"a forward of {forward_batch.num_rows} rows, but the KV canary was "
+                f"set up for {self.max_rows}"
+            )
+
+
+def bytes_per_slot() -> int:
+    """What the canary adds to each KV slot."""
+    return RECORDS_PER_SLOT * RECORD_WORDS * WORD_BYTES

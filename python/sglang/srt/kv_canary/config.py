@@ -1,0 +1,213 @@
+"""The canary's configuration: the only reader of its flags and environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang.srt.environ import EnvVar, envs
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+
+class CanaryMode(str, Enum):
+    """What happens when something is wrong."""
+
+    NONE = "none"
+    LOG = "log"
+    RAISE = "raise"
+
+
+class RealData(str, Enum):
+    """Which KV bytes are fingerprinted."""
+
+    NONE = "none"
+    PARTIAL = "partial"
+    ROTATE = "rotate"
+    ALL = "all"
+
+
+# Fault points that SGLANG_DEBUG_REVERT_PR may name.
+EARLY_FREE = "EARLY_FREE"
+FAULT_POINTS = frozenset({EARLY_FREE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerturbConfig:
+    """Chances per forward of each injected fault; all 0 in production."""
+
+    req_to_token: float = 0.0
+    real_kv_used: float = 0.0
+    real_kv_unused_cache: float = 0.0
+    real_kv_post_forward: float = 0.0
+    next_token_swap: float = 0.0
+    warmup_steps: int = 50
+
+    @property
+    def is_active(self) -> bool:
+        return any(
+            (
+                self.req_to_token,
+                self.real_kv_used,
+                self.real_kv_unused_cache,
+                self.real_kv_post_forward,
+                self.next_token_swap,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryConfig:
+    """Fields:
+    sweep_interval: forwards between two sweep passes; 0: no sweep.
+    sweep_budget: slots of one pass at most.
+    rotation_steps: forwards in which `RealData.ROTATE` re-hashes every slot read.
+    report_dir: one JSON file per incident, or None.
+    report_tokens: whether reports hold token ids.
+    ring_capacity: violations that the device keeps between two results.
+    stats_every: forwards between two stats lines; 0: none.
+    check_write_inputs, check_read_tokens, use_token_oracle: for tests.
+    fault_point: historical fault that is re-opened, or None.
+    """
+
+    mode: CanaryMode
+    real_data: RealData
+    sweep_interval: int = 0
+    sweep_budget: int = 16384
+    rotation_steps: int = 128
+    report_dir: Path | None = None
+    report_tokens: bool = False
+    ring_capacity: int = 1024
+    stats_every: int = 100
+    check_write_inputs: bool = False
+    check_read_tokens: bool = False
+    use_token_oracle: bool = False
+    perturb: PerturbConfig = PerturbConfig()
+    fault_point: str | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self.mode is not CanaryMode.NONE
+
+    @classmethod
+    def from_server_args(cls, server_args: ServerArgs) -> CanaryConfig:
+        """Read flags and environment.
+
+        Raises:
+            ValueError: a variable has an impossible value, or it needs the canary and
+                the canary is off; names the variable, the value and the fix.
+        """
+        config = cls(
+            mode=CanaryMode(server_args.kv_canary),
+            real_data=RealData(server_args.kv_canary_real_data),
+            sweep_interval=server_args.kv_canary_sweep_interval,
+            sweep_budget=_at_least(envs.SGLANG_KV_CANARY_SWEEP_BUDGET, 1),
+            rotation_steps=_at_least(envs.SGLANG_KV_CANARY_ROTATION_STEPS, 1),
+            report_dir=_report_dir(server_args.kv_canary_report_dir),
+            report_tokens=server_args.kv_canary_report_tokens,
+            ring_capacity=_at_least(envs.SGLANG_KV_CANARY_RING_CAPACITY, 1),
+            stats_every=_at_least(envs.SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS, 0),
+            check_write_inputs=envs.SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT.get(),
+            check_read_tokens=envs.SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT.get(),
+            use_token_oracle=envs.SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE.get(),
+            perturb=_perturb(),
+            fault_point=_fault_point(),
+        )
+        config._refuse_conflicts()
+        return config
+
+    def _refuse_conflicts(self) -> None:
+        if envs.SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL.get() != 0:
+            raise ValueError(
+                "SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL is set, but this "
+                "version has no sliding-window pool; unset it"
+            )
+        if self.check_write_inputs and not self.use_token_oracle:
+            raise ValueError(
+                "SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT=1 compares inputs with the "
+                "token oracle; set SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE=1 too"
+            )
+        if self.is_on:
+            return
+        for variable, is_set in (
+            (
+                "SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT",
+                self.check_write_inputs,
+            ),
+            (
+                "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT",
+                self.check_read_tokens,
+            ),
+            ("SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE", self.use_token_oracle),
+            ("SGLANG_KV_CANARY_PERTURB_*_PROB", self.perturb.is_active),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"{variable} has no effect with --kv-canary none; unset it, or use "
+                    "--kv-canary log or raise"
+                )
+
+
+def _at_least(variable: EnvVar[int], low: int) -> int:
+    value = variable.get()
+    if value < low:
+        raise ValueError(f"{variable.name}={value} must be at least {low}")
+    return value
+
+
+def _probability(variable: EnvVar[float]) -> float:
+    value = variable.get()
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{variable.name}={value} must lie between 0 and 1")
+    return value
+
+
+def _perturb() -> PerturbConfig:
+    group = envs.SGLANG_KV_CANARY_PERTURB_TARGET_GROUP
+    if group.get() != "full":
+        raise ValueError(
+            f"{group.name}={group.get()!r}: this version has the group full only; "
+            "unset it"
+        )
+    return PerturbConfig(
+        req_to_token=_probability(envs.SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB),
+        real_kv_used=_probability(envs.SGLANG_KV_CANARY_PERTURB_REAL_KV_USED_PROB),
+        real_kv_unused_cache=_probability(
+            envs.SGLANG_KV_CANARY_PERTURB_REAL_KV_UNUSED_CACHE_PROB
+        ),
+        real_kv_post_forward=_probability(
+            envs.SGLANG_KV_CANARY_PERTURB_REAL_KV_POST_FORWARD_PROB
+        ),
+        next_token_swap=_probability(
+            envs.SGLANG_KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB
+        ),
+        warmup_steps=_at_least(envs.SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS, 0),
+    )
+
+
+def _fault_point() -> str | None:
+    name = envs.SGLANG_DEBUG_REVERT_PR.get()
+    if not name:
+        return None
+    if name not in FAULT_POINTS:
+        raise ValueError(
+            f"SGLANG_DEBUG_REVERT_PR={name!r} names no fault point; choose from "
+            f"{', '.join(sorted(FAULT_POINTS))}, or unset it"
+        )
+    return name
+
+
+def _report_dir(path: str | None) -> Path | None:
+    if path is None:
+        return None
+    folder = Path(path)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--kv-canary-report-dir {path} cannot be created: {error}"
+        ) from error
+    return folder

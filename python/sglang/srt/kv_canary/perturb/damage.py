@@ -1,0 +1,111 @@
+"""What a fault injector works on and what it has done."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang.srt.kv_canary.kernels.records import sample_place
+from sglang.srt.kv_canary.kernels.state import CanaryState, FingerprintMode
+from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """One injected fault.
+
+    Fields:
+        req_row, serial: the request that will read or write wrongly; 0: none.
+        slot, position: where; -1: not one place.
+        prompt: tokens of a request that would meet the damage; None: any does.
+        undo: repairs what the engine itself relies on, after the forward; None where
+            the damage may stay.
+    """
+
+    req_row: int = 0
+    serial: int = 0
+    slot: int = -1
+    position: int = -1
+    prompt: list[int] | None = None
+    undo: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """A live row of a forward: its slots by position are `slots[:prefix_len]`."""
+
+    batch_row: int
+    req_row: int
+    serial: int
+    prefix_len: int
+    extend_len: int
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """The engine at the moment of an injection."""
+
+    target: CanaryTarget
+    forward_batch: ForwardBatch
+    cache: BasePrefixCache | None
+    rng: random.Random = field(default_factory=random.Random)
+
+    @property
+    def state(self) -> CanaryState:
+        return self.target.buffers.state
+
+    @property
+    def table(self) -> torch.Tensor:
+        """`req_to_token` on the device; on the CPU also the host's mirror."""
+        return self.target.req_to_token_pool.req_to_token
+
+    def victims(self, *, min_prefix: int = 1) -> list[Victim]:
+        """Live rows that read at least `min_prefix` slots, in random order."""
+        batch, pool = self.forward_batch, self.target.req_to_token_pool
+        fields = torch.stack(
+            (
+                batch.req_pool_indices,
+                batch.req_serial,
+                batch.prefix_lens,
+                batch.extend_lens,
+            )
+        )
+        found = [
+            Victim(
+                batch_row=i,
+                req_row=row,
+                serial=serial,
+                prefix_len=prefix,
+                extend_len=extend,
+                slots=pool.row_slots(row, 0, prefix + extend).tolist(),
+            )
+            for i, (row, serial, prefix, extend) in enumerate(fields.t().tolist())
+            if row and prefix >= min_prefix
+        ]
+        self.rng.shuffle(found)
+        return found
+
+    def flip_kv(self, slot: int) -> None:
+        """Change bytes of K or V of `slot`: within the sample where only that is
+        fingerprinted, anywhere else otherwise."""
+        fingerprint = self.target.buffers.fingerprint
+        words = self.rng.choice((fingerprint.k_words, fingerprint.v_words))
+        if words is None:
+            buffers = self.target.kv_pool.canary_sources()
+            words = self.rng.choice(buffers).buffer.flatten(2).view(torch.uint8)
+            words[0, slot, 0] ^= 0x40
+            return
+        layers, _, count = words.shape
+        layer, word = self.rng.randrange(layers), self.rng.randrange(count)
+        if fingerprint.mode is FingerprintMode.PARTIAL:
+            lineage = self.state.tail[slot, 1:2]
+            place = sample_place(lineage, layers=layers, chunks=count // 2)
+            layer = int(place[0])
+            word = 2 * int(place[1]) + self.rng.randrange(2)
+        words[layer, slot, word] ^= 1 << self.rng.randrange(62)

@@ -1,0 +1,136 @@
+"""Plants faults while the engine runs: by chance from the environment, or on demand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sglang.srt.kv_canary.perturb.damage import Damage, Scene
+from sglang.srt.kv_canary.perturb.injectors import INJECTORS, Injector, When
+from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
+from sglang.srt.kv_canary.token_oracle import oracle_tokens
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+SEED = 20_260_101
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planted:
+    """A fault and the forward (`CanaryState.clock`) that can first notice it."""
+
+    name: str
+    clock: int
+    damage: Damage
+
+
+class PerturbDriver:
+    """Does nothing unless the environment or a test asks for it.
+
+    Attributes:
+        planted: what was planted so far.
+    """
+
+    def __init__(self, target: CanaryTarget, *, seed: int = SEED) -> None:
+        self._target = target
+        self._cache: BasePrefixCache | None = None
+        self._rng = random.Random(seed)
+        self._forwards = 0
+        self._armed: list[str] = []
+        self._undo: list[Callable[[], None]] = []
+        self.planted: list[Planted] = []
+        perturb = target.config.perturb
+        self._chances = {
+            name: chance
+            for name, chance in (
+                ("req_to_token", perturb.req_to_token),
+                ("real_kv_used", perturb.real_kv_used),
+                ("real_kv_unused_cache", perturb.real_kv_unused_cache),
+                ("real_kv_post_forward", perturb.real_kv_post_forward),
+            )
+            if chance > 0
+        }
+
+    def attach(self, cache: BasePrefixCache) -> None:
+        self._cache = cache
+
+    def arm(self, name: str, *, seed: int) -> None:
+        """Plant one fault at the first forward that offers an opportunity."""
+        self._rng = random.Random(seed)
+        self._armed.append(name)
+
+    def before_forward(self, forward_batch: ForwardBatch) -> None:
+        self._plant(forward_batch, When.BEFORE_FORWARD)
+
+    def after_forward(self, forward_batch: ForwardBatch) -> None:
+        """Repair what the engine itself relies on, then damage what was written."""
+        while self._undo:
+            self._undo.pop()()
+        self._plant(forward_batch, When.AFTER_FORWARD)
+        self._forwards += 1
+
+    def tokens(self, forward_batch: ForwardBatch, token_ids: Tensor) -> Tensor:
+        """Sampled tokens [R]: the oracle's where it is on, two of them swapped where
+        that fault is planted."""
+        config = self._target.config
+        if config.use_token_oracle:
+            token_ids = oracle_tokens(
+                forward_batch.rids_int,
+                forward_batch.seq_lens,
+                vocab_size=self._target.vocab_size,
+            )
+        chance = config.perturb.next_token_swap
+        is_armed = "next_token_swap" in self._armed
+        if not chance and not is_armed:
+            return token_ids
+        if len(token_ids) < 2 or not (is_armed or self._is_due(chance)):
+            return token_ids
+        first, second = self._rng.sample(range(len(token_ids)), 2)
+        if int(token_ids[first]) == int(token_ids[second]):
+            return token_ids
+        if is_armed:
+            self._armed.remove("next_token_swap")
+        order = list(range(len(token_ids)))
+        order[first], order[second] = second, first
+        victim = int(forward_batch.req_serial[first])
+        self._note("next_token_swap", Damage(serial=victim))
+        return token_ids[order]
+
+    def _is_due(self, chance: float) -> bool:
+        is_warm = self._forwards >= self._target.config.perturb.warmup_steps
+        return is_warm and self._rng.random() < chance
+
+    def _plant(self, forward_batch: ForwardBatch, when: When) -> None:
+        if not self._chances and not self._armed:
+            return
+        for name in list(self._armed):
+            injector = INJECTORS.get(name)
+            if injector is not None and injector.when is when:
+                damage = self._apply(injector, forward_batch)
+                if damage is not None:
+                    self._armed.remove(name)
+                    self._note(name, damage)
+        for name, chance in self._chances.items():
+            if INJECTORS[name].when is when and self._is_due(chance):
+                damage = self._apply(INJECTORS[name], forward_batch)
+                if damage is not None:
+                    self._note(name, damage)
+
+    def _apply(self, injector: Injector, forward_batch: ForwardBatch) -> Damage | None:
+        return injector.apply(
+            Scene(
+                target=self._target,
+                forward_batch=forward_batch,
+                cache=self._cache,
+                rng=self._rng,
+            )
+        )
+
+    def _note(self, name: str, damage: Damage) -> None:
+        clock = int(self._target.buffers.state.clock.item())
+        self.planted.append(Planted(name=name, clock=clock, damage=damage))
+        if damage.undo is not None:
+            self._undo.append(damage.undo)

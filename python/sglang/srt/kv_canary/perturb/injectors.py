@@ -1,0 +1,340 @@
+"""Faults that can be planted in a running engine, by name.
+
+Each damages what real faults damaged (`docs/kv_canary.md` names the cases) and returns
+what it did, or None where the scene offers no opportunity. All of them are memory-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import torch
+
+from sglang.srt.kv_canary.kernels.launches import move_records, poison
+from sglang.srt.kv_canary.kernels.records import Reason
+from sglang.srt.kv_canary.perturb.damage import Damage, Scene, Victim
+from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
+from sglang.srt.mem_cache.radix_cache import RadixCache
+
+# What lies in a slot whose copy was dropped.
+STALE = 0.3125
+
+_READ = (
+    Reason.VERIFY_LINEAGE
+    | Reason.VERIFY_POSITION
+    | Reason.VERIFY_TOKEN
+    | Reason.VERIFY_FREED
+    | Reason.READ_SET
+)
+
+
+class When(Enum):
+    """At which point of a forward an injector runs."""
+
+    BEFORE_FORWARD = "before"
+    AFTER_FORWARD = "after"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injector:
+    """Fields:
+    apply: plants the fault.
+    reasons: at least one of them must be reported.
+    when: before the forward, or after its writes.
+    names_slot: whether the report must name the damaged slot and position.
+    """
+
+    apply: Callable[[Scene], Damage | None]
+    reasons: Reason
+    when: When = When.BEFORE_FORWARD
+    names_slot: bool = True
+
+
+def flip_table_entry(scene: Scene) -> Damage | None:
+    """One position of a live row points at another slot."""
+    for victim in scene.victims():
+        page_size = scene.target.page_size
+        position = scene.rng.randrange(victim.prefix_len)
+        # What paged attention reads is the entry of the page's first position.
+        position -= position % page_size
+        old = victim.slots[position]
+        last = scene.state.num_slots // page_size - 1
+        new = scene.rng.randint(1, last) * page_size
+        if new != old:
+            return _repoint(scene, victim, {position: new})
+    return None
+
+
+def alias_row(scene: Scene) -> Damage | None:
+    """A live row points wholly at another request's slots."""
+    victims = scene.victims()
+    for victim in victims:
+        for other in victims:
+            length = min(victim.prefix_len, other.prefix_len)
+            if other.req_row != victim.req_row and other.slots[0] != victim.slots[0]:
+                entries = dict(enumerate(other.slots[:length]))
+                damage = _repoint(scene, victim, entries)
+                return Damage(
+                    req_row=victim.req_row, serial=victim.serial, undo=damage.undo
+                )
+    return None
+
+
+def recycle_row(scene: Scene) -> Damage | None:
+    """A forward uses the row that belongs to another request."""
+    victims = scene.victims()
+    if len(victims) < 2:
+        return None
+    victim, other = victims[:2]
+    rows = scene.forward_batch.req_pool_indices
+    rows[victim.batch_row] = other.req_row
+
+    def undo() -> None:
+        rows[victim.batch_row] = victim.req_row
+
+    return Damage(req_row=other.req_row, serial=victim.serial, undo=undo)
+
+
+def flip_used_kv(scene: Scene) -> Damage | None:
+    """KV bytes of a slot that this forward reads."""
+    for victim in scene.victims():
+        position = scene.rng.randrange(victim.prefix_len)
+        scene.flip_kv(victim.slots[position])
+        return _at(victim, position)
+    return None
+
+
+def flip_kv_after_write(scene: Scene) -> Damage | None:
+    """KV bytes of a slot that this forward has just written."""
+    for victim in scene.victims(min_prefix=0):
+        position = victim.prefix_len + scene.rng.randrange(victim.extend_len)
+        scene.flip_kv(victim.slots[position])
+        return _at(victim, position)
+    return None
+
+
+def flip_cached_kv(scene: Scene) -> Damage | None:
+    """KV bytes of a slot that only the prefix cache holds."""
+    if not isinstance(scene.cache, RadixCache):
+        return None
+    nodes = [node for node in scene.cache.iter_nodes() if node.lock_ref == 0]
+    if not nodes:
+        return None
+    node = scene.rng.choice(nodes)
+    offset = scene.rng.randrange(len(node.slots))
+    scene.flip_kv(int(node.slots[offset]))
+    return Damage(slot=int(node.slots[offset]), position=node.start + offset)
+
+
+def flip_record(scene: Scene) -> Damage | None:
+    """A word of a record that this forward reads."""
+    for victim in scene.victims():
+        position = scene.rng.randrange(victim.prefix_len)
+        word = scene.rng.choice((0, 1, 3))
+        scene.state.tail[victim.slots[position], word] ^= 1 << scene.rng.randrange(20)
+        return _at(victim, position)
+    return None
+
+
+def free_early(scene: Scene) -> Damage | None:
+    """Pages of a live row are freed and owned again while the row still reads them."""
+    for victim in scene.victims():
+        slots = torch.tensor(victim.slots[: victim.prefix_len])
+        poison(scene.state, slots.to(scene.state.head.device))
+        return _at(victim, 0)
+    return None
+
+
+def move_without_records(scene: Scene) -> Damage | None:
+    """KV bytes of one position move to a free slot; its record stays behind."""
+    return _move_one(scene, with_bytes=True, with_record=False)
+
+
+def move_without_bytes(scene: Scene) -> Damage | None:
+    """A record moves to a free slot; the copy of the KV bytes is dropped."""
+    return _move_one(scene, with_bytes=False, with_record=True)
+
+
+def write_into_foreign_prefix(scene: Scene) -> Damage | None:
+    """A row writes its new token into a slot of another request's prefix."""
+    victims = scene.victims()
+    for victim in victims:
+        for other in victims:
+            if other.slots[0] == victim.slots[0] or victim.extend_len != 1:
+                continue
+            slot = scene.rng.choice(other.slots[: other.prefix_len])
+            scene.forward_batch.out_cache_loc[victim.batch_row] = slot
+            return Damage(
+                req_row=victim.req_row,
+                serial=victim.serial,
+                slot=slot,
+                position=victim.prefix_len,
+            )
+    return None
+
+
+def shift_view(scene: Scene) -> Damage | None:
+    """Attention reads a table that is shifted by one page."""
+    return _replace_view(scene, lambda table: table.roll(-1, dims=1))
+
+
+def shorten_view(scene: Scene) -> Damage | None:
+    """Attention reads a table whose first page is missing."""
+
+    def shortened(table: torch.Tensor) -> torch.Tensor:
+        cut = table.clone()
+        cut[:, 0] = 0
+        return cut
+
+    return _replace_view(scene, shortened)
+
+
+def swap_cached_prefixes(scene: Scene) -> Damage | None:
+    """Two cached prefixes trade slots: a later hit gets the other one's KV."""
+    if not isinstance(scene.cache, RadixCache):
+        return None
+    roots = [node for node in scene.cache.root.children.values() if node.lock_ref == 0]
+    if len(roots) < 2:
+        return None
+    first, second = scene.rng.sample(roots, 2)
+    common = min(len(first.slots), len(second.slots))
+    head, other = first.slots[:common], second.slots[:common]
+    first.slots = np.concatenate((other, first.slots[common:]))
+    second.slots = np.concatenate((head, second.slots[common:]))
+    return Damage(prompt=first.elements.tolist())
+
+
+INJECTORS: Mapping[str, Injector] = {
+    "req_to_token": Injector(
+        apply=flip_table_entry, reasons=_READ | Reason.READ_SCRATCH
+    ),
+    "alias_row": Injector(apply=alias_row, reasons=_READ, names_slot=False),
+    "recycle_row": Injector(
+        apply=recycle_row, reasons=_READ | Reason.WRITE_FOREIGN, names_slot=False
+    ),
+    "real_kv_used": Injector(apply=flip_used_kv, reasons=Reason.VERIFY_REAL_KV),
+    "real_kv_post_forward": Injector(
+        apply=flip_kv_after_write,
+        reasons=Reason.VERIFY_REAL_KV,
+        when=When.AFTER_FORWARD,
+    ),
+    "real_kv_unused_cache": Injector(
+        apply=flip_cached_kv, reasons=Reason.VERIFY_REAL_KV
+    ),
+    "record": Injector(
+        apply=flip_record,
+        reasons=Reason.VERIFY_TORN,
+    ),
+    "early_free": Injector(apply=free_early, reasons=Reason.VERIFY_FREED),
+    "move_without_records": Injector(
+        apply=move_without_records, reasons=Reason.VERIFY_FREED
+    ),
+    "move_without_bytes": Injector(
+        apply=move_without_bytes, reasons=Reason.VERIFY_REAL_KV
+    ),
+    "write_foreign": Injector(
+        apply=write_into_foreign_prefix, reasons=Reason.WRITE_FOREIGN
+    ),
+    "shift_view": Injector(
+        apply=shift_view,
+        reasons=Reason.READ_SET | Reason.READ_SCRATCH,
+        names_slot=False,
+    ),
+    "shorten_view": Injector(
+        apply=shorten_view, reasons=Reason.READ_SCRATCH, names_slot=False
+    ),
+    "phantom_prefix": Injector(
+        apply=swap_cached_prefixes, reasons=_READ, names_slot=False
+    ),
+}
+
+
+def _at(victim: Victim, position: int) -> Damage:
+    return Damage(
+        req_row=victim.req_row,
+        serial=victim.serial,
+        slot=victim.slots[position],
+        position=position,
+    )
+
+
+def _repoint(scene: Scene, victim: Victim, entries: Mapping[int, int]) -> Damage:
+    """Change entries (position -> slot) of the victim's row until the forward is over;
+    the host goes on with its own books."""
+    table, row = scene.table, victim.req_row
+    positions = torch.tensor(list(entries), device=table.device)
+    slots = torch.tensor(list(entries.values()), dtype=torch.int32)
+    before = table[row, positions].clone()
+    table[row, positions] = slots.to(table.device)
+    first = next(iter(entries))
+
+    def undo() -> None:
+        table[row, positions] = before
+
+    return Damage(
+        req_row=row,
+        serial=victim.serial,
+        slot=entries[first],
+        position=first,
+        undo=undo,
+    )
+
+
+def _move_one(scene: Scene, *, with_bytes: bool, with_record: bool) -> Damage | None:
+    """Move one position to a slot that nobody owns, and point the row there."""
+    free = torch.nonzero(scene.state.head[:, 0] == -1).flatten().tolist()
+    page_size = scene.target.page_size
+    free = [slot for slot in free if slot >= page_size]
+    for victim in scene.victims():
+        position = scene.rng.randrange(victim.prefix_len)
+        if page_size > 1 or not free:
+            return None
+        source, target = victim.slots[position], scene.rng.choice(free)
+        device = scene.state.head.device
+        dst = torch.tensor([target], device=device)
+        src = torch.tensor([source], device=device)
+        for canary_source in scene.target.kv_pool.canary_sources():
+            buffer = canary_source.buffer
+            buffer[:, dst] = buffer[:, src] if with_bytes else STALE
+        if with_record:
+            move_records(scene.state, dst=dst, src=src)
+        damage = _repoint(scene, victim, {position: target})
+        undo = damage.undo
+        assert undo is not None
+
+        def repair(undo: Callable[[], None] = undo, dst: torch.Tensor = dst) -> None:
+            undo()
+            poison(scene.state, dst)
+
+        return Damage(
+            req_row=victim.req_row,
+            serial=victim.serial,
+            slot=target,
+            position=position,
+            undo=repair,
+        )
+    return None
+
+
+def _replace_view(
+    scene: Scene, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Damage | None:
+    """Give the attention backend a changed table for one forward."""
+    backend = scene.target.attn_backend
+    if not isinstance(backend, PagedAttnBackend):
+        return None
+    if scene.forward_batch.forward_mode.is_decode and scene.table.is_cuda:
+        return None  # a graph has captured the table's address
+    victims = scene.victims(min_prefix=2 * scene.target.page_size)
+    if not victims:
+        return None
+    before = backend.page_table
+    backend.page_table = change(before)
+
+    def restore() -> None:
+        backend.page_table = before
+
+    return Damage(req_row=victims[0].req_row, serial=victims[0].serial, undo=restore)

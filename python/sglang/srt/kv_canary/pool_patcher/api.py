@@ -1,0 +1,134 @@
+"""Attaches the canary's records to a KV pool.
+
+A registry of adapters by pool class: what can be fingerprinted, and how records follow
+the bytes when slots move or travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
+from sglang.srt.kv_canary.config import CanaryConfig, RealData
+from sglang.srt.kv_canary.kernels.launches import move_records
+from sglang.srt.kv_canary.kernels.records import RECORD_WORDS
+from sglang.srt.kv_canary.kernels.state import (
+    CanaryState,
+    Fingerprint,
+    FingerprintMode,
+    create_fingerprint,
+    create_state,
+)
+from sglang.srt.mem_cache.memory_pool import (
+    KVCache,
+    MHATokenToKVPool,
+    TransferDescriptor,
+)
+
+_MODES = {
+    RealData.NONE: FingerprintMode.NONE,
+    RealData.PARTIAL: FingerprintMode.PARTIAL,
+    RealData.ROTATE: FingerprintMode.ROTATE,
+    RealData.ALL: FingerprintMode.ALL,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryBuffers:
+    """What belongs to one pool.
+
+    Fields:
+        kv_token_id_vs_position_offset: the slot of position p holds token p + this:
+            0 in a target's pool, 1 in a draft's.
+    """
+
+    state: CanaryState
+    fingerprint: Fingerprint
+    capacities: CanaryLaunchCapacities
+    kv_token_id_vs_position_offset: int
+
+
+def _mha_fingerprint(pool: KVCache, config: CanaryConfig) -> Fingerprint:
+    assert isinstance(pool, MHATokenToKVPool)
+    return create_fingerprint(
+        _MODES[config.real_data],
+        k_buffer=pool.k_buffer,
+        v_buffer=pool.v_buffer,
+        rotation_period=config.rotation_steps,
+    )
+
+
+# Exact pool class -> its fingerprint. A class that is not here is refused by name.
+_ADAPTERS: dict[type[KVCache], Callable[[KVCache, CanaryConfig], Fingerprint]] = {
+    MHATokenToKVPool: _mha_fingerprint,
+}
+
+
+def register_adapter(
+    pool_class: type[KVCache], adapter: Callable[[KVCache, CanaryConfig], Fingerprint]
+) -> None:
+    """Let the canary work on pools of exactly this class."""
+    _ADAPTERS[pool_class] = adapter
+
+
+def attach_canary_buffers(
+    *,
+    pool: KVCache,
+    config: CanaryConfig,
+    device: torch.device | str,
+    kv_token_id_vs_position_offset: int,
+    req_rows: int,
+    max_rows: int,
+    num_managers: int = 1,
+) -> CanaryBuffers:
+    """Records for every slot of `pool`; from now on they move with the bytes.
+
+    Args:
+        req_rows: rows of `req_to_token`, padding row included.
+        max_rows: rows of one forward at most.
+
+    Raises:
+        ValueError: a pool that no adapter knows, or bytes that cannot be fingerprinted;
+            names the pool and what to do.
+    """
+    adapter = _ADAPTERS.get(type(pool))
+    if adapter is None:
+        known = ", ".join(sorted(cls.__name__ for cls in _ADAPTERS))
+        raise ValueError(
+            f"--kv-canary {config.mode.value} cannot check a {type(pool).__name__}; it "
+            f"knows {known}. Use --kv-canary none"
+        )
+    capacities = CanaryLaunchCapacities(
+        num_slots=pool.size + pool.page_size,
+        req_rows=req_rows,
+        max_rows=max_rows,
+        ring_capacity=config.ring_capacity,
+        sweep_budget=config.sweep_budget,
+    )
+    state = create_state(
+        num_slots=capacities.num_slots,
+        req_rows=req_rows,
+        ring_capacity=config.ring_capacity,
+        num_managers=num_managers,
+        device=device,
+        pool=kv_token_id_vs_position_offset,
+    )
+    pool.register_on_move(lambda dst, src: move_records(state, dst=dst, src=src))
+    record_bytes = RECORD_WORDS * state.head.element_size()
+    pool.add_transfer_bracket(
+        first=TransferDescriptor(
+            name="canary.head", buffer=state.head, bytes_per_slot=record_bytes
+        ),
+        last=TransferDescriptor(
+            name="canary.tail", buffer=state.tail, bytes_per_slot=record_bytes
+        ),
+    )
+    return CanaryBuffers(
+        state=state,
+        fingerprint=adapter(pool, config),
+        capacities=capacities,
+        kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
+    )

@@ -1,0 +1,332 @@
+"""The canary of one worker: scopes around launches and forwards, and their findings.
+
+```
+with_ops_outside_graph            poison what was freed, lineages, faults, sweep
+  with_active_single_forward_manager(i)      one model forward, captured or not
+    pre_ops_maybe_inside_graph    verify, head
+    (the model)
+    post_ops_maybe_inside_graph   tail
+finish_step                       verdicts for the copy that brings the tokens
+inspect                           on the host: report, and in `raise` mode stop
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from sglang.srt.distributed.parallel_state import TensorParallelGroup
+from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
+from sglang.srt.kv_canary.kernels.finish import StepFindings
+from sglang.srt.kv_canary.kernels.launches import finish_step, poison
+from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS, POISON_WORD, unpack_word0
+from sglang.srt.kv_canary.perturb.driver import PerturbDriver
+from sglang.srt.kv_canary.runner.health_checker import HealthChecker
+from sglang.srt.kv_canary.runner.serial_book import SerialBook
+from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
+from sglang.srt.kv_canary.runner.sweep import Sweeper
+from sglang.srt.kv_canary.runner.violation import Violation
+from sglang.srt.kv_canary.runner.violation_reporter import (
+    CanaryViolation,
+    OwnerOf,
+    ViolationReporter,
+    report_text,
+)
+from sglang.srt.kv_canary.single_forward_manager.manager import (
+    CanaryTarget,
+    SingleForwardManager,
+    rows_of,
+    table_of,
+)
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_context import get_forward_context
+
+# The tokens of a running request by its serial; None: it is not running.
+TokensOf = Callable[[int], Sequence[int] | None]
+
+
+class CanaryManager:
+    """Args:
+    target: what its forwards share.
+    num_managers: forwards of one launch.
+    group: ranks that must come to the same verdicts.
+
+    Attributes:
+        book: requests by serial; the scheduler adds them.
+        reporter: what was found so far.
+        perturb: fault injection.
+    """
+
+    def __init__(
+        self,
+        target: CanaryTarget,
+        *,
+        num_managers: int = 1,
+        group: TensorParallelGroup,
+    ) -> None:
+        config = target.config
+        self.target = target
+        self.book = SerialBook()
+        self.reporter = ViolationReporter(
+            config, page_size=target.page_size, book=self.book, rank=group.rank
+        )
+        self._group = group
+        self._state = target.buffers.state
+        self._managers = [SingleForwardManager(target, i) for i in range(num_managers)]
+        self._active: SingleForwardManager | None = None
+        self._launched: ForwardBatch | None = None
+        self._is_init_finished = False
+        self._freed: list[Tensor] = []
+        self._sweeper: Sweeper | None = None
+        self._forwards = 0
+        self._stats = StatsLogger(config.stats_every)
+        self._health = HealthChecker()
+        self._counters = [0] * NUM_COUNTERS
+        self.perturb = PerturbDriver(target)
+
+    @property
+    def config(self) -> CanaryConfig:
+        return self.target.config
+
+    # -- set-up --------------------------------------------------------------------
+
+    def on_free(self, slots: Tensor) -> None:
+        """Slots (int64, host) that were freed: poisoned before the next forward."""
+        self._freed.append(slots)
+
+    def attach_radix_cache(self, cache: BasePrefixCache) -> None:
+        """The prefix cache whose unused slots are swept."""
+        self.perturb.attach(cache)
+        if self.config.sweep_interval and isinstance(cache, RadixCache):
+            self._sweeper = Sweeper(
+                cache, self.target.buffers, budget=self.config.sweep_budget
+            )
+
+    def mark_init_finished(self) -> None:
+        """All graphs are captured: faults, sweeps and health checks may begin."""
+        self._is_init_finished = True
+
+    # -- around launches -----------------------------------------------------------
+
+    @contextmanager
+    def with_ops_outside_graph(
+        self,
+        *,
+        single_forward_indices: Sequence[int],
+        maybe_inaccurate_forward_batch: ForwardBatch,
+    ) -> Iterator[None]:
+        """Around a whole launch, outside any graph.
+
+        Args:
+            single_forward_indices: forwards that the launch will run.
+            maybe_inaccurate_forward_batch: the live batch; a graph reads its own
+                padded copy.
+        """
+        if self._launched is not None:
+            raise RuntimeError("KV canary: a launch is already open; they do not nest")
+        forward_batch = maybe_inaccurate_forward_batch
+        managers = [self._managers[i] for i in single_forward_indices]
+        self._launched = forward_batch
+        try:
+            self._flush_freed()
+            for manager in managers:
+                manager.pre_ops_outside_graph(forward_batch)
+            if self._is_init_finished:
+                self.perturb.before_forward(forward_batch)
+                self._sweep_if_due()
+            yield
+            for manager in managers:
+                manager.post_ops_outside_graph(forward_batch)
+            if self._is_init_finished:
+                self._forwards += 1
+                self.perturb.after_forward(forward_batch)
+        finally:
+            self._launched = None
+
+    @contextmanager
+    def with_active_single_forward_manager(self, index: int) -> Iterator[None]:
+        """Around one model forward, graph capture included."""
+        if self._active is not None:
+            raise RuntimeError("KV canary: a forward is already open; they do not nest")
+        self._active = self._managers[index]
+        try:
+            yield
+        finally:
+            self._active = None
+
+    def pre_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
+        """Before the model: what its attention is about to read, and where it writes.
+
+        Raises:
+            AssertionError: outside `with_active_single_forward_manager`.
+        """
+        backend = get_forward_context().attn_backend
+        views = [table_of(view) for view in backend.read_view(forward_batch)]
+        self._current().pre_ops_maybe_inside_graph(forward_batch, views)
+
+    def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
+        """After the model: what it wrote."""
+        self._current().post_ops_maybe_inside_graph(forward_batch)
+
+    def _current(self) -> SingleForwardManager:
+        if self._active is None:
+            raise AssertionError(
+                "KV canary: a model forward outside with_active_single_forward_manager"
+            )
+        return self._active
+
+    def _flush_freed(self) -> None:
+        """Poison what was freed since the last launch, in stream order."""
+        if not self._freed:
+            return
+        freed, self._freed = self._freed, []
+        slots = freed[0] if len(freed) == 1 else torch.cat(freed)
+        device = self._state.head.device
+        if device.type != "cpu":
+            slots = slots.pin_memory().to(device, non_blocking=True)
+        poison(self._state, slots)
+
+    def _sweep_if_due(self) -> None:
+        if self._sweeper is None or self._forwards % self.config.sweep_interval:
+            return
+        self._sweeper.run()
+
+    # -- results -------------------------------------------------------------------
+
+    def tamper_with_tokens(
+        self, forward_batch: ForwardBatch, token_ids: Tensor
+    ) -> Tensor:
+        """The sampled tokens [R], as the oracle and the fault injection want them."""
+        return self.perturb.tokens(forward_batch, token_ids)
+
+    def finish_step(self, forward_batch: ForwardBatch) -> Tensor:
+        """The findings of a step, on the device; advances the lineages.
+
+        Call it once per step, after the tokens are published.
+
+        Returns:
+            int64 [R + 1 + NUM_COUNTERS], for `StepFindings.unpack` on the host.
+        """
+        packed = finish_step(self._state, rows_of(forward_batch))
+        if self._group.size == 1:
+            return packed
+        # All ranks must decide alike: what one of them found concerns all.
+        shared = forward_batch.num_rows + 1
+        every = self._group.all_gather_last_dim(packed[None, :shared])
+        found = every.view(self._group.size, shared).unbind()
+        return torch.cat((reduce(torch.bitwise_or, found), packed[shared:]))
+
+    def inspect(
+        self,
+        findings: StepFindings,
+        *,
+        owner_of: OwnerOf,
+        tokens_of: TokensOf,
+    ) -> None:
+        """Take the findings of a step, before any of its tokens is used.
+
+        Args:
+            owner_of: who holds a slot by the host's books.
+            tokens_of: the tokens of a request by serial, None: not running.
+
+        Raises:
+            CanaryViolation: something is wrong and the mode is `raise`.
+            RuntimeError: the canary does not run.
+        """
+        self._counters = findings.counters
+        self._health.on_result(self._counters)
+        self._stats.on_counters(self._counters, violations=self.reporter.total)
+        if findings.is_clean:
+            return
+        violations = self._drain(owner_of, tokens_of)
+        if self.config.mode is CanaryMode.RAISE:
+            text = report_text(violations) or (
+                "kv_canary violation: found by another rank; see its log"
+            )
+            raise CanaryViolation(text)
+
+    def drain(self, *, owner_of: OwnerOf, tokens_of: TokensOf) -> list[Violation]:
+        """Report what is in the ring now; waits for the device."""
+        return self._drain(owner_of, tokens_of)
+
+    def _drain(self, owner_of: OwnerOf, tokens_of: TokensOf) -> list[Violation]:
+        count = int(self._state.ring_count.item())
+        capacity = self._state.ring.shape[0]
+        entries = self._state.ring[: min(count, capacity)].tolist()
+        self._state.ring_count.zero_()
+        return self.reporter.report(
+            entries,
+            dropped=max(count - capacity, 0),
+            owner_of=owner_of,
+            details=lambda violation: self._details(violation, tokens_of),
+        )
+
+    def _details(
+        self, violation: Violation, tokens_of: TokensOf
+    ) -> dict[str, int | None]:
+        """Where a prefix stops being the request's own tokens, for `verify_token`."""
+        if "verify_token" not in violation.labels or violation.worker != "target":
+            return {}
+        tokens = tokens_of(violation.serial)
+        if tokens is None:
+            return {}
+        end = min(violation.position + 1, len(tokens))
+        slots = self.target.req_to_token_pool.row_slots(violation.req_row, 0, end)
+        words = self._state.tail[slots.to(self._state.tail.device), 0].tolist()
+        for position, (word, token) in enumerate(zip(words, tokens, strict=False)):
+            if word == POISON_WORD or unpack_word0(word) != (token, position):
+                return {"first_wrong_position": position}
+        return {"first_wrong_position": None}
+
+    # -- numbers -------------------------------------------------------------------
+
+    @property
+    def counters(self) -> list[int]:
+        """The device's counters (`records.Counter`) as of the last result."""
+        return self._counters
+
+    @property
+    def num_forwards(self) -> int:
+        return self._forwards
+
+    @property
+    def num_sweep_passes(self) -> int:
+        return 0 if self._sweeper is None else self._sweeper.passes
+
+
+class CanaryScopes:
+    """The hooks that `ModelRunner.scopes` calls."""
+
+    def __init__(self, manager: CanaryManager) -> None:
+        self._manager = manager
+
+    def launch(
+        self, *, forward_batch: ForwardBatch, steps: Sequence[int]
+    ) -> AbstractContextManager[None]:
+        return self._manager.with_ops_outside_graph(
+            single_forward_indices=steps, maybe_inaccurate_forward_batch=forward_batch
+        )
+
+    def step(self, index: int) -> AbstractContextManager[None]:
+        return self._manager.with_active_single_forward_manager(index)
+
+
+def context_tuple(
+    manager: CanaryManager | None, *, index: int, forward_batch: ForwardBatch
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """(around the launch, around the forward) of forward `index` alone; both do nothing
+    without a manager."""
+    if manager is None:
+        return nullcontext(), nullcontext()
+    scopes = CanaryScopes(manager)
+    return (
+        scopes.launch(forward_batch=forward_batch, steps=(index,)),
+        scopes.step(index),
+    )

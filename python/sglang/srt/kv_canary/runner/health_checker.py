@@ -1,0 +1,43 @@
+"""The canary cannot be silently off: its launch counters must follow the forwards."""
+
+from __future__ import annotations
+
+from sglang.srt.kv_canary.kernels.records import Counter
+
+WARM_UP_FORWARDS = 100
+CHECK_EVERY = 100
+
+_REQUIRED = (Counter.VERIFY_LAUNCHES, Counter.HEAD_LAUNCHES, Counter.TAIL_LAUNCHES)
+
+
+class HealthChecker:
+    """Compares, every `CHECK_EVERY` forwards, what ran on the device with the forwards
+    that the host launched."""
+
+    def __init__(self) -> None:
+        self._forwards = 0
+        self._checked_at = 0
+        self._before: list[int] | None = None
+
+    def on_result(self, counters: list[int]) -> None:
+        """One more forward's result, with the device's counters as of its end.
+
+        Raises:
+            RuntimeError: a launch did not run as often as the forwards; names it.
+        """
+        self._forwards += 1
+        if self._before is None:
+            if self._forwards >= WARM_UP_FORWARDS:
+                self._before, self._checked_at = counters, self._forwards
+            return
+        due = self._forwards - self._checked_at
+        if due < CHECK_EVERY:
+            return
+        for counter in _REQUIRED:
+            ran = counters[counter] - self._before[counter]
+            if ran < due:
+                raise RuntimeError(
+                    f"the KV canary is not running: {counter.name.lower()} advanced "
+                    f"by {ran} during {due} forwards"
+                )
+        self._before, self._checked_at = counters, self._forwards

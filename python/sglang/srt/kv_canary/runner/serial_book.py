@@ -1,0 +1,26 @@
+"""Which request a serial number in a record stood for."""
+
+from __future__ import annotations
+
+from sglang.srt.kv_canary.kernels.records import SERIAL_MASK
+
+REMEMBERED = 65_536
+
+
+class SerialBook:
+    """The last `REMEMBERED` requests, by serial modulo 2^24."""
+
+    def __init__(self) -> None:
+        self._rids: dict[int, str] = {}
+
+    def add(self, serial: int, rid: str) -> None:
+        """Remember a request; the oldest goes when the book is full."""
+        key = serial & SERIAL_MASK
+        self._rids.pop(key, None)
+        self._rids[key] = rid
+        if len(self._rids) > REMEMBERED:
+            del self._rids[next(iter(self._rids))]
+
+    def rid(self, serial: int) -> str | None:
+        """The request's id; None where it is not known any more."""
+        return self._rids.get(serial & SERIAL_MASK)

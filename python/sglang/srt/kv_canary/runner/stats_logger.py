@@ -1,0 +1,41 @@
+"""The canary's periodic line in the log."""
+
+from __future__ import annotations
+
+import logging
+
+from sglang.srt.kv_canary.kernels.records import Counter
+
+logger = logging.getLogger(__name__)
+
+_TAGS = {
+    "verify": Counter.VERIFY_LAUNCHES,
+    "head": Counter.HEAD_LAUNCHES,
+    "tail": Counter.TAIL_LAUNCHES,
+    "sweep": Counter.SWEEP_LAUNCHES,
+}
+
+
+class StatsLogger:
+    """One line every `every` forwards; 0: never."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._last = 0
+
+    def on_counters(self, counters: list[int], *, violations: int) -> None:
+        """Counters of the device as of a result."""
+        step = counters[Counter.TAIL_LAUNCHES]
+        if not self._every or step - self._last < self._every:
+            return
+        self._last = step
+        active = [tag for tag, counter in _TAGS.items() if counters[counter]]
+        logger.info(
+            "[canary] step=%d protected_tokens=%d sweep_passes=%d violations=%d "
+            "launch_tags_active=%s",
+            step,
+            counters[Counter.VERIFIED_SLOTS],
+            counters[Counter.SWEEP_LAUNCHES],
+            violations,
+            ",".join(active) or "none",
+        )

@@ -1,0 +1,221 @@
+"""One violation: a ring entry made readable, its log line, its incident document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.kv_canary.kernels.records import (
+    POISON_WORD,
+    SERIAL_MASK,
+    Launch,
+    Provenance,
+    Reason,
+    Ring,
+    WriterKind,
+    reason_labels,
+    unpack_word0,
+    unpack_word3,
+)
+
+_MASK64 = (1 << 64) - 1
+_UNKNOWN_TOKEN = (1 << 32) - 1
+_POOLS = {0: "target", 1: "draft"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordWord:
+    """Token and position of word 0; None where it is poison or not known."""
+
+    token: int | None
+    position: int | None
+
+    @classmethod
+    def of(cls, word: int) -> RecordWord:
+        if word == POISON_WORD:
+            return cls(token=None, position=None)
+        token, position = unpack_word0(word)
+        return cls(token=None if token == _UNKNOWN_TOKEN else token, position=position)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """Fields:
+    reasons: bits of `Reason`.
+    worker: "target" or "draft": whose pool.
+    launch: which of the canary's launches found it.
+    req_row, serial, rid: the request that read or wrote; rid None: not known, or none.
+    slot, page, position, branch: where; -1 where it does not apply.
+    expected, found: token and position that were due and that the record holds.
+    expected_lineage, found_lineage: prefix hashes.
+    writer: provenance of the found record; writer_rid: its request, if still known.
+    forward: the forward that found it.
+    expected_slot: what the host's table says, or -1.
+    found_fingerprint, computed_fingerprint: of the slot's bytes.
+    """
+
+    reasons: int
+    worker: str
+    launch: str
+    req_row: int
+    serial: int
+    rid: str | None
+    slot: int
+    page: int
+    position: int
+    branch: int
+    expected: RecordWord
+    found: RecordWord
+    expected_lineage: int
+    found_lineage: int
+    writer: Provenance
+    writer_rid: str | None
+    forward: int
+    expected_slot: int
+    found_fingerprint: int
+    computed_fingerprint: int
+
+    @property
+    def labels(self) -> list[str]:
+        return reason_labels(self.reasons)
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """Equal for findings about the same damage to the same request: slot, the
+        forward that wrote it, the reader, what is wrong."""
+        return (self.slot, self.writer.clock, self.serial, self.reasons)
+
+    @property
+    def diagnosis(self) -> str:
+        """The class of fault that it looks like, in words that a report can use."""
+        for reason, text in _DIAGNOSES:
+            if self.reasons & reason:
+                return text
+        is_other = self.writer.serial != self.serial & SERIAL_MASK
+        if self.reasons & (Reason.VERIFY_TOKEN | Reason.VERIFY_LINEAGE):
+            if is_other and self.writer.serial:
+                return f"aliased with request {self.writer_rid or 'unknown'}"
+            return "stale record"
+        return "misplaced"
+
+    def line(self) -> str:
+        """The stable `key=value` line of the log."""
+        values: dict[str, object] = {
+            "launch_tag": f"{self.worker}.{self.launch}",
+            "fail_reason": "+".join(self.labels),
+            "rid": json.dumps(self.rid),
+            "slot_idx": self.slot,
+            "page": self.page,
+            "position": self.position,
+            "branch": self.branch,
+            "forward": self.forward,
+            "stored_token": _number(self.found.token),
+            "expected_token": _number(self.expected.token),
+            "stored_position": _number(self.found.position),
+            "stored_lineage": f"0x{self.found_lineage & _MASK64:016x}",
+            "expected_lineage": f"0x{self.expected_lineage & _MASK64:016x}",
+            "expected_slot": self.expected_slot,
+            "writer": _kind_name(self.writer.kind),
+            "writer_forward": self.writer.clock,
+            "writer_rid": json.dumps(self.writer_rid),
+            "diagnosis": json.dumps(self.diagnosis),
+        }
+        pairs = " ".join(f"{name}={value}" for name, value in values.items())
+        return f"kv_canary violation: {pairs}"
+
+    def document(self, *, with_tokens: bool) -> dict[str, Any]:
+        """The incident's JSON object; token ids only where reports may hold them."""
+
+        def record(word: RecordWord) -> dict[str, int | None]:
+            tokens = {"token": word.token} if with_tokens else {}
+            return {**tokens, "position": word.position}
+
+        return {
+            "worker": self.worker,
+            "launch": self.launch,
+            "rid": self.rid,
+            "request_row": self.req_row,
+            "reasons": self.labels,
+            "diagnosis": self.diagnosis,
+            "slot": self.slot,
+            "page": self.page,
+            "position": self.position,
+            "branch": self.branch,
+            "forward": self.forward,
+            "expected": {
+                **record(self.expected),
+                "slot": self.expected_slot,
+                "lineage": f"0x{self.expected_lineage & _MASK64:016x}",
+                "fingerprint": f"0x{self.computed_fingerprint & _MASK64:016x}",
+            },
+            "found": {
+                **record(self.found),
+                "lineage": f"0x{self.found_lineage & _MASK64:016x}",
+                "fingerprint": f"0x{self.found_fingerprint & _MASK64:016x}",
+            },
+            "writer": {
+                "kind": _kind_name(self.writer.kind),
+                "forward": self.writer.clock,
+                "rid": self.writer_rid,
+            },
+        }
+
+
+_DIAGNOSES: tuple[tuple[Reason, str], ...] = (
+    (Reason.PHASE, "canary launches out of order"),
+    (Reason.VERIFY_FREED, "use after free"),
+    (Reason.READ_SCRATCH | Reason.READ_SET, "wrong read table"),
+    (Reason.WRITE_ALIAS, "two tokens of one forward share a slot"),
+    (Reason.WRITE_FOREIGN, "write into a slot of another owner"),
+    (Reason.WRITE_SCRATCH, "write of a live token to the scratch page"),
+    (Reason.WRITE_TOKEN | Reason.WRITE_POSITION, "wrong input of the forward"),
+    (Reason.VERIFY_TORN, "torn write"),
+    (Reason.VERIFY_POSITION, "misplaced"),
+    (Reason.VERIFY_REAL_KV, "bytes changed in place"),
+)
+
+
+def parse_entry(
+    entry: Sequence[int], *, page_size: int, rid_of: dict[int, str | None]
+) -> Violation:
+    """Make a ring entry readable.
+
+    Args:
+        rid_of: request ids by serial modulo 2^24, for those that are known.
+    """
+    tag = entry[Ring.TAG]
+    slot = entry[Ring.SLOT]
+    writer = unpack_word3(entry[Ring.FOUND_WORD3])
+    launch = tag & 255
+    return Violation(
+        reasons=entry[Ring.REASONS],
+        worker=_POOLS.get(tag >> 16, str(tag >> 16)),
+        launch=Launch(launch).name.lower(),
+        req_row=entry[Ring.REQ_ROW],
+        serial=entry[Ring.SERIAL],
+        rid=rid_of.get(entry[Ring.SERIAL] & SERIAL_MASK),
+        slot=slot,
+        page=slot // page_size if slot >= 0 else -1,
+        position=entry[Ring.POSITION],
+        branch=entry[Ring.BATCH_ROW],
+        expected=RecordWord.of(entry[Ring.EXPECTED_WORD0]),
+        found=RecordWord.of(entry[Ring.FOUND_WORD0]),
+        expected_lineage=entry[Ring.EXPECTED_LINEAGE],
+        found_lineage=entry[Ring.FOUND_LINEAGE],
+        writer=writer,
+        writer_rid=rid_of.get(writer.serial),
+        forward=entry[Ring.CLOCK],
+        expected_slot=entry[Ring.EXPECTED_SLOT],
+        found_fingerprint=entry[Ring.FOUND_FINGERPRINT],
+        computed_fingerprint=entry[Ring.COMPUTED_FINGERPRINT],
+    )
+
+
+def _number(value: int | None) -> object:
+    return -1 if value is None else value
+
+
+def _kind_name(kind: WriterKind | int) -> str:
+    return kind.name.lower() if isinstance(kind, WriterKind) else str(kind)

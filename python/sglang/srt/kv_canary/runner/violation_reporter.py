@@ -1,0 +1,145 @@
+"""Turns ring entries into log lines, incidents and counts, each damage once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections import Counter as CountsOf
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.kv_canary.config import CanaryConfig
+from sglang.srt.kv_canary.kernels.records import SERIAL_MASK, Ring, unpack_word3
+from sglang.srt.kv_canary.runner.serial_book import SerialBook
+from sglang.srt.kv_canary.runner.violation import Violation, parse_entry
+
+logger = logging.getLogger(__name__)
+
+KEPT_INCIDENTS = 256
+REMEMBERED_KEYS = 65_536
+
+# Who holds a slot by the host's books, in words.
+OwnerOf = Callable[[int], str]
+
+
+class CanaryViolation(RuntimeError):
+    """The KV cache is not what it must be; the text is the report."""
+
+
+class ViolationReporter:
+    """Args:
+    rank: of this process in its tensor parallel group.
+
+    Attributes:
+        counts: violations by reason label, each damage once.
+        total: all of them.
+        incidents: the newest documents, newest last.
+    """
+
+    def __init__(
+        self, config: CanaryConfig, *, page_size: int, book: SerialBook, rank: int = 0
+    ) -> None:
+        self._config = config
+        self._page_size = page_size
+        self._book = book
+        self._rank = rank
+        self._seen: OrderedDict[tuple[int, int, int, int], None] = OrderedDict()
+        self.counts: CountsOf[str] = CountsOf()
+        self.total = 0
+        self.incidents: deque[dict[str, Any]] = deque(maxlen=KEPT_INCIDENTS)
+
+    def report(
+        self,
+        entries: Iterable[Sequence[int]],
+        *,
+        dropped: int,
+        owner_of: OwnerOf,
+        details: Callable[[Violation], dict[str, Any]] = lambda violation: {},
+    ) -> list[Violation]:
+        """Log, count and keep what is new; returns it.
+
+        Args:
+            entries: rows of the ring.
+            dropped: entries that found no place in it.
+            owner_of: who holds a slot by the host's books.
+            details: what the host can add to an incident.
+        """
+        fresh = [v for v in map(self._parse, entries) if self._is_new(v)]
+        for violation in fresh:
+            logger.error("%s", violation.line())
+            self.total += 1
+            self.counts.update(violation.labels)
+        if dropped:
+            logger.error(
+                "kv_canary: %d more violations did not fit the ring "
+                "(SGLANG_KV_CANARY_RING_CAPACITY=%d)",
+                dropped,
+                self._config.ring_capacity,
+            )
+        if fresh:
+            self._keep(fresh, dropped, owner_of, details)
+        return fresh
+
+    def _parse(self, entry: Sequence[int]) -> Violation:
+        serials = (entry[Ring.SERIAL], unpack_word3(entry[Ring.FOUND_WORD3]).serial)
+        known = {s & SERIAL_MASK: self._book.rid(s) for s in serials}
+        return parse_entry(entry, page_size=self._page_size, rid_of=known)
+
+    def _is_new(self, violation: Violation) -> bool:
+        if violation.key in self._seen:
+            return False
+        self._seen[violation.key] = None
+        if len(self._seen) > REMEMBERED_KEYS:
+            self._seen.popitem(last=False)
+        return True
+
+    def _keep(
+        self,
+        fresh: list[Violation],
+        dropped: int,
+        owner_of: OwnerOf,
+        details: Callable[[Violation], dict[str, Any]],
+    ) -> None:
+        with_tokens = self._config.report_tokens
+        document = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "mode": self._config.mode.value,
+            "real_data": self._config.real_data.value,
+            "rank": self._rank,
+            "forward": fresh[0].forward,
+            "dropped": dropped,
+            "violations": [
+                {
+                    **violation.document(with_tokens=with_tokens),
+                    "owner": owner_of(violation.slot),
+                    **details(violation),
+                }
+                for violation in fresh
+            ],
+        }
+        self.incidents.append(document)
+        if self._config.report_dir is not None:
+            self._write(self._config.report_dir, document)
+
+    def _write(self, folder: Path, document: dict[str, Any]) -> None:
+        name = (
+            f"kv_canary-{time.time_ns()}-rank{self._rank}-forward"
+            f"{document['forward']}.json"
+        )
+        try:
+            descriptor = os.open(
+                folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
+            )
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(document, file, indent=2)
+        except OSError as error:
+            logger.error("kv_canary: cannot write %s: %s", folder / name, error)
+
+
+def report_text(violations: Sequence[Violation]) -> str:
+    """The lines of `violations` as one text: the error of the mode `raise`."""
+    return "\n".join(violation.line() for violation in violations)

@@ -1,0 +1,154 @@
+"""The canary's launches around one model forward.
+
+Four calls in this order: outside the graph, inside before the model, inside after it,
+outside. The phase word on the device notices when one is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sglang.srt.kv_canary.config import CanaryConfig
+from sglang.srt.kv_canary.kernels.launches import (
+    set_lineage,
+    verify,
+    write_head,
+    write_tail,
+)
+from sglang.srt.kv_canary.kernels.records import WriterKind
+from sglang.srt.kv_canary.kernels.state import NO_MANAGER, CanaryRows, ReadTable
+from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
+from sglang.srt.kv_canary.token_oracle import oracle_tokens
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import (
+    ForwardBatch,
+    ForwardMode,
+    KVReadView,
+)
+
+_KINDS = {
+    ForwardMode.EXTEND: WriterKind.EXTEND,
+    ForwardMode.DECODE: WriterKind.DECODE,
+    ForwardMode.TARGET_VERIFY: WriterKind.VERIFY,
+    ForwardMode.DRAFT_EXTEND_V2: WriterKind.DRAFT_EXTEND,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryTarget:
+    """What all forwards of one worker share."""
+
+    config: CanaryConfig
+    buffers: CanaryBuffers
+    req_to_token_pool: ReqToTokenPool
+    kv_pool: KVCache
+    attn_backend: AttentionBackend
+    page_size: int
+    vocab_size: int
+
+
+class SingleForwardManager:
+    """Args:
+    index: which forward of a launch; its phase word.
+    """
+
+    def __init__(self, target: CanaryTarget, index: int) -> None:
+        self._target = target
+        self._index = index
+
+    def pre_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
+        """On the host: capacity, and the lineages of prefixes that the host knows."""
+        self._target.buffers.capacities.check(forward_batch)
+        lineages = forward_batch.prefix_lineages
+        if lineages is not None:
+            state = self._target.buffers.state
+            set_lineage(state, forward_batch.req_pool_indices, lineages)
+
+    def pre_ops_maybe_inside_graph(
+        self, forward_batch: ForwardBatch, views: list[ReadTable]
+    ) -> None:
+        """Before the model: verify what it will read, write the head records."""
+        target, rows = self._target, rows_of(forward_batch)
+        state, config = target.buffers.state, target.config
+        pool = target.req_to_token_pool
+        for group, view in enumerate(views):
+            verify(
+                state,
+                rows,
+                view,
+                fingerprint=target.buffers.fingerprint,
+                req_to_token=pool.req_to_token,
+                tokens=pool.token_table if config.check_read_tokens else None,
+                token_offset=target.buffers.kv_token_id_vs_position_offset,
+                manager=self._index if group == 0 else NO_MANAGER,
+            )
+        write_head(
+            state,
+            rows,
+            req_to_token=pool.req_to_token,
+            page_size=target.page_size,
+            writer_kind=_KINDS[forward_batch.forward_mode],
+            manager=self._index,
+            oracle=self._oracle(forward_batch),
+        )
+
+    def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
+        """After the model: write the tail records over the bytes it stored."""
+        target = self._target
+        write_tail(
+            target.buffers.state,
+            rows_of(forward_batch),
+            fingerprint=target.buffers.fingerprint,
+            page_size=target.page_size,
+            writer_kind=_KINDS[forward_batch.forward_mode],
+            manager=self._index,
+        )
+
+    def post_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
+        """Nothing to do on the host: findings travel with the result."""
+
+    def _oracle(self, forward_batch: ForwardBatch) -> tuple[Tensor, Tensor] | None:
+        """Tokens and positions that a decode must have as its inputs (tests)."""
+        if not (
+            self._target.config.check_write_inputs
+            and forward_batch.forward_mode.is_decode
+        ):
+            return None
+        positions = forward_batch.prefix_lens
+        tokens = oracle_tokens(
+            forward_batch.rids_int, positions, vocab_size=self._target.vocab_size
+        )
+        return tokens, positions
+
+
+def rows_of(forward_batch: ForwardBatch) -> CanaryRows:
+    """The batch as the canary's launches take it; nothing is copied."""
+    return CanaryRows(
+        req_rows=forward_batch.req_pool_indices,
+        prefix_lens=forward_batch.prefix_lens,
+        extend_lens=forward_batch.extend_lens,
+        qo_indptr=forward_batch.qo_indptr,
+        input_ids=forward_batch.input_ids,
+        positions=forward_batch.positions,
+        out_cache_loc=forward_batch.out_cache_loc,
+        serials=forward_batch.req_serial,
+        salts=forward_batch.salt,
+        parent_index=forward_batch.parent_index,
+    )
+
+
+def table_of(view: KVReadView) -> ReadTable:
+    """The backend's view as the canary's launches take it; nothing is copied."""
+    return ReadTable(
+        read_lens=view.read_lens,
+        page_size=view.page_size,
+        page_table=view.page_table,
+        row_index=view.row_index,
+        indptr=view.indptr,
+        slot_indices=view.slot_indices,
+        page_indices=view.page_indices,
+        first_position=view.first_position,
+    )

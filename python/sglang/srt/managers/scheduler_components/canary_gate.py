@@ -1,0 +1,92 @@
+"""Between a result and its tokens: what the KV canary found in that step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from sglang.srt.kv_canary.kernels.finish import StepFindings
+from sglang.srt.kv_canary.kernels.records import Counter
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+from sglang.srt.managers.io_struct import SchedulerStats
+from sglang.srt.managers.req import Req
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.allocator import host_array
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+
+class CanaryGate:
+    """Args:
+    requests: all requests that are not finished.
+    """
+
+    def __init__(
+        self,
+        manager: CanaryManager,
+        *,
+        cache: BasePrefixCache,
+        requests: Callable[[], Iterable[Req]],
+    ) -> None:
+        self.manager = manager
+        self._cache = cache
+        self._requests = requests
+        manager.attach_radix_cache(cache)
+
+    def admit(self, req: Req) -> None:
+        """Remember a request, so that a report can name it."""
+        self.manager.book.add(req.serial, req.rid)
+
+    def inspect(self, result: GenerationBatchResult) -> None:
+        """Look at the findings of a step before any of its tokens is used.
+
+        Raises:
+            CanaryViolation: something is wrong and the mode is `raise`.
+        """
+        if result.canary is None:
+            return
+        result.wait()
+        self.manager.inspect(
+            StepFindings.unpack(result.canary),
+            owner_of=self.owner_of,
+            tokens_of=self._tokens_of,
+        )
+
+    def owner_of(self, slot: int) -> str:
+        """Who holds `slot` by the host's books: a request, the cache, or nobody."""
+        allocator = self._cache.allocator
+        if slot < 0:
+            return "none"
+        if slot < allocator.page_size:
+            return "scratch page"
+        holders = [
+            f"request {req.rid}"
+            for req in self._requests()
+            if req.req_pool_idx and slot in self._own_slots(req)
+        ]
+        if (host_array(self._cache.cached_slots()) == slot).any():
+            holders.append("prefix cache")
+        if holders:
+            return ", ".join(holders)
+        page = slot // allocator.page_size
+        is_owned = bool(np.isin(page, allocator.owned_pages()))
+        return "owned, holder unknown" if is_owned else "free"
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Fill in the canary's numbers."""
+        counters = self.manager.counters
+        stats.kv_canary_protected_tokens_total = counters[Counter.VERIFIED_SLOTS]
+        stats.kv_canary_swept_tokens_total = counters[Counter.SWEPT_SLOTS]
+        stats.kv_canary_sweep_passes_total = self.manager.num_sweep_passes
+        stats.kv_canary_violations_total = dict(self.manager.reporter.counts)
+
+    def _own_slots(self, req: Req) -> frozenset[int]:
+        slots = self._cache.req_pool.row_slots(
+            req.req_pool_idx, req.cache_protected_len, req.allocated_len
+        )
+        return frozenset(slots.tolist())
+
+    def _tokens_of(self, serial: int) -> Sequence[int] | None:
+        return next(
+            (req.tokens for req in self._requests() if req.serial == serial), None
+        )
