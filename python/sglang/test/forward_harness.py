@@ -93,8 +93,10 @@ class ForwardHarness:
         output = self.runner.forward(batch)
         manager = self.runner.canary_manager
         if manager is not None:
+            tokens = torch.zeros_like(batch.req_pool_indices)
+            packed = manager.finish_step(batch, tokens)[batch.num_rows :]
             manager.inspect(
-                StepFindings.unpack(manager.finish_step(batch).cpu()),
+                StepFindings.unpack(packed.cpu()),
                 owner_of=lambda slot: "unknown",
                 tokens_of=lambda serial: self._tokens.get(serial),
             )

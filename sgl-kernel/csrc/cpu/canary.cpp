@@ -302,16 +302,19 @@ void canary_advance_lineage(
       s.expected_lineage[live.lineage_row(r)] = (int64_t)canary::lineage_after(s, live, r);
 }
 
-// out: verdicts of the rows (cleared), entries in the ring, counters
+// out: tokens, verdicts of the rows (cleared), entries in the ring, counters
 void canary_finish(
-    const Tensors& state, const OptionalTensors& rows, int64_t max_depth,
-    const Tensor& out) {
+    const Tensors& state, const OptionalTensors& rows, const Tensor& token_ids,
+    int64_t max_depth, const Tensor& out) {
   const char* op = "canary_finish";
   const canary::State s = state_of(op, state, 0);
   const canary::Rows live = rows_of(op, rows, max_depth, state[2]);
   check_req_rows(op, live, state[3].numel());
+  const int64_t* tokens = longs(op, "token_ids", token_ids, live.count);
   int64_t* to = vector_data<int64_t>(
-      op, "out", out, ScalarType::Long, live.count + 1 + canary::kNumCounters);
+      op, "out", out, ScalarType::Long, 2 * live.count + 1 + canary::kNumCounters);
+  for (int64_t r = 0; r < live.count; r++) to[r] = tokens[r];
+  to += live.count;
   for (int64_t r = 0; r < live.count; r++) {
     const int64_t req = live.req_rows[r];
     to[r] = req ? s.verdict[req] : 0;
@@ -338,8 +341,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
   m.def("canary_poison(Tensor(a!)[] state, Tensor slots, Tensor? n_live) -> ()");
   m.def("canary_advance_lineage(Tensor(a!)[] state, Tensor?[] rows, int max_depth) -> ()");
   m.def(
-      "canary_finish(Tensor(a!)[] state, Tensor?[] rows, int max_depth, Tensor(b!) out) "
-      "-> ()");
+      "canary_finish(Tensor(a!)[] state, Tensor?[] rows, Tensor token_ids, int max_depth, "
+      "Tensor(b!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {

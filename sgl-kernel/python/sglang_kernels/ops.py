@@ -257,7 +257,12 @@ def set_simd_level(name: str) -> None:
 
 
 def canary_finish(
-    state: list[Tensor], rows: list[Tensor | None], max_depth: int, out: Tensor
+    state: list[Tensor],
+    rows: list[Tensor | None],
+    token_ids: Tensor,
+    max_depth: int,
+    out: Tensor,
 ) -> None:
-    """`canary_advance_lineage`; out = verdicts (cleared), ring entries, counters."""
-    _canary_finish(state, rows, max_depth, out)
+    """`canary_advance_lineage`; out = tokens, verdicts (cleared), ring entries,
+    counters."""
+    _canary_finish(state, rows, token_ids, max_depth, out)

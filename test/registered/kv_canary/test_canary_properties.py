@@ -187,8 +187,8 @@ def test_books_equal_the_reference(backend: Backend, seed: int) -> None:
 
     def run(one: Backend) -> tuple[CanaryState, Tensor, Tensor]:
         state = clone(world.state)
-        findings = long([7] * (rows.num_rows + 1 + NUM_COUNTERS))
-        one.write.finish_step(state, rows, findings)
+        findings = long([7] * (2 * rows.num_rows + 1 + NUM_COUNTERS))
+        one.write.finish_step(state, rows, rows.req_rows + 100, findings)
         out = torch.full((5,), 99, dtype=torch.int32, device=slots.device)
         one.write.advance_lineage(state, rows)
         one.write.poison(state, slots, long([rng_live]))
@@ -206,7 +206,8 @@ def test_books_equal_the_reference(backend: Backend, seed: int) -> None:
     assert torch.equal(found, due)
     taken = set(rows.req_rows.tolist())
     assert due.tolist() == [0 if r in taken else r for r in (1, 0, 4, 0, 2)]
-    assert ends.tolist()[: rows.num_rows] == rows.req_rows.tolist()
+    assert ends.tolist()[: rows.num_rows] == (rows.req_rows + 100).tolist()
+    assert ends.tolist()[rows.num_rows :][: rows.num_rows] == rows.req_rows.tolist()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.harness import EngineHarness
@@ -13,6 +14,8 @@ from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_model
 
 register_cuda_ci(est_time=120, suite="cuda")
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 VOCAB = 1000
 CONTEXT = 512

@@ -14,6 +14,8 @@ from sglang.test.ci.ci_register import register_cuda_ci
 
 register_cuda_ci(est_time=20, suite="cuda")
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
 KINDS: dict[str, list[dict[str, float]]] = {
     "greedy": [{"temperature": 0.0}],
     "drawn": [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.7}],

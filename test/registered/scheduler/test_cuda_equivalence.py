@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.tiny_models import FAMILIES, write_tiny_model
 
 register_cuda_ci(est_time=60, suite="cuda")
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 CONTEXT = 256
 SAMPLING: list[dict[str, Any]] = [

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.layers.sampler import Sampler
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -51,35 +52,10 @@ class TpModelWorker:
         if canary is not None:
             token_ids = canary.tamper_with_tokens(forward_batch, token_ids)
         self._publish(forward_batch, batch, token_ids)
-        return self._to_host(
-            GenerationBatchResult(
-                tokens=token_ids,
-                canary=(None if canary is None else canary.finish_step(forward_batch)),
-                logprobs=sampled.logprobs,
-                input_logprobs=output.input_logprobs,
-                hidden=output.hidden_states,
-            )
-        )
-
-    def _to_host(self, result: GenerationBatchResult) -> GenerationBatchResult:
-        """Enqueue the copies to pinned memory behind the forward; do not wait."""
-        if not result.tokens.is_cuda:
-            return result
-        logprobs, hidden, canary = result.logprobs, result.hidden, result.canary
-        host = GenerationBatchResult(
-            tokens=_pinned_copy(result.tokens),
-            logprobs=logprobs and logprobs.with_packed(_pinned_copy(logprobs.packed)),
-            input_logprobs={
-                row: scored.with_packed(_pinned_copy(scored.packed))
-                for row, scored in result.input_logprobs.items()
-            },
-            hidden=None if hidden is None else _pinned_copy(hidden),
-            canary=None if canary is None else _pinned_copy(canary),
-            copy_done=torch.cuda.Event(),
-        )
-        assert host.copy_done is not None
-        host.copy_done.record()
-        return host
+        packed = token_ids
+        if canary is not None:
+            packed = canary.finish_step(forward_batch, token_ids)
+        return _to_host(packed, len(token_ids), sampled=sampled, output=output)
 
     def _publish(
         self, forward_batch: ForwardBatch, batch: ScheduleBatch, token_ids: Tensor
@@ -93,6 +69,41 @@ class TpModelWorker:
             rows, positions = rows[counted], positions[counted]
             token_ids = token_ids[counted]
         table[rows, positions] = token_ids.to(table.dtype)
+
+
+def _to_host(
+    packed: Tensor,
+    rows: int,
+    *,
+    sampled: SamplerOutput,
+    output: LogitsProcessorOutput,
+) -> GenerationBatchResult:
+    """Enqueue the copies to pinned memory behind the forward; do not wait.
+
+    Args:
+        packed: int64; the tokens of `rows` rows, then what the KV canary found.
+    """
+    is_device = packed.is_cuda
+    take = _pinned_copy if is_device else _as_it_is
+    here, logprobs, hidden = take(packed), sampled.logprobs, output.hidden_states
+    result = GenerationBatchResult(
+        tokens=here[:rows],
+        canary=here[rows:] if len(here) > rows else None,
+        logprobs=logprobs and logprobs.with_packed(take(logprobs.packed)),
+        input_logprobs={
+            row: scored.with_packed(take(scored.packed))
+            for row, scored in output.input_logprobs.items()
+        },
+        hidden=None if hidden is None else take(hidden),
+        copy_done=torch.cuda.Event() if is_device else None,
+    )
+    if result.copy_done is not None:
+        result.copy_done.record()
+    return result
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _pinned_copy(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class GenerationBatchResult:
     tokens: int64 [R * stride]; request r owns `[r * stride, r * stride +
     accept_lens[r])`. stride: tokens per request in `tokens` (1 without speculation).
     accept_lens: int64 [R], or None where each request got one token.
-    canary: int64 [R + 1 + counters], findings of the KV canary for this step
+    canary: int64 [R + 1 + counters], what the KV canary found in this step
         (`StepFindings`), or None while it is off.
     logprobs: of the sampled tokens, for rows that asked.
     input_logprobs: of prompt tokens, by row, for rows that asked.

@@ -23,7 +23,7 @@ class StepFindings:
 
     @classmethod
     def unpack(cls, packed: Tensor) -> StepFindings:
-        """`packed`: what `finish_step` returned, on the host."""
+        """`packed`: what `finish_step` returned behind the tokens, on the host."""
         values = packed.tolist()
         rows = len(values) - 1 - NUM_COUNTERS
         return cls(

@@ -165,21 +165,24 @@ def set_lineage(state: CanaryState, rows: Tensor, values: Tensor) -> None:
     state.expected_lineage.index_copy_(0, rows, values)
 
 
-def finish_step(state: CanaryState, rows: CanaryRows) -> Tensor:
-    """The end of a step: `advance_lineage`, and its findings in one tensor to copy.
+def finish_step(state: CanaryState, rows: CanaryRows, token_ids: Tensor) -> Tensor:
+    """The end of a step: `advance_lineage`, and all that the host needs in one tensor.
 
     Verdicts of the rows are cleared; ring and counters stay. Rows must differ.
 
+    Args:
+        token_ids: int64 [R], what the step sampled.
+
     Returns:
-        int64 [R + 1 + NUM_COUNTERS] on the device: verdicts, entries in the ring,
-        counters; `finish.StepFindings.unpack` reads it.
+        int64 [2 R + 1 + NUM_COUNTERS] on the device: `token_ids`, then verdicts,
+        entries in the ring and counters, which `finish.StepFindings.unpack` reads.
     """
     out = torch.empty(
-        rows.num_rows + 1 + NUM_COUNTERS,
+        2 * rows.num_rows + 1 + NUM_COUNTERS,
         dtype=torch.int64,
         device=state.counters.device,
     )
-    _of(state, native, reference_write).finish_step(state, rows, out)
+    _of(state, native, reference_write).finish_step(state, rows, token_ids, out)
     return out
 
 

@@ -142,8 +142,12 @@ def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
     native.canary_poison(state_tensors(state), slots, n_live)
 
 
-def finish_step(state: CanaryState, rows: CanaryRows, out: Tensor) -> None:
-    native.canary_finish(state_tensors(state), row_tensors(rows), rows.max_depth, out)
+def finish_step(
+    state: CanaryState, rows: CanaryRows, token_ids: Tensor, out: Tensor
+) -> None:
+    native.canary_finish(
+        state_tensors(state), row_tensors(rows), token_ids, rows.max_depth, out
+    )
 
 
 def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:

@@ -233,14 +233,17 @@ def gather_verdicts(state: CanaryState, req_rows: Tensor, out: Tensor) -> None:
     )
 
 
-def finish_step(state: CanaryState, rows: CanaryRows, out: Tensor) -> None:
+def finish_step(
+    state: CanaryState, rows: CanaryRows, token_ids: Tensor, out: Tensor
+) -> None:
     advance_lineage(state, rows)
     n = rows.num_rows
     verdicts = torch.empty_like(rows.req_rows, dtype=torch.int32)
     gather_verdicts(state, rows.req_rows, verdicts)
-    out[:n] = verdicts
-    out[n] = state.ring_count[0]
-    out[n + 1 :] = state.counters
+    out[:n] = token_ids
+    out[n : 2 * n] = verdicts
+    out[2 * n] = state.ring_count[0]
+    out[2 * n + 1 :] = state.counters
 
 
 def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:

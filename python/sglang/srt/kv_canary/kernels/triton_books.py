@@ -164,6 +164,7 @@ def finish_kernel(
     ring_count,
     counters,
     out,
+    token_ids,
     req_rows,
     prefix_lens,
     extend_lens,
@@ -181,21 +182,23 @@ def finish_kernel(
     COUNTERS: tl.constexpr,
     COUNTERS_BLOCK: tl.constexpr,
 ):
-    """`advance_lineage`, verdicts taken and cleared, and the pool's status behind them;
-    the last program does the status alone."""
+    """Tokens, verdicts taken and cleared, the pool's status; and `advance_lineage`. The
+    last program does the status alone."""
     row = tl.program_id(0).to(tl.int64)
     if row == num_rows:
-        tl.store(out + num_rows, tl.load(ring_count))
+        status = out + 2 * num_rows
+        tl.store(status, tl.load(ring_count))
         index = tl.arange(0, COUNTERS_BLOCK)
         value = tl.load(counters + index, mask=index < COUNTERS, other=0)
-        tl.store(out + num_rows + 1 + index, value, mask=index < COUNTERS)
+        tl.store(status + 1 + index, value, mask=index < COUNTERS)
     else:
         req = tl.load(req_rows + row)
         found = tl.load(verdict + req)
         found = tl.where(req != 0, found, 0)
         # All threads have read the verdict before one clears it.
         tl.debug_barrier()
-        tl.store(out + row, found.to(tl.int64))
+        tl.store(out + row, tl.load(token_ids + row))
+        tl.store(out + num_rows + row, found.to(tl.int64))
         tl.store(verdict + req, 0, mask=req != 0)
         _advance_row(
             expected_lineage,

@@ -351,7 +351,9 @@ def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:
     )
 
 
-def finish_step(state: CanaryState, rows: CanaryRows, out: Tensor) -> None:
+def finish_step(
+    state: CanaryState, rows: CanaryRows, token_ids: Tensor, out: Tensor
+) -> None:
     rows.check_layout()
     longs = rows.req_rows
     finish_kernel[(rows.num_rows + 1,)](
@@ -360,6 +362,7 @@ def finish_step(state: CanaryState, rows: CanaryRows, out: Tensor) -> None:
         state.ring_count,
         state.counters,
         out,
+        token_ids,
         rows.req_rows,
         rows.prefix_lens,
         rows.extend_lens,

@@ -206,22 +206,24 @@ class CanaryManager:
         """The sampled tokens [R], as the oracle and the fault injection want them."""
         return self.perturb.tokens(forward_batch, token_ids)
 
-    def finish_step(self, forward_batch: ForwardBatch) -> Tensor:
-        """The findings of a step, on the device; advances the lineages.
+    def finish_step(self, forward_batch: ForwardBatch, token_ids: Tensor) -> Tensor:
+        """A step's tokens [R] and findings in one tensor; advances the lineages.
 
         Call it once per step, after the tokens are published.
 
         Returns:
-            int64 [R + 1 + NUM_COUNTERS], for `StepFindings.unpack` on the host.
+            int64 [2 R + 1 + NUM_COUNTERS] on the device: `token_ids`, then what
+            `StepFindings.unpack` reads on the host.
         """
-        packed = finish_step(self._state, rows_of(forward_batch))
+        packed = finish_step(self._state, rows_of(forward_batch), token_ids)
         if self._group.size == 1:
             return packed
         # All ranks must decide alike: what one of them found concerns all.
-        shared = forward_batch.num_rows + 1
-        every = self._group.all_gather_last_dim(packed[None, :shared])
-        found = every.view(self._group.size, shared).unbind()
-        return torch.cat((reduce(torch.bitwise_or, found), packed[shared:]))
+        rows = forward_batch.num_rows
+        every = self._group.all_gather_last_dim(packed[None, rows : 2 * rows + 1])
+        found = every.view(self._group.size, rows + 1).unbind()
+        packed[rows : 2 * rows + 1] = reduce(torch.bitwise_or, found)
+        return packed
 
     def inspect(
         self,
