@@ -39,7 +39,9 @@ def handle_kv_canary(server_args: ServerArgs) -> None:
 
 
 def _refuse_options_without_effect(server_args: ServerArgs) -> None:
+    real_data = server_args.kv_canary_real_data
     for flag, value in (
+        ("--kv-canary-real-data", None if real_data == "partial" else real_data),
         ("--kv-canary-sweep-interval", server_args.kv_canary_sweep_interval or None),
         ("--kv-canary-report-dir", server_args.kv_canary_report_dir),
         ("--kv-canary-report-tokens", server_args.kv_canary_report_tokens or None),

@@ -117,6 +117,11 @@ class CanaryConfig:
             fault_point=_fault_point(),
         )
         config._refuse_conflicts()
+        if server_args.disable_radix_cache and config.perturb.real_kv_unused_cache:
+            raise ValueError(
+                "SGLANG_KV_CANARY_PERTURB_REAL_KV_UNUSED_CACHE_PROB damages the prefix "
+                "cache, which --disable-radix-cache turns off; unset one of them"
+            )
         return config
 
     def _refuse_conflicts(self) -> None:
@@ -131,6 +136,12 @@ class CanaryConfig:
                 "token oracle; set SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE=1 too"
             )
         if self.is_on:
+            if self.perturb.next_token_swap and not self.check_write_inputs:
+                raise ValueError(
+                    "SGLANG_KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB swaps tokens that "
+                    "only the token oracle can tell apart; set "
+                    "SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT=1 too"
+                )
             return
         for variable, is_set in (
             (

@@ -60,6 +60,9 @@ def _violation(number: int, violation: dict[str, Any]) -> list[str]:
         f"   expected  {_record(expected)}, slot {expected['slot']}, "
         f"fingerprint {expected['fingerprint']}"
     )
+    if writer["kind"] == "none":
+        lines.append("   found     no record was read: there is none for this slot")
+        return lines
     lines.append(
         f"   found     {_record(found)}, fingerprint {found['fingerprint']}, written "
         f"by {writer['kind']} of request {writer['rid'] or 'unknown'} in forward "

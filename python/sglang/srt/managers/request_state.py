@@ -12,7 +12,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from sglang.srt.managers.errors import CLIENT_ABORT_STATUS, ApiError, error_of_abort
+from sglang.srt.managers.errors import (
+    CLIENT_ABORT_STATUS,
+    ApiError,
+    EngineFailure,
+    error_of_abort,
+)
 from sglang.srt.managers.io_struct import (
     FinishReason,
     GenerateReq,
@@ -176,11 +181,15 @@ class RequestGroup:
         while self._unfinished or self._fresh:
             await self._wake.wait()
             self._wake.clear()
+            # What came before the engine failed is good, and read first.
+            is_refused = self._error is not None and not isinstance(
+                self._error, EngineFailure
+            )
+            fresh, self._fresh = self._fresh, {}
+            if fresh and not is_refused:
+                yield [state.take() for state in fresh.values()]
             if self._error is not None:
                 raise self._error
-            fresh, self._fresh = self._fresh, {}
-            if fresh:
-                yield [state.take() for state in fresh.values()]
 
     async def results(self) -> list[Update]:
         """One update per request, in order, once all have finished.

@@ -269,6 +269,8 @@ class Scheduler:
             else self._grammars.with_masks(batch)
         )
         launched = batch.record()
+        if self._canary is not None:
+            self._canary.before_launch(batch)
         if self._inputs.are_compared:
             self._inputs.remember(len(batch), int(launched.ends.sum()))
         with self._watchdog.guard():

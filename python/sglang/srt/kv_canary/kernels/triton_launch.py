@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 from torch import Tensor
 
@@ -25,7 +23,6 @@ from sglang.srt.kv_canary.kernels.triton_books import (
 )
 from sglang.srt.kv_canary.kernels.triton_verify import verify_kernel
 from sglang.srt.kv_canary.kernels.triton_write import write_kernel
-from sglang.srt.layers.triton_ops.launch import supports_dependent_launch
 
 MAX_MOVES = 1024
 """Moves that one program can hold in registers."""
@@ -77,11 +74,6 @@ def _word_strides(source: Fingerprint) -> tuple[int, int, int, int]:
 
 def _tag(state: CanaryState, launch: Launch, manager: int) -> int:
     return launch | (manager & 255) << 8 | state.pool << 16
-
-
-def _dependent(state: CanaryState) -> dict[str, Any]:
-    pdl = supports_dependent_launch(state.head.device)
-    return {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
 
 
 def verify(
@@ -168,7 +160,6 @@ def verify(
         BLOCK=block,
         num_warps=4,
         **_fingerprint_constants(fingerprint, chunk),
-        **_dependent(state),
     )
 
 
@@ -289,7 +280,6 @@ def _write(
         BLOCK=block,
         num_warps=1 if one_token and chunk == 1 else 4,
         **_fingerprint_constants(fingerprint, chunk),
-        **_dependent(state),
     )
 
 

@@ -28,7 +28,6 @@ from sglang.srt.kv_canary.kernels.triton_common import (
     step_phase,
     term_of,
 )
-from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
 
 LINEAGE = tl.constexpr(int(Reason.VERIFY_LINEAGE))
 POSITION = tl.constexpr(int(Reason.VERIFY_POSITION))
@@ -207,12 +206,9 @@ def verify_kernel(
     V_WORDS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    let_next_start(PDL)
-    wait_for_inputs(PDL)
     now = tl.load(clock)
     is_row = row < num_rows
     req = tl.load(req_rows + row, mask=is_row, other=0)

@@ -28,7 +28,6 @@ from sglang.srt.kv_canary.kernels.triton_common import (
     step_phase,
     term_of,
 )
-from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
 
 FOREIGN = tl.constexpr(int(Reason.WRITE_FOREIGN))
 ALIAS = tl.constexpr(int(Reason.WRITE_ALIAS))
@@ -174,13 +173,10 @@ def write_kernel(
     V_WORDS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
-    let_next_start(PDL)
-    wait_for_inputs(PDL)
     now = tl.load(clock)
     if (row == 0) & (split == 0):
         step_phase(

@@ -3,7 +3,7 @@
 ```
 with_ops_outside_graph            poison what was freed, lineages, faults, sweep
   with_active_single_forward_manager(i)      one model forward, captured or not
-    pre_ops_maybe_inside_graph    verify, head
+    pre_ops_maybe_inside_graph    verify, head; on a GPU beside the model
     (the model)
     post_ops_maybe_inside_graph   tail
 finish_step                       verdicts for the copy that brings the tokens
@@ -32,10 +32,9 @@ from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
 from sglang.srt.kv_canary.runner.sweep import Sweeper
 from sglang.srt.kv_canary.runner.violation import Violation
 from sglang.srt.kv_canary.runner.violation_reporter import (
-    CanaryViolation,
     OwnerOf,
     ViolationReporter,
-    report_text,
+    as_error,
 )
 from sglang.srt.kv_canary.single_forward_manager.manager import (
     CanaryTarget,
@@ -81,6 +80,7 @@ class CanaryManager:
         self._state = target.buffers.state
         self._managers = [SingleForwardManager(target, i) for i in range(num_managers)]
         self._active: SingleForwardManager | None = None
+        self._side = torch.cuda.Stream() if self._state.head.is_cuda else None
         self._launched: ForwardBatch | None = None
         self._is_init_finished = False
         self._freed: list[Tensor] = []
@@ -167,12 +167,21 @@ class CanaryManager:
         Raises:
             AssertionError: outside `with_active_single_forward_manager`.
         """
+        current = self._current()
         backend = get_forward_context().attn_backend
         views = [table_of(view) for view in backend.read_view(forward_batch)]
-        self._current().pre_ops_maybe_inside_graph(forward_batch, views)
+        if self._side is None:
+            current.pre_ops_maybe_inside_graph(forward_batch, views)
+            return
+        # Beside the model: it writes other slots than verify reads, and no records.
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            current.pre_ops_maybe_inside_graph(forward_batch, views)
 
     def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
         """After the model: what it wrote."""
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
         self._current().post_ops_maybe_inside_graph(forward_batch)
 
     def _current(self) -> SingleForwardManager:
@@ -249,10 +258,7 @@ class CanaryManager:
             return
         violations = self._drain(owner_of, tokens_of)
         if self.config.mode is CanaryMode.RAISE:
-            text = report_text(violations) or (
-                "kv_canary violation: found by another rank; see its log"
-            )
-            raise CanaryViolation(text)
+            raise as_error(violations, with_tokens=self.config.report_tokens)
 
     def drain(self, *, owner_of: OwnerOf, tokens_of: TokensOf) -> list[Violation]:
         """Report what is in the ring now; waits for the device."""

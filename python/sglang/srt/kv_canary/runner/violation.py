@@ -84,8 +84,9 @@ class Violation:
     @property
     def key(self) -> tuple[int, int, int, int]:
         """Equal for findings about the same damage to the same request: slot, the
-        forward that wrote it, the reader, what is wrong."""
-        return (self.slot, self.writer.clock, self.serial, self.reasons)
+        forward that wrote it, the reader; where no record was read, the position."""
+        where = -1 if self.writer.clock else self.position
+        return (self.slot, self.writer.clock, self.serial, where)
 
     @property
     def diagnosis(self) -> str:
@@ -93,15 +94,29 @@ class Violation:
         for reason, text in _DIAGNOSES:
             if self.reasons & reason:
                 return text
-        is_other = self.writer.serial != self.serial & SERIAL_MASK
-        if self.reasons & (Reason.VERIFY_TOKEN | Reason.VERIFY_LINEAGE):
-            if is_other and self.writer.serial:
-                return f"aliased with request {self.writer_rid or 'unknown'}"
+        is_other = self.writer.serial not in (0, self.serial & SERIAL_MASK)
+        if self.reasons & _WRONG_RECORD and is_other:
+            return f"aliased with request {self.writer_rid or 'unknown'}"
+        if self.reasons & Reason.VERIFY_POSITION:
+            return "misplaced"
+        if self.reasons & _WRONG_RECORD:
             return "stale record"
-        return "misplaced"
+        return "bytes changed in place"
 
-    def line(self) -> str:
-        """The stable `key=value` line of the log."""
+    def public_line(self) -> str:
+        """What any client may see: no request, no token."""
+        return (
+            f"kv_canary violation: launch_tag={self.worker}.{self.launch} "
+            f"fail_reason={'+'.join(self.labels)} slot_idx={self.slot} "
+            f"position={self.position} forward={self.forward}"
+        )
+
+    def line(self, *, with_tokens: bool) -> str:
+        """The stable `key=value` line of the log; -1 stands for a token that is not
+        known, or not to be shown."""
+        found, expected = self.found.token, self.expected.token
+        if not with_tokens:
+            found = expected = None
         values: dict[str, object] = {
             "launch_tag": f"{self.worker}.{self.launch}",
             "fail_reason": "+".join(self.labels),
@@ -111,8 +126,8 @@ class Violation:
             "position": self.position,
             "branch": self.branch,
             "forward": self.forward,
-            "stored_token": _number(self.found.token),
-            "expected_token": _number(self.expected.token),
+            "stored_token": _number(found),
+            "expected_token": _number(expected),
             "stored_position": _number(self.found.position),
             "stored_lineage": f"0x{self.found_lineage & _MASK64:016x}",
             "expected_lineage": f"0x{self.expected_lineage & _MASK64:016x}",
@@ -172,9 +187,8 @@ _DIAGNOSES: tuple[tuple[Reason, str], ...] = (
     (Reason.WRITE_SCRATCH, "write of a live token to the scratch page"),
     (Reason.WRITE_TOKEN | Reason.WRITE_POSITION, "wrong input of the forward"),
     (Reason.VERIFY_TORN, "torn write"),
-    (Reason.VERIFY_POSITION, "misplaced"),
-    (Reason.VERIFY_REAL_KV, "bytes changed in place"),
 )
+_WRONG_RECORD = Reason.VERIFY_POSITION | Reason.VERIFY_TOKEN | Reason.VERIFY_LINEAGE
 
 
 def parse_entry(

@@ -19,7 +19,9 @@ from sglang.srt.kv_canary.runner.violation import Violation, parse_entry
 
 logger = logging.getLogger(__name__)
 
-KEPT_INCIDENTS = 256
+KEPT_INCIDENTS = 64
+# More are counted in the document; every one has its line in the log.
+VIOLATIONS_PER_INCIDENT = 64
 REMEMBERED_KEYS = 65_536
 
 # Who holds a slot by the host's books, in words.
@@ -27,7 +29,15 @@ OwnerOf = Callable[[int], str]
 
 
 class CanaryViolation(RuntimeError):
-    """The KV cache is not what it must be; the text is the report."""
+    """The KV cache is not what it must be; the text is the report.
+
+    Attributes:
+        public: what any client may see of it.
+    """
+
+    def __init__(self, text: str, *, public: str) -> None:
+        super().__init__(text)
+        self.public = public
 
 
 class ViolationReporter:
@@ -70,7 +80,7 @@ class ViolationReporter:
         """
         fresh = [v for v in map(self._parse, entries) if self._is_new(v)]
         for violation in fresh:
-            logger.error("%s", violation.line())
+            logger.error("%s", violation.line(with_tokens=self._config.report_tokens))
             self.total += 1
             self.counts.update(violation.labels)
         if dropped:
@@ -111,14 +121,14 @@ class ViolationReporter:
             "real_data": self._config.real_data.value,
             "rank": self._rank,
             "forward": fresh[0].forward,
-            "dropped": dropped,
+            "dropped": dropped + max(len(fresh) - VIOLATIONS_PER_INCIDENT, 0),
             "violations": [
                 {
                     **violation.document(with_tokens=with_tokens),
                     "owner": owner_of(violation.slot),
                     **details(violation),
                 }
-                for violation in fresh
+                for violation in _for_incident(fresh)
             ],
         }
         self.incidents.append(document)
@@ -140,6 +150,23 @@ class ViolationReporter:
             logger.error("kv_canary: cannot write %s: %s", folder / name, error)
 
 
-def report_text(violations: Sequence[Violation]) -> str:
-    """The lines of `violations` as one text: the error of the mode `raise`."""
-    return "\n".join(violation.line() for violation in violations)
+def _for_incident(fresh: list[Violation]) -> list[Violation]:
+    """The violations that an incident holds: the first of each request, then others."""
+    firsts: dict[int, Violation] = {}
+    for violation in fresh:
+        firsts.setdefault(violation.serial, violation)
+    chosen = list(firsts.values())
+    taken = {id(violation) for violation in chosen}
+    chosen += [violation for violation in fresh if id(violation) not in taken]
+    return chosen[:VIOLATIONS_PER_INCIDENT]
+
+
+def as_error(violations: Sequence[Violation], *, with_tokens: bool) -> CanaryViolation:
+    """The error of the mode `raise`; of no violations: another rank found some."""
+    if not violations:
+        text = "kv_canary violation: found by another rank; see its log"
+        return CanaryViolation(text, public=text)
+    return CanaryViolation(
+        "\n".join(v.line(with_tokens=with_tokens) for v in violations),
+        public="\n".join(v.public_line() for v in violations[:VIOLATIONS_PER_INCIDENT]),
+    )

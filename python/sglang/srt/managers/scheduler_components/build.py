@@ -12,6 +12,7 @@ import msgspec
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import init_tensor_parallel
+from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
 from sglang.srt.managers.io_struct import EngineFailed, SchedulerReady
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
@@ -89,10 +90,17 @@ def run_scheduler_process(
         scheduler.run_event_loop()
     except Exception as error:
         logger.exception("The scheduler of rank %d failed", rank)
-        io.send(EngineFailed(message=str(error) or repr(error)))
+        io.send(EngineFailed(message=_for_clients(error)))
         raise
     finally:
         io.close()
+
+
+def _for_clients(error: Exception) -> str:
+    """What every client in flight may read: nothing of another one's request."""
+    if isinstance(error, CanaryViolation):
+        return error.public
+    return f"the scheduler failed with {type(error).__name__}"
 
 
 def _refuse(ready: Connection, error: Exception, *, has_peers: bool) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from sglang.srt.kv_canary.config import EARLY_FREE
 from sglang.srt.kv_canary.kernels.finish import StepFindings
 from sglang.srt.kv_canary.kernels.records import Counter
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.managers.io_struct import SchedulerStats
 from sglang.srt.managers.req import Req
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocator import host_array
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -31,11 +33,30 @@ class CanaryGate:
         self.manager = manager
         self._cache = cache
         self._requests = requests
+        self._freed_early: set[int] = set()
         manager.attach_radix_cache(cache)
 
     def admit(self, req: Req) -> None:
         """Remember a request, so that a report can name it."""
         self.manager.book.add(req.serial, req.rid)
+
+    def before_launch(self, batch: ScheduleBatch) -> None:
+        """Fault point EARLY_FREE: the pages of a request that is about to run for the
+        last time are freed and owned again, one step too early.
+
+        The ledger keeps them, as it would after the second half of that, so that
+        nothing but the records suffers.
+        """
+        if self.manager.config.fault_point != EARLY_FREE:
+            return
+        for req in batch.reqs:
+            is_last = batch.forward_mode.is_decode and not req.decodes_on
+            if is_last and req.serial not in self._freed_early:
+                self._freed_early.add(req.serial)
+                slots = self._cache.req_pool.row_slots(
+                    req.req_pool_idx, req.cache_protected_len, req.committed_len - 1
+                )
+                self.manager.on_free(slots)
 
     def inspect(self, result: GenerationBatchResult) -> None:
         """Look at the findings of a step before any of its tokens is used.

@@ -1,0 +1,377 @@
+"""What a report says: log line, incident, diagnosis, `explain`; each damage once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
+from sglang.srt.kv_canary.explain import MEANING, explain
+from sglang.srt.kv_canary.kernels.records import (
+    POISON_WORD,
+    SERIAL_MASK,
+    TOKEN_MASK,
+    Launch,
+    Reason,
+    Ring,
+    WriterKind,
+    pack_word0,
+    pack_word3,
+    reason_labels,
+)
+from sglang.srt.kv_canary.runner import violation_reporter
+from sglang.srt.kv_canary.runner.serial_book import REMEMBERED, SerialBook
+from sglang.srt.kv_canary.runner.violation import Violation, parse_entry
+from sglang.srt.kv_canary.runner.violation_reporter import (
+    ViolationReporter,
+    as_error,
+)
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=3, suite="cpu")
+
+READER, WRITER = 5, 9
+NASTY = 'a "quoted"\nkv_canary violation: rid=\\ \u2028 id'
+
+
+def entry(**changes: int) -> list[int]:
+    """A ring entry: request 5 finds a record of request 9 in its slot."""
+    values = {
+        "REASONS": Reason.VERIFY_LINEAGE | Reason.VERIFY_TOKEN,
+        "REQ_ROW": 3,
+        "SERIAL": READER,
+        "SLOT": 77,
+        "POSITION": 12,
+        "EXPECTED_WORD0": pack_word0(TOKEN_MASK, 12),
+        "FOUND_WORD0": pack_word0(101, 12),
+        "EXPECTED_LINEAGE": 1,
+        "FOUND_LINEAGE": -1,
+        "FOUND_WORD3": pack_word3(40, WriterKind.DECODE, WRITER),
+        "CLOCK": 42,
+        "BATCH_ROW": 1,
+        "EXPECTED_SLOT": 78,
+        "FOUND_FINGERPRINT": 0xAB,
+        "COMPUTED_FINGERPRINT": -2,
+        "TAG": Launch.VERIFY,
+    } | changes
+    return [int(values[column.name]) for column in Ring]
+
+
+def violation(page_size: int = 4, **changes: int) -> Violation:
+    rids = {READER: "reader", WRITER: "writer"}
+    return parse_entry(entry(**changes), page_size=page_size, rid_of=dict(rids))
+
+
+def reporter(
+    *, rank: int = 0, reader: str = "reader", **config: Any
+) -> ViolationReporter:
+    book = SerialBook()
+    book.add(READER, reader)
+    book.add(WRITER, "writer")
+    settings = CanaryConfig(mode=CanaryMode.RAISE, real_data=RealData.ALL, **config)
+    return ViolationReporter(settings, page_size=4, book=book, rank=rank)
+
+
+def owner_of(slot: int) -> str:
+    return f"owner of {slot}"
+
+
+# -- the line ----------------------------------------------------------------------
+
+GOLDEN_LINE = (
+    "kv_canary violation: launch_tag=target.verify "
+    'fail_reason=verify_lineage+verify_token rid="reader" slot_idx=77 page=19 '
+    "position=12 branch=1 forward=42 stored_token=101 expected_token=-1 "
+    "stored_position=12 stored_lineage=0xffffffffffffffff "
+    "expected_lineage=0x0000000000000001 expected_slot=78 writer=decode "
+    'writer_forward=40 writer_rid="writer" '
+    'diagnosis="aliased with request writer"'
+)
+
+
+def test_the_line() -> None:
+    assert violation().line(with_tokens=True) == GOLDEN_LINE
+
+
+def test_tokens_and_other_requests_are_not_for_everybody() -> None:
+    hidden = violation().line(with_tokens=False)
+    assert hidden == GOLDEN_LINE.replace("stored_token=101", "stored_token=-1")
+    public = violation().public_line()
+    assert public == (
+        "kv_canary violation: launch_tag=target.verify "
+        "fail_reason=verify_lineage+verify_token slot_idx=77 position=12 forward=42"
+    )
+
+
+def test_the_line_of_what_has_no_request_and_no_slot() -> None:
+    line = violation(
+        REASONS=Reason.PHASE,
+        SERIAL=0,
+        SLOT=-1,
+        POSITION=-1,
+        BATCH_ROW=-1,
+        FOUND_WORD0=POISON_WORD,
+        FOUND_WORD3=0,
+        EXPECTED_SLOT=-1,
+        TAG=Launch.TAIL | 1 << 8 | 1 << 16,
+    ).line(with_tokens=True)
+    assert line == (
+        "kv_canary violation: launch_tag=draft.tail fail_reason=phase rid=null "
+        "slot_idx=-1 page=-1 position=-1 branch=-1 forward=42 stored_token=-1 "
+        "expected_token=-1 stored_position=-1 stored_lineage=0xffffffffffffffff "
+        "expected_lineage=0x0000000000000001 expected_slot=-1 writer=none "
+        'writer_forward=0 writer_rid=null diagnosis="canary launches out of order"'
+    )
+
+
+def test_a_rid_cannot_break_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    reporter(reader=NASTY).report([entry()], dropped=0, owner_of=owner_of)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert len(message.splitlines()) == 1
+    assert f" rid={json.dumps(NASTY)} slot_idx=77 " in message
+
+
+def test_serials_are_known_modulo_2_to_the_24() -> None:
+    (found,) = reporter().report(
+        [entry(SERIAL=READER + (1 << 24))], dropped=0, owner_of=owner_of
+    )
+    assert (found.rid, found.writer_rid) == ("reader", "writer")
+    (found,) = reporter().report([entry(SERIAL=7)], dropped=0, owner_of=owner_of)
+    assert found.rid is None
+
+
+# -- the diagnosis -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reasons", "writer", "diagnosis"),
+    [
+        (Reason.VERIFY_FREED | Reason.VERIFY_LINEAGE, WRITER, "use after free"),
+        (Reason.READ_SET | Reason.VERIFY_TOKEN, WRITER, "wrong read table"),
+        (Reason.READ_SCRATCH, WRITER, "wrong read table"),
+        (Reason.WRITE_ALIAS, READER, "two tokens of one forward share a slot"),
+        (Reason.WRITE_FOREIGN, WRITER, "write into a slot of another owner"),
+        (Reason.WRITE_SCRATCH, 0, "write of a live token to the scratch page"),
+        (Reason.WRITE_TOKEN, READER, "wrong input of the forward"),
+        (Reason.WRITE_POSITION, READER, "wrong input of the forward"),
+        (Reason.VERIFY_TORN | Reason.VERIFY_REAL_KV, READER, "torn write"),
+        (Reason.VERIFY_POSITION | Reason.VERIFY_LINEAGE, READER, "misplaced"),
+        (Reason.VERIFY_REAL_KV, READER, "bytes changed in place"),
+        (Reason.VERIFY_LINEAGE, WRITER, "aliased with request writer"),
+        (Reason.VERIFY_TOKEN, 11, "aliased with request unknown"),
+        (Reason.VERIFY_TOKEN, READER, "stale record"),
+        (Reason.VERIFY_LINEAGE, 0, "stale record"),
+        (Reason.PHASE, 0, "canary launches out of order"),
+    ],
+)
+def test_diagnosis(reasons: Reason, writer: int, diagnosis: str) -> None:
+    word3 = pack_word3(40, WriterKind.EXTEND, writer)
+    assert violation(REASONS=reasons, FOUND_WORD3=word3).diagnosis == diagnosis
+
+
+def test_every_reason_has_words() -> None:
+    assert set(MEANING) == {label for r in Reason for label in reason_labels(r)}
+    assert all(violation(REASONS=reason).diagnosis for reason in Reason)
+
+
+# -- each damage once --------------------------------------------------------------
+
+
+def test_the_same_damage_is_reported_once() -> None:
+    report = reporter()
+    first = report.report([entry(), entry()], dropped=0, owner_of=owner_of)
+    assert len(first) == 1
+    # The same slot and writer, found again by a later forward.
+    assert not report.report([entry(CLOCK=43)], dropped=0, owner_of=owner_of)
+    assert (report.total, len(report.incidents)) == (1, 1)
+    different = [
+        entry(SLOT=78),
+        entry(SERIAL=6),
+        entry(FOUND_WORD3=pack_word3(41, WriterKind.DECODE, WRITER)),
+    ]
+    assert len(report.report(different, dropped=0, owner_of=owner_of)) == 3
+    assert report.counts == {"verify_lineage": 4, "verify_token": 4}
+    assert report.total == 4
+
+
+def test_memory_of_damage_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(violation_reporter, "REMEMBERED_KEYS", 8)
+    report = reporter()
+    for slot in range(300):
+        report.report([entry(SLOT=slot)], dropped=0, owner_of=owner_of)
+    assert len(report.incidents) == violation_reporter.KEPT_INCIDENTS
+    assert not report.report([entry(SLOT=299)], dropped=0, owner_of=owner_of)
+    assert report.report([entry(SLOT=0)], dropped=0, owner_of=owner_of)
+
+
+def test_what_did_not_fit_the_ring_is_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    report = reporter(ring_capacity=1)
+    report.report([entry()], dropped=11, owner_of=owner_of)
+    assert report.incidents[-1]["dropped"] == 11
+    assert caplog.records[-1].getMessage() == (
+        "kv_canary: 11 more violations did not fit the ring "
+        "(SGLANG_KV_CANARY_RING_CAPACITY=1)"
+    )
+
+
+# -- incidents ---------------------------------------------------------------------
+
+
+def incident(tmp_path: Path, *, with_tokens: bool) -> dict[str, Any]:
+    report = reporter(report_dir=tmp_path, report_tokens=with_tokens, rank=1)
+    report.report(
+        [entry()],
+        dropped=0,
+        owner_of=owner_of,
+        details=lambda found: {"first_wrong_position": found.position - 4},
+    )
+    (file,) = tmp_path.iterdir()
+    document: dict[str, Any] = json.loads(file.read_text())
+    assert document == report.incidents[-1]
+    return document
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+def test_incident(tmp_path: Path, with_tokens: bool) -> None:
+    document = incident(tmp_path, with_tokens=with_tokens)
+    assert document.pop("time").endswith("Z")
+    expected: dict[str, Any] = {"position": 12, "slot": 78}
+    found: dict[str, Any] = {"position": 12}
+    if with_tokens:
+        expected["token"], found["token"] = None, 101
+    assert document == {
+        "mode": "raise",
+        "real_data": "all",
+        "rank": 1,
+        "forward": 42,
+        "dropped": 0,
+        "violations": [
+            {
+                "worker": "target",
+                "launch": "verify",
+                "rid": "reader",
+                "request_row": 3,
+                "reasons": ["verify_lineage", "verify_token"],
+                "diagnosis": "aliased with request writer",
+                "slot": 77,
+                "page": 19,
+                "position": 12,
+                "branch": 1,
+                "forward": 42,
+                "expected": expected
+                | {
+                    "lineage": "0x0000000000000001",
+                    "fingerprint": "0xfffffffffffffffe",
+                },
+                "found": found
+                | {
+                    "lineage": "0xffffffffffffffff",
+                    "fingerprint": "0x00000000000000ab",
+                },
+                "writer": {"kind": "decode", "forward": 40, "rid": "writer"},
+                "owner": "owner of 77",
+                "first_wrong_position": 8,
+            }
+        ],
+    }
+
+
+def test_a_folder_that_is_gone_is_logged_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = reporter(report_dir=tmp_path / "gone")
+    assert report.report([entry()], dropped=0, owner_of=owner_of)
+    assert "kv_canary: cannot write" in caplog.records[-1].getMessage()
+    assert len(report.incidents) == 1
+
+
+GOLDEN_TEXT = """\
+T  rank 1  forward 42  mode raise, real data all
+1 violation(s)
+
+1. aliased with request writer
+   request   reader (target pool, found by verify, batch row 1)
+   where     position 12, slot 77, page 19; by the books: owner of 77
+   because   the token's history is not the one that this row expects [verify_lineage]
+   because   the prefix is not the request's own tokens [verify_token]
+   expected  position 12, lineage 0x0000000000000001, slot 78, fingerprint \
+0xfffffffffffffffe
+   found     position 12, lineage 0xffffffffffffffff, fingerprint \
+0x00000000000000ab, written by decode of request writer in forward 40
+   first     position 8 is the first whose record is not the request's token"""
+
+
+def test_explain(tmp_path: Path) -> None:
+    document = incident(tmp_path, with_tokens=False)
+    assert explain(document | {"time": "T"}) == GOLDEN_TEXT
+    more = explain(document | {"dropped": 3})
+    assert "1 violation(s), 3 more not recorded" in more
+
+
+def test_explain_shows_tokens_where_the_report_has_them(tmp_path: Path) -> None:
+    text = explain(incident(tmp_path, with_tokens=True))
+    assert "found     token 101, position 12" in text
+
+
+def test_explain_command(tmp_path: Path) -> None:
+    document = incident(tmp_path, with_tokens=False)
+    (file,) = tmp_path.iterdir()
+    bad = tmp_path / "bad.json"
+    bad.write_text("[]")
+
+    def run(*files: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "sglang.srt.kv_canary.explain"]
+        return subprocess.run(
+            [*command, *files], capture_output=True, text=True, timeout=60
+        )
+
+    good = run(file)
+    assert (good.returncode, good.stderr) == (0, "")
+    assert good.stdout == explain(document) + "\n"
+    wrong = run(bad)
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith(f"{bad}: not an incident file: ")
+
+
+def test_the_error_of_raise_is_all_lines() -> None:
+    found = [violation(), violation(SLOT=3)]
+    error = as_error(found, with_tokens=False)
+    assert str(error).splitlines() == [v.line(with_tokens=False) for v in found]
+    assert error.public.splitlines() == [v.public_line() for v in found]
+    assert "another rank" in as_error([], with_tokens=False).public
+
+
+# -- serials -----------------------------------------------------------------------
+
+
+def test_the_book_forgets_the_oldest() -> None:
+    book = SerialBook()
+    for serial in range(REMEMBERED):
+        book.add(serial, f"r{serial}")
+    assert book.rid(0) == "r0"
+    book.add(0, "again")  # is the newest now
+    book.add(REMEMBERED, "one more")
+    assert book.rid(0) == "again"
+    assert book.rid(1) is None
+    assert book.rid(2) == "r2"
+    assert book.rid(REMEMBERED) == "one more"
+    assert book.rid(REMEMBERED + SERIAL_MASK + 1) == "one more"
+
+
+def test_violations_are_errors_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    reporter().report([entry()], dropped=0, owner_of=owner_of)
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.getMessage() == GOLDEN_LINE.replace("_token=101", "_token=-1")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
