@@ -34,6 +34,12 @@ class ForwardRunner:
 
     def __init__(self, server_args: ServerArgs) -> None:
         assert server_args.model_path is not None
+        if server_args.kv_canary != "none":
+            raise ValueError(
+                f"--kv-canary {server_args.kv_canary} needs a scheduler to look at its "
+                "findings, and there is none here; remove it "
+                "(benchmark/e2e/bench_canary.py measures the canary)"
+            )
         folder = resolve_model_folder(server_args.model_path)
         self.runner = ModelRunner(
             server_args=server_args,

@@ -128,7 +128,11 @@ class TestServing:
 
     @pytest.mark.parametrize("backend", ["sglang", "sglang-oai", "sglang-oai-chat"])
     def test_backends(self, server, capsys, backend):
-        report = self.run(server, capsys, "--backend", backend, "--flush-cache")
+        # Long enough that a busy machine cannot gather an answer into one chunk.
+        length = ["--random-output-len", "60"]
+        report = self.run(
+            server, capsys, "--backend", backend, "--flush-cache", *length
+        )
         assert (report["completed"], report["failed"]) == (6, 0)
         assert report["mean_ttft_ms"] <= report["mean_e2e_latency_ms"]
         assert report["p99_itl_ms"] is not None

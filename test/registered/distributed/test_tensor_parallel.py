@@ -149,10 +149,12 @@ def test_oracle(tmp_path: Path, options: dict[str, Any]) -> None:
             rid=rids,
         )
         aborter.join()
+        deadline = time.monotonic() + 20
+        while not engine.flush_cache():  # the last aborts are still on their way
+            assert time.monotonic() < deadline
         (stats,) = engine.get_server_info()["internal_states"]
         assert stats["num_retracted_reqs"] > 0 or options["page_size"] == 16
-        assert stats["num_used_tokens"] == stats["num_running_reqs"] == 0
-        assert engine.flush_cache()
+        assert stats["num_used_tokens"] == 0
     for rid, prompt, wanted, answer in zip(
         rids, prompts, lengths, answers, strict=True
     ):

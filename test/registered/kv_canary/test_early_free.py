@@ -133,8 +133,9 @@ def test_pages_that_got_a_new_owner_too_early(model: Path, page_size: int) -> No
         assert violation["rid"] == "victim"
         assert violation["writer"]["rid"] == "thief"
         assert {"verify_lineage", "verify_position"} & set(violation["reasons"])
-        # The thief's prompt is in the prefix cache by now.
-        assert violation["owner"] == "request victim, prefix cache"
+        # The thief's prompt is in the prefix cache by now; under overlap the victim may
+        # have ended.
+        assert violation["owner"] in ("request victim, prefix cache", "prefix cache")
 
 
 # -- what clients got --------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_linear_whatever_the_table_says(rows: int, shape: tuple[int, int]) -> No
         assert float((actual - expected).norm() / expected.norm()) < 1e-2
 
 
-@pytest.mark.parametrize("rows", [1, 3, 127, 128, 300])
+@pytest.mark.parametrize("rows", [1, 3, 1023, 1024, 1100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_into_adds_or_leaves_it_to_the_caller(
     rows: int, dtype: torch.dtype

@@ -20,9 +20,10 @@ from sglang.srt.layers.ops.dispatch import (
     use_triton,
 )
 
-ADD_ROWS = 128
-"""Rows from which cuBLAS adds the residual: below, the weight-streaming kernels and
-their chain with the norms are faster."""
+ADD_ROWS = 1024
+"""Rows from which cuBLAS adds the residual. With few rows it gives up splitting the sum
+over K for that: a decode step of 256 rows of the 8B shape took 16.95 ms instead of 16.5
+(H200)."""
 
 PANEL = 32
 """Output columns per panel of the native format."""
