@@ -231,7 +231,7 @@ def test_the_death_of_a_follower_ends_the_engine(tmp_path: Path) -> None:
     engine = sglang.Engine(model_path=str(model), tp_size=2, log_level="critical")
     leader, follower = engine._host.core.process.pids
     os.kill(follower, signal.SIGKILL)
-    with pytest.raises(EngineFailure, match="scheduler process died"):
+    with pytest.raises(EngineFailure, match="scheduler (process died|failed)"):
         engine.generate("x", GREEDY | {"max_new_tokens": 200})
     _wait_gone(leader)
     engine.shutdown()
