@@ -182,18 +182,16 @@ canary::Site site_of(const canary::State& s, int64_t launch, int64_t manager) {
 }
 
 // numbers: page size, token offset, mode, period, max depth, manager, pool, entry size
-void canary_verify(
-    const Tensors& state, const OptionalTensors& rows, const OptionalTensors& table,
-    const OptionalTensor& k, const OptionalTensor& v, const OptionalTensor& req_to_token,
-    const OptionalTensor& tokens, const Numbers& n) {
-  const char* op = "canary_verify";
+canary::VerifyArgs verify_args(
+    const char* op, const Tensors& state, const OptionalTensors& rows,
+    const OptionalTensors& table, const OptionalTensor& k, const OptionalTensor& v,
+    const OptionalTensor& req_to_token, const OptionalTensor& tokens, const Numbers& n) {
   SGLK_REQUIRE(n.size() == 8, op, ": numbers has ", n.size(), " values, expected 8");
-  const int64_t manager = n[5];
   canary::VerifyArgs a{};
   a.state = state_of(op, state, n[6]);
   a.rows = rows_of(op, rows, n[4], state[2]);
   check_req_rows(op, a.rows, state[3].numel());
-  check_manager(op, state, manager);
+  check_manager(op, state, n[5]);
   a.table = table_of(op, table, n[0], a.rows.count);
   SGLK_REQUIRE(n[7] > 0, op, ": entry size is ", n[7], ", expected at least 1");
   a.table.entry_size = n[7];
@@ -201,7 +199,11 @@ void canary_verify(
   a.slots = columns_of(op, "req_to_token", req_to_token, a.rows);
   a.tokens = columns_of(op, "tokens", tokens, a.rows);
   a.token_offset = n[1];
-  const bool sweep = !req_to_token;
+  return a;
+}
+
+void run_verify(const canary::VerifyArgs& a, int64_t manager) {
+  const bool sweep = !a.slots.data;
   const canary::Site site =
       site_of(a.state, sweep ? canary::kSweepLaunch : canary::kVerifyLaunch, manager);
   canary::step_phase(a.state, site, manager, canary::kIdle, canary::kAfterVerify);
@@ -215,6 +217,14 @@ void canary_verify(
   run_split(a.rows.count, threads_for((double)elements * each), [&](int64_t b, int64_t e) {
     for (int64_t r = b; r < e; r++) canary::verify_row(a, site, r);
   });
+}
+
+void canary_verify(
+    const Tensors& state, const OptionalTensors& rows, const OptionalTensors& table,
+    const OptionalTensor& k, const OptionalTensor& v, const OptionalTensor& req_to_token,
+    const OptionalTensor& tokens, const Numbers& n) {
+  run_verify(
+      verify_args("canary_verify", state, rows, table, k, v, req_to_token, tokens, n), n[5]);
 }
 
 // numbers: page size, writer kind, mode, period, max depth, manager, pool
@@ -242,6 +252,24 @@ void run_rows(
       });
 }
 
+void set_oracle(
+    const char* op, canary::WriteArgs& a, const OptionalTensor& tokens,
+    const OptionalTensor& positions) {
+  a.oracle_tokens = longs(op, "oracle tokens", tokens, a.rows.tokens);
+  a.oracle_positions = longs(op, "oracle positions", positions, a.rows.tokens);
+  SGLK_REQUIRE(
+      !a.oracle_tokens == !a.oracle_positions, op, ": half of the oracle is missing");
+}
+
+void run_head(const canary::WriteArgs& a, int64_t manager) {
+  const canary::Site site = site_of(a.state, canary::kHeadLaunch, manager);
+  canary::step_phase(a.state, site, manager, canary::kAfterVerify, canary::kAfterHead);
+  canary::count(a.state, canary::kHeadLaunches, 1);
+  // All checks see the records as they were before the launch.
+  run_rows(a, site, 0, canary::check_head_row);
+  run_rows(a, site, 0, canary::store_head_row);
+}
+
 void canary_write_head(
     const Tensors& state, const OptionalTensors& rows, const OptionalTensor& req_to_token,
     const OptionalTensor& oracle_tokens, const OptionalTensor& oracle_positions,
@@ -249,16 +277,31 @@ void canary_write_head(
   const char* op = "canary_write_head";
   canary::WriteArgs a = write_args(op, state, rows, n);
   a.slots = columns_of(op, "req_to_token", req_to_token, a.rows);
-  a.oracle_tokens = longs(op, "oracle tokens", oracle_tokens, a.rows.tokens);
-  a.oracle_positions = longs(op, "oracle positions", oracle_positions, a.rows.tokens);
-  SGLK_REQUIRE(
-      !a.oracle_tokens == !a.oracle_positions, op, ": half of the oracle is missing");
-  const canary::Site site = site_of(a.state, canary::kHeadLaunch, n[5]);
-  canary::step_phase(a.state, site, n[5], canary::kAfterVerify, canary::kAfterHead);
-  canary::count(a.state, canary::kHeadLaunches, 1);
-  // All checks see the records as they were before the launch.
-  run_rows(a, site, 0, canary::check_head_row);
-  run_rows(a, site, 0, canary::store_head_row);
+  set_oracle(op, a, oracle_tokens, oracle_positions);
+  run_head(a, n[5]);
+}
+
+// `canary_verify`, then `canary_write_head`, their arguments read once.
+// numbers: those of verify, then the writer kind
+void canary_before_model(
+    const Tensors& state, const OptionalTensors& rows, const OptionalTensors& table,
+    const OptionalTensor& k, const OptionalTensor& v, const Tensor& req_to_token,
+    const OptionalTensor& tokens, const OptionalTensor& oracle_tokens,
+    const OptionalTensor& oracle_positions, const Numbers& n) {
+  const char* op = "canary_before_model";
+  SGLK_REQUIRE(n.size() == 9, op, ": numbers has ", n.size(), " values, expected 9");
+  const Numbers of_verify(n.begin(), n.begin() + 8);
+  const canary::VerifyArgs a =
+      verify_args(op, state, rows, table, k, v, req_to_token, tokens, of_verify);
+  run_verify(a, n[5]);
+  canary::WriteArgs w{};
+  w.state = a.state;
+  w.rows = a.rows;
+  w.slots = a.slots;
+  w.page_size = n[0];
+  w.kind = n[8];
+  set_oracle(op, w, oracle_tokens, oracle_positions);
+  run_head(w, n[5]);
 }
 
 void canary_write_tail(
@@ -338,6 +381,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
   m.def(
       "canary_write_tail(Tensor(a!)[] state, Tensor?[] rows, Tensor? k_words, "
       "Tensor? v_words, int[] numbers) -> ()");
+  m.def(
+      "canary_before_model(Tensor(a!)[] state, Tensor?[] rows, Tensor?[] table, "
+      "Tensor? k_words, Tensor? v_words, Tensor req_to_token, Tensor? tokens, "
+      "Tensor? oracle_tokens, Tensor? oracle_positions, int[] numbers) -> ()");
   m.def("canary_poison(Tensor(a!)[] state, Tensor slots, Tensor? n_live) -> ()");
   m.def("canary_advance_lineage(Tensor(a!)[] state, Tensor?[] rows, int max_depth) -> ()");
   m.def(
@@ -349,6 +396,7 @@ STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
   m.impl("canary_verify", TORCH_BOX(&canary_verify));
   m.impl("canary_write_head", TORCH_BOX(&canary_write_head));
   m.impl("canary_write_tail", TORCH_BOX(&canary_write_tail));
+  m.impl("canary_before_model", TORCH_BOX(&canary_before_model));
   m.impl("canary_poison", TORCH_BOX(&canary_poison));
   m.impl("canary_advance_lineage", TORCH_BOX(&canary_advance_lineage));
   m.impl("canary_finish", TORCH_BOX(&canary_finish));

@@ -73,6 +73,30 @@ int64_t check_record(
 
 }  // namespace
 
+namespace {
+
+// Records and bytes of a long row lie everywhere in a pool that no cache holds.
+constexpr int64_t kRecordsAhead = 16, kBytesAhead = 6;
+
+void prefetch_element(const VerifyArgs& a, int64_t r, int64_t i, int64_t length) {
+  const State& s = a.state;
+  if (i + kRecordsAhead < length) {
+    const int64_t slot = a.table.slot(r, i + kRecordsAhead);
+    if (slot >= 0 && slot < s.num_slots) {
+      __builtin_prefetch(s.tail + slot * 4);
+      __builtin_prefetch(s.head + slot * 4);
+    }
+  }
+  if (a.bytes.mode != kPartial || i + kBytesAhead >= length) return;
+  const int64_t slot = a.table.slot(r, i + kBytesAhead);
+  if (slot < 0 || slot >= s.num_slots) return;
+  const Sample at = sample_of(a.bytes, s.tail[slot * 4 + 1]);
+  prefetch_words(a.bytes.k, slot, at.layer, at.k_word);
+  prefetch_words(a.bytes.v, slot, at.layer, at.v_word);
+}
+
+}  // namespace
+
 void verify_row(const VerifyArgs& a, const Site& site, int64_t r) {
   const State& s = a.state;
   const int64_t req = a.rows.req_rows[r];
@@ -84,6 +108,7 @@ void verify_row(const VerifyArgs& a, const Site& site, int64_t r) {
   int64_t rehashed = 0, visited = 0, previous = -1;
   for (int64_t i = 0; i < length; i++) {
     const int64_t p = first + i, slot = a.table.slot(r, i);
+    prefetch_element(a, r, i, length);
     Found f;
     f.slot = slot;
     f.position = p;

@@ -28,6 +28,7 @@ _canary_write_head = _OPS.canary_write_head.default._op
 _canary_write_tail = _OPS.canary_write_tail.default._op
 _canary_poison = _OPS.canary_poison.default._op
 _canary_advance_lineage = _OPS.canary_advance_lineage.default._op
+_canary_before_model = _OPS.canary_before_model.default._op
 _canary_finish = _OPS.canary_finish.default._op
 
 
@@ -266,3 +267,31 @@ def canary_finish(
     """`canary_advance_lineage`; out = tokens, verdicts (cleared), ring entries,
     counters."""
     _canary_finish(state, rows, token_ids, max_depth, out)
+
+
+def canary_before_model(
+    state: list[Tensor],
+    rows: list[Tensor | None],
+    table: list[Tensor | None],
+    k_words: Tensor | None,
+    v_words: Tensor | None,
+    req_to_token: Tensor,
+    tokens: Tensor | None,
+    oracle_tokens: Tensor | None,
+    oracle_positions: Tensor | None,
+    numbers: list[int],
+) -> None:
+    """`canary_verify`, then `canary_write_head`; `numbers` are those of verify and the
+    writer kind."""
+    _canary_before_model(
+        state,
+        rows,
+        table,
+        k_words,
+        v_words,
+        req_to_token,
+        tokens,
+        oracle_tokens,
+        oracle_positions,
+        numbers,
+    )

@@ -399,6 +399,38 @@ def test_oracle(backend: Backend) -> None:
     )
 
 
+def test_both_checks_before_the_model_are_one_call_on_the_cpu() -> None:
+    """`before_model` leaves what `verify` and `write_head` leave, faults included."""
+    for is_damaged in (False, True):
+        states = []
+        for joint in (False, True):
+            w = world(mode=FingerprintMode.PARTIAL, page_size=4)
+            rows, oracle = decode(w), None
+            if is_damaged:
+                w.state.tail[w.slot(2, 9), 1] += 1
+                rows.out_cache_loc[1] = w.slot(0, 2)
+                oracle = (rows.input_ids + 1, rows.positions)
+            common = {"req_to_token": w.req_to_token, "manager": 1}
+            write = {
+                "page_size": 4,
+                "writer_kind": WriterKind.DECODE,
+                "oracle": oracle,
+            }
+            read = {"fingerprint": w.fingerprint, "tokens": w.tokens}
+            table = w.table(rows)
+            if joint:
+                launches.before_model(w.state, rows, table, **common, **read, **write)
+            else:
+                launches.verify(w.state, rows, table, **common, **read)
+                launches.write_head(w.state, rows, **common, **write)
+            states.append(w.state)
+        first, second = states
+        assert entries(first) == entries(second)
+        assert bool(entries(first)) == is_damaged
+        for name in ("head", "tail", "verdict", "counters", "phase"):
+            assert torch.equal(getattr(first, name), getattr(second, name)), name
+
+
 @each_backend
 def test_phases(backend: Backend) -> None:
     """A launch out of order is reported, repaired, and stops nothing."""

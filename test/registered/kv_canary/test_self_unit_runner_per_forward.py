@@ -164,7 +164,7 @@ class TestManagerPerForward:
     def test_order_of_launches(
         self, harness: ForwardHarness, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Verify, head, the model, tail; the phase word follows."""
+        """Verify and head, the model, tail; the phase word follows."""
         events: list[tuple[str, Phase]] = []
         state = canary_of(harness).target.buffers.state
 
@@ -176,15 +176,14 @@ class TestManagerPerForward:
 
             return call
 
-        for name in ("verify", "write_head", "write_tail", "set_lineage"):
+        for name in ("before_model", "write_tail", "set_lineage"):
             function = getattr(forward_manager, name)
             monkeypatch.setattr(forward_manager, name, recorded(name, function))
         backend = harness.runner.attn_backend
         monkeypatch.setattr(backend, "forward", recorded("layer", backend.forward))
         rows = prefilled(harness, 9, 4)
         around = [
-            ("verify", Phase.AFTER_VERIFY),
-            ("write_head", Phase.AFTER_HEAD),
+            ("before_model", Phase.AFTER_HEAD),
             ("layer", Phase.AFTER_HEAD),
             ("layer", Phase.AFTER_HEAD),
             ("write_tail", Phase.IDLE),
@@ -655,14 +654,14 @@ class TestCanaryManagerActiveSingleForwardManagerDispatch:
         row = harness.new_row([1, 2, 3, 4, 5])
         batch = harness.prepare(EXTEND, [(row, 4)])
         seen: list[list[int]] = []
-        write_head = vars(forward_manager)["write_head"]
+        before_model = vars(forward_manager)["before_model"]
 
         def watched(*args: Any, **kwargs: Any) -> None:
-            write_head(*args, **kwargs)
+            before_model(*args, **kwargs)
             seen.append(state.phase.tolist())
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(forward_manager, "write_head", watched)
+            patch.setattr(forward_manager, "before_model", watched)
             with manager.with_ops_outside_graph(
                 single_forward_indices=[0, 1], maybe_inaccurate_forward_batch=batch
             ):

@@ -147,14 +147,31 @@ inline uint64_t sum_words(
   return sum;
 }
 
+// Where `partial` looks: two words of K and of V.
+struct Sample {
+  int64_t layer, k_word, v_word;
+};
+
+inline Sample sample_of(const Bytes& bytes, int64_t lineage) {
+  const uint64_t spread = mix64((uint64_t)lineage);
+  const uint64_t high = spread >> 32;
+  const int64_t layer = (int64_t)(((spread & kTokenMask) * (uint64_t)bytes.layers) >> 32);
+  return {
+      layer, (int64_t)((high * (uint64_t)(bytes.k.count / 2)) >> 32) * 2,
+      (int64_t)((high * (uint64_t)(bytes.v.count / 2)) >> 32) * 2};
+}
+
+inline void prefetch_words(const Words& words, int64_t slot, int64_t layer, int64_t index) {
+  __builtin_prefetch(
+      words.data + layer * words.layer_stride + slot * words.slot_stride + index);
+}
+
 inline int64_t fingerprint(const Bytes& bytes, int64_t slot, int64_t lineage) {
   uint64_t k = 0, v = 0;
   if (bytes.mode == kPartial) {
-    const uint64_t spread = mix64((uint64_t)lineage);
-    const uint64_t high = spread >> 32;
-    const int64_t layer = (int64_t)(((spread & kTokenMask) * (uint64_t)bytes.layers) >> 32);
-    k = sum_words(bytes.k, slot, layer, (high * (bytes.k.count / 2) >> 32) * 2, 2);
-    v = sum_words(bytes.v, slot, layer, (high * (bytes.v.count / 2) >> 32) * 2, 2);
+    const Sample at = sample_of(bytes, lineage);
+    k = sum_words(bytes.k, slot, at.layer, at.k_word, 2);
+    v = sum_words(bytes.v, slot, at.layer, at.v_word, 2);
   } else if (bytes.mode != kNoBytes) {
     for (int64_t layer = 0; layer < bytes.layers; layer++) {
       k += sum_words(bytes.k, slot, layer, 0, bytes.k.count);

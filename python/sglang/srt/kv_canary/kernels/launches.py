@@ -73,6 +73,58 @@ def verify(
     )
 
 
+def before_model(
+    state: CanaryState,
+    rows: CanaryRows,
+    table: ReadTable,
+    *,
+    fingerprint: Fingerprint = NO_FINGERPRINT,
+    req_to_token: Tensor,
+    tokens: Tensor | None = None,
+    token_offset: int = 0,
+    page_size: int,
+    writer_kind: WriterKind,
+    manager: int = NO_MANAGER,
+    oracle: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """`verify`, then `write_head`, with their arguments; one call on the CPU, where a
+    call costs as much as the checks of a short row."""
+    if use_native(state.head) and table.page_size == page_size:
+        native.before_model(
+            state,
+            rows,
+            table,
+            fingerprint,
+            req_to_token=req_to_token,
+            tokens=tokens,
+            token_offset=token_offset,
+            page_size=page_size,
+            writer_kind=writer_kind,
+            manager=manager,
+            oracle=oracle,
+        )
+        return
+    verify(
+        state,
+        rows,
+        table,
+        fingerprint=fingerprint,
+        req_to_token=req_to_token,
+        tokens=tokens,
+        token_offset=token_offset,
+        manager=manager,
+    )
+    write_head(
+        state,
+        rows,
+        req_to_token=req_to_token,
+        page_size=page_size,
+        writer_kind=writer_kind,
+        manager=manager,
+        oracle=oracle,
+    )
+
+
 def write_head(
     state: CanaryState,
     rows: CanaryRows,

@@ -91,6 +91,45 @@ def verify(
     )
 
 
+def before_model(
+    state: CanaryState,
+    rows: CanaryRows,
+    table: ReadTable,
+    fingerprint: Fingerprint,
+    *,
+    req_to_token: Tensor,
+    tokens: Tensor | None,
+    token_offset: int,
+    page_size: int,
+    writer_kind: WriterKind,
+    manager: int,
+    oracle: tuple[Tensor, Tensor] | None,
+) -> None:
+    oracle_tokens, oracle_positions = oracle if oracle is not None else (None, None)
+    native.canary_before_model(
+        state_tensors(state),
+        row_tensors(rows),
+        table_tensors(table),
+        fingerprint.k_words,
+        fingerprint.v_words,
+        req_to_token,
+        tokens,
+        oracle_tokens,
+        oracle_positions,
+        [
+            page_size,
+            token_offset,
+            fingerprint.mode,
+            fingerprint.rotation_period,
+            rows.max_depth,
+            manager,
+            state.pool,
+            table.entry_size,
+            writer_kind,
+        ],
+    )
+
+
 def write_head(
     state: CanaryState,
     rows: CanaryRows,

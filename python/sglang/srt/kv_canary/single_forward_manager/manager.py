@@ -12,13 +12,13 @@ from torch import Tensor
 
 from sglang.srt.kv_canary.config import CanaryConfig
 from sglang.srt.kv_canary.kernels.launches import (
+    before_model,
     set_lineage,
     verify,
-    write_head,
     write_tail,
 )
 from sglang.srt.kv_canary.kernels.records import WriterKind
-from sglang.srt.kv_canary.kernels.state import NO_MANAGER, CanaryRows, ReadTable
+from sglang.srt.kv_canary.kernels.state import CanaryRows, ReadTable
 from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
 from sglang.srt.kv_canary.token_oracle import oracle_tokens
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -58,6 +58,8 @@ class SingleForwardManager:
     def __init__(self, target: CanaryTarget, index: int) -> None:
         self._target = target
         self._index = index
+        # Of the forward between its pre and post ops.
+        self._rows: CanaryRows | None = None
 
     def pre_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
         """On the host: capacity, and the lineages of prefixes that the host knows."""
@@ -72,23 +74,30 @@ class SingleForwardManager:
     ) -> None:
         """Before the model: verify what it will read, write the head records."""
         target, rows = self._target, rows_of(forward_batch)
+        self._rows = rows
         state, config = target.buffers.state, target.config
         pool = target.req_to_token_pool
-        for group, view in enumerate(views):
+        tokens = pool.token_table if config.check_read_tokens else None
+        offset = target.buffers.kv_token_id_vs_position_offset
+        first, *others = views
+        for view in others:
             verify(
                 state,
                 rows,
                 view,
                 fingerprint=target.buffers.fingerprint,
                 req_to_token=pool.req_to_token,
-                tokens=pool.token_table if config.check_read_tokens else None,
-                token_offset=target.buffers.kv_token_id_vs_position_offset,
-                manager=self._index if group == 0 else NO_MANAGER,
+                tokens=tokens,
+                token_offset=offset,
             )
-        write_head(
+        before_model(
             state,
             rows,
+            first,
+            fingerprint=target.buffers.fingerprint,
             req_to_token=pool.req_to_token,
+            tokens=tokens,
+            token_offset=offset,
             page_size=target.page_size,
             writer_kind=_KINDS[forward_batch.forward_mode],
             manager=self._index,
@@ -97,10 +106,13 @@ class SingleForwardManager:
 
     def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
         """After the model: write the tail records over the bytes it stored."""
-        target = self._target
+        target, rows = self._target, self._rows
+        if rows is None:
+            raise AssertionError("KV canary: no pre_ops before these post_ops")
+        self._rows = None
         write_tail(
             target.buffers.state,
-            rows_of(forward_batch),
+            rows,
             fingerprint=target.buffers.fingerprint,
             page_size=target.page_size,
             writer_kind=_KINDS[forward_batch.forward_mode],
