@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.linear import Linear, LoadableParameter
 from sglang.srt.layers.module import cache_attributes
-from sglang.srt.model_loader.weight_utils import iterate_weights
+from sglang.srt.model_loader.weight_utils import iterate_weights, tensor_names
+from sglang.srt.models.llama import LoadableModel
 from sglang.srt.models.mock import MockForCausalLM
 from sglang.srt.models.registry import CausalLM, create_model
 
@@ -46,12 +47,15 @@ def load_model(
     try:
         with torch.device(device):
             model = create_model(config, rope_rows=rope_rows)
+            if isinstance(model, LoadableModel) and load_format != "dummy":
+                model.add_optional_parts(tensor_names(config.path))
     finally:
         torch.set_default_dtype(before)
     if isinstance(model, MockForCausalLM):
         model.fill_weights()
     elif load_format == "dummy":
         fill_dummy_weights(model, device)
+        model.finish_loading("--load-format dummy")
     else:
         load_weights(model, iterate_weights(config.path), source=str(config.path))
     for module in model.modules():
@@ -62,7 +66,7 @@ def load_model(
 
 
 def load_weights(
-    model: CausalLM, weights: Iterable[tuple[str, Tensor]], *, source: str
+    model: LoadableModel, weights: Iterable[tuple[str, Tensor]], *, source: str
 ) -> None:
     """Copy checkpoint tensors into the parameters of `model`.
 
@@ -78,10 +82,11 @@ def load_weights(
     for name, tensor in weights:
         if name.endswith(IGNORED_SUFFIXES):
             continue
-        target, shard = _locate(name, model.packed_modules)
+        own_name = model.own_name(name)
+        if own_name is None:
+            continue
+        target, shard = _locate(own_name, model.packed_modules)
         if target not in parameters:
-            if target == "lm_head.weight" and model.config.tie_word_embeddings:
-                continue
             raise ValueError(
                 f"{source}: tensor {name} has no place in {type(model).__name__}"
             )
@@ -95,17 +100,21 @@ def load_weights(
             f"{source}: the checkpoint lacks {len(names)} tensor(s) that "
             f"{type(model).__name__} needs: {', '.join(names[:8])}"
         )
+    model.finish_loading(source)
 
 
 def fill_dummy_weights(model: nn.Module, device: str) -> None:
-    """Random values of a plausible scale, the same at every start; norms are 1.
+    """Random values of a plausible scale, the same at every start; norms are 1 and
+    integers 0.
 
     A rank draws whole tensors and keeps its part of them, so that the model is the same
     with any --tp-size.
     """
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     for name, parameter in _loadable_parameters(model).items():
-        if "norm" in name:
+        if not parameter.is_floating_point():
+            parameter.data.zero_()
+        elif "norm" in name:
             parameter.data.fill_(1.0)
         elif parameter.full_shape() == parameter.shape:
             parameter.data.normal_(0.0, DUMMY_SCALE, generator=generator)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -40,6 +42,19 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def tensor_names(folder: Path) -> frozenset[str]:
+    """The names of all tensors of the checkpoint; reads no data.
+
+    Raises:
+        ValueError: as `weight_files` and `iterate_weights`.
+    """
+    names: set[str] = set()
+    for file in weight_files(folder):
+        with _open(file) as tensors:
+            names.update(tensors.keys())
+    return frozenset(names)
+
+
 def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of every tensor of the checkpoint, one at a time.
 
@@ -47,11 +62,15 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
         ValueError: a file is not a valid safetensors file.
     """
     for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, tensors.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(
-                f"{file}: not a valid safetensors file: {error}"
-            ) from error
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                yield name, tensors.get_tensor(name)
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise ValueError(f"{file}: not a valid safetensors file: {error}") from error

@@ -6,7 +6,7 @@ stack, head. What differs between the families is data (`DecoderTraits`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -57,11 +57,12 @@ class DecoderAttention(Module):
         *,
         layer_id: int,
         cos_sin_cache: Tensor,
+        input_size: int,
     ) -> None:
         super().__init__()
         bias = config.attention_bias if traits.qkv_bias is None else traits.qkv_bias
         self.qkv_proj = QKVLinear(
-            config.hidden_size,
+            input_size,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -96,7 +97,44 @@ class DecoderAttention(Module):
         return self.o_proj.forward_into(heads, residual)
 
 
-class DecoderLayer(Module):
+class DecoderBlock(Module):
+    """Attention and MLP; the layer decides what attention reads (`input_size` channels,
+    None: hidden_size).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        traits: DecoderTraits,
+        *,
+        layer_id: int,
+        cos_sin_cache: Tensor,
+        input_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.self_attn = DecoderAttention(
+            config,
+            traits,
+            layer_id=layer_id,
+            cos_sin_cache=cos_sin_cache,
+            input_size=input_size or config.hidden_size,
+        )
+        self.mlp = DecoderMLP(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def run(
+        self, x: Tensor, residual: Tensor, forward_batch: ForwardBatch
+    ) -> tuple[Tensor | None, Tensor]:
+        """What attention reads [T, input_size] and the stream [T, H], which is changed
+        in place -> as `DecoderLayer.forward`."""
+        out = self.self_attn(x, residual, forward_batch)
+        x = self.post_attention_layernorm.add_and_norm(out, residual)
+        return self.mlp(x, residual), residual
+
+
+class DecoderLayer(DecoderBlock):
+    """A block that reads the normed stream."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -105,13 +143,8 @@ class DecoderLayer(Module):
         layer_id: int,
         cos_sin_cache: Tensor,
     ) -> None:
-        super().__init__()
-        self.self_attn = DecoderAttention(
-            config, traits, layer_id=layer_id, cos_sin_cache=cos_sin_cache
-        )
-        self.mlp = DecoderMLP(config)
+        super().__init__(config, traits, layer_id=layer_id, cos_sin_cache=cos_sin_cache)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self, x: Tensor | None, residual: Tensor | None, forward_batch: ForwardBatch
@@ -125,14 +158,13 @@ class DecoderLayer(Module):
             residual, x = x, self.input_layernorm(x)
         else:
             x = self.input_layernorm.add_and_norm(x, residual)
-        x = self.self_attn(x, residual, forward_batch)
-        x = self.post_attention_layernorm.add_and_norm(x, residual)
-        return self.mlp(x, residual), residual
+        return self.run(x, residual, forward_batch)
 
 
 class DecoderModel(Module):
     """Embedding and layer stack. `layers_to_capture` names the layers whose inputs are
-    returned as auxiliary hidden states (EAGLE3); empty: none.
+    returned as auxiliary hidden states (EAGLE3), the number of layers meaning what the
+    last one returns; empty: none.
     """
 
     def __init__(
@@ -172,6 +204,8 @@ class DecoderModel(Module):
                 aux.append(_stream(pending, residual))
             pending, residual = layer(pending, residual, forward_batch)
         assert residual is not None
+        if len(self.layers) in self.layers_to_capture:
+            aux.append(_stream(pending, residual))
         return self.norm.add_and_norm(pending, residual), aux
 
 
@@ -184,14 +218,10 @@ def _stream(pending: Tensor | None, residual: Tensor | None) -> Tensor:
     return pending + residual
 
 
-class LlamaForCausalLM(Module):
-    """Llama-type decoder with a language-model head (Touvron et al., 2023).
+class LoadableModel(Module):
+    """What the loader asks of a model whose weights lie in a checkpoint."""
 
-    `model.embed_tokens` and `lm_head` may be replaced after construction (a draft model
-    takes the target's). `rope_rows` positions are tabulated.
-    """
-
-    traits = DecoderTraits()
+    config: ModelConfig
     # Checkpoint name of a part -> (parameter that packs it, shard).
     packed_modules: dict[str, tuple[str, str]] = {
         "q_proj": ("qkv_proj", "q"),
@@ -201,19 +231,72 @@ class LlamaForCausalLM(Module):
         "up_proj": ("gate_up_proj", "up"),
     }
 
+    def add_optional_parts(self, names: Iterable[str]) -> None:
+        """Build what only some checkpoints hold; `names` of this one's tensors."""
+
+    def own_name(self, name: str) -> str | None:
+        """The model's name of a checkpoint tensor; None: it is not needed."""
+        return name
+
+    def finish_loading(self, source: str) -> None:
+        """Check and derive what the weights determine.
+
+        Raises:
+            ValueError: the weights contradict the configuration; names `source`.
+        """
+
+
+def check_activation(config: ModelConfig) -> None:
+    """
+    Raises:
+        ValueError: hidden_act is not supported; names the file and those that are.
+    """
+    if config.hidden_act not in SUPPORTED_ACTIVATIONS:
+        raise ValueError(
+            f"{config.path / 'config.json'}: hidden_act {config.hidden_act!r} is "
+            f"not supported; supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
+        )
+
+
+class LlamaForCausalLM(LoadableModel):
+    """Llama-type decoder with a language-model head (Touvron et al., 2023).
+
+    `model.embed_tokens` and `lm_head` may be replaced after construction (a draft model
+    takes the target's). `rope_rows` positions are tabulated.
+    """
+
+    traits = DecoderTraits()
+
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
         super().__init__()
-        if config.hidden_act not in SUPPORTED_ACTIVATIONS:
-            raise ValueError(
-                f"{config.path / 'config.json'}: hidden_act {config.hidden_act!r} is "
-                f"not supported; supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
-            )
+        check_activation(config)
         self.config = config
         self.model = DecoderModel(config, self.traits, rope_rows=rope_rows)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
         self.logits_processor = LogitsProcessor()
+
+    def own_name(self, name: str) -> str | None:
+        is_copy = name == "lm_head.weight" and self.config.tie_word_embeddings
+        return None if is_copy else name
+
+    def capture_layers(self, layers: Sequence[int]) -> None:
+        """Return the inputs of these layers as hidden states, in ascending order.
+
+        Raises:
+            ValueError: not ascending, or beyond the number of layers.
+        """
+        count = self.config.num_layers
+        ascending = sorted(set(layers))
+        if list(layers) != ascending or not set(layers) <= set(range(count + 1)):
+            raise ValueError(
+                f"hidden states of the layers {list(layers)} cannot be captured: "
+                f"{self.config.path} has {count} layers, and the ids must ascend from "
+                f"0 to at most {count}; set eagle_aux_hidden_state_layer_ids in the "
+                "eagle_config of the draft's config.json"
+            )
+        self.model.layers_to_capture = frozenset(layers)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch

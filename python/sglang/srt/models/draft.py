@@ -1,0 +1,105 @@
+"""What EAGLE and EAGLE3 draft models share: parts that come from the target, the hidden
+states that they read, and the names that published checkpoints use.
+
+Knows no proposals, trees or workers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.linear import Linear, LoadableParameter
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.models.llama import LoadableModel, check_activation
+
+# Some checkpoints put all names below a module of this name.
+PREFIX = "model."
+
+
+class DraftModel(LoadableModel):
+    """A head that drafts from a target's hidden states.
+
+    Attributes:
+        embed_tokens, lm_head: None until the checkpoint or the target gives them.
+        hot_token_ids: int64 [draft vocabulary], the target's id of each draft id, or
+            None where both number alike.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        check_activation(config)
+        self.config = config
+        self.embed_tokens: VocabEmbedding | None = None
+        self.lm_head: LMHead | None = None
+        self.hot_token_ids: Tensor | None = None
+        self.logits_processor = LogitsProcessor()
+
+    def set_embed_and_head(self, embed_tokens: VocabEmbedding, lm_head: LMHead) -> None:
+        """Take the target's parts where the checkpoint brought none. Before graphs are
+        captured: they keep the addresses.
+
+        Raises:
+            ValueError: the target's embedding has another width or vocabulary.
+        """
+        wanted = (self.config.vocab_size, self.config.hidden_size)
+        found = embed_tokens.weight.full_shape()
+        # A target may have more tokens than its head was trained with.
+        if found[1] != wanted[1] or found[0] < wanted[0]:
+            raise ValueError(
+                f"{self.config.path} drafts for a model with vocab_size {wanted[0]} "
+                f"and hidden_size {wanted[1]}, but the target has {found[0]} and "
+                f"{found[1]}; use a head that was trained for this target"
+            )
+        if self.embed_tokens is None:
+            self.embed_tokens = embed_tokens
+        if self.lm_head is None:
+            self.lm_head = lm_head
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[T] -> [T, H]."""
+        assert self.embed_tokens is not None, "set_embed_and_head was not called"
+        embedded: Tensor = self.embed_tokens(input_ids)
+        return embedded
+
+    def output(
+        self,
+        hidden: Tensor,
+        forward_batch: ForwardBatch,
+        *,
+        next_hidden: Tensor | None = None,
+    ) -> LogitsProcessorOutput:
+        """Logits of `hidden` [T, H]; the next step reads `next_hidden` (None: it)."""
+        assert self.lm_head is not None, "set_embed_and_head was not called"
+        aux = None if next_hidden is None else [next_hidden]
+        return self.logits_processor(
+            hidden, self.lm_head, forward_batch, aux_hidden=aux
+        )
+
+
+def target_hidden_states(forward_batch: ForwardBatch) -> Tensor:
+    """What the head reads, [T, channels]."""
+    assert forward_batch.spec_info is not None
+    hidden = forward_batch.spec_info.hidden_states
+    assert hidden is not None
+    return hidden
+
+
+def strip_prefix(name: str) -> str:
+    return name.removeprefix(PREFIX)
+
+
+class StateProjection(Linear):
+    """`fc`: every rank computes all outputs."""
+
+    def __init__(self, input_size: int, output_size: int) -> None:
+        weight = LoadableParameter.create(torch.empty(output_size, input_size))
+        super().__init__(weight, None)
+        self._output_size = output_size
+
+    def add_bias(self) -> None:
+        """For a checkpoint that has one; before its weights are loaded."""
+        self.bias = LoadableParameter.create(torch.empty(self._output_size))

@@ -1,0 +1,79 @@
+"""EAGLE's draft model of Llama-type targets (Li et al., 2024): decoder layers over a
+mix of the next token and the target's final hidden state, the target's head behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.models.draft import (
+    DraftModel,
+    StateProjection,
+    strip_prefix,
+    target_hidden_states,
+)
+from sglang.srt.models.llama import DecoderBlock, DecoderLayer, DecoderTraits
+
+# Published heads may carry copies of the target's.
+TARGET_PARTS = ("embed_tokens.weight", "lm_head.weight")
+
+
+class EagleFirstLayer(DecoderBlock):
+    """Reads `fc`'s output as it is: there is no input norm."""
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
+    ) -> tuple[Tensor | None, Tensor]:
+        """x [T, H], overwritten; `residual` is None. As `DecoderLayer.forward`."""
+        assert residual is None
+        return self.run(x, x, forward_batch)
+
+
+class LlamaForCausalLMEagle(DraftModel):
+    """Forward: token p + 1 and the target's normed hidden state [T, H] of position p
+    (`forward_batch.spec_info`) -> logits of token p + 2, and the state that stands for
+    the target's next one.
+    """
+
+    traits = DecoderTraits()
+
+    def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
+        super().__init__(config)
+        cos_sin_cache = shared_cos_sin_cache(
+            config.rope, head_dim=config.head_dim, rows=rope_rows
+        )
+        self.fc = StateProjection(2 * config.hidden_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            (DecoderLayer if i else EagleFirstLayer)(
+                config, self.traits, layer_id=i, cos_sin_cache=cos_sin_cache
+            )
+            for i in range(config.num_layers)
+        )
+
+    def add_optional_parts(self, names: Iterable[str]) -> None:
+        if "fc.bias" in {strip_prefix(name) for name in names}:
+            self.fc.add_bias()
+
+    def own_name(self, name: str) -> str | None:
+        own = strip_prefix(name)
+        return None if own in TARGET_PARTS else own
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        embedded = self.embed(input_ids)
+        states = target_hidden_states(forward_batch)
+        pending: Tensor | None = self.fc(torch.cat((embedded, states), dim=-1))
+        residual: Tensor | None = None
+        for layer in self.layers:
+            pending, residual = layer(pending, residual, forward_batch)
+        assert residual is not None
+        stream = residual if pending is None else pending + residual
+        return self.output(stream, forward_batch)

@@ -1,0 +1,185 @@
+"""EAGLE3's draft model of Llama-type targets (Li et al., 2025): one layer over the next
+token and hidden states of three layers of the target, with a head of its own over the
+most frequent tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import LoadableParameter
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
+from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.models.draft import (
+    DraftModel,
+    StateProjection,
+    strip_prefix,
+    target_hidden_states,
+)
+from sglang.srt.models.llama import DecoderBlock, DecoderTraits
+
+DEFAULT_NUM_SOURCES = 3
+FIRST_LAYER = "layers.0."
+MIDLAYER = "midlayer."
+
+
+def layers_to_capture(draft: ModelConfig, *, num_target_layers: int) -> tuple[int, ...]:
+    """The layers of the target whose inputs the draft reads.
+
+    A checkpoint that lists layers means what they return.
+    """
+    listed = _eagle_config(draft).get("eagle_aux_hidden_state_layer_ids")
+    if listed:
+        return tuple(int(layer) + 1 for layer in listed)
+    return (2, num_target_layers // 2, num_target_layers - 3)
+
+
+def num_hidden_sources(draft: ModelConfig) -> int:
+    """How many hidden states of the target are joined for the draft to read."""
+    settings = _eagle_config(draft)
+    if not settings.get("use_aux_hidden_state", True):
+        return 1
+    explicit = draft.raw.get("num_aux_hidden_states")
+    listed = settings.get("eagle_aux_hidden_state_layer_ids") or ()
+    return int(explicit or len(listed) or DEFAULT_NUM_SOURCES)
+
+
+def _eagle_config(draft: ModelConfig) -> dict[str, Any]:
+    settings = draft.raw.get("eagle_config") or {}
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"{draft.path / 'config.json'}: eagle_config must be an object, got "
+            f"{settings!r}"
+        )
+    return settings
+
+
+def _draft_vocab_size(config: ModelConfig) -> int:
+    size = config.raw.get("draft_vocab_size") or config.vocab_size
+    if not isinstance(size, int) or not 0 < size <= config.vocab_size:
+        raise ValueError(
+            f"{config.path / 'config.json'}: draft_vocab_size {size!r} must be an "
+            f"integer from 1 to vocab_size {config.vocab_size}"
+        )
+    return size
+
+
+class Eagle3Layer(DecoderBlock):
+    """Attends over the normed token beside the normed hidden state."""
+
+    def __init__(
+        self, config: ModelConfig, traits: DecoderTraits, *, cos_sin_cache: Tensor
+    ) -> None:
+        super().__init__(
+            config,
+            traits,
+            layer_id=0,
+            cos_sin_cache=cos_sin_cache,
+            input_size=2 * config.hidden_size,
+        )
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, forward_batch: ForwardBatch
+    ) -> tuple[Tensor | None, Tensor]:
+        """[T, H] each; `hidden` is the stream and is changed in place."""
+        x = torch.cat(
+            (self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1
+        )
+        return self.run(x, hidden, forward_batch)
+
+
+class LlamaForCausalLMEagle3(DraftModel):
+    """Forward: token p + 1 and hidden states of position p (`forward_batch.spec_info`),
+    either the target's [T, sources * H] or those that this model returned [T, H] ->
+    logits over the draft vocabulary of token p + 2, and the stream before the final
+    norm, which the next step reads.
+    """
+
+    traits = DecoderTraits()
+
+    def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
+        super().__init__(config)
+        if config.num_layers != 1:
+            raise ValueError(
+                f"{config.path / 'config.json'}: an EAGLE3 head has one layer, got "
+                f"num_hidden_layers {config.num_layers}"
+            )
+        self.draft_vocab_size = _draft_vocab_size(config)
+        source_size = int(config.raw.get("target_hidden_size") or config.hidden_size)
+        self.fc = StateProjection(
+            num_hidden_sources(config) * source_size, config.hidden_size
+        )
+        self.midlayer = Eagle3Layer(
+            config,
+            self.traits,
+            cos_sin_cache=shared_cos_sin_cache(
+                config.rope, head_dim=config.head_dim, rows=rope_rows
+            ),
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.d2t: LoadableParameter | None = None
+        if self.draft_vocab_size < config.vocab_size:
+            self.lm_head = LMHead(self.draft_vocab_size, config.hidden_size)
+            self._add_vocabulary_map()
+
+    def _add_vocabulary_map(self) -> None:
+        zeros = torch.zeros(self.draft_vocab_size, dtype=torch.int64)
+        self.d2t = LoadableParameter.create(zeros)
+
+    def add_optional_parts(self, names: Iterable[str]) -> None:
+        given = {self.own_name(name) for name in names}
+        config = self.config
+        if "embed_tokens.weight" in given:
+            self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
+        if "lm_head.weight" in given and self.lm_head is None:
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size)
+        if "d2t" in given and self.d2t is None:
+            self._add_vocabulary_map()
+        if "fc.bias" in given:
+            self.fc.add_bias()
+
+    def own_name(self, name: str) -> str | None:
+        own = strip_prefix(name)
+        if own == "t2d":  # says again which tokens d2t reaches
+            return None
+        if own.startswith(FIRST_LAYER):
+            return MIDLAYER + own.removeprefix(FIRST_LAYER)
+        return own
+
+    def finish_loading(self, source: str) -> None:
+        """Derive `hot_token_ids`: d2t holds differences to the draft's own ids."""
+        if self.d2t is None:
+            return
+        draft_ids = torch.arange(self.draft_vocab_size, device=self.d2t.device)
+        ids = self.d2t.data + draft_ids
+        is_outside = (ids < 0) | (ids >= self.config.vocab_size)
+        if bool(is_outside.any()):
+            first = int(is_outside.nonzero()[0, 0])
+            raise ValueError(
+                f"{source}: d2t maps draft token {first} to {int(ids[first])}, outside "
+                f"the target's vocabulary of {self.config.vocab_size}; d2t must hold "
+                "differences, target id minus draft id"
+            )
+        self.hot_token_ids = ids
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        embedded = self.embed(input_ids)
+        hidden = target_hidden_states(forward_batch)
+        # The layer adds to its stream in place, and the caller keeps these states.
+        is_own = hidden.shape[-1] == embedded.shape[-1]
+        stream = hidden.clone() if is_own else self.fc(hidden)
+        pending, residual = self.midlayer(embedded, stream, forward_batch)
+        normed = self.norm.add_and_norm(pending, residual)
+        return self.output(normed, forward_batch, next_hidden=residual)

@@ -1,0 +1,102 @@
+"""Trains the demo model's EAGLE3 head (Li et al., "EAGLE-3: Scaling up Inference
+Acceleration of Large Language Models via Training-Time Test", 2025).
+
+The loss is the paper's: cross-entropy against the target's distribution restricted to
+the draft vocabulary, summed over steps in which the head reads its own state and
+attends to what its own chain wrote; no regression of states.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from scripts.demo_model.acceptance import head_matcher
+from scripts.demo_model.distill import (
+    Distiller,
+    Lesson,
+    parse_args,
+    resume,
+    soft_cross_entropy,
+)
+from scripts.demo_model.draft_heads import Eagle3Head
+from scripts.demo_model.model import DemoConfig
+
+CONFIG = DemoConfig(num_hidden_layers=1, intermediate_size=640)
+DRAFT_VOCAB = 2048
+UNROLL = 5
+STEP_DECAY = 0.8
+
+
+def choose_draft_ids(counts: Tensor) -> Tensor:
+    """The most frequent tokens, ascending: int64 [DRAFT_VOCAB]."""
+    return counts.topk(DRAFT_VOCAB).indices.sort().values
+
+
+def vocabulary_maps(draft_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """d2t int64 [draft], differences to the own index; t2d bool [vocab]."""
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[draft_ids] = True
+    return {"d2t": draft_ids - torch.arange(len(draft_ids)), "t2d": t2d}
+
+
+def read_draft_ids(run: Path) -> Tensor:
+    """`choose_draft_ids` of an earlier run."""
+    d2t = load_file(run / "draft.safetensors")["d2t"]
+    return d2t + torch.arange(len(d2t))
+
+
+def eagle3_loss(
+    head: Eagle3Head, draft_ids: Tensor, lesson: Lesson
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum over the steps, and the accuracy of each. A position whose best token is
+    outside the draft vocabulary teaches nothing."""
+    shares = lesson.logits[..., draft_ids].float().softmax(-1)
+    best = lesson.logits.argmax(-1)
+    is_known = torch.isin(best, draft_ids)
+    total = torch.zeros((), device=shares.device)
+    parts: dict[str, Tensor] = {}
+    for j, step in enumerate(head.unroll(lesson.ids, lesson.states.aux, steps=UNROLL)):
+        span = slice(j + 1, j + 1 + step.logits.shape[1])
+        known = is_known[:, span]
+        entropy = soft_cross_entropy(step.logits, shares[:, span]) * known
+        total = total + STEP_DECAY**j * entropy.sum() / known.sum().clamp(min=1)
+        right = draft_ids[step.logits.argmax(-1)] == best[:, span]
+        parts[f"right_{j}"] = right.float().mean()
+    return total, parts
+
+
+def main() -> None:
+    args = parse_args(__doc__, name="eagle3", lr=2e-3)
+    distiller = Distiller(args, unroll=UNROLL)
+    counts = distiller.token_counts()
+    # The rows of a resumed head stay those of its tokens.
+    draft_ids = read_draft_ids(args.resume) if args.resume else choose_draft_ids(counts)
+    on_device = draft_ids.to(distiller.device)
+    head = Eagle3Head(
+        CONFIG,
+        distiller.embedding,
+        on_device,
+        final_norm=distiller.target.model.norm.weight.float(),
+    ).to(distiller.device)
+    resume(head, args)
+    report = distiller.train(head, lambda lesson: eagle3_loss(head, on_device, lesson))
+    report["draft_vocab_share"] = round(
+        float(counts[draft_ids].sum() / counts.sum()), 4
+    )
+    matcher = head_matcher(
+        head,
+        distiller.target,
+        lambda states: states.aux,
+        on_device,
+        device=distiller.device,
+    )
+    maps = vocabulary_maps(draft_ids, CONFIG.vocab_size)
+    distiller.save(report, {**head.state_dict(), **maps}, matcher)
+
+
+if __name__ == "__main__":
+    main()
