@@ -30,6 +30,19 @@ _canary_poison = _OPS.canary_poison.default._op
 _canary_advance_lineage = _OPS.canary_advance_lineage.default._op
 _canary_before_model = _OPS.canary_before_model.default._op
 _canary_finish = _OPS.canary_finish.default._op
+_tree_top_k = _OPS.tree_top_k.default._op
+_tree_select = _OPS.tree_select.default._op
+_tree_build = _OPS.tree_build.default._op
+_tree_verify_greedy = _OPS.tree_verify_greedy.default._op
+_tree_verify_sampled = _OPS.tree_verify_sampled.default._op
+_tree_gather_accepted = _OPS.tree_gather_accepted.default._op
+_slots_tail = _OPS.slots_tail.default._op
+_slots_draft = _OPS.slots_draft.default._op
+_slots_shifts = _OPS.slots_shifts.default._op
+_slots_tail_copies = _OPS.slots_tail_copies.default._op
+_slots_accepted_moves = _OPS.slots_accepted_moves.default._op
+_slots_branch_table = _OPS.slots_branch_table.default._op
+_slots_branch_indices = _OPS.slots_branch_indices.default._op
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -295,3 +308,178 @@ def canary_before_model(
         oracle_positions,
         numbers,
     )
+
+
+def tree_top_k(logits: Tensor, probs: Tensor, ids: Tensor) -> None:
+    """The K best ids of each row and their softmax probabilities (1 where K = 1).
+
+    Args:
+        logits: [R, V], rows contiguous; probs: [R, K] float32; ids: [R, K] int64.
+    """
+    _tree_top_k(logits, probs, ids)
+
+
+def tree_select(
+    level: int,
+    steps: int,
+    topk_p: Tensor,
+    topk_index: Tensor,
+    hot: Tensor | None,
+    levels: list[Tensor],
+    input_ids: Tensor,
+    hidden_rows: Tensor,
+) -> None:
+    """Record the candidates of a draft level and choose the K branches that go on.
+
+    Args:
+        topk_p: [b, K] at level 0, else [b * K, K], float32; topk_index: alike, int64.
+        hot: [V'] int64 or None.
+        levels: scores, tokens, parents and beam scores of `DraftLevels`.
+        input_ids, hidden_rows: [b * K] int64.
+    """
+    _tree_select(level, steps, topk_p, topk_index, hot, levels, input_ids, hidden_rows)
+
+
+def tree_build(
+    levels: list[Tensor],
+    topk: int,
+    root_tokens: Tensor,
+    seq_lens: Tensor,
+    tree: list[Tensor],
+) -> None:
+    """Keep the best candidates and link them into trees.
+
+    Args:
+        levels: scores, tokens and parents of `DraftLevels`.
+        root_tokens, seq_lens: [b] int64.
+        tree: fields of `DraftTree` in their order.
+    """
+    _tree_build(levels, topk, root_tokens, seq_lens, tree)
+
+
+def tree_verify_greedy(
+    tokens: Tensor, parents: Tensor, target_ids: Tensor, result: list[Tensor]
+) -> None:
+    """Follow the target's choices through the trees.
+
+    Args:
+        tokens, parents, target_ids: [b, D] int64.
+        result: predict, accept_index and accept_lens of `VerifyResult`.
+    """
+    _tree_verify_greedy(tokens, parents, target_ids, result)
+
+
+def tree_verify_sampled(
+    tokens: Tensor,
+    parents: Tensor,
+    positions: Tensor,
+    probs: Tensor,
+    totals: Tensor,
+    keys: Tensor,
+    thresholds: list[float],
+    result: list[Tensor],
+) -> None:
+    """Accept drafts so that every token is distributed as the target's own.
+
+    Args:
+        tokens, parents, positions: [b, D] int64; keys: [b] int64.
+        probs: [b * D, V] float32; totals: [b * D] float32, its row sums.
+        thresholds: single, accumulated.
+        result: fields of `VerifyResult` in their order.
+    """
+    _tree_verify_sampled(
+        tokens, parents, positions, probs, totals, keys, thresholds, result
+    )
+
+
+def tree_gather_accepted(
+    result: list[Tensor], tokens: Tensor, node_rows: Tensor, bonus_tokens: Tensor
+) -> None:
+    """Tokens and node places of the accepted paths, filled up with the last.
+
+    Args:
+        result: predict, accept_index and accept_lens of `VerifyResult`.
+        tokens: [b, W] int64; node_rows: [b, S + 1] int64; bonus_tokens: [b] int64.
+    """
+    _tree_gather_accepted(result, tokens, node_rows, bonus_tokens)
+
+
+def slots_tail(table: Tensor, indices: Tensor, lens: Tensor, out: Tensor) -> None:
+    """out [b, W] int64 = slots of the columns from each length on.
+
+    Here and below: table [rows, width] int32, rows contiguous; indices, lens: [b]
+    int64; layout: page size, topk, steps. Columns behind a row give slot 0.
+    """
+    _slots_tail(table, indices, lens, out)
+
+
+def slots_draft(
+    table: Tensor, indices: Tensor, lens: Tensor, layout: list[int], out: Tensor
+) -> None:
+    """out [S, b * K] int64 = slots that each branch writes in each draft step."""
+    _slots_draft(table, indices, lens, layout, out)
+
+
+def slots_shifts(
+    table: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    layout: list[int],
+    paged: bool,
+    shift_from: Tensor,
+    column_shift: Tensor,
+) -> None:
+    """First own element and column shift of each branch, [b * K] int64."""
+    _slots_shifts(table, indices, lens, layout, paged, shift_from, column_shift)
+
+
+def slots_tail_copies(
+    table: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    layout: list[int],
+    src: Tensor,
+    dst: Tensor,
+) -> None:
+    """Moves [b * (K - 1) * (P - 1)] int64 that copy each prefix's tail to branches."""
+    _slots_tail_copies(table, indices, lens, layout, src, dst)
+
+
+def slots_accepted_moves(
+    accept_index: Tensor, locs: Tensor, src: Tensor, dst: Tensor
+) -> None:
+    """Moves [b * (S + 1)] int64 that bring accepted nodes to the front.
+
+    Args:
+        accept_index: [b, S + 1] int64; locs: [b * D] int64.
+    """
+    _slots_accepted_moves(accept_index, locs, src, dst)
+
+
+def slots_branch_table(
+    table: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    layout: list[int],
+    paged: bool,
+    skip_prefix: bool,
+    out: Tensor,
+) -> None:
+    """out [b * K, columns] int32 = first slots of each branch's pages, or its slots."""
+    _slots_branch_table(table, indices, lens, layout, paged, skip_prefix, out)
+
+
+def slots_branch_indices(
+    table: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    layout: list[int],
+    indptr: Tensor,
+    out: Tensor,
+) -> None:
+    """Slots that each branch reads in each step, one flat list per step.
+
+    Args:
+        indptr: [steps, b * K + 1] int32; out: [steps, capacity] int32.
+    """
+    _slots_branch_indices(table, indices, lens, layout, indptr, out)

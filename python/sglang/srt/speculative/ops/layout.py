@@ -1,0 +1,89 @@
+"""Where a request's draft branches lie in its row of `req_to_token`, and how many
+columns one iteration may touch. Host arithmetic only; knows no tensors.
+
+One rule serves every page size and top-k. With `base` the page boundary at or below the
+KV length L, `tail = L - base`, and `n = ceil((tail + num_steps) / page_size)`, branch t
+owns the columns [base + t n P, base + (t + 1) n P):
+
+    base + t n P         + tail               + tail + num_steps     + n P
+    | copy of the tail   | draft slots         | padding             |
+    | (t = 0: the tail)  | of steps 0, 1, ...  |                     |
+
+With page size 1 the copy and the padding are empty, and with top-k 1 nothing but branch
+0 exists: both are the contiguous layout L + t num_steps + step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def alloc_len_per_decode(
+    *, page_size: int, topk: int, num_steps: int, num_draft_tokens: int
+) -> int:
+    """Columns from a request's KV length on that one iteration may write: by drafting
+    (branches side by side) or by verification (one slot per tree node).
+
+    Branches that own whole pages are charged for the longest tail a prefix can have.
+
+    Raises:
+        ValueError: an argument below 1.
+    """
+    layout = BranchLayout(page_size=page_size, topk=topk, num_steps=num_steps)
+    if num_draft_tokens < 1:
+        raise ValueError(
+            f"num_draft_tokens is {num_draft_tokens}; it must be at least 1"
+        )
+    if page_size == 1 or topk == 1:
+        return max(num_steps * topk, num_draft_tokens)
+    worst_pages = layout.branch_pages(page_size - 1)
+    return max(worst_pages * page_size * topk, num_draft_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchLayout:
+    """Fields:
+    page_size: KV slots of a page. topk: branches. num_steps: draft slots of a branch.
+
+    Raises:
+        ValueError: a field below 1.
+    """
+
+    page_size: int
+    topk: int
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "topk", "num_steps"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+
+    @property
+    def has_tails_to_copy(self) -> bool:
+        """Whether branches other than the first need a copy of the prefix's tail."""
+        return self.page_size > 1 and self.topk > 1
+
+    @property
+    def max_tail(self) -> int:
+        return self.page_size - 1
+
+    def base(self, seq_len: int) -> int:
+        return seq_len - seq_len % self.page_size
+
+    def branch_pages(self, seq_len: int) -> int:
+        """Whole pages that each branch owns at KV length `seq_len`."""
+        tail = seq_len % self.page_size
+        return -(-(tail + self.num_steps) // self.page_size)
+
+    def branch_shift(self, seq_len: int, branch: int) -> int:
+        """How far a branch's columns lie to the right of branch 0's."""
+        return branch * self.branch_pages(seq_len) * self.page_size
+
+    def draft_column(self, seq_len: int, branch: int, step: int) -> int:
+        """Column of the slot that draft step `step` of a branch writes."""
+        return seq_len + step + self.branch_shift(seq_len, branch)
+
+    def end_column(self, seq_len: int) -> int:
+        """The first column behind all branches."""
+        return self.base(seq_len) + self.branch_shift(seq_len, self.topk)

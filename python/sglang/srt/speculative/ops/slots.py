@@ -1,0 +1,307 @@
+"""KV slots of draft branches, of verification and of the accepted path, read from
+`req_to_token` by the rule of `layout.py`. Knows slots and lengths; no pools, no
+requests.
+
+Each op writes into tensors of the caller, has fixed shapes and does not wait for the
+device. Columns behind the end of a row, which the host's width check excludes, yield
+slot 0 of the scratch page instead of foreign memory; so do rows of padding (row 0).
+
+Everywhere: req_to_token [rows, width] int32, rows contiguous; req_pool_indices and
+seq_lens [b] int64, seq_lens being the KV lengths before drafting; K branches, S steps.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang.srt.layers.ops.dispatch import native, use_native, use_triton
+from sglang.srt.speculative.ops.implementations import triton
+from sglang.srt.speculative.ops.layout import BranchLayout
+
+
+class SlotRows(NamedTuple):
+    """Where the requests of a batch keep their slots: req_to_token, req_pool_indices,
+    seq_lens."""
+
+    req_to_token: Tensor
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+
+
+def _numbers(layout: BranchLayout) -> list[int]:
+    return [layout.page_size, layout.topk, layout.num_steps]
+
+
+def tail_cache_loc(rows: SlotRows, *, out: Tensor) -> None:
+    """out[q, j] = slot of column seq_lens[q] + j: where verification (W = D) and draft
+    extend (W = S + 1) write. out: [b, W] int64."""
+    if use_native(out):
+        native.slots_tail(*rows, out)
+        return
+    (triton.tail_cache_loc if use_triton(out) else tail_cache_loc_ref)(rows, out=out)
+
+
+def tail_cache_loc_ref(rows: SlotRows, *, out: Tensor) -> None:
+    """Torch oracle of `tail_cache_loc`."""
+    columns = rows.seq_lens[:, None] + torch.arange(out.shape[1], device=out.device)
+    out.copy_(_slots(rows, columns))
+
+
+def draft_out_cache_loc(rows: SlotRows, *, layout: BranchLayout, out: Tensor) -> None:
+    """out[s, q * K + t] = slot that branch t of request q writes in draft step s.
+
+    out: [S, b * K] int64; a step's slots are contiguous, as kernels that store K and V
+    want them.
+    """
+    if use_native(out):
+        native.slots_draft(*rows, _numbers(layout), out)
+        return
+    locate = triton.draft_out_cache_loc if use_triton(out) else draft_out_cache_loc_ref
+    locate(rows, layout=layout, out=out)
+
+
+def draft_out_cache_loc_ref(
+    rows: SlotRows, *, layout: BranchLayout, out: Tensor
+) -> None:
+    """Torch oracle of `draft_out_cache_loc`."""
+    step = torch.arange(layout.num_steps, device=out.device)
+    first = rows.seq_lens[:, None] + _shifts(rows.seq_lens, layout)
+    columns = first[:, :, None] + step
+    slots = _slots(rows, columns.flatten(1))
+    out.copy_(slots.view(-1, layout.num_steps).t())
+
+
+def branch_shifts(
+    rows: SlotRows,
+    *,
+    layout: BranchLayout,
+    paged: bool,
+    shift_from: Tensor,
+    column_shift: Tensor,
+) -> None:
+    """Where the KV elements of each branch stand: element e in column e below
+    `shift_from`, else in column e + `column_shift`.
+
+    Args:
+        paged: whether the branch reads whole pages, its copy of the prefix's tail
+            included; else it reads the tail itself.
+        shift_from, column_shift: [b * K] int64, written.
+    """
+    if use_native(shift_from):
+        native.slots_shifts(*rows, _numbers(layout), paged, shift_from, column_shift)
+        return
+    find = triton.branch_shifts if use_triton(shift_from) else branch_shifts_ref
+    find(
+        rows,
+        layout=layout,
+        paged=paged,
+        shift_from=shift_from,
+        column_shift=column_shift,
+    )
+
+
+def branch_shifts_ref(
+    rows: SlotRows,
+    *,
+    layout: BranchLayout,
+    paged: bool,
+    shift_from: Tensor,
+    column_shift: Tensor,
+) -> None:
+    """Torch oracle of `branch_shifts`."""
+    shift_from.copy_(_first_own(rows, layout, paged).repeat_interleave(layout.topk))
+    column_shift.copy_(_shifts(rows.seq_lens, layout).reshape(-1))
+
+
+def duplicate_prefix_tail(
+    rows: SlotRows, *, layout: BranchLayout, src: Tensor, dst: Tensor
+) -> None:
+    """Moves that give branches 1 .. K - 1 a copy of the prefix's last partial page, for
+    attention that reads whole pages per branch; to be done in the draft pool.
+
+    src, dst: [b * (K - 1) * (P - 1)] int64, written; pairs behind the tail's length are
+    (0, 0). Nothing to do (size 0) with page size 1 or K = 1.
+    """
+    if use_native(src):
+        native.slots_tail_copies(*rows, _numbers(layout), src, dst)
+        return
+    is_triton = use_triton(src)
+    find = triton.duplicate_prefix_tail if is_triton else duplicate_prefix_tail_ref
+    find(rows, layout=layout, src=src, dst=dst)
+
+
+def duplicate_prefix_tail_ref(
+    rows: SlotRows, *, layout: BranchLayout, src: Tensor, dst: Tensor
+) -> None:
+    """Torch oracle of `duplicate_prefix_tail`."""
+    tails = rows.seq_lens % layout.page_size
+    offset = torch.arange(layout.max_tail, device=src.device)
+    source = (rows.seq_lens - tails)[:, None, None] + offset
+    source = source.expand(-1, layout.topk - 1, -1)
+    target = source + _shifts(rows.seq_lens, layout)[:, 1:, None]
+    is_copied = (offset < tails[:, None, None]).expand_as(target).flatten(1)
+    for moves, columns in ((src, source), (dst, target)):
+        slots = _slots(rows, columns.flatten(1))
+        moves.copy_(slots.where(is_copied, 0).view(-1))
+
+
+def accepted_moves(
+    accept_index: Tensor, *, out_cache_loc: Tensor, src: Tensor, dst: Tensor
+) -> None:
+    """Moves in the target pool that make the accepted path contiguous.
+
+    Args:
+        accept_index: [b, S + 1] int64, of the verification.
+        out_cache_loc: [b * D] int64, slots that the nodes were written to.
+        src, dst: [b * (S + 1)] int64, written: the k-th accepted node of request q goes
+            to the slot of its node k. Padding gives the pair (0, 0). A request's
+            targets never lie behind its sources, but the lists overlap: all must be
+            read before any is written.
+    """
+    if use_native(src):
+        native.slots_accepted_moves(accept_index, out_cache_loc, src, dst)
+        return
+    find = triton.accepted_moves if use_triton(src) else accepted_moves_ref
+    find(accept_index, out_cache_loc=out_cache_loc, src=src, dst=dst)
+
+
+def accepted_moves_ref(
+    accept_index: Tensor, *, out_cache_loc: Tensor, src: Tensor, dst: Tensor
+) -> None:
+    """Torch oracle of `accepted_moves`."""
+    rows, width = accept_index.shape
+    is_accepted = accept_index >= 0
+    sources = out_cache_loc[accept_index.clamp(min=0)]
+    targets = out_cache_loc.view(rows, -1)[:, :width]
+    src.copy_(sources.where(is_accepted, 0).view(-1))
+    dst.copy_(targets.where(is_accepted, 0).reshape(-1))
+
+
+def branch_table(
+    rows: SlotRows,
+    *,
+    layout: BranchLayout,
+    paged: bool,
+    skip_prefix: bool = False,
+    out: Tensor,
+) -> None:
+    """Page table of every branch, good for all draft steps.
+
+    Row q * K + t lists the slots of the prefix and then those of branch t: first slots
+    of pages, or, if not `paged`, one slot per KV element. At draft step i the branch
+    reads its first seq_lens[q] + i + 1 elements; they count on behind the prefix
+    without a gap, as a paged branch has a copy of the prefix's tail.
+
+    Args:
+        skip_prefix: leave out what all branches share: the pages below the boundary
+            (the branch then reads seq_lens[q] % P + i + 1 elements), or, if not
+            `paged`, the whole prefix (i + 1 elements).
+        out: [b * K, columns] int32, rows contiguous, written; entries behind the
+            branch's end are 0, and what does not fit is left out.
+    """
+    if use_native(out):
+        native.slots_branch_table(*rows, _numbers(layout), paged, skip_prefix, out)
+        return
+    fill = triton.branch_table if use_triton(out) else branch_table_ref
+    fill(rows, layout=layout, paged=paged, skip_prefix=skip_prefix, out=out)
+
+
+def branch_table_ref(
+    rows: SlotRows,
+    *,
+    layout: BranchLayout,
+    paged: bool,
+    skip_prefix: bool = False,
+    out: Tensor,
+) -> None:
+    """Torch oracle of `branch_table`."""
+    entry = torch.arange(out.shape[1], device=out.device)
+    element = (entry * (layout.page_size if paged else 1)).expand(len(rows[1]), -1)
+    own = _first_own(rows, layout, paged)[:, None]
+    if skip_prefix:
+        element = element + own
+    shifts = _shifts(rows.seq_lens, layout)
+    own_len = _branch_ends(rows.seq_lens, layout, paged)[:, None] - own
+    for branch in range(layout.topk):
+        shift = shifts[:, branch, None]
+        columns = element + shift.where(element >= own, 0)
+        slots = _slots(rows, columns).where(element < own + own_len, 0)
+        out.view(len(own), layout.topk, -1)[:, branch] = slots
+
+
+def branch_token_indices(
+    rows: SlotRows, *, layout: BranchLayout, indptr: Tensor, indices: Tensor
+) -> None:
+    """Slots that each branch reads in each of the first draft steps, one list per step.
+
+    Row i of `indices` holds, for z = q * K + t in order, the slots of the prefix of
+    request q and the i + 1 slots that branch t has by then; they start at indptr[i, z].
+
+    Args:
+        indptr: [steps, b * K + 1] int32, contiguous, written; steps <= S.
+        indices: [steps, capacity] int32, contiguous, written up to the list's end; a
+            step needs K * (sum(seq_lens) + b * (i + 1)). What does not fit is left out.
+    """
+    if use_native(indices):
+        native.slots_branch_indices(*rows, _numbers(layout), indptr, indices)
+        return
+    is_triton = use_triton(indices)
+    fill = triton.branch_token_indices if is_triton else branch_token_indices_ref
+    fill(rows, layout=layout, indptr=indptr, indices=indices)
+
+
+def branch_token_indices_ref(
+    rows: SlotRows, *, layout: BranchLayout, indptr: Tensor, indices: Tensor
+) -> None:
+    """Torch oracle of `branch_token_indices`; reads the lengths on the host."""
+    table = torch.zeros(
+        len(rows.seq_lens) * layout.topk,
+        int(rows.seq_lens.max()) + layout.num_steps,
+        dtype=torch.int32,
+        device=indices.device,
+    )
+    branch_table_ref(rows, layout=layout, paged=False, out=table)
+    lens = rows.seq_lens.repeat_interleave(layout.topk)
+    for step in range(indptr.shape[0]):
+        counts = (lens + step + 1).tolist()
+        parts = [table[z, :count] for z, count in enumerate(counts)]
+        flat = torch.cat(parts)[: indices.shape[1]]
+        indices[step, : len(flat)] = flat
+        indptr[step, 0] = 0
+        indptr[step, 1:] = torch.tensor(counts).cumsum(dim=0)
+
+
+def _first_own(rows: SlotRows, layout: BranchLayout, paged: bool) -> Tensor:
+    """[b]: the first KV element that a branch does not share with the others."""
+    tails = rows.seq_lens % layout.page_size
+    return rows.seq_lens - tails if paged else rows.seq_lens
+
+
+def _branch_ends(seq_lens: Tensor, layout: BranchLayout, paged: bool) -> Tensor:
+    """[b]: KV elements of a branch, its padding included if it reads whole pages."""
+    if not paged:
+        return seq_lens + layout.num_steps
+    tails = seq_lens % layout.page_size
+    return seq_lens - tails + _pages(seq_lens, layout) * layout.page_size
+
+
+def _pages(seq_lens: Tensor, layout: BranchLayout) -> Tensor:
+    size = layout.page_size
+    return (seq_lens % size + layout.num_steps + size - 1) // size
+
+
+def _shifts(seq_lens: Tensor, layout: BranchLayout) -> Tensor:
+    """[b, K]: how far branch t's columns lie to the right of branch 0's."""
+    branch = torch.arange(layout.topk, device=seq_lens.device)
+    return _pages(seq_lens, layout)[:, None] * layout.page_size * branch
+
+
+def _slots(rows: SlotRows, columns: Tensor) -> Tensor:
+    """[b, n] int64: slots of the columns [b, n] of each request; 0 behind the row."""
+    width = rows.req_to_token.shape[1]
+    table = rows.req_to_token[rows.req_pool_indices]
+    slots = table.gather(1, columns.clamp(max=width - 1)).long()
+    return slots.where(columns < width, 0)

@@ -1,0 +1,255 @@
+"""Verification of draft trees against the target model, and what follows from it. Knows
+no models and no requests; the target's logits or probabilities are given.
+
+The children of a node are the nodes whose `parent_index` names it, in ascending order.
+Each op writes into tensors of the caller, has fixed shapes and does not wait for the
+device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang.srt.layers.ops.dispatch import native, use_native, use_triton
+from sglang.srt.sampling import noise
+from sglang.srt.speculative.ops.buffers import DraftTree, VerifyResult
+from sglang.srt.speculative.ops.implementations import triton
+
+# Makes the draw of the bonus independent of the coin for the same position.
+BONUS_STREAM = 0x5851F42D4C957F2D
+
+
+def verify_tree_greedy(
+    tree: DraftTree, target_ids: Tensor, *, result: VerifyResult
+) -> None:
+    """Follow the target's own choices through the tree.
+
+    From the root on, the child whose token is the target's choice at the current node
+    is accepted, up to S times; the choice at the last accepted node is the bonus.
+
+    Args:
+        tree: b trees of D nodes.
+        target_ids: [b, D] int64, the target's choice after each node.
+        result: b rows, written; S is the width of its `accept_index` less one.
+    """
+    if use_native(target_ids):
+        native.tree_verify_greedy(
+            tree.tokens, tree.parent_index, target_ids, _result_tensors(result)
+        )
+        return
+    is_triton = use_triton(target_ids)
+    verify = triton.verify_tree_greedy if is_triton else verify_tree_greedy_ref
+    verify(tree, target_ids, result=result)
+
+
+def _result_tensors(result: VerifyResult) -> list[Tensor]:
+    """In the order that `csrc/cpu/tree.cpp` takes them."""
+    return [result.predict, result.accept_index, result.accept_lens]
+
+
+def verify_tree_greedy_ref(
+    tree: DraftTree, target_ids: Tensor, *, result: VerifyResult
+) -> None:
+    """Oracle of `verify_tree_greedy`; reads everything on the host."""
+    steps = result.accept_index.shape[1] - 1
+    for q, choices in enumerate(target_ids.tolist()):
+        tokens = tree.tokens[q].tolist()
+        children = _children(tree, q)
+        path = [0]
+        while len(path) <= steps:
+            wanted = choices[path[-1]]
+            matches = [c for c in children[path[-1]] if tokens[c] == wanted]
+            if not matches:
+                break
+            path.append(matches[0])
+        _record(result, q, path, [choices[node] for node in path])
+
+
+def verify_tree_target_only(
+    tree: DraftTree,
+    target_probs: Tensor,
+    totals: Tensor,
+    *,
+    keys: Tensor,
+    threshold_single: float,
+    threshold_acc: float,
+    result: VerifyResult,
+) -> None:
+    """Accept drafts so that every token is distributed as the target's own.
+
+    At the current node with distribution p, a coin u decides: the first child is
+    accepted for which the sum of p over it and its elder siblings exceeds
+    u * threshold_acc, or whose own p is at least threshold_single; a child with p = 0
+    never is. Up to S drafts are accepted. The bonus is drawn from p without the
+    rejected children of the last accepted node (from p itself where they had all of
+    it). With both thresholds at 1 the children get what they have under p, and the
+    bonus the rest: exactly p. Lower thresholds accept more and change the distribution.
+
+    Coins and draws are pure functions of (key, index of the token they decide), see
+    `sampling/noise.py`; every index is decided once, in a stream of its own for the
+    bonus. A row of `target_probs` with one nonzero weight decodes greedily.
+
+    Args:
+        tree: b trees of D nodes; siblings propose distinct tokens.
+        target_probs: [b * D, V] float32, rows contiguous; weights that need not sum to
+            1, after temperature and filters.
+        totals: [b * D] float32, sums of the rows of `target_probs`.
+        keys: [b] int64, `noise.mix_seed` of the requests' seeds.
+        threshold_single, threshold_acc: above 0, at most 1.
+        result: b rows, written; S is the width of its `accept_index` less one.
+    """
+    if use_native(target_probs):
+        native.tree_verify_sampled(
+            tree.tokens,
+            tree.parent_index,
+            tree.positions,
+            target_probs,
+            totals,
+            keys,
+            [threshold_single, threshold_acc],
+            [*_result_tensors(result), result.rejected],
+        )
+        return
+    is_triton = use_triton(target_probs)
+    verify = triton.verify_tree_target_only if is_triton else verify_target_only_ref
+    verify(
+        tree,
+        target_probs,
+        totals,
+        keys=keys,
+        threshold_single=threshold_single,
+        threshold_acc=threshold_acc,
+        result=result,
+    )
+
+
+def verify_target_only_ref(
+    tree: DraftTree,
+    target_probs: Tensor,
+    totals: Tensor,
+    *,
+    keys: Tensor,
+    threshold_single: float,
+    threshold_acc: float,
+    result: VerifyResult,
+) -> None:
+    """Oracle of `verify_tree_target_only`; reads everything on the host."""
+    rows, nodes = tree.tokens.shape
+    steps = result.accept_index.shape[1] - 1
+    # Coins of all nodes; only those of the accepted path are used.
+    decides = tree.positions + 1
+    coins = noise.uniform(keys.repeat_interleave(nodes), decides.view(-1))
+    draws = noise.uniform(
+        (keys ^ BONUS_STREAM).repeat_interleave(nodes), decides.view(-1)
+    )
+    for q in range(rows):
+        tokens = tree.tokens[q].tolist()
+        children = _children(tree, q)
+        path, rejected = [0], list[int]()
+        while len(path) <= steps:
+            place = q * nodes + path[-1]
+            total = float(totals[place])
+            accepted, rejected, mass = None, list[int](), 0.0
+            for child in children[path[-1]]:
+                p = _weight(target_probs[place], tokens[child])
+                mass += p
+                is_likely = p >= threshold_single * total
+                if p > 0 and (
+                    float(coins[place]) * total * threshold_acc < mass or is_likely
+                ):
+                    accepted = child
+                    break
+                rejected.append(tokens[child])
+            if accepted is None:
+                break
+            path.append(accepted)
+        if len(path) > steps:
+            rejected = []
+        last = q * nodes + path[-1]
+        bonus = _draw(target_probs[last], rejected, float(draws[last]))
+        _record(result, q, path, [tokens[node] for node in path[1:]] + [bonus])
+        width = result.rejected.shape[1]
+        padded = (rejected + [-1] * width)[:width]
+        result.rejected[q] = torch.tensor(padded)
+
+
+def _weight(weights: Tensor, token: int) -> float:
+    """Weight of a proposed token; 0 for one outside the vocabulary."""
+    return float(weights[token]) if 0 <= token < weights.shape[0] else 0.0
+
+
+def _draw(weights: Tensor, rejected: list[int], noise_value: float) -> int:
+    """The first id whose cumulative weight, without `rejected`, exceeds the noise."""
+    rest = weights.double().clone()
+    rest[[token for token in rejected if 0 <= token < len(rest)]] = 0.0
+    if not float(rest.sum()) > 0:
+        rest = weights.double()
+    sums = rest.cumsum(dim=0)
+    return min(int((sums <= noise_value * sums[-1]).sum()), len(rest) - 1)
+
+
+def _children(tree: DraftTree, q: int) -> list[list[int]]:
+    nodes = tree.tokens.shape[1]
+    children: list[list[int]] = [[] for _ in range(nodes)]
+    for node, parent in enumerate(tree.parent_index[q].tolist()):
+        if parent >= 0:
+            children[parent - q * nodes].append(node)
+    return children
+
+
+def _record(
+    result: VerifyResult, q: int, path: list[int], following: list[int]
+) -> None:
+    """Write one request's accepted path and the tokens that follow its nodes."""
+    nodes = result.predict.shape[1]
+    result.predict[q] = 0
+    result.predict[q, path] = torch.tensor(following, device=result.predict.device)
+    result.accept_index[q] = -1
+    places = torch.tensor(path, device=result.predict.device) + q * nodes
+    result.accept_index[q, : len(path)] = places
+    result.accept_lens[q] = len(path)
+
+
+def gather_accepted(
+    result: VerifyResult,
+    *,
+    tokens: Tensor,
+    node_rows: Tensor,
+    bonus_tokens: Tensor,
+) -> None:
+    """Bring what belongs to the accepted path to the front.
+
+    Args:
+        result: of the verification; b requests.
+        tokens: [b, W] int64, W >= S + 1, written: the tokens gained in order, filled up
+            with the last of them, so that every entry is in the vocabulary.
+        node_rows: [b, S + 1] int64, written: places of the accepted path among all
+            b * D nodes, filled up with the last; the rows of hidden states that the
+            draft extend reads.
+        bonus_tokens: [b] int64, written: the last token gained, the next root.
+    """
+    if use_native(tokens):
+        native.tree_gather_accepted(
+            _result_tensors(result), tokens, node_rows, bonus_tokens
+        )
+        return
+    gather = triton.gather_accepted if use_triton(tokens) else gather_accepted_ref
+    gather(result, tokens=tokens, node_rows=node_rows, bonus_tokens=bonus_tokens)
+
+
+def gather_accepted_ref(
+    result: VerifyResult,
+    *,
+    tokens: Tensor,
+    node_rows: Tensor,
+    bonus_tokens: Tensor,
+) -> None:
+    """Torch oracle of `gather_accepted`."""
+    last = result.accept_lens[:, None] - 1
+    column = torch.arange(tokens.shape[1], device=tokens.device)
+    places = result.accept_index.gather(1, torch.minimum(column, last))
+    flat = result.predict.view(-1)
+    tokens.copy_(flat[places])
+    node_rows.copy_(places[:, : node_rows.shape[1]])
+    bonus_tokens.copy_(flat[places[:, -1]])

@@ -1,0 +1,217 @@
+"""Triton kernel that builds draft trees: a program per request.
+
+Semantics and its oracle are in `ops/tree.py`.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
+from sglang.srt.speculative.ops.buffers import DraftLevels, DraftTree, TreeShape
+from sglang.srt.speculative.triton_ops.common import (
+    NO_KEY,
+    block_of,
+    launch_options,
+    require,
+    score_key,
+)
+from sglang.srt.speculative.triton_ops.select import require_levels
+
+# Candidates that each candidate is compared with at a time.
+_RANK_CHUNK = 32
+
+
+@triton.jit
+def build_kernel(
+    scores,
+    candidate_tokens,
+    group_parents,
+    root_tokens,
+    seq_lens,
+    tokens,
+    positions,
+    parent_index,
+    retrieve_index,
+    next_token,
+    next_sibling,
+    mask,
+    selected,
+    K: tl.constexpr,
+    STEPS: tl.constexpr,
+    NODES: tl.constexpr,
+    NODES_BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    CANDIDATES_BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    q = tl.program_id(0)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    q64 = q.to(tl.int64)
+    picks = selected + q64 * (NODES - 1)
+    _select(
+        scores + q64 * CANDIDATES, picks, NODES, CANDIDATES, CANDIDATES_BLOCK, CHUNK
+    )
+    # The nodes are read back by other threads than wrote them.
+    tl.debug_barrier()
+    node = tl.arange(0, NODES_BLOCK)
+    is_node = node < NODES
+    is_draft = is_node & (node > 0)
+    pick = tl.load(picks + node - 1, mask=is_draft, other=-1)
+    parent = _parents_of(
+        pick, node, is_draft, group_parents + q64 * GROUPS, K, NODES_BLOCK
+    )
+    token = tl.load(candidate_tokens + q64 * CANDIDATES + pick, mask=is_draft, other=0)
+    token = tl.where(node == 0, tl.load(root_tokens + q), token)
+    first = q64 * NODES
+    tl.store(tokens + first + node, token, mask=is_node)
+    place = tl.where(parent >= 0, first + parent, -1)
+    tl.store(parent_index + first + node, place, mask=is_node)
+    tl.store(retrieve_index + first + node, first + node, mask=is_node)
+    column = node[None, :]
+    is_child = column == node[:, None]
+    seen = is_child
+    # A node that is none has no parent and is nobody's.
+    is_child = (parent[None, :] == node[:, None]) & (parent[None, :] >= 0)
+    child = tl.min(tl.where(is_child, column, NODES_BLOCK), axis=1)
+    child = tl.where(child < NODES_BLOCK, child, -1)
+    tl.store(next_token + first + node, child.to(tl.int64), mask=is_node)
+    is_sibling = (parent[None, :] == parent[:, None]) & (parent[:, None] >= 0)
+    is_sibling = is_sibling & (column > node[:, None])
+    sibling = tl.min(tl.where(is_sibling, column, NODES_BLOCK), axis=1)
+    sibling = tl.where(sibling < NODES_BLOCK, sibling, -1)
+    tl.store(next_sibling + first + node, sibling.to(tl.int64), mask=is_node)
+    tl.debug_barrier()
+    depth = tl.zeros([NODES_BLOCK], dtype=tl.int64)
+    up = parent
+    for _ in range(STEPS):
+        has_parent = up >= 0
+        depth += has_parent.to(tl.int64)
+        seen = seen | (up[:, None] == column)
+        above = tl.load(parent_index + first + up, mask=has_parent, other=-1)
+        up = tl.where(above >= 0, above - first, -1).to(tl.int32)
+    tl.store(positions + first + node, tl.load(seq_lens + q) + depth, mask=is_node)
+    cell = first * NODES + node[:, None] * NODES + column
+    tl.store(mask + cell, seen.to(tl.uint8), mask=is_node[:, None] & (column < NODES))
+
+
+@triton.jit
+def _select(
+    scores,
+    picks,
+    NODES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Store the flat indices of the best NODES - 1 candidates in ascending order."""
+    flat = tl.arange(0, BLOCK)
+    inside = flat < CANDIDATES
+    key = score_key(tl.load(scores + flat, mask=inside, other=0.0))
+    key = tl.where(inside, key, NO_KEY)
+    rank = tl.zeros([BLOCK], dtype=tl.int32)
+    for begin in range(0, CANDIDATES, CHUNK):
+        rival = begin + tl.arange(0, CHUNK)
+        is_rival = rival < CANDIDATES
+        rival_key = score_key(tl.load(scores + rival, mask=is_rival, other=0.0))
+        rival_key = tl.where(is_rival, rival_key, NO_KEY)
+        is_equal = rival_key[None, :] == key[:, None]
+        beats = rival_key[None, :] > key[:, None]
+        beats = beats | (is_equal & (rival[None, :] < flat[:, None]))
+        rank += tl.sum(beats.to(tl.int32), axis=1)
+    is_picked = inside & (rank < NODES - 1)
+    place = tl.cumsum(is_picked.to(tl.int32), axis=0) - 1
+    tl.store(picks + place, flat.to(tl.int64), mask=is_picked)
+
+
+@triton.jit
+def _parents_of(
+    pick, node, is_draft, group_parents, K: tl.constexpr, BLOCK: tl.constexpr
+):
+    """int32: parent of each node, -1 for the root and for unlinked nodes."""
+    group = pick // K
+    expanded = tl.load(group_parents + group, mask=is_draft & (group > 0), other=-1)
+    is_before = _level_of(expanded, K) == _level_of(pick, K) - 1
+    is_parent = (expanded[:, None] == pick[None, :]) & is_draft[None, :]
+    found = tl.sum(tl.where(is_parent, node[None, :], 0), axis=1)
+    found = tl.where(is_before & (found > 0), found, -1)
+    found = tl.where(group == 0, 0, found)
+    return tl.where(is_draft, found, -1).to(tl.int32)
+
+
+@triton.jit
+def _level_of(place, K: tl.constexpr):
+    return tl.where(place < K, 0, 1 + (place - K) // (K * K))
+
+
+def build_tree(
+    levels: DraftLevels,
+    *,
+    shape: TreeShape,
+    root_tokens: Tensor,
+    seq_lens: Tensor,
+    tree: DraftTree,
+) -> None:
+    """See `ops/tree.py`."""
+    rows, nodes = tree.tokens.shape[0], shape.num_draft_tokens
+    op = "build_tree"
+    require_levels(op, levels, shape)
+    require(op, rows, torch.int64, root_tokens=root_tokens, seq_lens=seq_lens)
+    require(
+        op,
+        rows * nodes,
+        torch.int64,
+        tokens=tree.tokens,
+        positions=tree.positions,
+        parent_index=tree.parent_index,
+        retrieve_index=tree.retrieve_index,
+        next_token=tree.next_token,
+        next_sibling=tree.next_sibling,
+    )
+    require(op, rows * nodes * nodes, torch.bool, mask=tree.mask)
+    require(op, rows * (nodes - 1), torch.int64, selected=tree.selected)
+    if rows == 0:
+        return
+    nodes_block = block_of(nodes)
+    build_kernel[(rows,)](
+        levels.scores,
+        levels.tokens,
+        levels.parents,
+        root_tokens,
+        seq_lens,
+        tree.tokens,
+        tree.positions,
+        tree.parent_index,
+        tree.retrieve_index,
+        tree.next_token,
+        tree.next_sibling,
+        tree.mask.view(torch.uint8),
+        tree.selected,
+        K=shape.topk,
+        STEPS=shape.num_steps,
+        NODES=nodes,
+        NODES_BLOCK=nodes_block,
+        CANDIDATES=shape.num_candidates,
+        CANDIDATES_BLOCK=block_of(shape.num_candidates),
+        GROUPS=shape.num_groups,
+        CHUNK=_RANK_CHUNK,
+        num_warps=build_warps(shape),
+        **launch_options(root_tokens.device),
+    )
+
+
+def build_warps(shape: TreeShape) -> int:
+    """Enough that the comparisons of a program stay in registers."""
+    tile = max(
+        block_of(shape.num_draft_tokens) ** 2,
+        block_of(shape.num_candidates) * _RANK_CHUNK,
+    )
+    return min(max(tile // 2048, 1), 16)

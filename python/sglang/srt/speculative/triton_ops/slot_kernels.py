@@ -1,0 +1,248 @@
+"""Triton kernels over the slots of draft branches; `slots.py` launches them.
+
+All read rows of req_to_token by the rule of `ops/layout.py`; columns behind a row's end
+give the scratch slot 0.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
+
+
+@triton.jit
+def _branch_width(seq_len, PAGE: tl.constexpr, STEPS: tl.constexpr):
+    """Columns of one branch: whole pages."""
+    return (seq_len % PAGE + STEPS + PAGE - 1) // PAGE * PAGE
+
+
+@triton.jit
+def _row(table, indices, q, row_stride):
+    return table + tl.load(indices + q) * row_stride
+
+
+@triton.jit
+def _slots(row, column, width, mask):
+    return tl.load(row + column, mask=mask & (column < width), other=0)
+
+
+@triton.jit
+def tail_kernel(
+    table,
+    indices,
+    lens,
+    out,
+    row_stride,
+    row_width,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    q = tl.program_id(0)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    at = tl.arange(0, BLOCK)
+    column = tl.load(lens + q) + at
+    row = _row(table, indices, q, row_stride)
+    slots = _slots(row, column, row_width, at < WIDTH)
+    tl.store(out + q * WIDTH + at, slots.to(tl.int64), mask=at < WIDTH)
+
+
+@triton.jit
+def draft_kernel(
+    table,
+    indices,
+    lens,
+    out,
+    row_stride,
+    row_width,
+    PAGE: tl.constexpr,
+    K: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    q = tl.program_id(0)
+    rows = tl.num_programs(0)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    seq_len = tl.load(lens + q)
+    at = tl.arange(0, BLOCK)
+    step = at // K
+    branch = at % K
+    inside = at < STEPS * K
+    column = seq_len + branch * _branch_width(seq_len, PAGE, STEPS) + step
+    row = _row(table, indices, q, row_stride)
+    slots = _slots(row, column, row_width, inside)
+    tl.store(out + (step * rows + q) * K + branch, slots.to(tl.int64), mask=inside)
+
+
+@triton.jit
+def shifts_kernel(
+    lens,
+    shift_from,
+    column_shift,
+    PAGE: tl.constexpr,
+    K: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    q = tl.program_id(0)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    seq_len = tl.load(lens + q)
+    branch = tl.arange(0, BLOCK)
+    own = seq_len - seq_len % PAGE if IS_PAGED else seq_len
+    shift = branch * _branch_width(seq_len, PAGE, STEPS)
+    out = q * K + branch
+    tl.store(shift_from + out, tl.zeros([BLOCK], tl.int64) + own, mask=branch < K)
+    tl.store(column_shift + out, shift, mask=branch < K)
+
+
+@triton.jit
+def tail_copies_kernel(
+    table,
+    indices,
+    lens,
+    src,
+    dst,
+    row_stride,
+    row_width,
+    PAGE: tl.constexpr,
+    K: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    q = tl.program_id(0)
+    branch = tl.program_id(1) + 1
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    seq_len = tl.load(lens + q)
+    tail = seq_len % PAGE
+    offset = tl.arange(0, BLOCK)
+    source = seq_len - tail + offset
+    target = source + branch * _branch_width(seq_len, PAGE, STEPS)
+    row = _row(table, indices, q, row_stride)
+    is_copied = offset < tail
+    out = (q * (K - 1) + branch - 1) * (PAGE - 1) + offset
+    inside = offset < PAGE - 1
+    moved = _slots(row, source, row_width, is_copied)
+    tl.store(src + out, moved.to(tl.int64), mask=inside)
+    moved = _slots(row, target, row_width, is_copied)
+    tl.store(dst + out, moved.to(tl.int64), mask=inside)
+
+
+@triton.jit
+def accepted_moves_kernel(
+    accept_index,
+    locs,
+    src,
+    dst,
+    NODES: tl.constexpr,
+    PATH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    q = tl.program_id(0)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    column = tl.arange(0, BLOCK)
+    inside = column < PATH
+    place = tl.load(accept_index + q * PATH + column, mask=inside, other=-1)
+    source = tl.load(locs + place, mask=place >= 0, other=0)
+    target = tl.load(locs + q * NODES + column, mask=place >= 0, other=0)
+    tl.store(src + q * PATH + column, source, mask=inside)
+    tl.store(dst + q * PATH + column, target, mask=inside)
+
+
+@triton.jit(do_not_specialize=["columns"])
+def branch_table_kernel(
+    table,
+    indices,
+    lens,
+    out,
+    row_stride,
+    row_width,
+    columns,
+    out_stride,
+    PAGE: tl.constexpr,
+    K: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+    SKIP_PREFIX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    z = tl.program_id(0)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    q = z // K
+    seq_len = tl.load(lens + q)
+    width = _branch_width(seq_len, PAGE, STEPS)
+    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if IS_PAGED:
+        own = seq_len - seq_len % PAGE
+        end = own + width
+        element = entry.to(tl.int64) * PAGE
+    else:
+        own = seq_len
+        end = own + STEPS
+        element = entry.to(tl.int64)
+    if SKIP_PREFIX:
+        element += own
+    column = tl.where(element < own, element, element + (z % K) * width)
+    row = _row(table, indices, q, row_stride)
+    slots = _slots(row, column, row_width, (element < end) & (entry < columns))
+    cell = out + z.to(tl.int64) * out_stride + entry
+    tl.store(cell, slots, mask=entry < columns)
+
+
+@triton.jit(do_not_specialize=["rows", "capacity"])
+def branch_indices_kernel(
+    table,
+    indices,
+    lens,
+    indptr,
+    out,
+    rows,
+    row_stride,
+    row_width,
+    capacity,
+    PAGE: tl.constexpr,
+    K: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    z = tl.program_id(0)
+    step = tl.program_id(2)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    q = z // K
+    branch = z % K
+    seq_len = tl.load(lens + q)
+    count = seq_len + step + 1
+    other = tl.arange(0, ROWS_BLOCK)
+    before = tl.load(lens + other, mask=other < q, other=0)
+    before = tl.where(other < q, before + step + 1, 0)
+    begin = tl.sum(before, axis=0) * K + branch * count
+    if tl.program_id(1) == 0:
+        ends = indptr + step * (rows * K + 1)
+        tl.store(ends + z + 1, (begin + count).to(tl.int32))
+        if z == 0:
+            tl.store(ends, 0)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_read = (element < count) & (begin + element < capacity)
+    shift = branch * _branch_width(seq_len, PAGE, STEPS)
+    column = tl.where(element < seq_len, element, element + shift)
+    slots = _slots(_row(table, indices, q, row_stride), column, row_width, is_read)
+    to = out + step.to(tl.int64) * capacity + begin + element
+    tl.store(to, slots, mask=is_read)

@@ -1,0 +1,254 @@
+// Checks of arguments and launches of the slot ops of draft branches.
+#include "sglang_kernels/cpu/slots.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "torch_api.h"
+
+namespace sglk {
+namespace {
+
+using Numbers = std::vector<int64_t>;
+
+// Rows of a batch in req_to_token.
+struct Batch {
+  const char* op;
+  const int32_t* table;
+  int64_t stride, width, count;
+  const int64_t *indices, *lens;
+
+  slots::Row row(int64_t q) const { return {table + indices[q] * stride, width, lens[q]}; }
+};
+
+Batch batch_of(
+    const char* op, const Tensor& table, const Tensor& indices, const Tensor& lens) {
+  SGLK_CHECK(
+      table.dim() == 2 && table.scalar_type() == ScalarType::Int &&
+          (table.size(1) <= 1 || table.stride(1) == 1),
+      op, "req_to_token", table, "int32 [rows, width] with contiguous rows");
+  const int64_t n = indices.numel();
+  check_vector(op, "req_pool_indices", indices, ScalarType::Long, n);
+  check_vector(op, "seq_lens", lens, ScalarType::Long, n);
+  const Batch batch{op,
+                    (const int32_t*)table.const_data_ptr(),
+                    table.stride(0),
+                    table.size(1),
+                    n,
+                    (const int64_t*)indices.const_data_ptr(),
+                    (const int64_t*)lens.const_data_ptr()};
+  for (int64_t q = 0; q < n; q++) {
+    SGLK_REQUIRE(
+        batch.indices[q] >= 0 && batch.indices[q] < table.size(0), op,
+        ": req_pool_indices[", q, "] is ", batch.indices[q], ", expected 0 .. ",
+        table.size(0) - 1);
+    SGLK_REQUIRE(
+        batch.lens[q] >= 0, op, ": seq_lens[", q, "] is ", batch.lens[q],
+        ", expected at least 0");
+  }
+  return batch;
+}
+
+slots::Layout layout_of(const char* op, const Numbers& n) {
+  SGLK_REQUIRE(n.size() == 3, op, ": layout has ", n.size(), " numbers, expected 3");
+  SGLK_REQUIRE(
+      n[0] > 0 && n[1] > 0 && n[2] > 0, op, ": page size ", n[0], ", topk ", n[1],
+      " and steps ", n[2], " must be positive");
+  return {n[0], n[1], n[2]};
+}
+
+template <class T>
+T* output(const char* op, const char* name, const Tensor& t, ScalarType type, int64_t size) {
+  SGLK_CHECK(
+      t.scalar_type() == type && t.is_contiguous() && t.numel() == size, op, name, t,
+      std::string("contiguous ") + torch::headeronly::toString(type) + " of " +
+          std::to_string(size) + " elements");
+  return (T*)t.mutable_data_ptr();
+}
+
+int64_t* longs(const char* op, const char* name, const Tensor& t, int64_t size) {
+  return output<int64_t>(op, name, t, ScalarType::Long, size);
+}
+
+void slots_tail(
+    const Tensor& table, const Tensor& indices, const Tensor& lens, const Tensor& out) {
+  const char* op = "slots_tail";
+  const Batch batch = batch_of(op, table, indices, lens);
+  SGLK_CHECK(out.dim() == 2, op, "out", out, "[requests, width]");
+  const int64_t width = out.size(1);
+  int64_t* to = longs(op, "out", out, batch.count * width);
+  for (int64_t q = 0; q < batch.count; q++) {
+    const slots::Row row = batch.row(q);
+    for (int64_t j = 0; j < width; j++) to[q * width + j] = row.at(row.len + j);
+  }
+}
+
+void slots_draft(
+    const Tensor& table, const Tensor& indices, const Tensor& lens, const Numbers& numbers,
+    const Tensor& out) {
+  const char* op = "slots_draft";
+  const Batch batch = batch_of(op, table, indices, lens);
+  const slots::Layout layout = layout_of(op, numbers);
+  const int64_t k = layout.topk, n = batch.count;
+  int64_t* to = longs(op, "out", out, n * k * layout.steps);
+  for (int64_t q = 0; q < n; q++) {
+    const slots::Row row = batch.row(q);
+    const int64_t width = layout.width(row.len);
+    for (int64_t s = 0; s < layout.steps; s++)
+      for (int64_t t = 0; t < k; t++)
+        to[(s * n + q) * k + t] = row.at(row.len + t * width + s);
+  }
+}
+
+void slots_shifts(
+    const Tensor& table, const Tensor& indices, const Tensor& lens, const Numbers& numbers,
+    bool paged, const Tensor& shift_from, const Tensor& column_shift) {
+  const char* op = "slots_shifts";
+  const Batch batch = batch_of(op, table, indices, lens);
+  const slots::Layout layout = layout_of(op, numbers);
+  const int64_t k = layout.topk;
+  int64_t* from = longs(op, "shift_from", shift_from, batch.count * k);
+  int64_t* shift = longs(op, "column_shift", column_shift, batch.count * k);
+  for (int64_t q = 0; q < batch.count; q++)
+    for (int64_t t = 0; t < k; t++) {
+      from[q * k + t] = layout.first_own(batch.lens[q], paged);
+      shift[q * k + t] = t * layout.width(batch.lens[q]);
+    }
+}
+
+void slots_tail_copies(
+    const Tensor& table, const Tensor& indices, const Tensor& lens, const Numbers& numbers,
+    const Tensor& src, const Tensor& dst) {
+  const char* op = "slots_tail_copies";
+  const Batch batch = batch_of(op, table, indices, lens);
+  const slots::Layout layout = layout_of(op, numbers);
+  const int64_t most = layout.page_size - 1, size = batch.count * (layout.topk - 1) * most;
+  int64_t* from = longs(op, "src", src, size);
+  int64_t* to = longs(op, "dst", dst, size);
+  std::fill(from, from + size, 0);
+  std::fill(to, to + size, 0);
+  for (int64_t q = 0; q < batch.count; q++) {
+    const slots::Row row = batch.row(q);
+    const int64_t tail = layout.tail(row.len), width = layout.width(row.len);
+    for (int64_t t = 1; t < layout.topk; t++) {
+      const int64_t first = (q * (layout.topk - 1) + t - 1) * most;
+      for (int64_t o = 0; o < tail; o++) {
+        from[first + o] = row.at(row.len - tail + o);
+        to[first + o] = row.at(row.len - tail + o + t * width);
+      }
+    }
+  }
+}
+
+void slots_accepted_moves(
+    const Tensor& accept_index, const Tensor& locs, const Tensor& src, const Tensor& dst) {
+  const char* op = "slots_accepted_moves";
+  SGLK_CHECK(
+      accept_index.dim() == 2, op, "accept_index", accept_index, "[requests, steps + 1]");
+  const int64_t rows = accept_index.size(0), width = accept_index.size(1);
+  const int64_t places = locs.numel(), nodes = rows ? places / rows : 0;
+  const int64_t* index = longs(op, "accept_index", accept_index, rows * width);
+  SGLK_CHECK(
+      nodes * rows == places && (!rows || nodes >= width), op, "out_cache_loc", locs,
+      "one slot per node");
+  const int64_t* slots = longs(op, "out_cache_loc", locs, places);
+  int64_t* from = longs(op, "src", src, rows * width);
+  int64_t* to = longs(op, "dst", dst, rows * width);
+  for (int64_t i = 0; i < rows * width; i++) {
+    SGLK_REQUIRE(
+        index[i] < places, op, ": accept_index holds ", index[i], ", expected below ",
+        places);
+    const bool is_accepted = index[i] >= 0;
+    from[i] = is_accepted ? slots[index[i]] : 0;
+    to[i] = is_accepted ? slots[i / width * nodes + i % width] : 0;
+  }
+}
+
+void slots_branch_table(
+    const Tensor& table, const Tensor& indices, const Tensor& lens, const Numbers& numbers,
+    bool paged, bool skip_prefix, const Tensor& out) {
+  const char* op = "slots_branch_table";
+  const Batch batch = batch_of(op, table, indices, lens);
+  const slots::Layout layout = layout_of(op, numbers);
+  const int64_t k = layout.topk, unit = paged ? layout.page_size : 1;
+  SGLK_CHECK(
+      out.dim() == 2 && out.scalar_type() == ScalarType::Int &&
+          out.size(0) == batch.count * k && (out.size(1) <= 1 || out.stride(1) == 1),
+      op, "out", out,
+      "int32 [" + std::to_string(batch.count * k) + ", columns] with contiguous rows");
+  const int64_t columns = out.size(1), stride = out.stride(0);
+  int32_t* to = (int32_t*)out.mutable_data_ptr();
+  const double work = 1e-3 * (double)(batch.count * k * columns);
+  run_split(batch.count * k, threads_for(work), [&](int64_t begin, int64_t end) {
+    for (int64_t z = begin; z < end; z++) {
+      const slots::Row row = batch.row(z / k);
+      const int64_t own = layout.first_own(row.len, paged);
+      const int64_t stop = layout.end(row.len, paged);
+      const int64_t shift = z % k * layout.width(row.len);
+      int64_t element = skip_prefix ? own : 0;
+      for (int64_t j = 0; j < columns; j++, element += unit)
+        to[z * stride + j] =
+            element < stop ? (int32_t)row.at(element < own ? element : element + shift) : 0;
+    }
+  });
+}
+
+void slots_branch_indices(
+    const Tensor& table, const Tensor& indices, const Tensor& lens, const Numbers& numbers,
+    const Tensor& indptr, const Tensor& out) {
+  const char* op = "slots_branch_indices";
+  const Batch batch = batch_of(op, table, indices, lens);
+  const slots::Layout layout = layout_of(op, numbers);
+  SGLK_CHECK(out.dim() == 2, op, "indices", out, "[steps, capacity]");
+  const int64_t steps = out.size(0), capacity = out.size(1), rows = batch.count * layout.topk;
+  int32_t* ends = output<int32_t>(op, "indptr", indptr, ScalarType::Int, steps * (rows + 1));
+  int32_t* to = output<int32_t>(op, "indices", out, ScalarType::Int, steps * capacity);
+  for (int64_t i = 0; i < steps; i++) {
+    int64_t at = 0;
+    ends[i * (rows + 1)] = 0;
+    for (int64_t z = 0; z < rows; z++) {
+      const slots::Row row = batch.row(z / layout.topk);
+      const int64_t shift = z % layout.topk * layout.width(row.len);
+      for (int64_t e = 0; e < row.len + i + 1; e++, at++)
+        if (at < capacity)
+          to[i * capacity + at] = (int32_t)row.at(e < row.len ? e : e + shift);
+      ends[i * (rows + 1) + z + 1] = (int32_t)at;
+    }
+  }
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
+  m.def("slots_tail(Tensor table, Tensor indices, Tensor lens, Tensor(a!) out) -> ()");
+  m.def(
+      "slots_draft(Tensor table, Tensor indices, Tensor lens, int[] layout, "
+      "Tensor(a!) out) -> ()");
+  m.def(
+      "slots_shifts(Tensor table, Tensor indices, Tensor lens, int[] layout, bool paged, "
+      "Tensor(a!) shift_from, Tensor(b!) column_shift) -> ()");
+  m.def(
+      "slots_tail_copies(Tensor table, Tensor indices, Tensor lens, int[] layout, "
+      "Tensor(a!) src, Tensor(b!) dst) -> ()");
+  m.def(
+      "slots_accepted_moves(Tensor accept_index, Tensor locs, Tensor(a!) src, "
+      "Tensor(b!) dst) -> ()");
+  m.def(
+      "slots_branch_table(Tensor table, Tensor indices, Tensor lens, int[] layout, "
+      "bool paged, bool skip_prefix, Tensor(a!) out) -> ()");
+  m.def(
+      "slots_branch_indices(Tensor table, Tensor indices, Tensor lens, int[] layout, "
+      "Tensor(a!) indptr, Tensor(b!) out) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
+  m.impl("slots_tail", TORCH_BOX(&slots_tail));
+  m.impl("slots_draft", TORCH_BOX(&slots_draft));
+  m.impl("slots_shifts", TORCH_BOX(&slots_shifts));
+  m.impl("slots_tail_copies", TORCH_BOX(&slots_tail_copies));
+  m.impl("slots_accepted_moves", TORCH_BOX(&slots_accepted_moves));
+  m.impl("slots_branch_table", TORCH_BOX(&slots_branch_table));
+  m.impl("slots_branch_indices", TORCH_BOX(&slots_branch_indices));
+}
+
+}  // namespace sglk

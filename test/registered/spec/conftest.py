@@ -1,0 +1,11 @@
+"""Without a GPU the kernels run in Triton's interpreter, which must be asked for before
+the first import of triton."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"

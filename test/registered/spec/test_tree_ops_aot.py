@@ -1,0 +1,32 @@
+"""Every kernel variant that is shipped compiles for the H200 without one being
+there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+
+register_cpu_ci(est_time=60, suite="cpu")
+register_cuda_ci(est_time=40, suite="cuda")
+
+PROGRAM = Path(__file__).with_name("tree_aot_programs.py")
+
+
+def test_shipped_variants_compile_for_sm_90() -> None:
+    # In a process of its own: the interpreter, once chosen, stays for all kernels.
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "compiled" in done.stdout
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))

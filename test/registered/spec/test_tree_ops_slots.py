@@ -1,0 +1,334 @@
+"""Slots of draft branches against plain Python models of a paged pool."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from tree_ops_world import DEVICE, TRITON, garbage, kernels, op
+
+from sglang.srt.speculative.ops import slots as slot_ops
+from sglang.srt.speculative.ops.layout import BranchLayout, alloc_len_per_decode
+from sglang.srt.speculative.ops.slots import SlotRows
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.scale import is_full
+
+register_cpu_ci(est_time=60, suite="cpu")
+register_cuda_ci(est_time=60, suite="cuda")
+
+PAGE_SIZES, TOPKS, STEPS = (1, 4, 16, 64), (1, 2, 4, 8), (1, 2, 3, 4, 5)
+
+
+def chosen_op(name: str, implementation: str):
+    if implementation == "reference":
+        return getattr(slot_ops, f"{name}_ref")
+    return op(name, implementation)
+
+
+def layouts(implementation: str) -> Iterator[BranchLayout]:
+    """All of them; a covering sample where Triton's interpreter runs them."""
+    numbers = itertools.product(PAGE_SIZES, TOPKS, STEPS)
+    is_slow = implementation == TRITON and DEVICE == "cpu" and not is_full()
+    for place, (page, topk, steps) in enumerate(numbers):
+        if not is_slow or place % 7 == 0:
+            yield BranchLayout(page_size=page, topk=topk, num_steps=steps)
+
+
+def lens_for(layout: BranchLayout, implementation: str) -> list[int]:
+    page = layout.page_size
+    every = implementation != TRITON and page <= 16
+    tails = range(page) if every else {0, 1, page // 2, page - 1}
+    return [page * (1 + tail % 3) + tail for tail in sorted(tails)]
+
+
+class Pool:
+    """A batch whose pages were handed out in random order, as the host books them."""
+
+    def __init__(
+        self, layout: BranchLayout, lens: list[int], *, spare: int = 0
+    ) -> None:
+        self.layout, self.lens = layout, lens
+        page = layout.page_size
+        need = max(layout.end_column(length) for length in lens)
+        self.width = -(-need // page) * page + spare
+        pages = -(-self.width // page)
+        order = 1 + torch.randperm(pages * (len(lens) + 1))
+        table = order.view(len(lens) + 1, pages, 1) * page + torch.arange(page)
+        table = table.view(len(lens) + 1, -1)[:, : self.width]
+        table[0] = 0
+        self.indices = 1 + torch.randperm(len(lens))
+        self.columns = [table[i].tolist() for i in self.indices]
+        self.rows = SlotRows(
+            table.int().to(DEVICE).contiguous(),
+            self.indices.to(DEVICE),
+            torch.tensor(lens, device=DEVICE),
+        )
+
+    def branch_slots(self, q: int, branch: int) -> list[int]:
+        """The draft slots of a branch, found by walking its pages one by one."""
+        length, page = self.lens[q], self.layout.page_size
+        if page == 1 or self.layout.topk == 1:
+            first = length + branch * self.layout.num_steps
+            return self.columns[q][first : first + self.layout.num_steps]
+        tail = length % page
+        pages = 1
+        while pages * page < tail + self.layout.num_steps:
+            pages += 1
+        begin = length - tail + branch * pages * page
+        own = self.columns[q][begin : begin + pages * page]
+        return own[tail : tail + self.layout.num_steps]
+
+
+@pytest.mark.parametrize("implementation", [*kernels(), "reference"])
+def test_draft_slots(implementation: str) -> None:
+    for layout in layouts(implementation):
+        pool = Pool(layout, lens_for(layout, implementation))
+        n = len(pool.lens)
+        out = garbage(layout.num_steps, n * layout.topk)
+        chosen_op("draft_out_cache_loc", implementation)(
+            pool.rows, layout=layout, out=out
+        )
+        by_branch = out.view(layout.num_steps, n, layout.topk).permute(1, 2, 0)
+        found = by_branch.tolist()
+        for q in range(n):
+            wanted = [pool.branch_slots(q, t) for t in range(layout.topk)]
+            assert found[q] == wanted, (layout, pool.lens[q])
+            flat = [slot for branch in found[q] for slot in branch]
+            # No slot twice, none of the prefix's, none of the scratch page.
+            prefix = pool.columns[q][: pool.lens[q]]
+            assert len({*flat, *prefix}) == len(flat) + pool.lens[q]
+            assert min(flat) >= layout.page_size
+            if layout.page_size > 1:
+                pages = [{slot // layout.page_size for slot in b} for b in found[q]]
+                assert sum(map(len, pages)) == len(set().union(*pages))
+
+
+@pytest.mark.parametrize("implementation", [*kernels(), "reference"])
+def test_branches_read_their_tokens_through_pages(implementation: str) -> None:
+    """Tail copies, page tables and draft writes, played on a pool of numbers: each
+    branch must read the prefix and then its own drafts."""
+    for layout in layouts(implementation):
+        page, topk, steps = layout.page_size, layout.topk, layout.num_steps
+        pool = Pool(layout, lens_for(layout, implementation))
+        n = len(pool.lens)
+        kv = garbage(int(pool.rows.req_to_token.max()) + page)
+        for q, length in enumerate(pool.lens):
+            prefix = torch.tensor(pool.columns[q][:length], device=DEVICE)
+            kv[prefix] = 1000 * q + torch.arange(length, device=DEVICE)
+        src = garbage(n * (topk - 1) * (page - 1))
+        dst = src.clone()
+        chosen_op("duplicate_prefix_tail", implementation)(
+            pool.rows, layout=layout, src=src, dst=dst
+        )
+        copied = dst[dst != 0]
+        assert len(copied) == (topk - 1) * sum(x % page for x in pool.lens)
+        assert len(copied.unique()) == len(copied)
+        assert bool((src[dst == 0] == 0).all())
+        kv[dst] = kv[src]
+        locs = garbage(steps, n * topk)
+        chosen_op("draft_out_cache_loc", implementation)(
+            pool.rows, layout=layout, out=locs
+        )
+        branch = torch.arange(n * topk, device=DEVICE)
+        for step in range(steps):
+            kv[locs[step]] = -(100 * branch + step + 1)
+        columns = -(-pool.width // page) + 2
+        paged = garbage(n * topk, columns, dtype=torch.int32)
+        tokens = garbage(n * topk, pool.width, dtype=torch.int32)
+        own = garbage(n * topk, 7, dtype=torch.int32)
+        fill = chosen_op("branch_table", implementation)
+        fill(pool.rows, layout=layout, paged=True, out=paged)
+        fill(pool.rows, layout=layout, paged=False, out=tokens)
+        fill(pool.rows, layout=layout, paged=True, skip_prefix=True, out=own)
+        lists = capacity_lists(pool, implementation)
+        for z in range(n * topk):
+            q = z // topk
+            length = pool.lens[q]
+            tail = length % page
+            drafts = [-(100 * z + step + 1) for step in range(steps)]
+            wanted = [1000 * q + e for e in range(length)] + drafts
+            assert read_paged(kv, paged[z], page, length + steps) == wanted
+            assert kv[tokens[z, : length + steps].long()].tolist() == wanted
+            assert not tokens[z, length + steps :].any()
+            used = -(-(length + steps) // page)
+            assert not paged[z, used:].any()
+            assert read_paged(kv, own[z], page, tail + steps) == wanted[length - tail :]
+            for step, (indptr, indices) in enumerate(lists):
+                read = indices[indptr[z] : indptr[z + 1]]
+                assert kv[read.long()].tolist() == wanted[: length + step + 1]
+
+
+def capacity_lists(pool: Pool, implementation: str) -> list[tuple[Tensor, Tensor]]:
+    layout = pool.layout
+    steps = max(layout.num_steps - 1, 1)
+    need = layout.topk * (sum(pool.lens) + len(pool.lens) * steps)
+    indptr = garbage(steps, len(pool.lens) * layout.topk + 1, dtype=torch.int32)
+    indices = garbage(steps, need, dtype=torch.int32)
+    chosen_op("branch_token_indices", implementation)(
+        pool.rows, layout=layout, indptr=indptr, indices=indices
+    )
+    for step in range(steps):
+        used = int(indptr[step, -1])
+        assert used == need - layout.topk * len(pool.lens) * (steps - 1 - step)
+        assert bool((indices[step, used:] == -77).all())
+    return list(zip(indptr, indices, strict=True))
+
+
+def read_paged(kv: Tensor, table: Tensor, page: int, length: int) -> list[int]:
+    element = torch.arange(length, device=DEVICE)
+    return kv[table[element // page].long() + element % page].tolist()
+
+
+@pytest.mark.parametrize("implementation", [*kernels(), "reference"])
+def test_token_lists_stop_at_the_declared_capacity(implementation: str) -> None:
+    layout = BranchLayout(page_size=4, topk=2, num_steps=3)
+    pool = Pool(layout, [9, 6])
+    # Guard words stand behind the declared size of both steps' lists.
+    memory = garbage(2 * 25 + 64, dtype=torch.int32)
+    indices = memory[: 2 * 25].view(2, 25)
+    indptr = garbage(2, 5, dtype=torch.int32)
+    chosen_op("branch_token_indices", implementation)(
+        pool.rows, layout=layout, indptr=indptr, indices=indices
+    )
+    assert indptr.tolist() == [[0, 10, 20, 27, 34], [0, 11, 22, 30, 38]]
+    assert bool((memory[50:] == -77).all())
+    assert not bool((indices == -77).any())
+
+
+@pytest.mark.parametrize("implementation", [*kernels(), "reference"])
+def test_shifts_and_tail_slots(implementation: str) -> None:
+    for layout in layouts(implementation):
+        pool = Pool(layout, lens_for(layout, implementation), spare=3)
+        n, topk = len(pool.lens), layout.topk
+        for paged in (True, False):
+            shift_from, shift = garbage(n * topk), garbage(n * topk)
+            chosen_op("branch_shifts", implementation)(
+                pool.rows,
+                layout=layout,
+                paged=paged,
+                shift_from=shift_from,
+                column_shift=shift,
+            )
+            for z in range(n * topk):
+                length, branch = pool.lens[z // topk], z % topk
+                first = layout.base(length) if paged else length
+                assert int(shift_from[z]) == first
+                wanted = layout.draft_column(length, branch, 0) - length
+                assert int(shift[z]) == wanted
+        out = garbage(n, 9)
+        chosen_op("tail_cache_loc", implementation)(pool.rows, out=out)
+        for q, length in enumerate(pool.lens):
+            # Behind the row's end there is nothing but scratch.
+            columns = [*pool.columns[q], *[0] * 9]
+            assert out[q].tolist() == columns[length : length + 9]
+
+
+@pytest.mark.parametrize("implementation", [*kernels(), "reference"])
+def test_narrow_rows_stay_in_memory(implementation: str) -> None:
+    """A row that is too narrow for the branches gives scratch slots, not the next
+    request's."""
+    layout = BranchLayout(page_size=4, topk=4, num_steps=3)
+    pool = Pool(layout, [10, 12])
+    table = pool.rows.req_to_token[:, :16].contiguous()
+    rows = SlotRows(table, *pool.rows[1:])
+    out = garbage(3, 8)
+    chosen_op("draft_out_cache_loc", implementation)(rows, layout=layout, out=out)
+    for q, length in enumerate(pool.lens):
+        for branch, step in itertools.product(range(4), range(3)):
+            column = layout.draft_column(length, branch, step)
+            wanted = pool.columns[q][column] if column < 16 else 0
+            assert int(out[step, q * 4 + branch]) == wanted
+    # Padding reads row 0, which holds nothing but the scratch slot.
+    padding = SlotRows(table, pool.rows[1] * 0, pool.rows[2] * 0 + 1)
+    chosen_op("draft_out_cache_loc", implementation)(padding, layout=layout, out=out)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("implementation", [*kernels(), "reference"])
+def test_accepted_moves(implementation: str) -> None:
+    torch.manual_seed(2)
+    for steps, nodes in itertools.product(STEPS, (6, 8, 64)):
+        rows = 4
+        locs = torch.randperm(rows * nodes, device=DEVICE) + 1
+        index = torch.full((rows, steps + 1), -1, device=DEVICE)
+        lens = [1 + q % (steps + 1) for q in range(rows)]
+        for q, length in enumerate(lens):
+            path = 1 + torch.randperm(nodes - 1)[: length - 1].sort().values
+            index[q, :length] = torch.cat([torch.zeros(1).long(), path]) + q * nodes
+        src, dst = garbage(rows * (steps + 1)), garbage(rows * (steps + 1))
+        chosen_op("accepted_moves", implementation)(
+            index, out_cache_loc=locs, src=src, dst=dst
+        )
+        kv = torch.arange(rows * nodes + 1, device=DEVICE)
+        kv[dst] = kv[src]
+        for q, length in enumerate(lens):
+            front = kv[locs[q * nodes : q * nodes + length]]
+            assert front.tolist() == locs[index[q, :length]].tolist()
+            pairs = zip(src.view(rows, -1)[q], dst.view(rows, -1)[q], strict=True)
+            assert [(int(s), int(d)) for s, d in pairs][length:] == [(0, 0)] * (
+                steps + 1 - length
+            )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "wanted"),
+    [
+        ((1, 1, 5, 6), 6),
+        ((64, 1, 5, 6), 6),
+        ((1, 8, 5, 64), 64),
+        ((4, 2, 3, 6), 16),
+        ((4, 8, 5, 32), 64),
+        ((16, 4, 5, 8), 128),
+        ((64, 4, 3, 16), 512),
+        ((64, 8, 5, 32), 1024),
+        ((256, 8, 5, 32), 4096),
+        ((512, 8, 5, 64), 8192),
+    ],
+)
+def test_alloc_len_table(numbers: tuple[int, int, int, int], wanted: int) -> None:
+    page, topk, steps, nodes = numbers
+    found = alloc_len_per_decode(
+        page_size=page, topk=topk, num_steps=steps, num_draft_tokens=nodes
+    )
+    assert found == wanted
+
+
+@settings(derandomize=True, max_examples=300, deadline=None, database=None)
+@given(
+    page=st.sampled_from([1, 2, 4, 16, 64, 256, 512]),
+    topk=st.integers(1, 8),
+    steps=st.integers(1, 8),
+    extra=st.integers(0, 64),
+    length=st.integers(0, 5000),
+)
+def test_alloc_len_covers_every_column(
+    page: int, topk: int, steps: int, extra: int, length: int
+) -> None:
+    layout = BranchLayout(page_size=page, topk=topk, num_steps=steps)
+    nodes = steps + 1 + extra
+    reserve = alloc_len_per_decode(
+        page_size=page, topk=topk, num_steps=steps, num_draft_tokens=nodes
+    )
+    touched = [
+        layout.draft_column(length, branch, step)
+        for branch in range(topk)
+        for step in range(steps)
+    ]
+    assert length <= min(touched) and max(touched) < length + reserve
+    assert nodes <= reserve
+    if page > 1 and topk > 1:
+        assert max(touched) < layout.end_column(length) <= length + reserve
+        worst = layout.end_column(length // page * page + page - 1)
+        tight = worst - length // page * page
+        assert reserve == max(tight, nodes)
+    with pytest.raises(ValueError, match="topk is 0"):
+        BranchLayout(page_size=page, topk=0, num_steps=steps)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
