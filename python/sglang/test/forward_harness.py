@@ -29,12 +29,21 @@ from sglang.test.scale import with_canary
 class ForwardHarness:
     """Rows of tokens, how many of them have KV, and one forward at a time."""
 
-    def __init__(self, model: Path, *, slots: int = 2048, **server_args: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        slots: int = 2048,
+        is_draft_worker: bool = False,
+        **server_args: Any,
+    ) -> None:
         args = ServerArgs(
             model_path=str(model), max_total_tokens=slots, **with_canary(server_args)
         )
         self.runner = ModelRunner(
-            server_args=args, model_config=ModelConfig.from_folder(model)
+            server_args=args,
+            model_config=ModelConfig.from_folder(model),
+            is_draft_worker=is_draft_worker,
         )
         self.runner.initialize()
         self.pool = self.runner.req_to_token_pool

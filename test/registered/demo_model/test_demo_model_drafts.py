@@ -336,7 +336,7 @@ def test_the_engine_computes_what_was_trained(
     target = make_target()
     head, _ = make_head(architecture, target)
     write_head(tmp_path, architecture, head)
-    harness = ForwardHarness(tmp_path)
+    harness = ForwardHarness(tmp_path, is_draft_worker=True)
     model = harness.runner.model
     assert isinstance(model, DraftModel)
     embed, lm_head = VocabEmbedding(64, 32), LMHead(64, 32)

@@ -204,7 +204,7 @@ class Drafter:
     """The engine's draft model behind a harness, with the target's parts."""
 
     def __init__(self, folder, target, **args):
-        self.harness = ForwardHarness(folder, **args)
+        self.harness = ForwardHarness(folder, is_draft_worker=True, **args)
         self.model = self.harness.runner.model
         parts = load_model(
             ModelConfig.from_folder(target),
@@ -475,6 +475,13 @@ def test_the_target_returns_the_inputs_of_its_layers(tmp_path, target):
 def test_heads_are_not_served_alone():
     assert supported_draft_architectures() == [EAGLE, EAGLE3]
     assert not set(supported_draft_architectures()) & set(supported_architectures())
+
+
+@pytest.mark.parametrize("architecture", [EAGLE, EAGLE3])
+def test_a_head_as_the_model_is_refused(tmp_path, architecture):
+    folder = write_head(tmp_path, architecture)
+    with pytest.raises(ValueError, match=f"--model-path .*{architecture} is a draft"):
+        ForwardHarness(folder)
 
 
 if __name__ == "__main__":

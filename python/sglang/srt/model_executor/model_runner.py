@@ -23,7 +23,7 @@ from sglang.srt.model_executor.model_runner_kv_cache_mixin import (
     ModelRunnerKVCacheMixin,
 )
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.models.registry import CausalLM
+from sglang.srt.models.registry import CausalLM, supported_draft_architectures
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.memory import available_device_bytes
 
@@ -89,6 +89,12 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             raise ValueError(
                 f"--tp-size {self.server_args.tp_size} needs as many processes, but "
                 f"{get_tp_group().size} run(s) here; use the server or the Engine"
+            )
+        architecture = self.model_config.architecture
+        if architecture in supported_draft_architectures() and not self.is_draft_worker:
+            raise ValueError(
+                f"--model-path {self.model_config.path}: {architecture} is a draft "
+                "head, which needs a target's hidden states; serve the target instead"
             )
         self.free_bytes_at_start = self._available_bytes()
         with explain_out_of_memory("loading the weights", self.server_args):
