@@ -1,5 +1,8 @@
 // Checks of arguments and launches of the KV canary. Tensors arrive as lists in the order
 // of the fields of CanaryState, CanaryRows and ReadTable (kv_canary/kernels/native.py).
+#include <map>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "sglang_kernels/cpu/canary.h"
@@ -13,7 +16,7 @@ using OptionalTensors = std::vector<OptionalTensor>;
 using Numbers = std::vector<int64_t>;
 
 // Time of one thread, for the decision to split; measured within a factor 2.
-constexpr double kMicrosecondsPerElement = 1.2e-2;
+constexpr double kMicrosecondsPerElement = 4e-2;
 constexpr double kMicrosecondsPerWord = 2e-3;
 
 template <class T>
@@ -142,12 +145,26 @@ canary::Table table_of(const char* op, const OptionalTensors& t, int64_t page, i
   return table;
 }
 
+// What tells the words of a slot apart, hashed once for each shape of a pool.
+const uint64_t* keys_of(int64_t layers, int64_t count) {
+  static std::mutex mutex;
+  static std::map<std::pair<int64_t, int64_t>, std::vector<uint64_t>> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::vector<uint64_t>& keys = known[{layers, count}];
+  if (keys.empty())
+    for (int64_t layer = 0; layer < layers; layer++)
+      for (int64_t i = 0; i < count; i++) keys.push_back(canary::key_of(layer, i));
+  return keys.data();
+}
+
 canary::Words words_of(const char* op, const char* name, const Tensor& t, int64_t slots) {
   SGLK_CHECK(
       t.dim() == 3 && t.scalar_type() == ScalarType::Long && t.stride(2) == 1 &&
           t.size(1) >= slots,
       op, name, t, "int64 [layers, slots, words] with contiguous words");
-  return {(const int64_t*)t.const_data_ptr(), t.stride(0), t.stride(1), t.size(2)};
+  return {
+      (const int64_t*)t.const_data_ptr(), keys_of(t.size(0), t.size(2)), t.stride(0),
+      t.stride(1), t.size(2)};
 }
 
 canary::Bytes bytes_of(

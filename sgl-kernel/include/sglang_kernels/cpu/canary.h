@@ -103,10 +103,12 @@ struct Table {
       const int64_t entry = at >= 0 && at < columns ? entries[at] : -1;
       return entry < 0 ? -1 : entry * entry_size + i % entry_size;
     }
-    const int64_t row = row_index ? row_index[r] : r, column = i / page_size;
+    const int64_t row = row_index ? row_index[r] : r;
+    // A division per element would cost as much as its checks.
+    const int64_t column = page_size == 1 ? i : i / page_size;
     if (row < 0 || row >= rows || column >= columns) return -1;
     const int64_t entry = entries[row * row_stride + column * column_stride];
-    return entry < 0 ? -1 : entry + i % page_size;
+    return entry < 0 ? -1 : entry + (i - column * page_size);
   }
 };
 
@@ -126,6 +128,7 @@ inline int64_t column_of(const Rows& rows, int64_t r, int64_t p) {
 
 struct Words {
   const int64_t* data;
+  const uint64_t* keys;  // key_of(layer, index), layer after layer
   int64_t layer_stride, slot_stride, count;  // strides in words; words of a slot and layer
 };
 
@@ -141,9 +144,10 @@ inline uint64_t key_of(int64_t layer, int64_t index) {
 inline uint64_t sum_words(
     const Words& w, int64_t slot, int64_t layer, int64_t first, int64_t count) {
   const int64_t* at = w.data + layer * w.layer_stride + slot * w.slot_stride;
+  const uint64_t* keys = w.keys + layer * w.count;
   uint64_t sum = 0;
   for (int64_t i = first; i < first + count; i++)
-    sum += mix64((uint64_t)at[i] ^ key_of(layer, i));
+    sum += mix64((uint64_t)at[i] ^ keys[i]);
   return sum;
 }
 
