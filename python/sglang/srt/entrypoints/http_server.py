@@ -120,6 +120,7 @@ class _Server:
         self._server_args = server_args
         self._listener = listener
         self._stop = asyncio.Event()
+        self._is_orderly = False
         self._hurry = asyncio.Event()
         front = Front(
             server_args=server_args,
@@ -157,6 +158,9 @@ class _Server:
             self._uvicorn.should_exit = True
             await serving
             self._core.close()
+            if self._is_orderly:
+                # The last word: the scheduler is gone, too, and logs no more.
+                _say("shut down")
 
     async def _serve_until_end(self) -> int:
         stopping = asyncio.create_task(self._stop.wait())
@@ -181,7 +185,7 @@ class _Server:
         if self._core.died.is_set():
             _complain("the scheduler process died; see the log")
             return 1
-        _say("shut down")
+        self._is_orderly = True
         return 0
 
     async def _drain(self, dying: asyncio.Task[bool]) -> None:
