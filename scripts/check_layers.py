@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
             "srt.managers.utils",
             "srt.model_executor.forward_batch_info",
             "srt.model_executor.forward_context",
+            "srt.speculative.draft_layout",
             "srt.speculative.spec_info",
         ),
     ),
@@ -52,7 +53,16 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     ),
     (3, ("srt.mem_cache", "srt.distributed", "srt.metrics")),
     (4, ("srt.layers", "srt.sampling", "srt.constrained")),
-    (5, ("srt.speculative.eagle_info", "srt.speculative.eagle_utils")),
+    (
+        5,
+        (
+            "srt.speculative.eagle_info",
+            "srt.speculative.eagle_info_v2",
+            "srt.speculative.eagle_utils",
+            "srt.speculative.relay",
+            "srt.speculative.workspace",
+        ),
+    ),
     (6, ("srt.models", "srt.model_loader", "srt.kv_canary")),
     (7, ("srt.model_executor",)),
     (

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sglang.srt.layers.ops.dispatch import force_reference
 from sglang.srt.sampling import noise
+from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.ops import slots, tree, verify
 from sglang.srt.speculative.ops.buffers import (
     DraftLevels,
@@ -29,7 +30,6 @@ from sglang.srt.speculative.ops.buffers import (
     TreeShape,
     VerifyResult,
 )
-from sglang.srt.speculative.ops.layout import BranchLayout
 
 Call = Callable[[], None]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -199,6 +199,13 @@ class Envs:
         str,
         "Re-open a historical fault at its named fault point (tests of the canary).",
     )
+    SGLANG_SIMULATE_ACC_LEN = EnvVar(
+        "SGLANG_SIMULATE_ACC_LEN",
+        0.0,
+        float,
+        "Benchmarks of speculative decoding with --load-format dummy: accept this many "
+        "tokens per verification on average, whatever the target says; 0: off.",
+    )
     SGLANG_CI = EnvVar("CI", False, _parse_bool, "Set by CI machines.")
 
 

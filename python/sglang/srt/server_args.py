@@ -21,12 +21,16 @@ from sglang.srt.arg_groups.arg_parser import (
     from_namespace,
 )
 from sglang.srt.arg_groups.canary_hook import handle_kv_canary
-from sglang.srt.arg_groups.speculative_hook import handle_speculative
+from sglang.srt.arg_groups.speculative_hook import (
+    default_max_running_requests,
+    handle_speculative,
+)
 from sglang.srt.configs.attention_backends import (
     ATTENTION_BACKENDS,
     DEFAULT_ATTENTION_BACKEND,
     supported_names,
 )
+from sglang.srt.speculative.draft_layout import TreeShape
 from sglang.srt.utils.devices import cuda_device_count
 from sglang.srt.utils.paths import bundled_demo_model_path
 
@@ -327,7 +331,11 @@ class ServerArgs:
                 f"--page-size {self.page_size}"
             )
         if self.max_running_requests is None:
-            self.max_running_requests = _MAX_RUNNING_REQUESTS[self.device]
+            self.max_running_requests = (
+                _MAX_RUNNING_REQUESTS[self.device]
+                if self.speculative_algorithm is None
+                else default_max_running_requests(self)
+            )
 
     def _handle_scheduling(self) -> None:
         if self.chunked_prefill_size is None:
@@ -369,6 +377,21 @@ class ServerArgs:
         if self.device == "cpu" and (self.cuda_graph_bs or self.cuda_graph_max_bs):
             flag = "--cuda-graph-bs" if self.cuda_graph_bs else "--cuda-graph-max-bs"
             raise ValueError(f"{flag} has no effect with --device cpu; remove it")
+
+    @property
+    def tree_shape(self) -> TreeShape:
+        """Numbers of a draft tree; only with --speculative-algorithm.
+
+        A chain is a tree with top-k 1.
+        """
+        assert self.speculative_num_steps is not None
+        assert self.speculative_eagle_topk is not None
+        assert self.speculative_num_draft_tokens is not None
+        return TreeShape(
+            topk=self.speculative_eagle_topk,
+            num_steps=self.speculative_num_steps,
+            num_draft_tokens=self.speculative_num_draft_tokens,
+        )
 
     @property
     def _page_size(self) -> int:

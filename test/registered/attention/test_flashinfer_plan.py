@@ -28,7 +28,7 @@ register_cpu_ci(est_time=6, suite="cpu")
 def batch_of(prefix_lens: list[int], extend_lens: list[int], *, rows: int):
     lens = HostLens(prefix_lens=prefix_lens, extend_lens=extend_lens)
     buffers = GraphInputBuffers(max_rows=8, device="cpu")
-    return buffers.decode_batch(rows, CaptureHiddenMode.NULL, lens_cpu=lens)
+    return buffers.static_batch(rows, CaptureHiddenMode.NULL, lens_cpu=lens)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -60,7 +60,7 @@ def test_padded_rows_of_a_graph_read_one_element() -> None:
 
 def test_a_batch_without_host_lengths_is_refused() -> None:
     buffers = GraphInputBuffers(max_rows=2, device="cpu")
-    batch = buffers.decode_batch(2, CaptureHiddenMode.NULL)
+    batch = buffers.static_batch(2, CaptureHiddenMode.NULL)
     with pytest.raises(RuntimeError, match="needs_cpu_seq_lens"):
         host_plan(batch, page_size=1, pin_memory=False)
 

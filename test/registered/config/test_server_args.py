@@ -137,7 +137,10 @@ def test_unknown_flags_and_values_are_refused(argv, capsys):
         ({"tp_size": 0}, ["--tp-size 0", "at least 1"]),
         ({"disaggregation_mode": "decode"}, ["--disaggregation-mode decode"]),
         ({"enable_breakable_cuda_graph": True}, ["--enable-breakable-cuda-graph"]),
-        ({"speculative_algorithm": "EAGLE3"}, ["--speculative-algorithm EAGLE3"]),
+        (
+            {"speculative_algorithm": "EAGLE3", "model_path": "/some/model"},
+            ["--speculative-draft-model-path", "/some/model"],
+        ),
         ({"speculative_num_steps": 3}, ["--speculative-num-steps 3"]),
         ({"kv_canary": "heal"}, ["--kv-canary heal", "--kv-canary raise"]),
         (

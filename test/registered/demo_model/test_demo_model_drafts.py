@@ -49,7 +49,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.models.draft import DraftModel
-from sglang.srt.models.llama_eagle3 import layers_to_capture
+from sglang.srt.configs.draft_config import layers_to_capture
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
 

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.models.llama_eagle3 import layers_to_capture, num_hidden_sources
+from sglang.srt.configs.draft_config import layers_to_capture, num_hidden_sources
 from sglang.srt.models.registry import (
     supported_architectures,
     supported_draft_architectures,

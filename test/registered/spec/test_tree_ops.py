@@ -19,7 +19,8 @@ from tree_ops_world import (
     reference,
 )
 
-from sglang.srt.speculative.ops.buffers import DraftLevels, TreeShape
+from sglang.srt.speculative.draft_layout import TreeShape
+from sglang.srt.speculative.ops.buffers import DraftLevels
 from sglang.srt.speculative.ops.tree import build_tree_ref, top_k_probs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang.srt.layers.triton_ops.sampling import split_size
-from sglang.srt.speculative.ops.buffers import TreeShape
+from sglang.srt.speculative.draft_layout import TreeShape
 from sglang.srt.speculative.triton_ops import (
     build,
     select,

@@ -1,11 +1,21 @@
-"""Checks of the `--speculative-*` flags."""
+"""Checks and defaults of the `--speculative-*` flags."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
+from sglang.srt.speculative.draft_layout import MAX_TOP_K
+from sglang.srt.utils.fault_points import reverted
+from sglang.srt.utils.paths import bundled_demo_draft_path, bundled_demo_model_path
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 _DEPENDENT_FLAGS = (
     "speculative_draft_model_path",
@@ -14,6 +24,14 @@ _DEPENDENT_FLAGS = (
     "speculative_num_draft_tokens",
     "speculative_token_map",
 )
+# Steps, top-k, draft tokens where the user says nothing.
+_LLAMA_TREE = (5, 4, 8)
+_OTHER_TREE = (3, 1, 4)
+_LLAMA_TYPES = frozenset({"LlamaForCausalLM"})
+# Requests that a batch of drafts may hold where the user says nothing.
+_MAX_RUNNING_REQUESTS = {"cpu": 64, "cuda": 48}
+# The kernels of the CPU are as fast; on a GPU these are the ones that read trees.
+_TREE_BACKENDS = "flashinfer, fa3, triton (CUDA), cpu_native, torch_native (CPU)"
 
 
 def handle_speculative(server_args: ServerArgs) -> None:
@@ -22,6 +40,7 @@ def handle_speculative(server_args: ServerArgs) -> None:
     Raises:
         ValueError: names the flag and the fix.
     """
+    reverted()  # an unknown fault point is refused whatever else is set
     if server_args.speculative_algorithm is not None:
         _handle_eagle_family(server_args)
         return
@@ -35,13 +54,149 @@ def handle_speculative(server_args: ServerArgs) -> None:
             )
 
 
+def default_max_running_requests(server_args: ServerArgs) -> int:
+    """Of a server that speculates."""
+    return _MAX_RUNNING_REQUESTS[server_args.device]
+
+
 def _handle_eagle_family(server_args: ServerArgs) -> None:
     """EAGLE, EAGLE3 and STANDALONE.
 
     Raises:
-        ValueError: speculative decoding is not part of this version.
+        ValueError: a number, path or backend that cannot be served; names the flag, the
+            value and the fix.
     """
-    raise ValueError(
-        f"--speculative-algorithm {server_args.speculative_algorithm} is not available "
-        "in this version; remove the flag to serve without speculation"
-    )
+    _resolve_draft_path(server_args)
+    _resolve_tree(server_args)
+    _check_backend(server_args)
+    _check_companions(server_args)
+
+
+def _resolve_draft_path(args: ServerArgs) -> None:
+    if args.speculative_draft_model_path is not None:
+        return
+    assert args.model_path is not None and args.speculative_algorithm is not None
+    if Path(args.model_path) != bundled_demo_model_path():
+        raise ValueError(
+            f"--speculative-algorithm {args.speculative_algorithm} needs "
+            "--speculative-draft-model-path: a draft that was trained for "
+            f"{args.model_path}"
+        )
+    path = bundled_demo_draft_path(args.speculative_algorithm)
+    args.speculative_draft_model_path = str(path)
+
+
+def _resolve_tree(args: ServerArgs) -> None:
+    """Fill in the numbers that are missing, and check that a tree has them."""
+    names = ("num_steps", "eagle_topk", "num_draft_tokens")
+    given = {name: getattr(args, f"speculative_{name}") for name in names}
+    for name, value in given.items():
+        flag = f"--speculative-{name.replace('_', '-')}"
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} {value} must be at least 1")
+    steps, topk, nodes = _with_defaults(args, *given.values())
+    if topk > MAX_TOP_K:
+        raise ValueError(f"--speculative-eagle-topk {topk} must be at most {MAX_TOP_K}")
+    if topk == 1 and nodes != steps + 1:
+        logger.warning(
+            "--speculative-num-draft-tokens %d becomes %d: a chain (top-k 1) of %d "
+            "steps has no other size",
+            nodes,
+            steps + 1,
+            steps,
+        )
+        nodes = steps + 1
+    most = topk + topk**2 * (steps - 1) + 1
+    if nodes < steps + 1:
+        raise ValueError(
+            f"--speculative-num-draft-tokens {nodes} must be at least "
+            f"--speculative-num-steps {steps} + 1 = {steps + 1}; raise it, or lower "
+            "the steps"
+        )
+    if nodes > most:
+        raise ValueError(
+            f"--speculative-num-draft-tokens {nodes}: top-k {topk} and {steps} steps "
+            f"yield {most - 1} candidates, so use at most {most}"
+        )
+    args.speculative_num_steps = steps
+    args.speculative_eagle_topk = topk
+    args.speculative_num_draft_tokens = nodes
+
+
+def _with_defaults(
+    args: ServerArgs, steps: int | None, topk: int | None, nodes: int | None
+) -> tuple[int, int, int]:
+    """The default tree where nothing is given; else a chain, as deep as is said."""
+    if steps is None and topk is None and nodes is None:
+        is_llama = _architecture(args) in _LLAMA_TYPES
+        return _LLAMA_TREE if is_llama else _OTHER_TREE
+    topk = 1 if topk is None else topk
+    if steps is None:
+        steps = _OTHER_TREE[0] if nodes is None or topk > 1 else nodes - 1
+        steps = max(steps, 1)
+    if nodes is None:
+        candidates = topk + topk**2 * (steps - 1)
+        nodes = steps + 1 if topk == 1 else min(topk * steps, candidates) + 1
+    return steps, topk, nodes
+
+
+def _architecture(args: ServerArgs) -> str | None:
+    """Of the target, where its folder is here; what is wrong with it is said later."""
+    assert args.model_path is not None
+    config = Path(args.model_path) / "config.json"
+    try:
+        raw: Any = json.loads(config.read_text(encoding="utf-8"))
+        return str(raw["architectures"][0])
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return None
+
+
+def _check_backend(args: ServerArgs) -> None:
+    name = args.attention_backend
+    assert name is not None
+    topk = args.speculative_eagle_topk
+    capabilities = ATTENTION_BACKENDS[name]
+    if not capabilities.supports_speculation:
+        raise ValueError(
+            f"--attention-backend {name} does not serve --speculative-algorithm "
+            f"{args.speculative_algorithm}; use one of {_TREE_BACKENDS}"
+        )
+    if topk is not None and topk > 1 and not capabilities.supports_tree_draft:
+        raise ValueError(
+            f"--attention-backend {name} serves chains only, not "
+            f"--speculative-eagle-topk {topk}; use one of {_TREE_BACKENDS}, or top-k 1"
+        )
+
+
+def _check_companions(args: ServerArgs) -> None:
+    """Flags that mean something else, or nothing, beside speculation."""
+    if args.speculative_token_map is not None:
+        if args.speculative_algorithm != "EAGLE":
+            raise ValueError(
+                f"--speculative-token-map {args.speculative_token_map} is for "
+                "--speculative-algorithm EAGLE: an EAGLE3 head brings its own map, a "
+                "STANDALONE draft has its own head; remove it"
+            )
+        if args.tp_size > 1:
+            raise ValueError(
+                f"--speculative-token-map {args.speculative_token_map} slices the "
+                f"target's head, which --tp-size {args.tp_size} has split; remove one "
+                "of them"
+            )
+    if args.enable_return_hidden_states:
+        raise ValueError(
+            "--enable-return-hidden-states is not available with "
+            f"--speculative-algorithm {args.speculative_algorithm}: rejected drafts "
+            "would be among them; remove one of the two"
+        )
+    for name in ("single", "acc"):
+        value = getattr(args, f"speculative_accept_threshold_{name}")
+        if not 0.0 < value <= 1.0:
+            raise ValueError(
+                f"--speculative-accept-threshold-{name} {value} must lie in (0, 1]"
+            )
+    if args.kv_canary != "none":
+        raise ValueError(
+            f"--kv-canary {args.kv_canary} does not cover speculative decoding in this "
+            "version; remove one of the two"
+        )

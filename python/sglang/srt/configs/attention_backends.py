@@ -13,6 +13,7 @@ from dataclasses import dataclass
 class AttentionBackendCapabilities:
     """Fields:
     devices: device types that it runs on.
+    supports_speculation: serves drafts and their verification.
     supports_tree_draft: serves draft trees with top-k > 1.
     needs_paged_draft_rows: reads whole pages per draft branch when page_size > 1.
     needs_cpu_seq_lens: its metadata needs lengths on the host.
@@ -20,6 +21,7 @@ class AttentionBackendCapabilities:
     """
 
     devices: frozenset[str]
+    supports_speculation: bool
     supports_tree_draft: bool
     needs_paged_draft_rows: bool
     needs_cpu_seq_lens: bool
@@ -29,6 +31,7 @@ class AttentionBackendCapabilities:
 ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
     "torch_native": AttentionBackendCapabilities(
         devices=frozenset({"cpu", "cuda"}),
+        supports_speculation=True,
         supports_tree_draft=True,
         needs_paged_draft_rows=True,
         needs_cpu_seq_lens=True,
@@ -36,6 +39,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
     ),
     "cpu_native": AttentionBackendCapabilities(
         devices=frozenset({"cpu"}),
+        supports_speculation=True,
         supports_tree_draft=True,
         needs_paged_draft_rows=True,
         needs_cpu_seq_lens=False,
@@ -43,6 +47,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
     ),
     "triton": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),
+        supports_speculation=True,
         supports_tree_draft=True,
         needs_paged_draft_rows=False,
         needs_cpu_seq_lens=False,
@@ -50,6 +55,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
     ),
     "flashinfer": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),
+        supports_speculation=False,
         supports_tree_draft=True,
         needs_paged_draft_rows=True,
         needs_cpu_seq_lens=True,

@@ -6,6 +6,7 @@ weights.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,14 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(raw, folder),
             raw=raw,
         )
+
+    def with_context(self, context_len: int) -> ModelConfig:
+        """The same model for another context."""
+        return dataclasses.replace(self, context_len=context_len)
+
+    def with_architecture(self, architecture: str) -> ModelConfig:
+        """The same shape as another class."""
+        return dataclasses.replace(self, architecture=architecture)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang.srt.environ import EnvVar, envs
+from sglang.srt.utils.fault_points import reverted
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -28,11 +29,6 @@ class RealData(str, Enum):
     PARTIAL = "partial"
     ROTATE = "rotate"
     ALL = "all"
-
-
-# Fault points that SGLANG_DEBUG_REVERT_PR may name.
-EARLY_FREE = "EARLY_FREE"
-FAULT_POINTS = frozenset({EARLY_FREE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +110,7 @@ class CanaryConfig:
             check_read_tokens=envs.SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT.get(),
             use_token_oracle=envs.SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE.get(),
             perturb=_perturb(),
-            fault_point=_fault_point(),
+            fault_point=reverted(),
         )
         config._refuse_conflicts()
         if server_args.disable_radix_cache and config.perturb.real_kv_unused_cache:
@@ -197,18 +193,6 @@ def _perturb() -> PerturbConfig:
         ),
         warmup_steps=_at_least(envs.SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS, 0),
     )
-
-
-def _fault_point() -> str | None:
-    name = envs.SGLANG_DEBUG_REVERT_PR.get()
-    if not name:
-        return None
-    if name not in FAULT_POINTS:
-        raise ValueError(
-            f"SGLANG_DEBUG_REVERT_PR={name!r} names no fault point; choose from "
-            f"{', '.join(sorted(FAULT_POINTS))}, or unset it"
-        )
-    return name
 
 
 def _report_dir(path: str | None) -> Path | None:

@@ -29,6 +29,7 @@ class Req:
     0 ............ prompt_len ............ committed_len .... len(tokens)
     |  prompt       |  output, KV written   |  sampled, no KV yet (at most one)
     ```
+    Under speculation a result moves `committed_len`; without, the launch does.
     While its prompt is prefilled in chunks, `committed_len` moves through the prompt.
     After a retraction all of `tokens` is prefilled again.
 
@@ -85,6 +86,10 @@ class Req:
         self.was_admitted = False
         self.cached_tokens = 0
         self.num_retractions = 0
+
+        # Speculation: verifications, and output tokens that they yielded.
+        self.spec_verify_ct = 0
+        self.spec_accept_tokens = 0
 
         # Finish.
         self.finish_reason: FinishReason | None = None

@@ -28,18 +28,25 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 
 NO_BOOTSTRAP_ROOM = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEnvironment:
-    """What every batch of a scheduler shares."""
+    """What every batch of a scheduler shares.
+
+    Fields:
+        decode_reserve: KV slots behind the known ones that a speculative iteration
+            needs; 0: decode steps take one slot each.
+    """
 
     cache: BasePrefixCache
     vocab_size: int
     needs_host_lens: bool
     needs_lineages: bool = False
+    decode_reserve: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -52,6 +59,7 @@ class LaunchRecord:
 
     Fields:
         reqs: rows of the forward.
+        is_speculative: whether `is_decode` and the step verifies drafts.
         is_chunked: rows whose prompt went on after this forward; they sampled nothing.
         logprob_reqs: requests whose logprobs the result holds, in order.
         starts, ends: int64 [R] on the host; tokens with KV before and after the
@@ -60,6 +68,7 @@ class LaunchRecord:
 
     reqs: tuple[Req, ...]
     is_decode: bool
+    is_speculative: bool
     is_chunked: tuple[bool, ...]
     has_grammar: bool
     logprob_reqs: tuple[Req, ...]
@@ -193,10 +202,12 @@ class ScheduleBatch:
         return batch
 
     def prepare_for_decode(self) -> bool:
-        """Take one slot per request; False, with nothing taken, where they do not
-        suffice even after eviction.
+        """Take the slots of one decode step; False, with nothing taken, where they do
+        not suffice even after eviction.
         """
         self.forward_mode = ForwardMode.DECODE
+        if self.env.decode_reserve:
+            return self._prepare_for_speculation()
         ends = self.lens + 1
         slots = extend_rows(
             self.env.cache, rows=self.rows, prefix_lens=self.lens, seq_lens=ends
@@ -205,6 +216,33 @@ class ScheduleBatch:
             return False
         self._advance(slots, ends)
         return True
+
+    def _prepare_for_speculation(self) -> bool:
+        """How far the step gets is the device's to say; `lens` stays what is known."""
+        reqs = self.reqs
+        committed = np.fromiter((r.committed_len for r in reqs), np.int64)
+        allocated = EagleDraftInput.prepare_for_decode(
+            self.env.cache,
+            rows=self.rows,
+            committed=committed,
+            allocated=np.fromiter((r.allocated_len for r in reqs), np.int64),
+            reserve=self.env.decode_reserve,
+        )
+        if allocated is None:
+            return False
+        self.lens = self._prefix_lens = committed
+        for req, end in zip(reqs, allocated.tolist(), strict=True):
+            req.allocated_len = end
+        return True
+
+    def identity(self) -> torch.Tensor:
+        """int64 [5, R] on the device, the fields of `RowIdentity`."""
+        return torch.cat((self.req_pool_indices[None], self._identity))
+
+    def known_lens(self) -> list[int] | None:
+        """Tokens with KV, where attention needs them on the host; exact only while no
+        result is in flight."""
+        return self.lens.tolist() if self.env.needs_host_lens else None
 
     def _advance(self, slots: torch.Tensor, ends: IntArray) -> None:
         self._out_cache_loc = slots
@@ -219,11 +257,21 @@ class ScheduleBatch:
 
     # -- the forward ---------------------------------------------------------------
 
-    def forward_batch(self, sampling_info: SamplingBatchInfo) -> ForwardBatch:
-        """The prepared forward; `sampling_info` may carry this step's grammar masks."""
+    def forward_batch(
+        self,
+        sampling_info: SamplingBatchInfo,
+        *,
+        capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
+    ) -> ForwardBatch:
+        """The prepared forward.
+
+        Args:
+            sampling_info: may carry this step's grammar masks.
+            capture_hidden_mode: hidden states that the worker needs in any case.
+        """
         if self.forward_mode.is_decode:
             return self._decode_forward_batch(sampling_info)
-        return self._extend_forward_batch(sampling_info)
+        return self._extend_forward_batch(sampling_info, capture_hidden_mode)
 
     def token_history(self) -> TokenHistory | None:
         """Tokens of each row, where a penalty needs them."""
@@ -258,7 +306,9 @@ class ScheduleBatch:
             sampling_info=sampling_info,
         )
 
-    def _extend_forward_batch(self, sampling_info: SamplingBatchInfo) -> ForwardBatch:
+    def _extend_forward_batch(
+        self, sampling_info: SamplingBatchInfo, hidden_mode: CaptureHiddenMode
+    ) -> ForwardBatch:
         starts, ends = self._prefix_lens.tolist(), self.lens.tolist()
         spans = list(zip(self.reqs, starts, ends, strict=True))
         # [input ids | positions] in one upload.
@@ -292,7 +342,8 @@ class ScheduleBatch:
             lens_cpu=self._host_lens(),
             logits_rows=self._upload(qo_indptr[1:] - 1),
             input_logprobs=_input_logprob_spans(spans),
-            capture_hidden_mode=self._capture_mode(CaptureHiddenMode.FULL),
+            capture_hidden_mode=hidden_mode
+            or self._capture_mode(CaptureHiddenMode.FULL),
             sampling_info=sampling_info,
         )
 
@@ -320,6 +371,8 @@ class ScheduleBatch:
         return LaunchRecord(
             reqs=tuple(self.reqs),
             is_decode=self.forward_mode.is_decode,
+            is_speculative=self.forward_mode.is_decode
+            and bool(self.env.decode_reserve),
             is_chunked=tuple(r.is_chunked for r in self.reqs),
             has_grammar=self.has_grammar,
             logprob_reqs=self.logprob_reqs,

@@ -86,11 +86,13 @@ class PrefillBudget:
     max_prefill_tokens: tokens of one prefill batch; one longer prompt may exceed it.
     chunk_tokens: longest prefill of one forward, None without chunking.
     max_new_reqs: rows that are free.
+    decode_reserve: slots that a request keeps beyond its tokens (speculation).
     """
 
     max_prefill_tokens: int
     chunk_tokens: int | None
     max_new_reqs: int
+    decode_reserve: int = 0
 
 
 class PrefillAdder:
@@ -170,6 +172,7 @@ class PrefillAdder:
         have = req.committed_len if req.req_pool_idx else req.cache_protected_len
         # The last sampled token never gets a slot.
         total = len(req.tokens) + max(_expected_new_tokens(req) - 1, 0)
+        total += self._budget.decode_reserve
         pages = -(-total // self._page_size) - have // self._page_size
         return pages * self._page_size
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from functools import partial
 from typing import NamedTuple
 
 from sglang.srt.constrained.grammar_manager import GrammarManager
@@ -58,12 +59,13 @@ from sglang.srt.managers.scheduler_components.stats import StatsTracker
 from sglang.srt.managers.scheduler_components.step_inputs import StepInputs
 from sglang.srt.managers.scheduler_components.watchdog import Watchdog
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.managers.utils import GenerationBatchResult, decode_reserve
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.common import check_idle, release_req
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -96,7 +98,7 @@ class Scheduler:
         self,
         *,
         server_args: ServerArgs,
-        worker: TpModelWorker,
+        worker: TpModelWorker | EAGLEWorkerV2,
         tokenizer: Tokenizer | None,
         io: SchedulerIO,
     ) -> None:
@@ -110,13 +112,17 @@ class Scheduler:
             ChunkCache if server_args.disable_radix_cache else RadixCache
         )
         self.cache = cache_class(
-            req_pool=runner.req_to_token_pool, allocator=runner.allocator
+            req_pool=runner.req_to_token_pool,
+            allocator=runner.allocator,
+            # A slot of the draft's pool depends on the next token, too.
+            bigram=server_args.speculative_algorithm is not None,
         )
         self.env = BatchEnvironment(
             cache=self.cache,
             vocab_size=self.model_config.vocab_size,
             needs_lineages=runner.canary_manager is not None,
             needs_host_lens=runner.attn_backend.capabilities.needs_cpu_seq_lens,
+            decode_reserve=decode_reserve(server_args),
         )
         self._factory = RequestFactory(
             self._limits(tokenizer),
@@ -130,7 +136,9 @@ class Scheduler:
             self.cache, decode_log_interval=server_args.decode_log_interval
         )
         self._results = BatchResultProcessor(
-            self.cache, on_finish=self._on_request_finished
+            self.cache,
+            on_finish=self._on_request_finished,
+            on_verified=self._stats.on_verified,
         )
         self._streamer = OutputStreamer(io, stream_interval=server_args.stream_interval)
         self._watchdog = Watchdog(server_args.watchdog_timeout)
@@ -157,9 +165,18 @@ class Scheduler:
         eos = set(config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             eos.add(tokenizer.eos_token_id)
+        slots = runner.max_total_num_tokens
+        reserve = decode_reserve(self.server_args)
+        if reserve + self.cache.page_size > slots:
+            raise ValueError(
+                f"{slots} KV slots do not hold one request: its drafts reserve "
+                f"{reserve} beside its tokens; raise --max-total-tokens or "
+                "--mem-fraction-static, or lower --speculative-eagle-topk or "
+                "--page-size"
+            )
         return RequestLimits(
             # The last sampled token needs no slot.
-            max_total_len=min(config.context_len, runner.max_total_num_tokens + 1),
+            max_total_len=min(config.context_len, slots - reserve + 1),
             vocab_size=config.vocab_size,
             eos_token_ids=tuple(sorted(eos)),
             allow_hidden_states=self.server_args.enable_return_hidden_states,
@@ -225,8 +242,8 @@ class Scheduler:
         self._collect_grammars(inputs.grammars)
         for message in inputs.requests:
             self._dispatch(message)
-        if any(launched.has_grammar for launched, _ in self._in_flight):
-            self._resolve(0)  # the next masks depend on these tokens
+        if self._must_know_results():
+            self._resolve(0)
         batch = self._get_next_batch_to_run()
         if batch is not None:
             self._in_flight.append(self._launch(batch))
@@ -234,6 +251,13 @@ class Scheduler:
         if batch is None and not did_process and not self.has_work():
             self._on_idle()
         return batch is not None or did_process
+
+    def _must_know_results(self) -> bool:
+        """Whether the next batch depends on what is in flight: its masks on the tokens,
+        or its metadata on the lengths that a verification decides."""
+        if self.env.decode_reserve and self.env.needs_host_lens:
+            return True
+        return any(launched.has_grammar for launched, _ in self._in_flight)
 
     def _resolve(self, max_in_flight: int) -> bool:
         """Process results, oldest first, until so many are left; True if any was."""
@@ -263,19 +287,25 @@ class Scheduler:
         return self._can_run() or bool(self._grammars)
 
     def _launch(self, batch: ScheduleBatch) -> InFlight:
-        sampling_info = (
-            batch.sampling_info
-            if self._grammars is None
-            else self._grammars.with_masks(batch)
-        )
         launched = batch.record()
         if self._canary is not None:
             self._canary.before_launch(batch)
         if self._inputs.are_compared:
             self._inputs.remember(len(batch), int(launched.ends.sum()))
         with self._watchdog.guard():
-            result = self.worker.forward_batch_generation(batch, sampling_info)
-        return InFlight(launched, result)
+            return InFlight(launched, self._run(batch))
+
+    def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        grammars, worker = self._grammars, self.worker
+        if grammars is None or not batch.has_grammar:
+            return worker.forward_batch_generation(batch, batch.sampling_info)
+        if isinstance(worker, EAGLEWorkerV2) and batch.forward_mode.is_decode:
+            return worker.forward_batch_generation(
+                batch,
+                batch.sampling_info,
+                tree_masks=partial(grammars.tree_masks, batch),
+            )
+        return worker.forward_batch_generation(batch, grammars.with_masks(batch))
 
     def _process(self, done: InFlight) -> None:
         if self._canary is not None:
@@ -372,6 +402,7 @@ class Scheduler:
                 ),
                 max_new_reqs=self.cache.req_pool.available_size()
                 + (self._chunked is not None),
+                decode_reserve=self.env.decode_reserve,
             ),
         )
         if self._chunked is not None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.sampler import Sampler, SamplerOutput
+from sglang.srt.layers.logprobs import LogprobResult
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -17,25 +20,70 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.server_args import ServerArgs
 
 
-class TpModelWorker:
-    """One model (or one rank's part of it) on one device, with its sampler."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledForward:
+    """One forward and the token that it yielded per row, all on the device.
 
-    def __init__(self, *, server_args: ServerArgs, model_config: ModelConfig) -> None:
-        self.model_runner = ModelRunner(
-            server_args=server_args, model_config=model_config
+    Fields:
+        token_ids: int64 [R], published in the token table already.
+        packed: int64; `token_ids`, then what the KV canary found.
+    """
+
+    forward_batch: ForwardBatch
+    output: LogitsProcessorOutput
+    token_ids: Tensor
+    packed: Tensor
+    logprobs: LogprobResult | None
+
+    def to_host(self) -> GenerationBatchResult:
+        """Enqueue the copies behind the forward; do not wait."""
+        return to_host(
+            self.packed,
+            rows=len(self.token_ids),
+            logprobs=self.logprobs,
+            input_logprobs=self.output.input_logprobs,
+            hidden=self.output.hidden_states,
         )
-        self.model_runner.initialize()
-        self.model_runner.init_cuda_graphs()
-        if self.model_runner.canary_manager is not None:
-            self.model_runner.canary_manager.mark_init_finished()
+
+
+class TpModelWorker:
+    """One model (or one rank's part of it) on one device, with its sampler.
+
+    Args:
+        model_runner: initialised.
+    """
+
+    def __init__(self, *, server_args: ServerArgs, model_runner: ModelRunner) -> None:
+        self.model_runner = model_runner
         self.sampler = Sampler(server_args.sampling_backend or "pytorch")
         self._group = get_tp_group()
+
+    @classmethod
+    def create(
+        cls, *, server_args: ServerArgs, model_config: ModelConfig
+    ) -> TpModelWorker:
+        """A worker that is ready to serve without speculation.
+
+        Raises:
+            ValueError: bad weights or impossible memory.
+        """
+        runner = ModelRunner(server_args=server_args, model_config=model_config)
+        runner.initialize()
+        runner.init_cuda_graphs()
+        if runner.canary_manager is not None:
+            runner.canary_manager.mark_init_finished()
+        return cls(server_args=server_args, model_runner=runner)
 
     def forward_batch_generation(
         self, batch: ScheduleBatch, sampling_info: SamplingBatchInfo
     ) -> GenerationBatchResult:
         """Forward, sample one token per row, publish the tokens for the next step."""
-        forward_batch = batch.forward_batch(sampling_info)
+        return self.run(batch, batch.forward_batch(sampling_info)).to_host()
+
+    def run(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> SampledForward:
+        """The same, given the forward, whose results stay on the device."""
+        sampling_info = forward_batch.sampling_info
+        assert sampling_info is not None
         output = self.model_runner.forward(forward_batch)
         sampled = self.sampler(
             output.next_token_logits,
@@ -55,7 +103,13 @@ class TpModelWorker:
         packed = token_ids
         if canary is not None:
             packed = canary.finish_step(forward_batch, token_ids)
-        return _to_host(packed, len(token_ids), sampled=sampled, output=output)
+        return SampledForward(
+            forward_batch=forward_batch,
+            output=output,
+            token_ids=token_ids,
+            packed=packed,
+            logprobs=sampled.logprobs,
+        )
 
     def _publish(
         self, forward_batch: ForwardBatch, batch: ScheduleBatch, token_ids: Tensor
@@ -71,28 +125,38 @@ class TpModelWorker:
         table[rows, positions] = token_ids.to(table.dtype)
 
 
-def _to_host(
+def to_host(
     packed: Tensor,
-    rows: int,
     *,
-    sampled: SamplerOutput,
-    output: LogitsProcessorOutput,
+    rows: int,
+    stride: int = 1,
+    has_accept_lens: bool = False,
+    logprobs: LogprobResult | None = None,
+    input_logprobs: dict[int, LogprobResult] | None = None,
+    hidden: Tensor | None = None,
 ) -> GenerationBatchResult:
-    """Enqueue the copies to pinned memory behind the forward; do not wait.
+    """Enqueue the copies to pinned memory behind the work so far; do not wait.
 
     Args:
-        packed: int64; the tokens of `rows` rows, then what the KV canary found.
+        packed: int64; `stride` tokens for each of `rows` rows, their accept lengths if
+            there are any, then what the KV canary found.
     """
     is_device = packed.is_cuda
     take = _pinned_copy if is_device else _as_it_is
-    here, logprobs, hidden = take(packed), sampled.logprobs, output.hidden_states
+    here = take(packed)
+    tokens, rest = here[: rows * stride], here[rows * stride :]
+    accept_lens = None
+    if has_accept_lens:
+        accept_lens, rest = rest[:rows], rest[rows:]
     result = GenerationBatchResult(
-        tokens=here[:rows],
-        canary=here[rows:] if len(here) > rows else None,
+        tokens=tokens,
+        stride=stride,
+        accept_lens=accept_lens,
+        canary=rest if len(rest) else None,
         logprobs=logprobs and logprobs.with_packed(take(logprobs.packed)),
         input_logprobs={
             row: scored.with_packed(take(scored.packed))
-            for row, scored in output.input_logprobs.items()
+            for row, scored in (input_logprobs or {}).items()
         },
         hidden=None if hidden is None else take(hidden),
         copy_done=torch.cuda.Event() if is_device else None,

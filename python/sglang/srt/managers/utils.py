@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.speculative.draft_layout import alloc_len_per_decode
+
 if TYPE_CHECKING:
     from sglang.srt.layers.logprobs import LogprobResult
     from sglang.srt.server_args import ServerArgs
@@ -19,7 +21,8 @@ class GenerationBatchResult:
 
     Fields:
     tokens: int64 [R * stride]; request r owns `[r * stride, r * stride +
-    accept_lens[r])`. stride: tokens per request in `tokens` (1 without speculation).
+        accept_lens[r])`.
+    stride: tokens per request in `tokens` (1 without speculation).
     accept_lens: int64 [R], or None where each request got one token.
     canary: int64 [R + 1 + counters], what the KV canary found in this step
         (`StepFindings`), or None while it is off.
@@ -51,7 +54,23 @@ def get_alloc_len_per_decode(server_args: ServerArgs) -> int:
     """
     if server_args.speculative_algorithm is None:
         return 1
-    raise ValueError(
-        f"no reserve rule for --speculative-algorithm "
-        f"{server_args.speculative_algorithm}"
+    shape = server_args.tree_shape
+    assert server_args.page_size is not None
+    return alloc_len_per_decode(
+        page_size=server_args.page_size,
+        topk=shape.topk,
+        num_steps=shape.num_steps,
+        num_draft_tokens=shape.num_draft_tokens,
     )
+
+
+def decode_reserve(server_args: ServerArgs) -> int:
+    """KV slots that a request keeps beyond those the host knows to be written.
+
+    One iteration's writes, and as many again for the iteration in flight, whose length
+    the host does not know yet. 0 without speculation: slots are taken as they are
+    written.
+    """
+    if server_args.speculative_algorithm is None:
+        return 0
+    return 2 * get_alloc_len_per_decode(server_args)

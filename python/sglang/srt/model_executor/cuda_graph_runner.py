@@ -1,4 +1,4 @@
-"""Decode forwards as graphs: one per padded batch size, replayed for every batch."""
+"""Decode and verify forwards as graphs: one per padded batch size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang.srt.model_executor.graph_capture import (
     SegmentBackend,
     capture_graph,
 )
-from sglang.srt.model_executor.input_buffers import GraphInputBuffers
+from sglang.srt.model_executor.input_buffers import GraphInputBuffers, GraphInputs
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -54,7 +54,8 @@ def cuda_graph_backend() -> SegmentBackend:
 
 class CudaGraphRunner:
     """Args:
-    model_runner: whose decode forwards are captured.
+    model_runner: whose forwards are captured.
+    inputs: what they read; None: plain decode.
     batch_sizes: padded sizes, each a graph.
     make_backend: captures segments; tests pass a recorder that needs no GPU.
 
@@ -66,6 +67,7 @@ class CudaGraphRunner:
         model_runner: ModelRunner,
         *,
         batch_sizes: list[int],
+        inputs: GraphInputs | None = None,
         capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
         make_backend: Callable[[], SegmentBackend] = cuda_graph_backend,
     ) -> None:
@@ -73,11 +75,16 @@ class CudaGraphRunner:
         self._sizes = sorted(batch_sizes)
         self._hidden_mode = capture_hidden_mode
         self._make_backend = make_backend
-        self._buffers = GraphInputBuffers(
+        self._inputs = inputs or GraphInputBuffers(
             max_rows=self._sizes[-1], device=model_runner.device
         )
         self._graphs: dict[int, BreakableGraph] = {}
         self._capture()
+
+    @property
+    def tokens_per_row(self) -> int:
+        """New tokens of each row."""
+        return self._inputs.tokens_per_row
 
     @property
     def num_replays(self) -> int:
@@ -85,7 +92,7 @@ class CudaGraphRunner:
 
     def can_run(self, forward_batch: ForwardBatch) -> bool:
         return (
-            forward_batch.forward_mode.is_decode
+            forward_batch.forward_mode is self._inputs.forward_mode
             and forward_batch.num_rows <= self._sizes[-1]
             and forward_batch.capture_hidden_mode is self._hidden_mode
         )
@@ -98,18 +105,18 @@ class CudaGraphRunner:
         """
         rows = forward_batch.num_rows
         size = self._sizes[bisect.bisect_left(self._sizes, rows)]
-        self._buffers.populate(forward_batch)
-        static = self._buffers.decode_batch(
+        self._inputs.populate(forward_batch)
+        static = self._inputs.static_batch(
             size, self._hidden_mode, lens_cpu=forward_batch.lens_cpu
         )
         self._runner.attn_backend.init_replay(static)
         graph = self._graphs[size]
         graph.replay()
         output: LogitsProcessorOutput = graph.outputs
-        hidden = output.hidden_states
+        hidden, tokens = output.hidden_states, rows * self.tokens_per_row
         return LogitsProcessorOutput(
-            next_token_logits=output.next_token_logits[:rows],
-            hidden_states=None if hidden is None else hidden[:rows],
+            next_token_logits=output.next_token_logits[:tokens],
+            hidden_states=None if hidden is None else hidden[:tokens],
             input_logprobs={},
         )
 
@@ -119,14 +126,15 @@ class CudaGraphRunner:
         for size in reversed(self._sizes):
             self._graphs[size] = self._capture_graph(size)
         logger.info(
-            "Captured %d decode graphs (batch sizes up to %d) in %.1f s",
+            "Captured %d %s graphs (batch sizes up to %d) in %.1f s",
             len(self._sizes),
+            self._inputs.forward_mode.name.lower(),
             self._sizes[-1],
             time.perf_counter() - began,
         )
 
     def _capture_graph(self, size: int) -> BreakableGraph:
-        static = self._buffers.decode_batch(
+        static = self._inputs.static_batch(
             size, self._hidden_mode, lens_cpu=NO_LIVE_ROWS
         )
         self._runner.attn_backend.init_capture(static, size)

@@ -44,6 +44,14 @@ class HostLens:
     prefix_lens: list[int]
     extend_lens: list[int]
 
+    def padded(self, rows: int, *, prefix_len: int, extend_len: int) -> HostLens:
+        """With padding rows of these lengths up to `rows`."""
+        missing = rows - len(self.extend_lens)
+        return HostLens(
+            prefix_lens=self.prefix_lens + [prefix_len] * missing,
+            extend_lens=self.extend_lens + [extend_len] * missing,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputLogprobSpan:

@@ -3,7 +3,7 @@ ForwardBatch."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,9 +31,36 @@ _DECODE_FIELDS: dict[str, int] = {
 }
 
 
+class GraphInputs(Protocol):
+    """Static inputs that all graphs of a runner read, each its first rows.
+
+    Attributes:
+        forward_mode: of the forwards.
+        tokens_per_row: new tokens of each row.
+    """
+
+    forward_mode: ForwardMode
+    tokens_per_row: int
+
+    def static_batch(
+        self,
+        rows: int,
+        capture_hidden_mode: CaptureHiddenMode,
+        *,
+        lens_cpu: HostLens | None = None,
+    ) -> ForwardBatch:
+        """The static batch of the first `rows` rows; `lens_cpu` of the live ones is
+        padded with those of the others."""
+
+    def populate(self, forward_batch: ForwardBatch) -> None:
+        """Copy a live batch in; the other rows are padding. The host does not wait."""
+
+
 class GraphInputBuffers:
-    """One int64 block [fields, rows] that all decode graphs read, each its first
-    rows."""
+    """Inputs of decode forwards: one int64 block [fields, rows]."""
+
+    forward_mode = ForwardMode.DECODE
+    tokens_per_row = 1
 
     def __init__(self, *, max_rows: int, device: torch.device | str) -> None:
         padding = torch.tensor(list(_DECODE_FIELDS.values()), dtype=torch.int64)
@@ -41,43 +68,34 @@ class GraphInputBuffers:
         self._block = self._padding.repeat(1, max_rows)
         self._filled = 0
 
-    def decode_batch(
+    def static_batch(
         self,
         rows: int,
         capture_hidden_mode: CaptureHiddenMode,
         *,
         lens_cpu: HostLens | None = None,
     ) -> ForwardBatch:
-        """The static batch of the first `rows` rows.
-
-        `lens_cpu` of the live rows is padded with those of the others.
-        """
         views: dict[str, Any] = {
             name: self._block[i, :rows] for i, name in enumerate(_DECODE_FIELDS)
         }
         return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
+            forward_mode=self.forward_mode,
             capture_hidden_mode=capture_hidden_mode,
-            lens_cpu=None if lens_cpu is None else _padded(lens_cpu, rows),
+            lens_cpu=None
+            if lens_cpu is None
+            else lens_cpu.padded(
+                rows,
+                prefix_len=_DECODE_FIELDS["prefix_lens"],
+                extend_len=_DECODE_FIELDS["extend_lens"],
+            ),
             **views,
         )
 
     def populate(self, forward_batch: ForwardBatch) -> None:
-        """Copy a live decode batch in; rows that an earlier one filled become padding.
-
-        Enqueued on the current stream; the host does not wait.
-        """
+        # Only rows that an earlier batch filled must become padding.
         rows = forward_batch.num_rows
         if rows < self._filled:
             self._block[:, rows : self._filled] = self._padding
         self._filled = rows
         live = [getattr(forward_batch, name) for name in _DECODE_FIELDS]
         self._block[:, :rows].copy_(torch.stack(live))
-
-
-def _padded(lens: HostLens, rows: int) -> HostLens:
-    padding = rows - len(lens.extend_lens)
-    return HostLens(
-        prefix_lens=lens.prefix_lens + [_DECODE_FIELDS["prefix_lens"]] * padding,
-        extend_lens=lens.extend_lens + [_DECODE_FIELDS["extend_lens"]] * padding,
-    )

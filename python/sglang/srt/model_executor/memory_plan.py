@@ -45,7 +45,11 @@ def default_batch_sizes(max_rows: int) -> list[int]:
 
 
 def graph_bytes(
-    config: ModelConfig, sizes: Sequence[int], *, dtype: torch.dtype
+    config: ModelConfig,
+    sizes: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    tokens_per_row: int = 1,
 ) -> int:
     """Memory that the decode graphs of these sizes will take.
 
@@ -56,6 +60,7 @@ def graph_bytes(
         return 0
     live = LIVE_HIDDEN * config.hidden_size + LIVE_INNER * config.intermediate_size
     per_row = sum(sizes) * config.vocab_size + max(sizes) * live
+    per_row *= tokens_per_row
     return per_row * dtype.itemsize + len(sizes) * GRAPH_BYTES + KERNEL_BYTES
 
 

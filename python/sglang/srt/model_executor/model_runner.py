@@ -15,12 +15,17 @@ from sglang.srt.layers.attention.attention_registry import create_attention_back
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+)
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.forward_scopes import ForwardScopes, NullScopes
+from sglang.srt.model_executor.input_buffers import GraphInputs
 from sglang.srt.model_executor.memory_plan import explain_out_of_memory, graph_bytes
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import (
     ModelRunnerKVCacheMixin,
+    SharedPools,
 )
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import CausalLM, supported_draft_architectures
@@ -37,7 +42,8 @@ TORCH_DTYPES = {
 
 
 class ModelRunner(ModelRunnerKVCacheMixin):
-    """Runs forwards of one model; `initialize` must be called first.
+    """Runs forwards of one model; `initialize` must be called first, or `load_weights`
+    and then `init_memory`, where another model takes memory in between.
 
     Attributes:
         scopes: hooks around forwards; the canary replaces them.
@@ -55,14 +61,16 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         server_args: ServerArgs,
         model_config: ModelConfig,
         is_draft_worker: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """`dtype`: None: by --dtype and the checkpoint."""
         assert server_args.page_size is not None
         self.server_args = server_args
         self.model_config = model_config
         self.is_draft_worker = is_draft_worker
         self.spec_algorithm = server_args.speculative_algorithm
         self.device = server_args.device
-        self.dtype = self._resolve_dtype()
+        self.dtype = dtype or self._resolve_dtype()
         self.page_size = server_args.page_size
         self.scopes: ForwardScopes = NullScopes()
         # Set by init_cuda_graphs, which whoever owns the runner calls when everything
@@ -84,7 +92,15 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         Raises:
             ValueError: bad weights or impossible memory; names the flag or the tensor.
         """
-        began = time.perf_counter()
+        self.load_weights()
+        self.init_memory()
+
+    def load_weights(self) -> None:
+        """
+        Raises:
+            ValueError: bad weights, or too little memory for them.
+        """
+        self._began = time.perf_counter()
         if self.server_args.tp_size != get_tp_group().size:
             raise ValueError(
                 f"--tp-size {self.server_args.tp_size} needs as many processes, but "
@@ -105,8 +121,26 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 rope_rows=self.row_width(),
                 device=self.device,
             )
+
+    def init_memory(
+        self,
+        *,
+        shared: SharedPools | None = None,
+        companion_bytes_per_slot: int = 0,
+    ) -> None:
+        """Build the pools and the attention backend.
+
+        Args:
+            shared: rows and slots of the target, for a draft worker.
+            companion_bytes_per_slot: what a draft worker will keep per slot.
+
+        Raises:
+            ValueError: impossible memory; names the flag.
+        """
         with explain_out_of_memory("building the KV pool", self.server_args):
-            self._init_pools()
+            self._init_pools(
+                shared=shared, companion_bytes_per_slot=companion_bytes_per_slot
+            )
         assert self.server_args.attention_backend is not None
         self.attn_backend = create_attention_backend(
             self.server_args.attention_backend,
@@ -116,28 +150,48 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.canary_manager = install_canary(
             server_args=self.server_args, model_runner=self
         )
-        self._context = ForwardContext(attn_backend=self.attn_backend)
         logger.info(
             "Loaded %s (%s, %s) with %d KV slots in %.1f s",
             self.model_config.architecture,
             str(self.dtype).removeprefix("torch."),
             self.server_args.attention_backend,
             self.max_total_num_tokens,
-            time.perf_counter() - began,
+            time.perf_counter() - self._began,
         )
 
-    def init_cuda_graphs(self) -> None:
-        """Capture the decode graphs, where the backend and the flags allow them."""
+    def init_cuda_graphs(
+        self,
+        inputs: GraphInputs | None = None,
+        *,
+        capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
+    ) -> None:
+        """Capture the decode graphs, where the backend and the flags allow them.
+
+        Args:
+            inputs: static inputs of the forwards to capture; None: plain decode.
+            capture_hidden_mode: hidden states that these forwards return.
+        """
         sizes = self.graph_sizes()
         if not sizes:
             return
         free_before = available_device_bytes(self.device)
         with explain_out_of_memory("capturing CUDA graphs", self.server_args):
-            self.graph_runner = CudaGraphRunner(self, batch_sizes=sizes)
+            self.graph_runner = CudaGraphRunner(
+                self,
+                inputs=inputs,
+                batch_sizes=sizes,
+                capture_hidden_mode=capture_hidden_mode,
+            )
+        foretold = graph_bytes(
+            self.model_config,
+            sizes,
+            dtype=self.dtype,
+            tokens_per_row=self.graph_runner.tokens_per_row,
+        )
         logger.info(
             "The graphs took %.2f GiB; %.2f GiB were set aside",
             (free_before - available_device_bytes(self.device)) / 2**30,
-            graph_bytes(self.model_config, sizes, dtype=self.dtype) / 2**30,
+            foretold / 2**30,
         )
 
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
@@ -152,12 +206,24 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             self.attn_backend.init_eager(forward_batch)
             return self.run_model(forward_batch)
 
-    def run_model(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
-        """The model alone; the attention backend's metadata is set."""
+    def run_model(
+        self,
+        forward_batch: ForwardBatch,
+        *,
+        step: int = 0,
+        attn_backend: AttentionBackend | None = None,
+    ) -> LogitsProcessorOutput:
+        """The model alone; the attention backend's metadata is set.
+
+        Args:
+            step: which forward of the launch this is.
+            attn_backend: None: the runner's own.
+        """
+        context = ForwardContext(attn_backend=attn_backend or self.attn_backend)
         with (
             torch.inference_mode(),
-            forward_context(self._context),
-            self.scopes.step(0),
+            forward_context(context),
+            self.scopes.step(step),
         ):
             output: LogitsProcessorOutput = self.model(
                 forward_batch.input_ids, forward_batch.positions, forward_batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +12,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import divide_kv_heads
 from sglang.srt.kv_canary.capacities import bytes_per_slot
-from sglang.srt.managers.utils import get_alloc_len_per_decode
+from sglang.srt.managers.utils import decode_reserve
 from sglang.srt.mem_cache.allocator import BaseAllocator, create_allocator
 from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPool,
@@ -20,6 +21,7 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 from sglang.srt.model_executor.memory_plan import decode_graph_sizes, graph_bytes
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.fault_points import NARROW_ROWS, is_reverted
 from sglang.srt.utils.memory import available_device_bytes
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,14 @@ logger = logging.getLogger(__name__)
 CPU_POOL_CONTEXTS = 32
 # Columns of a row beyond the context that every configuration gets.
 ROW_HEADROOM = 4
+
+
+class SharedPools(NamedTuple):
+    """What a draft worker shares with its target: the same slot id addresses a row of
+    either KV pool."""
+
+    req_to_token_pool: ReqToTokenPool
+    allocator: BaseAllocator
 
 
 class ModelRunnerKVCacheMixin:
@@ -52,8 +62,13 @@ class ModelRunnerKVCacheMixin:
         The context, plus what one decode iteration may reserve beyond it in whole
         pages.
         """
-        reserve = 2 * get_alloc_len_per_decode(self.server_args) + self.page_size - 1
-        return self.model_config.context_len + max(ROW_HEADROOM, reserve)
+        args, context_len = self.server_args, self.model_config.context_len
+        if args.speculative_algorithm is None:
+            return context_len + max(ROW_HEADROOM, self.page_size + 1)
+        narrow = ROW_HEADROOM + args.tree_shape.num_draft_tokens
+        if is_reverted(NARROW_ROWS):
+            return context_len + narrow
+        return context_len + max(narrow, decode_reserve(args) + self.page_size - 1)
 
     def graph_sizes(self) -> list[int]:
         """Batch sizes of the decode graphs; empty where the flags or the backend rule
@@ -70,25 +85,29 @@ class ModelRunnerKVCacheMixin:
             wanted=args.cuda_graph_bs,
         )
 
-    def _init_pools(self) -> None:
-        """Build rows, slots and KV bytes.
+    def _init_pools(
+        self, *, shared: SharedPools | None, companion_bytes_per_slot: int
+    ) -> None:
+        """Build rows, slots and KV bytes; with `shared`, the KV bytes only.
 
         Raises:
             ValueError: the memory does not hold one page; names the flags.
         """
         config, args = self.model_config, self.server_args
         assert args.max_running_requests is not None
-        # Every rank keeps the KV of its heads in the same slots.
-        self.max_total_num_tokens = get_tp_group().min_int(self._pool_size())
-        self.req_to_token_pool = ReqToTokenPool(
-            size=args.max_running_requests,
-            row_width=self.row_width(),
-            device=self.device,
-            context_len=config.context_len,
-        )
-        self.allocator = create_allocator(
-            size=self.max_total_num_tokens, page_size=self.page_size
-        )
+        if shared is None:
+            # Every rank keeps the KV of its heads in the same slots.
+            size = get_tp_group().min_int(self._pool_size(companion_bytes_per_slot))
+            rows = ReqToTokenPool(
+                size=args.max_running_requests,
+                row_width=self.row_width(),
+                device=self.device,
+                context_len=config.context_len,
+            )
+            allocator = create_allocator(size=size, page_size=self.page_size)
+            shared = SharedPools(rows, allocator)
+        self.req_to_token_pool, self.allocator = shared
+        self.max_total_num_tokens = self.allocator.size
         self.kv_pool = MHATokenToKVPool(
             size=self.max_total_num_tokens,
             page_size=self.page_size,
@@ -108,17 +127,26 @@ class ModelRunnerKVCacheMixin:
         available = available_device_bytes(self.device)
         return available // get_tp_group().size if self.device == "cpu" else available
 
-    def _pool_size(self) -> int:
-        """KV slots, a multiple of the page size."""
-        args, config = self.server_args, self.model_config
-        per_token = kv_bytes_per_token(
+    def bytes_per_kv_slot(self) -> int:
+        """Device memory of one slot: K and V of all layers, and what checks them."""
+        config = self.model_config
+        kv_bytes = kv_bytes_per_token(
             layer_num=config.num_layers,
             head_num=self._num_kv_heads(),
             head_dim=config.head_dim,
             dtype=self.dtype,
         )
-        if args.kv_canary != "none" and not self.is_draft_worker:
-            per_token += bytes_per_slot()
+        has_canary = self.server_args.kv_canary != "none"
+        return kv_bytes + (bytes_per_slot() if has_canary else 0)
+
+    def _pool_size(self, companion_bytes_per_slot: int) -> int:
+        """KV slots, a multiple of the page size.
+
+        Args:
+            companion_bytes_per_slot: what another runner keeps per slot beside this.
+        """
+        args, config = self.server_args, self.model_config
+        per_token = self.bytes_per_kv_slot() + companion_bytes_per_slot
         available = self._available_bytes()
         if args.max_total_tokens is not None:
             if args.max_total_tokens * per_token > available:
@@ -131,7 +159,10 @@ class ModelRunnerKVCacheMixin:
         assert args.mem_fraction_static is not None
         # What is not static stays free for the activations of prefill.
         kept_free = int(self.free_bytes_at_start * (1 - args.mem_fraction_static))
-        kept_free += graph_bytes(config, self.graph_sizes(), dtype=self.dtype)
+        tokens = args.tree_shape.num_draft_tokens if args.speculative_algorithm else 1
+        kept_free += graph_bytes(
+            config, self.graph_sizes(), dtype=self.dtype, tokens_per_row=tokens
+        )
         size = max(available - kept_free, 0) // per_token
         size -= self.page_size  # the scratch page
         if self.device == "cpu":

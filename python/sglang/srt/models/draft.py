@@ -6,6 +6,8 @@ Knows no proposals, trees or workers.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -24,10 +26,13 @@ class DraftModel(LoadableModel):
     """A head that drafts from a target's hidden states.
 
     Attributes:
+        algorithm: the --speculative-algorithm that it serves.
         embed_tokens, lm_head: None until the checkpoint or the target gives them.
         hot_token_ids: int64 [draft vocabulary], the target's id of each draft id, or
             None where both number alike.
     """
+
+    algorithm: ClassVar[str]
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

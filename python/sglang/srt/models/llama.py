@@ -281,6 +281,10 @@ class LlamaForCausalLM(LoadableModel):
         is_copy = name == "lm_head.weight" and self.config.tie_word_embeddings
         return None if is_copy else name
 
+    def embed_and_head(self) -> tuple[VocabEmbedding, LMHead]:
+        """What a draft head may share."""
+        return self.model.embed_tokens, self.lm_head
+
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Return the inputs of these layers as hidden states, in ascending order.
 

@@ -42,6 +42,7 @@ class LlamaForCausalLMEagle(DraftModel):
     the target's next one.
     """
 
+    algorithm = "EAGLE"
     traits = DecoderTraits()
 
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:

@@ -6,11 +6,11 @@ most frequent tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from sglang.srt.configs.draft_config import hidden_source_size, num_hidden_sources
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import LoadableParameter
@@ -26,40 +26,8 @@ from sglang.srt.models.draft import (
 )
 from sglang.srt.models.llama import DecoderBlock, DecoderTraits
 
-DEFAULT_NUM_SOURCES = 3
 FIRST_LAYER = "layers.0."
 MIDLAYER = "midlayer."
-
-
-def layers_to_capture(draft: ModelConfig, *, num_target_layers: int) -> tuple[int, ...]:
-    """The layers of the target whose inputs the draft reads.
-
-    A checkpoint that lists layers means what they return.
-    """
-    listed = _eagle_config(draft).get("eagle_aux_hidden_state_layer_ids")
-    if listed:
-        return tuple(int(layer) + 1 for layer in listed)
-    return (2, num_target_layers // 2, num_target_layers - 3)
-
-
-def num_hidden_sources(draft: ModelConfig) -> int:
-    """How many hidden states of the target are joined for the draft to read."""
-    settings = _eagle_config(draft)
-    if not settings.get("use_aux_hidden_state", True):
-        return 1
-    explicit = draft.raw.get("num_aux_hidden_states")
-    listed = settings.get("eagle_aux_hidden_state_layer_ids") or ()
-    return int(explicit or len(listed) or DEFAULT_NUM_SOURCES)
-
-
-def _eagle_config(draft: ModelConfig) -> dict[str, Any]:
-    settings = draft.raw.get("eagle_config") or {}
-    if not isinstance(settings, dict):
-        raise ValueError(
-            f"{draft.path / 'config.json'}: eagle_config must be an object, got "
-            f"{settings!r}"
-        )
-    return settings
 
 
 def _draft_vocab_size(config: ModelConfig) -> int:
@@ -105,6 +73,7 @@ class LlamaForCausalLMEagle3(DraftModel):
     norm, which the next step reads.
     """
 
+    algorithm = "EAGLE3"
     traits = DecoderTraits()
 
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
@@ -115,9 +84,8 @@ class LlamaForCausalLMEagle3(DraftModel):
                 f"num_hidden_layers {config.num_layers}"
             )
         self.draft_vocab_size = _draft_vocab_size(config)
-        source_size = int(config.raw.get("target_hidden_size") or config.hidden_size)
         self.fc = StateProjection(
-            num_hidden_sources(config) * source_size, config.hidden_size
+            num_hidden_sources(config) * hidden_source_size(config), config.hidden_size
         )
         self.midlayer = Eagle3Layer(
             config,

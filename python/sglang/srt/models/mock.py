@@ -57,6 +57,10 @@ class MockForCausalLM(Module):
         )
         self.logits_processor = LogitsProcessor()
 
+    def embed_and_head(self) -> tuple[VocabEmbedding, LMHead]:
+        """What a draft head may share."""
+        return self.embed_tokens, self.lm_head
+
     def fill_weights(self) -> None:
         """Embedding rows and head rows are the bits of the token id as +1 / -1."""
         codes = mock_math.token_codes(self.vocab_size)

@@ -39,6 +39,15 @@ def supported_draft_architectures() -> list[str]:
     return sorted(_DRAFT_MODELS)
 
 
+def draft_architectures(algorithm: str) -> list[str]:
+    """Models that draft for a --speculative-algorithm."""
+    if algorithm == "STANDALONE":
+        return supported_architectures()
+    return sorted(
+        name for name, model in _DRAFT_MODELS.items() if model.algorithm == algorithm
+    )
+
+
 def create_model(config: ModelConfig, *, rope_rows: int) -> CausalLM:
     """Build the module with uninitialised weights.
 

@@ -194,8 +194,11 @@ class SamplingBatchInfo:
             self.rows + other.rows, vocab_size=self.vocab_size, device=self.device
         )
 
-    def repeat_rows(self, times: int) -> SamplingBatchInfo:
-        """Each row `times` times in succession: a request becomes its tree nodes."""
+    def repeat_rows(self, times: int, *, keep_mask: bool = False) -> SamplingBatchInfo:
+        """Each row `times` times in succession: a request becomes its tree nodes.
+
+        `keep_mask`: the mask has a row for each of the copies already.
+        """
         mask, filtering, penal = self.vocab_mask, self.filter_rows, self.penalty_rows
         return dataclasses.replace(
             self,
@@ -208,7 +211,9 @@ class SamplingBatchInfo:
             penalty_rows=None if penal is None else _repeat_indices(penal, times),
             logit_bias=self.logit_bias and self.logit_bias.repeat(times),
             stop_tokens=self.stop_tokens and self.stop_tokens.repeat(times),
-            vocab_mask=None if mask is None else mask.repeat_interleave(times, dim=0),
+            vocab_mask=mask
+            if mask is None or keep_mask
+            else mask.repeat_interleave(times, dim=0),
         )
 
     def with_vocab_mask(self, mask: torch.Tensor | None) -> SamplingBatchInfo:

@@ -8,12 +8,29 @@ from pathlib import Path
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 
+# Bundled drafts of the demo model by --speculative-algorithm.
+_DEMO_DRAFTS = {
+    "EAGLE": "demo_model_eagle",
+    "EAGLE3": "demo_model_eagle3",
+    "STANDALONE": "demo_model_draft",
+}
+
+
 def bundled_demo_model_path() -> Path:
     """Folder of the demo model inside the installed package."""
-    return Path(str(resources.files("sglang"))) / "assets" / "demo_model"
+    return _assets() / "demo_model"
 
 
-def resolve_model_folder(path: str) -> Path:
+def bundled_demo_draft_path(algorithm: str) -> Path:
+    """Folder of the demo model's draft for a --speculative-algorithm."""
+    return _assets() / _DEMO_DRAFTS[algorithm]
+
+
+def _assets() -> Path:
+    return Path(str(resources.files("sglang"))) / "assets"
+
+
+def resolve_model_folder(path: str, *, flag: str = "--model-path") -> Path:
     """A local folder as it is; anything else is taken as a hub name and downloaded.
 
     Raises:
@@ -22,10 +39,10 @@ def resolve_model_folder(path: str) -> Path:
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"--model-path {path}: the folder has no config.json")
+            raise ValueError(f"{flag} {path}: the folder has no config.json")
         return folder
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ValueError(f"--model-path {path}: no such folder")
+        raise ValueError(f"{flag} {path}: no such folder")
     # The hub client is slow to import and is needed for remote names alone.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -34,6 +51,5 @@ def resolve_model_folder(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=list(HUB_PATTERNS)))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ValueError(
-            f"--model-path {path}: no such folder, and the hub does not give it: "
-            f"{error}"
+            f"{flag} {path}: no such folder, and the hub does not give it: {error}"
         ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -16,6 +16,26 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVReadVie
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.speculative.draft_layout import BranchLayout
+    from sglang.srt.speculative.ops.slots import SlotRows
+
+
+class DraftDecodeBackend(Protocol):
+    """Attention of one draft phase: forwards of requests x branches, one per step."""
+
+    def plan(self, seq_lens: Sequence[int] | None) -> None:
+        """What must be done on the host before a phase, outside any graph.
+
+        Args:
+            seq_lens: KV lengths of the requests, if `needs_cpu_seq_lens`.
+        """
+
+    def prepare(self, rows: SlotRows) -> None:
+        """Set the metadata of all steps, before the first of them. Enqueued where the
+        backend supports CUDA graphs, so that it can be captured."""
+
+    def step(self, index: int) -> AttentionBackend:
+        """What the forward of this step runs with."""
 
 
 class AttentionBackend(ABC):
@@ -50,6 +70,18 @@ class AttentionBackend(ABC):
             RuntimeError: the backend does not declare `supports_cuda_graph`.
         """
         raise RuntimeError(f"attention backend {self.name} does not support graphs")
+
+    def draft_decode(
+        self, layout: BranchLayout, *, max_requests: int
+    ) -> DraftDecodeBackend:
+        """Attention of the draft steps of up to `max_requests` requests.
+
+        Raises:
+            ValueError: the backend cannot serve this layout; names the flag.
+        """
+        raise ValueError(
+            f"--attention-backend {self.name} does not serve speculative decoding"
+        )
 
     @abstractmethod
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:

@@ -7,12 +7,17 @@ metadata of its own: what the pools hold is what the kernels read, in a graph as
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import (
+    AttentionBackend,
+    DraftDecodeBackend,
+)
 from sglang.srt.layers.ops.attention import (
     decode_attention,
     decode_attention_ref,
@@ -21,6 +26,8 @@ from sglang.srt.layers.ops.attention import (
 )
 from sglang.srt.layers.ops.rope import rope_store_kv, rope_store_kv_ref
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVReadView
+from sglang.srt.speculative.draft_layout import BranchLayout
+from sglang.srt.speculative.ops.slots import SlotRows, branch_table
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -74,9 +81,28 @@ class PagedAttnBackend(AttentionBackend):
     extend_op: Callable[..., None]
 
     def __init__(self, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache) -> None:
+        self._req_to_token_pool = req_to_token_pool
         self._kv_pool = kv_pool
         self._page_size = kv_pool.page_size
         self.page_table = req_to_token_pool.req_to_token[:, :: self._page_size]
+        # Whether row r of a forward reads row r of the table.
+        self._is_own_table = False
+
+    def draft_decode(
+        self, layout: BranchLayout, *, max_requests: int
+    ) -> DraftDecodeBackend:
+        if layout.topk == 1:
+            return PlainDraftDecode(self)
+        return BranchDraftDecode(self, layout=layout, max_requests=max_requests)
+
+    def with_table(self, page_table: Tensor, *, page_size: int) -> PagedAttnBackend:
+        """The same kernels over the same KV, row r of a forward reading row r of
+        `page_table` (int32, first slots of pages)."""
+        other = copy.copy(self)
+        other.page_table = page_table
+        other._page_size = page_size
+        other._is_own_table = True
+        return other
 
     def init_eager(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare: the tables are the pools' own."""
@@ -95,9 +121,12 @@ class PagedAttnBackend(AttentionBackend):
             else forward_batch.seq_lens,
             page_size=self._page_size,
             page_table=self.page_table,
-            row_index=forward_batch.req_pool_indices,
+            row_index=self._row_index(forward_batch),
         )
         return (view,)
+
+    def _row_index(self, forward_batch: ForwardBatch) -> Tensor | None:
+        return None if self._is_own_table else forward_batch.req_pool_indices
 
     def forward(
         self,
@@ -114,7 +143,7 @@ class PagedAttnBackend(AttentionBackend):
         )
         common = {
             "page_table": self.page_table,
-            "row_index": forward_batch.req_pool_indices,
+            "row_index": self._row_index(forward_batch),
             "page_size": self._page_size,
             "sm_scale": layer.scaling,
             "window": layer.window,
@@ -155,6 +184,61 @@ class PagedAttnBackend(AttentionBackend):
     def _reads_new(self, forward_batch: ForwardBatch) -> bool:
         """Whether attention takes new K and V from the model, not from the pool."""
         return False
+
+
+class PlainDraftDecode:
+    """Chains: a request's draft slots stand where its next tokens will."""
+
+    def __init__(self, backend: PagedAttnBackend) -> None:
+        self._backend = backend
+
+    def plan(self, seq_lens: Sequence[int] | None) -> None:
+        """Nothing to plan."""
+
+    def prepare(self, rows: SlotRows) -> None:
+        """Nothing to prepare: the request rows list the slots."""
+
+    def step(self, index: int) -> AttentionBackend:
+        return self._backend
+
+
+class BranchDraftDecode:
+    """Trees: one table row per branch, good for all steps of a draft phase.
+
+    Attributes:
+        page_table: int32 [max_requests * topk, columns].
+    """
+
+    def __init__(
+        self, backend: PagedAttnBackend, *, layout: BranchLayout, max_requests: int
+    ) -> None:
+        self._layout = layout
+        self._is_paged = backend.capabilities.needs_paged_draft_rows
+        pool = backend._req_to_token_pool
+        unit = layout.page_size if self._is_paged else 1
+        # No branch is longer than a context, its drafts and a page.
+        longest = pool.context_len + layout.num_steps + layout.page_size
+        self.page_table = torch.zeros(
+            (max_requests * layout.topk, -(-longest // unit)),
+            dtype=torch.int32,
+            device=pool.device,
+        )
+        self._backend = backend.with_table(self.page_table, page_size=unit)
+
+    def plan(self, seq_lens: Sequence[int] | None) -> None:
+        """Nothing to plan: the device fills the table."""
+
+    def prepare(self, rows: SlotRows) -> None:
+        count = len(rows.req_pool_indices) * self._layout.topk
+        branch_table(
+            rows,
+            layout=self._layout,
+            paged=self._is_paged,
+            out=self.page_table[:count],
+        )
+
+    def step(self, index: int) -> AttentionBackend:
+        return self._backend
 
 
 class CpuNativeAttnBackend(PagedAttnBackend):

@@ -42,6 +42,13 @@ class TritonAttnBackend(PagedAttnBackend):
         # By (query heads, KV heads, head size): layers of one shape share.
         self._workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
 
+    def with_table(self, page_table: Tensor, *, page_size: int) -> TritonAttnBackend:
+        other = super().with_table(page_table, page_size=page_size)
+        assert isinstance(other, TritonAttnBackend)
+        other._rows = len(page_table)
+        other._workspaces = {}
+        return other
+
     def _decode_options(self, layer: RadixAttention) -> dict[str, Any]:
         shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         workspace = self._workspaces.get(shape)

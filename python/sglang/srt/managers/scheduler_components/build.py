@@ -23,6 +23,7 @@ from sglang.srt.managers.scheduler_components.scheduler_io import (
 )
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.logging import configure_logging
 from sglang.srt.utils.paths import resolve_model_folder
@@ -49,7 +50,12 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
     if not server_args.skip_tokenizer_init:
         assert server_args.tokenizer_path is not None
         tokenizer = load_tokenizer(server_args.tokenizer_path)
-    worker = TpModelWorker(server_args=server_args, model_config=model_config)
+    create = (
+        TpModelWorker.create
+        if server_args.speculative_algorithm is None
+        else EAGLEWorkerV2
+    )
+    worker = create(server_args=server_args, model_config=model_config)
     return Scheduler(server_args=server_args, worker=worker, tokenizer=tokenizer, io=io)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from sglang.srt.kv_canary.config import EARLY_FREE
 from sglang.srt.kv_canary.kernels.finish import StepFindings
 from sglang.srt.kv_canary.kernels.records import Counter
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
@@ -16,6 +15,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocator import host_array
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.utils.fault_points import EARLY_FREE
 
 
 class CanaryGate:

@@ -6,11 +6,13 @@ import torch
 
 from sglang.srt.constrained.base_grammar import Grammar
 from sglang.srt.constrained.grammar_manager import GrammarManager
+from sglang.srt.constrained.tree_masks import fill_tree_masks
 from sglang.srt.constrained.vocab_mask import mask_words
 from sglang.srt.managers.io_struct import GrammarDecision
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.speculative.ops.buffers import DraftTree
 
 
 class GrammarQueue:
@@ -100,8 +102,6 @@ class GrammarQueue:
 
     def with_masks(self, batch: ScheduleBatch) -> SamplingBatchInfo:
         """The batch's sampling info with the masks of this step."""
-        if not batch.has_grammar:
-            return batch.sampling_info
         failed = self._manager.fill_batch_mask(
             [req.grammar for req in batch.reqs], self._masks
         )
@@ -111,6 +111,35 @@ class GrammarQueue:
         return batch.sampling_info.with_vocab_mask(
             mask.to(self._device, non_blocking=True)
         )
+
+    def tree_masks(self, batch: ScheduleBatch, tree: DraftTree) -> torch.Tensor:
+        """Masks of the nodes of the batch's trees, int32 [b * D, words] on the device.
+
+        Reads the trees on the host: whoever has a grammar waits for its draft.
+        """
+        links = torch.stack((tree.tokens, tree.next_token, tree.next_sibling)).cpu()
+        nodes = tree.tokens.shape[1]
+        masks = torch.full(
+            (len(batch) * nodes, self._masks.shape[1]),
+            -1,
+            dtype=torch.int32,
+            pin_memory=self._device.type == "cuda",
+        )
+        for row, req in enumerate(batch.reqs):
+            if req.grammar is None:
+                continue
+            tokens, children, siblings = links[:, row].tolist()
+            try:
+                fill_tree_masks(
+                    req.grammar,
+                    tokens=tokens,
+                    next_token=children,
+                    next_sibling=siblings,
+                    masks=masks[row * nodes : (row + 1) * nodes],
+                )
+            except RuntimeError as error:
+                req.abort_message = f"constrained decoding failed: {error}"
+        return masks.to(self._device, non_blocking=True)
 
     def shutdown(self) -> None:
         self._manager.shutdown()

@@ -66,6 +66,8 @@ class OutputStreamer:
             finish_reason=req.finish_reason,
             logprobs=_logprob_delta(req, start, stop) if req.return_logprob else None,
             hidden_states=_hidden_delta(req) if req.return_hidden_states else None,
+            spec_verify_ct=req.spec_verify_ct,
+            spec_accept_tokens=req.spec_accept_tokens,
         )
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from sglang.srt.layers.logprobs import HostLogprob
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.schedule_batch import LaunchRecord
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -31,13 +32,19 @@ class BatchResultProcessor:
     Args:
         cache: where finished and prefilled requests leave their KV.
         on_finish: called for each request that ended, after its memory is released.
+        on_verified: called with the output tokens of each verified draft.
     """
 
     def __init__(
-        self, cache: BasePrefixCache, *, on_finish: Callable[[Req], None]
+        self,
+        cache: BasePrefixCache,
+        *,
+        on_finish: Callable[[Req], None],
+        on_verified: Callable[[int], None],
     ) -> None:
         self._cache = cache
         self._on_finish = on_finish
+        self._on_verified = on_verified
 
     def process(
         self, launched: LaunchRecord, result: GenerationBatchResult
@@ -75,10 +82,15 @@ class BatchResultProcessor:
             return 0
         if req.params.max_new_tokens == 0:
             req.finish_by_length()
+        elif req.grammar is not None:
+            self._append_by_grammar(req, new_tokens)
         else:
             req.append(new_tokens)
-            if req.grammar is not None:
-                self._advance_grammar(req, new_tokens[: req.output_len - before])
+        if launched.is_speculative:
+            req.committed_len += len(new_tokens)
+            req.spec_verify_ct += 1
+            req.spec_accept_tokens += req.output_len - before
+            self._on_verified(req.output_len - before)
         if req.is_finished:
             self._release(req)
         elif not launched.is_decode:
@@ -86,40 +98,35 @@ class BatchResultProcessor:
         return req.output_len - before
 
     def _release(self, req: Req) -> None:
-        # The forward in flight may hold one more slot than there are tokens.
+        # The forward in flight may hold one more slot than there are tokens, and a
+        # finish inside an accepted run leaves KV of tokens that are not kept.
         req.committed_len = min(req.committed_len, len(req.tokens))
         release_req(req, cache=self._cache)
         self._on_finish(req)
 
     @staticmethod
-    def _advance_grammar(req: Req, new_tokens: list[int]) -> None:
-        assert req.grammar is not None
-        try:
-            for token in new_tokens:
-                req.grammar.accept(token)
-        except RuntimeError as error:
-            logger.error("Request %s left its grammar: %s", req.rid, error)
-            req.abort(f"constrained decoding failed: {error}", status_code=500)
-            return
-        if not req.is_finished and req.grammar.is_terminated():
-            req.finish_by_grammar()
+    def _append_by_grammar(req: Req, new_tokens: list[int]) -> None:
+        """One by one: the grammar may end inside an accepted run."""
+        grammar = req.grammar
+        assert grammar is not None
+        for token in new_tokens:
+            req.append([token])
+            try:
+                grammar.accept(token)
+            except RuntimeError as error:
+                logger.error("Request %s left its grammar: %s", req.rid, error)
+                req.abort(f"constrained decoding failed: {error}", status_code=500)
+                return
+            if not req.is_finished and grammar.is_terminated():
+                req.finish_by_grammar()
+            if req.is_finished:
+                return
 
     @staticmethod
     def _store_extras(launched: LaunchRecord, result: GenerationBatchResult) -> None:
         """Logprobs and hidden states, for the rows that asked."""
         if result.logprobs is not None:
-            entries = result.logprobs.to_host()
-            chunked = {
-                req.serial
-                for req, is_chunked in zip(
-                    launched.reqs, launched.is_chunked, strict=True
-                )
-                if is_chunked
-            }
-            for req, entry in zip(launched.logprob_reqs, entries, strict=True):
-                is_counted = req.params.max_new_tokens > 0 and not req.is_finished
-                if is_counted and req.serial not in chunked:
-                    req.output_logprobs.append(entry)
+            _store_logprobs(launched, result, result.logprobs.to_host())
         if not launched.is_decode:
             for row, scored in result.input_logprobs.items():
                 launched.reqs[row].input_logprobs += scored.to_host()
@@ -132,3 +139,20 @@ class BatchResultProcessor:
             for req, start, states in zip(launched.reqs, starts, rows, strict=True):
                 if req.return_hidden_states and not req.is_finished:
                     req.store_hidden_states(start, states)
+
+
+def _store_logprobs(
+    launched: LaunchRecord, result: GenerationBatchResult, entries: list[HostLogprob]
+) -> None:
+    """`entries`: `result.stride` for each request that asked, of which as many count as
+    it got tokens."""
+    accept_lens = result.accept_lens
+    rows = {req.serial: row for row, req in enumerate(launched.reqs)}
+    for i, req in enumerate(launched.logprob_reqs):
+        row = rows[req.serial]
+        is_over = req.params.max_new_tokens == 0 or req.is_finished
+        if is_over or launched.is_chunked[row]:
+            continue
+        count = 1 if accept_lens is None else int(accept_lens[row])
+        first = i * result.stride
+        req.output_logprobs += entries[first : first + count]

@@ -26,6 +26,14 @@ class StatsTracker:
         self._window_start = time.monotonic()
         self._window_tokens = 0
         self._throughput = 0.0
+        # Of the window that runs, and of the last one.
+        self._verified = [0, 0]
+        self._accept_length = 0.0
+
+    def on_verified(self, tokens: int) -> None:
+        """A draft was verified and yielded so many output tokens."""
+        self._verified[0] += 1
+        self._verified[1] += tokens
 
     def on_prefill(self, reqs: list[Req], new_tokens: int, *, waiting: int) -> None:
         """A prefill of `new_tokens` prompt tokens over `reqs` was launched."""
@@ -83,6 +91,7 @@ class StatsTracker:
         totals.num_used_tokens = self._used()
         totals.token_usage = self._used() / self._cache.allocator.size
         totals.gen_throughput = self._throughput
+        totals.spec_accept_length = self._accept_length
         prompt = totals.prompt_tokens_total
         totals.cache_hit_rate = totals.cached_tokens_total / prompt if prompt else 0.0
         return totals
@@ -98,3 +107,7 @@ class StatsTracker:
         seconds = now - self._window_start
         self._throughput = self._window_tokens / seconds if seconds > 0 else 0.0
         self._window_start, self._window_tokens = now, 0
+        verified, tokens = self._verified
+        if verified:
+            self._accept_length = tokens / verified
+            self._verified = [0, 0]

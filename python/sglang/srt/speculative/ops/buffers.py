@@ -10,54 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-MAX_TOP_K = 32
-"""Branches that the kernels are laid out for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeShape:
-    """Fields:
-    topk: branches that a draft step keeps, and candidates that each of them proposes.
-    num_steps: levels of drafted tokens. num_draft_tokens: nodes to verify, with the
-        root.
-
-    Raises:
-        ValueError: numbers that no tree has.
-    """
-
-    topk: int
-    num_steps: int
-    num_draft_tokens: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.topk <= MAX_TOP_K or self.num_steps < 1:
-            raise ValueError(
-                f"topk={self.topk} and num_steps={self.num_steps}: topk must be "
-                f"1 .. {MAX_TOP_K} and num_steps at least 1"
-            )
-        least, most = self.num_steps + 1, self.num_candidates + 1
-        if not least <= self.num_draft_tokens <= most:
-            raise ValueError(
-                f"num_draft_tokens={self.num_draft_tokens} does not fit "
-                f"topk={self.topk} and num_steps={self.num_steps}; "
-                f"use {least} .. {most}"
-            )
-
-    @property
-    def num_candidates(self) -> int:
-        """Candidates of all levels: K of the first, K * K of each other."""
-        return self.topk + self.topk**2 * (self.num_steps - 1)
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of K candidates that have one parent; the root's is group 0."""
-        return 1 + self.topk * (self.num_steps - 1)
-
-    @property
-    def accept_width(self) -> int:
-        """Most tokens that one iteration can yield, the bonus included."""
-        return self.num_steps + 1
-
+from sglang.srt.speculative.draft_layout import TreeShape
 
 Buffers = TypeVar("Buffers", "DraftLevels", "DraftTree", "VerifyResult")
 
@@ -194,3 +147,24 @@ class VerifyResult:
     def narrow(self, rows: int) -> VerifyResult:
         """The first `rows` requests, same memory."""
         return _narrow(self, rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCandidates:
+    """The K most probable next tokens of R rows; written by `top_k_probs`.
+
+    Fields:
+        probs: [R, K] float32. ids: [R, K] int64, of the draft's vocabulary.
+    """
+
+    probs: Tensor
+    ids: Tensor
+
+    @classmethod
+    def allocate(
+        cls, rows: int, topk: int, *, device: torch.device | str
+    ) -> DraftCandidates:
+        return cls(
+            probs=torch.zeros((rows, topk), dtype=torch.float32, device=device),
+            ids=torch.zeros((rows, topk), dtype=torch.int64, device=device),
+        )

@@ -1,5 +1,5 @@
 """KV slots of draft branches, of verification and of the accepted path, read from
-`req_to_token` by the rule of `layout.py`. Knows slots and lengths; no pools, no
+`req_to_token` by the rule of `draft_layout.py`. Knows slots and lengths; no pools, no
 requests.
 
 Each op writes into tensors of the caller, has fixed shapes and does not wait for the
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from sglang.srt.layers.ops.dispatch import native, use_native, use_triton
+from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.ops.implementations import triton
-from sglang.srt.speculative.ops.layout import BranchLayout
 
 
 class SlotRows(NamedTuple):

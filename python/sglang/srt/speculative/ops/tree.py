@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from sglang.srt.layers.ops.dispatch import native, use_native, use_triton
-from sglang.srt.speculative.ops.buffers import DraftLevels, DraftTree, TreeShape
+from sglang.srt.speculative.draft_layout import TreeShape
+from sglang.srt.speculative.ops.buffers import DraftLevels, DraftTree
 from sglang.srt.speculative.ops.implementations import triton
 
 

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
-from sglang.srt.speculative.ops.buffers import DraftLevels, DraftTree, TreeShape
+from sglang.srt.speculative.draft_layout import TreeShape
+from sglang.srt.speculative.ops.buffers import DraftLevels, DraftTree
 from sglang.srt.speculative.triton_ops.common import (
     NO_KEY,
     block_of,

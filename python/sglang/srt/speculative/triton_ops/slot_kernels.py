@@ -1,7 +1,7 @@
 """Triton kernels over the slots of draft branches; `slots.py` launches them.
 
-All read rows of req_to_token by the rule of `ops/layout.py`; columns behind a row's end
-give the scratch slot 0.
+All read rows of req_to_token by the rule of `draft_layout.py`; columns behind a row's
+end give the scratch slot 0.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"

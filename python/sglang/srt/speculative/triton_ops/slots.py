@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from sglang.srt.speculative.ops.layout import BranchLayout
+from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.triton_ops.common import block_of, launch_options, require
 from sglang.srt.speculative.triton_ops.slot_kernels import (
     accepted_moves_kernel,

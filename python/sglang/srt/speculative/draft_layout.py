@@ -1,5 +1,6 @@
-"""Where a request's draft branches lie in its row of `req_to_token`, and how many
-columns one iteration may touch. Host arithmetic only; knows no tensors.
+"""The shape of a draft tree, where a request's draft branches lie in its row of
+`req_to_token`, and how many columns one iteration may touch. Host arithmetic only;
+knows no tensors.
 
 One rule serves every page size and top-k. With `base` the page boundary at or below the
 KV length L, `tail = L - base`, and `n = ceil((tail + num_steps) / page_size)`, branch t
@@ -16,6 +17,54 @@ With page size 1 the copy and the padding are empty, and with top-k 1 nothing bu
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+MAX_TOP_K = 32
+"""Branches that the kernels are laid out for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeShape:
+    """Fields:
+    topk: branches that a draft step keeps, and candidates that each of them proposes.
+    num_steps: levels of drafted tokens. num_draft_tokens: nodes to verify, with the
+        root.
+
+    Raises:
+        ValueError: numbers that no tree has.
+    """
+
+    topk: int
+    num_steps: int
+    num_draft_tokens: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.topk <= MAX_TOP_K or self.num_steps < 1:
+            raise ValueError(
+                f"topk={self.topk} and num_steps={self.num_steps}: topk must be "
+                f"1 .. {MAX_TOP_K} and num_steps at least 1"
+            )
+        least, most = self.num_steps + 1, self.num_candidates + 1
+        if not least <= self.num_draft_tokens <= most:
+            raise ValueError(
+                f"num_draft_tokens={self.num_draft_tokens} does not fit "
+                f"topk={self.topk} and num_steps={self.num_steps}; "
+                f"use {least} .. {most}"
+            )
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates of all levels: K of the first, K * K of each other."""
+        return self.topk + self.topk**2 * (self.num_steps - 1)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of K candidates that have one parent; the root's is group 0."""
+        return 1 + self.topk * (self.num_steps - 1)
+
+    @property
+    def accept_width(self) -> int:
+        """Most tokens that one iteration can yield, the bonus included."""
+        return self.num_steps + 1
 
 
 def alloc_len_per_decode(

@@ -1,0 +1,52 @@
+"""Token masks of the nodes of one draft tree, by a walk that the grammar follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sglang.srt.constrained.base_grammar import Grammar
+
+
+def fill_tree_masks(
+    grammar: Grammar,
+    *,
+    tokens: Sequence[int],
+    next_token: Sequence[int],
+    next_sibling: Sequence[int],
+    masks: Tensor,
+) -> None:
+    """Write what may follow each node that the grammar can reach.
+
+    Nodes behind a token that the grammar does not allow keep their mask: verification
+    never gets there.
+
+    Args:
+        grammar: has accepted the root's token; it is left as it was.
+        tokens: token of each node; the root's is not looked at.
+        next_token, next_sibling: first child and next sibling of each node, or -1.
+        masks: int32 [D, words] on the host.
+
+    Raises:
+        RuntimeError: the grammar met a resource limit; the request cannot go on.
+    """
+
+    def visit(node: int) -> None:
+        grammar.fill_mask(masks[node])
+        child = next_token[node]
+        while child != -1:
+            token = tokens[child]
+            if _allows(masks[node], token):
+                grammar.accept(token)
+                try:
+                    visit(child)
+                finally:
+                    grammar.rollback(1)
+            child = next_sibling[child]
+
+    visit(0)
+
+
+def _allows(mask: Tensor, token: int) -> bool:
+    return bool(int(mask[token // 32]) >> (token % 32) & 1)

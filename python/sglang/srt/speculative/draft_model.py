@@ -1,0 +1,164 @@
+"""Finds, checks and completes a draft model: its configuration against the target's,
+the parts that it shares with the target, and the user's token map.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.vocab_embedding import LMHead
+from sglang.srt.model_loader.weight_utils import tensor_names
+from sglang.srt.models.draft import DraftModel, strip_prefix
+from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
+from sglang.srt.models.registry import CausalLM, draft_architectures
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.eagle_utils import STANDALONE
+from sglang.srt.utils.paths import resolve_model_folder
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--speculative-draft-model-path"
+
+
+def draft_model_config(server_args: ServerArgs, target: ModelConfig) -> ModelConfig:
+    """The configuration of --speculative-draft-model-path, with the target's context.
+
+    Raises:
+        ValueError: it is no draft of the algorithm's kind, or not of this target; names
+            what differs.
+    """
+    path, algorithm = (
+        server_args.speculative_draft_model_path,
+        server_args.speculative_algorithm,
+    )
+    assert path is not None and algorithm is not None
+    folder = resolve_model_folder(path, flag=FLAG)
+    config = ModelConfig.from_folder(folder)
+    config = _with_head_architecture(config, algorithm)
+    known = draft_architectures(algorithm)
+    if config.architecture not in known:
+        raise ValueError(
+            f"{FLAG} {path}: {config.architecture} is not a draft of "
+            f"--speculative-algorithm {algorithm}, which takes {', '.join(known)}"
+        )
+    if config.context_len != target.context_len:
+        if config.context_len < target.context_len:
+            logger.info(
+                "The draft was configured for %d positions; its rotary table is "
+                "extended to the target's %d",
+                config.context_len,
+                target.context_len,
+            )
+        config = config.with_context(target.context_len)
+    if algorithm == STANDALONE:
+        _check_vocabulary(config, target, server_args)
+    return config
+
+
+def _with_head_architecture(config: ModelConfig, algorithm: str) -> ModelConfig:
+    """Some published EAGLE heads carry the name of their target's class."""
+    if algorithm != "EAGLE" or config.architecture != LlamaForCausalLM.__name__:
+        return config
+    names = {strip_prefix(name) for name in tensor_names(config.path)}
+    if "fc.weight" not in names:
+        return config
+    return config.with_architecture(LlamaForCausalLMEagle.__name__)
+
+
+def _check_vocabulary(
+    draft: ModelConfig, target: ModelConfig, server_args: ServerArgs
+) -> None:
+    """A language model drafts for another only if token ids mean the same."""
+    if draft.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"{FLAG} {draft.path}: its vocabulary has {draft.vocab_size} tokens, the "
+            f"target's {target.vocab_size}; a STANDALONE draft needs the target's "
+            "tokenizer"
+        )
+    assert server_args.tokenizer_path is not None
+    own = draft.path / "tokenizer.json"
+    other = Path(server_args.tokenizer_path) / "tokenizer.json"
+    if not (own.is_file() and other.is_file()):
+        return
+    if _token_ids(own) != _token_ids(other):
+        raise ValueError(
+            f"{FLAG} {draft.path}: its tokenizer.json numbers tokens otherwise than "
+            f"{other}; a STANDALONE draft needs the target's tokenizer"
+        )
+
+
+def _token_ids(path: Path) -> dict[str, Any]:
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    return {name: raw.get(name) for name in ("added_tokens",)} | {
+        "vocab": raw.get("model", {}).get("vocab")
+    }
+
+
+def share_embedding_and_head(
+    draft: DraftModel, target: CausalLM, *, token_map: Tensor | None
+) -> None:
+    """Give a head the target's parts that its checkpoint did not bring.
+
+    Args:
+        token_map: int64 [n], the target's tokens that the draft proposes; the head then
+            gets these rows of the target's.
+    """
+    assert not isinstance(target, DraftModel)
+    embed_tokens, lm_head = target.embed_and_head()
+    if token_map is not None:
+        rows = lm_head.weight
+        assert rows is not None
+        with torch.device(rows.device):
+            sliced = LMHead(len(token_map), rows.shape[1])
+        assert sliced.weight is not None
+        sliced.weight.data = rows.data.index_select(0, token_map)
+        sliced.process_weights_after_loading()
+        lm_head = sliced
+    draft.set_embed_and_head(embed_tokens, lm_head)
+
+
+def load_token_map(path: str, *, vocab_size: int, device: torch.device | str) -> Tensor:
+    """Token ids that a draft may propose, int64 [n].
+
+    Args:
+        path: a .json file with a list of ids, or a .safetensors file with one tensor.
+
+    Raises:
+        ValueError: the file is neither, or an id is outside the target's vocabulary or
+            occurs twice.
+    """
+    flag = f"--speculative-token-map {path}"
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"{flag}: no such file")
+    try:
+        if file.suffix == ".safetensors":
+            (ids,) = load_file(file).values()
+        else:
+            ids = torch.tensor(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        raise ValueError(
+            f"{flag} must be a .json list of token ids or a .safetensors file with one "
+            f"tensor of them: {error}"
+        ) from error
+    if ids.dim() != 1 or ids.is_floating_point() or not len(ids):
+        raise ValueError(f"{flag} must hold a list of token ids, got {ids.shape}")
+    ids = ids.long()
+    outside = (ids < 0) | (ids >= vocab_size)
+    if bool(outside.any()):
+        raise ValueError(
+            f"{flag}: token id {int(ids[outside][0])} is outside the target's "
+            f"vocabulary of {vocab_size}"
+        )
+    if len(ids.unique()) != len(ids):
+        raise ValueError(f"{flag}: a token id occurs more than once")
+    return ids.to(device)

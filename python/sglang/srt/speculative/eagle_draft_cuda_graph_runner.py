@@ -1,0 +1,20 @@
+"""The whole draft phase, S - 1 forwards, choices and tree, as one graph per size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sglang.srt.speculative.workspace_graphs import WorkspaceGraphs
+
+if TYPE_CHECKING:
+    from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
+
+
+class EAGLEDraftCudaGraphRunner(WorkspaceGraphs):
+    def __init__(self, worker: EagleDraftWorker, *, batch_sizes: list[int]) -> None:
+        def prepare(size: int) -> Callable[[], None]:
+            return partial(worker.draft_forward, worker.workspace.rows(size))
+
+        super().__init__("draft phase", prepare, batch_sizes=batch_sizes)

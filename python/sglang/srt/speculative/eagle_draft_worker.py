@@ -1,0 +1,382 @@
+"""The draft's half of speculation: its model, its KV pool, and its three forwards.
+
+* `draft`: S levels of candidates from S - 1 forwards over requests x branches, and the
+  tree that is sent to verification;
+* `_draft_extend_for_prefill` and `_draft_extend_for_decode`: the draft's KV of tokens
+  that the target has accepted, and the candidates behind them.
+
+Draft slot p holds K and V of token p + 1 beside the target's hidden state of position
+p, at position p: what a slot holds depends on the next token, which is why prefixes are
+cached by pairs of tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sglang.srt.configs.draft_config import layers_to_capture
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    HostLens,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.model_runner_kv_cache_mixin import SharedPools
+from sglang.srt.models.draft import DraftModel
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.draft_layout import BranchLayout
+from sglang.srt.speculative.draft_model import (
+    load_token_map,
+    share_embedding_and_head,
+)
+from sglang.srt.speculative.eagle_draft_cuda_graph_runner import (
+    EAGLEDraftCudaGraphRunner,
+)
+from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
+    EAGLEDraftExtendCudaGraphRunner,
+)
+from sglang.srt.speculative.eagle_info_v2 import (
+    EagleDraftInput,
+    duplicate_prefix_tail_to_draft_branches,
+)
+from sglang.srt.speculative.eagle_utils import (
+    EAGLE3,
+    get_draft_hidden_dim,
+    propose,
+)
+from sglang.srt.speculative.ops.slots import (
+    draft_out_cache_loc,
+    tail_cache_loc,
+)
+from sglang.srt.speculative.ops.tree import build_tree, select_top_k
+from sglang.srt.speculative.relay import DraftRelay
+from sglang.srt.speculative.workspace import EagleWorkspace, RowIdentity, WorkspaceRows
+from sglang.srt.utils.fault_points import EARLY_POSITIONS, is_reverted
+
+
+class EagleDraftWorker:
+    """Args:
+    target: its weights are loaded, its memory is not built yet.
+
+    Attributes:
+        draft_runner: of the draft model.
+        workspace, relay: tensors of an iteration, and between iterations; from
+            `init_memory` on.
+    """
+
+    workspace: EagleWorkspace
+    relay: DraftRelay
+
+    def __init__(
+        self,
+        *,
+        server_args: ServerArgs,
+        model_config: ModelConfig,
+        target: ModelRunner,
+    ) -> None:
+        assert server_args.page_size is not None
+        self._server_args = server_args
+        self._target = target
+        self._shape = shape = server_args.tree_shape
+        self._layout = BranchLayout(
+            page_size=server_args.page_size,
+            topk=shape.topk,
+            num_steps=shape.num_steps,
+        )
+        self.draft_runner = ModelRunner(
+            server_args=server_args,
+            model_config=model_config,
+            is_draft_worker=True,
+            dtype=target.dtype,
+        )
+        self.draft_runner.load_weights()
+        self._hot_token_ids = self._load_hot_token_ids()
+        self._hidden_mode = CaptureHiddenMode.LAST
+        self._hidden_dim = get_draft_hidden_dim(self.draft_runner)
+        if self._hidden_dim is None:
+            self._hidden_mode = CaptureHiddenMode.NULL
+        self._position_shift = int(is_reverted(EARLY_POSITIONS))
+        self._draft_graphs: EAGLEDraftCudaGraphRunner | None = None
+        self._extend_graphs: EAGLEDraftExtendCudaGraphRunner | None = None
+
+    @property
+    def target_hidden_mode(self) -> CaptureHiddenMode:
+        """Hidden states that the target's forwards must return."""
+        has_hidden = self._hidden_dim is not None
+        return CaptureHiddenMode.FULL if has_hidden else CaptureHiddenMode.NULL
+
+    # -- set-up --------------------------------------------------------------------
+
+    def init_memory(self) -> None:
+        """Share the target's rows and slots; build the rest."""
+        target, runner = self._target, self.draft_runner
+        rows: ReqToTokenPool = target.req_to_token_pool
+        runner.init_memory(shared=SharedPools(rows, target.allocator))
+        self.workspace = EagleWorkspace(
+            shape=self._shape,
+            layout=self._layout,
+            req_to_token_pool=rows,
+            max_rows=rows.size,
+            hidden_size=self._hidden_dim,
+            dtype=runner.dtype,
+        )
+        self.relay = DraftRelay(
+            rows=rows.size + 1,
+            topk=self._shape.topk,
+            hidden_size=None
+            if self._hidden_dim is None
+            else runner.model_config.hidden_size,
+            dtype=runner.dtype,
+            device=rows.device,
+        )
+        self._token_table = rows.token_table
+        self._attention = runner.attn_backend.draft_decode(
+            self._layout, max_requests=rows.size
+        )
+        capabilities = runner.attn_backend.capabilities
+        self._needs_tails = capabilities.needs_paged_draft_rows
+        # Constants of the fixed-width extend.
+        width, device = self._shape.accept_width, rows.device
+        self._extend_steps = torch.arange(width, device=device)
+        self._extend_offsets = torch.arange(
+            0, (rows.size + 1) * width, width, device=device
+        )
+        self._extend_widths = torch.full((rows.size,), width, device=device)
+        branches = rows.size * self._shape.topk
+        self._ones = torch.ones(branches, dtype=torch.int64, device=device)
+
+    def init_lm_head(self) -> None:
+        """Give the draft the target's embedding and head where it has none of its own,
+        and let the target return what the draft reads. Before any graph is captured."""
+        model, target = self.draft_runner.model, self._target.model
+        token_map = self._token_map
+        if isinstance(model, DraftModel):
+            share_embedding_and_head(model, target, token_map=token_map)
+        if self.draft_runner.spec_algorithm == EAGLE3:
+            assert not isinstance(target, DraftModel)
+            target.capture_layers(
+                layers_to_capture(
+                    self.draft_runner.model_config,
+                    num_target_layers=self._target.model_config.num_layers,
+                )
+            )
+
+    def init_cuda_graphs(self) -> None:
+        """Capture the draft phase and the draft extend, one graph per batch size."""
+        sizes = self.draft_runner.graph_sizes()
+        if not sizes:
+            return
+        self._draft_graphs = EAGLEDraftCudaGraphRunner(self, batch_sizes=sizes)
+        self._extend_graphs = EAGLEDraftExtendCudaGraphRunner(self, batch_sizes=sizes)
+
+    def _load_hot_token_ids(self) -> Tensor | None:
+        """The target's id of each draft id; None where they are the same."""
+        self._token_map: Tensor | None = None
+        path = self._server_args.speculative_token_map
+        if path is not None:
+            self._token_map = load_token_map(
+                path,
+                vocab_size=self._target.model_config.vocab_size,
+                device=self.draft_runner.device,
+            )
+            return self._token_map
+        model = self.draft_runner.model
+        return model.hot_token_ids if isinstance(model, DraftModel) else None
+
+    # -- the draft phase -----------------------------------------------------------
+
+    def draft(self, count: int, *, seq_lens: Sequence[int] | None) -> None:
+        """Draft a tree for each of the first `count` requests of the workspace.
+
+        Args:
+            seq_lens: their KV lengths on the host, where the backend needs them.
+        """
+        self._attention.plan(seq_lens)
+        graphs = self._draft_graphs
+        if graphs is not None and graphs.can_run(count):
+            graphs.replay(count)
+            return
+        self.draft_forward(self.workspace.rows(count), seq_lens=seq_lens)
+
+    def draft_forward(
+        self, part: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
+    ) -> None:
+        """The whole draft phase; fixed shapes, no wait for the device."""
+        shape, idx = self._shape, part.identity[0]
+        slot_rows = self.workspace.slot_rows(part)
+        part.seq_lens.copy_(self.relay.seq_lens.index_select(0, idx))
+        torch.add(part.seq_lens, shape.num_draft_tokens, out=part.node_ends)
+        tail_cache_loc(slot_rows, out=part.node_slots)
+        roots = self._token_table[idx, part.seq_lens].long()
+        if shape.num_steps > 1:
+            draft_out_cache_loc(slot_rows, layout=self._layout, out=part.draft_slots)
+            if self._needs_tails:
+                duplicate_prefix_tail_to_draft_branches(
+                    self.draft_runner.kv_pool,
+                    slot_rows,
+                    layout=self._layout,
+                    src=part.tail_src,
+                    dst=part.tail_dst,
+                )
+            self._attention.prepare(slot_rows)
+        self._run_levels(part, seq_lens)
+        build_tree(
+            part.levels,
+            shape=shape,
+            root_tokens=roots,
+            seq_lens=part.seq_lens,
+            tree=part.tree,
+        )
+
+    def _run_levels(self, part: WorkspaceRows, seq_lens: Sequence[int] | None) -> None:
+        shape = self._shape
+        candidates, hidden = self.relay.gather(part.identity[0])
+        branches = part.count * shape.topk
+        who = RowIdentity(*part.identity.repeat_interleave(shape.topk, dim=1).unbind())
+        lens = part.seq_lens.repeat_interleave(shape.topk)
+        input_ids, hidden_rows = torch.empty_like(lens), torch.empty_like(lens)
+        for level in range(shape.num_steps):
+            select_top_k(
+                level,
+                shape=shape,
+                topk_p=candidates.probs,
+                topk_index=candidates.ids,
+                hot_token_id=self._hot_token_ids,
+                levels=part.levels,
+                input_ids=input_ids,
+                hidden_rows=hidden_rows,
+            )
+            if level == shape.num_steps - 1:
+                return
+            if hidden is not None:
+                hidden = hidden.index_select(0, hidden_rows)
+            output = self._run_step(
+                level,
+                ForwardBatch(
+                    forward_mode=ForwardMode.DECODE,
+                    input_ids=input_ids,
+                    positions=lens + self._position_shift,
+                    out_cache_loc=part.draft_slots[level],
+                    prefix_lens=lens,
+                    extend_lens=self._ones[:branches],
+                    seq_lens=lens + 1,
+                    lens_cpu=self._branch_lens(seq_lens, level),
+                    capture_hidden_mode=self._hidden_mode,
+                    spec_info=self._input(hidden),
+                    **who._asdict(),
+                ),
+            )
+            candidates = propose(output.next_token_logits, shape.topk)
+            hidden, lens = output.hidden_states, lens + 1
+
+    def _run_step(
+        self, level: int, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        backend = self._attention.step(level)
+        return self.draft_runner.run_model(
+            forward_batch, step=level, attn_backend=backend
+        )
+
+    def _branch_lens(
+        self, seq_lens: Sequence[int] | None, level: int
+    ) -> HostLens | None:
+        if seq_lens is None:
+            return None
+        lens = [n + level for n in seq_lens for _ in range(self._shape.topk)]
+        return HostLens(prefix_lens=lens, extend_lens=[1] * len(lens))
+
+    def _input(self, hidden: Tensor | None) -> EagleDraftInput | None:
+        return None if hidden is None else EagleDraftInput(hidden_states=hidden)
+
+    # -- extends -------------------------------------------------------------------
+
+    def _draft_extend_for_prefill(
+        self,
+        forward_batch: ForwardBatch,
+        hidden: Tensor | None,
+        *,
+        tails: Tensor | None = None,
+    ) -> None:
+        """The draft's KV of the tokens that the target has just prefilled.
+
+        Args:
+            forward_batch: the target's; the tokens behind it are published already.
+            hidden: [T, width], the target's hidden states.
+            tails: int64 [R], put in the place of the token behind each row (fault
+                points).
+        """
+        rows = forward_batch.req_pool_indices.repeat_interleave(
+            forward_batch.extend_lens, output_size=forward_batch.num_tokens
+        )
+        # Whatever follows a chunk, sampled or known: the table has it.
+        ids = self._token_table[rows, forward_batch.positions + 1].long()
+        if tails is not None:
+            assert forward_batch.logits_rows is not None
+            ids[forward_batch.logits_rows] = tails
+        output = self.draft_runner.forward(
+            dataclasses.replace(
+                forward_batch,
+                input_ids=ids,
+                input_logprobs=(),
+                sampling_info=None,
+                capture_hidden_mode=self._hidden_mode,
+                spec_info=self._input(hidden),
+            )
+        )
+        self._stash(forward_batch.req_pool_indices, output)
+
+    def _draft_extend_for_decode(
+        self, count: int, *, seq_lens: Sequence[int] | None
+    ) -> None:
+        """The draft's KV of the tokens gained by the first `count` requests of the
+        workspace, S + 1 rows each whatever was accepted."""
+        graphs = self._extend_graphs
+        if graphs is not None and graphs.can_run(count):
+            graphs.replay(count)
+            return
+        batch = self.extend_batch(self.workspace.rows(count), seq_lens=seq_lens)
+        self.draft_runner.attn_backend.init_eager(batch)
+        self.extend_forward(batch)
+
+    def extend_batch(
+        self, part: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
+    ) -> ForwardBatch:
+        """Row k of a request holds the k-th token gained; a later one cannot reach
+        those before it, so the rows behind the accept length do no harm."""
+        width, count = self._shape.accept_width, part.count
+        offsets = self._extend_offsets[: count + 1]
+        lens_cpu = None
+        if seq_lens is not None:
+            lens_cpu = HostLens(prefix_lens=list(seq_lens), extend_lens=[width] * count)
+        return ForwardBatch(
+            forward_mode=ForwardMode.DRAFT_EXTEND_V2,
+            input_ids=part.tokens.view(-1),
+            positions=(part.seq_lens[:, None] + self._extend_steps).view(-1),
+            out_cache_loc=part.node_slots[:, :width].reshape(-1),
+            prefix_lens=part.seq_lens,
+            extend_lens=self._extend_widths[:count],
+            seq_lens=part.seq_lens + width,
+            qo_indptr=offsets,
+            logits_rows=offsets[:-1] + part.result.accept_lens - 1,
+            lens_cpu=lens_cpu,
+            capture_hidden_mode=self._hidden_mode,
+            spec_info=self._input(part.hidden_states),
+            **part.who()._asdict(),
+        )
+
+    def extend_forward(self, forward_batch: ForwardBatch) -> None:
+        """Run the extend and leave what the next iteration starts from."""
+        output = self.draft_runner.run_model(forward_batch)
+        self._stash(forward_batch.req_pool_indices, output)
+
+    def _stash(self, indices: Tensor, output: LogitsProcessorOutput) -> None:
+        candidates = propose(output.next_token_logits, self._shape.topk)
+        self.relay.stash(indices, candidates, output.hidden_states)

@@ -1,0 +1,95 @@
+"""The draft's side of an iteration: its input, its slots on the host, its prefix tails.
+
+Knows rows, lengths and slots; no scheduler and no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.common import extend_rows
+from sglang.srt.mem_cache.memory_pool import KVCache
+from sglang.srt.mem_cache.page_ledger import IntArray
+from sglang.srt.speculative.draft_layout import BranchLayout
+from sglang.srt.speculative.ops.slots import SlotRows, duplicate_prefix_tail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleDraftInput:
+    """What a draft forward reads beside tokens.
+
+    Fields:
+        hidden_states: [T, width], the target's in an extend, the draft's own in a draft
+            step; None where the draft is a language model of its own.
+    """
+
+    hidden_states: Tensor | None
+
+    @staticmethod
+    def prepare_for_decode(
+        cache: BasePrefixCache,
+        *,
+        rows: IntArray,
+        committed: IntArray,
+        allocated: IntArray,
+        reserve: int,
+    ) -> IntArray | None:
+        """Give every row the slots of one more iteration, in whole pages.
+
+        Args:
+            rows: int64 [b], request rows.
+            committed: int64 [b], tokens that the host knows to have KV; the device may
+                be one iteration ahead, for which `reserve` has room.
+            allocated: int64 [b], columns that hold slots already.
+            reserve: columns behind `committed` that are needed (`decode_reserve`).
+
+        Returns:
+            int64 [b], columns that hold slots now; None, with nothing taken, where the
+            slots do not suffice even after eviction.
+
+        Raises:
+            RuntimeError: a row is too narrow. Checked before anything is taken, in
+                every configuration: a slot that no row records cannot be freed, and a
+                write behind a row lands in another request's.
+        """
+        page, width = cache.page_size, cache.req_pool.row_width
+        ends = np.maximum(allocated, -(-(committed + reserve) // page) * page)
+        longest = int(ends.max())
+        if longest > width:
+            raise RuntimeError(
+                f"speculative decoding needs {longest} columns of a request row "
+                f"({int(committed[ends.argmax()])} tokens and a reserve of {reserve}, "
+                f"page size {page}), but a row has {width}: rows must be widened by "
+                "the reserve and a page"
+            )
+        if bool((ends == allocated).all()):
+            return allocated
+        slots = extend_rows(cache, rows=rows, prefix_lens=allocated, seq_lens=ends)
+        return None if slots is None else ends
+
+
+def duplicate_prefix_tail_to_draft_branches(
+    kv_pool: KVCache,
+    rows: SlotRows,
+    *,
+    layout: BranchLayout,
+    src: Tensor,
+    dst: Tensor,
+) -> None:
+    """Copy the prefix's last, partial page to every branch but the first.
+
+    For attention that reads whole pages per branch. One move of fixed shape: pairs
+    behind the tail are (0, 0), so the host knows no length.
+
+    Args:
+        kv_pool: the draft's.
+        src, dst: int64 [b * (K - 1) * (P - 1)], scratch for the moves.
+    """
+    if not layout.has_tails_to_copy:
+        return
+    duplicate_prefix_tail(rows, layout=layout, src=src, dst=dst)
+    kv_pool.move_kv_cache(dst, src)

@@ -1,0 +1,293 @@
+"""Speculative decoding as the scheduler sees it: a worker whose decode step drafts a
+tree, verifies it with the target and yields one to S + 1 tokens per request.
+
+```
+decode:  draft --> verify --> accept, compact, publish --> draft extend
+                                     |
+                                     copy to the host (the extend runs meanwhile)
+```
+What the next iteration needs stays on the device (`DraftRelay`), so that it can be
+launched before the host has seen this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.environ import envs
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker, to_host
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import HostLens
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.sampling.penalties import TokenHistory
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.draft_model import draft_model_config
+from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
+from sglang.srt.speculative.eagle_utils import (
+    AcceptThresholds,
+    accept_drafts,
+    accepted_logprobs,
+    node_history,
+    simulate_acceptance,
+)
+from sglang.srt.speculative.ops.buffers import DraftTree
+from sglang.srt.speculative.ops.slots import accepted_moves
+from sglang.srt.speculative.ops.verify import gather_accepted
+from sglang.srt.speculative.workspace import WorkspaceRows
+from sglang.srt.utils.fault_points import PROMPT_TAIL, SAMPLED_TAIL, reverted
+
+__all__ = ["EAGLEWorkerV2", "EagleDraftWorker", "EagleWorkerV2"]
+
+# Masks of the nodes of the drafted trees: int32 [b * D, words] on the device.
+TreeMasks = Callable[[DraftTree], Tensor]
+
+
+class EAGLEWorkerV2:
+    """EAGLE, EAGLE3 and STANDALONE.
+
+    Attributes:
+        model_runner: the target's.
+        draft_worker: the draft's half.
+    """
+
+    def __init__(self, *, server_args: ServerArgs, model_config: ModelConfig) -> None:
+        """
+        Raises:
+            ValueError: target or draft cannot be loaded, do not fit each other, or do
+                not fit into memory.
+        """
+        target = ModelRunner(server_args=server_args, model_config=model_config)
+        target.load_weights()
+        draft = EagleDraftWorker(
+            server_args=server_args,
+            model_config=draft_model_config(server_args, model_config),
+            target=target,
+        )
+        target.init_memory(
+            companion_bytes_per_slot=draft.draft_runner.bytes_per_kv_slot()
+        )
+        draft.init_memory()
+        draft.init_lm_head()
+        target.init_cuda_graphs(
+            draft.workspace, capture_hidden_mode=draft.target_hidden_mode
+        )
+        draft.init_cuda_graphs()
+        self.model_runner = target
+        self.draft_worker = draft
+        self.target_worker = TpModelWorker(server_args=server_args, model_runner=target)
+        self._shape = server_args.tree_shape
+        self._thresholds = AcceptThresholds(
+            single=server_args.speculative_accept_threshold_single,
+            acc=server_args.speculative_accept_threshold_acc,
+        )
+        self._group = get_tp_group()
+        self._fault = reverted()
+        self._simulated_length = envs.SGLANG_SIMULATE_ACC_LEN.get()
+        if self._simulated_length and server_args.load_format != "dummy":
+            raise ValueError(
+                f"SGLANG_SIMULATE_ACC_LEN={self._simulated_length} makes tokens up and "
+                "is for benchmarks: it needs --load-format dummy; unset it"
+            )
+
+    @torch.inference_mode()
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        sampling_info: SamplingBatchInfo,
+        *,
+        tree_masks: TreeMasks | None = None,
+    ) -> GenerationBatchResult:
+        """Run a prepared batch and leave what the next iteration starts from.
+
+        Args:
+            tree_masks: where a request has a grammar, called with the drafted trees.
+        """
+        if batch.forward_mode.is_decode:
+            return self._decode(batch, sampling_info, tree_masks)
+        return self._prefill(batch, sampling_info)
+
+    # -- prefill -------------------------------------------------------------------
+
+    def _prefill(
+        self, batch: ScheduleBatch, sampling_info: SamplingBatchInfo
+    ) -> GenerationBatchResult:
+        draft = self.draft_worker
+        forward_batch = batch.forward_batch(
+            sampling_info, capture_hidden_mode=draft.target_hidden_mode
+        )
+        done = self.target_worker.run(batch, forward_batch)
+        draft.relay.publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
+        result = to_host(
+            done.packed,
+            rows=len(done.token_ids),
+            logprobs=done.logprobs,
+            input_logprobs=done.output.input_logprobs,
+        )
+        draft._draft_extend_for_prefill(
+            forward_batch,
+            done.output.hidden_states,
+            tails=self._wrong_tails(batch, done.token_ids),
+        )
+        return result
+
+    def _wrong_tails(self, batch: ScheduleBatch, sampled: Tensor) -> Tensor | None:
+        """Fault points: the token behind a chunk that does not end its prompt is the
+        sampled one, or is looked up in the prompt alone."""
+        if self._fault == SAMPLED_TAIL:
+            return sampled
+        if self._fault != PROMPT_TAIL:
+            return None
+        wrong = [
+            req.tokens[min(end, req.prompt_len - 1)] if req.is_chunked else -1
+            for req, end in zip(batch.reqs, batch.lens.tolist(), strict=True)
+        ]
+        tails = torch.tensor(wrong, device=sampled.device)
+        return tails.where(tails >= 0, sampled)
+
+    # -- decode --------------------------------------------------------------------
+
+    def _decode(
+        self,
+        batch: ScheduleBatch,
+        sampling_info: SamplingBatchInfo,
+        tree_masks: TreeMasks | None,
+    ) -> GenerationBatchResult:
+        draft, count = self.draft_worker, len(batch)
+        workspace = draft.workspace
+        workspace.begin(batch.identity())
+        seq_lens = batch.known_lens()
+        draft.draft(count, seq_lens=seq_lens)
+        part = workspace.rows(count)
+        if tree_masks is not None:
+            sampling_info = sampling_info.with_vocab_mask(tree_masks(part.tree))
+        output = self.model_runner.forward(
+            workspace.static_batch(
+                count,
+                draft.target_hidden_mode,
+                lens_cpu=self._verify_lens(seq_lens),
+            )
+        )
+        processed = self.verify(batch, sampling_info, output.next_token_logits, part)
+        self._take_accepted(part, output.hidden_states)
+        result = self._to_host(batch, part, processed)
+        draft._draft_extend_for_decode(count, seq_lens=seq_lens)
+        return result
+
+    def _verify_lens(self, seq_lens: list[int] | None) -> HostLens | None:
+        if seq_lens is None:
+            return None
+        nodes = self._shape.num_draft_tokens
+        return HostLens(prefix_lens=seq_lens, extend_lens=[nodes] * len(seq_lens))
+
+    def verify(
+        self,
+        batch: ScheduleBatch,
+        sampling_info: SamplingBatchInfo,
+        logits: Tensor,
+        part: WorkspaceRows,
+    ) -> Tensor:
+        """Decide which drafts are accepted (`part.result`); every rank alike.
+
+        Returns:
+            [b * D, V], the logits that tokens were chosen by.
+        """
+        processed = accept_drafts(
+            part.tree,
+            logits,
+            sampling_info,
+            history=self._history(batch, sampling_info, part),
+            thresholds=self._thresholds,
+            result=part.result,
+        )
+        if self._simulated_length:
+            simulate_acceptance(part.result, mean=self._simulated_length)
+        if not sampling_info.is_all_greedy or self._simulated_length:
+            # Not every sum over a distribution on a GPU has the same bits twice.
+            for decided in (
+                part.result.predict,
+                part.result.accept_index,
+                part.result.accept_lens,
+            ):
+                self._group.broadcast(decided)
+        return processed
+
+    def _history(
+        self,
+        batch: ScheduleBatch,
+        sampling_info: SamplingBatchInfo,
+        part: WorkspaceRows,
+    ) -> TokenHistory | None:
+        if not sampling_info.has_penalty:
+            return None
+        # The device may be one iteration ahead of the host.
+        ahead = 2 * self._shape.accept_width
+        return node_history(
+            part.tree,
+            token_table=self.model_runner.req_to_token_pool.token_table,
+            req_pool_indices=part.identity[0],
+            max_len=int(batch.lens.max()) + ahead,
+        )
+
+    def _take_accepted(self, part: WorkspaceRows, hidden: Tensor | None) -> None:
+        """Bring what was accepted to the front: tokens, KV, hidden states; publish the
+        tokens and the new lengths."""
+        gather_accepted(
+            part.result,
+            tokens=part.tokens,
+            node_rows=part.node_rows,
+            bonus_tokens=part.bonus_tokens,
+        )
+        if self._shape.topk > 1:
+            accepted_moves(
+                part.result.accept_index,
+                out_cache_loc=part.node_slots.view(-1),
+                src=part.move_src,
+                dst=part.move_dst,
+            )
+            self.model_runner.kv_pool.move_kv_cache(part.move_dst, part.move_src)
+        if part.hidden_states is not None:
+            assert hidden is not None
+            rows = part.node_rows.view(-1)
+            torch.index_select(hidden, 0, rows, out=part.hidden_states)
+        indices = part.identity[0]
+        table = self.model_runner.req_to_token_pool.token_table
+        # The tokens gained follow the root, which stands at the old length.
+        columns = part.seq_lens[:, None] + self._columns(table.device)
+        table[indices[:, None], columns] = part.tokens.to(table.dtype)
+        self.draft_worker.relay.publish(
+            indices, part.seq_lens + part.result.accept_lens
+        )
+
+    def _columns(self, device: torch.device) -> Tensor:
+        return torch.arange(1, self._shape.accept_width + 1, device=device)
+
+    def _to_host(
+        self, batch: ScheduleBatch, part: WorkspaceRows, processed: Tensor
+    ) -> GenerationBatchResult:
+        logprobs = None
+        if batch.logprob_request is not None:
+            logprobs = accepted_logprobs(
+                processed,
+                node_rows=part.node_rows,
+                tokens=part.tokens,
+                request=batch.logprob_request,
+            )
+        packed = torch.cat((part.tokens.view(-1), part.result.accept_lens))
+        return to_host(
+            packed,
+            rows=part.count,
+            stride=self._shape.accept_width,
+            has_accept_lens=True,
+            logprobs=logprobs,
+        )
+
+
+# The name under which other code knows it, too.
+EagleWorkerV2 = EAGLEWorkerV2

@@ -1,0 +1,225 @@
+"""The tensors that one decode iteration of speculation works on, allocated once.
+
+Every phase reads and writes them in place, whether it runs eagerly or as a graph, so
+that captured graphs hold their addresses and nothing has to be copied between phases.
+A batch of b requests uses the first b rows; a graph of a larger size sees padding
+behind them: request row 0, no KV.
+
+`EagleWorkspace` is also the static input of the target's verify graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    HostLens,
+)
+from sglang.srt.speculative.draft_layout import BranchLayout, TreeShape
+from sglang.srt.speculative.ops.buffers import DraftLevels, DraftTree, VerifyResult
+from sglang.srt.speculative.ops.slots import SlotRows
+
+NO_BOOTSTRAP_ROOM = -1
+
+
+class RowIdentity(NamedTuple):
+    """Who the requests of a batch are, int64 [b] each."""
+
+    req_pool_indices: Tensor
+    req_serial: Tensor
+    salt: Tensor
+    rids_int: Tensor
+    bootstrap_room_ids_int: Tensor
+
+
+# Of each field of `RowIdentity`.
+_PADDING = (0, 0, 0, 0, NO_BOOTSTRAP_ROOM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkspaceRows:
+    """The first b rows of a workspace; views.
+
+    Fields:
+        identity: int64 [5, b], the fields of `RowIdentity`.
+        seq_lens: int64 [b], tokens with KV when the iteration began.
+        node_ends: int64 [b], seq_lens + D.
+        node_ends: int64 [b], seq_lens + D.
+        levels, tree, result: of the b requests.
+        draft_slots: int64 [S, b * K], where draft step s writes.
+        node_slots: int64 [b, D], where the nodes are verified.
+        tail_src, tail_dst: int64, moves that copy the prefix's last page to branches.
+        move_src, move_dst: int64 [b * (S + 1)], moves that compact the accepted path.
+        tokens: int64 [b, S + 1], tokens gained, filled up with the last.
+        node_rows: int64 [b, S + 1], their nodes among all b * D.
+        bonus_tokens: int64 [b], the last token gained.
+        hidden_states: [b * (S + 1), width] of these nodes, or None without.
+    """
+
+    identity: Tensor
+    seq_lens: Tensor
+    node_ends: Tensor
+    levels: DraftLevels
+    tree: DraftTree
+    result: VerifyResult
+    draft_slots: Tensor
+    node_slots: Tensor
+    tail_src: Tensor
+    tail_dst: Tensor
+    move_src: Tensor
+    move_dst: Tensor
+    tokens: Tensor
+    node_rows: Tensor
+    bonus_tokens: Tensor
+    hidden_states: Tensor | None
+
+    @property
+    def count(self) -> int:
+        return len(self.seq_lens)
+
+    def who(self) -> RowIdentity:
+        return RowIdentity(*self.identity.unbind())
+
+
+class EagleWorkspace:
+    """Args:
+    max_rows: requests of a batch at most.
+    hidden_size: width of the hidden states that the target's verification returns and
+        the draft extend reads; None where the draft reads none.
+    layout: of the draft branches.
+
+    Attributes:
+        shape: of the trees.
+    """
+
+    forward_mode = ForwardMode.TARGET_VERIFY
+
+    def __init__(
+        self,
+        *,
+        shape: TreeShape,
+        layout: BranchLayout,
+        req_to_token_pool: ReqToTokenPool,
+        max_rows: int,
+        hidden_size: int | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.shape = shape
+        self.layout = layout
+        self.tokens_per_row = shape.num_draft_tokens
+        self._pool = req_to_token_pool
+        device = req_to_token_pool.device
+
+        def longs(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int64, device=device)
+
+        width = shape.accept_width
+        self._padding = torch.tensor(_PADDING, device=device)[:, None]
+        self._identity = self._padding.repeat(1, max_rows)
+        self._filled = 0
+        self._seq_lens = longs(max_rows)
+        self._node_ends = longs(max_rows)
+        self._node_counts = longs(max_rows) + shape.num_draft_tokens
+        self._levels = DraftLevels.allocate(max_rows, shape, device=device)
+        self._tree = DraftTree.allocate(max_rows, shape, device=device)
+        self._result = VerifyResult.allocate(max_rows, shape, device=device)
+        self._draft_slots = longs(shape.num_steps * max_rows * shape.topk)
+        self._node_slots = longs(max_rows, shape.num_draft_tokens)
+        self._tails = longs(2, max_rows * (shape.topk - 1) * layout.max_tail)
+        self._moves = longs(2, max_rows * width)
+        self._tokens = longs(max_rows, width)
+        self._node_rows = longs(max_rows, width)
+        self._bonus_tokens = longs(max_rows)
+        self._hidden_states = (
+            None
+            if hidden_size is None
+            else torch.zeros(
+                (max_rows * width, hidden_size), dtype=dtype, device=device
+            )
+        )
+        self._offsets = torch.arange(
+            0,
+            (max_rows + 1) * shape.num_draft_tokens,
+            shape.num_draft_tokens,
+            device=device,
+        )
+
+    def rows(self, count: int) -> WorkspaceRows:
+        """Views of the first `count` rows."""
+        shape, hidden = self.shape, self._hidden_states
+        tails = count * (shape.topk - 1) * self.layout.max_tail
+        paths = count * shape.accept_width
+        branches = count * shape.topk
+        steps = self._draft_slots[: shape.num_steps * branches]
+        return WorkspaceRows(
+            identity=self._identity[:, :count],
+            seq_lens=self._seq_lens[:count],
+            node_ends=self._node_ends[:count],
+            levels=self._levels.narrow(count),
+            tree=self._tree.narrow(count),
+            result=self._result.narrow(count),
+            draft_slots=steps.view(shape.num_steps, branches),
+            node_slots=self._node_slots[:count],
+            tail_src=self._tails[0, :tails],
+            tail_dst=self._tails[1, :tails],
+            move_src=self._moves[0, :paths],
+            move_dst=self._moves[1, :paths],
+            tokens=self._tokens[:count],
+            node_rows=self._node_rows[:count],
+            bonus_tokens=self._bonus_tokens[:count],
+            hidden_states=None if hidden is None else hidden[:paths],
+        )
+
+    def begin(self, identity: Tensor) -> None:
+        """Put the requests of an iteration (int64 [5, b], on the device) into the first
+        rows; what an earlier, larger batch left behind them becomes padding."""
+        count = identity.shape[1]
+        if count < self._filled:
+            self._identity[:, count : self._filled] = self._padding
+        self._filled = count
+        self._identity[:, :count] = identity
+
+    def slot_rows(self, rows: WorkspaceRows) -> SlotRows:
+        """Where these requests keep their slots."""
+        return SlotRows(self._pool.req_to_token, rows.identity[0], rows.seq_lens)
+
+    # -- static inputs of verification -------------------------------------------------
+
+    def static_batch(
+        self,
+        rows: int,
+        capture_hidden_mode: CaptureHiddenMode,
+        *,
+        lens_cpu: HostLens | None = None,
+    ) -> ForwardBatch:
+        """The verification of the first `rows` requests' trees."""
+        part, is_tree = self.rows(rows), self.shape.topk > 1
+        if lens_cpu is not None:
+            nodes = self.shape.num_draft_tokens
+            lens_cpu = lens_cpu.padded(rows, prefix_len=0, extend_len=nodes)
+        return ForwardBatch(
+            forward_mode=self.forward_mode,
+            input_ids=part.tree.tokens.view(-1),
+            positions=part.tree.positions.view(-1),
+            out_cache_loc=part.node_slots.view(-1),
+            prefix_lens=part.seq_lens,
+            extend_lens=self._node_counts[:rows],
+            seq_lens=part.node_ends,
+            qo_indptr=self._offsets[: rows + 1],
+            parent_index=part.tree.parent_index.view(-1) if is_tree else None,
+            tree_mask=part.tree.mask if is_tree else None,
+            lens_cpu=lens_cpu,
+            capture_hidden_mode=capture_hidden_mode,
+            **part.who()._asdict(),
+        )
+
+    def populate(self, forward_batch: ForwardBatch) -> None:
+        """Nothing to copy: the live batch is this memory."""
