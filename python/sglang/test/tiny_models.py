@@ -98,6 +98,126 @@ def write_mock_model(folder: Path, **overrides: Any) -> Path:
     return folder
 
 
+# Kind of draft -> architecture.
+MOCK_DRAFTS = {
+    "EAGLE": "MockForCausalLMEagle",
+    "EAGLE3": "MockForCausalLMEagle3",
+    "STANDALONE": "MockForCausalLMDraft",
+}
+EAGLE_HEADS = {"EAGLE": "LlamaForCausalLMEagle", "EAGLE3": "LlamaForCausalLMEagle3"}
+
+
+def write_mock_draft(
+    folder: Path, *, kind: str, source: str | None = None, **overrides: Any
+) -> Path:
+    """A folder for a draft of the mock model: `kind` EAGLE, EAGLE3 or STANDALONE,
+    `source` attention or hidden (see `DraftSettings`).
+
+    Sizes in `overrides` must be the target's.
+    """
+    captured = {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}
+    config = (
+        {"architectures": [MOCK_DRAFTS[kind]]}
+        | ({} if source is None else {"mock_draft_source": source})
+        | ({"eagle_config": captured} if kind == "EAGLE3" else {})
+    )
+    return write_mock_model(folder, **config | overrides)
+
+
+def write_tiny_eagle(
+    folder: Path,
+    target: Path,
+    *,
+    algorithm: str,
+    draft_vocab_size: int | None = None,
+    seed: int = 0,
+    **overrides: Any,
+) -> Path:
+    """A random EAGLE or EAGLE3 head of one layer for the tiny model in `target`, under
+    the names that published checkpoints use."""
+    raw = json.loads((target / "config.json").read_text())
+    kept = (*TINY, *FAMILIES["LlamaForCausalLM"])
+    layers = raw["num_hidden_layers"]
+    captured = sorted({0, layers // 2, layers})
+    config = {name: raw[name] for name in kept if name in raw} | {
+        "architectures": [EAGLE_HEADS[algorithm]],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+    }
+    if algorithm == "EAGLE3":
+        ids = [layer - 1 for layer in captured]
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids}
+        config["draft_vocab_size"] = draft_vocab_size or config["vocab_size"]
+    config |= overrides
+    write_eagle_files(folder, config, eagle_weights(config, seed=seed))
+    return folder
+
+
+def write_eagle_files(
+    folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def eagle_weights(config: dict[str, Any], *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random tensors of the head that `config` describes; with a draft vocabulary the
+    map to the target's ids."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: _random(name, shape, generator)
+        for name, shape in eagle_shapes(config).items()
+    }
+    vocab, drafted = config["vocab_size"], config.get("draft_vocab_size")
+    if drafted is not None and drafted < vocab:
+        ids = torch.randperm(vocab, generator=generator)[:drafted].sort().values
+        weights["d2t"] = ids - torch.arange(drafted)
+        weights["t2d"] = torch.zeros(vocab, dtype=torch.bool)
+        weights["t2d"][ids] = True
+    return weights
+
+
+def eagle_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Checkpoint tensors of an EAGLE or EAGLE3 head, without the vocabulary's map."""
+    hidden = config["hidden_size"]
+    if config["architectures"] == [EAGLE_HEADS["EAGLE"]]:
+        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
+        for i in range(config["num_hidden_layers"]):
+            shapes |= _eagle_layer_shapes(f"layers.{i}.", config, inputs=hidden)
+            if i:
+                shapes[f"layers.{i}.input_layernorm.weight"] = (hidden,)
+        return shapes
+    settings = config.get("eagle_config") or {}
+    sources = len(settings.get("eagle_aux_hidden_state_layer_ids") or range(3))
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm")
+    return (
+        _eagle_layer_shapes("midlayer.", config, inputs=2 * hidden)
+        | {"fc.weight": (hidden, sources * hidden)}
+        | {f"{name}.weight": (hidden,) for name in norms}
+        | {"lm_head.weight": (config["draft_vocab_size"], hidden)}
+    )
+
+
+def _eagle_layer_shapes(
+    layer: str, config: dict[str, Any], *, inputs: int
+) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    q = config["num_attention_heads"] * head_dim
+    kv = config["num_key_value_heads"] * head_dim
+    return {
+        f"{layer}self_attn.q_proj.weight": (q, inputs),
+        f"{layer}self_attn.k_proj.weight": (kv, inputs),
+        f"{layer}self_attn.v_proj.weight": (kv, inputs),
+        f"{layer}self_attn.o_proj.weight": (hidden, q),
+        f"{layer}mlp.gate_proj.weight": (inner, hidden),
+        f"{layer}mlp.up_proj.weight": (inner, hidden),
+        f"{layer}mlp.down_proj.weight": (hidden, inner),
+        f"{layer}post_attention_layernorm.weight": (hidden,),
+    }
+
+
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Checkpoint tensors of the architecture that `config` describes."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]

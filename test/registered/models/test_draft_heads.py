@@ -4,12 +4,11 @@ reimplementation, in one forward and in a chain; names, optional tensors and err
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from sglang.srt.configs.model_config import ModelConfig
@@ -25,7 +24,12 @@ from sglang.srt.models.registry import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
-from sglang.test.tiny_models import write_tiny_model
+from sglang.test.tiny_models import (
+    eagle_weights,
+    write_eagle_files,
+    write_tiny_eagle,
+    write_tiny_model,
+)
 
 register_cpu_ci(est_time=12, suite="cpu")
 
@@ -55,58 +59,21 @@ class Spec:
     hidden_states: Tensor | None
 
 
-def layer_shapes(layer: str, inputs: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{layer}self_attn.q_proj.weight": (HEADS * HEAD_DIM, inputs),
-        f"{layer}self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, inputs),
-        f"{layer}self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, inputs),
-        f"{layer}self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-        f"{layer}mlp.gate_proj.weight": (INNER, HIDDEN),
-        f"{layer}mlp.up_proj.weight": (INNER, HIDDEN),
-        f"{layer}mlp.down_proj.weight": (HIDDEN, INNER),
-        f"{layer}post_attention_layernorm.weight": (HIDDEN,),
-    }
-
-
-def head_shapes(architecture: str, layers: int = 1) -> dict[str, tuple[int, ...]]:
-    if architecture == EAGLE:
-        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN)}
-        for i in range(layers):
-            shapes |= layer_shapes(f"layers.{i}.", HIDDEN)
-            if i:
-                shapes[f"layers.{i}.input_layernorm.weight"] = (HIDDEN,)
-        return shapes
-    return layer_shapes("midlayer.", 2 * HIDDEN) | {
-        "fc.weight": (HIDDEN, 3 * HIDDEN),
-        "midlayer.hidden_norm.weight": (HIDDEN,),
-        "midlayer.input_layernorm.weight": (HIDDEN,),
-        "norm.weight": (HIDDEN,),
-        "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
-    }
-
-
-def random_weights(architecture: str, layers: int = 1) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    weights = {}
-    for name, shape in head_shapes(architecture, layers).items():
-        noise = torch.randn(shape, generator=generator)
-        weights[name] = 1.0 + 0.1 * noise if "norm" in name else 0.15 * noise
-    if architecture == EAGLE3:
-        ids = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
-        weights["d2t"] = ids - torch.arange(DRAFT_VOCAB)
-        weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
-        weights["t2d"][ids] = True
-    return weights
-
-
-def write_head(folder, architecture, weights=None, **overrides):
-    folder.mkdir(parents=True, exist_ok=True)
+def head_config(architecture, **overrides):
     config = CONFIG | {"architectures": [architecture]}
     if architecture == EAGLE3:
         config["draft_vocab_size"] = DRAFT_VOCAB
-    (folder / "config.json").write_text(json.dumps(config | overrides))
+    return config | overrides
+
+
+def random_weights(architecture, layers=1):
+    config = head_config(architecture, num_hidden_layers=layers)
+    return eagle_weights(config, seed=3)
+
+
+def write_head(folder, architecture, weights=None, **overrides):
     weights = random_weights(architecture) if weights is None else weights
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_eagle_files(folder, head_config(architecture, **overrides), weights)
     return folder
 
 
@@ -473,8 +440,40 @@ def test_the_target_returns_the_inputs_of_its_layers(tmp_path, target):
 
 
 def test_heads_are_not_served_alone():
-    assert supported_draft_architectures() == [EAGLE, EAGLE3]
+    assert {EAGLE, EAGLE3} <= set(supported_draft_architectures())
     assert not set(supported_draft_architectures()) & set(supported_architectures())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft_vocab_size"),
+    [("EAGLE", None), ("EAGLE3", None), ("EAGLE3", DRAFT_VOCAB)],
+)
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_tiny_heads_fit_their_target(tmp_path, algorithm, draft_vocab_size, layers):
+    """Written for a target of any depth; they read what it captures."""
+    target = write_tiny_model(
+        tmp_path / "target", "Qwen3ForCausalLM", num_hidden_layers=layers
+    )
+    folder = write_tiny_eagle(
+        tmp_path / "head",
+        target,
+        algorithm=algorithm,
+        draft_vocab_size=draft_vocab_size,
+    )
+    drafter = Drafter(folder, target)
+    sources = 1
+    if algorithm == "EAGLE3":
+        config = drafter.harness.runner.model_config
+        captured = layers_to_capture(config, num_target_layers=layers)
+        ForwardHarness(target).runner.model.capture_layers(captured)
+        sources = len(captured)
+        assert sources == num_hidden_sources(config)
+    row = drafter.harness.new_row([1, 2, 3])
+    output = drafter.run(
+        ForwardMode.EXTEND, [(row, 3)], torch.randn(3, sources * HIDDEN)
+    )
+    assert output.next_token_logits.shape == (3, draft_vocab_size or VOCAB)
+    assert output.hidden_states.shape == (3, HIDDEN)
 
 
 @pytest.mark.parametrize("architecture", [EAGLE, EAGLE3])

@@ -12,8 +12,7 @@ from sglang.srt.layers.linear import Linear, LoadableParameter
 from sglang.srt.layers.module import cache_attributes
 from sglang.srt.model_loader.weight_utils import iterate_weights, tensor_names
 from sglang.srt.models.llama import LoadableModel
-from sglang.srt.models.mock import MockForCausalLM
-from sglang.srt.models.registry import CausalLM, create_model
+from sglang.srt.models.registry import CausalLM, MockModel, create_model
 
 DUMMY_SEED = 20260101
 DUMMY_SCALE = 0.02
@@ -47,11 +46,11 @@ def load_model(
     try:
         with torch.device(device):
             model = create_model(config, rope_rows=rope_rows)
-            if isinstance(model, LoadableModel) and load_format != "dummy":
+            if not isinstance(model, MockModel) and load_format != "dummy":
                 model.add_optional_parts(tensor_names(config.path))
     finally:
         torch.set_default_dtype(before)
-    if isinstance(model, MockForCausalLM):
+    if isinstance(model, MockModel):
         model.fill_weights()
     elif load_format == "dummy":
         fill_dummy_weights(model, device)

@@ -258,6 +258,22 @@ def check_activation(config: ModelConfig) -> None:
         )
 
 
+def check_captured_layers(layers: Sequence[int], target: ModelConfig) -> None:
+    """
+    Raises:
+        ValueError: `layers` do not ascend, or go beyond the number of layers.
+    """
+    count = target.num_layers
+    ascending = sorted(set(layers))
+    if list(layers) != ascending or not set(layers) <= set(range(count + 1)):
+        raise ValueError(
+            f"hidden states of the layers {list(layers)} cannot be captured: "
+            f"{target.path} has {count} layers, and the ids must ascend from 0 to at "
+            f"most {count}; set eagle_aux_hidden_state_layer_ids in the eagle_config "
+            "of the draft's config.json"
+        )
+
+
 class LlamaForCausalLM(LoadableModel):
     """Llama-type decoder with a language-model head (Touvron et al., 2023).
 
@@ -291,15 +307,7 @@ class LlamaForCausalLM(LoadableModel):
         Raises:
             ValueError: not ascending, or beyond the number of layers.
         """
-        count = self.config.num_layers
-        ascending = sorted(set(layers))
-        if list(layers) != ascending or not set(layers) <= set(range(count + 1)):
-            raise ValueError(
-                f"hidden states of the layers {list(layers)} cannot be captured: "
-                f"{self.config.path} has {count} layers, and the ids must ascend from "
-                f"0 to at most {count}; set eagle_aux_hidden_state_layer_ids in the "
-                "eagle_config of the draft's config.json"
-            )
+        check_captured_layers(layers, self.config)
         self.model.layers_to_capture = frozenset(layers)
 
     def forward(

@@ -8,6 +8,8 @@ right one. The construction, and why sparse signs survive bf16, is in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,55 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models import mock_math
+from sglang.srt.models.llama import check_captured_layers
+
+
+def load_codes(module: VocabEmbedding | LMHead, codes: Tensor) -> None:
+    """Fill a table [rows, 512] with `codes` [rows, 12] and zeros behind them."""
+    rows = torch.zeros(len(codes), mock_math.HIDDEN_SIZE)
+    rows[:, : mock_math.TOKEN_BITS] = codes
+    assert module.weight is not None
+    module.weight.load("codes", rows, None)
+
+
+class MockAttention(Module):
+    """Two layers of attention whose queries see all keys alike."""
+
+    def __init__(self, *, window: int | None = None) -> None:
+        super().__init__()
+        self._group = get_tp_group()
+        self._heads = divide(
+            mock_math.NUM_HEADS, self._group, what="num_attention_heads"
+        )
+        self._kv_heads = divide_kv_heads(mock_math.NUM_KV_HEADS, self._group)
+        self.layers = nn.ModuleList(
+            RadixAttention(
+                num_heads=self._heads.size,
+                num_kv_heads=self._kv_heads.size,
+                head_dim=mock_math.HEAD_DIM,
+                layer_id=layer,
+                scaling=mock_math.SM_SCALE,
+                sliding_window=window,
+            )
+            for layer in range(mock_math.NUM_LAYERS)
+        )
+
+    def forward(
+        self, x: Tensor, layer: int, dtype: torch.dtype, forward_batch: ForwardBatch
+    ) -> Tensor:
+        """Write the signatures of x [T] int64; the mean [T, 8 * 64] of those read."""
+        qkv = self._local_heads(mock_math.qkv(x, layer, dtype))
+        return self._group.all_gather_last_dim(self.layers[layer](qkv, forward_batch))
+
+    def _local_heads(self, qkv: Tensor) -> Tensor:
+        """The heads of this rank: [T, all q, k, v channels] -> [T, its channels]."""
+        if self._group.size == 1:
+            return qkv
+        sizes = (mock_math.NUM_HEADS, *(mock_math.NUM_KV_HEADS,) * 2)
+        heads = qkv.view(len(qkv), sum(sizes), mock_math.HEAD_DIM).split(sizes, dim=1)
+        parts = (self._heads, self._kv_heads, self._kv_heads)
+        kept = [h.narrow(1, p.start, p.size) for h, p in zip(heads, parts, strict=True)]
+        return torch.cat(kept, dim=1).view(len(qkv), -1)
 
 
 class MockForCausalLM(Module):
@@ -27,9 +78,6 @@ class MockForCausalLM(Module):
 
     config.json: vocab_size up to 4,096, optional `mock_window` (sliding window).
     """
-
-    packed_modules: dict[str, tuple[str, str]] = {}
-    is_weightless = True
 
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
         super().__init__()
@@ -39,22 +87,8 @@ class MockForCausalLM(Module):
         self.window: int | None = config.sliding_window
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size)
-        self._group = get_tp_group()
-        self._heads = divide(
-            mock_math.NUM_HEADS, self._group, what="num_attention_heads"
-        )
-        self._kv_heads = divide_kv_heads(mock_math.NUM_KV_HEADS, self._group)
-        self.attn = nn.ModuleList(
-            RadixAttention(
-                num_heads=self._heads.size,
-                num_kv_heads=self._kv_heads.size,
-                head_dim=mock_math.HEAD_DIM,
-                layer_id=layer,
-                scaling=mock_math.SM_SCALE,
-                sliding_window=self.window,
-            )
-            for layer in range(mock_math.NUM_LAYERS)
-        )
+        self.attn = MockAttention(window=self.window)
+        self.captured_layers: tuple[int, ...] = ()
         self.logits_processor = LogitsProcessor()
 
     def embed_and_head(self) -> tuple[VocabEmbedding, LMHead]:
@@ -65,10 +99,16 @@ class MockForCausalLM(Module):
         """Embedding rows and head rows are the bits of the token id as +1 / -1."""
         codes = mock_math.token_codes(self.vocab_size)
         for module in (self.embed_tokens, self.lm_head):
-            assert module.weight is not None
-            rows = torch.zeros(self.vocab_size, self.config.hidden_size)
-            rows[:, : mock_math.TOKEN_BITS] = codes
-            module.weight.load("codes", rows, None)
+            load_codes(module, codes)
+
+    def capture_layers(self, layers: Sequence[int]) -> None:
+        """Return these of the three `mock_math.aux_states` as hidden states.
+
+        Raises:
+            ValueError: not ascending, or not within 0 to 2.
+        """
+        check_captured_layers(layers, self.config)
+        self.captured_layers = tuple(layers)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
@@ -80,22 +120,17 @@ class MockForCausalLM(Module):
             count = count.clamp(max=self.window)
         x = mock_math.key_layer0(tokens, positions)
         folds: list[Tensor] = []
-        for layer, attention in enumerate(self.attn):
-            qkv = self._local_heads(mock_math.qkv(x, layer, embedded.dtype))
-            mean = self._group.all_gather_last_dim(attention(qkv, forward_batch))
+        for layer in range(mock_math.NUM_LAYERS):
+            mean = self.attn(x, layer, embedded.dtype, forward_batch)
             folds.append(mock_math.fold(mean, count, layer))
             x = mock_math.key_layer1(folds[0], positions)
         fold0, fold1 = folds
         next_tokens = mock_math.next_token(fold0, fold1, positions, self.vocab_size)
         hidden = mock_math.hidden_state(next_tokens, fold0, fold1).to(embedded.dtype)
-        return self.logits_processor(hidden, self.lm_head, forward_batch)
-
-    def _local_heads(self, qkv: Tensor) -> Tensor:
-        """The heads of this rank: [T, all q, k, v channels] -> [T, its channels]."""
-        if self._group.size == 1:
-            return qkv
-        sizes = (mock_math.NUM_HEADS, *(mock_math.NUM_KV_HEADS,) * 2)
-        heads = qkv.view(len(qkv), sum(sizes), mock_math.HEAD_DIM).split(sizes, dim=1)
-        parts = (self._heads, self._kv_heads, self._kv_heads)
-        kept = [h.narrow(1, p.start, p.size) for h, p in zip(heads, parts, strict=True)]
-        return torch.cat(kept, dim=1).view(len(qkv), -1)
+        aux: list[Tensor] | None = None
+        if self.captured_layers:
+            states = mock_math.aux_states(hidden)
+            aux = [states[layer] for layer in self.captured_layers]
+        return self.logits_processor(
+            hidden, self.lm_head, forward_batch, aux_hidden=aux
+        )

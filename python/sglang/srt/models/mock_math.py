@@ -30,6 +30,11 @@ HEAD_STEP = 1000003
 QUERY = 240.0
 SM_SCALE = 0.125
 MAX_SUM = 128
+FOLD_BITS = 64
+# Channels of the hidden state that hold the bits of X_0 and X_1.
+FOLD_CHANNELS = (64, 128)
+# Each captured hidden state has its channels turned by this much more than the last.
+AUX_TURN = 192
 
 
 def check_shape(config: ModelConfig) -> None:
@@ -78,14 +83,18 @@ def key_layer1(fold0: Tensor, positions: Tensor) -> Tensor:
 
 def sig(x: Tensor) -> Tensor:
     """Sparse signs: int64 [T] -> float32 [T, KV heads, 64]."""
+    channel, sign = _places(x)
+    out = torch.zeros(*channel.shape[:2], HEAD_DIM, device=x.device)
+    return out.scatter_(-1, channel, sign.float())
+
+
+def _places(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Channels and signs of a signature, int64 [T, KV heads, 4] each."""
     heads = torch.arange(NUM_KV_HEADS, device=x.device)
     y = mix64(x[:, None] + HEAD_STEP * heads)
     blocks = torch.arange(SIGNS_PER_HEAD, device=x.device)
     byte = (y[..., None] >> (8 * blocks)) & 0xFF
-    channel = blocks * BLOCK + (byte & 0xF)
-    sign = 1.0 - 2.0 * (byte >> 7).float()
-    out = torch.zeros(*y.shape, HEAD_DIM, device=x.device)
-    return out.scatter_(-1, channel, sign)
+    return blocks * BLOCK + (byte & 0xF), 1 - 2 * (byte >> 7)
 
 
 def qkv(x: Tensor, layer: int, dtype: torch.dtype) -> Tensor:
@@ -124,6 +133,14 @@ def fold_signs(signs: Tensor, layer: int) -> Tensor:
     return fold(flat, torch.ones_like(flat[:, 0], dtype=torch.int64), layer)
 
 
+def term(x: Tensor, layer: int) -> Tensor:
+    """`fold_signs(sig(x), layer)` from the few channels that count: int64 [T]."""
+    channel, sign = _places(x)
+    shared = fold_weights(layer, x.device).view(NUM_KV_HEADS, GROUP, HEAD_DIM).sum(1)
+    heads = torch.arange(NUM_KV_HEADS, device=x.device)[:, None]
+    return (sign * shared[heads, channel]).sum((1, 2))
+
+
 def next_token(fold0: Tensor, fold1: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """t [T] = (mix64(X_0 + 3 X_1 + pos) mod 2^63) % vocab."""
     return (mix64(fold0 + 3 * fold1 + positions) & 0x7FFFFFFFFFFFFFFF) % vocab
@@ -136,12 +153,46 @@ def hidden_state(tokens: Tensor, fold0: Tensor, fold1: Tensor) -> Tensor:
     """
     out = torch.zeros(tokens.shape[0], HIDDEN_SIZE, device=tokens.device)
     index = torch.arange(TOKEN_BITS, device=tokens.device)
-    out[:, :TOKEN_BITS] = _signs(tokens, TOKEN_BITS) * (1.0 + index / 16.0)
-    out[:, 64:128] = _signs(fold0, 64)
-    out[:, 128:192] = _signs(fold1, 64)
+    out[:, :TOKEN_BITS] = signs(tokens, TOKEN_BITS) * (1.0 + index / 16.0)
+    for channel, fold_of_layer in zip(FOLD_CHANNELS, (fold0, fold1), strict=True):
+        out[:, channel : channel + FOLD_BITS] = signs(fold_of_layer, FOLD_BITS)
     return out
 
 
-def _signs(values: Tensor, bits: int) -> Tensor:
+def aux_states(hidden: Tensor) -> list[Tensor]:
+    """What the inputs of layers 0 and 1 and the last output stand for, [T, 512] each:
+    the hidden state, then two that differ from it in place and sign of each channel.
+    """
+    turned = (hidden.roll(AUX_TURN * i, -1) for i in range(NUM_LAYERS + 1))
+    return [
+        state * _aux_signs(i, state).to(state.dtype) for i, state in enumerate(turned)
+    ]
+
+
+def aux_origin(state: Tensor, index: int) -> Tensor:
+    """The hidden state [T, 512] that `aux_states` made its entry `index` from."""
+    unsigned = state * _aux_signs(index, state).to(state.dtype)
+    return unsigned.roll(-AUX_TURN * index, -1)
+
+
+def _aux_signs(index: int, like: Tensor) -> Tensor:
+    """[512] of +1 / -1: all +, all -, or alternating."""
+    channels = torch.arange(HIDDEN_SIZE, device=like.device)
+    return 1 - 2 * ((index + (index // 2) * channels) % 2)
+
+
+def read_folds(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """X_0 and X_1 [T] that a hidden state [T, 512] holds, and whether it is whole:
+    bool [T], false where a bit is neither +1 nor -1.
+    """
+    shifts = torch.arange(FOLD_BITS, device=hidden.device)
+    parts = [hidden[:, start : start + FOLD_BITS] for start in FOLD_CHANNELS]
+    fold0, fold1 = (((part > 0).long() << shifts).sum(-1) for part in parts)
+    is_whole = torch.stack([(part.abs() == 1).all(-1) for part in parts]).all(0)
+    return fold0, fold1, is_whole
+
+
+def signs(values: Tensor, bits: int) -> Tensor:
+    """The low bits of int64 [T] as +1 / -1, lowest first: float32 [T, bits]."""
     shifts = torch.arange(bits, device=values.device)
     return (2 * ((values[:, None] >> shifts) & 1) - 1).float()

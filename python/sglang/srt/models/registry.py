@@ -7,12 +7,17 @@ from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
 from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
 from sglang.srt.models.mock import MockForCausalLM
+from sglang.srt.models.mock_draft import (
+    MockForCausalLMDraft,
+    MockForCausalLMEagle,
+    MockForCausalLMEagle3,
+)
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
 
-CausalLM = (
-    LlamaForCausalLM | MockForCausalLM | LlamaForCausalLMEagle | LlamaForCausalLMEagle3
-)
+MockModel = MockForCausalLM | MockForCausalLMEagle
+DraftHead = LlamaForCausalLMEagle | LlamaForCausalLMEagle3 | MockForCausalLMEagle
+CausalLM = LlamaForCausalLM | MockForCausalLM | DraftHead
 
 _MODELS: dict[str, type[LlamaForCausalLM] | type[MockForCausalLM]] = {
     model.__name__: model
@@ -23,9 +28,16 @@ _MODELS: dict[str, type[LlamaForCausalLM] | type[MockForCausalLM]] = {
         Qwen3ForCausalLM,
     )
 }
-# Heads that draft from another model's hidden states and cannot be served alone.
-_DRAFT_MODELS: dict[str, type[LlamaForCausalLMEagle] | type[LlamaForCausalLMEagle3]] = {
-    model.__name__: model for model in (LlamaForCausalLMEagle, LlamaForCausalLMEagle3)
+# Models that draft for another one and cannot be served alone.
+_DRAFT_MODELS: dict[str, type[DraftHead]] = {
+    model.__name__: model
+    for model in (
+        LlamaForCausalLMEagle,
+        LlamaForCausalLMEagle3,
+        MockForCausalLMDraft,
+        MockForCausalLMEagle,
+        MockForCausalLMEagle3,
+    )
 }
 
 
@@ -35,7 +47,7 @@ def supported_architectures() -> list[str]:
 
 
 def supported_draft_architectures() -> list[str]:
-    """Heads that need a target's hidden states."""
+    """Models that only draft, most of them from a target's hidden states."""
     return sorted(_DRAFT_MODELS)
 
 

@@ -1,0 +1,154 @@
+"""Arithmetic of the mock model's draft heads, shared by the heads and their oracle: the
+settings, and what a head proposes from the two folds. Knows no attention and no trees.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.models import mock_math
+from sglang.srt.utils.hashing import mix64
+
+SOURCES = ("attention", "hidden")
+ACCEPTANCE = (0.6, 0.3, 0.1)
+# Draft ids walk through the target's in steps of the first fitting number from here on.
+DRAFT_ID_STEP = 617
+MAX_FLIPS = 7
+_DRAW_BITS = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSettings:
+    """Fields:
+    vocab_size: of the target.
+    draft_vocab_size: draft ids, each the target's id (i * odd) mod vocab_size; None:
+        draft ids are the target's.
+    source: where the state of the history comes from: "attention" over the draft's own
+        KV, or the "hidden" state that the head is given.
+    acceptance: probabilities that the truth has rank 0, a rank of 1 to 7, or is missed.
+
+    Raises:
+        ValueError: settings that no head has; names the field of config.json.
+    """
+
+    vocab_size: int
+    draft_vocab_size: int | None = None
+    source: str = SOURCES[0]
+    acceptance: tuple[float, float, float] = ACCEPTANCE
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise ValueError(
+                f"mock_draft_source {self.source!r} must be one of {', '.join(SOURCES)}"
+            )
+        shares = self.acceptance
+        is_distribution = math.isclose(sum(shares), 1.0) and min(shares) >= 0
+        if len(shares) != 3 or not is_distribution:
+            raise ValueError(
+                f"mock_acceptance {list(shares)} must be three probabilities that sum "
+                "to 1: of rank 0, of ranks 1 to 7, of a miss"
+            )
+        size = self.draft_vocab_size
+        if size is not None and not 0 < size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size {size} must be from 1 to vocab_size "
+                f"{self.vocab_size}"
+            )
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> DraftSettings:
+        """
+        Raises:
+            ValueError: as the class, with the file before it.
+        """
+        raw = config.raw
+        try:
+            return cls(
+                vocab_size=config.vocab_size,
+                draft_vocab_size=raw.get("draft_vocab_size"),
+                source=raw.get("mock_draft_source", SOURCES[0]),
+                acceptance=tuple(raw.get("mock_acceptance", ACCEPTANCE)),
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{config.path / 'config.json'}: {error}") from error
+
+    @property
+    def proposed_vocab_size(self) -> int:
+        return self.draft_vocab_size or self.vocab_size
+
+    def hot_token_ids(self) -> Tensor | None:
+        """int64 [draft vocabulary], the target's id of each draft id; None: alike."""
+        if self.draft_vocab_size is None:
+            return None
+        step = next(
+            step
+            for step in range(DRAFT_ID_STEP, DRAFT_ID_STEP + 2 * self.vocab_size, 2)
+            if math.gcd(step, self.vocab_size) == 1
+        )
+        return torch.arange(self.draft_vocab_size) * step % self.vocab_size
+
+    def head_codes(self) -> Tensor:
+        """float32 [proposed vocabulary, 12]: the code of the target's token by row."""
+        codes = mock_math.token_codes(self.vocab_size)
+        hot = self.hot_token_ids()
+        return codes if hot is None else codes[hot]
+
+
+@cache
+def first_terms() -> tuple[int, int]:
+    """What position 0 adds to X_0 and X_1: it does not depend on the token."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    fold0 = mock_math.term(mock_math.key_layer0(zero, zero), 0)
+    fold1 = mock_math.term(mock_math.key_layer1(fold0, zero), 1)
+    return int(fold0), int(fold1)
+
+
+def proposal(
+    fold0: Tensor, fold1: Tensor, positions: Tensor, settings: DraftSettings
+) -> tuple[Tensor, Tensor]:
+    """What a head says after tokens that the target has the folds [T] of.
+
+    Args:
+        positions: [T] int64, of the newest of these tokens.
+
+    Returns:
+        The code that scores best, int64 [T] (it may lie outside the vocabulary), and
+        the weight of each of its bits, float32 [T, 12]: multiples of 1/128 from 1 to 2
+        that grow by at least 5/128 from bit to bit. They differ from row to row, so
+        that paths of a tree hardly ever tie.
+    """
+    vocab = settings.vocab_size
+    truth = mock_math.next_token(fold0, fold1, positions, vocab)
+    code = truth ^ _flips(mix64(fold0 ^ 77), settings)
+    bits = torch.arange(mock_math.TOKEN_BITS, device=fold0.device)
+    jitter = (mix64(fold0 ^ 78)[:, None] >> (2 * bits)) & 3
+    return code, 1.0 + (8 * bits + jitter).float() / 128.0
+
+
+def _flips(draw: Tensor, settings: DraftSettings) -> Tensor:
+    """Bits [T] in which the proposed code differs from the truth: none (rank 0), bit
+    r - 1 (rank r), or the two highest (a miss).
+    """
+    width = max((settings.vocab_size - 1).bit_length(), 1)
+    first, second, _ = settings.acceptance
+    scale = 1 << _DRAW_BITS
+    share = draw & (scale - 1)
+    flipped = ((draw >> _DRAW_BITS) & 0xFFFF) % min(MAX_FLIPS, width)
+    near = torch.ones_like(draw) << flipped
+    miss = 3 << width - 2 if width > 1 else 1
+    ranked = torch.where(share < round((first + second) * scale), near, miss)
+    return torch.where(share < round(first * scale), 0, ranked)
+
+
+def hidden_state(code: Tensor, weights: Tensor, fold0: Tensor, fold1: Tensor) -> Tensor:
+    """float32 [T, 512]: as the target's, with these weights on the bits of `code`."""
+    out = mock_math.hidden_state(code, fold0, fold1)
+    bits = mock_math.TOKEN_BITS
+    out[:, :bits] = mock_math.signs(code, bits) * weights
+    return out
