@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -78,9 +79,10 @@ class DraftSettings:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{config.path / 'config.json'}: {error}") from error
 
-    @property
-    def proposed_vocab_size(self) -> int:
-        return self.draft_vocab_size or self.vocab_size
+    @classmethod
+    def from_folder(cls, folder: Path) -> DraftSettings:
+        """As `from_config`."""
+        return cls.from_config(ModelConfig.from_folder(folder))
 
     def hot_token_ids(self) -> Tensor | None:
         """int64 [draft vocabulary], the target's id of each draft id; None: alike."""
