@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -99,14 +100,15 @@ def simulate(settings, shape, tokens, kv_len, dtype):
     tree = DraftTree.allocate(1, shape, device="cpu")
     root, length = torch.tensor([known[-1]]), torch.tensor([kv_len])
     build_tree_ref(levels, shape=shape, root_tokens=root, seq_lens=length, tree=tree)
+    next_token_of = partial(mock_math.next_token, vocab=settings.vocab_size)
     # The target's choice after each node: its own continuation of the path to it.
     paths: list[list[int]] = []
     for token, parent in zip(tree.tokens[0], tree.parent_index[0], strict=True):
         history = tokens[:kv_len] if parent < 0 else paths[int(parent)]
         paths.append([*history, int(token)])
     choices = [
-        int(mock_math.next_token(*state_behind(p), torch.tensor([len(p) - 1]), VOCAB))
-        for p in paths
+        int(next_token_of(*state_behind(path), torch.tensor([len(path) - 1])))
+        for path in paths
     ]
     result = VerifyResult.allocate(1, shape, device="cpu")
     verify_tree_greedy_ref(tree, torch.tensor([choices]), result=result)
@@ -127,6 +129,13 @@ def walk(settings, shape, answer, dtype):
     return found
 
 
+def assert_simulated(oracle, answers):
+    for answer, predicted in zip(answers, oracle.predict(answers), strict=True):
+        simulated = walk(oracle.settings, oracle.shape, answer, oracle.dtype)
+        assert predicted.accept_lens == tuple(length for length, _ in simulated)
+        assert predicted.off_first_branch == tuple(off for _, off in simulated)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("draft_vocab_size", [None, 150])
 @pytest.mark.parametrize("source", ["attention", "hidden"])
@@ -139,10 +148,41 @@ def test_equals_a_simulation(numbers, source, draft_vocab_size, dtype):
     )
     answers = [make_answer(rng, new_tokens=12) for _ in range(count(ci=2, full=20))]
     oracle = DraftOracle(shape=shape, settings=settings, dtype=dtype)
-    for answer, predicted in zip(answers, oracle.predict(answers), strict=True):
-        simulated = walk(settings, shape, answer, dtype)
-        assert predicted.accept_lens == tuple(length for length, _ in simulated)
-        assert predicted.off_first_branch == tuple(off for _, off in simulated)
+    assert_simulated(oracle, answers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_a_simulation_where_tokens_repeat(dtype):
+    """A small vocabulary: one token under several parents, and logits that tie."""
+    rng = random.Random(3)
+    settings = DraftSettings(vocab_size=24, source="hidden")
+    oracle = DraftOracle(shape=shape_of((8, 4, 24)), settings=settings, dtype=dtype)
+    assert_simulated(
+        oracle, [make_answer(rng, new_tokens=12, vocab_size=24) for _ in range(8)]
+    )
+
+
+def test_equals_a_simulation_where_the_sources_differ():
+    """Branches whose column of KV holds another branch's tokens: with few nodes to
+    verify they rarely matter, so the requests where they do are looked for."""
+    rng = random.Random(5)
+    answers = [make_answer(rng, new_tokens=16) for _ in range(200)]
+    oracles = [
+        DraftOracle(
+            shape=shape_of((8, 5, 32)),
+            settings=DraftSettings(vocab_size=VOCAB, source=source),
+        )
+        for source in ("attention", "hidden")
+    ]
+    by_source = zip(*(oracle.predict(answers) for oracle in oracles), strict=True)
+    differing = [
+        answer
+        for answer, (first, second) in zip(answers, by_source, strict=True)
+        if first.accept_lens != second.accept_lens
+    ]
+    assert len(differing) >= 3
+    for oracle in oracles:
+        assert_simulated(oracle, differing[:3])
 
 
 @pytest.mark.parametrize("source", ["attention", "hidden"])

@@ -33,8 +33,6 @@ class MockForCausalLMEagle(DraftModel):
     `mock_acceptance` (see `mock_draft_math.DraftSettings`).
     """
 
-    num_hidden_sources = 1
-
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
         super().__init__(config)
         mock_math.check_shape(config)
@@ -89,8 +87,6 @@ class MockForCausalLMEagle3(MockForCausalLMEagle):
     target's id (i * odd) mod vocab_size.
     """
 
-    num_hidden_sources = mock_math.NUM_LAYERS + 1
-
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
         super().__init__(config, rope_rows=rope_rows)
         if self.settings.draft_vocab_size is not None:
@@ -110,7 +106,7 @@ class MockForCausalLMEagle3(MockForCausalLMEagle):
         if hidden.shape[-1] == mock_math.HIDDEN_SIZE:
             return mock_math.read_folds(hidden)
         states = hidden.split(mock_math.HIDDEN_SIZE, dim=-1)
-        assert len(states) == self.num_hidden_sources, hidden.shape
+        assert len(states) == mock_math.NUM_LAYERS + 1, hidden.shape
         fold0, fold1, is_whole = mock_math.read_folds(states[0])
         for i, state in enumerate(states):
             other0, other1, is_other_whole = mock_math.read_folds(
@@ -123,8 +119,6 @@ class MockForCausalLMEagle3(MockForCausalLMEagle):
 
 class MockForCausalLMDraft(MockForCausalLMEagle):
     """For STANDALONE: tables of its own, and no hidden states are read."""
-
-    num_hidden_sources = 0
 
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
         super().__init__(config, rope_rows=rope_rows)

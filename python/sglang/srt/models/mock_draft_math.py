@@ -92,6 +92,7 @@ class DraftSettings:
             step
             for step in range(DRAFT_ID_STEP, DRAFT_ID_STEP + 2 * self.vocab_size, 2)
             if math.gcd(step, self.vocab_size) == 1
+            and (step % self.vocab_size != 1 or self.vocab_size == 2)
         )
         return torch.arange(self.draft_vocab_size) * step % self.vocab_size
 

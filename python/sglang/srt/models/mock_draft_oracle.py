@@ -25,7 +25,8 @@ ROWS_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One request: `tokens` of the prompt and of the whole output; tokens."""
+    """One request: `tokens` are the prompt's and the whole output's; the first
+    `prompt_len` are the prompt's."""
 
     tokens: Sequence[int]
     prompt_len: int
