@@ -41,6 +41,7 @@ from scripts.demo_model.target_states import (
 )
 from scripts.demo_model.train_draft_lm import draft_lm_loss
 from scripts.demo_model.train_eagle import eagle_loss
+from sglang.srt.configs.draft_config import layers_to_capture
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.linear import LoadableParameter
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
@@ -49,7 +50,6 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.models.draft import DraftModel
-from sglang.srt.configs.draft_config import layers_to_capture
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
 

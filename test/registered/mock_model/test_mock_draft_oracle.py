@@ -14,10 +14,10 @@ from sglang.srt.models import mock_math
 from sglang.srt.models.mock_draft_math import DraftSettings, proposal
 from sglang.srt.models.mock_draft_oracle import Answer, DraftOracle, Prediction
 from sglang.srt.models.mock_oracle import MockOracle, next_tokens
+from sglang.srt.speculative.draft_layout import TreeShape
 from sglang.srt.speculative.ops.buffers import (
     DraftLevels,
     DraftTree,
-    TreeShape,
     VerifyResult,
 )
 from sglang.srt.speculative.ops.tree import (

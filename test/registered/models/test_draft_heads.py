@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sglang.srt.configs.draft_config import layers_to_capture, num_hidden_sources
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardMode,
 )
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.configs.draft_config import layers_to_capture, num_hidden_sources
 from sglang.srt.models.registry import (
     supported_architectures,
     supported_draft_architectures,

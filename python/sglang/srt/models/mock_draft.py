@@ -33,6 +33,8 @@ class MockForCausalLMEagle(DraftModel):
     `mock_acceptance` (see `mock_draft_math.DraftSettings`).
     """
 
+    algorithm = "EAGLE"
+
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
         super().__init__(config)
         mock_math.check_shape(config)
@@ -87,6 +89,8 @@ class MockForCausalLMEagle3(MockForCausalLMEagle):
     target's id (i * odd) mod vocab_size.
     """
 
+    algorithm = "EAGLE3"
+
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
         super().__init__(config, rope_rows=rope_rows)
         if self.settings.draft_vocab_size is not None:
@@ -119,6 +123,8 @@ class MockForCausalLMEagle3(MockForCausalLMEagle):
 
 class MockForCausalLMDraft(MockForCausalLMEagle):
     """For STANDALONE: tables of its own, and no hidden states are read."""
+
+    algorithm = "STANDALONE"
 
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
         super().__init__(config, rope_rows=rope_rows)

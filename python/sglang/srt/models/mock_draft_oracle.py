@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sglang.srt.models import mock_math
 from sglang.srt.models.mock_draft_math import DraftSettings, proposal
-from sglang.srt.speculative.ops.buffers import DraftLevels, TreeShape
+from sglang.srt.speculative.draft_layout import TreeShape
+from sglang.srt.speculative.ops.buffers import DraftLevels
 from sglang.srt.speculative.ops.tree import select_top_k_ref
 
 # Scores nearer than this, relative to their size, may change places with the rounding

@@ -53,11 +53,12 @@ def supported_draft_architectures() -> list[str]:
 
 def draft_architectures(algorithm: str) -> list[str]:
     """Models that draft for a --speculative-algorithm."""
-    if algorithm == "STANDALONE":
-        return supported_architectures()
-    return sorted(
+    heads = [
         name for name, model in _DRAFT_MODELS.items() if model.algorithm == algorithm
-    )
+    ]
+    # Any language model may draft for another one.
+    whole = supported_architectures() if algorithm == "STANDALONE" else []
+    return sorted(heads + whole)
 
 
 def create_model(config: ModelConfig, *, rope_rows: int) -> CausalLM:
