@@ -71,3 +71,16 @@ def write_shape(name: str, folder: Path) -> Path:
     config = SHAPES[name] | {"eos_token_id": SHAPES[name]["vocab_size"] - 1}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def write_draft_shape(name: str, folder: Path, *, draft_vocab: int = 32000) -> Path:
+    """`folder` with the config.json of an EAGLE3 head of one layer for `name`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = SHAPES[name] | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": draft_vocab,
+        "eos_token_id": SHAPES[name]["vocab_size"] - 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder

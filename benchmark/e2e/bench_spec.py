@@ -1,0 +1,303 @@
+"""Speculative decoding: accept lengths and speed over steps, top-k and draft tokens.
+
+python benchmark/e2e/bench_spec.py cycle [--trees 8,5,64 1,3,4] [--batch-size 1 16]
+python benchmark/e2e/bench_spec.py demo --heldout scripts/demo_model/build/corpus/...
+
+`cycle` (a GPU): one draft + verify + extend cycle of a real model shape with dummy
+weights and an EAGLE3 head of one layer; random weights accept nothing, so the time of
+a cycle is what counts. `--accept-length` adds the tokens per second of a simulated
+accept length beside decoding without speculation.
+`demo`: the demo model and its bundled drafts on held-out code, greedy; accept length,
+tokens per second, and the share of distinct 4-grams of the output.
+A tree is written topk,steps,draft tokens. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from model_shapes import SHAPES, write_draft_shape, write_shape
+
+from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import BatchOutput, GenerateReq
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.build import build_scheduler
+from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import load_tokenizer
+from sglang.srt.utils.paths import bundled_demo_model_path
+
+WARM_STEPS = 8
+PROMPT_TOKENS = 128
+
+
+class Tree(NamedTuple):
+    topk: int
+    steps: int
+    nodes: int
+
+    @classmethod
+    def parse(cls, text: str) -> Tree:
+        topk, steps, nodes = (int(part) for part in text.split(","))
+        return cls(topk, steps, nodes)
+
+    def flags(self) -> dict[str, int]:
+        return {
+            "speculative_eagle_topk": self.topk,
+            "speculative_num_steps": self.steps,
+            "speculative_num_draft_tokens": self.nodes,
+        }
+
+
+@contextmanager
+def running(**flags: Any) -> Iterator[tuple[Scheduler, ListIO]]:
+    """A scheduler of this process; its memory is given back."""
+    io = ListIO()
+    scheduler = build_scheduler(ServerArgs(**flags), io)
+    try:
+        yield scheduler, io
+    finally:
+        del scheduler
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def submit(io: ListIO, rid: str, ids: list[int], new_tokens: int) -> None:
+    params = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    io.requests.append(GenerateReq(rid=rid, input_ids=ids, sampling_params=params))
+
+
+# -- cycle -----------------------------------------------------------------------------
+
+
+def step_ms(
+    scheduler: Scheduler, io: ListIO, *, rows: int, input_len: int, steps: int
+) -> dict[str, float]:
+    """Median round of the scheduler loop while all requests decode, and their
+    throughput."""
+    vocab = scheduler.model_config.vocab_size
+    generator = torch.Generator().manual_seed(rows)
+    room = (
+        scheduler.server_args.tree_shape.accept_width if is_drafting(scheduler) else 1
+    )
+    for i in range(rows):
+        ids = torch.randint(0, vocab, (input_len,), generator=generator)
+        submit(io, f"{rows}-{i}", ids.tolist(), (steps + 64) * room)
+    while scheduler.running is None or len(scheduler.running) < rows:
+        scheduler.step()
+    for _ in range(WARM_STEPS):
+        scheduler.step()
+    torch.cuda.synchronize()
+    before = scheduler.stats_snapshot().generation_tokens_total
+    times, began = [], time.perf_counter()
+    for _ in range(steps):
+        start = time.perf_counter()
+        scheduler.step()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    tokens = scheduler.stats_snapshot().generation_tokens_total - before
+    for rid in [f"{rows}-{i}" for i in range(rows)]:
+        scheduler._by_rid[rid].abort_message = "measured"
+    while scheduler.has_work():
+        scheduler.step()
+    scheduler.cache.reset()
+    io.responses.clear()
+    return {
+        "rows": rows,
+        "ms_median": statistics.median(times) * 1e3,
+        "ms_mean": seconds / steps * 1e3,
+        "tok_s": tokens / seconds,
+    }
+
+
+def is_drafting(scheduler: Scheduler) -> bool:
+    return scheduler.server_args.speculative_algorithm is not None
+
+
+def cycle(args: argparse.Namespace) -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp())
+    common: dict[str, Any] = {
+        "model_path": str(write_shape(args.shape, folder / "target")),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "context_length": args.context_length,
+        "max_running_requests": max(args.batch_size),
+        "page_size": args.page_size,
+        "attention_backend": args.attention_backend,
+        "device": "cuda",
+    }
+    draft = str(write_draft_shape(args.shape, folder / "draft"))
+    results: list[dict[str, Any]] = []
+    print("tree (topk, steps, nodes)  batch  cycle ms  (mean)  tok/s")
+    for tree in [None, *args.trees]:
+        flags: dict[str, Any] = {}
+        simulated: Any = nullcontext()
+        if tree is not None:
+            flags = tree.flags() | {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": draft,
+            }
+            if args.accept_length:
+                simulated = envs.SGLANG_SIMULATE_ACC_LEN.override(args.accept_length)
+        with simulated, running(**common, **flags) as (scheduler, io):
+            for rows in args.batch_size:
+                found = step_ms(
+                    scheduler, io, rows=rows, input_len=args.input_len, steps=args.steps
+                )
+                found |= {"tree": tree}
+                results.append(found)
+                print(
+                    f"{str(tuple(tree) if tree else 'none'):25}  {rows:5d}  "
+                    f"{found['ms_median']:8.3f}  {found['ms_mean']:6.3f}  "
+                    f"{found['tok_s']:7.1f}",
+                    flush=True,
+                )
+    return {"shape": args.shape, "page_size": args.page_size, "results": results}
+
+
+# -- demo ------------------------------------------------------------------------------
+
+
+def heldout_prompts(path: Path, count: int) -> list[list[int]]:
+    """The first tokens of held-out files."""
+    tokenizer = load_tokenizer(str(bundled_demo_model_path()))
+    prompts = []
+    with path.open(encoding="utf-8") as reader:
+        for line in reader:
+            ids = tokenizer.encode(json.loads(line)["text"][:4000])
+            if len(ids) >= PROMPT_TOKENS:
+                prompts.append(ids[:PROMPT_TOKENS])
+            if len(prompts) == count:
+                return prompts
+    raise ValueError(f"--heldout {path} holds only {len(prompts)} long enough files")
+
+
+def distinct_4_grams(outputs: list[list[int]]) -> float:
+    grams = [tuple(ids[i : i + 4]) for ids in outputs for i in range(len(ids) - 3)]
+    return len(set(grams)) / len(grams)
+
+
+def generate(
+    scheduler: Scheduler, io: ListIO, prompts: list[list[int]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """All prompts, `--concurrency` at a time."""
+    outputs: dict[str, list[int]] = {}
+    verified = gained = 0
+    submit(io, "warm-up", prompts[0], 16)
+    while scheduler.step() or scheduler.has_work():
+        pass
+    io.responses.clear()
+    began = time.perf_counter()
+    for start in range(0, len(prompts), args.concurrency):
+        for i, ids in enumerate(prompts[start : start + args.concurrency]):
+            submit(io, f"{start + i}", ids, args.new_tokens)
+        while scheduler.step() or scheduler.has_work():
+            pass
+    seconds = time.perf_counter() - began
+    for message in io.responses:
+        for output in message.outputs if isinstance(message, BatchOutput) else ():
+            outputs.setdefault(output.rid, []).extend(output.output_ids)
+            if output.finish_reason is not None:
+                verified += output.spec_verify_ct
+                gained += output.spec_accept_tokens
+    io.responses.clear()
+    ordered = [outputs[str(i)] for i in range(len(prompts))]
+    return {
+        "tok_s": sum(map(len, ordered)) / seconds,
+        "accept_length": gained / verified if verified else 1.0,
+        "distinct_4_grams": distinct_4_grams(ordered),
+        "outputs": ordered,
+    }
+
+
+def demo(args: argparse.Namespace) -> dict[str, Any]:
+    prompts = heldout_prompts(args.heldout, args.prompts)
+    common: dict[str, Any] = {
+        "page_size": args.page_size,
+        "attention_backend": args.attention_backend,
+        "random_seed": 0,
+        "disable_radix_cache": True,
+        "dtype": args.dtype,
+    }
+    results: list[dict[str, Any]] = []
+    expected: list[list[int]] = []
+    print(
+        "algorithm   tree (topk, steps, nodes)  accept  tok/s  speed-up  4-grams  same"
+    )
+    for algorithm in [None, *args.algorithms]:
+        for tree in args.trees if algorithm else [None]:
+            flags = {} if tree is None else tree.flags()
+            flags |= {"speculative_algorithm": algorithm}
+            with running(**common, **flags) as (scheduler, io):
+                found = generate(scheduler, io, prompts, args)
+            outputs = found.pop("outputs")
+            expected = expected or outputs
+            found |= {
+                "algorithm": algorithm,
+                "tree": tree,
+                "is_same": outputs == expected,
+            }
+            results.append(found)
+            base = results[0]["tok_s"]
+            print(
+                f"{algorithm or 'none':10}  {str(tuple(tree) if tree else ''):25}  "
+                f"{found['accept_length']:6.2f}  {found['tok_s']:5.0f}  "
+                f"{found['tok_s'] / base:6.2f}  {found['distinct_4_grams']:7.3f}  "
+                f"{found['is_same']}",
+                flush=True,
+            )
+    return {"page_size": args.page_size, "results": results}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    modes = parser.add_subparsers(dest="mode", required=True)
+    timed = modes.add_parser("cycle")
+    timed.add_argument("--shape", choices=sorted(SHAPES), default="Llama-3.1-8B")
+    timed.add_argument("--batch-size", type=int, nargs="+", default=[1, 16])
+    timed.add_argument("--input-len", type=int, default=1024)
+    timed.add_argument("--steps", type=int, default=96)
+    timed.add_argument("--context-length", type=int, default=8192)
+    timed.add_argument("--accept-length", type=float, default=0.0)
+    timed.add_argument("--trees", type=Tree.parse, nargs="+")
+    timed.set_defaults(run=cycle, trees=[Tree(8, 5, 64), Tree(1, 3, 4)], page_size=64)
+    real = modes.add_parser("demo")
+    real.add_argument("--heldout", type=Path, required=True)
+    real.add_argument("--prompts", type=int, default=24)
+    real.add_argument("--new-tokens", type=int, default=256)
+    real.add_argument("--concurrency", type=int, default=1)
+    real.add_argument("--algorithms", nargs="+", default=["EAGLE3"])
+    real.add_argument("--dtype", default="auto")
+    real.add_argument("--trees", type=Tree.parse, nargs="+")
+    real.set_defaults(
+        run=demo,
+        trees=[Tree(1, 3, 4), Tree(1, 5, 6), Tree(4, 5, 8), Tree(8, 5, 32)],
+        page_size=1,
+    )
+    for mode in (timed, real):
+        mode.add_argument("--page-size", type=int)
+        mode.add_argument("--attention-backend")
+    args = parser.parse_args()
+    document = {"benchmark": f"bench_spec {args.mode}", "torch": torch.__version__}
+    if torch.cuda.is_available():
+        document["gpu"] = torch.cuda.get_device_name()
+    print(json.dumps(document | args.run(args)))
+
+
+if __name__ == "__main__":
+    main()
