@@ -3,18 +3,50 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from sglang.srt.kv_canary.perturb.driver import Planted
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+from sglang.srt.kv_canary.runner.sweep import Sweeper, SweepRun
 from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.test.harness import EngineHarness
 
 VOCAB = 1000
 CONTEXT = 512
 WARM_STEPS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row of a forward by the host's books: slots[:prefix_len] are read, the others
+    written."""
+
+    rid: str | None
+    prefix_len: int
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """What one forward was given. `swept`: slots of the sweep pass before it."""
+
+    clock: int
+    is_decode: bool
+    rows: list[Row]
+    swept: list[int]
+
+    def reads(self, slots: Collection[int]) -> bool:
+        """Whether it, or the sweep before it, reads any of `slots`."""
+        wanted = set(slots)
+        parts = [row.slots[: row.prefix_len] for row in self.rows]
+        return any(wanted.intersection(part) for part in (*parts, self.swept))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +57,9 @@ class Outcome:
     forward: which forward found it.
     text: the error of the mode `raise`.
     asked, said: prompts, and the tokens that clients had got, by request.
+    rids: requests by serial.
+    forwards: all that were launched.
+    cached: slots that the prefix cache held at the end.
     """
 
     planted: Planted
@@ -33,6 +68,73 @@ class Outcome:
     text: str
     asked: dict[str, list[int]]
     said: dict[str, list[int]]
+    rids: dict[int, str]
+    forwards: list[Forward]
+    cached: int
+
+    def since_planted(self) -> list[Forward]:
+        return [f for f in self.forwards if f.clock >= self.planted.clock]
+
+
+@dataclass(kw_only=True)
+class ForwardLog:
+    """Writes down what the forwards of an engine are given, before any fault of theirs
+    is planted."""
+
+    manager: CanaryManager
+    forwards: list[Forward] = field(default_factory=list)
+    rids: dict[int, str] = field(default_factory=dict)
+
+    def note(self, batch: ForwardBatch) -> None:
+        pool, book = self.manager.target.req_to_token_pool, self.manager.book
+        parts = zip(
+            batch.req_pool_indices.tolist(),
+            batch.req_serial.tolist(),
+            batch.prefix_lens.tolist(),
+            batch.extend_lens.tolist(),
+            strict=True,
+        )
+        rows = []
+        for row, serial, prefix, extend in parts:
+            rid = book.rid(serial) if row else None
+            if rid is not None:
+                self.rids[serial] = rid
+            slots = pool.row_slots(row, 0, prefix + extend).tolist()
+            rows.append(Row(rid=rid, prefix_len=prefix, slots=slots))
+        self.forwards.append(
+            Forward(
+                clock=int(self.manager.target.buffers.state.clock),
+                is_decode=batch.forward_mode.is_decode,
+                rows=rows,
+                swept=[],
+            )
+        )
+
+    def note_sweep(self, runs: list[SweepRun]) -> list[SweepRun]:
+        """A pass runs inside of the forward that was noted last."""
+        self.forwards[-1].swept.extend(int(s) for run in runs for s in run.slots)
+        return runs
+
+
+@contextmanager
+def logged(harness: EngineHarness) -> Iterator[ForwardLog]:
+    """The log of what `harness` launches while it is open."""
+    log = ForwardLog(manager=canary_of(harness))
+    runner = harness.scheduler.worker.model_runner
+    forward, next_runs = runner.forward, Sweeper.next_runs
+
+    def noted(batch: ForwardBatch) -> LogitsProcessorOutput:
+        log.note(batch)
+        return forward(batch)
+
+    def swept(sweeper: Sweeper) -> list[SweepRun]:
+        return log.note_sweep(next_runs(sweeper))
+
+    with (
+        patch.object(runner, "forward", noted),
+        patch.object(Sweeper, "next_runs", swept),
+    ):
+        yield log
 
 
 def canary_of(harness: EngineHarness) -> CanaryManager:
@@ -77,8 +179,8 @@ def plant(model: Path, name: str, *, seed: int, **server_args: Any) -> Outcome:
             ids, rid=f"q{i}", stream=True, max_new_tokens=rng.randrange(8, 40)
         )
 
-    submitted, has_met = 0, False
-    try:
+    def run() -> str:
+        submitted, has_met = 0, False
         for step in range(400):
             if step % 3 == 0:
                 submit(submitted)
@@ -91,14 +193,15 @@ def plant(model: Path, name: str, *, seed: int, **server_args: Any) -> Outcome:
                 if prompt is not None:
                     asked["meets"] = prompt
                     harness.submit(prompt, rid="meets", max_new_tokens=4)
-            harness.scheduler.step()
-    except CanaryViolation as error:
-        text = str(error)
-    else:
-        raise AssertionError(
-            f"{name}, seed {seed}: nothing was reported; planted "
-            f"{manager.perturb.planted}"
-        )
+            try:
+                harness.scheduler.step()
+            except CanaryViolation as error:
+                return str(error)
+        planted = manager.perturb.planted
+        raise AssertionError(f"{name}, seed {seed}: not reported; planted {planted}")
+
+    with logged(harness) as log:
+        text = run()
     incident = manager.reporter.incidents[-1]
     assert len(manager.perturb.planted) == 1, manager.perturb.planted
     answers = harness.collect()
@@ -109,4 +212,7 @@ def plant(model: Path, name: str, *, seed: int, **server_args: Any) -> Outcome:
         text=text,
         asked=asked,
         said={rid: answer.output_ids for rid, answer in answers.items()},
+        rids=log.rids,
+        forwards=log.forwards,
+        cached=len(harness.scheduler.cache.cached_slots()),
     )

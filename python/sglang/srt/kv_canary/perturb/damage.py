@@ -21,7 +21,9 @@ class Damage:
 
     Fields:
         req_row, serial: the request that will read or write wrongly; 0: none.
-        slot, position: where; -1: not one place.
+        slot, position: a place that the report must name; -1: known by the reader only.
+        places: all (slot, position) that the fault itself may be reported at.
+        other: (serial, position) of the second request, where two trade something.
         prompt: tokens of a request that would meet the damage; None: any does.
         undo: repairs what the engine itself relies on, after the forward; None where
             the damage may stay.
@@ -31,6 +33,8 @@ class Damage:
     serial: int = 0
     slot: int = -1
     position: int = -1
+    places: frozenset[tuple[int, int]] = frozenset()
+    other: tuple[int, int] | None = None
     prompt: list[int] | None = None
     undo: Callable[[], None] | None = None
 

@@ -95,8 +95,14 @@ class PerturbDriver:
             self._armed.remove("next_token_swap")
         order = list(range(len(token_ids)))
         order[first], order[second] = second, first
-        victim = int(forward_batch.req_serial[first])
-        self._note("next_token_swap", Damage(serial=victim))
+        serials, ends = forward_batch.req_serial, forward_batch.seq_lens
+        damage = Damage(
+            req_row=int(forward_batch.req_pool_indices[first]),
+            serial=int(serials[first]),
+            position=int(ends[first]),
+            other=(int(serials[second]), int(ends[second])),
+        )
+        self._note("next_token_swap", damage)
         return token_ids[order]
 
     def _is_due(self, chance: float) -> bool:

@@ -6,15 +6,15 @@ what it did, or None where the scene offers no opportunity. All of them are memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
 import torch
 
 from sglang.srt.kv_canary.kernels.launches import move_records, poison
-from sglang.srt.kv_canary.kernels.records import Reason
+from sglang.srt.kv_canary.kernels.records import POISON_WORD, Reason
 from sglang.srt.kv_canary.perturb.damage import Damage, Scene, Victim
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -44,13 +44,11 @@ class Injector:
     apply: plants the fault.
     reasons: at least one of them must be reported.
     when: before the forward, or after its writes.
-    names_slot: whether the report must name the damaged slot and position.
     """
 
     apply: Callable[[Scene], Damage | None]
     reasons: Reason
     when: When = When.BEFORE_FORWARD
-    names_slot: bool = True
 
 
 def flip_table_entry(scene: Scene) -> Damage | None:
@@ -64,7 +62,7 @@ def flip_table_entry(scene: Scene) -> Damage | None:
         last = scene.state.num_slots // page_size - 1
         new = scene.rng.randint(1, last) * page_size
         if new != old:
-            return _repoint(scene, victim, {position: new})
+            return _repoint(scene, victim, {position: new}, at=position)
     return None
 
 
@@ -75,11 +73,10 @@ def alias_row(scene: Scene) -> Damage | None:
         for other in victims:
             length = min(victim.prefix_len, other.prefix_len)
             if other.req_row != victim.req_row and other.slots[0] != victim.slots[0]:
+                # Where the other's slots end, or the victim's prefix does.
+                at = min(length, victim.prefix_len - 1)
                 entries = dict(enumerate(other.slots[:length]))
-                damage = _repoint(scene, victim, entries)
-                return Damage(
-                    req_row=victim.req_row, serial=victim.serial, undo=damage.undo
-                )
+                return _repoint(scene, victim, entries, at=at)
     return None
 
 
@@ -95,7 +92,18 @@ def recycle_row(scene: Scene) -> Damage | None:
     def undo() -> None:
         rows[victim.batch_row] = victim.req_row
 
-    return Damage(req_row=other.req_row, serial=victim.serial, undo=undo)
+    end = victim.prefix_len + victim.extend_len
+    pool = scene.target.req_to_token_pool
+    table = pool.row_slots(other.req_row, 0, end).tolist()
+    written = {(victim.slots[p], p) for p in range(victim.prefix_len, end)}
+    return Damage(
+        req_row=other.req_row,
+        serial=victim.serial,
+        slot=victim.slots[victim.prefix_len],
+        position=victim.prefix_len,
+        places=frozenset(written | _seen(table, scene.target.page_size)),
+        undo=undo,
+    )
 
 
 def flip_used_kv(scene: Scene) -> Damage | None:
@@ -125,8 +133,9 @@ def flip_cached_kv(scene: Scene) -> Damage | None:
         return None
     node = scene.rng.choice(nodes)
     offset = scene.rng.randrange(len(node.slots))
-    scene.flip_kv(int(node.slots[offset]))
-    return Damage(slot=int(node.slots[offset]), position=node.start + offset)
+    slot, position = int(node.slots[offset]), node.start + offset
+    scene.flip_kv(slot)
+    return Damage(slot=slot, position=position, places=frozenset({(slot, position)}))
 
 
 def flip_record(scene: Scene) -> Damage | None:
@@ -142,20 +151,21 @@ def flip_record(scene: Scene) -> Damage | None:
 def free_early(scene: Scene) -> Damage | None:
     """Pages of a live row are freed and owned again while the row still reads them."""
     for victim in scene.victims():
-        slots = torch.tensor(victim.slots[: victim.prefix_len])
+        freed = victim.slots[: victim.prefix_len]
+        slots = torch.tensor(freed)
         poison(scene.state, slots.to(scene.state.head.device))
-        return _at(victim, 0)
+        return replace(_at(victim, 0), places=_places(freed))
     return None
 
 
 def move_without_records(scene: Scene) -> Damage | None:
-    """KV bytes of one position move to a free slot; its record stays behind."""
-    return _move_one(scene, with_bytes=True, with_record=False)
+    """KV bytes of one page move to a free page; its records stay behind."""
+    return _move_page(scene, with_bytes=True, with_record=False)
 
 
 def move_without_bytes(scene: Scene) -> Damage | None:
-    """A record moves to a free slot; the copy of the KV bytes is dropped."""
-    return _move_one(scene, with_bytes=False, with_record=True)
+    """A page's records move to a free page; the copy of the KV bytes is dropped."""
+    return _move_page(scene, with_bytes=False, with_record=True)
 
 
 def write_into_foreign_prefix(scene: Scene) -> Damage | None:
@@ -172,6 +182,7 @@ def write_into_foreign_prefix(scene: Scene) -> Damage | None:
                 serial=victim.serial,
                 slot=slot,
                 position=victim.prefix_len,
+                places=frozenset({(slot, victim.prefix_len)}),
             )
     return None
 
@@ -204,17 +215,16 @@ def swap_cached_prefixes(scene: Scene) -> Damage | None:
     head, other = first.slots[:common], second.slots[:common]
     first.slots = np.concatenate((other, first.slots[common:]))
     second.slots = np.concatenate((head, second.slots[common:]))
-    return Damage(prompt=first.elements.tolist())
+    places = _places(head.tolist()) | _places(other.tolist())
+    return Damage(prompt=first.elements.tolist(), places=places)
 
 
 INJECTORS: Mapping[str, Injector] = {
     "req_to_token": Injector(
         apply=flip_table_entry, reasons=_READ | Reason.READ_SCRATCH
     ),
-    "alias_row": Injector(apply=alias_row, reasons=_READ, names_slot=False),
-    "recycle_row": Injector(
-        apply=recycle_row, reasons=_READ | Reason.WRITE_FOREIGN, names_slot=False
-    ),
+    "alias_row": Injector(apply=alias_row, reasons=_READ),
+    "recycle_row": Injector(apply=recycle_row, reasons=_READ | Reason.WRITE_FOREIGN),
     "real_kv_used": Injector(apply=flip_used_kv, reasons=Reason.VERIFY_REAL_KV),
     "real_kv_post_forward": Injector(
         apply=flip_kv_after_write,
@@ -224,10 +234,7 @@ INJECTORS: Mapping[str, Injector] = {
     "real_kv_unused_cache": Injector(
         apply=flip_cached_kv, reasons=Reason.VERIFY_REAL_KV
     ),
-    "record": Injector(
-        apply=flip_record,
-        reasons=Reason.VERIFY_TORN,
-    ),
+    "record": Injector(apply=flip_record, reasons=Reason.VERIFY_TORN),
     "early_free": Injector(apply=free_early, reasons=Reason.VERIFY_FREED),
     "move_without_records": Injector(
         apply=move_without_records, reasons=Reason.VERIFY_FREED
@@ -239,37 +246,54 @@ INJECTORS: Mapping[str, Injector] = {
         apply=write_into_foreign_prefix, reasons=Reason.WRITE_FOREIGN
     ),
     "shift_view": Injector(
-        apply=shift_view,
-        reasons=Reason.READ_SET | Reason.READ_SCRATCH,
-        names_slot=False,
+        apply=shift_view, reasons=Reason.READ_SET | Reason.READ_SCRATCH
     ),
-    "shorten_view": Injector(
-        apply=shorten_view, reasons=Reason.READ_SCRATCH, names_slot=False
-    ),
-    "phantom_prefix": Injector(
-        apply=swap_cached_prefixes, reasons=_READ, names_slot=False
-    ),
+    "shorten_view": Injector(apply=shorten_view, reasons=Reason.READ_SCRATCH),
+    "phantom_prefix": Injector(apply=swap_cached_prefixes, reasons=_READ),
 }
 
 
 def _at(victim: Victim, position: int) -> Damage:
+    slot = victim.slots[position]
     return Damage(
         req_row=victim.req_row,
         serial=victim.serial,
-        slot=victim.slots[position],
+        slot=slot,
         position=position,
+        places=frozenset({(slot, position)}),
     )
 
 
-def _repoint(scene: Scene, victim: Victim, entries: Mapping[int, int]) -> Damage:
+def _places(slots: Sequence[int]) -> frozenset[tuple[int, int]]:
+    """(slot, position) of positions 0, 1, ..."""
+    return frozenset((slot, position) for position, slot in enumerate(slots))
+
+
+def _seen(row: Sequence[int], page_size: int) -> frozenset[tuple[int, int]]:
+    """(slot, position) that paged attention reads of a row with these entries: of each
+    page it looks at the first one."""
+    firsts = range(0, len(row), page_size)
+    return _places(
+        [row[first] + i for first in firsts for i in range(page_size)][: len(row)]
+    )
+
+
+def _repoint(
+    scene: Scene, victim: Victim, entries: Mapping[int, int], *, at: int
+) -> Damage:
     """Change entries (position -> slot) of the victim's row until the forward is over;
-    the host goes on with its own books."""
+    the host goes on with its own books. The report must name position `at`."""
     table, row = scene.table, victim.req_row
+    page_size = scene.target.page_size
     positions = torch.tensor(list(entries), device=table.device)
     slots = torch.tensor(list(entries.values()), dtype=torch.int32)
     before = table[row, positions].clone()
     table[row, positions] = slots.to(table.device)
-    first = next(iter(entries))
+    changed = [entries.get(p, slot) for p, slot in enumerate(victim.slots)]
+    seen = _seen(changed, page_size)
+    # The record behind the last changed one has another predecessor.
+    ends = {p - p % page_size + page_size for p in entries}
+    touched = {p for end in ends for p in range(end - page_size, end + 1)}
 
     def undo() -> None:
         table[row, positions] = before
@@ -277,45 +301,44 @@ def _repoint(scene: Scene, victim: Victim, entries: Mapping[int, int]) -> Damage
     return Damage(
         req_row=row,
         serial=victim.serial,
-        slot=entries[first],
-        position=first,
+        slot=next(slot for slot, position in seen if position == at),
+        position=at,
+        places=frozenset(place for place in seen if place[1] in touched),
         undo=undo,
     )
 
 
-def _move_one(scene: Scene, *, with_bytes: bool, with_record: bool) -> Damage | None:
-    """Move one position to a slot that nobody owns, and point the row there."""
-    free = torch.nonzero(scene.state.head[:, 0] == -1).flatten().tolist()
-    page_size = scene.target.page_size
-    free = [slot for slot in free if slot >= page_size]
-    for victim in scene.victims():
-        position = scene.rng.randrange(victim.prefix_len)
-        if page_size > 1 or not free:
+def _move_page(scene: Scene, *, with_bytes: bool, with_record: bool) -> Damage | None:
+    """Move a page of a prefix to one that nobody owns, and point the row there."""
+    page_size, state = scene.target.page_size, scene.state
+    is_free = (state.head[:, 0] == POISON_WORD).view(-1, page_size).all(dim=1)
+    is_free[0] = False
+    # Owned by now, and about to be written.
+    is_free[scene.forward_batch.out_cache_loc // page_size] = False
+    free = torch.nonzero(is_free).flatten().tolist()
+    for victim in scene.victims(min_prefix=page_size):
+        if not free:
             return None
-        source, target = victim.slots[position], scene.rng.choice(free)
-        device = scene.state.head.device
-        dst = torch.tensor([target], device=device)
-        src = torch.tensor([source], device=device)
+        first = scene.rng.randrange(victim.prefix_len // page_size) * page_size
+        position = first + scene.rng.randrange(page_size)
+        target = scene.rng.choice(free) * page_size
+        offsets = torch.arange(page_size, device=state.head.device)
+        dst, src = target + offsets, victim.slots[first] + offsets
         for canary_source in scene.target.kv_pool.canary_sources():
             buffer = canary_source.buffer
             buffer[:, dst] = buffer[:, src] if with_bytes else STALE
         if with_record:
-            move_records(scene.state, dst=dst, src=src)
-        damage = _repoint(scene, victim, {position: target})
+            move_records(state, dst=dst, src=src)
+        entries = {first + i: target + i for i in range(page_size)}
+        damage = _repoint(scene, victim, entries, at=position)
         undo = damage.undo
         assert undo is not None
 
         def repair(undo: Callable[[], None] = undo, dst: torch.Tensor = dst) -> None:
             undo()
-            poison(scene.state, dst)
+            poison(state, dst)
 
-        return Damage(
-            req_row=victim.req_row,
-            serial=victim.serial,
-            slot=target,
-            position=position,
-            undo=repair,
-        )
+        return replace(damage, undo=repair)
     return None
 
 
@@ -331,10 +354,27 @@ def _replace_view(
     victims = scene.victims(min_prefix=2 * scene.target.page_size)
     if not victims:
         return None
-    before = backend.page_table
-    backend.page_table = change(before)
+    before, page_size = backend.page_table, scene.target.page_size
+    changed = backend.page_table = change(before)
 
     def restore() -> None:
         backend.page_table = before
 
-    return Damage(req_row=victims[0].req_row, serial=victims[0].serial, undo=restore)
+    seen = {
+        victim.req_row: _seen(
+            changed[victim.req_row]
+            .repeat_interleave(page_size)[: len(victim.slots)]
+            .tolist(),
+            page_size,
+        )
+        for victim in scene.victims(min_prefix=0)
+    }
+    first = victims[0]
+    return Damage(
+        req_row=first.req_row,
+        serial=first.serial,
+        slot=next(s for s, position in seen[first.req_row] if position == 0),
+        position=0,
+        places=frozenset().union(*seen.values()),
+        undo=restore,
+    )
