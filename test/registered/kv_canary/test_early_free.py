@@ -138,6 +138,30 @@ def test_pages_that_got_a_new_owner_too_early(model: Path, page_size: int) -> No
         assert violation["owner"] in ("request victim, prefix cache", "prefix cache")
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_the_fault_point(
+    model: Path, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EARLY_FREE: the last forward of the request reads what is freed, and says so;
+    every other token was said."""
+    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", "EARLY_FREE")
+    harness = EngineHarness(
+        model, page_size=page_size, skip_tokenizer_init=True, kv_canary="raise"
+    )
+    harness.submit(PROMPT, rid="victim", max_new_tokens=10, stream=True)
+    with pytest.raises(CanaryViolation, match="verify_freed"):
+        harness.run()
+    (incident,) = canary_of(harness).reporter.incidents
+    # What the cache holds of the prompt stays; the token at 48 is this forward's own.
+    own = range(40 // page_size * page_size, 48)
+    assert [v["position"] for v in incident["violations"]] == list(own)
+    assert {v["rid"] for v in incident["violations"]} == {"victim"}
+    said = harness.collect()["victim"].output_ids
+    predicted = next_tokens(PROMPT + said, vocab_size=VOCAB)
+    assert said == predicted[len(PROMPT) - 1 : -1]
+    assert len(said) == 9
+
+
 # -- what clients got --------------------------------------------------------------
 
 

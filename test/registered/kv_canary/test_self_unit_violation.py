@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
-from sglang.srt.kv_canary.explain import MEANING, explain
+from sglang.srt.kv_canary.explain import MEANING, NONE, POISON, explain
 from sglang.srt.kv_canary.kernels.records import (
     POISON_WORD,
     SERIAL_MASK,
@@ -314,6 +314,35 @@ def test_explain(tmp_path: Path) -> None:
     assert explain(document | {"time": "T"}) == GOLDEN_TEXT
     more = explain(document | {"dropped": 3})
     assert "1 violation(s), 3 more not recorded" in more
+
+
+GOLDEN_RUN = """\
+1 to 3. use after free
+   request   reader (target pool, found by verify, batch row 1)
+   where     positions 12 to 14, slots 78 to 80, pages 19 to 20; by the books: owner
+   because   the slot was freed before this read [verify_freed]
+   found     a freed slot: its last owner was request writer, it was freed before \
+forward 40
+
+4. use after free
+"""
+
+
+def test_explain_knows_the_kinds_by_name() -> None:
+    kinds = (WriterKind.POISON, WriterKind.NONE)
+    assert [kind.name.lower() for kind in kinds] == [POISON, NONE]
+
+
+def test_explain_puts_consecutive_positions_together(tmp_path: Path) -> None:
+    poison = pack_word3(40, WriterKind.POISON, WRITER)
+    freed = {"REASONS": Reason.VERIFY_FREED, "FOUND_WORD3": poison}
+    places = [(78, 12), (79, 13), (80, 14), (90, 20)]
+    entries = [entry(SLOT=s, POSITION=p, **freed) for s, p in places]
+    report = reporter(report_dir=tmp_path)
+    report.report(entries, dropped=0, owner_of=lambda slot: "owner")
+    text = explain(report.incidents[0])
+    assert GOLDEN_RUN in text
+    assert "4 violation(s)" in text
 
 
 def test_explain_shows_tokens_where_the_report_has_them(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# Names of `records.WriterKind`, whose module would load torch.
+POISON, NONE = "poison", "none"
+
 MEANING = {
     "verify_lineage": "the token's history is not the one that this row expects",
     "verify_position": "the record stands for another position",
@@ -36,44 +39,84 @@ def explain(incident: dict[str, Any]) -> str:
         f"{len(violations)} violation(s)"
         + (f", {incident['dropped']} more not recorded" if incident["dropped"] else ""),
     ]
-    for number, violation in enumerate(violations, start=1):
-        lines += ["", *_violation(number, violation)]
+    number = 1
+    for run in _runs(violations):
+        lines += ["", *_violation(number, run)]
+        number += len(run)
     return "\n".join(lines)
 
 
-def _violation(number: int, violation: dict[str, Any]) -> list[str]:
-    writer, found = violation["writer"], violation["found"]
-    expected = violation["expected"]
-    who = violation["rid"] or "no request"
-    branch = violation["branch"]
+def _runs(violations: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """In order; those that say the same of consecutive positions together."""
+    runs: list[list[dict[str, Any]]] = []
+    for violation in violations:
+        if runs and _continues(runs[-1][-1], violation):
+            runs[-1].append(violation)
+        else:
+            runs.append([violation])
+    return runs
+
+
+_SAME = ("rid", "worker", "launch", "branch", "reasons", "diagnosis", "owner", "writer")
+
+
+def _continues(before: dict[str, Any], violation: dict[str, Any]) -> bool:
+    is_next = violation["position"] == before["position"] + 1
+    return is_next and all(violation[name] == before[name] for name in _SAME)
+
+
+def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
+    """What a run says; expected and found are those of its first violation."""
+    violation = run[0]
+    numbers = f"{number}" if len(run) == 1 else f"{number} to {number + len(run) - 1}"
+    places = ", ".join(_span(name, run) for name in ("position", "slot", "page"))
     lines = [
-        f"{number}. {violation['diagnosis']}",
-        f"   request   {who} ({violation['worker']} pool, found by "
-        f"{violation['launch']}, batch row {branch})",
-        f"   where     position {violation['position']}, slot {violation['slot']}, "
-        f"page {violation['page']}; by the books: {violation['owner']}",
+        f"{numbers}. {violation['diagnosis']}",
+        f"   request   {violation['rid'] or 'no request'} ({violation['worker']} pool, "
+        f"found by {violation['launch']}, batch row {violation['branch']})",
+        f"   where     {places}; by the books: {violation['owner']}",
     ]
     lines += [
         f"   because   {MEANING[reason]} [{reason}]" for reason in violation["reasons"]
     ]
-    lines.append(
-        f"   expected  {_record(expected)}, slot {expected['slot']}, "
-        f"fingerprint {expected['fingerprint']}"
-    )
-    if writer["kind"] == "none":
-        lines.append("   found     no record was read: there is none for this slot")
-        return lines
-    lines.append(
-        f"   found     {_record(found)}, fingerprint {found['fingerprint']}, written "
-        f"by {writer['kind']} of request {writer['rid'] or 'unknown'} in forward "
-        f"{writer['forward']}"
-    )
+    lines += _record_lines(violation)
     if "first_wrong_position" in violation:
         lines.append(
             f"   first     position {violation['first_wrong_position']} is the first "
             "whose record is not the request's token"
         )
     return lines
+
+
+def _span(name: str, run: list[dict[str, Any]]) -> str:
+    values = [violation[name] for violation in run]
+    if min(values) == max(values):
+        return f"{name} {values[0]}"
+    if sorted(set(values)) != list(range(min(values), max(values) + 1)):
+        return f"{name}s {', '.join(map(str, values))}"
+    return f"{name}s {values[0]} to {values[-1]}"
+
+
+def _record_lines(violation: dict[str, Any]) -> list[str]:
+    writer, expected = violation["writer"], violation["expected"]
+    who = f"request {writer['rid'] or 'unknown'}"
+    if writer["kind"] == POISON:
+        return [
+            f"   found     a freed slot: its last owner was {who}, it was freed before "
+            f"forward {writer['forward']}"
+        ]
+    first = (
+        f"   expected  {_record(expected)}, slot {expected['slot']}, "
+        f"fingerprint {expected['fingerprint']}"
+    )
+    if writer["kind"] == NONE:
+        return [first, "   found     no record was read: there is none for this slot"]
+    return [
+        first,
+        f"   found     {_record(violation['found'])}, fingerprint "
+        f"{violation['found']['fingerprint']}, written by {writer['kind']} of {who} in "
+        f"forward {writer['forward']}",
+    ]
 
 
 def _record(record: dict[str, Any]) -> str:

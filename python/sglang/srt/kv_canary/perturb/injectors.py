@@ -249,7 +249,10 @@ INJECTORS: Mapping[str, Injector] = {
         apply=shift_view, reasons=Reason.READ_SET | Reason.READ_SCRATCH
     ),
     "shorten_view": Injector(apply=shorten_view, reasons=Reason.READ_SCRATCH),
-    "phantom_prefix": Injector(apply=swap_cached_prefixes, reasons=_READ),
+    "phantom_prefix": Injector(
+        apply=swap_cached_prefixes,
+        reasons=Reason.VERIFY_TOKEN | Reason.VERIFY_LINEAGE,
+    ),
 }
 
 
