@@ -1,6 +1,8 @@
 // The KV canary's checks and record writes, one row at a time.
 #include "sglang_kernels/cpu/canary.h"
 
+#include <algorithm>
+
 namespace sglk::canary {
 namespace {
 
@@ -75,58 +77,165 @@ int64_t check_record(
 
 namespace {
 
-// Records and bytes of a long row lie everywhere in a pool that no cache holds.
-constexpr int64_t kRecordsAhead = 16, kBytesAhead = 6;
+// Records and bytes of a long row lie everywhere in a pool that no cache holds, so that a
+// row is checked in blocks: while one is compared, the sampled bytes of the next and the
+// records of the one behind it are on their way.
+constexpr int64_t kBlock = 32;
 
-void prefetch_element(const VerifyArgs& a, int64_t r, int64_t i, int64_t length) {
-  const State& s = a.state;
-  if (i + kRecordsAhead < length) {
-    const int64_t slot = a.table.slot(r, i + kRecordsAhead);
-    if (slot >= 0 && slot < s.num_slots) {
-      __builtin_prefetch(s.tail + slot * 4);
-      __builtin_prefetch(s.head + slot * 4);
+struct Block {
+  int64_t begin, count;  // elements of the row
+  bool in_range;         // all slots are in the pool and beyond the scratch page
+  int64_t slots[kBlock];
+  const int64_t *k[kBlock], *v[kBlock];  // the sampled words
+  const uint64_t *k_keys[kBlock], *v_keys[kBlock];
+};
+
+class Scan {
+ public:
+  Scan(const VerifyArgs& args, int64_t row)
+      : a_(args), r_(row), salt_(args.rows.salt(row)), first_(args.table.first ? args.table.first[row] : 0) {}
+
+  // Looks up the slots of elements begin .. begin + count - 1 and sends for their records.
+  void fetch_records(Block& b, int64_t begin, int64_t count) const {
+    const State& s = a_.state;
+    b.begin = begin;
+    b.count = count;
+    a_.table.slots(r_, begin, count, b.slots);
+    b.in_range = true;
+    for (int64_t j = 0; j < count; j++) b.in_range &= is_readable(b.slots[j]);
+    if (!b.in_range) return;
+    for (int64_t j = 0; j < count; j++) {
+      __builtin_prefetch(s.tail + b.slots[j] * 4);
+      __builtin_prefetch(s.head + b.slots[j] * 4);
     }
   }
-  if (a.bytes.mode != kPartial || i + kBytesAhead >= length) return;
-  const int64_t slot = a.table.slot(r, i + kBytesAhead);
-  if (slot < 0 || slot >= s.num_slots) return;
-  const Sample at = sample_of(a.bytes, s.tail[slot * 4 + 1]);
-  prefetch_words(a.bytes.k, slot, at.layer, at.k_word);
-  prefetch_words(a.bytes.v, slot, at.layer, at.v_word);
+
+  // Sends for the bytes that `partial` covers of the block's slots.
+  void fetch_bytes(Block& b) const {
+    const Bytes& bytes = a_.bytes;
+    if (bytes.mode != kPartial || !b.in_range) return;
+    for (int64_t j = 0; j < b.count; j++) {
+      const int64_t slot = b.slots[j];
+      const Sample at = sample_of(bytes, a_.state.tail[slot * 4 + 1]);
+      b.k[j] = bytes.k.at(slot, at.layer) + at.k_word;
+      b.v[j] = bytes.v.at(slot, at.layer) + at.v_word;
+      b.k_keys[j] = bytes.k.keys + at.layer * bytes.k.count + at.k_word;
+      b.v_keys[j] = bytes.v.keys + at.layer * bytes.v.count + at.v_word;
+      __builtin_prefetch(b.k[j]);
+      __builtin_prefetch(b.v[j]);
+    }
+  }
+
+  // Whether every element of the block, all of the prefix, is beyond doubt: what nearly
+  // every block is. Anything unusual is left to `check_record`. `previous`: slot of the
+  // element before the block.
+  bool is_sound(const Block& b, int64_t previous) const {
+    const State& s = a_.state;
+    const int64_t p0 = first_ + b.begin;
+    if (!b.in_range) return false;
+    uint64_t parent = a_.rows.seed(r_), wrong = 0;
+    if (p0 > 0) {
+      if (b.begin == 0 || !is_readable(previous)) return false;
+      wrong = s.tail[previous * 4] == kPoison;
+      parent = (uint64_t)s.tail[previous * 4 + 1];
+    }
+    const bool hashed = a_.bytes.mode == kPartial;
+    for (int64_t j = 0; j < b.count; j++) {
+      const int64_t *tail = s.tail + b.slots[j] * 4, *head = s.head + b.slots[j] * 4;
+      // Poison stands for position -1, which no element has.
+      wrong |= (uint64_t)((tail[0] >> 32) ^ (p0 + j));
+      wrong |= (uint64_t)((tail[0] ^ head[0]) | (tail[1] ^ head[1]) | (tail[3] ^ head[3]));
+      wrong |= (parent + term_of(tail[0], salt_)) ^ (uint64_t)tail[1];
+      parent = (uint64_t)tail[1];
+      if (!hashed) continue;
+      const uint64_t k = mix64((uint64_t)b.k[j][0] ^ b.k_keys[j][0]) +
+                         mix64((uint64_t)b.k[j][1] ^ b.k_keys[j][1]);
+      const uint64_t v = mix64((uint64_t)b.v[j][0] ^ b.v_keys[j][0]) +
+                         mix64((uint64_t)b.v[j][1] ^ b.v_keys[j][1]);
+      wrong |= ((k & (uint64_t)kTokenMask) | (v << 32)) ^ (uint64_t)tail[2];
+    }
+    if (!a_.slots.data) return wrong == 0;
+    const int64_t req = a_.rows.req_rows[r_];
+    for (int64_t j = 0; j < b.count; j++)
+      wrong |= (uint64_t)(b.slots[j] ^ a_.slots.at(req, column_of(a_.rows, r_, p0 + j)));
+    if (p0 + b.count == a_.rows.prefix_lens[r_])
+      wrong |= parent ^ (uint64_t)s.expected_lineage[a_.rows.lineage_row(r_)];
+    return wrong == 0;
+  }
+
+ private:
+  bool is_readable(int64_t slot) const {
+    return slot >= a_.table.page_size && slot < a_.state.num_slots;
+  }
+
+  const VerifyArgs& a_;
+  int64_t r_;
+  uint64_t salt_;
+  int64_t first_;
+};
+
+// What one element adds to the counters.
+struct Seen {
+  int64_t visited = 0, rehashed = 0;
+};
+
+// The checks of element i of a row, `previous` being the slot of the one before it.
+void check_element(
+    const VerifyArgs& a, const Site& site, int64_t r, int64_t i, int64_t slot,
+    int64_t previous, Seen& seen) {
+  const State& s = a.state;
+  const int64_t req = a.rows.req_rows[r], start = a.rows.start(r);
+  const int64_t p = (a.table.first ? a.table.first[r] : 0) + i;
+  const int64_t new_token = p - a.rows.prefix_lens[r];
+  Found f;
+  f.slot = slot;
+  f.position = p;
+  f.expected_word0 = pack_word0(-1, p);
+  const bool in_range = slot >= 0 && slot < s.num_slots;
+  if (new_token >= 0) {
+    f.expected_slot = new_token < a.rows.extend(r) ? a.rows.locs[start + new_token] : -1;
+    if (!in_range || slot != f.expected_slot) f.reasons = kReadSet;
+  } else {
+    seen.visited++;
+    if (a.slots.data) f.expected_slot = a.slots.at(req, column_of(a.rows, r, p));
+    if (!in_range || (a.slots.data && slot != f.expected_slot)) f.reasons |= kReadSet;
+    if (in_range && slot < a.table.page_size) f.reasons |= kReadScratch;
+    else if (in_range)
+      seen.rehashed += check_record(a, site, r, i, p, slot, previous, f);
+  }
+  if (f.reasons) report(s, site, f, a.slots.data ? req : 0, a.rows.serials[r], r);
 }
 
-}  // namespace
-
-namespace {
-
-// Whether element i of a row, at position p of its prefix, is beyond doubt: what nearly
-// every element is. Anything unusual is left to `check_record`.
-bool is_sound(
-    const VerifyArgs& a, int64_t r, int64_t i, int64_t p, int64_t slot, int64_t previous,
-    uint64_t salt) {
-  const State& s = a.state;
-  if (slot < a.table.page_size || slot >= s.num_slots || a.tokens.data) return false;
-  if (a.bytes.mode != kPartial && a.bytes.mode != kNoBytes) return false;
-  if (a.slots.data && slot != a.slots.at(a.rows.req_rows[r], column_of(a.rows, r, p)))
-    return false;
-  const int64_t *tail = s.tail + slot * 4, *head = s.head + slot * 4;
-  if (tail[0] == kPoison || tail[0] >> 32 != p) return false;
-  if ((tail[0] ^ head[0]) | (tail[1] ^ head[1]) | (tail[3] ^ head[3])) return false;
-  uint64_t parent;
-  if (p == 0) {
-    parent = a.rows.seed(r);
-  } else if (i == 0 || previous < a.table.page_size || previous >= s.num_slots) {
-    return false;
-  } else {
-    const int64_t* record = s.tail + previous * 4;
-    if (record[0] == kPoison) return false;
-    parent = (uint64_t)record[1];
+// Elements begin .. end - 1, one after the other.
+void check_elements(
+    const VerifyArgs& a, const Site& site, int64_t r, int64_t begin, int64_t end,
+    int64_t previous, Seen& seen) {
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t slot = a.table.slot(r, i);
+    check_element(a, site, r, i, slot, previous, seen);
+    previous = slot;
   }
-  if (parent + term_of(tail[0], salt) != (uint64_t)tail[1]) return false;
-  if (a.slots.data && p == a.rows.prefix_lens[r] - 1 &&
-      s.expected_lineage[a.rows.lineage_row(r)] != tail[1])
-    return false;
-  return a.bytes.mode == kNoBytes || fingerprint(a.bytes, slot, tail[1]) == tail[2];
+}
+
+// The first `end` elements of a row, all of its prefix, in blocks.
+void check_blocks(
+    const VerifyArgs& a, const Site& site, int64_t r, int64_t end, Seen& seen) {
+  const Scan scan(a, r);
+  Block blocks[3];
+  const int64_t count = (end + kBlock - 1) / kBlock;
+  int64_t previous = -1;
+  for (int64_t n = 0; n < count + 2; n++) {
+    if (n < count) {
+      const int64_t begin = n * kBlock;
+      scan.fetch_records(blocks[n % 3], begin, std::min(kBlock, end - begin));
+    }
+    if (n >= 1 && n - 1 < count) scan.fetch_bytes(blocks[(n - 1) % 3]);
+    if (n < 2) continue;
+    const Block& b = blocks[(n - 2) % 3];
+    if (scan.is_sound(b, previous)) seen.visited += b.count;
+    else check_elements(a, site, r, b.begin, b.begin + b.count, previous, seen);
+    previous = b.slots[b.count - 1];
+  }
 }
 
 }  // namespace
@@ -136,38 +245,14 @@ void verify_row(const VerifyArgs& a, const Site& site, int64_t r) {
   const int64_t req = a.rows.req_rows[r];
   if (req == 0) return;
   const int64_t first = a.table.first ? a.table.first[r] : 0;
-  const int64_t prefix = a.rows.prefix_lens[r], start = a.rows.start(r);
-  const int64_t extend = a.rows.extend(r);
-  const int64_t length = a.table.read_lens[r] > 0 ? a.table.read_lens[r] : 0;
-  const uint64_t salt = a.rows.salt(r);
-  int64_t rehashed = 0, visited = 0, previous = -1;
-  for (int64_t i = 0; i < length; i++) {
-    const int64_t p = first + i, slot = a.table.slot(r, i);
-    prefetch_element(a, r, i, length);
-    if (p < prefix && is_sound(a, r, i, p, slot, previous, salt)) {
-      visited++;
-      previous = slot;
-      continue;
-    }
-    Found f;
-    f.slot = slot;
-    f.position = p;
-    f.expected_word0 = pack_word0(-1, p);
-    const bool in_range = slot >= 0 && slot < s.num_slots;
-    if (p >= prefix) {
-      f.expected_slot = p - prefix < extend ? a.rows.locs[start + p - prefix] : -1;
-      if (!in_range || slot != f.expected_slot) f.reasons = kReadSet;
-    } else {
-      visited++;
-      if (a.slots.data) f.expected_slot = a.slots.at(req, column_of(a.rows, r, p));
-      if (!in_range || (a.slots.data && slot != f.expected_slot)) f.reasons |= kReadSet;
-      if (in_range && slot < a.table.page_size) f.reasons |= kReadScratch;
-      else if (in_range)
-        rehashed += check_record(a, site, r, i, p, slot, previous, f);
-    }
-    previous = slot;
-    if (f.reasons) report(s, site, f, a.slots.data ? req : 0, a.rows.serials[r], r);
-  }
+  const int64_t prefix = a.rows.prefix_lens[r], extend = a.rows.extend(r);
+  const int64_t length = std::max<int64_t>(a.table.read_lens[r], 0);
+  const bool is_plain =
+      !a.tokens.data && (a.bytes.mode == kPartial || a.bytes.mode == kNoBytes);
+  const int64_t old = is_plain ? std::min(std::max<int64_t>(prefix - first, 0), length) : 0;
+  Seen seen;
+  check_blocks(a, site, r, old, seen);
+  check_elements(a, site, r, old, length, old > 0 ? a.table.slot(r, old - 1) : -1, seen);
   const int64_t end = first + length;
   if (end < prefix || (end > prefix && end < prefix + extend)) {
     Found f;
@@ -176,8 +261,8 @@ void verify_row(const VerifyArgs& a, const Site& site, int64_t r) {
     f.expected_word0 = pack_word0(-1, end);
     report(s, site, f, a.slots.data ? req : 0, a.rows.serials[r], r);
   }
-  count(s, a.slots.data ? kVerified : kSwept, visited);
-  count(s, kRehashed, rehashed);
+  count(s, a.slots.data ? kVerified : kSwept, seen.visited);
+  count(s, kRehashed, seen.rehashed);
 }
 
 namespace {

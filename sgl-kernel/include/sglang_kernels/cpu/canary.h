@@ -110,6 +110,19 @@ struct Table {
     const int64_t entry = entries[row * row_stride + column * column_stride];
     return entry < 0 ? -1 : entry + (i - column * page_size);
   }
+
+  // `slot` of elements i .. i + count - 1, without a division for each.
+  void slots(int64_t r, int64_t i, int64_t count, int64_t* to) const {
+    const int64_t size = paged ? page_size : entry_size;
+    if (size == 1) {
+      for (int64_t j = 0; j < count; j++) to[j] = slot(r, i + j);
+      return;
+    }
+    for (int64_t j = 0, offset = i % size; j < count; offset = 0) {
+      const int64_t first = slot(r, i + j - offset);
+      for (; j < count && offset < size; j++, offset++) to[j] = first < 0 ? -1 : first + offset;
+    }
+  }
 };
 
 // An int32 matrix with a row per request: req_to_token, or token ids.
@@ -130,6 +143,10 @@ struct Words {
   const int64_t* data;
   const uint64_t* keys;  // key_of(layer, index), layer after layer
   int64_t layer_stride, slot_stride, count;  // strides in words; words of a slot and layer
+
+  const int64_t* at(int64_t slot, int64_t layer) const {
+    return data + layer * layer_stride + slot * slot_stride;
+  }
 };
 
 struct Bytes {
@@ -143,7 +160,7 @@ inline uint64_t key_of(int64_t layer, int64_t index) {
 
 inline uint64_t sum_words(
     const Words& w, int64_t slot, int64_t layer, int64_t first, int64_t count) {
-  const int64_t* at = w.data + layer * w.layer_stride + slot * w.slot_stride;
+  const int64_t* at = w.at(slot, layer);
   const uint64_t* keys = w.keys + layer * w.count;
   uint64_t sum = 0;
   for (int64_t i = first; i < first + count; i++)
@@ -163,11 +180,6 @@ inline Sample sample_of(const Bytes& bytes, int64_t lineage) {
   return {
       layer, (int64_t)((high * (uint64_t)(bytes.k.count / 2)) >> 32) * 2,
       (int64_t)((high * (uint64_t)(bytes.v.count / 2)) >> 32) * 2};
-}
-
-inline void prefetch_words(const Words& words, int64_t slot, int64_t layer, int64_t index) {
-  __builtin_prefetch(
-      words.data + layer * words.layer_stride + slot * words.slot_stride + index);
 }
 
 inline int64_t fingerprint(const Bytes& bytes, int64_t slot, int64_t lineage) {
