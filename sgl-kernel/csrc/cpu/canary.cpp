@@ -1,5 +1,5 @@
-// Checks of arguments and launches of the KV canary. Tensors arrive as lists in the order
-// of the fields of CanaryState, CanaryRows and ReadTable (kv_canary/kernels/native.py).
+// Checks of arguments and launches of the KV canary. The state is one arena (kernels/state.py);
+// other tensors arrive as lists in the order of CanaryRows and ReadTable (kernels/native.py).
 #include <map>
 #include <mutex>
 #include <utility>
@@ -11,7 +11,6 @@
 namespace sglk {
 namespace {
 
-using Tensors = std::vector<Tensor>;
 using OptionalTensors = std::vector<OptionalTensor>;
 using Numbers = std::vector<int64_t>;
 
@@ -31,39 +30,42 @@ const int64_t* longs(
   return t ? vector_data<const int64_t>(op, name, *t, ScalarType::Long, size) : nullptr;
 }
 
-int64_t* matrix(const char* op, const char* name, const Tensor& t, int64_t width) {
-  SGLK_CHECK(
-      t.dim() == 2 && t.scalar_type() == ScalarType::Long && t.size(1) == width &&
-          t.is_contiguous(),
-      op, name, t, "contiguous int64 [*, " + std::to_string(width) + "]");
-  return (int64_t*)t.mutable_data_ptr();
-}
-
-canary::State state_of(const char* op, const Tensors& t, int64_t pool) {
-  SGLK_REQUIRE(t.size() == 9, op, ": state has ", t.size(), " tensors, expected 9");
-  canary::State s{};
-  s.head = matrix(op, "head", t[0], 4);
-  s.tail = matrix(op, "tail", t[1], 4);
-  s.num_slots = t[0].size(0);
-  SGLK_CHECK(t[1].size(0) == s.num_slots, op, "tail", t[1], "the slots of head");
-  const auto all = [&](const char* name, int i, ScalarType type) {
-    return vector_data<void>(op, name, t[i], type, t[i].numel());
+// The parts of an arena, in the order and with the alignment of `_Layout` in state.py.
+canary::State state_of(const char* op, const Tensor& arena) {
+  constexpr int64_t kHeaderWords = 8, kAlignWords = 8, kRecordWords = 4;
+  int64_t* at = vector_data<int64_t>(op, "state", arena, ScalarType::Long, arena.numel());
+  SGLK_CHECK(arena.numel() > kHeaderWords, op, "state", arena, "a header and its parts");
+  const int64_t* header = at;
+  const int64_t* end = at + arena.numel();
+  const auto take = [&](int64_t words) {
+    int64_t* part = at;
+    at += (words + kAlignWords - 1) / kAlignWords * kAlignWords;
+    return part;
   };
-  s.expected_lineage = (int64_t*)all("expected_lineage", 2, ScalarType::Long);
-  s.verdict = (int32_t*)all("verdict", 3, ScalarType::Int);
-  s.ring = matrix(op, "ring", t[4], canary::kRingWords);
-  s.capacity = t[4].size(0);
-  s.ring_count = vector_data<int64_t>(op, "ring_count", t[5], ScalarType::Long, 1);
-  s.counters =
-      vector_data<int64_t>(op, "counters", t[6], ScalarType::Long, canary::kNumCounters);
-  s.clock = vector_data<int64_t>(op, "clock", t[7], ScalarType::Long, 1);
-  s.phase = (int32_t*)all("phase", 8, ScalarType::Int);
-  s.pool = pool;
+  canary::State s{};
+  take(kHeaderWords);
+  s.num_slots = header[0];
+  s.lineage_rows = header[1];
+  s.req_rows = header[2];
+  s.capacity = header[3];
+  s.managers = header[4];
+  s.pool = header[5];
+  s.head = take(s.num_slots * kRecordWords);
+  s.tail = take(s.num_slots * kRecordWords);
+  s.expected_lineage = take(s.lineage_rows);
+  s.ring = take(s.capacity * canary::kRingWords);
+  s.ring_count = take(1);
+  s.counters = take(canary::kNumCounters);
+  s.clock = take(1);
+  s.verdict = (int32_t*)take((s.req_rows + 1) / 2);
+  s.phase = (int32_t*)take((s.managers + 1) / 2);
+  take(1);  // the ticket of the GPU's tail launch
+  SGLK_CHECK(at == end, op, "state", arena, "the words that its header announces");
   return s;
 }
 
 canary::Rows rows_of(
-    const char* op, const OptionalTensors& t, int64_t max_depth, const Tensor& lineages) {
+    const char* op, const OptionalTensors& t, int64_t max_depth, const canary::State& s) {
   SGLK_REQUIRE(t.size() == 14, op, ": rows has ", t.size(), " tensors, expected 14");
   for (int i = 0; i < 8; i++)
     SGLK_REQUIRE(t[i], op, ": tensor ", i, " of rows is missing");
@@ -87,8 +89,8 @@ canary::Rows rows_of(
   for (int64_t r = 0; r < n; r++) {
     const int64_t row = rows.lineage_row(r), first = rows.start(r);
     SGLK_REQUIRE(
-        row >= 0 && row < lineages.size(0), op, ": row ", r, " has lineage row ", row,
-        ", expected 0 .. ", lineages.size(0) - 1);
+        row >= 0 && row < s.lineage_rows, op, ": row ", r, " has lineage row ", row,
+        ", expected 0 .. ", s.lineage_rows - 1);
     SGLK_REQUIRE(
         first >= 0 && (first <= tokens || rows.req_rows[r] == 0), op, ": qo_indptr[", r,
         "] is ", first, ", expected 0 .. ", tokens);
@@ -188,30 +190,30 @@ double words_per_hash(const canary::Bytes& bytes) {
   return (double)(bytes.layers * (bytes.k.count + bytes.v.count));
 }
 
-void check_manager(const char* op, const Tensors& state, int64_t manager) {
+void check_manager(const char* op, const canary::State& s, int64_t manager) {
   SGLK_REQUIRE(
-      manager >= -1 && manager < state[8].numel(), op, ": manager is ", manager,
-      ", expected -1 .. ", state[8].numel() - 1);
+      manager >= -1 && manager < s.managers, op, ": manager is ", manager,
+      ", expected -1 .. ", s.managers - 1);
 }
 
 canary::Site site_of(const canary::State& s, int64_t launch, int64_t manager) {
   return {*s.clock, launch | (manager & 255) << 8 | s.pool << 16};
 }
 
-// numbers: page size, token offset, mode, period, max depth, manager, pool, entry size
+// numbers: page size, token offset, mode, period, max depth, manager, entry size
 canary::VerifyArgs verify_args(
-    const char* op, const Tensors& state, const OptionalTensors& rows,
+    const char* op, const Tensor& state, const OptionalTensors& rows,
     const OptionalTensors& table, const OptionalTensor& k, const OptionalTensor& v,
     const OptionalTensor& req_to_token, const OptionalTensor& tokens, const Numbers& n) {
-  SGLK_REQUIRE(n.size() == 8, op, ": numbers has ", n.size(), " values, expected 8");
+  SGLK_REQUIRE(n.size() >= 7, op, ": numbers has ", n.size(), " values, expected 7");
   canary::VerifyArgs a{};
-  a.state = state_of(op, state, n[6]);
-  a.rows = rows_of(op, rows, n[4], state[2]);
-  check_req_rows(op, a.rows, state[3].numel());
-  check_manager(op, state, n[5]);
+  a.state = state_of(op, state);
+  a.rows = rows_of(op, rows, n[4], a.state);
+  check_req_rows(op, a.rows, a.state.req_rows);
+  check_manager(op, a.state, n[5]);
   a.table = table_of(op, table, n[0], a.rows.count);
-  SGLK_REQUIRE(n[7] > 0, op, ": entry size is ", n[7], ", expected at least 1");
-  a.table.entry_size = n[7];
+  SGLK_REQUIRE(n[6] > 0, op, ": entry size is ", n[6], ", expected at least 1");
+  a.table.entry_size = n[6];
   a.bytes = bytes_of(op, k, v, n[2], n[3], a.state.num_slots);
   a.slots = columns_of(op, "req_to_token", req_to_token, a.rows);
   a.tokens = columns_of(op, "tokens", tokens, a.rows);
@@ -237,22 +239,22 @@ void run_verify(const canary::VerifyArgs& a, int64_t manager) {
 }
 
 void canary_verify(
-    const Tensors& state, const OptionalTensors& rows, const OptionalTensors& table,
+    const Tensor& state, const OptionalTensors& rows, const OptionalTensors& table,
     const OptionalTensor& k, const OptionalTensor& v, const OptionalTensor& req_to_token,
     const OptionalTensor& tokens, const Numbers& n) {
   run_verify(
       verify_args("canary_verify", state, rows, table, k, v, req_to_token, tokens, n), n[5]);
 }
 
-// numbers: page size, writer kind, mode, period, max depth, manager, pool
+// numbers: page size, writer kind, mode, period, max depth, manager
 canary::WriteArgs write_args(
-    const char* op, const Tensors& state, const OptionalTensors& rows, const Numbers& n) {
-  SGLK_REQUIRE(n.size() == 7, op, ": numbers has ", n.size(), " values, expected 7");
+    const char* op, const Tensor& state, const OptionalTensors& rows, const Numbers& n) {
+  SGLK_REQUIRE(n.size() == 6, op, ": numbers has ", n.size(), " values, expected 6");
   canary::WriteArgs a{};
-  a.state = state_of(op, state, n[6]);
-  a.rows = rows_of(op, rows, n[4], state[2]);
-  check_req_rows(op, a.rows, state[3].numel());
-  check_manager(op, state, n[5]);
+  a.state = state_of(op, state);
+  a.rows = rows_of(op, rows, n[4], a.state);
+  check_req_rows(op, a.rows, a.state.req_rows);
+  check_manager(op, a.state, n[5]);
   a.page_size = n[0];
   a.kind = n[1];
   return a;
@@ -288,7 +290,7 @@ void run_head(const canary::WriteArgs& a, int64_t manager) {
 }
 
 void canary_write_head(
-    const Tensors& state, const OptionalTensors& rows, const OptionalTensor& req_to_token,
+    const Tensor& state, const OptionalTensors& rows, const OptionalTensor& req_to_token,
     const OptionalTensor& oracle_tokens, const OptionalTensor& oracle_positions,
     const Numbers& n) {
   const char* op = "canary_write_head";
@@ -301,28 +303,27 @@ void canary_write_head(
 // `canary_verify`, then `canary_write_head`, their arguments read once.
 // numbers: those of verify, then the writer kind
 void canary_before_model(
-    const Tensors& state, const OptionalTensors& rows, const OptionalTensors& table,
+    const Tensor& state, const OptionalTensors& rows, const OptionalTensors& table,
     const OptionalTensor& k, const OptionalTensor& v, const Tensor& req_to_token,
     const OptionalTensor& tokens, const OptionalTensor& oracle_tokens,
     const OptionalTensor& oracle_positions, const Numbers& n) {
   const char* op = "canary_before_model";
-  SGLK_REQUIRE(n.size() == 9, op, ": numbers has ", n.size(), " values, expected 9");
-  const Numbers of_verify(n.begin(), n.begin() + 8);
+  SGLK_REQUIRE(n.size() == 8, op, ": numbers has ", n.size(), " values, expected 8");
   const canary::VerifyArgs a =
-      verify_args(op, state, rows, table, k, v, req_to_token, tokens, of_verify);
+      verify_args(op, state, rows, table, k, v, req_to_token, tokens, n);
   run_verify(a, n[5]);
   canary::WriteArgs w{};
   w.state = a.state;
   w.rows = a.rows;
   w.slots = a.slots;
   w.page_size = n[0];
-  w.kind = n[8];
+  w.kind = n[7];
   set_oracle(op, w, oracle_tokens, oracle_positions);
   run_head(w, n[5]);
 }
 
 void canary_write_tail(
-    const Tensors& state, const OptionalTensors& rows, const OptionalTensor& k,
+    const Tensor& state, const OptionalTensors& rows, const OptionalTensor& k,
     const OptionalTensor& v, const Numbers& n) {
   const char* op = "canary_write_tail";
   canary::WriteArgs a = write_args(op, state, rows, n);
@@ -336,9 +337,9 @@ void canary_write_tail(
 }
 
 void canary_poison(
-    const Tensors& state, const Tensor& slots, const OptionalTensor& n_live) {
+    const Tensor& state, const Tensor& slots, const OptionalTensor& n_live) {
   const char* op = "canary_poison";
-  const canary::State s = state_of(op, state, 0);
+  const canary::State s = state_of(op, state);
   const int64_t* at = longs(op, "slots", slots, slots.numel());
   const int64_t* live = longs(op, "n_live", n_live, 1);
   const int64_t count = live && *live < slots.numel() ? *live : slots.numel();
@@ -353,10 +354,10 @@ void canary_poison(
 }
 
 void canary_advance_lineage(
-    const Tensors& state, const OptionalTensors& rows, int64_t max_depth) {
+    const Tensor& state, const OptionalTensors& rows, int64_t max_depth) {
   const char* op = "canary_advance_lineage";
-  const canary::State s = state_of(op, state, 0);
-  const canary::Rows live = rows_of(op, rows, max_depth, state[2]);
+  const canary::State s = state_of(op, state);
+  const canary::Rows live = rows_of(op, rows, max_depth, s);
   for (int64_t r = 0; r < live.count; r++)
     if (live.req_rows[r])
       s.expected_lineage[live.lineage_row(r)] = (int64_t)canary::lineage_after(s, live, r);
@@ -364,12 +365,12 @@ void canary_advance_lineage(
 
 // out: tokens, verdicts of the rows (cleared), entries in the ring, counters
 void canary_finish(
-    const Tensors& state, const OptionalTensors& rows, const Tensor& token_ids,
+    const Tensor& state, const OptionalTensors& rows, const Tensor& token_ids,
     int64_t max_depth, const Tensor& out) {
   const char* op = "canary_finish";
-  const canary::State s = state_of(op, state, 0);
-  const canary::Rows live = rows_of(op, rows, max_depth, state[2]);
-  check_req_rows(op, live, state[3].numel());
+  const canary::State s = state_of(op, state);
+  const canary::Rows live = rows_of(op, rows, max_depth, s);
+  check_req_rows(op, live, s.req_rows);
   const int64_t* tokens = longs(op, "token_ids", token_ids, live.count);
   int64_t* to = vector_data<int64_t>(
       op, "out", out, ScalarType::Long, 2 * live.count + 1 + canary::kNumCounters);
@@ -390,22 +391,22 @@ void canary_finish(
 
 STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
   m.def(
-      "canary_verify(Tensor(a!)[] state, Tensor?[] rows, Tensor?[] table, Tensor? k_words, "
+      "canary_verify(Tensor(a!) state, Tensor?[] rows, Tensor?[] table, Tensor? k_words, "
       "Tensor? v_words, Tensor? req_to_token, Tensor? tokens, int[] numbers) -> ()");
   m.def(
-      "canary_write_head(Tensor(a!)[] state, Tensor?[] rows, Tensor? req_to_token, "
+      "canary_write_head(Tensor(a!) state, Tensor?[] rows, Tensor? req_to_token, "
       "Tensor? oracle_tokens, Tensor? oracle_positions, int[] numbers) -> ()");
   m.def(
-      "canary_write_tail(Tensor(a!)[] state, Tensor?[] rows, Tensor? k_words, "
+      "canary_write_tail(Tensor(a!) state, Tensor?[] rows, Tensor? k_words, "
       "Tensor? v_words, int[] numbers) -> ()");
   m.def(
-      "canary_before_model(Tensor(a!)[] state, Tensor?[] rows, Tensor?[] table, "
+      "canary_before_model(Tensor(a!) state, Tensor?[] rows, Tensor?[] table, "
       "Tensor? k_words, Tensor? v_words, Tensor req_to_token, Tensor? tokens, "
       "Tensor? oracle_tokens, Tensor? oracle_positions, int[] numbers) -> ()");
-  m.def("canary_poison(Tensor(a!)[] state, Tensor slots, Tensor? n_live) -> ()");
-  m.def("canary_advance_lineage(Tensor(a!)[] state, Tensor?[] rows, int max_depth) -> ()");
+  m.def("canary_poison(Tensor(a!) state, Tensor slots, Tensor? n_live) -> ()");
+  m.def("canary_advance_lineage(Tensor(a!) state, Tensor?[] rows, int max_depth) -> ()");
   m.def(
-      "canary_finish(Tensor(a!)[] state, Tensor?[] rows, Tensor token_ids, int max_depth, "
+      "canary_finish(Tensor(a!) state, Tensor?[] rows, Tensor token_ids, int max_depth, "
       "Tensor(b!) out) -> ()");
 }
 

@@ -186,7 +186,7 @@ def packed_linear(
 
 
 def canary_verify(
-    state: list[Tensor],
+    state: Tensor,
     rows: list[Tensor | None],
     table: list[Tensor | None],
     k_words: Tensor | None,
@@ -198,18 +198,19 @@ def canary_verify(
     """Check the records of all slots that a forward is about to read.
 
     Args:
-        state, rows, table: fields of the canary's state, rows and read table, in the
-            order that `csrc/cpu/canary.cpp` takes them.
+        state: the canary's arena, [words] int64.
+        rows, table: fields of the rows and the read table, in the order that
+            `csrc/cpu/canary.cpp` takes them.
         k_words, v_words: [layers, slots, words] int64 or None.
         req_to_token, tokens: [rows, columns] int32 or None.
         numbers: page size, token offset, fingerprint mode, rotation period, tree
-            depth, manager, pool.
+            depth, manager, elements of a table entry.
     """
     _canary_verify(state, rows, table, k_words, v_words, req_to_token, tokens, numbers)
 
 
 def canary_write_head(
-    state: list[Tensor],
+    state: Tensor,
     rows: list[Tensor | None],
     req_to_token: Tensor | None,
     oracle_tokens: Tensor | None,
@@ -220,7 +221,7 @@ def canary_write_head(
 
     Args:
         numbers: page size, writer kind, fingerprint mode, rotation period, tree depth,
-            manager, pool.
+            manager.
     """
     _canary_write_head(
         state, rows, req_to_token, oracle_tokens, oracle_positions, numbers
@@ -228,7 +229,7 @@ def canary_write_head(
 
 
 def canary_write_tail(
-    state: list[Tensor],
+    state: Tensor,
     rows: list[Tensor | None],
     k_words: Tensor | None,
     v_words: Tensor | None,
@@ -239,13 +240,13 @@ def canary_write_tail(
     _canary_write_tail(state, rows, k_words, v_words, numbers)
 
 
-def canary_poison(state: list[Tensor], slots: Tensor, n_live: Tensor | None) -> None:
+def canary_poison(state: Tensor, slots: Tensor, n_live: Tensor | None) -> None:
     """Poison the records of slots [n] int64, or of the first n_live[0] of them."""
     _canary_poison(state, slots, n_live)
 
 
 def canary_advance_lineage(
-    state: list[Tensor], rows: list[Tensor | None], max_depth: int
+    state: Tensor, rows: list[Tensor | None], max_depth: int
 ) -> None:
     """Add the terms of the rows' new tokens to their expected lineages."""
     _canary_advance_lineage(state, rows, max_depth)
@@ -271,7 +272,7 @@ def set_simd_level(name: str) -> None:
 
 
 def canary_finish(
-    state: list[Tensor],
+    state: Tensor,
     rows: list[Tensor | None],
     token_ids: Tensor,
     max_depth: int,
@@ -283,7 +284,7 @@ def canary_finish(
 
 
 def canary_before_model(
-    state: list[Tensor],
+    state: Tensor,
     rows: list[Tensor | None],
     table: list[Tensor | None],
     k_words: Tensor | None,

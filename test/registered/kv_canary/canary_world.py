@@ -59,15 +59,6 @@ def backends() -> list[Backend]:
     return found
 
 
-def clone(state: CanaryState) -> CanaryState:
-    parts = {
-        f.name: value.clone() if isinstance(value, Tensor) else value
-        for f in dataclasses.fields(state)
-        for value in [getattr(state, f.name)]
-    }
-    return CanaryState(**parts)
-
-
 def long(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 

@@ -60,7 +60,7 @@ inline uint64_t term_of(int64_t word0, uint64_t salt) {
 struct State {
   int64_t *head, *tail, *expected_lineage, *ring, *ring_count, *counters, *clock;
   int32_t *verdict, *phase;
-  int64_t num_slots, capacity, pool;
+  int64_t num_slots, lineage_rows, req_rows, capacity, managers, pool;
 };
 
 struct Rows {

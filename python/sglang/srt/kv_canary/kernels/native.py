@@ -14,20 +14,6 @@ from sglang.srt.kv_canary.kernels.state import (
 from sglang.srt.layers.ops.dispatch import native
 
 
-def state_tensors(state: CanaryState) -> list[Tensor]:
-    return [
-        state.head,
-        state.tail,
-        state.expected_lineage,
-        state.verdict,
-        state.ring,
-        state.ring_count,
-        state.counters,
-        state.clock,
-        state.phase,
-    ]
-
-
 def row_tensors(rows: CanaryRows) -> list[Tensor | None]:
     return [
         rows.req_rows,
@@ -71,7 +57,7 @@ def verify(
     manager: int,
 ) -> None:
     native.canary_verify(
-        state_tensors(state),
+        state.arena,
         row_tensors(rows),
         table_tensors(table),
         fingerprint.k_words,
@@ -85,7 +71,6 @@ def verify(
             fingerprint.rotation_period,
             rows.max_depth,
             manager,
-            state.pool,
             table.entry_size,
         ],
     )
@@ -107,7 +92,7 @@ def before_model(
 ) -> None:
     oracle_tokens, oracle_positions = oracle if oracle is not None else (None, None)
     native.canary_before_model(
-        state_tensors(state),
+        state.arena,
         row_tensors(rows),
         table_tensors(table),
         fingerprint.k_words,
@@ -123,7 +108,6 @@ def before_model(
             fingerprint.rotation_period,
             rows.max_depth,
             manager,
-            state.pool,
             table.entry_size,
             writer_kind,
         ],
@@ -142,12 +126,12 @@ def write_head(
 ) -> None:
     tokens, positions = oracle if oracle is not None else (None, None)
     native.canary_write_head(
-        state_tensors(state),
+        state.arena,
         row_tensors(rows),
         req_to_token,
         tokens,
         positions,
-        [page_size, writer_kind, 0, 1, rows.max_depth, manager, state.pool],
+        [page_size, writer_kind, 0, 1, rows.max_depth, manager],
     )
 
 
@@ -161,7 +145,7 @@ def write_tail(
     manager: int,
 ) -> None:
     native.canary_write_tail(
-        state_tensors(state),
+        state.arena,
         row_tensors(rows),
         fingerprint.k_words,
         fingerprint.v_words,
@@ -172,24 +156,19 @@ def write_tail(
             fingerprint.rotation_period,
             rows.max_depth,
             manager,
-            state.pool,
         ],
     )
 
 
 def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
-    native.canary_poison(state_tensors(state), slots, n_live)
+    native.canary_poison(state.arena, slots, n_live)
 
 
 def finish_step(
     state: CanaryState, rows: CanaryRows, token_ids: Tensor, out: Tensor
 ) -> None:
-    native.canary_finish(
-        state_tensors(state), row_tensors(rows), token_ids, rows.max_depth, out
-    )
+    native.canary_finish(state.arena, row_tensors(rows), token_ids, rows.max_depth, out)
 
 
 def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:
-    native.canary_advance_lineage(
-        state_tensors(state), row_tensors(rows), rows.max_depth
-    )
+    native.canary_advance_lineage(state.arena, row_tensors(rows), rows.max_depth)
