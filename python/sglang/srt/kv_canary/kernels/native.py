@@ -14,25 +14,6 @@ from sglang.srt.kv_canary.kernels.state import (
 from sglang.srt.layers.ops.dispatch import native
 
 
-def row_tensors(rows: CanaryRows) -> list[Tensor | None]:
-    return [
-        rows.req_rows,
-        rows.prefix_lens,
-        rows.extend_lens,
-        rows.input_ids,
-        rows.positions,
-        rows.out_cache_loc,
-        rows.serials,
-        rows.salts,
-        rows.qo_indptr,
-        rows.parent_index,
-        rows.seeds,
-        rows.lineage_rows,
-        rows.shift_from,
-        rows.column_shift,
-    ]
-
-
 def table_tensors(table: ReadTable) -> list[Tensor | None]:
     return [
         table.read_lens,
@@ -58,7 +39,7 @@ def verify(
 ) -> None:
     native.canary_verify(
         state.arena,
-        row_tensors(rows),
+        rows.tensors,
         table_tensors(table),
         fingerprint.k_words,
         fingerprint.v_words,
@@ -93,7 +74,7 @@ def before_model(
     oracle_tokens, oracle_positions = oracle if oracle is not None else (None, None)
     native.canary_before_model(
         state.arena,
-        row_tensors(rows),
+        rows.tensors,
         table_tensors(table),
         fingerprint.k_words,
         fingerprint.v_words,
@@ -127,7 +108,7 @@ def write_head(
     tokens, positions = oracle if oracle is not None else (None, None)
     native.canary_write_head(
         state.arena,
-        row_tensors(rows),
+        rows.tensors,
         req_to_token,
         tokens,
         positions,
@@ -146,7 +127,7 @@ def write_tail(
 ) -> None:
     native.canary_write_tail(
         state.arena,
-        row_tensors(rows),
+        rows.tensors,
         fingerprint.k_words,
         fingerprint.v_words,
         [
@@ -167,8 +148,8 @@ def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
 def finish_step(
     state: CanaryState, rows: CanaryRows, token_ids: Tensor, out: Tensor
 ) -> None:
-    native.canary_finish(state.arena, row_tensors(rows), token_ids, rows.max_depth, out)
+    native.canary_finish(state.arena, rows.tensors, token_ids, rows.max_depth, out)
 
 
 def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:
-    native.canary_advance_lineage(state.arena, row_tensors(rows), rows.max_depth)
+    native.canary_advance_lineage(state.arena, rows.tensors, rows.max_depth)

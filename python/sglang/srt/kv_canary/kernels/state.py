@@ -5,7 +5,7 @@ Holds tensors and checks their shapes; launches nothing.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
 
 import torch
@@ -217,6 +217,7 @@ class CanaryRows:
         shift_from, column_shift: [R] | None, for draft branches: position p stands in
             column p of `req_to_token` below `shift_from`, else in p + `column_shift`.
         max_depth: ancestors that are walked in a tree.
+        tensors: all of them in this order, for the native ops.
     """
 
     req_rows: Tensor
@@ -234,10 +235,29 @@ class CanaryRows:
     shift_from: Tensor | None = None
     column_shift: Tensor | None = None
     max_depth: int = 32
+    # Made once and not by each of the three launches of a forward.
+    tensors: list[Tensor | None] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if (self.shift_from is None) != (self.column_shift is None):
             raise ValueError("CanaryRows: shift_from and column_shift go together")
+        tensors = [
+            self.req_rows,
+            self.prefix_lens,
+            self.extend_lens,
+            self.input_ids,
+            self.positions,
+            self.out_cache_loc,
+            self.serials,
+            self.salts,
+            self.qo_indptr,
+            self.parent_index,
+            self.seeds,
+            self.lineage_rows,
+            self.shift_from,
+            self.column_shift,
+        ]
+        object.__setattr__(self, "tensors", tensors)
 
     def check_layout(self) -> None:
         """For kernels that index raw memory, where another layout would be misread.
@@ -300,11 +320,10 @@ class ReadTable:
     prev_slots: Tensor | None = None
 
     def __post_init__(self) -> None:
-        given = [
-            part is not None
-            for part in (self.page_table, self.slot_indices, self.page_indices)
-        ]
-        if sum(given) != 1 or given[0] == (self.indptr is not None):
+        is_paged = self.page_table is not None
+        is_flat = (self.slot_indices is None) != (self.page_indices is None)
+        has_indptr = self.indptr is not None
+        if is_paged == has_indptr or is_flat != has_indptr:
             raise ValueError(
                 "ReadTable: give either page_table, or indptr with slot_indices or "
                 "page_indices"

@@ -13,8 +13,8 @@ inspect                           on the host: report, and in `raise` mode stop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 
 import torch
@@ -39,7 +39,6 @@ from sglang.srt.kv_canary.runner.violation_reporter import (
 from sglang.srt.kv_canary.single_forward_manager.manager import (
     CanaryTarget,
     SingleForwardManager,
-    rows_of,
     table_of,
 )
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -79,6 +78,7 @@ class CanaryManager:
         self._group = group
         self._state = target.buffers.state
         self._managers = [SingleForwardManager(target, i) for i in range(num_managers)]
+        self._forward_scopes = [_ForwardScope(self, i) for i in range(num_managers)]
         self._active: SingleForwardManager | None = None
         self._side = torch.cuda.Stream() if self._state.head.is_cuda else None
         self._launched: ForwardBatch | None = None
@@ -115,13 +115,12 @@ class CanaryManager:
 
     # -- around launches -----------------------------------------------------------
 
-    @contextmanager
     def with_ops_outside_graph(
         self,
         *,
         single_forward_indices: Sequence[int],
         maybe_inaccurate_forward_batch: ForwardBatch,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Around a whole launch, outside any graph.
 
         Args:
@@ -129,37 +128,50 @@ class CanaryManager:
             maybe_inaccurate_forward_batch: the live batch; a graph reads its own
                 padded copy.
         """
+        return _LaunchScope(
+            self, single_forward_indices, maybe_inaccurate_forward_batch
+        )
+
+    def with_active_single_forward_manager(
+        self, index: int
+    ) -> AbstractContextManager[None]:
+        """Around one model forward, graph capture included."""
+        return self._forward_scopes[index]
+
+    def _open_launch(self, indices: Sequence[int], forward_batch: ForwardBatch) -> None:
         if self._launched is not None:
             raise RuntimeError("KV canary: a launch is already open; they do not nest")
-        forward_batch = maybe_inaccurate_forward_batch
-        managers = [self._managers[i] for i in single_forward_indices]
         self._launched = forward_batch
         try:
             self._flush_freed()
-            for manager in managers:
-                manager.pre_ops_outside_graph(forward_batch)
+            for i in indices:
+                self._managers[i].pre_ops_outside_graph(forward_batch)
             if self._is_init_finished:
                 self.perturb.before_forward(forward_batch)
                 self._sweep_if_due()
-            yield
-            for manager in managers:
-                manager.post_ops_outside_graph(forward_batch)
-            if self._is_init_finished:
-                self._forwards += 1
-                self.perturb.after_forward(forward_batch)
-        finally:
+        except BaseException:
             self._launched = None
+            raise
 
-    @contextmanager
-    def with_active_single_forward_manager(self, index: int) -> Iterator[None]:
-        """Around one model forward, graph capture included."""
+    def _close_launch(
+        self, indices: Sequence[int], forward_batch: ForwardBatch, *, has_run: bool
+    ) -> None:
+        self._launched = None
+        if not has_run:
+            return
+        for i in indices:
+            self._managers[i].post_ops_outside_graph(forward_batch)
+        if self._is_init_finished:
+            self._forwards += 1
+            self.perturb.after_forward(forward_batch)
+
+    def _activate(self, index: int) -> None:
         if self._active is not None:
             raise RuntimeError("KV canary: a forward is already open; they do not nest")
         self._active = self._managers[index]
-        try:
-            yield
-        finally:
-            self._active = None
+
+    def _deactivate(self) -> None:
+        self._active = None
 
     def pre_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
         """Before the model: what its attention is about to read, and where it writes.
@@ -224,14 +236,15 @@ class CanaryManager:
             int64 [2 R + 1 + NUM_COUNTERS] on the device: `token_ids`, then what
             `StepFindings.unpack` reads on the host.
         """
-        packed = finish_step(self._state, rows_of(forward_batch), token_ids)
+        rows = self._managers[-1].rows_of(forward_batch)
+        packed = finish_step(self._state, rows, token_ids)
         if self._group.size == 1:
             return packed
         # All ranks must decide alike: what one of them found concerns all.
-        rows = forward_batch.num_rows
-        every = self._group.all_gather_last_dim(packed[None, rows : 2 * rows + 1])
-        found = every.view(self._group.size, rows + 1).unbind()
-        packed[rows : 2 * rows + 1] = reduce(torch.bitwise_or, found)
+        n = rows.num_rows
+        every = self._group.all_gather_last_dim(packed[None, n : 2 * n + 1])
+        found = every.view(self._group.size, n + 1).unbind()
+        packed[n : 2 * n + 1] = reduce(torch.bitwise_or, found)
         return packed
 
     def inspect(
@@ -307,6 +320,40 @@ class CanaryManager:
     @property
     def num_sweep_passes(self) -> int:
         return 0 if self._sweeper is None else self._sweeper.passes
+
+
+# Classes and not generators: a step of a small model on the CPU notices.
+
+
+class _LaunchScope:
+    """`CanaryManager.with_ops_outside_graph`."""
+
+    def __init__(
+        self, manager: CanaryManager, indices: Sequence[int], batch: ForwardBatch
+    ) -> None:
+        self._manager = manager
+        self._indices = indices
+        self._batch = batch
+
+    def __enter__(self) -> None:
+        self._manager._open_launch(self._indices, self._batch)
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._manager._close_launch(self._indices, self._batch, has_run=kind is None)
+
+
+class _ForwardScope:
+    """`CanaryManager.with_active_single_forward_manager`."""
+
+    def __init__(self, manager: CanaryManager, index: int) -> None:
+        self._manager = manager
+        self._index = index
+
+    def __enter__(self) -> None:
+        self._manager._activate(self._index)
+
+    def __exit__(self, *rest: object) -> None:
+        self._manager._deactivate()
 
 
 class CanaryScopes:
