@@ -59,7 +59,9 @@ canary::State state_of(const char* op, const Tensor& arena) {
   s.clock = take(1);
   s.verdict = (int32_t*)take((s.req_rows + 1) / 2);
   s.phase = (int32_t*)take((s.managers + 1) / 2);
-  take(1);  // the ticket of the GPU's tail launch
+  // Scratch of the GPU's tail launch: a ticket, lineages to come.
+  take(1);
+  take(s.req_rows > s.lineage_rows ? s.req_rows : s.lineage_rows);
   SGLK_CHECK(at == end, op, "state", arena, "the words that its header announces");
   return s;
 }
@@ -322,9 +324,26 @@ void canary_before_model(
   run_head(w, n[5]);
 }
 
+void advance_lineages(const canary::State& s, const canary::Rows& rows) {
+  for (int64_t r = 0; r < rows.count; r++)
+    if (rows.req_rows[r])
+      s.expected_lineage[rows.lineage_row(r)] = (int64_t)canary::lineage_after(s, rows, r);
+}
+
+// to: entries in the ring, counters, verdicts of the rows, which are cleared.
+void take_findings(const canary::State& s, const canary::Rows& rows, int64_t* to) {
+  *to++ = *s.ring_count;
+  for (int64_t i = 0; i < canary::kNumCounters; i++) *to++ = s.counters[i];
+  for (int64_t r = 0; r < rows.count; r++) {
+    const int64_t req = rows.req_rows[r];
+    to[r] = req ? s.verdict[req] : 0;
+    if (req) s.verdict[req] = 0;
+  }
+}
+
 void canary_write_tail(
     const Tensor& state, const OptionalTensors& rows, const OptionalTensor& k,
-    const OptionalTensor& v, const Numbers& n) {
+    const OptionalTensor& v, const OptionalTensor& findings, const Numbers& n) {
   const char* op = "canary_write_tail";
   canary::WriteArgs a = write_args(op, state, rows, n);
   a.bytes = bytes_of(op, k, v, n[2], n[3], a.state.num_slots);
@@ -334,6 +353,14 @@ void canary_write_tail(
   run_rows(a, site, 0, canary::check_tail_row);
   run_rows(a, site, words_per_hash(a.bytes), canary::store_tail_row);
   ++*a.state.clock;
+  if (!findings) return;
+  SGLK_CHECK(
+      findings->numel() > a.rows.count + canary::kNumCounters, op, "findings", *findings,
+      "room for a status and the verdicts of the rows");
+  advance_lineages(a.state, a.rows);
+  take_findings(
+      a.state, a.rows,
+      vector_data<int64_t>(op, "findings", *findings, ScalarType::Long, findings->numel()));
 }
 
 void canary_poison(
@@ -357,34 +384,7 @@ void canary_advance_lineage(
     const Tensor& state, const OptionalTensors& rows, int64_t max_depth) {
   const char* op = "canary_advance_lineage";
   const canary::State s = state_of(op, state);
-  const canary::Rows live = rows_of(op, rows, max_depth, s);
-  for (int64_t r = 0; r < live.count; r++)
-    if (live.req_rows[r])
-      s.expected_lineage[live.lineage_row(r)] = (int64_t)canary::lineage_after(s, live, r);
-}
-
-// out: tokens, verdicts of the rows (cleared), entries in the ring, counters
-void canary_finish(
-    const Tensor& state, const OptionalTensors& rows, const Tensor& token_ids,
-    int64_t max_depth, const Tensor& out) {
-  const char* op = "canary_finish";
-  const canary::State s = state_of(op, state);
-  const canary::Rows live = rows_of(op, rows, max_depth, s);
-  check_req_rows(op, live, s.req_rows);
-  const int64_t* tokens = longs(op, "token_ids", token_ids, live.count);
-  int64_t* to = vector_data<int64_t>(
-      op, "out", out, ScalarType::Long, 2 * live.count + 1 + canary::kNumCounters);
-  for (int64_t r = 0; r < live.count; r++) to[r] = tokens[r];
-  to += live.count;
-  for (int64_t r = 0; r < live.count; r++) {
-    const int64_t req = live.req_rows[r];
-    to[r] = req ? s.verdict[req] : 0;
-    if (!req) continue;
-    s.verdict[req] = 0;
-    s.expected_lineage[live.lineage_row(r)] = (int64_t)canary::lineage_after(s, live, r);
-  }
-  to[live.count] = *s.ring_count;
-  for (int64_t i = 0; i < canary::kNumCounters; i++) to[live.count + 1 + i] = s.counters[i];
+  advance_lineages(s, rows_of(op, rows, max_depth, s));
 }
 
 }  // namespace
@@ -398,16 +398,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
       "Tensor? oracle_tokens, Tensor? oracle_positions, int[] numbers) -> ()");
   m.def(
       "canary_write_tail(Tensor(a!) state, Tensor?[] rows, Tensor? k_words, "
-      "Tensor? v_words, int[] numbers) -> ()");
+      "Tensor? v_words, Tensor(b!)? findings, int[] numbers) -> ()");
   m.def(
       "canary_before_model(Tensor(a!) state, Tensor?[] rows, Tensor?[] table, "
       "Tensor? k_words, Tensor? v_words, Tensor req_to_token, Tensor? tokens, "
       "Tensor? oracle_tokens, Tensor? oracle_positions, int[] numbers) -> ()");
   m.def("canary_poison(Tensor(a!) state, Tensor slots, Tensor? n_live) -> ()");
   m.def("canary_advance_lineage(Tensor(a!) state, Tensor?[] rows, int max_depth) -> ()");
-  m.def(
-      "canary_finish(Tensor(a!) state, Tensor?[] rows, Tensor token_ids, int max_depth, "
-      "Tensor(b!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
@@ -417,7 +414,6 @@ STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
   m.impl("canary_before_model", TORCH_BOX(&canary_before_model));
   m.impl("canary_poison", TORCH_BOX(&canary_poison));
   m.impl("canary_advance_lineage", TORCH_BOX(&canary_advance_lineage));
-  m.impl("canary_finish", TORCH_BOX(&canary_finish));
 }
 
 }  // namespace sglk

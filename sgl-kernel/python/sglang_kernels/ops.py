@@ -29,7 +29,6 @@ _canary_write_tail = _OPS.canary_write_tail.default._op
 _canary_poison = _OPS.canary_poison.default._op
 _canary_advance_lineage = _OPS.canary_advance_lineage.default._op
 _canary_before_model = _OPS.canary_before_model.default._op
-_canary_finish = _OPS.canary_finish.default._op
 _tree_top_k = _OPS.tree_top_k.default._op
 _tree_select = _OPS.tree_select.default._op
 _tree_build = _OPS.tree_build.default._op
@@ -233,11 +232,18 @@ def canary_write_tail(
     rows: list[Tensor | None],
     k_words: Tensor | None,
     v_words: Tensor | None,
+    findings: Tensor | None,
     numbers: list[int],
 ) -> None:
     """Compare the head records with this forward, write the tail records, advance the
-    clock; `numbers` as in `canary_write_head`."""
-    _canary_write_tail(state, rows, k_words, v_words, numbers)
+    clock.
+
+    Args:
+        findings: int64, filled with ring entries, counters and the verdicts of the
+            rows, which are cleared; then also `canary_advance_lineage`.
+        numbers: as in `canary_write_head`.
+    """
+    _canary_write_tail(state, rows, k_words, v_words, findings, numbers)
 
 
 def canary_poison(state: Tensor, slots: Tensor, n_live: Tensor | None) -> None:
@@ -269,18 +275,6 @@ def set_simd_level(name: str) -> None:
         RuntimeError: unknown name, or the processor does not have it.
     """
     _OPS.set_simd_level.default(name)
-
-
-def canary_finish(
-    state: Tensor,
-    rows: list[Tensor | None],
-    token_ids: Tensor,
-    max_depth: int,
-    out: Tensor,
-) -> None:
-    """`canary_advance_lineage`; out = tokens, verdicts (cleared), ring entries,
-    counters."""
-    _canary_finish(state, rows, token_ids, max_depth, out)
 
 
 def canary_before_model(

@@ -16,7 +16,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang.srt.kv_canary.kernels import triton_books, triton_launch
-from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS
 from sglang.srt.kv_canary.kernels.state import FingerprintMode
 from sglang.srt.kv_canary.kernels.triton_verify import verify_kernel
 from sglang.srt.kv_canary.kernels.triton_write import write_kernel
@@ -91,6 +90,7 @@ def writes() -> Iterator[Variant]:
                 block, chunk = triton_launch.write_block(mode, one_token=one)
                 constants = {
                     "IS_TAIL": is_tail,
+                    "HAS_FINDINGS": is_tail and name != "tree",
                     "MODE": int(mode),
                     "BLOCK": block,
                     "CHUNK": chunk,
@@ -103,12 +103,6 @@ def writes() -> Iterator[Variant]:
 
 
 def books() -> Iterator[Variant]:
-    for has_indptr in (False, True):
-        constants = {"COUNTERS": NUM_COUNTERS, "COUNTERS_BLOCK": 16}
-        chosen = flags(triton_books.finish_kernel, HAS_QO_INDPTR=has_indptr)
-        yield Variant(
-            f"finish {has_indptr}", triton_books.finish_kernel, constants | chosen, 1
-        )
     for live in (False, True):
         kernel = triton_books.poison_kernel
         yield Variant(f"poison {live}", kernel, {"HAS_LIVE": live, "BLOCK": 128})

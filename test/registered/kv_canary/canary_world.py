@@ -302,6 +302,7 @@ class World:
         kind: WriterKind = WriterKind.DECODE,
         *,
         manager: int = -1,
+        findings: Tensor | None = None,
     ) -> None:
         backend.write.write_tail(
             state,
@@ -310,4 +311,5 @@ class World:
             page_size=self.page_size,
             writer_kind=kind,
             manager=manager,
+            findings=findings,
         )

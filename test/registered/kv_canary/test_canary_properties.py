@@ -18,7 +18,8 @@ from canary_world import (
 )
 from torch import Tensor
 
-from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS, WriterKind
+from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS, StepFindings
+from sglang.srt.kv_canary.kernels.records import WriterKind
 from sglang.srt.kv_canary.kernels.state import (
     CanaryRows,
     CanaryState,
@@ -39,7 +40,9 @@ def assert_same(actual: CanaryState, expected: CanaryState) -> None:
     assert entries(actual) == entries(expected)
     for field in dataclasses.fields(expected):
         value = getattr(expected, field.name)
-        if field.name not in ("ring", "arena") and isinstance(value, Tensor):
+        if field.name not in ("ring", "arena", "next_lineage") and isinstance(
+            value, Tensor
+        ):
             found = getattr(actual, field.name)
             assert torch.equal(found, value), field.name
 
@@ -154,9 +157,12 @@ def test_equals_the_reference(
         oracle[rng.randrange(2)][rng.randrange(rows.num_tokens)] = -1
     manager = rng.choice([-1, 0, 1])
     world.state.phase[1] = rng.choice([0, 2])
+    # Rows of the verdicts that are taken must differ, those of lineages too.
+    has_findings = not is_tree and rows.lineage_rows is None
 
-    def run(one: Backend) -> list[CanaryState]:
+    def run(one: Backend) -> tuple[list[CanaryState], Tensor]:
         state, seen = world.state.clone(), []
+        findings = long([7] * (STATUS_WORDS + rows.num_rows + 3))
         world.verify(
             one, state, rows, table, tokens=tokens, manager=manager, sweep=sweep
         )
@@ -165,12 +171,16 @@ def test_equals_the_reference(
         world.head(one, state, rows, kind, manager=manager, oracle=oracle)
         seen.append(state.clone())
         state.head[world.num_slots // 2, 3] += 1
-        world.tail(one, state, rows, kind, manager=manager)
+        given = findings if has_findings else None
+        world.tail(one, state, rows, kind, manager=manager, findings=given)
         seen.append(state)
-        return seen
+        return seen, findings
 
-    for actual, expected in zip(run(backend), run(backends()[0]), strict=True):
+    (found, ended), (due, ends) = run(backend), run(backends()[0])
+    for actual, expected in zip(found, due, strict=True):
         assert_same(actual, expected)
+    assert torch.equal(ended, ends)
+    assert ends.tolist()[-3:] == [7] * 3
 
 
 @pytest.mark.parametrize("backend", OTHERS, ids=lambda b: b.name)
@@ -184,10 +194,8 @@ def test_books_equal_the_reference(backend: Backend, seed: int) -> None:
     req_rows = long([1, 0, 4, 0, 2])
     world.state.verdict.add_(torch.arange(REQ_ROWS, device=slots.device))
 
-    def run(one: Backend) -> tuple[CanaryState, Tensor, Tensor]:
+    def run(one: Backend) -> tuple[CanaryState, Tensor]:
         state = world.state.clone()
-        findings = long([7] * (2 * rows.num_rows + 1 + NUM_COUNTERS))
-        one.write.finish_step(state, rows, rows.req_rows + 100, findings)
         out = torch.full((5,), 99, dtype=torch.int32, device=slots.device)
         one.write.advance_lineage(state, rows)
         one.write.poison(state, slots, long([rng_live]))
@@ -195,18 +203,46 @@ def test_books_equal_the_reference(backend: Backend, seed: int) -> None:
         write.move_records(state, dst=some[:23], src=some[17:])
         write.gather_verdicts(state, req_rows, out)
         one.write.poison(state, slots, None)
-        return state, out, findings
+        return state, out
 
     rng_live = rng.randint(0, 60)
-    actual, found, ended = run(backend)
-    expected, due, ends = run(backends()[0])
+    actual, found = run(backend)
+    expected, due = run(backends()[0])
     assert_same(actual, expected)
-    assert torch.equal(ended, ends)
     assert torch.equal(found, due)
-    taken = set(rows.req_rows.tolist())
-    assert due.tolist() == [0 if r in taken else r for r in (1, 0, 4, 0, 2)]
-    assert ends.tolist()[: rows.num_rows] == (rows.req_rows + 100).tolist()
-    assert ends.tolist()[rows.num_rows :][: rows.num_rows] == rows.req_rows.tolist()
+    assert due.tolist() == [1, 0, 4, 0, 2]
+
+
+@pytest.mark.parametrize("backend", backends(), ids=lambda b: b.name)
+@pytest.mark.parametrize("extend", [1, 0, 6, 90])
+def test_the_tail_ends_the_forward(
+    backend: Backend, extend: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status and verdicts of the rows, which are cleared; lineages as `advance_lineage`
+    leaves them. Where a row has many programs, all of them start from the old one."""
+    if backend.name == "triton":
+        monkeypatch.setattr(backend.read, "_BLOCK", 16)
+    world = World(lens=[0, 11, 6])
+    rows = world.rows(extends=[extend] * 3, pad=2)
+    state, apart = world.state.clone(), world.state.clone()
+    for one in (state, apart):
+        one.verdict.add_(torch.arange(10, 10 + REQ_ROWS, device=one.verdict.device))
+        world.head(backends()[0], one, rows)
+    findings = long([7] * (STATUS_WORDS + rows.num_rows))
+    world.tail(backend, state, rows, findings=findings)
+    world.tail(backend, apart, rows)
+    backend.write.advance_lineage(apart, rows)
+    for row in (1, 2, 3):
+        apart.verdict[row] = 0
+    assert_same(state, apart)
+    assert state.verdict.tolist() == [10, 0, 0, 0, 14, 15, 16, 17]
+    result = StepFindings.unpack(findings.cpu())
+    assert result.verdicts == [11, 12, 13, 0, 0]
+    assert result.ring_entries == 0
+    assert result.counters == apart.counters.tolist()
+    if extend:
+        ends = [world.lineage(i, n + extend) for i, n in enumerate(world.lens)]
+        assert state.expected_lineage[1:4].tolist() == ends
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ from sglang.srt.kv_canary.runner.canary_manager import (
 )
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
-from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
 from sglang.srt.kv_canary.single_forward_manager import manager as forward_manager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
 from sglang.srt.model_executor.forward_batch_info import (
@@ -237,7 +236,6 @@ class TestManagerPerForward:
         expected[row] = 17  # what an earlier owner of the row may have left
         batch = harness.prepare(EXTEND, [(row, 19)])
         harness.runner.forward(batch)
-        assert int(expected[row]) == lineage_of(tokens[:8], 0)
         finish(manager, batch)
         assert int(expected[row]) == lineage_of(tokens[:19], 0)
         assert findings(harness, decode_batch(harness, row)) == []
@@ -498,31 +496,26 @@ def skip_the_tail(harness: ForwardHarness) -> None:
 class TestHealth:
     """The canary cannot be silently off."""
 
-    def test_a_skipped_tail_is_a_phase_breach_and_unhealthy(
-        self, harness: ForwardHarness, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(health_checker, "WARM_UP_FORWARDS", 10)
-        monkeypatch.setattr(health_checker, "CHECK_EVERY", 10)
+    @pytest.mark.parametrize("mode", ["log", "raise"])
+    def test_a_skipped_tail_stops_at_once(self, model: Path, mode: str) -> None:
+        """Nothing of a forward whose findings were not written is believed."""
+        harness = ForwardHarness(model, slots=512, kv_canary=mode)
         row = harness.new_row([1] * 40)
         harness.run(harness.prepare(EXTEND, [(row, 5)]))
-        for _ in range(12):
-            assert reasons(harness, decode_batch(harness, row)) == set()
-        skip_the_tail(harness)
-        assert reasons(harness, decode_batch(harness, row)) == set()
-        found = findings(harness, decode_batch(harness, row))
-        assert any(f["reasons"] == ["phase"] for f in found), found
-        with pytest.raises(RuntimeError, match="not running: tail_launches advanced"):
-            for _ in range(10):
-                harness.run(decode_batch(harness, row))
-
-    def test_in_raise_mode_the_next_forward_stops(self, model: Path) -> None:
-        harness = ForwardHarness(model, slots=512, kv_canary="raise")
-        row = harness.new_row([1] * 40)
-        harness.run(harness.prepare(EXTEND, [(row, 5)]))
-        skip_the_tail(harness)
-        harness.run(decode_batch(harness, row))
-        with pytest.raises(CanaryViolation, match="fail_reason=phase"):
+        for _ in range(3):
             harness.run(decode_batch(harness, row))
+        skip_the_tail(harness)
+        with pytest.raises(RuntimeError, match="not running: no tail launch"):
+            harness.run(decode_batch(harness, row))
+
+    def test_a_launch_out_of_order_is_a_phase_breach(
+        self, harness: ForwardHarness
+    ) -> None:
+        row = harness.new_row([1] * 40)
+        harness.run(harness.prepare(EXTEND, [(row, 5)]))
+        canary_of(harness).target.buffers.state.phase.fill_(Phase.AFTER_HEAD)
+        (found,) = findings(harness, decode_batch(harness, row))
+        assert found["reasons"] == ["phase"]
 
     @pytest.mark.parametrize(
         "counter",

@@ -1,4 +1,8 @@
-"""What `launches.finish_step` packed, read on the host."""
+"""What a forward found, as it travels to the host.
+
+Findings are int64 [STATUS_WORDS + R]: entries in the ring, counters, then the verdicts
+of the rows.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS
+
+STATUS_WORDS = 1 + NUM_COUNTERS
+"""Words of findings before the verdicts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +30,12 @@ class StepFindings:
 
     @classmethod
     def unpack(cls, packed: Tensor) -> StepFindings:
-        """`packed`: what `finish_step` returned behind the tokens, on the host."""
+        """`packed`: findings, on the host."""
         values = packed.tolist()
-        rows = len(values) - 1 - NUM_COUNTERS
         return cls(
-            verdicts=values[:rows],
-            ring_entries=values[rows],
-            counters=values[rows + 1 :],
+            verdicts=values[STATUS_WORDS:],
+            ring_entries=values[0],
+            counters=values[1:STATUS_WORDS],
         )
 
     @property

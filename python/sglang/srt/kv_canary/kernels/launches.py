@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from sglang.srt.kv_canary.kernels import native, reference, reference_write
-from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS, WriterKind
+from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS
+from sglang.srt.kv_canary.kernels.records import WriterKind
 from sglang.srt.kv_canary.kernels.state import (
     NO_FINGERPRINT,
     NO_MANAGER,
@@ -166,13 +167,24 @@ def write_tail(
     page_size: int,
     writer_kind: WriterKind,
     manager: int = NO_MANAGER,
+    findings: Tensor | None = None,
 ) -> None:
     """After the model: check that the head records are still this forward's, write the
     tail records with fingerprints of the bytes, advance the clock.
 
     `rows`, `page_size` and `writer_kind` must be those of `write_head`, and
     `expected_lineage` unchanged since. `manager`: phase AFTER_HEAD becomes IDLE.
+
+    Args:
+        findings: int64 [>= STATUS_WORDS + R], filled as `finish.py` says. With it the
+            launch also does `advance_lineage` and clears the verdicts of the rows,
+            which must differ. None: `finish_step` does that, as for trees.
+
+    Raises:
+        ValueError: findings of a tree, whose accepted path is not known yet.
     """
+    if findings is not None and rows.parent_index is not None:
+        raise ValueError("write_tail: findings of a tree; use finish_step")
     _of(state, native, reference_write).write_tail(
         state,
         rows,
@@ -180,6 +192,7 @@ def write_tail(
         page_size=page_size,
         writer_kind=writer_kind,
         manager=manager,
+        findings=findings,
     )
 
 
@@ -217,25 +230,19 @@ def set_lineage(state: CanaryState, rows: Tensor, values: Tensor) -> None:
     state.expected_lineage.index_copy_(0, rows, values)
 
 
-def finish_step(state: CanaryState, rows: CanaryRows, token_ids: Tensor) -> Tensor:
-    """The end of a step: `advance_lineage`, and all that the host needs in one tensor.
-
-    Verdicts of the rows are cleared; ring and counters stay. Rows must differ.
-
-    Args:
-        token_ids: int64 [R], what the step sampled.
+def finish_step(state: CanaryState, rows: CanaryRows) -> Tensor:
+    """`advance_lineage`, and findings: what `write_tail` leaves to do for a forward
+    whose tail was written without. Rows must differ.
 
     Returns:
-        int64 [2 R + 1 + NUM_COUNTERS] on the device: `token_ids`, then verdicts,
-        entries in the ring and counters, which `finish.StepFindings.unpack` reads.
+        int64 [STATUS_WORDS + R] on the device; ring and counters stay.
     """
-    out = torch.empty(
-        2 * rows.num_rows + 1 + NUM_COUNTERS,
-        dtype=torch.int64,
-        device=state.counters.device,
-    )
-    _of(state, native, reference_write).finish_step(state, rows, token_ids, out)
-    return out
+    findings = state.counters.new_empty(STATUS_WORDS + rows.num_rows)
+    advance_lineage(state, rows)
+    findings[0] = state.ring_count[0]
+    findings[1:STATUS_WORDS] = state.counters
+    findings[STATUS_WORDS:] = gather_verdicts(state, rows.req_rows)
+    return findings
 
 
 def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:

@@ -124,12 +124,14 @@ def write_tail(
     page_size: int,
     writer_kind: WriterKind,
     manager: int,
+    findings: Tensor | None,
 ) -> None:
     native.canary_write_tail(
         state.arena,
         rows.tensors,
         fingerprint.k_words,
         fingerprint.v_words,
+        findings,
         [
             page_size,
             writer_kind,
@@ -143,12 +145,6 @@ def write_tail(
 
 def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
     native.canary_poison(state.arena, slots, n_live)
-
-
-def finish_step(
-    state: CanaryState, rows: CanaryRows, token_ids: Tensor, out: Tensor
-) -> None:
-    native.canary_finish(state.arena, rows.tensors, token_ids, rows.max_depth, out)
 
 
 def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS
 from sglang.srt.kv_canary.kernels.records import (
     CLOCK_MASK,
     CLOCK_SHIFT,
@@ -172,6 +173,7 @@ def write_tail(
     page_size: int,
     writer_kind: WriterKind,
     manager: int,
+    findings: Tensor | None,
 ) -> None:
     report = Report(state, Launch.TAIL, manager)
     report.step_phase(manager, Phase.AFTER_HEAD, Phase.IDLE)
@@ -208,6 +210,13 @@ def write_tail(
     )
     state.counters[Counter.TAIL_SLOTS] += len(slot)
     state.clock.add_(1)
+    if findings is not None:
+        advance_lineage(state, rows)
+        verdicts = torch.empty_like(rows.req_rows, dtype=torch.int32)
+        gather_verdicts(state, rows.req_rows, verdicts)
+        findings[0] = state.ring_count[0]
+        findings[1:STATUS_WORDS] = state.counters
+        findings[STATUS_WORDS:][: rows.num_rows] = verdicts
 
 
 def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
@@ -231,19 +240,6 @@ def gather_verdicts(state: CanaryState, req_rows: Tensor, out: Tensor) -> None:
     state.verdict.index_copy_(
         0, req_rows, state.verdict[req_rows] * (req_rows == 0).to(torch.int32)
     )
-
-
-def finish_step(
-    state: CanaryState, rows: CanaryRows, token_ids: Tensor, out: Tensor
-) -> None:
-    advance_lineage(state, rows)
-    n = rows.num_rows
-    verdicts = torch.empty_like(rows.req_rows, dtype=torch.int32)
-    gather_verdicts(state, rows.req_rows, verdicts)
-    out[:n] = token_ids
-    out[n : 2 * n] = verdicts
-    out[2 * n] = state.ring_count[0]
-    out[2 * n + 1 :] = state.counters
 
 
 def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:

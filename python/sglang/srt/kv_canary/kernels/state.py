@@ -43,7 +43,9 @@ class CanaryState:
         counters: int64 [NUM_COUNTERS].
         clock: int64 [1], number of the forward now running; the tail launch advances
             it when its last program is done.
-        phase: int32 [managers]; ticket: int32 [1], scratch of the tail launch.
+        phase: int32 [managers].
+        ticket: int32 [1]; next_lineage: int64 [max(req_rows, lineage_rows)]: scratch of
+            the tail launch.
         pool: tag of this pool in ring entries.
     """
 
@@ -58,6 +60,7 @@ class CanaryState:
     clock: Tensor
     phase: Tensor
     ticket: Tensor
+    next_lineage: Tensor
     pool: int
 
     @property
@@ -105,6 +108,7 @@ class _Layout:
             "verdict": (self.req_rows + 1) // 2,
             "phase": (self.num_managers + 1) // 2,
             "ticket": 1,
+            "next_lineage": max(self.req_rows, self.lineage_rows),
         }
 
     @property
@@ -129,6 +133,7 @@ class _Layout:
             clock=parts["clock"],
             phase=parts["phase"].view(torch.int32)[: self.num_managers],
             ticket=parts["ticket"].view(torch.int32)[:1],
+            next_lineage=parts["next_lineage"],
             pool=self.pool,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS, Launch, WriterKind
+from sglang.srt.kv_canary.kernels.records import Launch, WriterKind
 from sglang.srt.kv_canary.kernels.state import (
     NO_FINGERPRINT,
     CanaryRows,
@@ -16,7 +16,6 @@ from sglang.srt.kv_canary.kernels.state import (
 )
 from sglang.srt.kv_canary.kernels.triton_books import (
     advance_lineage_kernel,
-    finish_kernel,
     gather_verdicts_kernel,
     move_kernel,
     poison_kernel,
@@ -183,6 +182,7 @@ def write_head(
         writer_kind=writer_kind,
         manager=manager,
         oracle=oracle,
+        findings=None,
     )
 
 
@@ -194,6 +194,7 @@ def write_tail(
     page_size: int,
     writer_kind: WriterKind,
     manager: int,
+    findings: Tensor | None,
 ) -> None:
     _write(
         state,
@@ -205,6 +206,7 @@ def write_tail(
         writer_kind=writer_kind,
         manager=manager,
         oracle=None,
+        findings=findings,
     )
 
 
@@ -219,9 +221,12 @@ def _write(
     writer_kind: WriterKind,
     manager: int,
     oracle: tuple[Tensor, Tensor] | None,
+    findings: Tensor | None,
 ) -> None:
     rows.check_layout()
     n_rows = rows.num_rows
+    if findings is not None and n_rows > state.next_lineage.shape[0]:
+        raise ValueError(f"write_tail: {n_rows} rows, and scratch for fewer")
     one_token = rows.qo_indptr is None
     block, chunk = write_block(fingerprint.mode, one_token=one_token)
     blocks = 1 if one_token else triton.cdiv(rows.num_tokens, block)
@@ -238,6 +243,8 @@ def _write(
         state.clock,
         state.phase,
         state.ticket,
+        state.next_lineage,
+        _or(findings, longs),
         rows.req_rows,
         rows.prefix_lens,
         rows.extend_lens,
@@ -270,6 +277,7 @@ def _write(
         manager,
         _tag(state, Launch.TAIL if is_tail else Launch.HEAD, manager),
         IS_TAIL=is_tail,
+        HAS_FINDINGS=findings is not None,
         HAS_QO_INDPTR=not one_token,
         IS_TREE=rows.parent_index is not None,
         HAS_SEEDS=rows.seeds is not None,
@@ -338,38 +346,6 @@ def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:
         HAS_QO_INDPTR=rows.qo_indptr is not None,
         HAS_SEEDS=rows.seeds is not None,
         HAS_LINEAGE_ROWS=rows.lineage_rows is not None,
-    )
-
-
-def finish_step(
-    state: CanaryState, rows: CanaryRows, token_ids: Tensor, out: Tensor
-) -> None:
-    rows.check_layout()
-    longs = rows.req_rows
-    finish_kernel[(rows.num_rows + 1,)](
-        state.expected_lineage,
-        state.verdict,
-        state.ring_count,
-        state.counters,
-        out,
-        token_ids,
-        rows.req_rows,
-        rows.prefix_lens,
-        rows.extend_lens,
-        rows.input_ids,
-        rows.positions,
-        rows.salts,
-        _or(rows.qo_indptr, longs),
-        _or(rows.seeds, longs),
-        _or(rows.lineage_rows, longs),
-        rows.num_rows,
-        rows.num_tokens,
-        HAS_QO_INDPTR=rows.qo_indptr is not None,
-        HAS_SEEDS=rows.seeds is not None,
-        HAS_LINEAGE_ROWS=rows.lineage_rows is not None,
-        COUNTERS=NUM_COUNTERS,
-        COUNTERS_BLOCK=triton.next_power_of_2(NUM_COUNTERS),
-        num_warps=1,
     )
 
 

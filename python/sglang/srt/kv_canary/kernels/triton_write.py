@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.srt.kv_canary.kernels.records import Counter, Phase, Reason
+from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS, Counter, Phase, Reason
 from sglang.srt.kv_canary.kernels.triton_common import (
     CLOCK_MASK,
     CLOCK_SHIFT,
@@ -42,6 +42,9 @@ TAIL_SLOTS = tl.constexpr(int(Counter.TAIL_SLOTS))
 HEAD_LAUNCHES = tl.constexpr(int(Counter.HEAD_LAUNCHES))
 TAIL_LAUNCHES = tl.constexpr(int(Counter.TAIL_LAUNCHES))
 SUM_BLOCK = tl.constexpr(512)
+COUNTERS = tl.constexpr(NUM_COUNTERS)
+COUNTERS_BLOCK = tl.constexpr(triton.next_power_of_2(NUM_COUNTERS))
+ROWS_BLOCK = tl.constexpr(128)
 
 
 @triton.jit
@@ -100,6 +103,41 @@ def _base_of(
     return tl.where(prefix > 0, tl.load(expected_lineage + lineage_row), seed)
 
 
+@triton.jit
+def _end_forward(
+    expected_lineage,
+    next_lineage,
+    verdict,
+    ring_count,
+    counters,
+    findings,
+    req_rows,
+    lineage_rows,
+    num_rows,
+    HAS_LINEAGE_ROWS: tl.constexpr,
+):
+    """Status, verdicts taken and cleared, lineages published; by the last program, when
+    all others are done. Loads go past L1, which does not see what others wrote."""
+    tl.store(findings, tl.load(ring_count, cache_modifier=".cg"))
+    index = tl.arange(0, COUNTERS_BLOCK)
+    is_counter = index < COUNTERS
+    value = tl.load(counters + index, mask=is_counter, other=0, cache_modifier=".cg")
+    tl.store(findings + 1 + index, value, mask=is_counter)
+    for begin in range(0, num_rows, ROWS_BLOCK):
+        row = begin + tl.arange(0, ROWS_BLOCK)
+        inside = row < num_rows
+        req = tl.load(req_rows + row, mask=inside, other=0)
+        live = req != 0
+        lineage_row = req
+        if HAS_LINEAGE_ROWS:
+            lineage_row = tl.load(lineage_rows + row, mask=live, other=0)
+        lineage = tl.load(next_lineage + row, mask=live, other=0, cache_modifier=".cg")
+        tl.store(expected_lineage + lineage_row, lineage, mask=live)
+        found = tl.load(verdict + req, mask=live, other=0, cache_modifier=".cg")
+        tl.store(findings + 1 + COUNTERS + row, found.to(tl.int64), mask=inside)
+        tl.store(verdict + req, tl.zeros_like(found), mask=live)
+
+
 @triton.jit(
     do_not_specialize=[
         "num_rows",
@@ -125,6 +163,8 @@ def write_kernel(
     clock,
     phase,
     ticket,
+    next_lineage,
+    findings,
     req_rows,
     prefix_lens,
     extend_lens,
@@ -160,6 +200,7 @@ def write_kernel(
     manager,
     tag,
     IS_TAIL: tl.constexpr,
+    HAS_FINDINGS: tl.constexpr,
     HAS_QO_INDPTR: tl.constexpr,
     IS_TREE: tl.constexpr,
     HAS_SEEDS: tl.constexpr,
@@ -337,10 +378,30 @@ def write_kernel(
         written += tl.sum(writable.to(tl.int64), axis=0)
     if written > 0:
         tl.atomic_add(counters + (TAIL_SLOTS if IS_TAIL else HEAD_SLOTS), written)
+    if HAS_FINDINGS:
+        # Others of this row still start from the old lineage: the last program of all
+        # publishes the new one.
+        ends_here = (first_block < last_block) & (last_block == blocks)
+        if ends_here | ((blocks == 0) & (split == 0)):
+            tl.store(next_lineage + row, base, mask=row < num_rows)
     if IS_TAIL:
-        # All threads have read the clock before this program says that it is done.
+        # All threads have read the clock, and written what they have to, before this
+        # program says that it is done.
         tl.debug_barrier()
         programs = tl.num_programs(0) * splits
         if tl.atomic_add(ticket, 1) == programs - 1:
             tl.store(ticket, 0)
             tl.store(clock, now + 1)
+            if HAS_FINDINGS:
+                _end_forward(
+                    expected_lineage,
+                    next_lineage,
+                    verdict,
+                    ring_count,
+                    counters,
+                    findings,
+                    req_rows,
+                    lineage_rows,
+                    num_rows,
+                    HAS_LINEAGE_ROWS,
+                )

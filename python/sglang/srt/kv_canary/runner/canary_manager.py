@@ -22,9 +22,14 @@ from torch import Tensor
 
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
-from sglang.srt.kv_canary.kernels.finish import StepFindings
-from sglang.srt.kv_canary.kernels.launches import finish_step, poison
-from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS, POISON_WORD, unpack_word0
+from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS, StepFindings
+from sglang.srt.kv_canary.kernels.launches import poison
+from sglang.srt.kv_canary.kernels.records import (
+    NUM_COUNTERS,
+    POISON_WORD,
+    Counter,
+    unpack_word0,
+)
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
 from sglang.srt.kv_canary.runner.serial_book import SerialBook
@@ -228,24 +233,27 @@ class CanaryManager:
         return self.perturb.tokens(forward_batch, token_ids)
 
     def finish_step(self, forward_batch: ForwardBatch, token_ids: Tensor) -> Tensor:
-        """A step's tokens [R] and findings in one tensor; advances the lineages.
+        """A step's tokens [R] and findings in one tensor, for one copy to the host.
 
-        Call it once per step, after the tokens are published.
+        Call it once per step, before the next forward.
 
         Returns:
-            int64 [2 R + 1 + NUM_COUNTERS] on the device: `token_ids`, then what
+            int64 [R + STATUS_WORDS + R] on the device: `token_ids`, then what
             `StepFindings.unpack` reads on the host.
         """
-        rows = self._managers[-1].rows_of(forward_batch)
-        packed = finish_step(self._state, rows, token_ids)
-        if self._group.size == 1:
-            return packed
-        # All ranks must decide alike: what one of them found concerns all.
-        n = rows.num_rows
-        every = self._group.all_gather_last_dim(packed[None, n : 2 * n + 1])
-        found = every.view(self._group.size, n + 1).unbind()
-        packed[n : 2 * n + 1] = reduce(torch.bitwise_or, found)
+        findings = self._managers[-1].findings(forward_batch)
+        packed = torch.cat((token_ids, findings))
+        if self._group.size > 1:
+            self._combine(packed[len(token_ids) :])
         return packed
+
+    def _combine(self, findings: Tensor) -> None:
+        """All ranks must decide alike: what one of them found concerns all."""
+        every = self._group.all_gather_last_dim(findings[None])
+        of_rank = every.view(self._group.size, len(findings)).unbind()
+        counters = findings[1:STATUS_WORDS].clone()
+        findings.copy_(reduce(torch.bitwise_or, of_rank))
+        findings[1:STATUS_WORDS] = counters
 
     def inspect(
         self,
@@ -264,6 +272,12 @@ class CanaryManager:
             CanaryViolation: something is wrong and the mode is `raise`.
             RuntimeError: the canary does not run.
         """
+        tails = findings.counters[Counter.TAIL_LAUNCHES]
+        if tails == self._counters[Counter.TAIL_LAUNCHES]:
+            raise RuntimeError(
+                "the KV canary is not running: no tail launch since the last result, "
+                "whose findings came again"
+            )
         self._counters = findings.counters
         self._health.on_result(self._counters)
         self._stats.on_counters(self._counters, violations=self.reporter.total)

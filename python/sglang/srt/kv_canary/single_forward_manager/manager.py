@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sglang.srt.kv_canary.config import CanaryConfig
+from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS
 from sglang.srt.kv_canary.kernels.launches import (
     before_model,
+    finish_step,
     set_lineage,
     verify,
     write_tail,
@@ -61,6 +63,17 @@ class SingleForwardManager:
         self._is_open = False
         # The batch that was looked at last, and its rows.
         self._last: tuple[ForwardBatch, CanaryRows] | None = None
+        state, capacities = target.buffers.state, target.buffers.capacities
+        # Always the same memory, because graphs write it.
+        self._findings = state.counters.new_zeros(STATUS_WORDS + capacities.max_rows)
+
+    def findings(self, forward_batch: ForwardBatch) -> Tensor:
+        """int64 [STATUS_WORDS + R] of the forward that ended last, whose live rows are
+        those of `forward_batch`; true until the next forward writes its own."""
+        rows = self.rows_of(forward_batch)
+        if rows.parent_index is not None:
+            return finish_step(self._target.buffers.state, rows)
+        return self._findings[: STATUS_WORDS + rows.num_rows]
 
     def rows_of(self, forward_batch: ForwardBatch) -> CanaryRows:
         """`rows_of`, made once for all launches over the same batch."""
@@ -117,13 +130,15 @@ class SingleForwardManager:
         if not self._is_open:
             raise AssertionError("KV canary: no pre_ops before these post_ops")
         self._is_open = False
+        rows = self.rows_of(forward_batch)
         write_tail(
             target.buffers.state,
-            self.rows_of(forward_batch),
+            rows,
             fingerprint=target.buffers.fingerprint,
             page_size=target.page_size,
             writer_kind=_KINDS[forward_batch.forward_mode],
             manager=self._index,
+            findings=self._findings if rows.parent_index is None else None,
         )
 
     def post_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
