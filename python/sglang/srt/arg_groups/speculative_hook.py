@@ -195,8 +195,3 @@ def _check_companions(args: ServerArgs) -> None:
             raise ValueError(
                 f"--speculative-accept-threshold-{name} {value} must lie in (0, 1]"
             )
-    if args.kv_canary != "none":
-        raise ValueError(
-            f"--kv-canary {args.kv_canary} does not cover speculative decoding in this "
-            "version; remove one of the two"
-        )

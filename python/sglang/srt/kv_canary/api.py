@@ -20,31 +20,46 @@ if TYPE_CHECKING:
 
 
 def install_canary(
-    *, server_args: ServerArgs, model_runner: ModelRunner
+    *,
+    server_args: ServerArgs,
+    model_runner: ModelRunner,
+    companion: CanaryManager | None = None,
 ) -> CanaryManager | None:
     """Check the KV cache of `model_runner` from now on.
 
     Call it once its pools and its attention backend are there and before any graph is
-    captured. A draft worker's pool is not checked in this version.
+    captured.
+
+    Args:
+        companion: the target's manager, for a draft worker: without it a draft worker's
+            pool is not checked, so that none ever is by accident.
 
     Returns:
-        None where the canary is off, or the runner serves a draft worker.
+        None where the canary is off, or the runner serves a draft worker of nobody.
 
     Raises:
         ValueError: flags, environment or pool do not fit; names what to change.
     """
     config = CanaryConfig.from_server_args(server_args)
-    if not config.is_on or model_runner.is_draft_worker:
+    is_draft = model_runner.is_draft_worker
+    if not config.is_on or (is_draft and companion is None):
         return None
     pool, req_pool = model_runner.kv_pool, model_runner.req_to_token_pool
+    topk, num_managers = 1, 1
+    if is_draft:
+        shape = server_args.tree_shape
+        topk, num_managers = shape.topk, max(1, shape.num_steps - 1)
     buffers = attach_canary_buffers(
         pool=pool,
         config=config,
         device=pool.device,
-        kv_token_id_vs_position_offset=0,
+        kv_token_id_vs_position_offset=int(is_draft),
         req_rows=req_pool.size + 1,
-        max_rows=req_pool.size,
+        max_rows=req_pool.size * topk,
+        num_managers=num_managers,
+        num_branches=req_pool.size * topk if is_draft else 0,
     )
+    seeds = buffers.state.expected_lineage.new_zeros(req_pool.size + 1)
     manager = CanaryManager(
         CanaryTarget(
             config=config,
@@ -54,8 +69,12 @@ def install_canary(
             attn_backend=model_runner.attn_backend,
             page_size=model_runner.page_size,
             vocab_size=model_runner.model_config.vocab_size,
+            topk=topk,
+            seeds=seeds if is_draft else None,
         ),
+        num_managers=num_managers,
         group=get_tp_group(),
+        companion=companion,
     )
     model_runner.allocator.register_on_free(manager.on_free)
     _patch_model_forward(model_runner.model, manager)

@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from sglang.srt.kv_canary.kernels.records import draft_seed
 from sglang.srt.layers.logprobs import LogprobRequest
 from sglang.srt.managers.req import Req
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -28,7 +29,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
+from sglang.srt.speculative.eagle_info_v2 import DraftLineages, EagleDraftInput
 
 NO_BOOTSTRAP_ROOM = -1
 
@@ -354,6 +355,19 @@ class ScheduleBatch:
             req.lineage(start) for req, start in zip(self.reqs, starts, strict=True)
         ]
         return self._upload(np.array(values, dtype=np.int64))
+
+    def draft_lineages(self) -> DraftLineages | None:
+        """What the canary of a draft's pool must know of the prefixes and their
+        beginnings, as `_prefix_lineages` of the target's."""
+        if not self.env.needs_lineages:
+            return None
+        starts = self._prefix_lens.tolist()
+        values = [
+            [r.draft_lineage(n) for r, n in zip(self.reqs, starts, strict=True)],
+            [draft_seed(r.tokens[0], r.salt) for r in self.reqs],
+        ]
+        prefixes, seeds = self._upload(np.array(values, dtype=np.int64)).unbind()
+        return DraftLineages(prefixes=prefixes, seeds=seeds)
 
     def _host_lens(self) -> HostLens | None:
         if not self.env.needs_host_lens:

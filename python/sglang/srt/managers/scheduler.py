@@ -203,11 +203,11 @@ class Scheduler:
         )
 
     def _create_canary_gate(self) -> CanaryGate | None:
-        manager = self.worker.model_runner.canary_manager
-        if manager is None:
+        managers = self.worker.canary_managers()
+        if not managers:
             return None
         return CanaryGate(
-            manager, cache=self.cache, requests=lambda: self._by_rid.values()
+            managers, cache=self.cache, requests=lambda: self._by_rid.values()
         )
 
     def ready_message(self) -> SchedulerReady:

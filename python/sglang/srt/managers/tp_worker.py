@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprobs import LogprobResult
 from sglang.srt.layers.sampler import Sampler
@@ -74,6 +75,11 @@ class TpModelWorker:
             runner.canary_manager.mark_init_finished()
         return cls(server_args=server_args, model_runner=runner)
 
+    def canary_managers(self) -> list[CanaryManager]:
+        """What checks the KV pools; empty while the canary is off."""
+        manager = self.model_runner.canary_manager
+        return [] if manager is None else [manager]
+
     def forward_batch_generation(
         self, batch: ScheduleBatch, sampling_info: SamplingBatchInfo
     ) -> GenerationBatchResult:
@@ -131,6 +137,7 @@ def to_host(
     rows: int,
     stride: int = 1,
     has_accept_lens: bool = False,
+    num_pools: int = 1,
     logprobs: LogprobResult | None = None,
     input_logprobs: dict[int, LogprobResult] | None = None,
     hidden: Tensor | None = None,
@@ -152,7 +159,7 @@ def to_host(
         tokens=tokens,
         stride=stride,
         accept_lens=accept_lens,
-        canary=rest if len(rest) else None,
+        canary=rest.view(num_pools, -1) if len(rest) else None,
         logprobs=logprobs and logprobs.with_packed(take(logprobs.packed)),
         input_logprobs={
             row: scored.with_packed(take(scored.packed))

@@ -24,8 +24,9 @@ class GenerationBatchResult:
         accept_lens[r])`.
     stride: tokens per request in `tokens` (1 without speculation).
     accept_lens: int64 [R], or None where each request got one token.
-    canary: int64 [R + 1 + counters], what the KV canary found in this step
-        (`StepFindings`), or None while it is off.
+    canary: int64 [pools, STATUS_WORDS + R], what the KV canary found in this step in
+        the target's pool, and in the draft's where it worked (`StepFindings`); None
+        while it is off.
     logprobs: of the sampled tokens, for rows that asked.
     input_logprobs: of prompt tokens, by row, for rows that asked.
     hidden: hidden states for rows that asked.

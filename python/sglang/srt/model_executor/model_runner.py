@@ -127,12 +127,14 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         *,
         shared: SharedPools | None = None,
         companion_bytes_per_slot: int = 0,
+        companion_canary: CanaryManager | None = None,
     ) -> None:
         """Build the pools and the attention backend.
 
         Args:
             shared: rows and slots of the target, for a draft worker.
             companion_bytes_per_slot: what a draft worker will keep per slot.
+            companion_canary: the target's, for a draft worker.
 
         Raises:
             ValueError: impossible memory; names the flag.
@@ -148,7 +150,9 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             kv_pool=self.kv_pool,
         )
         self.canary_manager = install_canary(
-            server_args=self.server_args, model_runner=self
+            server_args=self.server_args,
+            model_runner=self,
+            companion=companion_canary,
         )
         logger.info(
             "Loaded %s (%s, %s) with %d KV slots in %.1f s",

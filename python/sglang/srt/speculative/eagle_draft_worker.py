@@ -44,6 +44,8 @@ from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
     EAGLEDraftExtendCudaGraphRunner,
 )
 from sglang.srt.speculative.eagle_info_v2 import (
+    BranchColumns,
+    DraftLineages,
     EagleDraftInput,
     duplicate_prefix_tail_to_draft_branches,
 )
@@ -53,6 +55,7 @@ from sglang.srt.speculative.eagle_utils import (
     propose,
 )
 from sglang.srt.speculative.ops.slots import (
+    branch_shifts,
     draft_out_cache_loc,
     tail_cache_loc,
 )
@@ -119,7 +122,10 @@ class EagleDraftWorker:
         """Share the target's rows and slots; build the rest."""
         target, runner = self._target, self.draft_runner
         rows: ReqToTokenPool = target.req_to_token_pool
-        runner.init_memory(shared=SharedPools(rows, target.allocator))
+        runner.init_memory(
+            shared=SharedPools(rows, target.allocator),
+            companion_canary=target.canary_manager,
+        )
         self.workspace = EagleWorkspace(
             shape=self._shape,
             layout=self._layout,
@@ -200,11 +206,14 @@ class EagleDraftWorker:
             seq_lens: their KV lengths on the host, where the backend needs them.
         """
         self._attention.plan(seq_lens)
-        graphs = self._draft_graphs
-        if graphs is not None and graphs.can_run(count):
-            graphs.replay(count)
-            return
-        self.draft_forward(self.workspace.rows(count), seq_lens=seq_lens)
+        part, graphs = self.workspace.rows(count), self._draft_graphs
+        with self.draft_runner.scopes.launch(
+            forward_batch=self._first_step(part), steps=range(self._shape.num_steps - 1)
+        ):
+            if graphs is not None and graphs.can_run(count):
+                graphs.replay(count)
+            else:
+                self.draft_forward(part, seq_lens=seq_lens)
 
     def draft_forward(
         self, part: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
@@ -236,12 +245,27 @@ class EagleDraftWorker:
             tree=part.tree,
         )
 
+    def _first_step(self, part: WorkspaceRows) -> ForwardBatch:
+        """Who drafts, for what happens around a launch; one row per request, and the
+        lengths are those of the iteration before."""
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            input_ids=part.bonus_tokens,
+            positions=part.seq_lens,
+            out_cache_loc=part.node_slots[:, 0],
+            prefix_lens=part.seq_lens,
+            extend_lens=self._ones[: part.count],
+            seq_lens=part.seq_lens,
+            **part.who()._asdict(),
+        )
+
     def _run_levels(self, part: WorkspaceRows, seq_lens: Sequence[int] | None) -> None:
         shape = self._shape
         candidates, hidden = self.relay.gather(part.identity[0])
         branches = part.count * shape.topk
         who = RowIdentity(*part.identity.repeat_interleave(shape.topk, dim=1).unbind())
         lens = part.seq_lens.repeat_interleave(shape.topk)
+        columns = self._branch_columns(part)
         input_ids, hidden_rows = torch.empty_like(lens), torch.empty_like(lens)
         for level in range(shape.num_steps):
             select_top_k(
@@ -270,7 +294,7 @@ class EagleDraftWorker:
                     seq_lens=lens + 1,
                     lens_cpu=self._branch_lens(seq_lens, level),
                     capture_hidden_mode=self._hidden_mode,
-                    spec_info=self._input(hidden),
+                    spec_info=EagleDraftInput(hidden_states=hidden, columns=columns),
                     **who._asdict(),
                 ),
             )
@@ -293,8 +317,20 @@ class EagleDraftWorker:
         lens = [n + level for n in seq_lens for _ in range(self._shape.topk)]
         return HostLens(prefix_lens=lens, extend_lens=[1] * len(lens))
 
-    def _input(self, hidden: Tensor | None) -> EagleDraftInput | None:
-        return None if hidden is None else EagleDraftInput(hidden_states=hidden)
+    def _branch_columns(self, part: WorkspaceRows) -> BranchColumns | None:
+        """For the KV canary; None while it is off."""
+        if self.draft_runner.canary_manager is None:
+            return None
+        count = part.count * self._shape.topk
+        shift_from, shift = part.seq_lens.new_empty(2, count).unbind()
+        branch_shifts(
+            self.workspace.slot_rows(part),
+            layout=self._layout,
+            paged=self._needs_tails,
+            shift_from=shift_from,
+            column_shift=shift,
+        )
+        return BranchColumns(shift_from=shift_from, shift=shift)
 
     # -- extends -------------------------------------------------------------------
 
@@ -303,6 +339,7 @@ class EagleDraftWorker:
         forward_batch: ForwardBatch,
         hidden: Tensor | None,
         *,
+        lineages: DraftLineages | None = None,
         tails: Tensor | None = None,
     ) -> None:
         """The draft's KV of the tokens that the target has just prefilled.
@@ -310,6 +347,7 @@ class EagleDraftWorker:
         Args:
             forward_batch: the target's; the tokens behind it are published already.
             hidden: [T, width], the target's hidden states.
+            lineages: of the rows, while the KV canary is on.
             tails: int64 [R], put in the place of the token behind each row (fault
                 points).
         """
@@ -328,7 +366,11 @@ class EagleDraftWorker:
                 input_logprobs=(),
                 sampling_info=None,
                 capture_hidden_mode=self._hidden_mode,
-                spec_info=self._input(hidden),
+                prefix_lineages=None if lineages is None else lineages.prefixes,
+                spec_info=EagleDraftInput(
+                    hidden_states=hidden,
+                    seeds=None if lineages is None else lineages.seeds,
+                ),
             )
         )
         self._stash(forward_batch.req_pool_indices, output)
@@ -338,13 +380,18 @@ class EagleDraftWorker:
     ) -> None:
         """The draft's KV of the tokens gained by the first `count` requests of the
         workspace, S + 1 rows each whatever was accepted."""
-        graphs = self._extend_graphs
-        if graphs is not None and graphs.can_run(count):
-            graphs.replay(count)
-            return
+        runner, graphs = self.draft_runner, self._extend_graphs
         batch = self.extend_batch(self.workspace.rows(count), seq_lens=seq_lens)
-        self.draft_runner.attn_backend.init_eager(batch)
-        self.extend_forward(batch)
+        with runner.scopes.launch(forward_batch=batch, steps=(0,)):
+            if graphs is not None and graphs.can_run(count):
+                graphs.replay(count)
+                return
+            runner.attn_backend.init_eager(batch)
+            self.extend_forward(batch)
+
+    def extend_offsets(self, count: int) -> Tensor:
+        """int64 [count + 1], where the rows of an extend begin."""
+        return self._extend_offsets[: count + 1]
 
     def extend_batch(
         self, part: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
@@ -352,7 +399,7 @@ class EagleDraftWorker:
         """Row k of a request holds the k-th token gained; a later one cannot reach
         those before it, so the rows behind the accept length do no harm."""
         width, count = self._shape.accept_width, part.count
-        offsets = self._extend_offsets[: count + 1]
+        offsets = self.extend_offsets(count)
         lens_cpu = None
         if seq_lens is not None:
             lens_cpu = HostLens(prefix_lens=list(seq_lens), extend_lens=[width] * count)
@@ -368,7 +415,9 @@ class EagleDraftWorker:
             logits_rows=offsets[:-1] + part.result.accept_lens - 1,
             lens_cpu=lens_cpu,
             capture_hidden_mode=self._hidden_mode,
-            spec_info=self._input(part.hidden_states),
+            spec_info=EagleDraftInput(
+                hidden_states=part.hidden_states, accept_lens=part.result.accept_lens
+            ),
             **part.who()._asdict(),
         )
 

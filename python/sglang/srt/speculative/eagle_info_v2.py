@@ -6,6 +6,7 @@ Knows rows, lengths and slots; no scheduler and no model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -18,16 +19,39 @@ from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.ops.slots import SlotRows, duplicate_prefix_tail
 
 
+class DraftLineages(NamedTuple):
+    """What the KV canary must know of a draft's rows beforehand, int64 [R] each:
+    lineage of the prefix, and before position 0."""
+
+    prefixes: Tensor
+    seeds: Tensor
+
+
+class BranchColumns(NamedTuple):
+    """Where the KV elements of draft branches stand in their request's row, int64
+    [b * K] each: element e in column e below `shift_from`, else in e + `shift`."""
+
+    shift_from: Tensor
+    shift: Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleDraftInput:
-    """What a draft forward reads beside tokens.
+    """What a draft forward works on beside the batch.
 
     Fields:
         hidden_states: [T, width], the target's in an extend, the draft's own in a draft
             step; None where the draft is a language model of its own.
+        columns: of the branches, in a draft step.
+        accept_lens: int64 [R], new tokens that stay, in the extend after verification;
+            None: all.
+        seeds: int64 [R], lineages before position 0, in a prefill.
     """
 
     hidden_states: Tensor | None
+    columns: BranchColumns | None = None
+    accept_lens: Tensor | None = None
+    seeds: Tensor | None = None
 
     @staticmethod
     def prepare_for_decode(

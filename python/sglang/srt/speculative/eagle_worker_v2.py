@@ -20,10 +20,15 @@ from torch import Tensor
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.environ import envs
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker, to_host
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import HostLens
+from sglang.srt.model_executor.forward_batch_info import (
+    ForwardBatch,
+    ForwardMode,
+    HostLens,
+)
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -81,6 +86,8 @@ class EAGLEWorkerV2:
         draft.init_cuda_graphs()
         self.model_runner = target
         self.draft_worker = draft
+        for manager in self.canary_managers():
+            manager.mark_init_finished()
         self.target_worker = TpModelWorker(server_args=server_args, model_runner=target)
         self._shape = server_args.tree_shape
         self._thresholds = AcceptThresholds(
@@ -133,6 +140,7 @@ class EAGLEWorkerV2:
         draft._draft_extend_for_prefill(
             forward_batch,
             done.output.hidden_states,
+            lineages=batch.draft_lineages(),
             tails=self._wrong_tails(batch, done.token_ids),
         )
         return result
@@ -268,6 +276,29 @@ class EAGLEWorkerV2:
     def _columns(self, device: torch.device) -> Tensor:
         return torch.arange(1, self._shape.accept_width + 1, device=device)
 
+    def canary_managers(self) -> list[CanaryManager]:
+        """Of the target's pool and of the draft's; empty while the canary is off."""
+        runners = (self.model_runner, self.draft_worker.draft_runner)
+        found = [runner.canary_manager for runner in runners]
+        return [manager for manager in found if manager is not None]
+
+    def _accepted_rows(self, part: WorkspaceRows) -> ForwardBatch:
+        """The tokens whose KV stays: the root and the accepted drafts."""
+        width = self._shape.accept_width
+        roots = part.tree.tokens[:, :1]
+        steps = self._columns(roots.device) - 1
+        return ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            input_ids=torch.cat((roots, part.tokens[:, :-1]), dim=1).view(-1),
+            positions=(part.seq_lens[:, None] + steps).view(-1),
+            out_cache_loc=part.node_slots[:, :width].reshape(-1),
+            prefix_lens=part.seq_lens,
+            extend_lens=part.result.accept_lens,
+            seq_lens=part.seq_lens + part.result.accept_lens,
+            qo_indptr=self.draft_worker.extend_offsets(part.count),
+            **part.who()._asdict(),
+        )
+
     def _to_host(
         self, batch: ScheduleBatch, part: WorkspaceRows, processed: Tensor
     ) -> GenerationBatchResult:
@@ -279,10 +310,17 @@ class EAGLEWorkerV2:
                 tokens=part.tokens,
                 request=batch.logprob_request,
             )
-        packed = torch.cat((part.tokens.view(-1), part.result.accept_lens))
+        packed = [part.tokens.view(-1), part.result.accept_lens]
+        pools = self.canary_managers()
+        if pools:
+            packed += [
+                pools[0].finish_verify(self._accepted_rows(part)),
+                pools[1].collect(part.identity[0]),
+            ]
         return to_host(
-            packed,
+            torch.cat(packed),
             rows=part.count,
+            num_pools=len(pools),
             stride=self._shape.accept_width,
             has_accept_lens=True,
             logprobs=logprobs,

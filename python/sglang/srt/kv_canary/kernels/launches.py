@@ -237,11 +237,20 @@ def finish_step(state: CanaryState, rows: CanaryRows) -> Tensor:
     Returns:
         int64 [STATUS_WORDS + R] on the device; ring and counters stay.
     """
-    findings = state.counters.new_empty(STATUS_WORDS + rows.num_rows)
     advance_lineage(state, rows)
+    return gather_findings(state, rows.req_rows)
+
+
+def gather_findings(state: CanaryState, req_rows: Tensor) -> Tensor:
+    """Findings about request rows [R], which must differ; their verdicts are cleared.
+
+    Returns:
+        int64 [STATUS_WORDS + R] on the device; ring and counters stay.
+    """
+    findings = state.counters.new_empty(STATUS_WORDS + len(req_rows))
     findings[0] = state.ring_count[0]
     findings[1:STATUS_WORDS] = state.counters
-    findings[STATUS_WORDS:] = gather_verdicts(state, rows.req_rows)
+    findings[STATUS_WORDS:] = gather_verdicts(state, req_rows)
     return findings
 
 

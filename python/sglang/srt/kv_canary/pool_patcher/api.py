@@ -83,12 +83,15 @@ def attach_canary_buffers(
     req_rows: int,
     max_rows: int,
     num_managers: int = 1,
+    num_branches: int = 0,
 ) -> CanaryBuffers:
     """Records for every slot of `pool`; from now on they move with the bytes.
 
     Args:
         req_rows: rows of `req_to_token`, padding row included.
         max_rows: rows of one forward at most.
+        num_branches: draft branches of a batch at most; they have lineages of their
+            own.
 
     Raises:
         ValueError: a pool that no adapter knows, or bytes that cannot be fingerprinted;
@@ -113,6 +116,7 @@ def attach_canary_buffers(
         req_rows=req_rows,
         ring_capacity=config.ring_capacity,
         num_managers=num_managers,
+        lineage_rows=req_rows + num_branches,
         device=device,
         pool=kv_token_id_vs_position_offset,
     )

@@ -13,9 +13,11 @@ inspect                           on the host: report, and in `raise` mode stop
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +25,11 @@ from torch import Tensor
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS, StepFindings
-from sglang.srt.kv_canary.kernels.launches import poison
+from sglang.srt.kv_canary.kernels.launches import (
+    finish_step,
+    gather_findings,
+    poison,
+)
 from sglang.srt.kv_canary.kernels.records import (
     NUM_COUNTERS,
     POISON_WORD,
@@ -44,6 +50,7 @@ from sglang.srt.kv_canary.runner.violation_reporter import (
 from sglang.srt.kv_canary.single_forward_manager.manager import (
     CanaryTarget,
     SingleForwardManager,
+    rows_of,
     table_of,
 )
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -55,11 +62,23 @@ from sglang.srt.model_executor.forward_context import get_forward_context
 TokensOf = Callable[[int], Sequence[int] | None]
 
 
+REMEMBERED_LAUNCHES = 1024
+
+
+class _Launched(NamedTuple):
+    """A launch: number of its first forward on the device, how many it runs."""
+
+    clock: int
+    forwards: int
+    is_decode: bool
+
+
 class CanaryManager:
     """Args:
     target: what its forwards share.
     num_managers: forwards of one launch.
     group: ranks that must come to the same verdicts.
+    companion: the target's manager, whose reports those of a draft's pool join.
 
     Attributes:
         book: requests by serial; the scheduler adds them.
@@ -73,12 +92,17 @@ class CanaryManager:
         *,
         num_managers: int = 1,
         group: TensorParallelGroup,
+        companion: CanaryManager | None = None,
     ) -> None:
         config = target.config
         self.target = target
-        self.book = SerialBook()
-        self.reporter = ViolationReporter(
-            config, page_size=target.page_size, book=self.book, rank=group.rank
+        self.book: SerialBook = SerialBook() if companion is None else companion.book
+        self.reporter: ViolationReporter = (
+            ViolationReporter(
+                config, page_size=target.page_size, book=self.book, rank=group.rank
+            )
+            if companion is None
+            else companion.reporter
         )
         self._group = group
         self._state = target.buffers.state
@@ -90,6 +114,9 @@ class CanaryManager:
         self._is_init_finished = False
         self._freed: list[Tensor] = []
         self._sweeper: Sweeper | None = None
+        # Number of the next forward on the device, and the newest launches.
+        self._clock = 0
+        self._launches: deque[_Launched] = deque(maxlen=REMEMBERED_LAUNCHES)
         self._forwards = 0
         self._stats = StatsLogger(config.stats_every)
         self._health = HealthChecker()
@@ -111,12 +138,16 @@ class CanaryManager:
         self.perturb.attach(cache)
         if self.config.sweep_interval and isinstance(cache, RadixCache):
             self._sweeper = Sweeper(
-                cache, self.target.buffers, budget=self.config.sweep_budget
+                cache,
+                self.target.buffers,
+                budget=self.config.sweep_budget,
+                is_draft=self.target.is_draft,
             )
 
     def mark_init_finished(self) -> None:
         """All graphs are captured: faults, sweeps and health checks may begin."""
         self._is_init_finished = True
+        self._clock = int(self._state.clock.item())
 
     # -- around launches -----------------------------------------------------------
 
@@ -147,6 +178,9 @@ class CanaryManager:
         if self._launched is not None:
             raise RuntimeError("KV canary: a launch is already open; they do not nest")
         self._launched = forward_batch
+        mode = forward_batch.forward_mode
+        self._launches.append(_Launched(self._clock, len(indices), mode.is_decode))
+        self._clock += len(indices)
         try:
             self._flush_freed()
             for i in indices:
@@ -247,6 +281,27 @@ class CanaryManager:
             self._combine(packed[len(token_ids) :])
         return packed
 
+    def finish_verify(self, accepted: ForwardBatch) -> Tensor:
+        """Findings of a verification, once it is known what it accepted.
+
+        Args:
+            accepted: the tokens whose KV stays, `extend_lens` of each row.
+
+        Returns:
+            int64 [STATUS_WORDS + R] on the device.
+        """
+        findings = finish_step(self._state, rows_of(accepted))
+        if self._group.size > 1:
+            self._combine(findings)
+        return findings
+
+    def collect(self, req_rows: Tensor) -> Tensor:
+        """Findings about request rows [R], as `finish_verify` returns them."""
+        findings = gather_findings(self._state, req_rows)
+        if self._group.size > 1:
+            self._combine(findings)
+        return findings
+
     def _combine(self, findings: Tensor) -> None:
         """All ranks must decide alike: what one of them found concerns all."""
         every = self._group.all_gather_last_dim(findings[None])
@@ -306,8 +361,12 @@ class CanaryManager:
     def _details(
         self, violation: Violation, tokens_of: TokensOf
     ) -> dict[str, int | None]:
-        """Where a prefix stops being the request's own tokens, for `verify_token`."""
-        if "verify_token" not in violation.labels or violation.worker != "target":
+        """In a draft's pool the step and the branch (the batch row, as it was reported,
+        modulo top-k); for `verify_token` of the target, where a prefix stops being the
+        request's own tokens."""
+        if self.target.is_draft:
+            return self._branch_of(violation)
+        if "verify_token" not in violation.labels:
             return {}
         tokens = tokens_of(violation.serial)
         if tokens is None:
@@ -319,6 +378,15 @@ class CanaryManager:
             if word == POISON_WORD or unpack_word0(word) != (token, position):
                 return {"first_wrong_position": position}
         return {"first_wrong_position": None}
+
+    def _branch_of(self, violation: Violation) -> dict[str, int | None]:
+        for launch in reversed(self._launches):
+            step = violation.forward - launch.clock
+            if 0 <= step < launch.forwards:
+                if not launch.is_decode or violation.branch < 0:
+                    break
+                return {"step": step, "branch": violation.branch % self.target.topk}
+        return {}
 
     # -- numbers -------------------------------------------------------------------
 

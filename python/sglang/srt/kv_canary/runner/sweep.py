@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from sglang.srt.kv_canary.kernels.launches import verify
+from sglang.srt.kv_canary.kernels.records import draft_seed
 from sglang.srt.kv_canary.kernels.state import CanaryRows, ReadTable
 from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
 from sglang.srt.mem_cache.page_ledger import IntArray
@@ -27,18 +28,21 @@ class SweepRun:
     Fields:
         prev_slot: slot of position start - 1; -1: none.
         salt: of the namespace.
+        seed: lineage before position 0.
     """
 
     slots: IntArray
     start: int
     prev_slot: int
     salt: int
+    seed: int = 0
 
 
 class Sweeper:
     """Args:
     cache: whose unlocked nodes are swept.
     budget: slots of one pass at most.
+    is_draft: whether it is a draft's pool, whose lineages begin with a seed.
 
     A rotation visits every node that was in the tree when it began; the next one takes
     what came since. So a cached slot is reached within two rotations, and within
@@ -46,8 +50,14 @@ class Sweeper:
     """
 
     def __init__(
-        self, cache: RadixCache, buffers: CanaryBuffers, *, budget: int
+        self,
+        cache: RadixCache,
+        buffers: CanaryBuffers,
+        *,
+        budget: int,
+        is_draft: bool = False,
     ) -> None:
+        self._is_draft = is_draft
         self._cache = cache
         self._buffers = buffers
         self._budget = budget
@@ -76,7 +86,7 @@ class Sweeper:
             slots = node.slots[offset : offset + left]
             if len(slots) == 0:
                 continue  # split since, and shorter now
-            runs.append(_run(node, offset, slots))
+            runs.append(_run(node, offset, slots, is_draft=self._is_draft))
             left -= len(slots)
             if offset + len(slots) < len(node.slots):
                 self._pending.appendleft((node, offset + len(slots)))
@@ -98,6 +108,7 @@ class Sweeper:
                 np.array([run.salt for run in runs], dtype=np.int64),
                 np.full(len(runs), _SWEEP_ROW, dtype=np.int64),
                 np.zeros(len(runs), dtype=np.int64),
+                np.array([run.seed for run in runs], dtype=np.int64),
                 indptr,
                 *(run.slots for run in runs),
             ]
@@ -107,8 +118,8 @@ class Sweeper:
             host = host.pin_memory()
         uploaded = host.to(device, non_blocking=True)
         n = len(runs)
-        first, ends, read_lens, prev_slots, salts, rows, zeros = (
-            uploaded[: 7 * n].view(7, n).unbind()
+        first, ends, read_lens, prev_slots, salts, rows, zeros, seeds = (
+            uploaded[: 8 * n].view(8, n).unbind()
         )
         empty = uploaded[:0]
         verify(
@@ -123,11 +134,12 @@ class Sweeper:
                 out_cache_loc=empty,
                 serials=zeros,
                 salts=salts,
+                seeds=seeds,
             ),
             ReadTable(
                 read_lens=read_lens,
-                indptr=uploaded[7 * n : 8 * n + 1],
-                slot_indices=uploaded[8 * n + 1 :],
+                indptr=uploaded[8 * n : 9 * n + 1],
+                slot_indices=uploaded[9 * n + 1 :],
                 first_position=first,
                 prev_slots=prev_slots,
             ),
@@ -136,13 +148,15 @@ class Sweeper:
         )
 
 
-def _run(node: TreeNode, offset: int, slots: IntArray) -> SweepRun:
+def _run(node: TreeNode, offset: int, slots: IntArray, *, is_draft: bool) -> SweepRun:
     if offset:
         prev_slot = int(node.slots[offset - 1])
     else:
         assert node.parent is not None
         prev_slot = int(node.parent.slots[-1]) if node.start else -1
     salt = 0 if not node.namespace else hash_string(node.namespace)
-    return SweepRun(
-        slots=slots, start=node.start + offset, prev_slot=prev_slot, salt=salt
-    )
+    start, seed = node.start + offset, 0
+    if is_draft and start == 0:
+        # An element is the pair of a token and the next one.
+        seed = draft_seed(int(node.elements[0]) >> 32, salt)
+    return SweepRun(slots=slots, start=start, prev_slot=prev_slot, salt=salt, seed=seed)

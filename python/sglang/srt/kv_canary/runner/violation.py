@@ -47,7 +47,8 @@ class Violation:
     worker: "target" or "draft": whose pool.
     launch: which of the canary's launches found it.
     req_row, serial, rid: the request that read or wrote; rid None: not known, or none.
-    slot, page, position, branch: where; -1 where it does not apply.
+    slot, page, position: where; -1 where it does not apply.
+    branch: row of the batch, requests x branches in a draft step; -1: none.
     expected, found: token and position that were due and that the record holds.
     expected_lineage, found_lineage: prefix hashes.
     writer: provenance of the found record; writer_rid: its request, if still known.
@@ -82,11 +83,11 @@ class Violation:
         return reason_labels(self.reasons)
 
     @property
-    def key(self) -> tuple[int, int, int, int]:
-        """Equal for findings about the same damage to the same request: slot, the
+    def key(self) -> tuple[str, int, int, int, int]:
+        """Equal for findings about the same damage to the same request: pool, slot, the
         forward that wrote it, the reader; where no record was read, the position."""
         where = -1 if self.writer.clock else self.position
-        return (self.slot, self.writer.clock, self.serial, where)
+        return (self.worker, self.slot, self.writer.clock, self.serial, where)
 
     @property
     def diagnosis(self) -> str:

@@ -57,7 +57,7 @@ class ViolationReporter:
         self._page_size = page_size
         self._book = book
         self._rank = rank
-        self._seen: OrderedDict[tuple[int, int, int, int], None] = OrderedDict()
+        self._seen: OrderedDict[tuple[str, int, int, int, int], None] = OrderedDict()
         self.counts: CountsOf[str] = CountsOf()
         self.total = 0
         self.incidents: deque[dict[str, Any]] = deque(maxlen=KEPT_INCIDENTS)

@@ -6,15 +6,17 @@ outside. The phase word on the device notices when one is left out.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sglang.srt.kv_canary.config import CanaryConfig
 from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS
 from sglang.srt.kv_canary.kernels.launches import (
+    advance_lineage,
     before_model,
-    finish_step,
     set_lineage,
     verify,
     write_tail,
@@ -30,7 +32,10 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     KVReadView,
 )
+from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 
+# Forwards of the target whose tokens all stay; a verification's are chosen later.
+_ENDS_STEP = (ForwardMode.EXTEND, ForwardMode.DECODE)
 _KINDS = {
     ForwardMode.EXTEND: WriterKind.EXTEND,
     ForwardMode.DECODE: WriterKind.DECODE,
@@ -41,7 +46,13 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryTarget:
-    """What all forwards of one worker share."""
+    """What all forwards of one worker share.
+
+    Fields:
+        topk: branches of a draft step.
+        seeds: int64 [req_rows], lineage of each request row before position 0, in a
+            draft's pool; None: the target's, where it is 0.
+    """
 
     config: CanaryConfig
     buffers: CanaryBuffers
@@ -50,6 +61,12 @@ class CanaryTarget:
     attn_backend: AttentionBackend
     page_size: int
     vocab_size: int
+    topk: int = 1
+    seeds: Tensor | None = None
+
+    @property
+    def is_draft(self) -> bool:
+        return self.seeds is not None
 
 
 class SingleForwardManager:
@@ -66,20 +83,42 @@ class SingleForwardManager:
         state, capacities = target.buffers.state, target.buffers.capacities
         # Always the same memory, because graphs write it.
         self._findings = state.counters.new_zeros(STATUS_WORDS + capacities.max_rows)
+        # Behind the rows of requests.
+        self._branch_lineages = torch.arange(
+            capacities.req_rows,
+            len(state.expected_lineage),
+            device=state.counters.device,
+        )
 
     def findings(self, forward_batch: ForwardBatch) -> Tensor:
         """int64 [STATUS_WORDS + R] of the forward that ended last, whose live rows are
         those of `forward_batch`; true until the next forward writes its own."""
         rows = self.rows_of(forward_batch)
-        if rows.parent_index is not None:
-            return finish_step(self._target.buffers.state, rows)
         return self._findings[: STATUS_WORDS + rows.num_rows]
 
     def rows_of(self, forward_batch: ForwardBatch) -> CanaryRows:
         """`rows_of`, made once for all launches over the same batch."""
         if self._last is None or self._last[0] is not forward_batch:
-            self._last = forward_batch, rows_of(forward_batch)
+            make = self._draft_rows if self._target.is_draft else rows_of
+            self._last = forward_batch, make(forward_batch)
         return self._last[1]
+
+    def _draft_rows(self, forward_batch: ForwardBatch) -> CanaryRows:
+        """A draft's lineages begin with a seed, and each branch has one of its own."""
+        rows, seeds = rows_of(forward_batch), self._target.seeds
+        assert seeds is not None
+        seeds = seeds.index_select(0, rows.req_rows)
+        if not forward_batch.forward_mode.is_decode:
+            return dataclasses.replace(rows, seeds=seeds)
+        spec = forward_batch.spec_info
+        assert isinstance(spec, EagleDraftInput) and spec.columns is not None
+        return dataclasses.replace(
+            rows,
+            seeds=seeds,
+            lineage_rows=self._branch_lineages[: rows.num_rows],
+            shift_from=spec.columns.shift_from,
+            column_shift=spec.columns.shift,
+        )
 
     def pre_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
         """On the host: capacity, and the lineages of prefixes that the host knows."""
@@ -88,6 +127,11 @@ class SingleForwardManager:
         if lineages is not None:
             state = self._target.buffers.state
             set_lineage(state, forward_batch.req_pool_indices, lineages)
+        spec, seeds = forward_batch.spec_info, self._target.seeds
+        if seeds is not None and isinstance(spec, EagleDraftInput):
+            given = spec.seeds
+            if given is not None:
+                seeds.index_copy_(0, forward_batch.req_pool_indices, given)
 
     def pre_ops_maybe_inside_graph(
         self, forward_batch: ForwardBatch, views: list[ReadTable]
@@ -97,7 +141,17 @@ class SingleForwardManager:
         self._is_open = True
         state, config = target.buffers.state, target.config
         pool = target.req_to_token_pool
-        tokens = pool.token_table if config.check_read_tokens else None
+        is_branch = target.is_draft and forward_batch.forward_mode.is_decode
+        if is_branch and self._index == 0:
+            # All branches begin where their request stands.
+            state.expected_lineage.index_copy_(
+                0,
+                self._branch_lineages[: rows.num_rows],
+                state.expected_lineage.index_select(0, rows.req_rows),
+            )
+        # What branches hold beyond the first step is in no table.
+        has_tokens = config.check_read_tokens and not (is_branch and self._index)
+        tokens = pool.token_table if has_tokens else None
         offset = target.buffers.kv_token_id_vs_position_offset
         first, *others = views
         for view in others:
@@ -119,7 +173,7 @@ class SingleForwardManager:
             tokens=tokens,
             token_offset=offset,
             page_size=target.page_size,
-            writer_kind=_KINDS[forward_batch.forward_mode],
+            writer_kind=self._kind(forward_batch),
             manager=self._index,
             oracle=self._oracle(forward_batch),
         )
@@ -131,15 +185,24 @@ class SingleForwardManager:
             raise AssertionError("KV canary: no pre_ops before these post_ops")
         self._is_open = False
         rows = self.rows_of(forward_batch)
+        ends_step = not target.is_draft and forward_batch.forward_mode in _ENDS_STEP
         write_tail(
             target.buffers.state,
             rows,
             fingerprint=target.buffers.fingerprint,
             page_size=target.page_size,
-            writer_kind=_KINDS[forward_batch.forward_mode],
+            writer_kind=self._kind(forward_batch),
             manager=self._index,
-            findings=self._findings if rows.parent_index is None else None,
+            findings=self._findings if ends_step else None,
         )
+        if target.is_draft:
+            advance_lineage(target.buffers.state, _staying(rows, forward_batch))
+
+    def _kind(self, forward_batch: ForwardBatch) -> WriterKind:
+        mode = forward_batch.forward_mode
+        if self._target.is_draft and mode.is_decode:
+            return WriterKind.DRAFT
+        return _KINDS[mode]
 
     def post_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
         """Nothing to do on the host: findings travel with the result."""
@@ -149,6 +212,7 @@ class SingleForwardManager:
         if not (
             self._target.config.check_write_inputs
             and forward_batch.forward_mode.is_decode
+            and not self._target.is_draft
         ):
             return None
         positions = forward_batch.prefix_lens
@@ -156,6 +220,16 @@ class SingleForwardManager:
             forward_batch.rids_int, positions, vocab_size=self._target.vocab_size
         )
         return tokens, positions
+
+
+def _staying(rows: CanaryRows, forward_batch: ForwardBatch) -> CanaryRows:
+    """The new tokens that a draft's row goes on from: all, or those that were
+    accepted."""
+    spec = forward_batch.spec_info
+    assert isinstance(spec, EagleDraftInput)
+    if spec.accept_lens is None:
+        return rows
+    return dataclasses.replace(rows, extend_lens=spec.accept_lens)
 
 
 def rows_of(forward_batch: ForwardBatch) -> CanaryRows:

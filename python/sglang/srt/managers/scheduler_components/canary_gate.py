@@ -20,21 +20,25 @@ from sglang.srt.utils.fault_points import EARLY_FREE
 
 class CanaryGate:
     """Args:
+    managers: of the target's pool and, where there is one, of the draft's; they share
+        book and reporter.
     requests: all requests that are not finished.
     """
 
     def __init__(
         self,
-        manager: CanaryManager,
+        managers: Sequence[CanaryManager],
         *,
         cache: BasePrefixCache,
         requests: Callable[[], Iterable[Req]],
     ) -> None:
-        self.manager = manager
+        self.manager = managers[0]
+        self._managers = managers
         self._cache = cache
         self._requests = requests
         self._freed_early: set[int] = set()
-        manager.attach_radix_cache(cache)
+        for manager in managers:
+            manager.attach_radix_cache(cache)
 
     def admit(self, req: Req) -> None:
         """Remember a request, so that a report can name it."""
@@ -67,11 +71,13 @@ class CanaryGate:
         if result.canary is None:
             return
         result.wait()
-        self.manager.inspect(
-            StepFindings.unpack(result.canary),
-            owner_of=self.owner_of,
-            tokens_of=self._tokens_of,
-        )
+        # A prefill's result knows nothing of the draft yet.
+        for manager, findings in zip(self._managers, result.canary, strict=False):
+            manager.inspect(
+                StepFindings.unpack(findings),
+                owner_of=self.owner_of,
+                tokens_of=self._tokens_of,
+            )
 
     def owner_of(self, slot: int) -> str:
         """Who holds `slot` by the host's books: a request, the cache, or nobody."""
@@ -95,10 +101,16 @@ class CanaryGate:
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Fill in the canary's numbers."""
-        counters = self.manager.counters
-        stats.kv_canary_protected_tokens_total = counters[Counter.VERIFIED_SLOTS]
-        stats.kv_canary_swept_tokens_total = counters[Counter.SWEPT_SLOTS]
-        stats.kv_canary_sweep_passes_total = self.manager.num_sweep_passes
+        counters = [manager.counters for manager in self._managers]
+        stats.kv_canary_protected_tokens_total = sum(
+            of_pool[Counter.VERIFIED_SLOTS] for of_pool in counters
+        )
+        stats.kv_canary_swept_tokens_total = sum(
+            of_pool[Counter.SWEPT_SLOTS] for of_pool in counters
+        )
+        stats.kv_canary_sweep_passes_total = sum(
+            manager.num_sweep_passes for manager in self._managers
+        )
         stats.kv_canary_violations_total = dict(self.manager.reporter.counts)
 
     def _own_slots(self, req: Req) -> frozenset[int]:
