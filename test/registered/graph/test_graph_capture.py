@@ -10,6 +10,7 @@ import torch
 
 from sglang.srt.model_executor.graph_backends import CudaGraphBackend, RecordingBackend
 from sglang.srt.model_executor.graph_capture import (
+    SideStream,
     capture_graph,
     eager_break,
     is_capturing,
@@ -180,6 +181,80 @@ def test_outside_a_capture_a_break_is_a_call():
     out = torch.zeros(2)
     eager_break(copy_into, torch.ones(2), out)
     assert out.tolist() == [1.0, 1.0]
+
+
+class LoggedStream:
+    """Writes down who waits for whom."""
+
+    def __init__(self, name, log):
+        self.name, self._log = name, log
+
+    def wait_stream(self, stream):
+        self._log.append(f"{self.name} waits for {stream.name}")
+
+    def __enter__(self):
+        self._log.append(f"enter {self.name}")
+
+    def __exit__(self, *error):
+        self._log.append(f"leave {self.name}")
+
+
+class LoggedBackend(RecordingBackend):
+    def __init__(self, log):
+        super().__init__()
+        self._log = log
+
+    def begin(self):
+        self._log.append("begin")
+        super().begin()
+
+    def end(self):
+        self._log.append("end")
+        return super().end()
+
+
+def test_a_break_joins_forked_streams_first():
+    log = []
+    main = LoggedStream("main", log)
+    side = SideStream(
+        LoggedStream("side", log), current=lambda: main, entering=lambda stream: stream
+    )
+    with capture_graph(LoggedBackend(log)):
+        with side.fork():
+            log.append("work")
+        eager_break(lambda: log.append("break"))
+        side.join()  # not a part of this segment any more
+        log.append("next segment")
+    fork = ["side waits for main", "enter side", "work", "leave side"]
+    join = ["main waits for side"]
+    assert log == [
+        *("begin", *fork, *join, "end", "break"),
+        *("begin", "next segment", "end"),
+    ]
+    log.clear()
+    with side.fork():
+        log.append("work")
+    side.join()
+    side.join()
+    assert log == fork + join
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_forked_stream_is_captured_with_its_segment():
+    """Without the join the capture of the first segment could not end."""
+    side = SideStream(torch.cuda.Stream())
+    x = torch.ones(1024, device="cuda")
+    beside, out = torch.zeros_like(x), torch.zeros_like(x)
+    with capture_graph(CudaGraphBackend()) as graph:
+        with side.fork():
+            torch.add(x, 1, out=beside)
+        eager_break(copy_into, beside, out)
+        graph.outputs = out * 3
+        side.join()
+    for value in (1.0, 5.0):
+        x.fill_(value)
+        graph.replay()
+        assert graph.outputs.unique().tolist() == [3 * (value + 1)]
 
 
 def test_an_error_in_a_break_ends_the_capture():

@@ -34,13 +34,15 @@ _CAPTURE_MODE = "thread_local"
 
 
 class GraphMemoryPool:
-    """Memory that captured graphs share.
+    """Memory that captured graphs share, and the stream that they are captured on.
 
     The allocators forget a pool when the last graph in it is gone, and then refuse its
-    handle; a graph of our own keeps it known.
+    handle; a graph of our own keeps it known. One stream for all of them: the matrix
+    library keeps a workspace of tens of megabytes for every stream that it has seen.
     """
 
     def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
         self.handle: Any = torch.cuda.graph_pool_handle()
         self._keeper = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
@@ -68,7 +70,7 @@ class CudaGraphBackend:
     def __init__(self, pool: GraphMemoryPool | None = None) -> None:
         """`pool`: memory of the segments; None: a new one."""
         self.pool = GraphMemoryPool() if pool is None else pool
-        self._stream = torch.cuda.Stream()
+        self._stream = self.pool.stream
         self._graph: torch.cuda.CUDAGraph | None = None
         self._entered = contextlib.ExitStack()
 

@@ -14,13 +14,14 @@ Rules of a break, checked where they can be:
 * what changes between replays must be a tensor, or be read from live state inside the
   callable: a captured Python number would be stale.
 Tensors that a graph reads are owned by it (`own`), so that no later capture can reuse
-their memory.
+their memory. Work on a side stream is forked through `SideStream`: a segment cannot end
+while one of its streams is still forked, so that a break joins it first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,6 +74,9 @@ class BreakableGraph:
     owned: list[torch.Tensor] = field(default_factory=list)
     outputs: Any = None
     num_replays: int = 0
+    # The steps' bound calls, made at the first replay: with two steps per layer even an
+    # attribute lookup counts.
+    _calls: tuple[Callable[[], object], ...] = ()
 
     @property
     def num_breaks(self) -> int:
@@ -84,15 +88,77 @@ class BreakableGraph:
 
     def replay(self) -> None:
         """Run segments and breaks in order."""
-        for step in self.steps:
-            step.replay()
+        if len(self._calls) != len(self.steps):
+            self._calls = tuple(_bound(step) for step in self.steps)
+        for call in self._calls:
+            call()
         self.num_replays += 1
+
+
+def _bound(step: Segment | EagerBreak) -> Callable[[], object]:
+    if isinstance(step, EagerBreak) and not step.arguments:
+        return step.function
+    return step.replay
+
+
+class Stream(Protocol):
+    """What `SideStream` asks of a device stream."""
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+
+class SideStream:
+    """A stream beside the current one: `fork` work onto it, `join` it later.
+
+    Args:
+        stream: the stream itself.
+        current: the stream that is forked from and joined to.
+        entering: makes a stream the current one inside a `with` statement.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        *,
+        current: Callable[[], Stream] = torch.cuda.current_stream,
+        entering: Callable[[Any], AbstractContextManager[Any]] = torch.cuda.stream,
+    ) -> None:
+        self._stream = stream
+        self._current = current
+        self._entering = entering
+        self._is_forked = False
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        """Run the body on the side stream, behind what the current one holds now."""
+        self._stream.wait_stream(self._current())
+        self._is_forked = True
+        if _active is not None and self not in _active.forked:
+            _active.forked.append(self)
+        with self._entering(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Let the current stream wait for the side stream; nothing to do where the end
+        of a captured segment joined it already: it is not part of the next one."""
+        if not self._is_forked:
+            return
+        self._current().wait_stream(self._stream)
+        self._is_forked = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Capture:
     graph: BreakableGraph
     backend: SegmentBackend
+    # Streams that the open segment has forked and may not have joined.
+    forked: list[SideStream] = field(default_factory=list)
+
+    def end_segment(self) -> Segment:
+        for side in self.forked:
+            side.join()
+        self.forked.clear()
+        return self.backend.end()
 
 
 # One capture at a time in a process: a device has one capturing stream here.
@@ -115,14 +181,14 @@ def capture_graph(backend: SegmentBackend) -> Iterator[BreakableGraph]:
         raise RuntimeError("a graph is being captured already: captures do not nest")
     graph = BreakableGraph()
     backend.begin()
-    _active = _Capture(graph=graph, backend=backend)
+    _active = capture = _Capture(graph=graph, backend=backend)
     try:
         yield graph
     except BaseException:
         backend.abandon()
         raise
     else:
-        graph.steps.append(backend.end())
+        graph.steps.append(capture.end_segment())
     finally:
         _active = None
 
@@ -132,9 +198,8 @@ def eager_break(function: Callable[..., None], *arguments: Any) -> None:
 
     Raises:
         TypeError: during a capture, an argument is a Python number, which would be
-            stale
-            at replay, or the call returned something, which the next segment would not
-            see.
+            stale at replay, or the call returned something, which the next segment
+            would not see.
     """
     if _active is None:
         function(*arguments)
@@ -147,7 +212,7 @@ def eager_break(function: Callable[..., None], *arguments: Any) -> None:
                 "live state inside"
             )
     graph, backend = _active.graph, _active.backend
-    graph.steps.append(backend.end())
+    graph.steps.append(_active.end_segment())
     try:
         returned: object = function(*arguments)  # type: ignore[func-returns-value]
     finally:

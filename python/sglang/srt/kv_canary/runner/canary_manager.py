@@ -57,6 +57,7 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_forward_context
+from sglang.srt.model_executor.graph_capture import SideStream
 
 # The tokens of a running request by its serial; None: it is not running.
 TokensOf = Callable[[int], Sequence[int] | None]
@@ -109,7 +110,9 @@ class CanaryManager:
         self._managers = [SingleForwardManager(target, i) for i in range(num_managers)]
         self._forward_scopes = [_ForwardScope(self, i) for i in range(num_managers)]
         self._active: SingleForwardManager | None = None
-        self._side = torch.cuda.Stream() if self._state.head.is_cuda else None
+        self._side = (
+            SideStream(torch.cuda.Stream()) if self._state.head.is_cuda else None
+        )
         self._launched: ForwardBatch | None = None
         self._is_init_finished = False
         self._freed: list[Tensor] = []
@@ -225,14 +228,13 @@ class CanaryManager:
             current.pre_ops_maybe_inside_graph(forward_batch, views)
             return
         # Beside the model: it writes other slots than verify reads, and no records.
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
+        with self._side.fork():
             current.pre_ops_maybe_inside_graph(forward_batch, views)
 
     def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
         """After the model: what it wrote."""
         if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
+            self._side.join()
         self._current().post_ops_maybe_inside_graph(forward_batch)
 
     def _current(self) -> SingleForwardManager:
