@@ -90,7 +90,6 @@ class AttentionBackend(ABC):
         One view per metadata group; the KV canary verifies them.
         """
 
-    @abstractmethod
     def forward(
         self,
         q: Tensor,
@@ -107,3 +106,33 @@ class AttentionBackend(ABC):
             q: [T, Hq, D]; overwritten. k, v: [T, Hkv, D]; k may be overwritten.
             out: [T, Hq, D]; the backend allocates nothing.
         """
+        self.store(q, k, v, layer, forward_batch)
+        self.attend(q, k, v, layer, forward_batch, out=out)
+
+    @abstractmethod
+    def store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> None:
+        """The first half of `forward`: norm, rotation and the write to the pool.
+
+        Reads the batch's `positions` and `out_cache_loc` and nothing else that changes
+        from forward to forward, so that a graph of any number of rows may hold it.
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        *,
+        out: Tensor,
+    ) -> None:
+        """The second half: attention over the pool, with what `store` left."""

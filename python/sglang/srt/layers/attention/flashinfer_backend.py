@@ -138,7 +138,17 @@ class FlashInferAttnBackend(AttentionBackend):
         )
         return (view,)
 
-    def forward(
+    def store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> None:
+        store_kv(rope_store_kv, q, k, v, layer, forward_batch, kv_pool=self._kv_pool)
+
+    def attend(
         self,
         q: Tensor,
         k: Tensor,
@@ -148,9 +158,7 @@ class FlashInferAttnBackend(AttentionBackend):
         *,
         out: Tensor,
     ) -> None:
-        caches = store_kv(
-            rope_store_kv, q, k, v, layer, forward_batch, kv_pool=self._kv_pool
-        )
+        caches = self._kv_pool.get_kv_buffer(layer.layer_id)
         shape = LayerShape.of(layer)
         planned = self._planned.get(shape)
         if planned is None:

@@ -2,7 +2,7 @@
 
 Every page_size-th column of a row is the first slot of a page, so a step needs no
 metadata of its own: what the pools hold is what the kernels read, in a graph as outside
-    of one.
+of one.
 """
 
 from __future__ import annotations
@@ -43,15 +43,12 @@ def store_kv(
     forward_batch: ForwardBatch,
     *,
     kv_pool: KVCache,
-) -> tuple[Tensor, Tensor]:
+) -> None:
     """Norm and rotate q and k in place, write k and v to the slots of the new tokens.
 
     Args:
         store_op: takes the arguments of `layers.ops.rope.rope_store_kv`.
         q, k, v: as in `AttentionBackend.forward`.
-
-    Returns:
-        K and V of the layer, [slots, Hkv, D] each.
     """
     k_cache, v_cache = kv_pool.get_kv_buffer(layer.layer_id)
     q_norm, k_norm = layer.q_norm, layer.k_norm
@@ -68,7 +65,6 @@ def store_kv(
         k_norm_weight=None if k_norm is None else k_norm.weight,
         eps=1e-6 if q_norm is None else q_norm.eps,
     )
-    return k_cache, v_cache
 
 
 class PagedAttnBackend(AttentionBackend):
@@ -128,7 +124,17 @@ class PagedAttnBackend(AttentionBackend):
     def _row_index(self, forward_batch: ForwardBatch) -> Tensor | None:
         return None if self._is_own_table else forward_batch.req_pool_indices
 
-    def forward(
+    def store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> None:
+        store_kv(self.store_op, q, k, v, layer, forward_batch, kv_pool=self._kv_pool)
+
+    def attend(
         self,
         q: Tensor,
         k: Tensor,
@@ -138,9 +144,7 @@ class PagedAttnBackend(AttentionBackend):
         *,
         out: Tensor,
     ) -> None:
-        k_cache, v_cache = store_kv(
-            self.store_op, q, k, v, layer, forward_batch, kv_pool=self._kv_pool
-        )
+        k_cache, v_cache = self._kv_pool.get_kv_buffer(layer.layer_id)
         common = {
             "page_table": self.page_table,
             "row_index": self._row_index(forward_batch),
