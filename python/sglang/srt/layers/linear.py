@@ -110,9 +110,9 @@ class Linear(Module):
             self._packed = pack_weight(weight.data)
             self.weight = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs]."""
-        return linear(x, self._any_weight(), self.bias)
+    def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """[..., inputs] -> [..., outputs], written to `out` where one is given."""
+        return linear(x, self._any_weight(), self.bias, out=out)
 
     def _any_weight(self) -> Tensor | PackedWeight:
         weight = self._packed if self._packed is not None else self.weight
@@ -163,10 +163,10 @@ class RowParallelLinear(Linear):
         self._group = group
         self._adds_bias = bias and group.is_leader
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """[T, inputs of this rank] -> [T, output_size], the same on all ranks."""
         bias = self.bias if self._adds_bias else None
-        return self._group.all_reduce(linear(x, self._any_weight(), bias))
+        return self._group.all_reduce(linear(x, self._any_weight(), bias, out=out))
 
     def forward_into(self, x: Tensor, residual: Tensor) -> Tensor | None:
         """`residual` [T, output_size] += the product, where that costs nothing extra.

@@ -49,15 +49,27 @@ class RadixAttention(Module):
         self._sizes = [num_heads, num_kv_heads, num_kv_heads]
         self._num_rows = sum(self._sizes)
 
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [T, (Hq + 2 Hkv) * D] -> views of q, k, v, [T, heads, D] each."""
+        heads = qkv.view(qkv.shape[0], self._num_rows, self.head_dim)
+        q, k, v = torch.split_with_sizes(heads, self._sizes, dim=1)
+        return q, k, v
+
+    def qkv_buffer(self, tokens: int) -> Tensor | None:
+        """Where the projection should write `qkv` for `forward`; None: anywhere."""
+        breaks = get_forward_context().attention_breaks
+        return None if breaks is None else breaks.qkv_buffer(self, tokens)
+
     def forward(self, qkv: Tensor, forward_batch: ForwardBatch) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) * D], not rotated yet -> [T, Hq * D].
 
         q and k inside `qkv` may be overwritten.
         """
+        context = get_forward_context()
+        if context.attention_breaks is not None:
+            return context.attention_breaks.attend(self, qkv, forward_batch)
         tokens = qkv.shape[0]
-        heads = qkv.view(tokens, self._num_rows, self.head_dim)
-        q, k, v = torch.split_with_sizes(heads, self._sizes, dim=1)
+        q, k, v = self.split(qkv)
         out = qkv.new_empty(tokens, self.num_heads, self.head_dim)
-        backend = get_forward_context().attn_backend
-        backend.forward(q, k, v, self, forward_batch, out=out)
+        context.attn_backend.forward(q, k, v, self, forward_batch, out=out)
         return out.view(tokens, -1)

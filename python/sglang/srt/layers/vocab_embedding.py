@@ -48,9 +48,9 @@ class LMHead(Linear):
         """Use the embedding's table as the weight; the packed form stays separate."""
         self.weight = embedding.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """[T, hidden_size] -> [T, vocab_size], the same bits on all ranks."""
-        logits = super().forward(x)
+        logits = super().forward(x, out=out)
         if self._group.size == 1:
             return logits
         padded = self._group.all_gather_last_dim(logits)

@@ -68,6 +68,19 @@ class InputLogprobSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InputEmbeds:
+    """Embeddings that requests brought instead of tokens.
+
+    Fields:
+    rows: int64 [N]; which of the T new tokens they stand for, ascending.
+    values: floating point [N, H].
+    """
+
+    rows: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
     """R rows (requests, or requests x top-k in draft decode), T new tokens.
 
@@ -86,6 +99,7 @@ class ForwardBatch:
         tokens (EXTEND while the KV canary is on).
     logits_rows: int64 [R] or None; token rows that need logits, None: all.
     input_logprobs: prompt spans that need logprobs.
+    input_embeds: what replaces the embeddings of some tokens, or None.
     """
 
     forward_mode: ForwardMode
@@ -107,6 +121,7 @@ class ForwardBatch:
     prefix_lineages: torch.Tensor | None = None
     logits_rows: torch.Tensor | None = None
     input_logprobs: tuple[InputLogprobSpan, ...] = ()
+    input_embeds: InputEmbeds | None = None
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
     spec_info: SpecInput | None = None
     sampling_info: SamplingBatchInfo | None = None

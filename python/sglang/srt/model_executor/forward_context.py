@@ -1,4 +1,4 @@
-"""The attention backend of the forward that runs now.
+"""The attention backend of the forward that runs now, and how attention is captured.
 
 A plain module global is safe: one process runs one forward at a time, on one thread.
 Entering twice is an error, so that a forgotten exit cannot go unnoticed.
@@ -9,15 +9,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class AttentionBreaks(Protocol):
+    """Takes attention out of a layer stack that is being captured."""
+
+    def qkv_buffer(self, layer: RadixAttention, tokens: int) -> Tensor:
+        """[tokens, (Hq + 2 Hkv) * D]: where q, k and v of `layer` should be written."""
+
+    def attend(
+        self, layer: RadixAttention, qkv: Tensor, forward_batch: ForwardBatch
+    ) -> Tensor:
+        """As `RadixAttention.forward`, with `forward_batch` the static batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
+    """Fields:
+    attn_backend: what attention runs on.
+    attention_breaks: set while the stack is captured with attention outside of it.
+    """
+
     attn_backend: AttentionBackend
+    attention_breaks: AttentionBreaks | None = None
 
 
 _current: ForwardContext | None = None

@@ -17,6 +17,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorO
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.llama import LoadableModel, check_activation
+from sglang.srt.models.stack import StackOutput
 
 # Some checkpoints put all names below a module of this name.
 PREFIX = "model."
@@ -70,18 +71,13 @@ class DraftModel(LoadableModel):
         embedded: Tensor = self.embed_tokens(input_ids)
         return embedded
 
-    def output(
-        self,
-        hidden: Tensor,
-        forward_batch: ForwardBatch,
-        *,
-        next_hidden: Tensor | None = None,
+    def forward_head(
+        self, output: StackOutput, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        """Logits of `hidden` [T, H]; the next step reads `next_hidden` (None: it)."""
+        """Logits of `hidden` [T, H]; the next step reads `aux` (none: `hidden`)."""
         assert self.lm_head is not None, "set_embed_and_head was not called"
-        aux = None if next_hidden is None else [next_hidden]
         return self.logits_processor(
-            hidden, self.lm_head, forward_batch, aux_hidden=aux
+            output.hidden, self.lm_head, forward_batch, aux_hidden=output.aux or None
         )
 
 

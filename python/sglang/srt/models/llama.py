@@ -6,7 +6,7 @@ stack, head. What differs between the families is data (`DecoderTraits`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.models.stack import StackedModel, StackOutput
 
 SUPPORTED_ACTIVATIONS = ("silu",)
 
@@ -93,7 +94,8 @@ class DecoderAttention(Module):
         self, x: Tensor, residual: Tensor, forward_batch: ForwardBatch
     ) -> Tensor | None:
         """As `RowParallelLinear.forward_into`."""
-        heads = self.attn(self.qkv_proj(x), forward_batch)
+        out = self.attn.qkv_buffer(x.shape[0])
+        heads = self.attn(self.qkv_proj(x, out=out), forward_batch)
         return self.o_proj.forward_into(heads, residual)
 
 
@@ -183,13 +185,13 @@ class DecoderModel(Module):
         self.layers_to_capture: frozenset[int] = frozenset()
 
     def forward(
-        self,
-        input_ids: Tensor,
-        forward_batch: ForwardBatch,
-        input_embeds: Tensor | None = None,
+        self, input_ids: Tensor, forward_batch: ForwardBatch
     ) -> tuple[Tensor, list[Tensor]]:
         """Normed hidden states [T, H], and the captured layer inputs [T, H]."""
-        x = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
+        x = self.embed_tokens(input_ids)
+        given = forward_batch.input_embeds
+        if given is not None:
+            x.index_copy_(0, given.rows, given.values.to(x.dtype))
         return self.forward_layers(x, forward_batch)
 
     def forward_layers(
@@ -218,7 +220,7 @@ def _stream(pending: Tensor | None, residual: Tensor | None) -> Tensor:
     return pending + residual
 
 
-class LoadableModel(Module):
+class LoadableModel(StackedModel):
     """What the loader asks of a model whose weights lie in a checkpoint."""
 
     config: ModelConfig
@@ -282,6 +284,7 @@ class LlamaForCausalLM(LoadableModel):
     """
 
     traits = DecoderTraits()
+    takes_input_embeds = True
 
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
         super().__init__()
@@ -310,11 +313,14 @@ class LlamaForCausalLM(LoadableModel):
         check_captured_layers(layers, self.config)
         self.model.layers_to_capture = frozenset(layers)
 
-    def forward(
+    def forward_stack(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
+    ) -> StackOutput:
+        return StackOutput(*self.model(input_ids, forward_batch))
+
+    def forward_head(
+        self, output: StackOutput, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        hidden, aux = self.model(input_ids, forward_batch)
-        head: Callable[[Tensor], Tensor] = self.lm_head
         return self.logits_processor(
-            hidden, head, forward_batch, aux_hidden=aux if aux else None
+            output.hidden, self.lm_head, forward_batch, aux_hidden=output.aux or None
         )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.draft import (
@@ -20,6 +19,7 @@ from sglang.srt.models.draft import (
     target_hidden_states,
 )
 from sglang.srt.models.llama import DecoderBlock, DecoderLayer, DecoderTraits
+from sglang.srt.models.stack import StackOutput
 
 # Published heads may carry copies of the target's.
 TARGET_PARTS = ("embed_tokens.weight", "lm_head.weight")
@@ -66,9 +66,9 @@ class LlamaForCausalLMEagle(DraftModel):
         own = strip_prefix(name)
         return None if own in TARGET_PARTS else own
 
-    def forward(
+    def forward_stack(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
-    ) -> LogitsProcessorOutput:
+    ) -> StackOutput:
         embedded = self.embed(input_ids)
         states = target_hidden_states(forward_batch)
         pending: Tensor | None = self.fc(torch.cat((embedded, states), dim=-1))
@@ -77,4 +77,4 @@ class LlamaForCausalLMEagle(DraftModel):
             pending, residual = layer(pending, residual, forward_batch)
         assert residual is not None
         stream = residual if pending is None else pending + residual
-        return self.output(stream, forward_batch)
+        return StackOutput(stream, [])

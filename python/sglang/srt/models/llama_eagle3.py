@@ -14,7 +14,6 @@ from sglang.srt.configs.draft_config import hidden_source_size, num_hidden_sourc
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import LoadableParameter
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -25,6 +24,7 @@ from sglang.srt.models.draft import (
     target_hidden_states,
 )
 from sglang.srt.models.llama import DecoderBlock, DecoderTraits
+from sglang.srt.models.stack import StackOutput
 
 FIRST_LAYER = "layers.0."
 MIDLAYER = "midlayer."
@@ -140,9 +140,9 @@ class LlamaForCausalLMEagle3(DraftModel):
             )
         self.hot_token_ids = ids
 
-    def forward(
+    def forward_stack(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
-    ) -> LogitsProcessorOutput:
+    ) -> StackOutput:
         embedded = self.embed(input_ids)
         hidden = target_hidden_states(forward_batch)
         # The layer adds to its stream in place, and the caller keeps these states.
@@ -150,4 +150,4 @@ class LlamaForCausalLMEagle3(DraftModel):
         stream = hidden.clone() if is_own else self.fc(hidden)
         pending, residual = self.midlayer(embedded, stream, forward_batch)
         normed = self.norm.add_and_norm(pending, residual)
-        return self.output(normed, forward_batch, next_hidden=residual)
+        return StackOutput(normed, [residual])

@@ -23,6 +23,7 @@ from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models import mock_math
 from sglang.srt.models.llama import check_captured_layers
+from sglang.srt.models.stack import StackedModel, StackOutput
 
 
 def load_codes(module: VocabEmbedding | LMHead, codes: Tensor) -> None:
@@ -73,7 +74,7 @@ class MockAttention(Module):
         return torch.cat(kept, dim=1).view(len(qkv), -1)
 
 
-class MockForCausalLM(Module):
+class MockForCausalLM(StackedModel):
     """2 layers, 8 query and 2 KV heads of 64 channels, hidden 512, no rotation.
 
     config.json: vocab_size up to 4,096, optional `mock_window` (sliding window).
@@ -110,9 +111,9 @@ class MockForCausalLM(Module):
         check_captured_layers(layers, self.config)
         self.captured_layers = tuple(layers)
 
-    def forward(
+    def forward_stack(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
-    ) -> LogitsProcessorOutput:
+    ) -> StackOutput:
         embedded = self.embed_tokens(input_ids)
         tokens = mock_math.decode_token(embedded[:, : mock_math.TOKEN_BITS])
         count = positions + 1
@@ -127,10 +128,12 @@ class MockForCausalLM(Module):
         fold0, fold1 = folds
         next_tokens = mock_math.next_token(fold0, fold1, positions, self.vocab_size)
         hidden = mock_math.hidden_state(next_tokens, fold0, fold1).to(embedded.dtype)
-        aux: list[Tensor] | None = None
-        if self.captured_layers:
-            states = mock_math.aux_states(hidden)
-            aux = [states[layer] for layer in self.captured_layers]
+        states = mock_math.aux_states(hidden) if self.captured_layers else []
+        return StackOutput(hidden, [states[layer] for layer in self.captured_layers])
+
+    def forward_head(
+        self, output: StackOutput, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
         return self.logits_processor(
-            hidden, self.lm_head, forward_batch, aux_hidden=aux
+            output.hidden, self.lm_head, forward_batch, aux_hidden=output.aux or None
         )

@@ -9,12 +9,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models import mock_draft_math, mock_math
 from sglang.srt.models.draft import DraftModel, target_hidden_states
 from sglang.srt.models.mock import MockAttention, load_codes
+from sglang.srt.models.stack import StackOutput
 from sglang.srt.utils.hashing import mix64
 
 _SPOILT = 0x5BAD
@@ -49,9 +49,9 @@ class MockForCausalLMEagle(DraftModel):
     def fill_weights(self) -> None:
         """Fill the tables that are this model's own; the others are the target's."""
 
-    def forward(
+    def forward_stack(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
-    ) -> LogitsProcessorOutput:
+    ) -> StackOutput:
         embedded = self.embed(input_ids)
         tokens = mock_math.decode_token(embedded[:, : mock_math.TOKEN_BITS])
         before = self._folds_before(forward_batch)
@@ -72,7 +72,7 @@ class MockForCausalLMEagle(DraftModel):
         fold0, fold1 = folds
         code, weights = mock_draft_math.proposal(fold0, fold1, places, self.settings)
         hidden = mock_draft_math.hidden_state(code, weights, fold0, fold1)
-        return self.output(hidden.to(embedded.dtype), forward_batch)
+        return StackOutput(hidden.to(embedded.dtype), [])
 
     def _folds_before(
         self, forward_batch: ForwardBatch

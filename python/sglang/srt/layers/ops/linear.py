@@ -104,8 +104,14 @@ def linear(
                     x, weight, bias, config=config, out=out
                 )
                 return product
-        result = functional.linear(x, weight, bias)
-        return result if out is None else out.copy_(result)
+        if out is None:
+            return functional.linear(x, weight, bias)
+        rows, target = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+        if bias is None:
+            torch.mm(rows, weight.t(), out=target)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=target)
+        return out
     if use_native(x) and weight.panel == PANEL:
         if x.dtype != torch.float32:
             wide = linear(x.float(), weight, None if bias is None else bias.float())

@@ -1,0 +1,60 @@
+"""A model as a layer stack and a head.
+
+The stack, embedding included, works on tokens one by one and can be replayed as a
+graph; the head reads the real rows of a batch. Knows neither layers nor graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.module import Module
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class StackOutput(NamedTuple):
+    """`hidden` [T, H], what the head reads; `aux` [T, H] each, what a caller that
+    captures hidden states gets instead of it, where there are any."""
+
+    hidden: Tensor
+    aux: list[Tensor]
+
+
+# (input_ids [T], positions [T], batch) -> the stack's output.
+Stack = Callable[[Tensor, Tensor, ForwardBatch], StackOutput]
+
+
+class StackedModel(Module):
+    """Attributes:
+    takes_input_embeds: whether the stack honours `ForwardBatch.input_embeds`.
+    """
+
+    takes_input_embeds = False
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        forward_batch: ForwardBatch,
+        *,
+        stack: Stack | None = None,
+    ) -> LogitsProcessorOutput:
+        """`stack`: run instead of `forward_stack`, with the same arguments."""
+        run = self.forward_stack if stack is None else stack
+        return self.forward_head(
+            run(input_ids, positions, forward_batch), forward_batch
+        )
+
+    def forward_stack(
+        self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
+    ) -> StackOutput:
+        raise NotImplementedError
+
+    def forward_head(
+        self, output: StackOutput, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        raise NotImplementedError
