@@ -21,6 +21,10 @@ from sglang.srt.arg_groups.arg_parser import (
     from_namespace,
 )
 from sglang.srt.arg_groups.canary_hook import handle_kv_canary
+from sglang.srt.arg_groups.cuda_graph_hook import (
+    handle_cuda_graph,
+    has_prefill_graphs,
+)
 from sglang.srt.arg_groups.speculative_hook import (
     default_max_running_requests,
     handle_speculative,
@@ -162,7 +166,8 @@ class ServerArgs:
         bool, Arg("Run prefill without CUDA graphs.")
     ] = False
     enable_breakable_cuda_graph: Annotated[
-        bool, Arg("Run prefill with breakable CUDA graphs.")
+        bool,
+        Arg("Insist on breakable CUDA graphs for prefill, the default on CUDA."),
     ] = False
 
     # HTTP
@@ -186,7 +191,12 @@ class ServerArgs:
         int, Arg("Decode steps between two log lines of the scheduler.")
     ] = 400
     disaggregation_mode: Annotated[
-        str, Arg("Role in prefill/decode disaggregation.", DISAGGREGATION_MODES)
+        str,
+        Arg(
+            "Role in prefill/decode disaggregation; prefill: at most one new token per "
+            "request.",
+            DISAGGREGATION_MODES,
+        ),
     ] = "null"
 
     # Speculative decoding
@@ -239,9 +249,9 @@ class ServerArgs:
             self._handle_memory,
             self._handle_scheduling,
             self._handle_attention_backend,
-            self._handle_cuda_graph,
         ):
             step()
+        handle_cuda_graph(self)
         handle_speculative(self)
         handle_kv_canary(self)
         self._is_resolved = True
@@ -259,10 +269,10 @@ class ServerArgs:
                 "--trust-remote-code is refused: code from a checkpoint is never run; "
                 "remove the flag"
             )
-        if self.disaggregation_mode != "null":
+        if self.disaggregation_mode == "decode":
             raise ValueError(
-                f"--disaggregation-mode {self.disaggregation_mode} is not available in "
-                "this version; remove the flag"
+                "--disaggregation-mode decode is not available in this version: there "
+                "is no transfer of KV yet; use prefill, or remove the flag"
             )
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
@@ -365,18 +375,10 @@ class ServerArgs:
             )
         self.attention_backend = name
 
-    def _handle_cuda_graph(self) -> None:
-        if self.enable_breakable_cuda_graph:
-            raise ValueError(
-                "--enable-breakable-cuda-graph is not available in this version; "
-                "remove the flag"
-            )
-        sizes = self.cuda_graph_bs or []
-        if any(size < 1 for size in sizes):
-            raise ValueError(f"--cuda-graph-bs {sizes} must be positive batch sizes")
-        if self.device == "cpu" and (self.cuda_graph_bs or self.cuda_graph_max_bs):
-            flag = "--cuda-graph-bs" if self.cuda_graph_bs else "--cuda-graph-max-bs"
-            raise ValueError(f"{flag} has no effect with --device cpu; remove it")
+    @property
+    def has_prefill_graphs(self) -> bool:
+        """Whether prefill runs as breakable CUDA graphs."""
+        return has_prefill_graphs(self)
 
     @property
     def tree_shape(self) -> TreeShape:

@@ -9,10 +9,12 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.memory_plan import (
     GRAPH_BYTES,
     KERNEL_BYTES,
+    SEGMENT_BYTES,
     decode_graph_sizes,
     default_batch_sizes,
     explain_out_of_memory,
     graph_bytes,
+    prefill_graph_bytes,
 )
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -57,6 +59,17 @@ def test_graphs_take_logits_per_graph_and_activations_once(model):
     assert two - one == GRAPH_BYTES + 2 * config.vocab_size * 2
     assert one > GRAPH_BYTES + KERNEL_BYTES
     assert graph_bytes(config, [], dtype=torch.bfloat16) == 0
+
+
+def test_prefill_graphs_share_what_lives_during_a_forward(model):
+    config = ModelConfig.from_folder(model)
+    one = prefill_graph_bytes(config, [512], dtype=torch.bfloat16)
+    two = prefill_graph_bytes(config, [4, 512], dtype=torch.bfloat16)
+    assert two - one == (config.num_layers + 1) * SEGMENT_BYTES
+    wide = prefill_graph_bytes(config, [1024], dtype=torch.bfloat16)
+    fixed = (config.num_layers + 1) * SEGMENT_BYTES
+    assert wide - fixed == 2 * (one - fixed) > 0
+    assert prefill_graph_bytes(config, [], dtype=torch.bfloat16) == 0
 
 
 def test_running_out_of_memory_names_the_flags(model):

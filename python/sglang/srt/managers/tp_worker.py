@@ -70,6 +70,8 @@ class TpModelWorker:
         """
         runner = ModelRunner(server_args=server_args, model_config=model_config)
         runner.initialize()
+        # The largest graphs first: the others fit into their memory.
+        runner.init_piecewise_cuda_graphs()
         runner.init_cuda_graphs()
         if runner.canary_manager is not None:
             runner.canary_manager.mark_init_finished()

@@ -19,6 +19,8 @@ from sglang.srt.server_args import ServerArgs
 KERNEL_BYTES = 512 << 20
 # One captured decode graph of up to some forty layers (measured: 40 MiB, H200).
 GRAPH_BYTES = 48 << 20
+# One captured segment of a prefill graph: a layer without its attention.
+SEGMENT_BYTES = 1 << 20
 # Residual, hidden, attention output and products that live at once, per channel.
 LIVE_HIDDEN, LIVE_INNER = 8, 3
 
@@ -64,6 +66,40 @@ def graph_bytes(
     return per_row * dtype.itemsize + len(sizes) * GRAPH_BYTES + KERNEL_BYTES
 
 
+def prefill_token_counts(max_tokens: int) -> list[int]:
+    """Token counts of the prefill graphs, ascending, up to and including `max_tokens`.
+
+    Steps grow with the size: 4, 16, 32, 64, 256, then 512.
+    """
+    sizes = [
+        *range(4, 33, 4),
+        *range(48, 257, 16),
+        *range(288, 513, 32),
+        *range(576, 1025, 64),
+        *range(1280, 4097, 256),
+        *range(4608, max_tokens, 512),
+    ]
+    return [*(size for size in sizes if size < max_tokens), max_tokens]
+
+
+def prefill_graph_bytes(
+    config: ModelConfig, token_counts: Sequence[int], *, dtype: torch.dtype
+) -> int:
+    """Memory that the prefill graphs of these token counts will take.
+
+    Each has a segment per layer and one more; what lives during a forward is shared,
+    and so are the inputs and outputs of attention and of the stack.
+    """
+    if not token_counts:
+        return 0
+    live = LIVE_HIDDEN * config.hidden_size + LIVE_INNER * config.intermediate_size
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    static = heads * config.head_dim + config.hidden_size
+    segments = len(token_counts) * (config.num_layers + 1)
+    per_token = (live + static) * dtype.itemsize
+    return max(token_counts) * per_token + segments * SEGMENT_BYTES
+
+
 @contextmanager
 def explain_out_of_memory(doing: str, server_args: ServerArgs) -> Iterator[None]:
     """Turn an allocation that fails inside into an error that names the flags.
@@ -77,6 +113,7 @@ def explain_out_of_memory(doing: str, server_args: ServerArgs) -> Iterator[None]
         raise ValueError(
             f"out of GPU memory while {doing}: lower --mem-fraction-static (now "
             f"{server_args.mem_fraction_static}), --max-running-requests (now "
-            f"{server_args.max_running_requests}) or --cuda-graph-max-bs, or spread "
-            f"the model over more GPUs with --tp-size ({error})"
+            f"{server_args.max_running_requests}) or --cuda-graph-max-bs, use "
+            f"--disable-piecewise-cuda-graph, or spread the model over more GPUs with "
+            f"--tp-size ({error})"
         ) from error

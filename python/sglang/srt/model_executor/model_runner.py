@@ -14,6 +14,9 @@ from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.breakable_cuda_graph_runner import (
+    BreakableCudaGraphRunner,
+)
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -22,13 +25,18 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.forward_scopes import ForwardScopes, NullScopes
 from sglang.srt.model_executor.input_buffers import GraphInputs
-from sglang.srt.model_executor.memory_plan import explain_out_of_memory, graph_bytes
+from sglang.srt.model_executor.memory_plan import (
+    explain_out_of_memory,
+    graph_bytes,
+    prefill_graph_bytes,
+)
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import (
     ModelRunnerKVCacheMixin,
     SharedPools,
 )
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import CausalLM, supported_draft_architectures
+from sglang.srt.models.stack import Stack
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.memory import available_device_bytes
 
@@ -76,6 +84,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         # Set by init_cuda_graphs, which whoever owns the runner calls when everything
         # that graphs read is in place.
         self.graph_runner: CudaGraphRunner | None = None
+        # Set by init_piecewise_cuda_graphs, likewise.
+        self.prefill_graph_runner: BreakableCudaGraphRunner | None = None
         self.canary_manager: CanaryManager | None = None
 
     def _resolve_dtype(self) -> torch.dtype:
@@ -198,6 +208,42 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             foretold / 2**30,
         )
 
+    def init_piecewise_cuda_graphs(
+        self,
+        *,
+        force_for_draft_worker: bool = False,
+        capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
+        draft_hidden_dim: int | None = None,
+    ) -> None:
+        """Capture the prefill graphs, where the backend and the flags allow them.
+
+        Args:
+            force_for_draft_worker: capture those of a draft worker, too. Its embedding
+                and head are attached after its runner is built, and graphs keep
+                addresses, so that the worker asks once it has them.
+            capture_hidden_mode: of the forwards that will be replayed.
+            draft_hidden_dim: channels that a draft model reads; see
+                `BreakableCudaGraphRunner`.
+        """
+        counts = self.prefill_graph_token_counts()
+        if not counts or (self.is_draft_worker and not force_for_draft_worker):
+            return
+        free_before = available_device_bytes(self.device)
+        with explain_out_of_memory("capturing prefill graphs", self.server_args):
+            self.prefill_graph_runner = BreakableCudaGraphRunner(
+                self,
+                token_counts=counts,
+                capture_hidden_mode=capture_hidden_mode,
+                draft_hidden_dim=draft_hidden_dim,
+            )
+        # What the warm-ups left is not the graphs'.
+        torch.cuda.empty_cache()
+        logger.info(
+            "The prefill graphs took %.2f GiB; %.2f GiB were set aside",
+            (free_before - available_device_bytes(self.device)) / 2**30,
+            prefill_graph_bytes(self.model_config, counts, dtype=self.dtype) / 2**30,
+        )
+
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """One launch of the model over `forward_batch`, as a graph where one fits."""
         with (
@@ -207,6 +253,11 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             runner = self.graph_runner
             if runner is not None and runner.can_run(forward_batch):
                 return runner.replay(forward_batch)
+            prefill = self.prefill_graph_runner
+            if prefill is not None:
+                output = prefill.try_replay(forward_batch)
+                if output is not None:
+                    return output
             self.attn_backend.init_eager(forward_batch)
             return self.run_model(forward_batch)
 
@@ -216,12 +267,14 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         *,
         step: int = 0,
         attn_backend: AttentionBackend | None = None,
+        stack: Stack | None = None,
     ) -> LogitsProcessorOutput:
         """The model alone; the attention backend's metadata is set.
 
         Args:
             step: which forward of the launch this is.
             attn_backend: None: the runner's own.
+            stack: runs instead of the model's layer stack; see `StackedModel.forward`.
         """
         context = ForwardContext(attn_backend=attn_backend or self.attn_backend)
         with (
@@ -230,6 +283,9 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             self.scopes.step(step),
         ):
             output: LogitsProcessorOutput = self.model(
-                forward_batch.input_ids, forward_batch.positions, forward_batch
+                forward_batch.input_ids,
+                forward_batch.positions,
+                forward_batch,
+                stack=stack,
             )
         return output

@@ -19,7 +19,12 @@ from sglang.srt.mem_cache.memory_pool import (
     ReqToTokenPool,
     kv_bytes_per_token,
 )
-from sglang.srt.model_executor.memory_plan import decode_graph_sizes, graph_bytes
+from sglang.srt.model_executor.memory_plan import (
+    decode_graph_sizes,
+    graph_bytes,
+    prefill_graph_bytes,
+    prefill_token_counts,
+)
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.fault_points import NARROW_ROWS, is_reverted
 from sglang.srt.utils.memory import available_device_bytes
@@ -84,6 +89,18 @@ class ModelRunnerKVCacheMixin:
             max_bs=args.cuda_graph_max_bs,
             wanted=args.cuda_graph_bs,
         )
+
+    def prefill_graph_token_counts(self) -> list[int]:
+        """Token counts of the prefill graphs; empty where the flags or the backend rule
+        them out."""
+        args = self.server_args
+        if not args.has_prefill_graphs:
+            return []
+        assert args.chunked_prefill_size is not None
+        limits = [args.max_prefill_tokens, args.chunked_prefill_size]
+        # No forward writes more tokens than there are slots.
+        limits.append(args.max_total_tokens or 0)
+        return prefill_token_counts(min(limit for limit in limits if limit > 0))
 
     def _init_pools(
         self, *, shared: SharedPools | None, companion_bytes_per_slot: int
@@ -163,6 +180,9 @@ class ModelRunnerKVCacheMixin:
         kept_free += graph_bytes(
             config, self.graph_sizes(), dtype=self.dtype, tokens_per_row=tokens
         )
+        kept_free += prefill_graph_bytes(
+            config, self.prefill_graph_token_counts(), dtype=self.dtype
+        )
         size = max(available - kept_free, 0) // per_token
         size -= self.page_size  # the scratch page
         if self.device == "cpu":
@@ -173,6 +193,7 @@ class ModelRunnerKVCacheMixin:
                 f"--mem-fraction-static {args.mem_fraction_static} of "
                 f"{self.free_bytes_at_start / 2**30:.1f} GiB leaves no room for one "
                 f"page of {self.page_size} tokens ({per_token} bytes each) beside the "
-                "weights and the CUDA graphs; raise it, or lower --cuda-graph-max-bs"
+                "weights and the CUDA graphs; raise it, lower --cuda-graph-max-bs, or "
+                "use --disable-piecewise-cuda-graph"
             )
         return size

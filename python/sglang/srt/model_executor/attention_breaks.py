@@ -1,0 +1,133 @@
+"""Attention between the captured segments of a layer stack.
+
+A segment ends by storing K and V; attention itself runs eagerly on the live batch and
+writes where the next segment reads. Knows buffers and views; knows no graphs' sizes and
+decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.graph_capture import eager_break, is_capturing
+
+
+@dataclass(slots=True, kw_only=True)
+class _Shared:
+    """What all layers of one shape use, one after the other.
+
+    Fields:
+        layer: any layer of the shape.
+        qkv: [max_tokens, (Hq + 2 Hkv) * D]; a segment's last result.
+        out: [max_tokens, Hq, D]; the next segment's input.
+        q, k, v, live_out: views of the live tokens, made once per forward.
+    """
+
+    layer: RadixAttention
+    qkv: Tensor
+    out: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    live_out: Tensor
+
+
+class LiveAttention:
+    """The `AttentionBreaks` of one model. The buffers are its own, outside of the
+    graphs' pool, so that no capture can reuse them while a break still holds them.
+
+    Args:
+        max_tokens: tokens of the largest graph.
+    """
+
+    def __init__(
+        self,
+        attn_backend: AttentionBackend,
+        *,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self._backend = attn_backend
+        self._attend = attn_backend.attend
+        self._max_tokens = max_tokens
+        self._dtype = dtype
+        self._device = device
+        self._by_shape: dict[tuple[int, int, int], _Shared] = {}
+        # None while nothing is replayed: a break then leaves `out` as it is.
+        self._live: ForwardBatch | None = None
+
+    def buffers(self) -> list[Tensor]:
+        """What segments read and write."""
+        return [
+            t for shared in self._by_shape.values() for t in (shared.qkv, shared.out)
+        ]
+
+    @contextmanager
+    def on(self, live: ForwardBatch, *, padded: int) -> Iterator[None]:
+        """Let the breaks inside work on `live`, in a graph of `padded` tokens."""
+        tokens = live.num_tokens
+        for shared in self._by_shape.values():
+            shared.q, shared.k, shared.v = shared.layer.split(shared.qkv[:tokens])
+            shared.live_out = shared.out[:tokens]
+            if tokens < padded:
+                # Only breaks write to it, each the live rows: zeros stay zeros.
+                shared.out[tokens:padded].zero_()
+        self._live = live
+        try:
+            yield
+        finally:
+            self._live = None
+
+    # -- AttentionBreaks, while the stack is captured --------------------------------
+
+    def qkv_buffer(self, layer: RadixAttention, tokens: int) -> Tensor:
+        return self._shared(layer).qkv[:tokens]
+
+    def attend(
+        self, layer: RadixAttention, qkv: Tensor, forward_batch: ForwardBatch
+    ) -> Tensor:
+        shared = self._shared(layer)
+        tokens = qkv.shape[0]
+        own = shared.qkv[:tokens]
+        if qkv.data_ptr() != own.data_ptr():
+            own.copy_(qkv)
+        q, k, v = layer.split(own)
+        self._backend.store(q, k, v, layer, forward_batch)
+        eager_break(partial(self._break, layer, shared))
+        return shared.out[:tokens].view(tokens, -1)
+
+    def _break(self, layer: RadixAttention, shared: _Shared) -> None:
+        live = self._live
+        if live is not None:
+            self._attend(shared.q, shared.k, shared.v, layer, live, out=shared.live_out)
+
+    def _shared(self, layer: RadixAttention) -> _Shared:
+        shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        shared = self._by_shape.get(shape)
+        if shared is None:
+            shared = self._by_shape[shape] = self._allocate(layer)
+        return shared
+
+    def _allocate(self, layer: RadixAttention) -> _Shared:
+        if is_capturing():
+            raise RuntimeError(
+                "attention buffers would be allocated inside a capture; run the stack "
+                "once before it"
+            )
+        q_heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        options: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
+        qkv = torch.zeros(self._max_tokens, (q_heads + 2 * kv_heads) * dim, **options)
+        out = torch.zeros(self._max_tokens, q_heads, dim, **options)
+        q, k, v = layer.split(qkv)
+        return _Shared(layer=layer, qkv=qkv, out=out, q=q, k=k, v=v, live_out=out)

@@ -1,0 +1,396 @@
+"""Prefill graphs replay what eager forwards compute, for every token count and mix of
+requests, in any order, with the KV canary watching."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.util
+import random
+import weakref
+
+import pytest
+import torch
+
+from sglang.srt.layers.ops.dispatch import native_available
+from sglang.srt.model_executor.breakable_cuda_graph_runner import (
+    HOST_BOUND_TOKENS,
+    BreakableCudaGraphRunner,
+)
+from sglang.srt.model_executor.cuda_graph_runner import cuda_graph_backend
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardMode,
+    InputEmbeds,
+    InputLogprobSpan,
+)
+from sglang.srt.model_executor.graph_backends import RecordingBackend
+from sglang.srt.model_executor.graph_capture import is_capturing
+from sglang.srt.model_executor.memory_plan import prefill_token_counts
+from sglang.srt.models.mock_oracle import next_tokens
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.forward_harness import ForwardHarness
+from sglang.test.scale import count
+from sglang.test.tiny_models import write_mock_model, write_tiny_model
+
+register_cpu_ci(est_time=30, suite="cpu")
+register_cuda_ci(est_time=90, suite="cuda")
+
+VOCAB = 250
+ON_GPU = torch.cuda.is_available()
+MAKE_BACKEND = cuda_graph_backend if ON_GPU else RecordingBackend
+ATTENTION_BACKENDS = ("triton",) if ON_GPU else ("cpu_native", "torch_native")
+HAS_FLASHINFER = ON_GPU and importlib.util.find_spec("flashinfer") is not None
+# With half precision and heads of 64 channels, as FlashInfer wants them.
+MOCK_BACKENDS = (*ATTENTION_BACKENDS, *(("flashinfer",) if HAS_FLASHINFER else ()))
+FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+BUCKETS = [4, 8, 12, 16, 48, 64]
+EDGES = sorted({n for size in BUCKETS for n in (size - 1, size, size + 1)} - {65} | {1})
+CANARY = {"kv_canary": "raise", "kv_canary_real_data": "all"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    paths = {name: write_tiny_model(folder / name, name) for name in FAMILIES}
+    paths["mock"] = write_mock_model(folder / "mock", vocab_size=VOCAB)
+    return paths
+
+
+def make_graphs(harness, *, token_counts=BUCKETS, **options):
+    return BreakableCudaGraphRunner(
+        harness.runner, token_counts=token_counts, make_backend=MAKE_BACKEND, **options
+    )
+
+
+def install(harness, **options):
+    """Let the harness's own forwards replay."""
+    graphs = make_graphs(harness, **options)
+    harness.runner.prefill_graph_runner = graphs
+    if harness.runner.canary_manager is not None:
+        harness.runner.canary_manager.mark_init_finished()
+    return graphs
+
+
+def random_tokens(rng, length):
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def partition(rng, total, parts):
+    """`total` as a sum of `parts` positive numbers."""
+    cuts = sorted(rng.sample(range(1, total), parts - 1))
+    return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
+
+
+def mixed_batch(rng, tokens, harnesses):
+    """The same rows in every harness: prompts with and without a prefix that was
+    written before, `tokens` new ones in all. Returns spans."""
+    parts = partition(rng, tokens, rng.randint(1, min(tokens, 32)))
+    spans = []
+    for new in parts:
+        prefix = rng.choice([0, 0, 1, 17])
+        prompt = random_tokens(rng, prefix + new)
+        for harness in harnesses:
+            row = harness.new_row(prompt)
+            if prefix:
+                graphs = harness.runner.prefill_graph_runner
+                harness.runner.prefill_graph_runner = None
+                harness.extend([(row, prefix)])
+                harness.runner.prefill_graph_runner = graphs
+        spans.append((row, len(prompt)))
+    return spans
+
+
+def release(spans, *harnesses):
+    for harness in harnesses:
+        for row, _ in spans:
+            harness.release(row)
+
+
+# The native kernels multiply a row alike in every batch; the libraries do not.
+def assert_same_logits(actual, expected):
+    if ON_GPU or not native_available():
+        torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
+    else:
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replay_equals_eager_around_every_bucket(models, family, page_size, backend):
+    """Random order, so that what a larger batch left in the padding would show."""
+    rng = random.Random(page_size)
+    options = {
+        "page_size": page_size,
+        "attention_backend": backend,
+        "dtype": "float32",
+        "slots": 4096,
+    }
+    eager, graphed = (ForwardHarness(models[family], **options) for _ in range(2))
+    graphs = install(graphed)
+    edges = EDGES * 2
+    rng.shuffle(edges)
+    for tokens in edges:
+        spans = mixed_batch(rng, tokens, [eager, graphed])
+        expected = eager.extend(spans).clone()
+        assert_same_logits(graphed.extend(spans), expected)
+        # What was written to the pool is read by the next forward.
+        for harness in (eager, graphed):
+            for row, _ in spans:
+                harness.append(row, row % VOCAB)
+        after = [(row, None) for row, _ in spans]
+        expected = eager.forward(ForwardMode.DECODE, after).clone()
+        assert_same_logits(graphed.forward(ForwardMode.DECODE, after), expected)
+        release(spans, eager, graphed)
+    assert graphs.num_replays == len(edges)
+    assert not graphs.fallbacks
+
+
+@pytest.mark.parametrize("canary", [{}, CANARY], ids=["plain", "canary"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("backend", MOCK_BACKENDS)
+def test_mock_model_equals_the_oracle_under_churn(models, backend, page_size, canary):
+    """Random buckets while memory is allocated and dropped around every replay."""
+    rng = random.Random(7)
+    harness = ForwardHarness(
+        models["mock"],
+        attention_backend=backend,
+        page_size=page_size,
+        slots=4096,
+        disable_radix_cache=True,
+        **canary,
+    )
+    graphs = install(harness)
+    device = harness.runner.device
+    kept = []
+    rounds = count(ci=40, full=1000)
+    for _ in range(rounds):
+        kept.append(torch.full((rng.randrange(1, 1 << 16),), 7.0, device=device))
+        if len(kept) > 8:
+            kept.pop(rng.randrange(len(kept)))
+        spans = mixed_batch(rng, rng.randrange(1, BUCKETS[-1] + 1), [harness])
+        tokens = harness.extend(spans).argmax(-1).tolist()
+        for (row, _), token in zip(spans, tokens, strict=True):
+            assert token == next_tokens(harness.tokens(row), vocab_size=VOCAB)[-1]
+        release(spans, harness)
+    assert graphs.num_replays == rounds
+    manager = harness.runner.canary_manager
+    assert manager is None or manager.num_forwards >= rounds
+
+
+def test_the_canary_sees_a_damaged_prefix_before_a_replay(models):
+    harness = ForwardHarness(
+        models["mock"], slots=1024, disable_radix_cache=True, **CANARY
+    )
+    graphs = install(harness)
+    row = harness.new_row(random_tokens(random.Random(0), 24))
+    harness.extend([(row, 12)])
+    assert graphs.num_replays == 1
+    slot = harness.pool.row_slots(row, 5, 6)
+    harness.runner.kv_pool.get_kv_buffer(1)[0][slot.to(harness.runner.device)] += 1
+    with pytest.raises(Exception, match="verify_real_kv"):
+        harness.extend([(row, 24)])
+
+
+def test_chunks_of_one_prompt(models):
+    """A long prompt in chunks of many sizes, each replayed over the prefix before."""
+    prompt = random_tokens(random.Random(3), 200)
+    harness = ForwardHarness(models["mock"], slots=512)
+    graphs = install(harness)
+    row = harness.new_row(prompt)
+    for end in (64, 65, 73, 121, 184, 200):
+        token = int(harness.extend([(row, end)]).argmax(-1))
+        assert token == next_tokens(prompt[:end], vocab_size=VOCAB)[-1]
+    assert graphs.num_replays == 6
+
+
+def test_steps_alternate_and_captures_are_over(models):
+    harness = ForwardHarness(models["LlamaForCausalLM"], dtype="float32")
+    graphs = make_graphs(harness, token_counts=[4, 8])
+    assert not is_capturing()
+    # Two layers: embedding .. store, attend, .. store, attend, .. norm; twice.
+    assert graphs.num_segments == 6
+
+
+def test_everything_a_graph_reads_is_owned(models):
+    """Catalogue case 42: buckets must not take each other's inputs for free memory."""
+    harness = ForwardHarness(models["LlamaForCausalLM"], dtype="float32")
+    graphs = make_graphs(harness, token_counts=[4, 8])
+    owned = [weakref.ref(t) for g in graphs._graphs.values() for t in g.owned]
+    block = weakref.ref(graphs._block)
+    assert block in owned
+    bare = graphs._graphs
+    del graphs
+    gc.collect()
+    assert all(reference() is not None for reference in owned)
+    with torch.inference_mode():
+        bare[8].replay()
+
+
+def test_stale_scalars_would_show(models):
+    """What a segment froze at capture: nothing of the batch. The same graph serves
+    other numbers of requests, prefixes and slots."""
+    rng = random.Random(11)
+    eager, graphed = (
+        ForwardHarness(models["Qwen3ForCausalLM"], dtype="float32") for _ in range(2)
+    )
+    graphs = install(graphed, token_counts=[16])
+    for rows, prefix in ((1, 0), (16, 3), (2, 30), (5, 0), (1, 60)):
+        spans = []
+        for new in partition(rng, 16, rows) if rows > 1 else [16]:
+            prompt = random_tokens(rng, prefix + new)
+            for harness in (eager, graphed):
+                row = harness.new_row(prompt)
+                if prefix:
+                    harness.extend([(row, prefix)])
+            spans.append((row, len(prompt)))
+        expected = eager.extend(spans).clone()
+        assert_same_logits(graphed.extend(spans), expected)
+        release(spans, eager, graphed)
+    assert graphs.fallbacks["too_many_tokens"] == 3
+
+
+@pytest.mark.parametrize("mode", [CaptureHiddenMode.FULL, CaptureHiddenMode.LAST])
+@pytest.mark.parametrize("layers", [(), (0, 2)])
+def test_hidden_states_are_copies(models, mode, layers):
+    eager, graphed = (
+        ForwardHarness(models["LlamaForCausalLM"], dtype="float32") for _ in range(2)
+    )
+    for harness in (eager, graphed):
+        harness.runner.model.capture_layers(layers)
+    graphs = install(graphed, token_counts=[8, 16], capture_hidden_mode=mode)
+    rng = random.Random(1)
+    prompts = [random_tokens(rng, n) for n in (3, 7)]
+    outputs = []
+    for harness in (eager, graphed):
+        spans = [(harness.new_row(p), len(p)) for p in prompts]
+        batch = harness.prepare(ForwardMode.EXTEND, spans)
+        batch = dataclasses.replace(batch, capture_hidden_mode=mode)
+        outputs.append(harness.run(batch).hidden_states)
+    rows = 10 if mode is CaptureHiddenMode.FULL else 2
+    assert outputs[1].shape == (rows, 64 * max(len(layers), 1))
+    kept = outputs[1].clone()
+    row = graphed.new_row(random_tokens(rng, 12))
+    graphed.run(
+        dataclasses.replace(
+            graphed.prepare(ForwardMode.EXTEND, [(row, 12)]), capture_hidden_mode=mode
+        )
+    )
+    assert graphs.num_replays == 2
+    assert torch.equal(outputs[1], kept)
+    assert_same_logits(kept, outputs[0])
+
+
+def test_refusals_are_counted_by_reason(models):
+    harness = ForwardHarness(models["LlamaForCausalLM"], dtype="float32")
+    graphs = install(harness, token_counts=[4, 16])
+    row = harness.new_row([1] * 64)
+    batch = harness.prepare(ForwardMode.EXTEND, [(row, 9)])
+    device = batch.input_ids.device
+    span = InputLogprobSpan(row=0, start=0, stop=1, next_tokens=[1], top_k=0)
+    embeds = InputEmbeds(
+        rows=torch.tensor([0], device=device), values=torch.ones(1, 64, device=device)
+    )
+    long = harness.prepare(ForwardMode.EXTEND, [(row, 40)])
+    refused = {
+        "hidden_mode": dataclasses.replace(
+            batch, capture_hidden_mode=CaptureHiddenMode.FULL
+        ),
+        "input_embeds": dataclasses.replace(batch, input_embeds=embeds),
+        "input_logprobs": dataclasses.replace(batch, input_logprobs=(span,)),
+        "too_many_tokens": long,
+    }
+    for reason, refused_batch in refused.items():
+        assert not graphs.can_run(refused_batch)
+        with torch.inference_mode():
+            assert graphs.try_replay(refused_batch) is None
+        assert graphs.fallbacks[reason] == 1
+    assert graphs.can_run(batch)
+    for mode in set(ForwardMode) - {ForwardMode.EXTEND}:
+        other = dataclasses.replace(batch, forward_mode=mode)
+        assert not graphs.can_run(other)
+        assert graphs.try_replay(other) is None
+    assert sum(graphs.fallbacks.values()) == len(refused)
+    assert graphs.num_replays == 0
+
+
+def test_wasteful_padding_is_refused(models):
+    harness = ForwardHarness(models["mock"], slots=4096, chunked_prefill_size=2048)
+    counts = [HOST_BOUND_TOKENS, 1280]
+    graphs = make_graphs(harness, token_counts=counts)
+    free = make_graphs(harness, token_counts=counts, limit_padding=False)
+    for tokens, is_taken in ((1000, True), (1025, False), (1267, False), (1270, True)):
+        rows = [harness.new_row([1] * 500) for _ in range(3)]
+        ends = [500, 500, tokens - 1000] if tokens > 1000 else [500, 400, 100]
+        batch = harness.prepare(ForwardMode.EXTEND, list(zip(rows, ends, strict=True)))
+        assert graphs.can_run(batch) is is_taken
+        assert free.can_run(batch)
+        release([(row, 0) for row in rows], harness)
+
+
+class StaticStates:
+    """A `SpecInput`."""
+
+    def __init__(self, hidden_states):
+        self.hidden_states = hidden_states
+
+
+def test_draft_hidden_states_are_copied_in(models):
+    """The stack reads the static buffer, never the tensor of one forward."""
+    eager, graphed = (
+        ForwardHarness(models["LlamaForCausalLM"], dtype="float32") for _ in range(2)
+    )
+    for harness in (eager, graphed):
+        model = harness.runner.model
+
+        def with_states(input_ids, positions, forward_batch, stack=model.forward_stack):
+            output = stack(input_ids, positions, forward_batch)
+            return output._replace(
+                hidden=output.hidden + forward_batch.spec_info.hidden_states
+            )
+
+        model.__dict__["forward_stack"] = with_states
+    graphs = install(graphed, token_counts=[8, 16], draft_hidden_dim=64)
+    assert graphs.static_draft_hidden_states.shape == (16, 64)
+    rng = random.Random(2)
+    for length in (5, 16, 8, 1):
+        prompt, states = random_tokens(rng, length), torch.randn(length, 64)
+        logits = []
+        for harness in (eager, graphed):
+            row = harness.new_row(prompt)
+            batch = harness.prepare(ForwardMode.EXTEND, [(row, length)])
+            given = StaticStates(states.to(batch.input_ids.device))
+            batch = dataclasses.replace(batch, spec_info=given)
+            logits.append(harness.run(batch).next_token_logits)
+        assert_same_logits(logits[1], logits[0])
+    assert graphs.num_replays == 4
+    narrow = dataclasses.replace(batch, spec_info=StaticStates(torch.zeros(1, 32)))
+    assert graphs.refusal(narrow) == "draft_hidden_states"
+
+
+@pytest.mark.parametrize(
+    ("limit", "head", "tail"),
+    [
+        (8192, [4, 8, 12], [7168, 7680, 8192]),
+        (2048, [4, 8, 12], [1536, 1792, 2048]),
+        (1000, [4, 8, 12], [896, 960, 1000]),
+        (4, [4], [4]),
+        (3, [3], [3]),
+    ],
+)
+def test_token_counts(limit, head, tail):
+    counts = prefill_token_counts(limit)
+    assert counts[:3] == (head if limit > 12 else counts)
+    assert counts[-len(tail) :] == tail
+    assert counts == sorted(set(counts)) and counts[-1] == limit
+
+
+def test_a_draft_worker_is_captured_only_when_asked(models):
+    harness = ForwardHarness(models["LlamaForCausalLM"], is_draft_worker=True)
+    harness.runner.init_piecewise_cuda_graphs()
+    assert harness.runner.prefill_graph_runner is None
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
