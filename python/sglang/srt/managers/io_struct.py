@@ -162,10 +162,12 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     num_aborted_requests_total: int = 0
     forward_passes_total: int = 0
     cuda_graph_passes_total: int = 0
+    prefill_cuda_graph_passes_total: int = 0
     kv_canary_protected_tokens_total: int = 0
     kv_canary_swept_tokens_total: int = 0
     kv_canary_sweep_passes_total: int = 0
     # By reason.
+    prefill_cuda_graph_fallbacks_total: dict[str, int] = {}
     kv_canary_violations_total: dict[str, int] = {}
 
 

@@ -55,7 +55,10 @@ from sglang.srt.managers.scheduler_components.result_processor import (
 )
 from sglang.srt.managers.scheduler_components.retraction import retract_for_decode
 from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
-from sglang.srt.managers.scheduler_components.stats import StatsTracker
+from sglang.srt.managers.scheduler_components.stats import (
+    StatsTracker,
+    add_graph_stats,
+)
 from sglang.srt.managers.scheduler_components.step_inputs import StepInputs
 from sglang.srt.managers.scheduler_components.watchdog import Watchdog
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -583,6 +586,7 @@ class Scheduler:
     def stats_snapshot(self) -> SchedulerStats:
         running = 0 if self.running is None else len(self.running)
         stats = self._stats.snapshot(running=running, waiting=len(self.waiting))
+        add_graph_stats(stats, self.worker.model_runner)
         if self._canary is not None:
             self._canary.add_stats(stats)
         return stats

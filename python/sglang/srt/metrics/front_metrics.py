@@ -64,6 +64,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
         "sglang:cuda_graph_passes",
         "Forwards that replayed a CUDA graph.",
     ),
+    "prefill_cuda_graph_passes_total": (
+        "sglang:prefill_cuda_graph_passes",
+        "Prefill forwards that replayed a CUDA graph.",
+    ),
     "kv_canary_protected_tokens_total": (
         "sglang:kv_canary_protected_tokens",
         "KV slots that were verified before they were read.",
@@ -75,6 +79,17 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "kv_canary_sweep_passes_total": (
         "sglang:kv_canary_sweep_passes",
         "Sweep passes over the prefix cache.",
+    ),
+}
+
+COUNTERS_BY_REASON: dict[str, tuple[str, str]] = {
+    "prefill_cuda_graph_fallbacks_total": (
+        "sglang:prefill_cuda_graph_fallbacks",
+        "Prefill forwards that ran eagerly although there are graphs.",
+    ),
+    "kv_canary_violations_total": (
+        "sglang:kv_canary_violations",
+        "Violations that the KV canary found, each damage once.",
     ),
 }
 
@@ -167,11 +182,8 @@ class _StatsCollector:
             counter = CounterMetricFamily(name, text, labels=[LABEL])
             counter.add_metric(self._labels, values[field])
             yield counter
-        violations = CounterMetricFamily(
-            "sglang:kv_canary_violations",
-            "Violations that the KV canary found, each damage once.",
-            labels=[LABEL, "reason"],
-        )
-        for reason, count in stats.kv_canary_violations_total.items():
-            violations.add_metric([*self._labels, reason], count)
-        yield violations
+        for field, (name, text) in COUNTERS_BY_REASON.items():
+            counter = CounterMetricFamily(name, text, labels=[LABEL, "reason"])
+            for reason, count in values[field].items():
+                counter.add_metric([*self._labels, reason], count)
+            yield counter

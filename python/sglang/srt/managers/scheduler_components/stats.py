@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
 from sglang.srt.managers.io_struct import SchedulerStats
 from sglang.srt.managers.req import Req
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
 logger = logging.getLogger(__name__)
 
 # Throughput is measured over windows of at least this many seconds.
 WINDOW_SECONDS = 1.0
+
+
+def add_graph_stats(stats: SchedulerStats, runner: ModelRunner) -> None:
+    """Fill in how many forwards of `runner` replayed a graph, and which could not."""
+    decode, prefill = runner.graph_runner, runner.prefill_graph_runner
+    stats.prefill_cuda_graph_passes_total = prefill.num_replays if prefill else 0
+    stats.cuda_graph_passes_total = stats.prefill_cuda_graph_passes_total
+    if decode is not None:
+        stats.cuda_graph_passes_total += decode.num_replays
+    if prefill is not None:
+        stats.prefill_cuda_graph_fallbacks_total = dict(prefill.fallbacks)
 
 
 class StatsTracker:
