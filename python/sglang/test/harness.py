@@ -62,6 +62,7 @@ class EngineHarness:
         top_logprobs_num: int = 0,
         extra_key: str | None = None,
         return_hidden_states: bool = False,
+        input_embeds: bytes | None = None,
         **params: Any,
     ) -> str:
         """Queue a request; greedy unless `params` say otherwise. Returns its rid."""
@@ -78,6 +79,7 @@ class EngineHarness:
                 top_logprobs_num=top_logprobs_num,
                 extra_key=extra_key,
                 return_hidden_states=return_hidden_states,
+                input_embeds=input_embeds,
             )
         )
         return rid

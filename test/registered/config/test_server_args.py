@@ -136,7 +136,17 @@ def test_unknown_flags_and_values_are_refused(argv, capsys):
         ({"device": "cuda"}, ["--device cuda", "--device cpu"]),
         ({"tp_size": 0}, ["--tp-size 0", "at least 1"]),
         ({"disaggregation_mode": "decode"}, ["--disaggregation-mode decode"]),
-        ({"enable_breakable_cuda_graph": True}, ["--enable-breakable-cuda-graph"]),
+        (
+            {"enable_breakable_cuda_graph": True, "device": "cpu"},
+            ["--enable-breakable-cuda-graph", "--device cpu", "remove"],
+        ),
+        (
+            {
+                "enable_breakable_cuda_graph": True,
+                "disable_piecewise_cuda_graph": True,
+            },
+            ["--enable-breakable-cuda-graph", "--disable-piecewise-cuda-graph"],
+        ),
         (
             {"speculative_algorithm": "EAGLE3", "model_path": "/some/model"},
             ["--speculative-draft-model-path", "/some/model"],
@@ -176,6 +186,42 @@ def test_refusals_name_flag_value_and_fix(values, words):
         ServerArgs(**values)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_on"),
+    [
+        ({"device": "cuda"}, True),
+        ({"device": "cuda", "enable_breakable_cuda_graph": True}, True),
+        ({"device": "cuda", "attention_backend": "flashinfer"}, True),
+        ({"device": "cuda", "attention_backend": "torch_native"}, False),
+        ({"device": "cuda", "disable_piecewise_cuda_graph": True}, False),
+        ({"device": "cuda", "disable_cuda_graph": True}, True),
+        ({"device": "cuda", "disaggregation_mode": "prefill"}, True),
+        ({"device": "cpu"}, False),
+    ],
+)
+def test_where_prefill_graphs_are_on(monkeypatch, values, is_on):
+    monkeypatch.setattr("sglang.srt.server_args.cuda_device_count", lambda: 1)
+    assert ServerArgs(**values).has_prefill_graphs is is_on
+
+
+def test_a_backend_that_cannot_be_captured_is_named(monkeypatch):
+    monkeypatch.setattr("sglang.srt.server_args.cuda_device_count", lambda: 1)
+    with pytest.raises(ValueError, match="--attention-backend torch_native; use tri"):
+        ServerArgs(
+            device="cuda",
+            attention_backend="torch_native",
+            enable_breakable_cuda_graph=True,
+        )
+
+
+def test_the_prefill_role_has_no_decode_graphs(monkeypatch):
+    monkeypatch.setattr("sglang.srt.server_args.cuda_device_count", lambda: 1)
+    args = ServerArgs(device="cuda", disaggregation_mode="prefill")
+    assert args.disable_cuda_graph
+    with pytest.raises(ValueError, match="--cuda-graph-bs has no effect .* prefill"):
+        ServerArgs(device="cuda", disaggregation_mode="prefill", cuda_graph_bs=[1])
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def test_more_prompts_than_the_queue_holds(engine: sglang.Engine) -> None:
     [
         ({"prompt": "x", "sampling_params": {"top_p": 7}}, "top_p must be in"),
         ({"prompt": "x" * 2000}, "at most 1023 tokens fit"),
-        ({}, "exactly one of text and input_ids"),
+        ({}, "exactly one of text, input_ids and input_embeds"),
         ({"prompt": 5}, "text"),
         ({"prompt": "x", "no_such_option": 1}, "no_such_option"),
     ],

@@ -116,8 +116,8 @@ def test_sampling_params(server: Server, params: dict[str, Any], message: str) -
 
 
 BODIES: list[tuple[dict[str, Any], str]] = [
-    ({}, "exactly one of text and input_ids"),
-    ({"text": "a", "input_ids": [1]}, "exactly one of text and input_ids"),
+    ({}, "exactly one of text, input_ids and input_embeds"),
+    ({"text": "a", "input_ids": [1]}, "exactly one of text, input_ids"),
     ({"text": ""}, "the prompt is empty"),
     ({"text": []}, "text is an empty list"),
     ({"input_ids": []}, "the prompt is empty"),
@@ -127,7 +127,13 @@ BODIES: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [-1]}, "-1, outside the vocabulary"),
     ({"input_ids": ["a"]}, "input_ids"),
     ({"input_ids": [2**70]}, "input_ids"),
-    ({"input_embeds": [[0.5]]}, "input_embeds is not available"),
+    ({"input_embeds": [[0.5]]}, "input_embeds: MockForCausalLM takes tokens only"),
+    ({"input_embeds": [[0.5]], "text": "a"}, "exactly one of text, input_ids"),
+    ({"input_embeds": []}, "input_embeds must be a non-empty list of rows"),
+    ({"input_embeds": [[]]}, "input_embeds must be a non-empty list of rows"),
+    ({"input_embeds": [[0.5], [[0.5]]]}, "input_embeds must be a non-empty list"),
+    ({"input_embeds": [[0.5, 1], [0.5]]}, "must have the same number of entries"),
+    ({"input_embeds": [["a"]]}, "input_embeds"),
     ({"text": 5}, "text"),
     ({"text": "x", "streem": True}, "unknown field 'streem'; known fields: text"),
     ({"text": "x", "stream": "yes"}, "stream"),

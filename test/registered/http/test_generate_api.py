@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from live_server import CONTEXT, Server, events, greedy
+from safetensors.torch import load_file
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.tiny_models import write_tiny_model
 
-register_cpu_ci(est_time=12, suite="cpu")
+register_cpu_ci(est_time=20, suite="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +209,52 @@ def test_health_and_info(server: Server) -> None:
     assert args["max_running_requests"] == 64 and args["status"] == "ready"
 
 
+def test_input_embeds(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    """The rows of the embedding table mean what their tokens mean."""
+    folder = write_tiny_model(tmp_path, "LlamaForCausalLM")
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    server = start_server(model=folder).wait_ready()
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    expected = server.post(
+        "/generate", {"input_ids": prompts, "sampling_params": greedy()}
+    ).json()
+    rows = [table[prompt].tolist() for prompt in prompts]
+    whole = server.post(
+        "/generate", {"input_embeds": rows, "sampling_params": greedy()}
+    ).json()
+    one = server.post(
+        "/generate", {"input_embeds": rows[0], "sampling_params": greedy()}
+    ).json()
+    for answer, wanted in zip([*whole, one], [*expected, expected[0]], strict=True):
+        assert answer["output_ids"] == wanted["output_ids"]
+        meta = answer["meta_info"]
+        assert meta["prompt_tokens"] == wanted["meta_info"]["prompt_tokens"]
+        assert meta["cached_tokens"] == 0
+    for rows_of_one, message in (
+        ([[0.5, 1]], "rows of 2 numbers, but the model's hidden_size is 64"),
+        ([[1e39] * 64], "a number beyond float32"),
+        ([[0] * 64] * 300, "the prompt has 300 tokens"),
+    ):
+        refused = server.post("/generate", {"input_embeds": rows_of_one})
+        assert refused.status_code == 400
+        assert message in refused.json()["error"]["message"]
+
+
+def test_the_prefill_role_serves_one_token(start_server: Callable[..., Server]) -> None:
+    server = start_server("--disaggregation-mode", "prefill").wait_ready()
+    for new_tokens in (0, 1):
+        params = greedy(max_new_tokens=new_tokens)
+        body = {"text": "prefill me", "sampling_params": params}
+        answer = server.post("/generate", body).json()
+        assert len(answer["output_ids"]) == new_tokens
+    assert server.get("/health_generate").status_code == 200
+    for params in (greedy(max_new_tokens=2), {}):
+        refused = server.post("/generate", {"text": "x", "sampling_params": params})
+        assert refused.status_code == 400
+        message = refused.json()["error"]["message"]
+        assert "--disaggregation-mode prefill serves at most 1" in message
+
+
 METRICS = (
     "num_running_reqs",
     "num_queue_reqs",
@@ -219,6 +268,7 @@ METRICS = (
     "num_aborted_requests_total",
     "spec_accept_length",
     "cuda_graph_passes_total",
+    "prefill_cuda_graph_passes_total",
     "time_to_first_token_seconds_count",
     "inter_token_latency_seconds_count",
     "e2e_request_latency_seconds_count",

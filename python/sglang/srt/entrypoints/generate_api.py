@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,7 +28,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
-    input_embeds: Any = None
+    input_embeds: list[list[float | list[float]]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     return_logprob: bool | list[bool] | None = False
     logprob_start_len: int | list[int] | None = -1
@@ -55,7 +57,7 @@ def parse_generate(
     Raises:
         BadRequest: names the field and what is wrong.
     """
-    prompts, is_batch = _prompts(request)
+    prompts, is_batch = _any_prompts(request)
     count = len(prompts)
 
     def nth(name: str, i: int, default: Any) -> Any:
@@ -84,7 +86,8 @@ def parse_generate(
             )
         parsed.append(
             PromptRequest(
-                prompt=prompt,
+                prompt=prompt.ids,
+                input_embeds=prompt.embeds,
                 sampling_params=parse_sampling_params(raw),
                 is_length_exact=raw.get("max_new_tokens") is not None,
                 stream=bool(request.stream),
@@ -133,15 +136,60 @@ _OPTIONS = {
 }
 
 
-def _prompts(request: GenerateRequest) -> tuple[list[str | list[int]], bool]:
+class _Prompt(NamedTuple):
+    """`embeds`: float32 rows in place of the ids, which then only count them."""
+
+    ids: str | list[int]
+    embeds: bytes | None = None
+
+
+def _any_prompts(request: GenerateRequest) -> tuple[list[_Prompt], bool]:
     """The prompts, and whether the client sent a list of them."""
     if request.input_embeds is not None:
+        return _embedded_prompts(request, request.input_embeds)
+    prompts, is_batch = _prompts(request)
+    return [_Prompt(prompt) for prompt in prompts], is_batch
+
+
+def _embedded_prompts(
+    request: GenerateRequest, embeds: Sequence[Sequence[Any]]
+) -> tuple[list[_Prompt], bool]:
+    """Prompts of [tokens, hidden_size] floats: one, or a list of them."""
+    if request.text is not None or request.input_ids is not None:
         raise BadRequest(
-            "input_embeds is not available in this version; send text or input_ids",
+            "exactly one of text, input_ids and input_embeds must be set",
             param="input_embeds",
         )
+    kinds = {isinstance(entry, list) for row in embeds for entry in row}
+    if len(kinds) != 1:
+        raise BadRequest(
+            "input_embeds must be a non-empty list of rows of numbers, or a list of "
+            "such lists",
+            param="input_embeds",
+        )
+    is_batch = kinds.pop()
+    prompts = embeds if is_batch else [embeds]
+    return [_embedded_prompt(rows) for rows in prompts], is_batch
+
+
+def _embedded_prompt(rows: Sequence[Sequence[float]]) -> _Prompt:
+    widths = {len(row) for row in rows}
+    if len(widths) != 1 or 0 in widths:
+        raise BadRequest(
+            "input_embeds: the rows of a prompt must have the same number of entries, "
+            f"at least one; got {sorted(widths)}",
+            param="input_embeds",
+        )
+    packed = array("f", chain.from_iterable(rows)).tobytes()
+    return _Prompt([0] * len(rows), packed)
+
+
+def _prompts(request: GenerateRequest) -> tuple[list[str | list[int]], bool]:
+    """The prompts, and whether the client sent a list of them."""
     if (request.text is None) == (request.input_ids is None):
-        raise BadRequest("exactly one of text and input_ids must be set", param="text")
+        raise BadRequest(
+            "exactly one of text, input_ids and input_embeds must be set", param="text"
+        )
     if isinstance(request.text, str):
         return [request.text], False
     if request.text is not None:

@@ -49,7 +49,8 @@ class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 class GenerateReq(msgspec.Struct, kw_only=True, omit_defaults=True, tag="generate"):
     """One tokenized request. `stream` False: outputs come once, when it has finished.
 
-    `logprob_start_len` -1 means no input logprobs.
+    `logprob_start_len` -1 means no input logprobs. `input_embeds` is float32
+    [len(input_ids), hidden_size], row after row; the ids are then all 0.
     """
 
     rid: str
@@ -61,6 +62,7 @@ class GenerateReq(msgspec.Struct, kw_only=True, omit_defaults=True, tag="generat
     top_logprobs_num: int = 0
     extra_key: str | None = None
     return_hidden_states: bool = False
+    input_embeds: bytes | None = None
 
 
 class AbortReq(msgspec.Struct, kw_only=True, omit_defaults=True, tag="abort"):

@@ -32,6 +32,8 @@ class PromptRequest:
         room behind the prompt; a number that the client wrote is never changed.
     add_special_tokens: False where the text has them already (chat templates).
     rid: None means that one is made up.
+    input_embeds: float32 [tokens, hidden_size] that stand for the prompt, whose ids
+        then only count them.
     """
 
     prompt: str | list[int]
@@ -45,6 +47,7 @@ class PromptRequest:
     rid: str | None = None
     extra_key: str | None = None
     return_hidden_states: bool = False
+    input_embeds: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +165,7 @@ def to_wire(
             top_logprobs_num=request.top_logprobs_num,
             extra_key=request.extra_key,
             return_hidden_states=request.return_hidden_states,
+            input_embeds=request.input_embeds,
         )
         for copy in range(params.n)
     ]

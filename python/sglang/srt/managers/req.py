@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang.srt.constrained.base_grammar import Grammar
@@ -37,6 +38,8 @@ class Req:
         serial: number of the request in this process, never reused.
         finished_len: output tokens that count; set with `finish_reason`.
         max_total_len: prompt plus output at most.
+        input_embeds: float32 [prompt_len, hidden_size] in place of the prompt's tokens,
+            which are then all 0. Such a prompt shares no prefix with anybody.
         score_from: next position whose logits score a prompt token; None: none left.
         is_chunked: the prefill that runs now does not reach the end of `tokens`.
     """
@@ -49,6 +52,7 @@ class Req:
         seed: int,
         max_total_len: int,
         stop_matcher: StopMatcher | None,
+        input_embeds: npt.NDArray[np.float32] | None = None,
     ) -> None:
         params = request.sampling_params
         self.rid = request.rid
@@ -56,6 +60,7 @@ class Req:
         self.params = params
         self.tokens = array("q", request.input_ids)
         self.prompt_len = len(self.tokens)
+        self.input_embeds = input_embeds
         self.stream = request.stream
         self.max_total_len = min(self.prompt_len + params.max_new_tokens, max_total_len)
         eos = () if params.ignore_eos else eos_token_ids
@@ -74,7 +79,7 @@ class Req:
         # What the prefix cache reads and writes (see CacheableReq).
         self.namespace = request.extra_key
         self.req_pool_idx = 0
-        self.no_cache = False
+        self.no_cache = input_embeds is not None
         self.committed_len = 0
         self.allocated_len = 0
         self.cache_protected_len = 0
@@ -179,8 +184,10 @@ class Req:
         """Tokens that a prefix match may cover.
 
         All but the last, whose logits are needed, and none whose logits score a prompt
-        token.
+        token; nothing of a prompt that is not made of tokens.
         """
+        if self.input_embeds is not None:
+            return 0
         limit = len(self.tokens) - 1
         return limit if self.score_from is None else min(limit, self.score_from)
 
@@ -250,4 +257,4 @@ class Req:
         """After a retraction: everything is prefilled again, nothing is sent twice."""
         self.num_retractions += 1
         self.is_chunked = False
-        self.no_cache = False
+        self.no_cache = self.input_embeds is not None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang.srt.kv_canary.kernels.records import draft_seed
@@ -25,6 +26,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
     HostLens,
+    InputEmbeds,
     InputLogprobSpan,
 )
 from sglang.srt.sampling.penalties import TokenHistory
@@ -133,7 +135,7 @@ class ScheduleBatch:
         self.has_grammar = any(r.grammar is not None for r in self.reqs)
         self.wants_hidden_states = any(r.return_hidden_states for r in self.reqs)
 
-    def _upload(self, array: IntArray) -> torch.Tensor:
+    def _upload(self, array: IntArray | npt.NDArray[np.float32]) -> torch.Tensor:
         host = torch.from_numpy(array.copy())
         if self.env.device.type == "cpu":
             return host
@@ -343,9 +345,29 @@ class ScheduleBatch:
             lens_cpu=self._host_lens(),
             logits_rows=self._upload(qo_indptr[1:] - 1),
             input_logprobs=_input_logprob_spans(spans),
+            input_embeds=self._input_embeds(spans),
             capture_hidden_mode=hidden_mode
             or self._capture_mode(CaptureHiddenMode.FULL),
             sampling_info=sampling_info,
+        )
+
+    def _input_embeds(
+        self, spans: Sequence[tuple[Req, int, int]]
+    ) -> InputEmbeds | None:
+        """What requests brought for their new prompt tokens; of a request that was
+        retracted also its output is new, which has tokens."""
+        rows, values, offset = [], [], 0
+        for req, start, end in spans:
+            if req.input_embeds is not None and start < req.prompt_len:
+                given = req.input_embeds[start:end]
+                values.append(given)
+                rows.append(np.arange(offset, offset + len(given), dtype=np.int64))
+            offset += end - start
+        if not rows:
+            return None
+        return InputEmbeds(
+            rows=self._upload(np.concatenate(rows)),
+            values=self._upload(np.concatenate(values)),
         )
 
     def _prefix_lineages(self, starts: Sequence[int]) -> torch.Tensor | None:

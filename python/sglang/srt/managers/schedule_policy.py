@@ -180,6 +180,7 @@ class PrefillAdder:
         """Whether waiting one batch would give a clearly longer cached prefix."""
         return any(
             other.namespace == req.namespace
+            and not other.no_cache
             and _common_prefix_len(req, other, limit) >= matched + MIN_SHARED_TOKENS
             for other in self.reqs
         )

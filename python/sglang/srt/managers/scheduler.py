@@ -183,7 +183,23 @@ class Scheduler:
             vocab_size=config.vocab_size,
             eos_token_ids=tuple(sorted(eos)),
             allow_hidden_states=self.server_args.enable_return_hidden_states,
+            hidden_size=config.hidden_size,
+            embeds_refusal=self._embeds_refusal(),
+            max_new_tokens=1
+            if self.server_args.disaggregation_mode == "prefill"
+            else None,
         )
+
+    def _embeds_refusal(self) -> str | None:
+        """Why requests may not bring embeddings; None: they may."""
+        if not self.worker.model_runner.model.takes_input_embeds:
+            return f"{self.model_config.architecture} takes tokens only"
+        if self.server_args.speculative_algorithm is not None:
+            return (
+                "the draft model needs tokens; start the server without "
+                f"--speculative-algorithm {self.server_args.speculative_algorithm}"
+            )
+        return None
 
     def _create_grammar_queue(self, tokenizer: Tokenizer | None) -> GrammarQueue | None:
         eos_ids = self._factory.limits.eos_token_ids

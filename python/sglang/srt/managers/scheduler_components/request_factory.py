@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.req import Req
@@ -20,12 +24,18 @@ class RequestLimits:
     vocab_size: token ids are below it.
     eos_token_ids: of the model and its tokenizer.
     allow_hidden_states: whether requests may ask for hidden states.
+    hidden_size: numbers in an embedding.
+    embeds_refusal: why requests may not bring embeddings; None: they may.
+    max_new_tokens: what requests may ask for, None: whatever fits.
     """
 
     max_total_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     allow_hidden_states: bool
+    hidden_size: int = 0
+    embeds_refusal: str | None = None
+    max_new_tokens: int | None = None
 
     @property
     def max_req_input_len(self) -> int:
@@ -77,6 +87,15 @@ class RequestFactory:
                 "--enable-return-hidden-states"
             )
         params.verify_vocab(limits.vocab_size)
+        if (
+            limits.max_new_tokens is not None
+            and params.max_new_tokens > limits.max_new_tokens
+        ):
+            raise ValueError(
+                f"max_new_tokens is {params.max_new_tokens}, but a server started with "
+                f"--disaggregation-mode prefill serves at most {limits.max_new_tokens}"
+            )
+        embeds = self._embeds(request)
         self._created += 1
         return Req(
             request,
@@ -84,7 +103,38 @@ class RequestFactory:
             seed=mix64_int(self._random_seed + self._created) & MAX_SEED,
             max_total_len=limits.max_total_len,
             stop_matcher=self._stop_matcher(request),
+            input_embeds=embeds,
         )
+
+    def _embeds(self, request: GenerateReq) -> npt.NDArray[np.float32] | None:
+        """The embeddings [tokens, hidden_size] of a request that brings some."""
+        if request.input_embeds is None:
+            return None
+        limits, params = self.limits, request.sampling_params
+        if limits.embeds_refusal is not None:
+            raise ValueError(f"input_embeds: {limits.embeds_refusal}")
+        # What needs the tokens of a prompt.
+        needs: dict[str, Any] = {
+            "logprob_start_len": request.return_logprob
+            and request.logprob_start_len >= 0,
+            "repetition_penalty": params.repetition_penalty != 1.0,
+        }
+        for name, is_asked in needs.items():
+            if is_asked:
+                raise ValueError(
+                    f"{name} needs the tokens of the prompt, which input_embeds does "
+                    "not have; leave it at its default"
+                )
+        values = np.frombuffer(request.input_embeds, dtype=np.float32)
+        rows = len(request.input_ids)
+        if values.size != rows * limits.hidden_size:
+            raise ValueError(
+                f"input_embeds has rows of {values.size // rows} numbers, but the "
+                f"model's hidden_size is {limits.hidden_size}"
+            )
+        if not np.isfinite(values).all():
+            raise ValueError("input_embeds holds a number beyond float32")
+        return values.reshape(rows, limits.hidden_size)
 
     def _stop_matcher(self, request: GenerateReq) -> StopMatcher | None:
         params = request.sampling_params
