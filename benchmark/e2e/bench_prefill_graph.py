@@ -1,0 +1,263 @@
+"""Prefill of one prompt, eager and as a breakable CUDA graph, with and without the KV
+canary.
+
+python benchmark/e2e/bench_prefill_graph.py --shape Llama-3.1-8B
+
+Two model runners with dummy weights in one process, one of them under the canary; per
+prompt length the four variants take turns. `ms` is from the call to the end of the
+device's work, `host` until the call returns. Beside it the prompt's matrix products
+alone (the engine's own, in one graph) and the floor of reading the weights once.
+The last line is one JSON document. `--device cpu` replays recordings of a small model:
+it shows that the script runs, not a speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_decode import read_bandwidth
+from model_shapes import SHAPES, write_shape
+
+from sglang.bench_utils.report import format_table
+from sglang.srt.layers.ops.linear import linear
+from sglang.srt.model_executor.breakable_cuda_graph_runner import (
+    BreakableCudaGraphRunner,
+)
+from sglang.srt.model_executor.cuda_graph_runner import cuda_graph_backend
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.graph_backends import RecordingBackend
+from sglang.srt.model_executor.memory_plan import prefill_graph_bytes
+from sglang.srt.utils.memory import available_device_bytes
+from sglang.test.forward_harness import ForwardHarness
+from sglang.test.tiny_models import write_tiny_model
+
+WARM_UPS = 3
+# Rounds of the four variants: many where they are short.
+ROUND_SECONDS, MIN_ROUNDS, MAX_ROUNDS = 3.0, 8, 60
+
+
+class Side:
+    """One model runner, its graphs, and one prompt per length."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, *, canary: bool) -> None:
+        self.device = args.device
+        flags: dict[str, Any] = {"kv_canary": "none"}
+        if canary:
+            flags = {"kv_canary": "raise", "kv_canary_real_data": args.real_data}
+        is_cuda = self.device == "cuda"
+        self.harness = ForwardHarness(
+            folder,
+            slots=sum(args.tokens) + len(args.tokens),
+            device=self.device,
+            load_format="dummy" if is_cuda else "auto",
+            context_length=max(args.tokens) + 8,
+            max_running_requests=len(args.tokens),
+            chunked_prefill_size=max(args.tokens),
+            attention_backend=args.attention_backend,
+            **flags,
+        )
+        runner = self.runner = self.harness.runner
+        before = available_device_bytes(self.device)
+        began = time.perf_counter()
+        self.graphs = BreakableCudaGraphRunner(
+            runner,
+            token_counts=args.tokens,
+            make_backend=cuda_graph_backend if is_cuda else RecordingBackend,
+        )
+        self.capture_s = time.perf_counter() - began
+        if is_cuda:
+            torch.cuda.empty_cache()
+        self.graph_bytes = before - available_device_bytes(self.device)
+        if runner.canary_manager is not None:
+            runner.canary_manager.mark_init_finished()
+        generator = torch.Generator().manual_seed(0)
+        vocab = runner.model_config.vocab_size
+        self.batches: dict[int, ForwardBatch] = {}
+        for tokens in args.tokens:
+            ids = torch.randint(0, vocab, (tokens,), generator=generator).tolist()
+            row = self.harness.new_row(ids)
+            self.batches[tokens] = self.harness.prepare(
+                ForwardMode.EXTEND, [(row, tokens)]
+            )
+
+    def measure(self, tokens: int, *, replayed: bool) -> tuple[float, float]:
+        """(ms until the device is done, ms until the call returns)."""
+        batch, runner = self.batches[tokens], self.runner
+        runner.prefill_graph_runner = self.graphs if replayed else None
+        synchronize()
+        began = time.perf_counter()
+        runner.forward(batch)
+        if runner.canary_manager is not None:
+            runner.canary_manager.finish_step(batch, batch.logits_rows)
+        launched = time.perf_counter()
+        synchronize()
+        return (time.perf_counter() - began) * 1e3, (launched - began) * 1e3
+
+    def check(self) -> None:
+        """Every replay was one, and the canary found nothing."""
+        assert not self.graphs.fallbacks, self.graphs.fallbacks
+        manager = self.runner.canary_manager
+        if manager is not None:
+            found = manager.drain(owner_of=lambda s: "?", tokens_of=lambda s: None)
+            assert not found, found
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def gemm_ms(side: Side, tokens: int) -> float:
+    """The matrix products of a prompt alone: all layers, and the head for one token."""
+    model = side.runner.model
+    weights = [
+        module.weight
+        for layer in model.model.layers
+        for module in (
+            layer.self_attn.qkv_proj,
+            layer.self_attn.o_proj,
+            layer.mlp.gate_up_proj,
+            layer.mlp.down_proj,
+        )
+    ]
+    inputs = {
+        (rows, width): torch.randn(rows, width, device="cuda", dtype=side.runner.dtype)
+        for rows in (1, tokens)
+        for width in {weight.shape[1] for weight in weights}
+    }
+
+    def run() -> None:
+        for weight in weights:
+            linear(inputs[tokens, weight.shape[1]], weight)
+        head = model.lm_head.weight
+        linear(inputs[1, head.shape[1]], head)
+
+    return graph_ms(run)
+
+
+def graph_ms(run: Callable[[], None]) -> float:
+    """Median milliseconds of `run` captured as one graph."""
+    with torch.inference_mode():
+        run()
+        synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        times = []
+        for _ in range(12):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            stop.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(stop))
+    return statistics.median(times[2:])
+
+
+VARIANTS = {
+    "eager": (0, False),
+    "replay": (0, True),
+    "eager_canary": (1, False),
+    "replay_canary": (1, True),
+}
+
+
+def compare(sides: tuple[Side, Side], tokens: int) -> dict[str, float]:
+    """Medians of the variants, taking turns in changing order."""
+    names = list(VARIANTS)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    longest = 0.0
+    for _ in range(WARM_UPS):
+        for which, replayed in VARIANTS.values():
+            ms, _ = sides[which].measure(tokens, replayed=replayed)
+            longest = max(longest, ms)
+    fit = int(ROUND_SECONDS * 1e3 / (longest * len(names)))
+    for i in range(min(max(fit, MIN_ROUNDS), MAX_ROUNDS)):
+        shift = i % len(names)
+        for name in names[shift:] + names[:shift]:
+            which, replayed = VARIANTS[name]
+            times[name].append(sides[which].measure(tokens, replayed=replayed))
+    result: dict[str, float] = {"tokens": tokens}
+    for name, pairs in times.items():
+        result[f"{name}_ms"] = statistics.median(ms for ms, _ in pairs)
+        result[f"{name}_host_ms"] = statistics.median(host for _, host in pairs)
+    for suffix in ("", "_canary"):
+        eager = [ms for ms, _ in times["eager" + suffix]]
+        replay = [ms for ms, _ in times["replay" + suffix]]
+        result["speedup" + suffix] = statistics.median(
+            a / b for a, b in zip(eager, replay, strict=True)
+        )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="Llama-3.1-8B")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[32, 128, 512, 2048, 8192]
+    )
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--attention-backend", default=None)
+    parser.add_argument("--real-data", default="partial")
+    args = parser.parse_args()
+    is_cuda, folder = args.device == "cuda", Path(tempfile.mkdtemp())
+    bandwidth = None
+    if is_cuda:
+        bandwidth = read_bandwidth()
+        torch.cuda.empty_cache()
+        folder = write_shape(args.shape, folder)
+    else:
+        args.shape = "tiny"
+        write_tiny_model(folder, "LlamaForCausalLM", max_position_embeddings=16384)
+    sides = tuple(Side(args, folder, canary=canary) for canary in (False, True))
+    plain, model = sides[0], sides[0].runner.model
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    weight_bytes -= model.model.embed_tokens.weight.nbytes
+    planned = prefill_graph_bytes(
+        plain.runner.model_config, args.tokens, dtype=plain.runner.dtype
+    )
+    print(
+        f"{plain.graphs.num_segments} segments captured in {plain.capture_s:.1f} s, "
+        f"{plain.graph_bytes / 2**30:.2f} GiB ({planned / 2**30:.2f} planned), backend "
+        f"{plain.runner.attn_backend.name}"
+    )
+    results = []
+    for tokens in args.tokens:
+        result: dict[str, float | None] = dict(compare(sides, tokens))
+        result["gemm_ms"] = gemm_ms(plain, tokens) if is_cuda else None
+        result["floor_ms"] = bandwidth and weight_bytes / bandwidth * 1e3
+        results.append(result)
+    for side in sides:
+        side.check()
+    columns = [
+        *("tokens", "eager_ms", "replay_ms", "speedup", "eager_host_ms"),
+        *("replay_host_ms", "eager_canary_ms", "replay_canary_ms", "speedup_canary"),
+        *("gemm_ms", "floor_ms"),
+    ]
+    print(format_table(columns, [[row[name] for name in columns] for row in results]))
+    document = {
+        "benchmark": "bench_prefill_graph",
+        "shape": args.shape,
+        "device": torch.cuda.get_device_name() if is_cuda else "cpu",
+        "torch": torch.__version__,
+        "attention_backend": plain.runner.attn_backend.name,
+        "real_data": args.real_data,
+        "read_bandwidth": bandwidth,
+        "graph_bytes": plain.graph_bytes,
+        "planned_bytes": planned,
+        "capture_s": plain.capture_s,
+        "results": results,
+    }
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

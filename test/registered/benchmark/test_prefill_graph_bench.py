@@ -1,0 +1,40 @@
+"""The prefill graph benchmark from command line to last line, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=8, suite="cpu")
+
+REPO = Path(__file__).resolve().parents[3]
+SCRIPT = REPO / "benchmark" / "e2e" / "bench_prefill_graph.py"
+
+
+def test_smoke():
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tokens", "4", "20"]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPO / "python"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert [result["tokens"] for result in document["results"]] == [4, 20]
+    for result in document["results"]:
+        assert 0 < result["replay_host_ms"] <= result["replay_ms"]
+        assert result["speedup_canary"] > 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
