@@ -30,7 +30,7 @@ from sglang.srt.model_executor.memory_plan import prefill_token_counts
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
-from sglang.test.scale import count
+from sglang.test.scale import count, is_full
 from sglang.test.tiny_models import write_mock_model, write_tiny_model
 
 register_cpu_ci(est_time=30, suite="cpu")
@@ -45,15 +45,22 @@ HAS_FLASHINFER = ON_GPU and importlib.util.find_spec("flashinfer") is not None
 MOCK_BACKENDS = (*ATTENTION_BACKENDS, *(("flashinfer",) if HAS_FLASHINFER else ()))
 FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 BUCKETS = [4, 8, 12, 16, 48, 64]
-EDGES = sorted({n for size in BUCKETS for n in (size - 1, size, size + 1)} - {65} | {1})
+if ON_GPU and is_full():
+    BUCKETS = prefill_token_counts(1024)
+EDGES = sorted(
+    {n for size in BUCKETS for n in (size - 1, size, size + 1)} - {BUCKETS[-1] + 1}
+)
+CONTEXT = {"max_position_embeddings": 2048}
 CANARY = {"kv_canary": "raise", "kv_canary_real_data": "all"}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    paths = {name: write_tiny_model(folder / name, name) for name in FAMILIES}
-    paths["mock"] = write_mock_model(folder / "mock", vocab_size=VOCAB)
+    paths = {
+        name: write_tiny_model(folder / name, name, **CONTEXT) for name in FAMILIES
+    }
+    paths["mock"] = write_mock_model(folder / "mock", vocab_size=VOCAB, **CONTEXT)
     return paths
 
 
@@ -312,6 +319,8 @@ def test_refusals_are_counted_by_reason(models):
         assert not graphs.can_run(other)
         assert graphs.try_replay(other) is None
     assert sum(graphs.fallbacks.values()) == len(refused)
+    harness.runner.model.capture_layers([1])
+    assert graphs.refusal(batch) == "aux_layers"
     assert graphs.num_replays == 0
 
 

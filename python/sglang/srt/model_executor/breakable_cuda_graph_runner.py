@@ -87,6 +87,7 @@ class BreakableCudaGraphRunner:
         self._limit_padding = limit_padding
         self._backend = make_backend()
         self._graphs: dict[int, BreakableGraph] = {}
+        self._aux_layers = model_runner.model.aux_layers
         # What a stack returned, [largest count, channels] each: allocated by the first
         # warm-up and owned here, so that no other graph's replay overwrites it.
         self._outputs: StackOutput | None = None
@@ -143,6 +144,8 @@ class BreakableCudaGraphRunner:
             return "input_logprobs"
         if tokens > self._sizes[-1]:
             return "too_many_tokens"
+        if self._runner.model.aux_layers != self._aux_layers:
+            return "aux_layers"
         if not self._has_draft_states(forward_batch):
             return "draft_hidden_states"
         padding = self._size_for(tokens) - tokens

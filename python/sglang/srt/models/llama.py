@@ -304,8 +304,13 @@ class LlamaForCausalLM(LoadableModel):
         """What a draft head may share."""
         return self.model.embed_tokens, self.lm_head
 
+    @property
+    def aux_layers(self) -> frozenset[int]:
+        return self.model.layers_to_capture
+
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Return the inputs of these layers as hidden states, in ascending order.
+        Before graphs are captured: they keep what was asked for then.
 
         Raises:
             ValueError: not ascending, or beyond the number of layers.

@@ -102,6 +102,10 @@ class MockForCausalLM(StackedModel):
         for module in (self.embed_tokens, self.lm_head):
             load_codes(module, codes)
 
+    @property
+    def aux_layers(self) -> frozenset[int]:
+        return frozenset(self.captured_layers)
+
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Return these of the three `mock_math.aux_states` as hidden states.
 

@@ -35,6 +35,11 @@ class StackedModel(Module):
 
     takes_input_embeds = False
 
+    @property
+    def aux_layers(self) -> frozenset[int]:
+        """The layers whose inputs `StackOutput.aux` holds by request of a caller."""
+        return frozenset()
+
     def forward(
         self,
         input_ids: Tensor,
