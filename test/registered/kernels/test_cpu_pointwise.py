@@ -178,7 +178,9 @@ def test_rope_store_kv(
                 q_norm_weight=weights[0],
                 k_norm_weight=weights[1],
                 eps=1e-6,
+                update_k=True,
             )
+            assert torch.equal(k, k_cache[slots])
             results.append((q, k_cache, v_cache))
         for actual, expected in zip(*results, strict=True):
             assert_close(actual, expected, rounds=4)

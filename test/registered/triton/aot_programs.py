@@ -93,6 +93,7 @@ def pointwise(dtype: str) -> Iterator[Variant]:
                     "HEADS": heads,
                     "HAS_Q_NORM": with_norm,
                     "HAS_K_NORM": with_norm,
+                    "UPDATE_K": heads == 16,
                     "PDL": True,
                 },
                 warps,

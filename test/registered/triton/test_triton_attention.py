@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
     decode_workspace,
 )
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
-from sglang.srt.layers.attention.triton_ops.extend_dense import copy_slots, reads_new
+from sglang.srt.layers.attention.triton_ops.extend_dense import reads_new
 from sglang.srt.layers.ops.attention import decode_attention_ref, extend_attention_ref
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -459,17 +459,6 @@ def test_short_rows_trees_wide_heads_and_float32_read_the_pool() -> None:
     extend_attention_ref(problem.q, *caches, **common, out=expected)
     extend_attention(problem.q, *caches, **common, k_new=bad, v_new=bad, out=out)
     assert_same(out, expected)
-
-
-@pytest.mark.parametrize("heads, head_dim", [(1, 64), (3, 80)])
-def test_copy_slots(heads: int, head_dim: int) -> None:
-    cache = torch.randn(40, heads, head_dim, device=DEVICE)
-    slots = torch.randperm(40, device=DEVICE)[:13]
-    packed = torch.zeros(13, heads + 2, head_dim, device=DEVICE)
-    copy_slots(cache, slots, packed[:, 1:-1])
-    assert torch.equal(packed[:, 1:-1], cache[slots])
-    assert not packed[:, 0].any() and not packed[:, -1].any()
-    copy_slots(cache, slots[:0], packed[:0, 1:-1])
 
 
 @pytest.mark.usefixtures("short_rows")

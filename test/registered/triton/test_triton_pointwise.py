@@ -109,6 +109,7 @@ def test_silu_and_mul_saturates_without_nan() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("update_k", [False, True], ids=["k kept", "k updated"])
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "dim", "rot"),
     [(4, 2, 16, 16), (5, 1, 24, 12), (3, 3, 10, 6), (6, 2, 8, 0), (32, 8, 128, 128)],
@@ -116,6 +117,7 @@ def test_silu_and_mul_saturates_without_nan() -> None:
 def test_rope_store_kv(
     dtype: torch.dtype,
     with_norm: bool,
+    update_k: bool,
     q_heads: int,
     kv_heads: int,
     dim: int,
@@ -135,6 +137,7 @@ def test_rope_store_kv(
             "q_norm_weight": random(dim, dtype=dtype) if with_norm else None,
             "k_norm_weight": random(dim, dtype=dtype) if with_norm else None,
             "eps": 1e-6,
+            "update_k": update_k,
         }
 
         def parts(tensor: Tensor) -> list[Tensor]:
@@ -157,6 +160,11 @@ def test_rope_store_kv(
         assert_close(parts(packed)[0], parts(copy)[0], cancels=cancels)
         assert_close(caches[0], expected[0], cancels=cancels)
         assert torch.equal(caches[1], expected[1])
+        if update_k:
+            stored = caches[0][arguments["out_cache_loc"]]
+            assert torch.equal(parts(packed)[1], stored)
+        else:
+            assert torch.equal(parts(packed)[1], parts(copy)[1])
 
 
 def test_rope_store_kv_refuses_gaps_between_heads() -> None:

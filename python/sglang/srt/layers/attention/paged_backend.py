@@ -43,12 +43,14 @@ def store_kv(
     forward_batch: ForwardBatch,
     *,
     kv_pool: KVCache,
+    update_k: bool = False,
 ) -> None:
     """Norm and rotate q and k in place, write k and v to the slots of the new tokens.
 
     Args:
         store_op: takes the arguments of `layers.ops.rope.rope_store_kv`.
         q, k, v: as in `AttentionBackend.forward`.
+        update_k: norm and rotate k in place, too.
     """
     k_cache, v_cache = kv_pool.get_kv_buffer(layer.layer_id)
     q_norm, k_norm = layer.q_norm, layer.k_norm
@@ -64,6 +66,7 @@ def store_kv(
         q_norm_weight=None if q_norm is None else q_norm.weight,
         k_norm_weight=None if k_norm is None else k_norm.weight,
         eps=1e-6 if q_norm is None else q_norm.eps,
+        update_k=update_k,
     )
 
 
@@ -172,7 +175,7 @@ class PagedAttnBackend(AttentionBackend):
             prefix_lens=forward_batch.prefix_lens,
             tree_mask=forward_batch.tree_mask,
             **common,
-            **self._extend_options(k, v, k_cache, forward_batch),
+            **self._extend_options(k, v, forward_batch),
         )
 
     def _decode_options(self, layer: RadixAttention) -> dict[str, Any]:
@@ -180,7 +183,7 @@ class PagedAttnBackend(AttentionBackend):
         return {}
 
     def _extend_options(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, forward_batch: ForwardBatch
+        self, k: Tensor, v: Tensor, forward_batch: ForwardBatch
     ) -> dict[str, Any]:
         """What this backend's extend takes beyond the common arguments."""
         return {}

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
+from sglang.srt.layers.attention.paged_backend import PagedAttnBackend, store_kv
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
     DecodeWorkspace,
     decode_attention,
     decode_workspace,
 )
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
-from sglang.srt.layers.attention.triton_ops.extend_dense import copy_slots, reads_new
+from sglang.srt.layers.attention.triton_ops.extend_dense import reads_new
 from sglang.srt.layers.ops.rope import rope_store_kv
 
 if TYPE_CHECKING:
@@ -49,6 +49,27 @@ class TritonAttnBackend(PagedAttnBackend):
         other._workspaces = {}
         return other
 
+    def store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> None:
+        # A captured store works on a batch of one row. Where it does not read the new
+        # k, no live batch that fits does: that has no more tokens and no fewer rows.
+        store_kv(
+            self.store_op,
+            q,
+            k,
+            v,
+            layer,
+            forward_batch,
+            kv_pool=self._kv_pool,
+            update_k=self._reads_new(forward_batch),
+        )
+
     def _decode_options(self, layer: RadixAttention) -> dict[str, Any]:
         shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         workspace = self._workspaces.get(shape)
@@ -64,13 +85,10 @@ class TritonAttnBackend(PagedAttnBackend):
         return {"workspace": workspace}
 
     def _extend_options(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, forward_batch: ForwardBatch
+        self, k: Tensor, v: Tensor, forward_batch: ForwardBatch
     ) -> dict[str, Any]:
-        if not self._reads_new(forward_batch):
-            return {}
-        # The store left k as the model made it: without norm and rotation.
-        copy_slots(k_cache, forward_batch.out_cache_loc, k)
-        return {"k_new": k, "v_new": v}
+        # The store left k as the pool holds it.
+        return {"k_new": k, "v_new": v} if self._reads_new(forward_batch) else {}
 
     def _reads_new(self, forward_batch: ForwardBatch) -> bool:
         return not forward_batch.forward_mode.is_decode and reads_new(

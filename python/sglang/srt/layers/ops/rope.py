@@ -30,14 +30,15 @@ def rope_store_kv(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    update_k: bool = False,
 ) -> None:
     """q = rope(norm(q)); k_cache[loc] = rope(norm(k)); v_cache[loc] = v.
 
     The rotation is of the half-split (neox) kind: channel i < rot / 2 is paired with
-    channel i + rot / 2; channels from `rot` on are kept. q is changed in place; k may
-    be changed too and must not be read afterwards. Where `out_cache_loc` names one slot
-    several times (padding writes scratch slot 0) that slot holds any of the rows, or a
-    mixture of them.
+    channel i + rot / 2; channels from `rot` on are kept. q is changed in place; without
+    `update_k` k may be changed too and must not be read afterwards. Where
+    `out_cache_loc` names one slot several times (padding writes scratch slot 0) that
+    slot holds any of the rows, or a mixture of them.
 
     Args:
         q: [T, Hq, D]; float32, bfloat16 or float16. q, k and v may be views into one
@@ -50,6 +51,8 @@ def rope_store_kv(
         out_cache_loc: [T] int64, slots.
         q_norm_weight, k_norm_weight: [D], the dtype of q. None: no norm.
         eps: of the norms.
+        update_k: k becomes rope(norm(k)), too; then the slots must be distinct, but for
+            rows of k that nobody reads.
     """
     if use_native(q):
         native.rope_store_kv(
@@ -65,6 +68,8 @@ def rope_store_kv(
             k_norm_weight,
             eps,
         )
+        if update_k:
+            k.copy_(k_cache[out_cache_loc])
         return
     launch = triton_ops.rope_store_kv if use_triton(q) else rope_store_kv_ref
     launch(
@@ -79,6 +84,7 @@ def rope_store_kv(
         q_norm_weight=q_norm_weight,
         k_norm_weight=k_norm_weight,
         eps=eps,
+        update_k=update_k,
     )
 
 
@@ -95,8 +101,10 @@ def rope_store_kv_ref(
     q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
+    update_k: bool = False,
 ) -> None:
-    """Torch oracle of `rope_store_kv`; leaves k unchanged."""
+    """Torch oracle of `rope_store_kv`; leaves k unchanged unless asked."""
+    given_k = k
     if q_norm_weight is not None:
         q.copy_(rmsnorm_ref(q, q_norm_weight, eps))
     if k_norm_weight is not None:
@@ -106,6 +114,8 @@ def rope_store_kv_ref(
         q.copy_(_rotate(q, rows))
         k = _rotate(k, rows)
     k_cache[out_cache_loc] = k
+    if update_k:
+        given_k.copy_(k)
     v_cache[out_cache_loc] = v
 
 

@@ -36,10 +36,12 @@ def _transform_heads(
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ):
     """target = rope(norm(source)) for the heads at the offsets, both [HEADS, 1].
 
-    A head is its two rotated halves and the rest that is kept; each is one tile.
+    IN_PLACE: the source, too, becomes that. A head is its two rotated halves and the
+    rest that is kept; each is one tile.
     """
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
@@ -74,10 +76,17 @@ def _transform_heads(
         sin = tl.load(cos_sin + HALF + pair, mask=pair < HALF, other=0.0)
         turned = (first * cos - second * sin).to(target.dtype.element_ty)
         tl.store(end + pair, turned, mask=pair_mask)
+        if IN_PLACE:
+            tl.store(start + pair, turned, mask=pair_mask)
         turned = (second * cos + first * sin).to(target.dtype.element_ty)
         tl.store(end + HALF + pair, turned, mask=pair_mask)
+        if IN_PLACE:
+            tl.store(start + HALF + pair, turned, mask=pair_mask)
     if 2 * HALF < DIM:
-        tl.store(end + rest, kept.to(target.dtype.element_ty), mask=rest_mask)
+        unturned = kept.to(target.dtype.element_ty)
+        tl.store(end + rest, unturned, mask=rest_mask)
+        if IN_PLACE:
+            tl.store(start + rest, unturned, mask=rest_mask)
 
 
 @triton.jit
@@ -108,6 +117,7 @@ def rope_store_kv_kernel(
     HEADS: tl.constexpr,
     HAS_Q_NORM: tl.constexpr,
     HAS_K_NORM: tl.constexpr,
+    UPDATE_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -136,6 +146,7 @@ def rope_store_kv_kernel(
                 HALF_BLOCK,
                 REST_BLOCK,
                 HAS_Q_NORM,
+                False,
             )
     else:
         slot = tl.load(out_cache_loc + token)
@@ -154,6 +165,7 @@ def rope_store_kv_kernel(
             HALF_BLOCK,
             REST_BLOCK,
             HAS_K_NORM,
+            UPDATE_K,
         )
         channel = tl.arange(0, DIM_BLOCK)[None, :]
         mask = (head < KV_HEADS) & (channel < DIM)
@@ -175,8 +187,9 @@ def rope_store_kv(
     q_norm_weight: Tensor | None,
     k_norm_weight: Tensor | None,
     eps: float,
+    update_k: bool = False,
 ) -> None:
-    """`ops.rope.rope_store_kv`; one launch; leaves k unchanged.
+    """`ops.rope.rope_store_kv`; one launch; leaves k unchanged unless asked.
 
     Raises:
         ValueError: heads or channels of a tensor are not contiguous.
@@ -223,6 +236,7 @@ def rope_store_kv(
         HEADS=heads,
         HAS_Q_NORM=q_norm_weight is not None,
         HAS_K_NORM=k_norm_weight is not None,
+        UPDATE_K=update_k,
         PDL=pdl,
         num_warps=4 if tokens >= _MANY_TOKENS else 2,
         **({"launch_pdl": True} if pdl else {}),

@@ -1,7 +1,7 @@
 """Extend attention whose new K and V are read where the model left them.
 
-Launcher of `extend_dense_kernel`, and of the copy that makes its input: K of the new
-tokens as the pool holds it. `extend_attention` decides between this and the pool.
+Launcher of `extend_dense_kernel`, whose input is K of the new tokens as the pool holds
+it: `rope_store_kv` leaves it so. `extend_attention` decides between this and the pool.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sglang.srt.layers.attention.triton_ops.extend_dense_kernels import (
-    copy_slots_kernel,
     extend_dense_kernel,
 )
 from sglang.srt.layers.attention.triton_ops.launch import Launch
@@ -182,28 +181,3 @@ def _check_new(
             f"{name} has strides {new.stride()} at address {new.data_ptr()}: heads and "
             f"channels must be contiguous, rows aligned to {_ALIGNMENT} bytes"
         )
-
-
-def copy_slots(cache: Tensor, slots: Tensor, out: Tensor) -> None:
-    """out[t] = cache[slots[t]].
-
-    Args:
-        cache: [slots, Hkv, D]; heads and channels contiguous.
-        slots: [T] int64.
-        out: [T, Hkv, D], the dtype of cache; heads and channels contiguous.
-    """
-    tokens = slots.shape[0]
-    if tokens == 0:
-        return
-    width = out.shape[1] * out.shape[2]
-    block = triton.next_power_of_2(width)
-    copy_slots_kernel[(tokens,)](
-        cache,
-        slots,
-        out,
-        cache.stride(0),
-        out.stride(0),
-        WIDTH=width,
-        BLOCK=block,
-        num_warps=4,
-    )

@@ -109,18 +109,6 @@ def _attend_rows(
     return acc, top, total
 
 
-@triton.jit
-def copy_slots_kernel(
-    cache, slots, out, slot_stride, out_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out[t] = cache[slots[t]], WIDTH elements; one program per token."""
-    token = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, BLOCK)
-    source = cache + tl.load(slots + token) * slot_stride + part
-    value = tl.load(source, mask=part < WIDTH)
-    tl.store(out + token * out_stride + part, value, mask=part < WIDTH)
-
-
 @triton.jit(do_not_specialize=["rows", "tiles", "window"])
 def extend_dense_kernel(
     q,
