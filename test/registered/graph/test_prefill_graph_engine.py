@@ -17,7 +17,12 @@ from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.scale import count
-from sglang.test.tiny_models import write_mock_model, write_tiny_model
+from sglang.test.tiny_models import (
+    write_mock_draft,
+    write_mock_model,
+    write_tiny_eagle,
+    write_tiny_model,
+)
 
 register_cpu_ci(est_time=15, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
@@ -43,12 +48,39 @@ def graphed_engine(model, **args):
         model,
         **{"skip_tokenizer_init": True, "chunked_prefill_size": CHUNK} | args,
     )
-    runner = harness.scheduler.worker.model_runner
     if not ON_GPU:
-        runner.prefill_graph_runner = BreakableCudaGraphRunner(
-            runner,
-            token_counts=prefill_token_counts(CHUNK),
-            make_backend=RecordingBackend,
+        record(harness.scheduler.worker.model_runner)
+    return harness
+
+
+def record(runner, **options):
+    runner.prefill_graph_runner = BreakableCudaGraphRunner(
+        runner,
+        token_counts=prefill_token_counts(CHUNK),
+        make_backend=RecordingBackend,
+        **options,
+    )
+
+
+def speculating_engine(mock, draft, algorithm, *, replays):
+    harness = EngineHarness(
+        mock,
+        skip_tokenizer_init=True,
+        chunked_prefill_size=CHUNK,
+        max_total_tokens=4096,
+        speculative_algorithm=algorithm,
+        speculative_draft_model_path=str(draft),
+        disable_piecewise_cuda_graph=not replays,
+        overlap=True,
+    )
+    worker = harness.scheduler.worker
+    if replays and not ON_GPU:
+        draft_worker = worker.draft_worker
+        record(worker.model_runner, capture_hidden_mode=draft_worker.target_hidden_mode)
+        record(
+            draft_worker.draft_runner,
+            capture_hidden_mode=draft_worker._hidden_mode,
+            draft_hidden_dim=draft_worker._hidden_dim,
         )
     return harness
 
@@ -85,6 +117,61 @@ def test_mixed_traffic_equals_the_oracle(mock, page_size, canary, overlap):
     assert stats.prefill_cuda_graph_passes_total > 0
     assert stats.prefill_cuda_graph_fallbacks_total == {}
     assert stats.cuda_graph_passes_total >= stats.prefill_cuda_graph_passes_total
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+def test_target_and_draft_replay_under_speculation(mock, tmp_path, algorithm):
+    """What is said equals the oracle, and as many drafts are accepted as eagerly: a
+    draft slot that a replay wrote wrongly would cost acceptance and nothing else."""
+    draft = write_mock_draft(tmp_path, kind=algorithm, vocab_size=VOCAB)
+    harnesses = [
+        speculating_engine(mock, draft, algorithm, replays=replays)
+        for replays in (False, True)
+    ]
+    verifications = []
+    for harness in harnesses:
+        rng = random.Random(5)
+        expected = {}
+        for _ in range(count(ci=12, full=60)):
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, 30, 150]))]
+            rid = harness.submit(prompt, max_new_tokens=20, ignore_eos=True)
+            expected[rid] = oracle(prompt, 20)
+        while harness.io.requests or harness.scheduler.has_work():
+            harness.scheduler.step()
+        last = {
+            output.rid: output.spec_verify_ct
+            for message in harness.io.responses
+            for output in message.outputs
+        }
+        verifications.append(last)
+        answers = harness.collect()
+        assert {rid: a.output_ids for rid, a in answers.items()} == expected
+    assert verifications[0] == verifications[1]
+    assert sum(verifications[0].values()) < 19 * len(expected)
+    worker = harnesses[1].scheduler.worker
+    for runner in (worker.model_runner, worker.draft_worker.draft_runner):
+        graphs = runner.prefill_graph_runner
+        assert graphs.num_replays > 0 and not graphs.fallbacks
+
+
+@pytest.mark.skipif(ON_GPU, reason="another batch rounds otherwise on a GPU")
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+def test_trained_kinds_of_heads_replay_to_the_bit(tmp_path, algorithm):
+    target = write_tiny_model(tmp_path / "target", "LlamaForCausalLM")
+    head = write_tiny_eagle(tmp_path / "head", target, algorithm=algorithm)
+    found = []
+    for replays in (False, True):
+        harness = speculating_engine(target, head, algorithm, replays=replays)
+        rng = random.Random(6)
+        for length in (1, 5, 64, 100):
+            prompt = [rng.randrange(VOCAB) for _ in range(length)]
+            harness.submit(prompt, max_new_tokens=20, ignore_eos=True)
+        answers = harness.run()
+        found.append({rid: a.output_ids for rid, a in answers.items()})
+    draft = harness.scheduler.worker.draft_worker.draft_runner
+    assert draft.prefill_graph_runner.num_replays > 0
+    assert not draft.prefill_graph_runner.fallbacks
+    assert found[0] == found[1]
 
 
 def test_fallbacks_are_reported_by_reason(tmp_path):

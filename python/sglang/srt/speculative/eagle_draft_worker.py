@@ -175,6 +175,14 @@ class EagleDraftWorker:
                 )
             )
 
+    def init_piecewise_cuda_graphs(self) -> None:
+        """Capture the draft's half of prefills, after `init_lm_head`."""
+        self.draft_runner.init_piecewise_cuda_graphs(
+            force_for_draft_worker=True,
+            capture_hidden_mode=self._hidden_mode,
+            draft_hidden_dim=self._hidden_dim,
+        )
+
     def init_cuda_graphs(self) -> None:
         """Capture the draft phase and the draft extend, one graph per batch size."""
         sizes = self.draft_runner.graph_sizes()

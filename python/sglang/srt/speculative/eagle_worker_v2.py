@@ -81,6 +81,7 @@ class EAGLEWorkerV2:
         draft.init_memory()
         draft.init_lm_head()
         target.init_piecewise_cuda_graphs(capture_hidden_mode=draft.target_hidden_mode)
+        draft.init_piecewise_cuda_graphs()
         target.init_cuda_graphs(
             draft.workspace, capture_hidden_mode=draft.target_hidden_mode
         )
