@@ -7,12 +7,12 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from sglang.srt.configs.draft_config import layers_to_capture
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardMode,
 )
 from sglang.srt.models import mock_draft_math, mock_math
-from sglang.srt.models.llama_eagle3 import layers_to_capture
 from sglang.srt.models.mock_draft_math import DraftSettings
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.tiny_models import write_mock_draft
