@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 from sglang.srt.kv_canary.kernels import triton_books, triton_launch
 from sglang.srt.kv_canary.kernels.state import FingerprintMode
+from sglang.srt.kv_canary.kernels.triton_before import before_kernel
 from sglang.srt.kv_canary.kernels.triton_verify import verify_kernel
 from sglang.srt.kv_canary.kernels.triton_write import write_kernel
 
@@ -71,6 +72,24 @@ def verifies() -> Iterator[Variant]:
             constants = {"MODE": int(mode), "BLOCK": block, "CHUNK": chunk}
             constants |= POOL | {"ENTRY_SIZE": 1} | flags(verify_kernel, **chosen)
             yield Variant(f"verify {name} {mode.name}", verify_kernel, constants)
+
+
+def befores() -> Iterator[Variant]:
+    """Verify and head in one: of every shape of a view, decodes and extends."""
+    for variant in verifies():
+        chosen = variant.constants
+        is_default = chosen["MODE"] == FingerprintMode.PARTIAL
+        if chosen["SWEEP"] or not (is_default or "tokens" in variant.name):
+            continue
+        for is_extend in (False, True):
+            block, _ = triton_launch.write_block(
+                FingerprintMode.NONE, one_token=not is_extend
+            )
+            extra = {"HAS_QO_INDPTR": is_extend, "HEAD_BLOCK": block}
+            constants = flags(before_kernel, HAS_COLUMNS=True) | chosen | extra
+            yield Variant(
+                f"before {variant.name} {is_extend}", before_kernel, constants
+            )
 
 
 def writes() -> Iterator[Variant]:
@@ -156,12 +175,14 @@ SCALARS = {
     "kind",
     "manager",
     "tag",
+    "head_tag",
+    "verify_splits",
     "count",
 }
 
 
 def main() -> None:
-    variants = [*writes(), *books(), *verifies()]
+    variants = [*writes(), *books(), *verifies(), *befores()]
     for variant in variants:
         compiled = compile_variant(variant)
         print(variant.name, "shared", compiled.metadata.shared, flush=True)

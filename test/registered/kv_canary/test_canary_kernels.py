@@ -399,7 +399,7 @@ def test_oracle(backend: Backend) -> None:
     )
 
 
-def test_both_checks_before_the_model_are_one_call_on_the_cpu() -> None:
+def test_both_checks_before_the_model_in_one_call() -> None:
     """`before_model` leaves what `verify` and `write_head` leave, faults included."""
     for is_damaged in (False, True):
         states = []

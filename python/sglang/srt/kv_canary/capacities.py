@@ -36,7 +36,8 @@ class CanaryLaunchCapacities:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of everything else that stays on the device."""
-        per_row = WORD_BYTES + WORD_BYTES // 2  # expected lineage and verdict
+        # Expected lineage and the next one, verdict, its copy in the findings.
+        per_row = 3 * WORD_BYTES + WORD_BYTES // 2
         return self.req_rows * per_row + self.ring_capacity * RING_WORDS * WORD_BYTES
 
     def check(self, forward_batch: ForwardBatch) -> None:

@@ -88,10 +88,11 @@ def before_model(
     manager: int = NO_MANAGER,
     oracle: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """`verify`, then `write_head`, with their arguments; one call on the CPU, where a
-    call costs as much as the checks of a short row."""
-    if use_native(state.head) and table.page_size == page_size:
-        native.before_model(
+    """`verify`, then `write_head`, with their arguments, in one launch: on the CPU one
+    after the other, in Triton at once (`triton_before.py`)."""
+    module = _of(state, native, None)
+    if module is not None and table.page_size == page_size:
+        module.before_model(
             state,
             rows,
             table,

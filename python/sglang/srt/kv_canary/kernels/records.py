@@ -76,7 +76,7 @@ def reason_labels(reasons: int) -> list[str]:
 
 
 class Phase(IntEnum):
-    """Where a forward manager stands between its three launches."""
+    """Where a forward manager stands between its launches."""
 
     IDLE = 0
     AFTER_VERIFY = 1

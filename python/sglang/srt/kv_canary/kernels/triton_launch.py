@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from sglang.srt.kv_canary.kernels.state import (
     FingerprintMode,
     ReadTable,
 )
+from sglang.srt.kv_canary.kernels.triton_before import before_kernel
 from sglang.srt.kv_canary.kernels.triton_books import (
     advance_lineage_kernel,
     gather_verdicts_kernel,
@@ -55,20 +58,23 @@ def splits_for(rows: int, blocks: int) -> int:
     return int(max(1, min(triton.next_power_of_2(wanted), blocks)))
 
 
-def _fingerprint_constants(source: Fingerprint, chunk: int) -> dict[str, int]:
-    if source.k_words is None or source.v_words is None:
-        sizes = {"LAYERS": 1, "K_WORDS": 2, "V_WORDS": 2}
-    else:
-        layers, _, words = source.k_words.shape
-        sizes = {"LAYERS": layers, "K_WORDS": words, "V_WORDS": source.v_words.shape[2]}
-    return {"MODE": int(source.mode), "CHUNK": chunk, **sizes}
-
-
-def _word_strides(source: Fingerprint) -> tuple[int, int, int, int]:
-    if source.k_words is None or source.v_words is None:
-        return 0, 0, 0, 0
+def _fingerprint_arguments(
+    source: Fingerprint, stand_in: Tensor, chunk: int
+) -> dict[str, object]:
     k, v = source.k_words, source.v_words
-    return k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+    return {
+        "k_words": _or(k, stand_in),
+        "v_words": _or(v, stand_in),
+        "k_layer_stride": k.stride(0) if k is not None else 0,
+        "k_slot_stride": k.stride(1) if k is not None else 0,
+        "v_layer_stride": v.stride(0) if v is not None else 0,
+        "v_slot_stride": v.stride(1) if v is not None else 0,
+        "MODE": int(source.mode),
+        "CHUNK": chunk,
+        "LAYERS": k.shape[0] if k is not None else 1,
+        "K_WORDS": k.shape[2] if k is not None else 2,
+        "V_WORDS": v.shape[2] if v is not None else 2,
+    }
 
 
 def _tag(state: CanaryState, launch: Launch, manager: int) -> int:
@@ -86,80 +92,95 @@ def verify(
     token_offset: int,
     manager: int,
 ) -> None:
-    rows.check_layout()
-    table.check_layout()
-    paged = table.page_table is not None
-    entries = table.entries
-    block, chunk = verify_block(fingerprint.mode)
-    n_rows, columns = rows.num_rows, entries.shape[-1]
-    splits = splits_for(n_rows, triton.cdiv(columns * table.entry_size, block))
-    sweep = req_to_token is None
-    # Absent tensors are replaced by some pointer of their dtype that is never read.
-    longs, ints = rows.req_rows, state.verdict
-    verify_kernel[(max(n_rows, 1), splits)](
-        state.head,
-        state.tail,
-        state.expected_lineage,
-        state.verdict,
-        state.ring,
-        state.ring_count,
-        state.counters,
-        state.clock,
-        state.phase,
-        rows.req_rows,
-        rows.prefix_lens,
-        rows.extend_lens,
-        _or(rows.qo_indptr, longs),
-        rows.out_cache_loc,
-        rows.serials,
-        rows.salts,
-        _or(rows.seeds, longs),
-        _or(rows.lineage_rows, longs),
-        _or(rows.shift_from, longs),
-        _or(rows.column_shift, longs),
-        table.read_lens,
-        entries,
-        _or(table.row_index, longs),
-        _or(table.indptr, longs),
-        _or(table.first_position, longs),
-        _or(table.prev_slots, longs),
-        _or(fingerprint.k_words, longs),
-        _or(fingerprint.v_words, longs),
-        _or(req_to_token, ints),
-        _or(tokens, ints),
-        n_rows,
-        state.num_slots,
-        rows.num_tokens,
-        state.ring.shape[0],
-        entries.shape[0] if paged else 1,
-        columns,
-        entries.stride(0) if paged else 0,
-        entries.stride(-1),
-        req_to_token.stride(0) if req_to_token is not None else 0,
-        req_to_token.shape[1] if req_to_token is not None else 0,
-        tokens.stride(0) if tokens is not None else 0,
-        tokens.shape[1] if tokens is not None else 0,
-        token_offset,
-        *_word_strides(fingerprint),
-        fingerprint.rotation_period,
-        manager,
-        _tag(state, Launch.SWEEP if sweep else Launch.VERIFY, manager),
-        PAGED=paged,
-        PAGE_SIZE=table.page_size,
-        ENTRY_SIZE=table.entry_size,
-        HAS_QO_INDPTR=rows.qo_indptr is not None,
-        HAS_SEEDS=rows.seeds is not None,
-        HAS_LINEAGE_ROWS=rows.lineage_rows is not None,
-        HAS_SHIFT=rows.shift_from is not None and n_rows > 0,
-        HAS_ROW_INDEX=table.row_index is not None,
-        HAS_FIRST=table.first_position is not None,
-        HAS_PREV=table.prev_slots is not None,
-        HAS_TOKENS=tokens is not None,
-        SWEEP=sweep,
-        BLOCK=block,
+    reads = _Reads(table, fingerprint, req_to_token, tokens, token_offset)
+    verify_kernel[(max(rows.num_rows, 1), reads.splits(rows))](
+        **_shared_arguments(state, rows, req_to_token, manager),
+        **reads.arguments(state, rows, manager),
         num_warps=4,
-        **_fingerprint_constants(fingerprint, chunk),
     )
+
+
+def before_model(
+    state: CanaryState,
+    rows: CanaryRows,
+    table: ReadTable,
+    fingerprint: Fingerprint,
+    *,
+    req_to_token: Tensor,
+    tokens: Tensor | None,
+    token_offset: int,
+    page_size: int,
+    writer_kind: WriterKind,
+    manager: int,
+    oracle: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Both checks in one launch: the first programs of a row verify, the rest write."""
+    reads = _Reads(table, fingerprint, req_to_token, tokens, token_offset)
+    verify_splits = reads.splits(rows)
+    block, _, write_splits = _write_shape(rows, FingerprintMode.NONE)
+    before_kernel[(max(rows.num_rows, 1), verify_splits + write_splits)](
+        **_shared_arguments(state, rows, req_to_token, manager),
+        **reads.arguments(state, rows, manager),
+        **_new_arguments(rows, req_to_token, page_size, writer_kind, oracle),
+        head_tag=_tag(state, Launch.HEAD, manager),
+        verify_splits=verify_splits,
+        HEAD_BLOCK=block,
+        num_warps=4,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """What verify is told of a forward's reads."""
+
+    table: ReadTable
+    fingerprint: Fingerprint
+    req_to_token: Tensor | None
+    tokens: Tensor | None
+    token_offset: int
+
+    def splits(self, rows: CanaryRows) -> int:
+        block, _ = verify_block(self.fingerprint.mode)
+        elements = self.table.entries.shape[-1] * self.table.entry_size
+        return splits_for(rows.num_rows, triton.cdiv(elements, block))
+
+    def arguments(
+        self, state: CanaryState, rows: CanaryRows, manager: int
+    ) -> dict[str, object]:
+        table, tokens = self.table, self.tokens
+        table.check_layout()
+        paged, entries = table.page_table is not None, table.entries
+        sweep = self.req_to_token is None
+        block, chunk = verify_block(self.fingerprint.mode)
+        longs = rows.req_rows
+        return {
+            "read_lens": table.read_lens,
+            "entries": entries,
+            "row_index": _or(table.row_index, longs),
+            "indptr": _or(table.indptr, longs),
+            "first_position": _or(table.first_position, longs),
+            "prev_slots": _or(table.prev_slots, longs),
+            "tokens": _or(tokens, state.verdict),
+            "table_rows": entries.shape[0] if paged else 1,
+            "table_columns": entries.shape[-1],
+            "table_row_stride": entries.stride(0) if paged else 0,
+            "table_column_stride": entries.stride(-1),
+            "tokens_stride": tokens.stride(0) if tokens is not None else 0,
+            "tokens_width": tokens.shape[1] if tokens is not None else 0,
+            "token_offset": self.token_offset,
+            "period": self.fingerprint.rotation_period,
+            "tag": _tag(state, Launch.SWEEP if sweep else Launch.VERIFY, manager),
+            "PAGED": paged,
+            "PAGE_SIZE": table.page_size,
+            "ENTRY_SIZE": table.entry_size,
+            "HAS_ROW_INDEX": table.row_index is not None,
+            "HAS_FIRST": table.first_position is not None,
+            "HAS_PREV": table.prev_slots is not None,
+            "HAS_TOKENS": tokens is not None,
+            "SWEEP": sweep,
+            "BLOCK": block,
+            **_fingerprint_arguments(self.fingerprint, longs, chunk),
+        }
 
 
 def write_head(
@@ -176,13 +197,11 @@ def write_head(
         state,
         rows,
         NO_FINGERPRINT,
-        is_tail=False,
-        req_to_token=req_to_token,
-        page_size=page_size,
-        writer_kind=writer_kind,
+        launch=Launch.HEAD,
         manager=manager,
-        oracle=oracle,
         findings=None,
+        req_to_token=req_to_token,
+        new=_new_arguments(rows, req_to_token, page_size, writer_kind, oracle),
     )
 
 
@@ -196,17 +215,17 @@ def write_tail(
     manager: int,
     findings: Tensor | None,
 ) -> None:
+    if findings is not None and rows.num_rows > state.next_lineage.shape[0]:
+        raise ValueError(f"write_tail: {rows.num_rows} rows, and scratch for fewer")
     _write(
         state,
         rows,
         fingerprint,
-        is_tail=True,
-        req_to_token=None,
-        page_size=page_size,
-        writer_kind=writer_kind,
+        launch=Launch.TAIL,
         manager=manager,
-        oracle=None,
         findings=findings,
+        req_to_token=None,
+        new=_new_arguments(rows, None, page_size, writer_kind, None),
     )
 
 
@@ -215,80 +234,104 @@ def _write(
     rows: CanaryRows,
     fingerprint: Fingerprint,
     *,
-    is_tail: bool,
+    launch: Launch,
+    manager: int,
+    findings: Tensor | None,
+    req_to_token: Tensor | None,
+    new: dict[str, object],
+) -> None:
+    block, chunk, splits = _write_shape(rows, fingerprint.mode)
+    write_kernel[(max(rows.num_rows, 1), splits)](
+        **_shared_arguments(state, rows, req_to_token, manager),
+        **new,
+        **_fingerprint_arguments(fingerprint, rows.req_rows, chunk),
+        ticket=state.ticket,
+        next_lineage=state.next_lineage,
+        findings=_or(findings, rows.req_rows),
+        tag=_tag(state, launch, manager),
+        IS_TAIL=launch is Launch.TAIL,
+        HAS_FINDINGS=findings is not None,
+        BLOCK=block,
+        num_warps=1 if rows.qo_indptr is None and chunk == 1 else 4,
+    )
+
+
+def _write_shape(rows: CanaryRows, mode: FingerprintMode) -> tuple[int, int, int]:
+    """(tokens of a program, words hashed at a time, programs of a row)."""
+    one_token = rows.qo_indptr is None
+    block, chunk = write_block(mode, one_token=one_token)
+    blocks = 1 if one_token else triton.cdiv(rows.num_tokens, block)
+    return block, chunk, splits_for(rows.num_rows, blocks)
+
+
+# Absent tensors are replaced by some pointer of their dtype that is never read.
+
+
+def _shared_arguments(
+    state: CanaryState, rows: CanaryRows, req_to_token: Tensor | None, manager: int
+) -> dict[str, object]:
+    """What every launch is told: the state, the rows, their columns."""
+    rows.check_layout()
+    longs = rows.req_rows
+    return {
+        "head": state.head,
+        "tail": state.tail,
+        "expected_lineage": state.expected_lineage,
+        "verdict": state.verdict,
+        "ring": state.ring,
+        "ring_count": state.ring_count,
+        "counters": state.counters,
+        "clock": state.clock,
+        "phase": state.phase,
+        "req_rows": rows.req_rows,
+        "prefix_lens": rows.prefix_lens,
+        "extend_lens": rows.extend_lens,
+        "qo_indptr": _or(rows.qo_indptr, longs),
+        "out_cache_loc": rows.out_cache_loc,
+        "serials": rows.serials,
+        "salts": rows.salts,
+        "seeds": _or(rows.seeds, longs),
+        "lineage_rows": _or(rows.lineage_rows, longs),
+        "shift_from": _or(rows.shift_from, longs),
+        "column_shift": _or(rows.column_shift, longs),
+        "req_to_token": _or(req_to_token, state.verdict),
+        "num_rows": rows.num_rows,
+        "num_slots": state.num_slots,
+        "num_tokens": rows.num_tokens,
+        "capacity": state.ring.shape[0],
+        "columns_stride": req_to_token.stride(0) if req_to_token is not None else 0,
+        "columns_width": req_to_token.shape[1] if req_to_token is not None else 0,
+        "manager": manager,
+        "HAS_QO_INDPTR": rows.qo_indptr is not None,
+        "HAS_SEEDS": rows.seeds is not None,
+        "HAS_LINEAGE_ROWS": rows.lineage_rows is not None,
+        "HAS_SHIFT": rows.shift_from is not None and rows.num_rows > 0,
+    }
+
+
+def _new_arguments(
+    rows: CanaryRows,
     req_to_token: Tensor | None,
     page_size: int,
     writer_kind: WriterKind,
-    manager: int,
     oracle: tuple[Tensor, Tensor] | None,
-    findings: Tensor | None,
-) -> None:
-    rows.check_layout()
-    n_rows = rows.num_rows
-    if findings is not None and n_rows > state.next_lineage.shape[0]:
-        raise ValueError(f"write_tail: {n_rows} rows, and scratch for fewer")
-    one_token = rows.qo_indptr is None
-    block, chunk = write_block(fingerprint.mode, one_token=one_token)
-    blocks = 1 if one_token else triton.cdiv(rows.num_tokens, block)
+) -> dict[str, object]:
+    """What writes are told of the new tokens."""
     longs = rows.req_rows
     oracle_tokens, oracle_positions = oracle if oracle is not None else (longs, longs)
-    write_kernel[(max(n_rows, 1), splits_for(n_rows, blocks))](
-        state.head,
-        state.tail,
-        state.expected_lineage,
-        state.verdict,
-        state.ring,
-        state.ring_count,
-        state.counters,
-        state.clock,
-        state.phase,
-        state.ticket,
-        state.next_lineage,
-        _or(findings, longs),
-        rows.req_rows,
-        rows.prefix_lens,
-        rows.extend_lens,
-        rows.input_ids,
-        rows.positions,
-        rows.out_cache_loc,
-        rows.serials,
-        rows.salts,
-        _or(rows.qo_indptr, longs),
-        _or(rows.parent_index, longs),
-        _or(rows.seeds, longs),
-        _or(rows.lineage_rows, longs),
-        _or(rows.shift_from, longs),
-        _or(rows.column_shift, longs),
-        _or(req_to_token, state.verdict),
-        oracle_tokens,
-        oracle_positions,
-        _or(fingerprint.k_words, longs),
-        _or(fingerprint.v_words, longs),
-        n_rows,
-        state.num_slots,
-        rows.num_tokens,
-        state.ring.shape[0],
-        req_to_token.stride(0) if req_to_token is not None else 0,
-        req_to_token.shape[1] if req_to_token is not None else 0,
-        *_word_strides(fingerprint),
-        page_size,
-        rows.max_depth,
-        int(writer_kind),
-        manager,
-        _tag(state, Launch.TAIL if is_tail else Launch.HEAD, manager),
-        IS_TAIL=is_tail,
-        HAS_FINDINGS=findings is not None,
-        HAS_QO_INDPTR=not one_token,
-        IS_TREE=rows.parent_index is not None,
-        HAS_SEEDS=rows.seeds is not None,
-        HAS_LINEAGE_ROWS=rows.lineage_rows is not None,
-        HAS_SHIFT=rows.shift_from is not None and n_rows > 0,
-        HAS_COLUMNS=req_to_token is not None,
-        HAS_ORACLE=oracle is not None,
-        BLOCK=block,
-        num_warps=1 if one_token and chunk == 1 else 4,
-        **_fingerprint_constants(fingerprint, chunk),
-    )
+    return {
+        "input_ids": rows.input_ids,
+        "positions": rows.positions,
+        "parent_index": _or(rows.parent_index, longs),
+        "oracle_tokens": oracle_tokens,
+        "oracle_positions": oracle_positions,
+        "page_size": page_size,
+        "max_depth": rows.max_depth,
+        "kind": int(writer_kind),
+        "IS_TREE": rows.parent_index is not None,
+        "HAS_COLUMNS": req_to_token is not None,
+        "HAS_ORACLE": oracle is not None,
+    }
 
 
 def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:

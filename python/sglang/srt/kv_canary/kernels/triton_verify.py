@@ -121,23 +121,11 @@ def _rotating(
     return computed
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_rows",
-        "num_slots",
-        "num_tokens",
-        "capacity",
-        "table_rows",
-        "table_columns",
-        "columns_width",
-        "tokens_width",
-        "token_offset",
-        "period",
-        "manager",
-        "tag",
-    ]
-)
-def verify_kernel(
+@triton.jit
+def verify_program(
+    row,
+    split,
+    splits,
     head,
     tail,
     expected_lineage,
@@ -206,9 +194,10 @@ def verify_kernel(
     V_WORDS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    NEXT_PHASE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
+    """The `split`-th of `splits` programs of a row; the first of row 0 takes the phase
+    from IDLE to NEXT_PHASE."""
     now = tl.load(clock)
     is_row = row < num_rows
     req = tl.load(req_rows + row, mask=is_row, other=0)
@@ -272,7 +261,7 @@ def verify_kernel(
                 now,
                 tag,
                 IDLE,
-                AFTER_VERIFY,
+                NEXT_PHASE,
             )
             tl.atomic_add(counters + (SWEEPS if SWEEP else LAUNCHES), 1)
         end = first + length
@@ -298,7 +287,7 @@ def verify_kernel(
             tl.atomic_add(counters + (SWEPT if SWEEP else VERIFIED), visited)
 
     blocks = (length + BLOCK - 1) // BLOCK
-    for block in range(split, blocks, tl.num_programs(1)):
+    for block in range(split, blocks, splits):
         i = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
         inside = i < length
         p = first + i
@@ -446,3 +435,165 @@ def verify_kernel(
             computed,
             tag,
         )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "num_slots",
+        "num_tokens",
+        "capacity",
+        "table_rows",
+        "table_columns",
+        "columns_width",
+        "tokens_width",
+        "token_offset",
+        "period",
+        "manager",
+        "tag",
+    ]
+)
+def verify_kernel(
+    head,
+    tail,
+    expected_lineage,
+    verdict,
+    ring,
+    ring_count,
+    counters,
+    clock,
+    phase,
+    req_rows,
+    prefix_lens,
+    extend_lens,
+    qo_indptr,
+    out_cache_loc,
+    serials,
+    salts,
+    seeds,
+    lineage_rows,
+    shift_from,
+    column_shift,
+    read_lens,
+    entries,
+    row_index,
+    indptr,
+    first_position,
+    prev_slots,
+    k_words,
+    v_words,
+    req_to_token,
+    tokens,
+    num_rows,
+    num_slots,
+    num_tokens,
+    capacity,
+    table_rows,
+    table_columns,
+    table_row_stride,
+    table_column_stride,
+    columns_stride,
+    columns_width,
+    tokens_stride,
+    tokens_width,
+    token_offset,
+    k_layer_stride,
+    k_slot_stride,
+    v_layer_stride,
+    v_slot_stride,
+    period,
+    manager,
+    tag,
+    PAGED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ENTRY_SIZE: tl.constexpr,
+    HAS_QO_INDPTR: tl.constexpr,
+    HAS_SEEDS: tl.constexpr,
+    HAS_LINEAGE_ROWS: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    HAS_ROW_INDEX: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_PREV: tl.constexpr,
+    HAS_TOKENS: tl.constexpr,
+    SWEEP: tl.constexpr,
+    MODE: tl.constexpr,
+    LAYERS: tl.constexpr,
+    K_WORDS: tl.constexpr,
+    V_WORDS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    verify_program(
+        tl.program_id(0).to(tl.int64),
+        tl.program_id(1),
+        tl.num_programs(1),
+        head,
+        tail,
+        expected_lineage,
+        verdict,
+        ring,
+        ring_count,
+        counters,
+        clock,
+        phase,
+        req_rows,
+        prefix_lens,
+        extend_lens,
+        qo_indptr,
+        out_cache_loc,
+        serials,
+        salts,
+        seeds,
+        lineage_rows,
+        shift_from,
+        column_shift,
+        read_lens,
+        entries,
+        row_index,
+        indptr,
+        first_position,
+        prev_slots,
+        k_words,
+        v_words,
+        req_to_token,
+        tokens,
+        num_rows,
+        num_slots,
+        num_tokens,
+        capacity,
+        table_rows,
+        table_columns,
+        table_row_stride,
+        table_column_stride,
+        columns_stride,
+        columns_width,
+        tokens_stride,
+        tokens_width,
+        token_offset,
+        k_layer_stride,
+        k_slot_stride,
+        v_layer_stride,
+        v_slot_stride,
+        period,
+        manager,
+        tag,
+        PAGED,
+        PAGE_SIZE,
+        ENTRY_SIZE,
+        HAS_QO_INDPTR,
+        HAS_SEEDS,
+        HAS_LINEAGE_ROWS,
+        HAS_SHIFT,
+        HAS_ROW_INDEX,
+        HAS_FIRST,
+        HAS_PREV,
+        HAS_TOKENS,
+        SWEEP,
+        MODE,
+        LAYERS,
+        K_WORDS,
+        V_WORDS,
+        CHUNK,
+        BLOCK,
+        AFTER_VERIFY,
+    )

@@ -3,10 +3,10 @@
 ```
 with_ops_outside_graph            poison what was freed, lineages, faults, sweep
   with_active_single_forward_manager(i)      one model forward, captured or not
-    pre_ops_maybe_inside_graph    verify, head; on a GPU beside the model
+    pre_ops_maybe_inside_graph    verify and head; on a GPU beside a large model step
     (the model)
-    post_ops_maybe_inside_graph   tail
-finish_step                       verdicts for the copy that brings the tokens
+    post_ops_maybe_inside_graph   tail: records, lineages, findings
+finish_step                       findings join the tokens in one copy
 inspect                           on the host: report, and in `raise` mode stop
 ```
 """
@@ -58,6 +58,10 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_forward_context
 from sglang.srt.model_executor.graph_capture import SideStream
+
+BESIDE_FROM_TOKENS = 16
+"""New tokens from which on verify and head run beside the model: below, fork and join
+cost more than they hide."""
 
 # The tokens of a running request by its serial; None: it is not running.
 TokensOf = Callable[[int], Sequence[int] | None]
@@ -224,7 +228,8 @@ class CanaryManager:
         current = self._current()
         backend = get_forward_context().attn_backend
         views = [table_of(view) for view in backend.read_view(forward_batch)]
-        if self._side is None:
+        is_small = forward_batch.input_ids.shape[0] < BESIDE_FROM_TOKENS
+        if self._side is None or is_small:
             current.pre_ops_maybe_inside_graph(forward_batch, views)
             return
         # Beside the model: it writes other slots than verify reads, and no records.
