@@ -1,11 +1,18 @@
 """What the KV canary costs: pairs of steps with and without it, in one process.
 
-python benchmark/e2e/bench_canary.py --shape Llama-3.1-8B --real-data partial
+python benchmark/e2e/bench_canary.py --measure decode prefill
 
 Two schedulers with the same dummy weights, one of them with `--kv-canary raise`,
 captured in one process, take turns: blocks of --block decode steps, prefills, batches
 of random requests. What counts is the paired difference, its median with a 95 %
-interval (order statistics of the pairs). The last line is one JSON document.
+interval (order statistics of the pairs), of wall time, or with --clock cpu of the
+process's CPU time, which a busy machine disturbs less. The last line is one JSON
+document. --measure runs the named measurements (all-of-them: every one), each with
+flags and a process of its own, within --limit seconds; other flags are passed on.
+
+What each takes on an H200 with the 8B shape, 20 s for loading and capture included:
+decode 90 s, prefill 35 s, rotate 90 s, all 40 s, sweep 150 s, throughput 170 s,
+in-order (steps that wait for their result) 80 s.
 """
 
 from __future__ import annotations
@@ -13,15 +20,20 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from model_shapes import SHAPES, write_shape
 
+from sglang.srt.kv_canary.runner import canary_manager
 from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.build import build_scheduler
@@ -30,6 +42,19 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 WARM_STEPS = 16
+# What --measure runs: flags of this script.
+MEASUREMENTS: dict[str, list[str]] = {
+    "decode": ["--prefill"],
+    "prefill": ["--batch-size", "--pairs", "1"],
+    "rotate": ["--real-data", "rotate", "--prefill", "8192"],
+    "all": ["--real-data", "all", "--batch-size"],
+    "sweep": [
+        *("--sweep-interval", "10", "--throughput", "3", "--fill-cache"),
+        *("--batch-size", "--prefill"),
+    ],
+    "throughput": ["--throughput", "3", "--batch-size", "--prefill"],
+    "in-order": ["--disable-overlap-schedule", "--prefill"],
+}
 # Of the exact interval for a median: P(fewer than k of n pairs lie below) <= 2.5 %.
 CONFIDENCE_TAIL = 0.025
 
@@ -54,15 +79,16 @@ class Side:
                 skip_tokenizer_init=True,
                 device=args.device,
                 context_length=args.context_length,
-                max_running_requests=max(args.batch_size),
+                max_running_requests=args.max_running,
                 max_total_tokens=args.slots,
-                cuda_graph_bs=sorted(args.batch_size) if on_gpu else None,
-                disable_radix_cache=not args.sweep_interval,
+                cuda_graph_bs=args.graph_sizes if on_gpu else None,
+                disable_radix_cache=not (args.sweep_interval or args.fill_cache),
                 disable_overlap_schedule=args.disable_overlap_schedule,
                 **flags,
             ),
             self.io,
         )
+        self.slots = args.slots
         self._count = 0
 
     def submit(self, length: int, new: int, generator: torch.Generator) -> None:
@@ -93,20 +119,21 @@ class Side:
 
     def block(self, steps: int) -> float:
         """Seconds of one decode step, over a block."""
-        synchronize()
-        began = time.perf_counter()
-        for _ in range(steps):
-            self.scheduler.step()
-        synchronize()
-        return (time.perf_counter() - began) / steps
+        return timed(lambda: [self.scheduler.step() for _ in range(steps)]) / steps
+
+    def fill_cache(self) -> int:
+        """Prompts of one token's answer until the prefix cache holds nearly all slots;
+        how many it holds. They do not share prefixes with what is asked later."""
+        cache, generator = self.scheduler.cache, torch.Generator().manual_seed(99)
+        length = min(4096, self.slots // 8)
+        for _ in range(self.slots * 9 // 10 // length):
+            self.submit(length, 1, generator)
+        self.drain()
+        return len(cache.cached_slots())
 
     def prefill(self, length: int, seed: int) -> float:
         self.submit(length, 1, torch.Generator().manual_seed(seed))
-        synchronize()
-        began = time.perf_counter()
-        self.drain()
-        synchronize()
-        return time.perf_counter() - began
+        return timed(self.drain)
 
     def throughput(self, requests: int, seed: int) -> float:
         """Seconds for random requests at once, outputs and inputs of 100 to 1,024."""
@@ -114,11 +141,23 @@ class Side:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(requests):
             self.submit(rng.randint(100, 1024), rng.randint(100, 1024), generator)
-        synchronize()
-        began = time.perf_counter()
-        self.drain()
-        synchronize()
-        return time.perf_counter() - began
+        return timed(self.drain)
+
+
+CLOCKS: dict[str, Callable[[], float]] = {
+    "wall": time.perf_counter,
+    "cpu": time.process_time,
+}
+clock = CLOCKS["wall"]
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of `work` by the chosen clock."""
+    synchronize()
+    began = clock()
+    work()
+    synchronize()
+    return clock() - began
 
 
 def synchronize() -> None:
@@ -156,7 +195,37 @@ def alternate(sides: tuple[Side, Side], pairs: int, measure: Any) -> dict[str, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    args, rest = parser_of_measurements().parse_known_args()
+    if args.measure:
+        run_measurements(args.measure, rest, limit=args.limit)
+    else:
+        compare(parse_args())
+
+
+def parser_of_measurements() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    names = [*MEASUREMENTS, "all-of-them"]
+    parser.add_argument("--measure", nargs="+", choices=names, default=[])
+    parser.add_argument("--limit", type=float, default=900, help="seconds in all")
+    return parser
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[parser_of_measurements()],
+    )
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument(
+        "--fill-cache", action="store_true", help="before the throughput"
+    )
+    parser.add_argument(
+        "--beside",
+        choices=["auto", "always", "never"],
+        default="auto",
+        help="whether verify and head run beside the model: a form to compare",
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="Llama-3.1-8B")
     parser.add_argument("--model-path", help="a checkpoint instead of a dummy shape")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -168,14 +237,54 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--prefill", type=int, nargs="*", default=[8192])
     parser.add_argument("--throughput", type=int, default=0, help="pairs of batches")
+    parser.add_argument("--requests", type=int, default=256, help="of a batch")
     parser.add_argument("--slots", type=int, default=0)
     parser.add_argument("--context-length", type=int, default=16384)
     parser.add_argument("--disable-overlap-schedule", action="store_true")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def run_measurements(names: list[str], flags: list[str], *, limit: float) -> None:
+    """Every measurement in a process of its own; this one loads nothing."""
+    wanted = list(MEASUREMENTS) if "all-of-them" in names else names
+    began, documents = time.perf_counter(), {}
+    for name in wanted:
+        left = limit - (time.perf_counter() - began)
+        if left < 60:
+            print(f"== {name}: not started, {left:.0f} s are left", flush=True)
+            continue
+        print(f"== {name}: {shlex.join(MEASUREMENTS[name])}", flush=True)
+        command = [sys.executable, __file__, *flags, *MEASUREMENTS[name]]
+        try:
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, text=True, timeout=left, check=True
+            )
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            print(f"== {name}: {error}", flush=True)
+            continue
+        *lines, last = done.stdout.splitlines()
+        print("\n".join(lines), flush=True)
+        documents[name] = json.loads(last)
+    print(json.dumps({"benchmark": "bench_canary", "measurements": documents}))
+
+
+def compare(args: argparse.Namespace) -> None:
+    """One process, two schedulers, what the flags ask for."""
+    global clock
+    clock = CLOCKS[args.clock]
+    if args.beside != "auto":
+        first = 0 if args.beside == "always" else sys.maxsize
+        canary_manager.BESIDE_FROM_TOKENS = first
     new = WARM_STEPS + args.block * args.pairs + 96
-    args.batch_size = args.batch_size or [1]
+    # Requests of the throughput have up to 2,048 tokens; a full cache lies beside them.
+    requests = args.requests if args.throughput else 0
+    args.max_running = max(*args.batch_size, requests, 1)
+    sizes = {1, 16, 64, 128, 192, requests} if requests else {1}
+    args.graph_sizes = sorted(sizes | set(args.batch_size))
     args.slots = args.slots or max(
-        max(args.batch_size) * (args.input_len + new), *args.prefill, 1
+        max(args.batch_size, default=1) * (args.input_len + new),
+        *args.prefill,
+        requests * 2048 * 5 // 4,
     )
     args.load_format = "auto" if args.model_path else "dummy"
     folder = Path(args.model_path or write_shape(args.shape, Path(tempfile.mkdtemp())))
@@ -208,13 +317,18 @@ def main() -> None:
             f"prefill {length}",
             alternate(sides, 12, lambda side, i, n=length: side.prefill(n, i + 1)),
         )
+    cached = []
     if args.throughput:
         for side in sides:
-            side.throughput(32, seed=0)
+            if args.fill_cache:
+                cached.append(side.fill_cache())
+            side.throughput(min(args.requests, 32), seed=0)
         show(
-            "throughput 256",
+            f"throughput {args.requests}",
             alternate(
-                sides, args.throughput, lambda side, i: side.throughput(256, i + 1)
+                sides,
+                args.throughput,
+                lambda side, i: side.throughput(args.requests, i + 1),
             ),
         )
     manager = sides[1].scheduler.worker.model_runner.canary_manager
@@ -226,6 +340,9 @@ def main() -> None:
         "real_data": args.real_data,
         "sweep_interval": args.sweep_interval,
         "overlap": not args.disable_overlap_schedule,
+        "clock": args.clock,
+        "beside": args.beside,
+        "cached_slots": cached,
         "input_len": args.input_len,
         "counters": manager.counters,
         "results": results,
