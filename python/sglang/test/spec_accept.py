@@ -1,0 +1,135 @@
+"""How many drafts an engine accepts, request by request, beside what the oracle of the
+mock model's drafts predicts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang.srt.managers.req import Req
+from sglang.srt.managers.schedule_batch import LaunchRecord
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.result_processor import ProcessedBatch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.models.mock_draft_math import DraftSettings
+from sglang.srt.models.mock_draft_oracle import Answer, DraftOracle
+from sglang.srt.models.mock_oracle import next_tokens
+from sglang.test.harness import EngineHarness, Finished
+from sglang.test.spec_parity import Ask
+
+
+@dataclass(kw_only=True)
+class Run:
+    """The verifications of one request between two prefills.
+
+    Fields:
+        start: tokens that had KV when it began.
+        accept_lens: of each verification.
+        tokens: all tokens of the request when it ended.
+    """
+
+    start: int
+    accept_lens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+
+class AcceptRecorder:
+    """Notes what every verification of a scheduler yields, from now on."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._process = scheduler._results.process
+        # Request, and how often it had been retracted.
+        self.runs: dict[tuple[str, int], Run] = {}
+        self.verifications: Counter[str] = Counter()
+        self.finished: dict[str, Req] = {}
+        scheduler._results.process = self._record  # type: ignore[method-assign]
+
+    def _record(
+        self, launched: LaunchRecord, result: GenerationBatchResult
+    ) -> ProcessedBatch:
+        before = [
+            (row, req, len(req.tokens))
+            for row, req in enumerate(launched.reqs)
+            if launched.is_speculative and not req.is_finished
+        ]
+        processed = self._process(launched, result)
+        for row, req, length in before:
+            if len(req.tokens) == length:
+                continue  # aborted
+            assert result.accept_lens is not None
+            key = (req.rid, req.num_retractions)
+            run = self.runs.setdefault(key, Run(start=length - 1))
+            run.accept_lens.append(int(result.accept_lens[row]))
+            run.tokens = list(req.tokens[: req.prompt_len + req.output_len])
+            self.verifications[req.rid] += 1
+            self.finished[req.rid] = req
+        return processed
+
+    def lens(self) -> Counter[int]:
+        return Counter(n for run in self.runs.values() for n in run.accept_lens)
+
+    def mean(self) -> float:
+        lens = self.lens()
+        return sum(n * times for n, times in lens.items()) / lens.total()
+
+    def check_counters(self) -> None:
+        """`spec_verify_ct` and `spec_accept_tokens` are what was seen."""
+        for rid, req in self.finished.items():
+            assert req.spec_verify_ct == self.verifications[rid], rid
+            assert req.spec_accept_tokens <= req.output_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """Fields:
+    lens: histogram of accept lengths. off_first_branch: accepted drafts off the first
+        branch. differing: runs that the oracle does not explain.
+    """
+
+    lens: Counter[int]
+    off_first_branch: int
+    differing: list[tuple[str, int]]
+
+
+def predicted_acceptance(
+    recorder: AcceptRecorder, harness: EngineHarness, rids: Sequence[str]
+) -> Acceptance:
+    """What the mock draft's oracle says to the runs of the requests `rids`, which must
+    be plain greedy ones."""
+    draft = harness.server_args.speculative_draft_model_path
+    assert draft is not None
+    oracle = DraftOracle(
+        shape=harness.server_args.tree_shape,
+        settings=DraftSettings.from_folder(Path(draft)),
+    )
+    wanted = set(rids)
+    keys = [key for key in recorder.runs if key[0] in wanted]
+    runs = [recorder.runs[key] for key in keys]
+    predictions = oracle.predict(
+        [Answer(tokens=run.tokens, prompt_len=run.start) for run in runs],
+        followed=[run.accept_lens for run in runs],
+    )
+    return Acceptance(
+        lens=Counter(n for run in runs for n in run.accept_lens),
+        off_first_branch=sum(sum(p.off_first_branch) for p in predictions),
+        differing=[
+            key
+            for key, run, prediction in zip(keys, runs, predictions, strict=True)
+            if not prediction.explains(run.accept_lens)
+        ],
+    )
+
+
+def assert_oracle(
+    asks: Sequence[Ask], answers: dict[str, Finished], *, vocab_size: int
+) -> None:
+    """Plain answers are what the mock model's oracle says."""
+    for i, ask in enumerate(asks):
+        if not ask.is_plain:
+            continue
+        out = answers[str(i)].output_ids
+        predicted = next_tokens(ask.prompt + out, vocab_size=vocab_size)
+        assert out == predicted[len(ask.prompt) - 1 : len(ask.prompt) - 1 + len(out)]

@@ -1,0 +1,250 @@
+"""Engines with and without speculation side by side, for tests: models and drafts on
+disk, and one configuration of the matrix run as a whole.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang.srt.speculative.draft_layout import alloc_len_per_decode
+from sglang.srt.utils.paths import bundled_demo_model_path
+from sglang.test.harness import EngineHarness, Finished
+from sglang.test.scale import is_full
+from sglang.test.spec_accept import (
+    AcceptRecorder,
+    assert_oracle,
+    predicted_acceptance,
+)
+from sglang.test.spec_matrix import SAMPLE, SpecConfig, whole_matrix
+from sglang.test.spec_parity import (
+    CONTEXT,
+    Ask,
+    Traffic,
+    answer_all,
+    assert_parity,
+    check_no_leak,
+    make_asks,
+)
+from sglang.test.tiny_models import (
+    write_mock_draft,
+    write_mock_model,
+    write_tiny_eagle,
+    write_tiny_model,
+)
+
+VOCAB_SIZES = {"demo": 4096, "mock": 1000, "llama": 264, "qwen3": 264}
+SMALL_VOCAB = {"mock": 730, "llama": 150, "qwen3": 150}
+TINY = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Of the weights of a random model's STANDALONE draft: it agrees about every other time.
+DRAFT_NOISE = 0.02
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class ModelFolders:
+    """Targets and drafts, written when they are first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def target(self, model: str) -> Path:
+        if model == "demo":
+            return bundled_demo_model_path()
+        return self._once(model, lambda folder: self._write_target(model, folder))
+
+    def draft(self, config: SpecConfig) -> Path | None:
+        """None: the head that is bundled with the demo model."""
+        if config.model == "demo":
+            return None
+        name = f"{config.model}-{config.algorithm}-{config.variant}"
+        return self._once(name, lambda folder: self._write_draft(config, folder))
+
+    def _once(self, name: str, write: Callable[[Path], object]) -> Path:
+        folder = self._root / name
+        if not folder.exists():
+            write(folder)
+        return folder
+
+    @staticmethod
+    def _write_target(model: str, folder: Path) -> None:
+        if model == "mock":
+            write_mock_model(
+                folder, vocab_size=VOCAB_SIZES["mock"], max_position_embeddings=CONTEXT
+            )
+        else:
+            write_tiny_model(
+                folder, TINY[model], seed=11, max_position_embeddings=CONTEXT
+            )
+
+    def _write_draft(self, config: SpecConfig, folder: Path) -> None:
+        model, algorithm = config.model, config.algorithm
+        has_small = algorithm == "EAGLE3" and bool(config.variant)
+        sizes = {"draft_vocab_size": SMALL_VOCAB[model]} if has_small else {}
+        if model == "mock":
+            source = "hidden" if config.variant else "attention"
+            write_mock_draft(
+                folder,
+                kind=algorithm,
+                source=None if algorithm == "STANDALONE" else source,
+                vocab_size=VOCAB_SIZES["mock"],
+                max_position_embeddings=CONTEXT,
+                **sizes,
+            )
+        elif algorithm == "STANDALONE":
+            write_noisy_copy(self.target(model), folder, TINY[model])
+        else:
+            write_tiny_eagle(
+                folder, self.target(model), algorithm=algorithm, seed=5, **sizes
+            )
+
+
+def write_noisy_copy(
+    target: Path, folder: Path, architecture: str, *, noise: float = DRAFT_NOISE
+) -> Path:
+    """A language model that often, but not always, agrees with the tiny model in
+    `target`."""
+    write_tiny_model(folder, architecture, max_position_embeddings=CONTEXT)
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: tensor + noise * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in load_file(target / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text((target / "config.json").read_text())
+    return folder
+
+
+def plain_engine(model: Path, **options: Any) -> EngineHarness:
+    """Without speculation: what the other one is compared to."""
+    usual: dict[str, Any] = {
+        "device": device(),
+        "dtype": "float32",
+        "context_length": CONTEXT,
+        "max_running_requests": 32,
+        "chunked_prefill_size": -1,
+        "disable_overlap_schedule": True,
+        "disable_cuda_graph": True,
+        "disable_radix_cache": True,
+        "skip_tokenizer_init": True,
+    }
+    return EngineHarness(model, **usual | options)
+
+
+def slots_for(config: SpecConfig, *, rows: int = 10) -> int:
+    """KV slots, in whole pages, that keep about `rows` requests going: with more of
+    them, some are retracted."""
+    reserve = 2 * alloc_len_per_decode(
+        page_size=config.page_size,
+        topk=config.topk,
+        num_steps=config.num_steps,
+        num_draft_tokens=config.num_draft_tokens,
+    )
+    wanted = 2 * CONTEXT + rows * (reserve + 2 * config.page_size)
+    return -(-wanted // config.page_size) * config.page_size
+
+
+def spec_engine(
+    folders: ModelFolders, config: SpecConfig, **options: Any
+) -> EngineHarness:
+    """With speculation, a pool that is rather too small, and chunked prefill."""
+    draft = folders.draft(config)
+    usual: dict[str, Any] = {
+        "device": device(),
+        "dtype": "float32",
+        "context_length": CONTEXT,
+        "max_running_requests": 32,
+        "max_total_tokens": slots_for(config),
+        "page_size": config.page_size,
+        "chunked_prefill_size": 64,
+        "schedule_conservativeness": 0.3,
+        "attention_backend": config.backend if device() == "cpu" else None,
+        "disable_overlap_schedule": not config.overlap,
+        "skip_tokenizer_init": True,
+        "speculative_algorithm": config.algorithm,
+        "speculative_draft_model_path": draft and str(draft),
+        "speculative_num_steps": config.num_steps,
+        "speculative_eagle_topk": config.topk,
+        "speculative_num_draft_tokens": config.num_draft_tokens,
+    }
+    model = folders.target(config.model)
+    return EngineHarness(model, overlap=config.overlap, **usual | options)
+
+
+# -- one configuration -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Requests, and how the engine without speculation answers them."""
+
+    engine: EngineHarness
+    asks: list[Ask]
+    answers: dict[str, Finished]
+
+
+class References:
+    """One per model, made when it is first asked for."""
+
+    def __init__(self, folders: ModelFolders, *, requests: int = 100) -> None:
+        self._folders = folders
+        self._requests = requests
+        self._made: dict[str, Reference] = {}
+
+    def __getitem__(self, model: str) -> Reference:
+        if model not in self._made:
+            asks = make_asks(
+                random.Random(model),
+                total=self._requests,
+                vocab_size=VOCAB_SIZES[model],
+            )
+            engine = plain_engine(self._folders.target(model))
+            self._made[model] = Reference(
+                engine=engine, asks=asks, answers=answer_all(engine, asks)
+            )
+        return self._made[model]
+
+
+def run_configuration(
+    folders: ModelFolders, references: References, config: SpecConfig, **options: Any
+) -> EngineHarness:
+    """Random arrivals and aborts with speculation: outputs as without, counters right,
+    accept lengths of the mock model as its oracle says, and no slot lost."""
+    reference = references[config.model]
+    engine = spec_engine(folders, config, **options)
+    recorder = AcceptRecorder(engine.scheduler)
+    traffic = Traffic(engine, reference.asks, random.Random(str(config)))
+    answers = traffic.run()
+    is_mock = config.model == "mock"
+    assert_parity(
+        reference.asks,
+        reference.answers,
+        answers,
+        aborted=traffic.aborted,
+        reference=None if is_mock else reference.engine,
+    )
+    recorder.check_counters()
+    assert set(recorder.lens()) <= set(range(1, config.num_steps + 2))
+    if is_mock:
+        assert_oracle(reference.asks, answers, vocab_size=VOCAB_SIZES["mock"])
+        plain = [str(i) for i, ask in enumerate(reference.asks) if ask.is_plain]
+        found = predicted_acceptance(recorder, engine, plain)
+        assert not found.differing, found
+        assert len(found.lens) > 1, found
+    check_no_leak(engine)
+    return engine
+
+
+def matrix(*models: str) -> list[SpecConfig]:
+    """What a test of these models runs: the sample, or under `make test-full` the whole
+    matrix."""
+    configs = whole_matrix() if is_full() else SAMPLE
+    return [config for config in configs if config.model in models]
