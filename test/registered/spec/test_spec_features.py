@@ -1,0 +1,279 @@
+"""What a request may ask for beyond a greedy answer, with drafts accepted: the same as
+without speculation, wherever in an accepted run it takes effect.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+
+from sglang.srt.utils.hf_tokenizer import load_tokenizer
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.spec_accept import AcceptRecorder
+from sglang.test.spec_matrix import SpecConfig
+from sglang.test.spec_parity import (
+    CONTEXT,
+    Ask,
+    answer_all,
+    assert_parity,
+    check_no_leak,
+)
+from sglang.test.spec_world import ModelFolders, plain_engine, spec_engine
+
+register_cpu_ci(est_time=12, suite="cpu")
+register_cuda_ci(est_time=60, suite="cuda")
+
+CODE = (
+    "import os\n\n\ndef read_file(path):\n    with open(path",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def pop",
+    "for i in range(10):\n    print(i)\nfor j in range(10):\n    pri",
+)
+TREE = SpecConfig(
+    algorithm="EAGLE3",
+    topk=4,
+    page_size=4,
+    num_steps=4,
+    nodes="middle",
+    backend="cpu_native",
+    overlap=True,
+    model="demo",
+    variant=None,
+)
+CHAIN = SpecConfig(
+    algorithm="STANDALONE",
+    topk=1,
+    page_size=1,
+    num_steps=5,
+    nodes=None,
+    backend="cpu_native",
+    overlap=False,
+    model="llama",
+    variant=None,
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "size", "ok"],
+    "additionalProperties": False,
+}
+ASKED = {
+    "frequency-penalty": {"frequency_penalty": 0.6},
+    "presence-penalty": {"presence_penalty": 0.9},
+    "repetition-penalty": {"repetition_penalty": 1.2},
+    "all-penalties": {
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.3,
+        "repetition_penalty": 1.1,
+    },
+    "negative-penalty": {"frequency_penalty": -0.4},
+    "logit-bias": {"logit_bias": {10: 3.0, 65: 2.5, 32: -8.0}},
+    "stop-ids": {"stop_token_ids": list(range(1, 256, 7))},
+    "min-new-tokens": {
+        "stop_token_ids": list(range(1, 256, 3)),
+        "min_new_tokens": 9,
+    },
+    "stop-string": {"stop": ["e", "\n", "1"]},
+    "stop-string-late": {"stop": ["e", "\n", "1"], "min_new_tokens": 8},
+    "stop-regex": {"stop_regex": ["[a-z]{2}[^a-z]"]},
+    "regex": {"regex": r"(yes|no) [0-9]{3}(, [a-f]+){2}!", "ignore_eos": False},
+    "regex-open-end": {"regex": r"[a-d ]*", "ignore_eos": False},
+    "json-schema": {"json_schema": json.dumps(SCHEMA), "ignore_eos": False},
+    "grammar-and-penalty": {
+        "regex": r"([a-z]{1,6} )*[.]",
+        "frequency_penalty": 0.5,
+        "ignore_eos": False,
+    },
+    "logprobs": {"return_logprob": True, "top_logprobs_num": 5, "stream": True},
+    "prompt-logprobs": {
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+    },
+    "logprobs-and-stop": {
+        "return_logprob": True,
+        "stream": True,
+        "stop_token_ids": list(range(1, 256, 7)),
+    },
+    "logprobs-and-grammar": {
+        "return_logprob": True,
+        "regex": r"(yes|no) [0-9]{3}!",
+        "ignore_eos": False,
+    },
+}
+
+
+class Pair:
+    """Both engines, and prompts that the draft follows well."""
+
+    def __init__(self, root, config):
+        folders = ModelFolders(root)
+        model = folders.target(config.model)
+        self.plain = plain_engine(model, skip_tokenizer_init=False)
+        self.spec = spec_engine(
+            folders, config, skip_tokenizer_init=False, max_total_tokens=16384
+        )
+        self.recorder = AcceptRecorder(self.spec.scheduler)
+        self.vocab_size = self.spec.scheduler.model_config.vocab_size
+        if config.model == "demo":
+            tokenizer = load_tokenizer(str(model))
+            self.prompts = [tokenizer.encode(text) for text in CODE]
+        else:
+            rng = random.Random(4)
+            self.prompts = [
+                [rng.randrange(256) for _ in range(length)] for length in (5, 20, 60)
+            ]
+
+    def compare(self, *options, prompts=None):
+        """Answers with and without speculation, which are the same."""
+        prompts = self.prompts if prompts is None else prompts
+        usual = {"max_new_tokens": 24, "ignore_eos": True}
+        asks = [
+            Ask(prompt=prompt, options=usual | option, is_plain=False)
+            for option in options
+            for prompt in prompts
+        ]
+        want = answer_all(self.plain, asks)
+        self.recorder.runs.clear()
+        self.recorder.verifications.clear()
+        self.recorder.finished.clear()
+        got = answer_all(self.spec, asks)
+        assert_parity(asks, want, got, aborted=set(), reference=None)
+        self.recorder.check_counters()
+        check_no_leak(self.spec)
+        return asks, got
+
+    def ends_inside_a_run(self, rid, answer):
+        """Whether the last verification yielded more than the request keeps."""
+        run = self.recorder.runs[(rid, 0)]
+        return 1 + sum(run.accept_lens) > len(answer.output_ids)
+
+
+@pytest.fixture(scope="module", params=[TREE, CHAIN], ids=["tree", "chain"])
+def pair(request, tmp_path_factory):
+    return Pair(tmp_path_factory.mktemp("models"), request.param)
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_same_answer(pair, name):
+    pair.compare(ASKED[name])
+    assert pair.recorder.lens().total() > 0
+
+
+def test_drafts_are_accepted(pair):
+    pair.compare({}, {})
+    assert pair.recorder.mean() > 1.4
+
+
+def test_everything_at_once(pair):
+    """Rows with and without grammar, penalty and logprobs in one batch."""
+    pair.compare({}, *ASKED.values(), prompts=pair.prompts[:1])
+
+
+def test_stop_ids_at_every_place_of_a_run(pair):
+    _, answers = pair.compare({})
+    places = range(1, 24, 2)
+    inside = 0
+    for i, prompt in enumerate(pair.prompts):
+        out = answers[str(i)].output_ids
+        asked = [{"stop_token_ids": [out[place]]} for place in places]
+        _, stopped = pair.compare(*asked, prompts=[prompt])
+        for rid, answer in stopped.items():
+            token = out[places[int(rid)]]
+            assert answer.output_ids == out[: out.index(token) + 1]
+            assert answer.finish_reason.matched == token
+            if len(answer.output_ids) > 1:
+                inside += pair.ends_inside_a_run(rid, answer)
+    assert inside > 3
+
+
+def test_lengths_at_every_place_of_a_run(pair):
+    """One token, which needs no verification; lengths that end a run; lengths inside
+    one."""
+    _, answers = pair.compare({})
+    boundary = inside = 0
+    for i, prompt in enumerate(pair.prompts[:2]):
+        out = answers[str(i)].output_ids
+        lengths = range(1, 25)
+        asked = [{"max_new_tokens": length} for length in lengths]
+        _, cut = pair.compare(*asked, prompts=[prompt])
+        assert ("0", 0) not in pair.recorder.runs
+        for rid, answer in cut.items():
+            length = lengths[int(rid)]
+            assert answer.output_ids == out[:length]
+            assert answer.finish_reason.length == length
+            if length > 1:
+                is_inside = pair.ends_inside_a_run(rid, answer)
+                inside += is_inside
+                boundary += not is_inside
+    assert boundary > 5 and inside > 5
+
+
+def test_to_the_last_position(pair):
+    """Prompt and output fill the context, whatever is drafted behind it."""
+    rng = random.Random(2)
+    prompts = [
+        [rng.randrange(256) for _ in range(CONTEXT - rest)] for rest in (1, 2, 3, 5, 9)
+    ]
+    _, answers = pair.compare({"max_new_tokens": 100}, prompts=prompts)
+    for rid, rest in zip("01234", (1, 2, 3, 5, 9), strict=True):
+        assert len(answers[rid].output_ids) == rest
+        assert answers[rid].finish_reason.type == "length"
+
+
+def test_streamed_deltas_add_up(pair):
+    asks, answers = pair.compare({"stream": True}, {"stream": False})
+    half = len(pair.prompts)
+    for i in range(half):
+        streamed, whole = answers[str(i)], answers[str(i + half)]
+        assert streamed.output_ids == whole.output_ids
+        assert whole.messages == 1
+        # One message per prefill or verification, each with what it yielded.
+        run = pair.recorder.runs[(str(i), 0)]
+        assert streamed.messages == 1 + len(run.accept_lens)
+
+
+def test_grammars_hold(pair):
+    asked = {name: ASKED[name] for name in ("regex", "json-schema")}
+    _, answers = pair.compare(*asked.values())
+    tokenizer = load_tokenizer(str(pair.spec.server_args.tokenizer_path))
+    count = len(pair.prompts)
+    texts = [
+        tokenizer.decode(answers[str(i)].output_ids, skip_special_tokens=True)
+        for i in range(2 * count)
+    ]
+    for text in texts[:count]:
+        assert text.startswith(("yes ", "no "))
+    for i, text in enumerate(texts[count:], count):
+        if answers[str(i)].finish_reason.type == "stop":
+            assert set(json.loads(text)) == {"name", "size", "ok"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
+def test_graphs_change_nothing(tmp_path):
+    folders = ModelFolders(tmp_path)
+    for config in (TREE, CHAIN):
+        engine = spec_engine(folders, config, disable_cuda_graph=True)
+        other = spec_engine(folders, config, disable_cuda_graph=False)
+        asks = [
+            Ask(prompt=list(range(5, 30 + i)), options=option, is_plain=False)
+            for i in range(4)
+            for option in ({"max_new_tokens": 20}, {"frequency_penalty": 0.5})
+        ]
+        assert_parity(
+            asks,
+            answer_all(engine, asks),
+            answer_all(other, asks),
+            aborted=set(),
+            reference=None,
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
