@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchOutput,
@@ -20,6 +22,9 @@ from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.test.scale import with_canary
+
+
+SHARED_GPU_TOKENS = 65536
 
 
 @dataclass
@@ -45,6 +50,9 @@ class EngineHarness:
         self, model: Path, *, overlap: bool = False, **server_args: Any
     ) -> None:
         self.io = ListIO()
+        if torch.cuda.is_available():
+            # Many tests share a GPU: none may take all of its memory.
+            server_args.setdefault("max_total_tokens", SHARED_GPU_TOKENS)
         self.server_args = ServerArgs(model_path=str(model), **with_canary(server_args))
         self.scheduler: Scheduler = build_scheduler(self.server_args, self.io)
         if overlap:
