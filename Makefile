@@ -15,8 +15,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt sgl-kernel/pyproject.toml $(s
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall ./sgl-kernel
 	touch $@
 
+# The demo model drafts where that is faster (docs/benchmarks.md); whoever names a model or
+# an algorithm decides alone.
+DRAFT := --speculative-algorithm EAGLE3 --speculative-num-steps 3 \
+	--speculative-eagle-topk 1 --speculative-num-draft-tokens 4
+
 serve: venv
-	$(BIN)/python -m sglang.launch_server $(ARGS)
+	$(BIN)/python -m sglang.launch_server $(ARGS) \
+		$(if $(findstring --model-path,$(ARGS))$(findstring --speculative-,$(ARGS)),,$(DRAFT))
 
 test: venv lint
 	$(BIN)/python test/run_suite.py --hw cpu
