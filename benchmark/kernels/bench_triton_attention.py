@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -20,6 +21,8 @@ from torch import Tensor
 from sglang.srt.layers.attention.triton_ops import decode_attention as decode
 from sglang.srt.layers.attention.triton_ops import extend_attention as extend
 from sglang.srt.layers.attention.triton_ops import extend_dense as dense
+from sglang.srt.layers.attention.triton_ops import extend_table as extend_tables
+from sglang.srt.layers.attention.triton_ops.extend_split import extend_workspace
 
 Row = dict[str, Any]
 
@@ -194,6 +197,7 @@ def extend_row(
     table = make_tables(rows, columns * page_size, page_size)
     qo_indptr = torch.arange(rows + 1, device="cuda") * new
     prefix_lens = torch.full((rows,), prefix, device="cuda")
+    workspace = extend_workspace(head_dim=HEAD_DIM, max_context=16384, device="cuda")
 
     def launch() -> None:
         extend.extend_attention(
@@ -209,6 +213,7 @@ def extend_row(
             k_new=k_new if has_inputs else None,
             v_new=v_new if has_inputs else None,
             out=out,
+            workspace=workspace,
         )
 
     us = median_us([launch] * 2, replays=7)
@@ -249,14 +254,17 @@ def sweep_decode(copy_gb_s: float) -> list[Row]:
 
 def sweep_extend(matrix_tflop_s: float) -> list[Row]:
     rows: list[Row] = []
-    tables = extend._HALF_TILES
+    half_tiles = extend_tables.HALF_TILES
     for tile in EXTEND_CANDIDATES:
-        extend._HALF_TILES = {HEAD_DIM: ((float("inf"), extend._Tile(*tile)),)}
+        choice = extend_tables.ExtendChoice(
+            math.inf, math.inf, extend_tables.ExtendTile(*tile)
+        )
+        extend_tables.HALF_TILES = {HEAD_DIM: (choice,)}
         for shape in EXTEND_SHAPES:
             row = {"tile": tile}
             result = extend_row(*shape, 1, matrix_tflop_s, has_inputs=False)
             rows.append(show(row | result))
-    extend._HALF_TILES = tables
+    extend_tables.HALF_TILES = half_tiles
     dense_tiles = dense._TILES
     for candidate in DENSE_CANDIDATES:
         dense._TILES = {HEAD_DIM: dense._Tile(*candidate)}

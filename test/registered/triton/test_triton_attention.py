@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from attention_problem import (
+    DEVICE,
+    DTYPES,
+    NAN,
+    ON_GPU,
+    Problem,
+    assert_same,
+    make_problem,
+    random_trees,
+)
 
 from sglang.srt.layers.attention.paged_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.layers.attention.triton_ops import extend_attention as extend_module
 from sglang.srt.layers.attention.triton_ops import extend_dense as dense_module
+from sglang.srt.layers.attention.triton_ops import extend_table
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
     decode_attention,
     decode_splits,
@@ -28,192 +37,6 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=40, suite="cpu")
 register_cuda_ci(est_time=120, suite="cuda")
-
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
-# The interpreter gets bf16 wrong.
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-NAN = float("nan")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Rows with a prefix and new tokens; every slot that no row owns holds NaN."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    page_table: Tensor
-    row_index: Tensor | None
-    prefix_lens: Tensor
-    new_lens: Tensor
-    page_size: int
-    sm_scale: float
-    k_new: Tensor | None = None
-    v_new: Tensor | None = None
-
-    @property
-    def qo_indptr(self) -> Tensor:
-        return torch.nn.functional.pad(self.new_lens.cumsum(0), (1, 0))
-
-    def slot(self, row: int, element: int) -> int:
-        table_row = row if self.row_index is None else int(self.row_index[row])
-        page, offset = divmod(element, self.page_size)
-        return int(self.page_table[table_row, page]) + offset
-
-    def extend(self, *, window: int = -1, tree_mask: Tensor | None = None) -> None:
-        """Compare one extend launch with the reference."""
-        results = []
-        for function in (extend_attention_ref, extend_attention):
-            out = torch.full_like(self.q, 7.0)
-            function(
-                self.q,
-                self.k_cache,
-                self.v_cache,
-                page_table=self.page_table,
-                row_index=self.row_index,
-                qo_indptr=self.qo_indptr,
-                prefix_lens=self.prefix_lens,
-                page_size=self.page_size,
-                sm_scale=self.sm_scale,
-                window=window,
-                tree_mask=tree_mask,
-                k_new=self.k_new,
-                v_new=self.v_new,
-                out=out,
-            )
-            results.append(out)
-        assert_same(results[1], results[0])
-
-    def with_new_kv(self) -> Problem:
-        """The same, with new K and V as a model leaves them: views into one tensor,
-        NaN behind the last token. Of the new tokens the pool holds NaN.
-        """
-        slots = torch.tensor(
-            [
-                self.slot(row, element)
-                for row, new in enumerate(self.new_lens.tolist())
-                for prefix in [int(self.prefix_lens[row])]
-                for element in range(prefix, prefix + new)
-            ],
-            dtype=torch.long,
-            device=DEVICE,
-        )
-        rows, heads = self.q.shape[0], self.k_cache.shape[1]
-        packed = self.k_cache.new_full((rows, 3 * heads, self.q.shape[2]), NAN)
-        packed[: len(slots), heads : 2 * heads] = self.k_cache[slots]
-        packed[: len(slots), 2 * heads :] = self.v_cache[slots]
-        k_cache, v_cache = self.k_cache.clone(), self.v_cache.clone()
-        k_cache[slots] = v_cache[slots] = NAN
-        return replace(
-            self,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            k_new=packed[:, heads : 2 * heads],
-            v_new=packed[:, 2 * heads :],
-        )
-
-    def decode(self, *, window: int = -1, max_context: int = 4096) -> None:
-        """Compare one decode launch, one query per row, with the reference."""
-        rows = len(self.prefix_lens)
-        q = self.q[:rows]
-        workspace = decode_workspace(
-            rows=rows,
-            q_heads=q.shape[1],
-            kv_heads=self.k_cache.shape[1],
-            head_dim=q.shape[2],
-            max_context=max_context,
-            device=DEVICE,
-        )
-        workspace.partial.fill_(NAN)
-        workspace.lse.fill_(NAN)
-        out, expected = torch.full_like(q, 7.0), torch.full_like(q, 7.0)
-        common = {
-            "page_table": self.page_table,
-            "row_index": self.row_index,
-            "read_lens": self.prefix_lens + self.new_lens,
-            "page_size": self.page_size,
-            "sm_scale": self.sm_scale,
-            "window": window,
-        }
-        decode_attention_ref(q, self.k_cache, self.v_cache, **common, out=expected)
-        decode_attention(
-            q, self.k_cache, self.v_cache, **common, out=out, workspace=workspace
-        )
-        assert_same(out, expected)
-
-
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    tolerance = TOLERANCE[expected.dtype]
-    torch.testing.assert_close(
-        actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True
-    )
-
-
-def make_problem(
-    *,
-    prefix_lens: list[int],
-    new_lens: list[int],
-    heads: tuple[int, int] = (4, 1),
-    head_dim: int = 64,
-    page_size: int = 1,
-    dtype: torch.dtype = torch.float32,
-    has_row_index: bool = True,
-    seed: int = 0,
-) -> Problem:
-    """Shuffled pages, a strided q, a transposed page table, NaN in every other slot."""
-    rng = torch.Generator().manual_seed(seed)
-    q_heads, kv_heads = heads
-    rows, tokens = len(prefix_lens), sum(new_lens)
-    lens = [a + b for a, b in zip(prefix_lens, new_lens, strict=True)]
-    pages = [-(-length // page_size) for length in lens]
-    total_pages = sum(pages) + 3
-    slots = (total_pages + 1) * page_size
-    order = torch.randperm(total_pages, generator=rng).to(torch.int32) * page_size
-
-    table_rows = rows + 2
-    # Columns past a row's pages point at slots that hold NaN, or at none at all.
-    table = torch.full((max(pages) + 1, table_rows), slots - 1, dtype=torch.int32)
-    row_index = torch.arange(rows)
-    if has_row_index:
-        row_index = torch.randperm(table_rows, generator=rng)[:rows]
-    k_cache = torch.full((slots, kv_heads, head_dim), NAN)
-    v_cache = torch.full((slots, kv_heads, head_dim), NAN)
-    taken = 0
-    for row, count in enumerate(pages):
-        own = order[taken : taken + count]
-        taken += count
-        table[:count, row_index[row]] = own
-        element = torch.arange(lens[row])
-        slot = own[element // page_size].long() + element % page_size
-        for cache in (k_cache, v_cache):
-            cache[slot] = torch.randn(len(slot), kv_heads, head_dim, generator=rng)
-    q = torch.randn(max(tokens, rows), q_heads * head_dim + 16, generator=rng)
-    return Problem(
-        q=q.to(DEVICE, dtype)[:, : q_heads * head_dim].unflatten(1, (q_heads, -1)),
-        k_cache=k_cache.to(DEVICE, dtype),
-        v_cache=v_cache.to(DEVICE, dtype),
-        page_table=table.to(DEVICE).t(),
-        row_index=row_index.to(DEVICE) if has_row_index else None,
-        prefix_lens=torch.tensor(prefix_lens, device=DEVICE),
-        new_lens=torch.tensor(new_lens, device=DEVICE),
-        page_size=page_size,
-        sm_scale=head_dim**-0.5,
-    )
-
-
-def random_trees(rows: int, nodes: int, seed: int) -> Tensor:
-    """[rows, nodes, nodes] bool: a node attends itself and the ancestors it drew."""
-    rng = torch.Generator().manual_seed(seed)
-    mask = torch.eye(nodes, dtype=torch.bool).repeat(rows, 1, 1)
-    for row in range(rows):
-        for node in range(1, nodes):
-            parent = int(torch.randint(-1, node, (), generator=rng))
-            if parent >= 0:
-                mask[row, node] |= mask[row, parent]
-    return mask.to(DEVICE)
-
 
 HEADS = [(2, 2), (4, 1), (8, 1), (6, 2), (20, 1)]
 
@@ -312,8 +135,9 @@ def test_extend_heads(heads: tuple[int, int], head_dim: int) -> None:
 def test_extend_in_every_form_of_the_main_loop(
     is_v_late: bool, block_m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tile = extend_module._Tile(block_m, 32, 4, 2, is_v_late)
-    monkeypatch.setattr(extend_module, "_HALF_TILES", {64: ((math.inf, tile),)})
+    tile = extend_table.ExtendTile(block_m, 32, 4, 2, is_v_late)
+    choice = extend_table.ExtendChoice(math.inf, math.inf, tile)
+    monkeypatch.setattr(extend_table, "HALF_TILES", {64: (choice,)})
     for window in (-1, 90):
         make_problem(
             prefix_lens=[20, 70],

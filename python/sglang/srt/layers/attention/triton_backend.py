@@ -15,6 +15,10 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
 )
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
 from sglang.srt.layers.attention.triton_ops.extend_dense import reads_new
+from sglang.srt.layers.attention.triton_ops.extend_split import (
+    ExtendWorkspace,
+    extend_workspace,
+)
 from sglang.srt.layers.ops.rope import rope_store_kv
 
 if TYPE_CHECKING:
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TritonAttnBackend(PagedAttnBackend):
-    """One decode workspace serves all layers and graphs: forwards do not overlap."""
+    """One workspace of a kind serves all layers and graphs: forwards do not overlap."""
 
     name = "triton"
     store_op = staticmethod(rope_store_kv)
@@ -41,6 +45,8 @@ class TritonAttnBackend(PagedAttnBackend):
         self._head_dim = kv_pool.get_kv_buffer(0)[0].shape[-1]
         # By (query heads, KV heads, head size): layers of one shape share.
         self._workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
+        # All layers have one head size.
+        self._extend_workspace: ExtendWorkspace | None = None
 
     def with_table(self, page_table: Tensor, *, page_size: int) -> TritonAttnBackend:
         other = super().with_table(page_table, page_size=page_size)
@@ -87,8 +93,16 @@ class TritonAttnBackend(PagedAttnBackend):
     def _extend_options(
         self, k: Tensor, v: Tensor, forward_batch: ForwardBatch
     ) -> dict[str, Any]:
-        # The store left k as the pool holds it.
-        return {"k_new": k, "v_new": v} if self._reads_new(forward_batch) else {}
+        if self._reads_new(forward_batch):
+            # The store left k as the pool holds it.
+            return {"k_new": k, "v_new": v}
+        if self._extend_workspace is None:
+            self._extend_workspace = extend_workspace(
+                head_dim=self._head_dim,
+                max_context=self._max_context,
+                device=self._device,
+            )
+        return {"workspace": self._extend_workspace}
 
     def _reads_new(self, forward_batch: ForwardBatch) -> bool:
         return not forward_batch.forward_mode.is_decode and reads_new(

@@ -7,10 +7,8 @@ nothing of requests or layers; never waits for the device.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from sglang.srt.layers.attention.triton_ops.checks import check_inputs
@@ -19,96 +17,15 @@ from sglang.srt.layers.attention.triton_ops.extend_dense import (
     reads_new,
 )
 from sglang.srt.layers.attention.triton_ops.extend_kernels import extend_kernel
-from sglang.srt.layers.attention.triton_ops.launch import Launch
-
-_SMALL_BATCH_ROWS = 16
-# Elements of a tile where some query must not see some element: a short tile leaves
-# registers to the main loop.
-_MASKED_N = 32
-
-
-class _Tile(NamedTuple):
-    """Queries (tokens x heads of a group) and KV elements of a tile; how it runs."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    is_v_late: bool
-
-
-# Per padded head size: (queries of a row on average, the best tile up to there), as
-# measured with benchmark/kernels/bench_triton_attention.py --sweep.
-_Tiles = dict[int, tuple[tuple[float, _Tile], ...]]
-_HALF_TILES: _Tiles = {
-    64: (
-        (64, _Tile(64, 64, 4, 3, True)),
-        (8192, _Tile(64, 32, 4, 3, True)),
-        (math.inf, _Tile(64, 64, 4, 3, True)),
-    ),
-    128: (
-        (64, _Tile(64, 128, 4, 2, True)),
-        (8192, _Tile(64, 64, 4, 3, False)),
-        (math.inf, _Tile(128, 128, 8, 3, False)),
-    ),
-    256: (
-        (64, _Tile(64, 64, 8, 2, True)),
-        (8192, _Tile(128, 32, 8, 2, True)),
-        (math.inf, _Tile(128, 64, 8, 2, True)),
-    ),
-}
-_FLOAT_TILES: _Tiles = {
-    64: ((math.inf, _Tile(64, 64, 4, 3, True)),),
-    128: ((math.inf, _Tile(64, 32, 4, 2, True)),),
-    256: ((math.inf, _Tile(64, 16, 8, 2, True)),),
-}
-
-
-def _heads_per_tile(group: int) -> int:
-    return group if group <= 64 else 1
-
-
-def extend_launch(
-    *,
-    tokens: int,
-    rows: int,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    itemsize: int,
-    page_size: int,
-    has_row_index: bool,
-    has_window: bool,
-    has_tree: bool,
-) -> Launch:
-    """Compile-time parameters of the kernel, chosen from shapes alone."""
-    group = q_heads // kv_heads
-    heads_per_tile = _heads_per_tile(group)
-    block_d = max(triton.next_power_of_2(head_dim), 16)
-    tiles = (_HALF_TILES if itemsize == 2 else _FLOAT_TILES)[max(block_d, 64)]
-    queries = tokens * heads_per_tile / rows
-    tile = next(tile for limit, tile in tiles if queries <= limit)
-    return Launch(
-        constants={
-            "KV_HEADS": kv_heads,
-            "GROUP": group,
-            "HEADS_PER_TILE": heads_per_tile,
-            "HEAD_DIM": head_dim,
-            "PAGE_SIZE": page_size,
-            "HAS_ROW_INDEX": has_row_index,
-            "HAS_WINDOW": has_window,
-            "HAS_TREE": has_tree,
-            "BLOCK_R": 16 if rows <= _SMALL_BATCH_ROWS else 256,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "MASKED_N": min(tile.block_n, _MASKED_N),
-            "BLOCK_D": block_d,
-            "STAGES": tile.stages,
-            "IS_V_LATE": tile.is_v_late,
-        },
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+from sglang.srt.layers.attention.triton_ops.extend_split import (
+    ExtendWorkspace,
+    extend_split,
+    extend_splits,
+)
+from sglang.srt.layers.attention.triton_ops.extend_table import (
+    choose_tile,
+    extend_launch,
+)
 
 
 def extend_attention(
@@ -127,11 +44,14 @@ def extend_attention(
     k_new: Tensor | None = None,
     v_new: Tensor | None = None,
     out: Tensor,
+    workspace: ExtendWorkspace | None = None,
 ) -> None:
     """Attention of several new tokens per row, whose K and V are in the pool already.
 
     With k_new and v_new, and where `reads_new` says so, the pool is read for the prefix
-    alone.
+    alone. With a workspace the programs of a launch of short rows may share the
+    elements of a row; how many do depends on shapes and on `workspace.max_context`
+    only, so that the launch can be captured in a CUDA graph.
 
     Args:
         q, k_cache, v_cache, page_table, row_index, qo_indptr, prefix_lens, page_size,
@@ -139,6 +59,7 @@ def extend_attention(
             `sglang.srt.layers.ops.attention.extend_attention`; page_size a power of
             two, k_new and v_new aligned to 16 bytes. Tokens past qo_indptr[R] are left
             alone.
+        workspace: from `extend_workspace` for this head size.
 
     Raises:
         ValueError: a window together with a tree mask, sm_scale <= 0, or shapes that
@@ -184,20 +105,40 @@ def extend_attention(
             out=out,
         )
         return
+    shape = {"rows": rows, "q_heads": q_heads, "kv_heads": kv_heads}
+    tile = choose_tile(
+        **shape, tokens=tokens, head_dim=head_dim, itemsize=q.element_size()
+    )
+    if workspace is not None and tile.programs > 0:
+        extend_split(
+            q,
+            k_cache,
+            v_cache,
+            page_table=page_table,
+            row_index=row_index,
+            qo_indptr=qo_indptr,
+            prefix_lens=prefix_lens,
+            page_size=page_size,
+            sm_scale=sm_scale,
+            window=window,
+            tree_mask=tree_mask,
+            out=out,
+            tile=tile,
+            splits=extend_splits(tile, **shape, tokens=tokens, workspace=workspace),
+            workspace=workspace,
+        )
+        return
     launch = extend_launch(
-        tokens=tokens,
-        rows=rows,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
+        tile,
+        **shape,
         head_dim=head_dim,
-        itemsize=q.element_size(),
         page_size=page_size,
         has_row_index=row_index is not None,
         has_window=window > 0,
         has_tree=tree_mask is not None,
     )
     heads_per_tile = launch.constants["HEADS_PER_TILE"]
-    tiles = tokens // (launch.constants["BLOCK_M"] // heads_per_tile) + rows
+    tiles = tokens // (tile.block_m // heads_per_tile) + rows
     extend_kernel[(tiles * (q_heads // heads_per_tile),)](
         q,
         k_cache,
