@@ -130,6 +130,7 @@ def plain_engine(model: Path, **options: Any) -> EngineHarness:
         "dtype": "float32",
         "context_length": CONTEXT,
         "max_running_requests": 32,
+        "max_total_tokens": 16384,
         "chunked_prefill_size": -1,
         "disable_overlap_schedule": True,
         "disable_cuda_graph": True,
