@@ -14,6 +14,7 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import divide_padded, padded_size
 from sglang.srt.layers.linear import Linear, LoadableParameter
 from sglang.srt.layers.module import Module
+from sglang.srt.layers.ops.linear import PackedWeight, unpack_weight
 
 
 class VocabEmbedding(Module):
@@ -47,6 +48,13 @@ class LMHead(Linear):
     def tie(self, embedding: VocabEmbedding) -> None:
         """Use the embedding's table as the weight; the packed form stays separate."""
         self.weight = embedding.weight
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """The weights of these entries (int64 [n]), [n, hidden_size]; where the head is
+        whole on this rank."""
+        weight = self._any_weight()
+        whole = unpack_weight(weight) if isinstance(weight, PackedWeight) else weight
+        return whole.data.index_select(0, token_ids)
 
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """[T, hidden_size] -> [T, vocab_size], the same bits on all ranks."""

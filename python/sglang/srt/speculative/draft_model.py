@@ -115,15 +115,26 @@ def share_embedding_and_head(
     assert not isinstance(target, DraftModel)
     embed_tokens, lm_head = target.embed_and_head()
     if token_map is not None:
-        rows = lm_head.weight
-        assert rows is not None
+        rows = lm_head.rows(token_map)
         with torch.device(rows.device):
-            sliced = LMHead(len(token_map), rows.shape[1])
+            sliced = LMHead(*rows.shape)
         assert sliced.weight is not None
-        sliced.weight.data = rows.data.index_select(0, token_map)
+        sliced.weight.data = rows
         sliced.process_weights_after_loading()
         lm_head = sliced
     draft.set_embed_and_head(embed_tokens, lm_head)
+
+
+def check_top_k(topk: int, *, num_tokens: int) -> None:
+    """
+    Raises:
+        ValueError: a draft of `num_tokens` tokens cannot propose `topk` of them.
+    """
+    if topk > num_tokens:
+        raise ValueError(
+            f"--speculative-eagle-topk {topk} asks for more tokens than the "
+            f"{num_tokens} that the draft can propose; use at most {num_tokens}"
+        )
 
 
 def load_token_map(path: str, *, vocab_size: int, device: torch.device | str) -> Tensor:

@@ -34,6 +34,7 @@ from sglang.srt.models.draft import DraftModel
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.draft_model import (
+    check_top_k,
     load_token_map,
     share_embedding_and_head,
 )
@@ -101,7 +102,9 @@ class EagleDraftWorker:
             dtype=target.dtype,
         )
         self.draft_runner.load_weights()
-        self._hot_token_ids = self._load_hot_token_ids()
+        self._hot_token_ids = hot = self._load_hot_token_ids()
+        vocab_size = target.model_config.vocab_size if hot is None else len(hot)
+        check_top_k(shape.topk, num_tokens=vocab_size)
         self._hidden_mode = CaptureHiddenMode.LAST
         self._hidden_dim = get_draft_hidden_dim(self.draft_runner)
         if self._hidden_dim is None:
