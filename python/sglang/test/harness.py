@@ -23,7 +23,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.test.scale import with_canary
 
-
 SHARED_GPU_TOKENS = 65536
 
 
