@@ -24,6 +24,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.test.scale import with_canary
 
 SHARED_GPU_TOKENS = 65536
+SHARED_GPU_CHUNK = 512
 
 
 @dataclass
@@ -50,8 +51,10 @@ class EngineHarness:
     ) -> None:
         self.io = ListIO()
         if torch.cuda.is_available():
-            # Many tests share a GPU: none may take all of its memory.
+            # Many tests share a GPU: none may take all of its memory, or capture prefill
+            # graphs of sizes that it never runs.
             server_args.setdefault("max_total_tokens", SHARED_GPU_TOKENS)
+            server_args.setdefault("chunked_prefill_size", SHARED_GPU_CHUNK)
         self.server_args = ServerArgs(model_path=str(model), **with_canary(server_args))
         self.scheduler: Scheduler = build_scheduler(self.server_args, self.io)
         if overlap:
