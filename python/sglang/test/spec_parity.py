@@ -54,7 +54,7 @@ def make_asks(
     new_tokens: int = 12,
 ) -> list[Ask]:
     """Mixed requests with shared beginnings. Every third asks for one of `EXTRAS`; one
-    in twenty goes to the last position of the context.
+    in thirty-three goes to the last position of the context.
 
     Args:
         longest: prompt plus output at most.
@@ -69,9 +69,9 @@ def make_asks(
     asks = []
     for i in range(total):
         stem = rng.choice(stems)
-        prompt = stem[: rng.randrange(len(stem) + 1)] + tokens(rng.randrange(1, 40))
+        prompt = stem[: rng.randrange(len(stem) + 1)] + tokens(rng.randrange(1, 20))
         new = rng.choice((1, 2, rng.randrange(1, new_tokens), new_tokens))
-        if i % 20 == 7:
+        if i % 33 == 7:
             new = rng.randrange(1, 10)
             prompt = (prompt + tokens(longest))[: longest - new]
         extra = EXTRAS[i // 3 % len(EXTRAS)] if i % 3 == 2 else {}

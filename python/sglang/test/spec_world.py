@@ -140,7 +140,7 @@ def plain_engine(model: Path, **options: Any) -> EngineHarness:
     return EngineHarness(model, **usual | options)
 
 
-def slots_for(config: SpecConfig, *, rows: int = 10) -> int:
+def slots_for(config: SpecConfig, *, rows: int = 14) -> int:
     """KV slots, in whole pages, that keep about `rows` requests going: with more of
     them, some are retracted."""
     reserve = 2 * alloc_len_per_decode(

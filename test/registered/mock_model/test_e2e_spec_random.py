@@ -88,14 +88,14 @@ def test_retraction_of_chains_is_harmless(folders, overlap):
     drafted for as before."""
     config = dataclasses.replace(CONFIGURATIONS[0], overlap=overlap)
     engine = spec_engine(
-        folders, config, max_total_tokens=400, schedule_conservativeness=0.1
+        folders, config, max_total_tokens=300, schedule_conservativeness=0.1
     )
     recorder = AcceptRecorder(engine.scheduler)
     expected = {}
     for i in range(12):
         prompt = [(31 * i + j) % VOCAB_SIZES["mock"] for j in range(20)]
-        rid = engine.submit(prompt, max_new_tokens=120, ignore_eos=True, stream=True)
-        expected[rid] = Expected(prompt, 120)
+        rid = engine.submit(prompt, max_new_tokens=80, ignore_eos=True, stream=True)
+        expected[rid] = Expected(prompt, 80)
     check(expected, engine.run(), vocab_size=VOCAB_SIZES["mock"])
     assert engine.scheduler.stats_snapshot().num_retracted_reqs > 0
     assert not predicted_acceptance(recorder, engine, list(expected)).differing

@@ -138,9 +138,12 @@ def limit(freedom: int) -> float:
     return max(freedom, 1) * (1 - spread + 3.72 * spread**0.5) ** 3
 
 
-@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize(
-    ("algorithm", "topk"), [("STANDALONE", 1), ("STANDALONE", 4), ("EAGLE", 4)]
+    ("algorithm", "topk", "name"),
+    [
+        *(("STANDALONE", topk, name) for topk in (1, 4) for name in SETTINGS),
+        ("EAGLE", 4, "temperature"),
+    ],
 )
 def test_tokens_are_distributed_as_the_target(world, algorithm, topk, name):
     """The first three tokens of many requests that differ in their seed. The prefill

@@ -58,7 +58,7 @@ class EagleCase:
         usual = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
         return [
             Ask(prompt=prompt, options=usual | options, is_plain=True)
-            for prompt in code_prompts()[:8]
+            for prompt in code_prompts()[:6]
         ]
 
     def test_output_accept_length_and_no_leak(self):
