@@ -32,6 +32,7 @@ from sglang.srt.arg_groups.speculative_hook import (
 from sglang.srt.configs.attention_backends import (
     ATTENTION_BACKENDS,
     DEFAULT_ATTENTION_BACKEND,
+    check_available,
     supported_names,
 )
 from sglang.srt.speculative.draft_layout import TreeShape
@@ -373,6 +374,7 @@ class ServerArgs:
                 f"--attention-backend {name} does not run on {self.device}; choose "
                 f"from {', '.join(supported_names(self.device))}"
             )
+        check_available(name)
         self.attention_backend = name
 
     @property

@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
+from attention_world import HEAD_DIM, PAGE_SIZES, make_problem
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.paged_backend import TorchNativeAttnBackend
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
-    HostLens,
 )
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cuda_ci
@@ -42,131 +36,15 @@ from sglang.srt.layers.attention.flashinfer_backend import (  # noqa: E402
 )
 
 VOCAB = 1000
-HEAD_DIM = 64
-PAGE_SIZES = [1, 4, 16, 64]
-TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 NEW_LENS = [1, 70, 5, 33]
 PREFIX_LENS = [0, 130, 64, 17]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Rows with shuffled pages, and the two backends over one pool."""
-
-    batch: ForwardBatch
-    layer: RadixAttention
-    qkv: Tensor
-    pool: MHATokenToKVPool
-    rows: ReqToTokenPool
-
-    def outputs(self, backend: AttentionBackend) -> Tensor:
-        heads = self.layer.num_heads, self.layer.num_kv_heads, self.layer.num_kv_heads
-        q, k, v = self.qkv.clone().split(heads, dim=1)
-        out = torch.full_like(q, 7.0, memory_format=torch.contiguous_format)
-        backend.init_eager(self.batch)
-        backend.forward(q, k, v, self.layer, self.batch, out=out)
-        return out
-
-    def compare(self) -> None:
-        pools = {"req_to_token_pool": self.rows, "kv_pool": self.pool}
-        with torch.inference_mode():
-            expected = self.outputs(TorchNativeAttnBackend(**pools))
-            actual = self.outputs(FlashInferAttnBackend(**pools))
-        tolerance = TOLERANCE[expected.dtype]
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def make_problem(
-    *,
-    page_size: int,
-    prefix_lens: list[int],
-    new_lens: list[int] | None = None,
-    heads: tuple[int, int] = (8, 2),
-    window: int | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    tree_nodes: int = 0,
-) -> Problem:
-    """Decode without `new_lens`; verification of random trees with `tree_nodes`."""
-    rng = torch.Generator().manual_seed(page_size)
-    count = len(prefix_lens)
-    new_lens = [tree_nodes] * count if tree_nodes else new_lens
-    mode = ForwardMode.EXTEND if new_lens else ForwardMode.DECODE
-    lens = new_lens or [1] * count
-    ends = [a + b for a, b in zip(prefix_lens, lens, strict=True)]
-    pages = [-(-end // page_size) for end in ends]
-    size = (sum(pages) + 3) * page_size
-    order = (torch.randperm(sum(pages) + 3, generator=rng) + 1) * page_size
-    rows = ReqToTokenPool(size=count, row_width=1024, device="cuda", context_len=1024)
-    indices = rows.alloc(count)
-    assert indices is not None
-    written, taken = [], 0
-    for row, begin, end, held in zip(indices, prefix_lens, ends, pages, strict=True):
-        first = order[taken : taken + held]
-        taken += held
-        slots = (first[:, None] + torch.arange(page_size)).flatten()[:end]
-        rows.write(row, 0, slots)
-        written.append(slots[begin:end])
-    pool = MHATokenToKVPool(
-        size=size,
-        page_size=page_size,
-        dtype=dtype,
-        layer_num=1,
-        head_num=heads[1],
-        head_dim=HEAD_DIM,
-        device="cuda",
-    )
-    for buffer in (pool.k_buffer, pool.v_buffer):
-        buffer.copy_(torch.randn(buffer.shape, generator=rng))
-    layer = RadixAttention(
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=HEAD_DIM,
-        layer_id=0,
-        scaling=0.17,
-        sliding_window=window,
-    )
-    tokens = sum(lens)
-    qkv = torch.randn(tokens, heads[0] + 2 * heads[1], HEAD_DIM, generator=rng)
-    new, prefix = torch.tensor(lens).cuda(), torch.tensor(prefix_lens).cuda()
-    identity = torch.zeros(count, dtype=torch.int64, device="cuda")
-    batch = ForwardBatch(
-        forward_mode=mode,
-        input_ids=torch.zeros(tokens, dtype=torch.int64, device="cuda"),
-        positions=torch.zeros(tokens, dtype=torch.int64, device="cuda"),
-        out_cache_loc=torch.cat(written).cuda(),
-        req_pool_indices=torch.tensor(indices).cuda(),
-        prefix_lens=prefix,
-        extend_lens=new,
-        seq_lens=prefix + new,
-        req_serial=identity,
-        salt=identity,
-        rids_int=identity,
-        bootstrap_room_ids_int=identity,
-        qo_indptr=torch.nn.functional.pad(new.cumsum(0), (1, 0)),
-        lens_cpu=HostLens(prefix_lens=prefix_lens, extend_lens=lens),
-        tree_mask=random_trees(count, tree_nodes, rng) if tree_nodes else None,
-    )
-    return Problem(
-        batch=batch, layer=layer, qkv=qkv.to("cuda", dtype), pool=pool, rows=rows
-    )
-
-
-def random_trees(rows: int, nodes: int, rng: torch.Generator) -> Tensor:
-    """[rows, nodes, nodes] bool: a node attends itself and the ancestors it drew."""
-    mask = torch.eye(nodes, dtype=torch.bool).repeat(rows, 1, 1)
-    for row in range(rows):
-        for node in range(1, nodes):
-            parent = int(torch.randint(-1, node, (), generator=rng))
-            if parent >= 0:
-                mask[row, node] |= mask[row, parent]
-    return mask.cuda()
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_extend(page_size):
     make_problem(
         page_size=page_size, prefix_lens=PREFIX_LENS, new_lens=NEW_LENS
-    ).compare()
+    ).compare(FlashInferAttnBackend)
 
 
 @pytest.mark.parametrize("window", [None, 300])
@@ -177,7 +55,7 @@ def test_long_prompts_without_a_prefix(page_size, window):
         prefix_lens=[0, 0, 0],
         new_lens=[700, 1, 130],
         window=window,
-    ).compare()
+    ).compare(FlashInferAttnBackend)
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (4, 2), (2, 2), (6, 1)])
@@ -185,12 +63,14 @@ def test_long_prompts_without_a_prefix(page_size, window):
 def test_decode(page_size, heads):
     make_problem(
         page_size=page_size, prefix_lens=[0, 200, 63, 64, 15], heads=heads
-    ).compare()
+    ).compare(FlashInferAttnBackend)
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_tree_mask(page_size):
-    make_problem(page_size=page_size, prefix_lens=[3, 130, 0], tree_nodes=9).compare()
+    make_problem(page_size=page_size, prefix_lens=[3, 130, 0], tree_nodes=9).compare(
+        FlashInferAttnBackend
+    )
 
 
 @pytest.mark.parametrize("window", [1, 50])
@@ -198,10 +78,10 @@ def test_tree_mask(page_size):
 def test_window(page_size, window):
     make_problem(
         page_size=page_size, prefix_lens=PREFIX_LENS, new_lens=NEW_LENS, window=window
-    ).compare()
+    ).compare(FlashInferAttnBackend)
     make_problem(
         page_size=page_size, prefix_lens=[0, 200, 49, 50], window=window
-    ).compare()
+    ).compare(FlashInferAttnBackend)
 
 
 def test_float16():
@@ -211,23 +91,23 @@ def test_float16():
             prefix_lens=PREFIX_LENS,
             new_lens=NEW_LENS,
             dtype=torch.float16,
-        ).compare()
+        ).compare(FlashInferAttnBackend)
         make_problem(
             page_size=page_size, prefix_lens=[0, 99], dtype=torch.float16
-        ).compare()
+        ).compare(FlashInferAttnBackend)
 
 
 def test_window_with_a_tree_is_refused():
     problem = make_problem(page_size=1, prefix_lens=[4], tree_nodes=3, window=2)
     with pytest.raises(ValueError, match="--attention-backend flashinfer"):
-        problem.compare()
+        problem.compare(FlashInferAttnBackend)
 
 
 def test_lengths_must_be_on_the_host():
     problem = make_problem(page_size=1, prefix_lens=[4])
     blind = dataclasses.replace(problem.batch, lens_cpu=None)
     with pytest.raises(RuntimeError, match="needs_cpu_seq_lens"):
-        dataclasses.replace(problem, batch=blind).compare()
+        dataclasses.replace(problem, batch=blind).compare(FlashInferAttnBackend)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -12,7 +13,6 @@ from sglang.srt.layers.attention.attention_registry import create_attention_back
 from sglang.srt.layers.attention.flashinfer_plan import (
     LayerShape,
     host_plan,
-    tree_attention_mask,
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import (
@@ -65,16 +65,16 @@ def test_a_batch_without_host_lengths_is_refused() -> None:
         host_plan(batch, page_size=1, pin_memory=False)
 
 
-def test_tree_masks_lie_row_after_row() -> None:
-    tree = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(0)) > 0.5
-    prefix_lens = [5, 0, 2]
-    mask = tree_attention_mask(tree, torch.tensor(prefix_lens), max_len=12)
-    expected = []
-    for row, prefix in enumerate(prefix_lens):
-        own = torch.ones(4, prefix + 4, dtype=torch.bool)
-        own[:, prefix:] = tree[row]
-        expected.append(own.flatten())
-    assert torch.equal(mask, torch.cat(expected))
+def test_masks_of_trees_start_at_bytes() -> None:
+    batch = batch_of([5, 0, 2], [3, 3, 3], rows=3)
+    plain = host_plan(batch, page_size=4, pin_memory=False)
+    assert (plain.max_mask_bytes, plain.total_mask_bytes) == (0, 0)
+    trees = dataclasses.replace(batch, tree_mask=torch.zeros(3, 3, 3).bool())
+    plan = host_plan(trees, page_size=4, pin_memory=False)
+    # 3 x 8, 3 x 3 and 3 x 5 bits.
+    assert plan.mask_indptr.tolist() == [0, 3, 5, 7]
+    assert (plan.max_mask_bytes, plan.total_mask_bytes) == (3, 7)
+    assert (plan.rows, plan.tokens_per_row) == (3, 3)
 
 
 def test_a_window_counts_the_elements_before_the_own() -> None:
@@ -89,11 +89,15 @@ def test_the_workspace_grows_with_rows() -> None:
     assert shape.workspace_bytes(1) == 128 << 20
     # 1024 rows: 256 tiles of packed queries, and one more for each row.
     assert shape.workspace_bytes(1024) >= 32 * 1280 * 16 * 129 * 4
+    # 48 trees of 64 nodes: 96 tiles of 128 packed queries, and one more for each row
+    # but one.
+    assert shape.extend_workspace_bytes(48, 64) >= 32 * 143 * 128 * 129 * 4
+    assert shape.extend_workspace_bytes(1, 4) == 128 << 20
 
 
 def test_a_missing_package_names_the_flag_and_the_extra(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    for name in ("flashinfer_backend", "flashinfer_wrappers"):
+    for name in ("flashinfer_backend", "flashinfer_draft", "flashinfer_wrappers"):
         monkeypatch.delitem(
             sys.modules, f"sglang.srt.layers.attention.{name}", raising=False
         )

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang.srt.layers.attention.triton_ops.page_indices import page_indices_kernel
+from sglang.srt.layers.attention.triton_ops.tree_mask import pack_tree_mask_kernel
 from sglang.srt.layers.triton_ops import activation, norm, rope, sampling
 from sglang.srt.layers.triton_ops.gemm_kernels import gemm_kernel, gemv_kernel
 from sglang.srt.layers.triton_ops.gemm_table import lookup
@@ -173,6 +174,9 @@ def gathers() -> Iterator[Variant]:
             {"PAGE_SIZE": page_size, "BLOCK": 1024},
             4,
         )
+    mask = {"tree_mask": "*u8", "prefix_lens": "*i64", "indptr": "*i32", "out": "*u8"}
+    constants = {"NODES": 64, "BLOCK": 256}
+    yield Variant("tree mask", pack_tree_mask_kernel, mask, constants, 4)
 
 
 def compile_variant(variant: Variant) -> Any:

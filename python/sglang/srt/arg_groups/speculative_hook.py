@@ -31,7 +31,7 @@ _LLAMA_TYPES = frozenset({"LlamaForCausalLM"})
 # Requests that a batch of drafts may hold where the user says nothing.
 _MAX_RUNNING_REQUESTS = {"cpu": 64, "cuda": 48}
 # The kernels of the CPU are as fast; on a GPU these are the ones that read trees.
-_TREE_BACKENDS = "flashinfer, fa3, triton (CUDA), cpu_native, torch_native (CPU)"
+_TREE_BACKENDS = "flashinfer, triton (CUDA), cpu_native, torch_native (CPU)"
 
 
 def handle_speculative(server_args: ServerArgs) -> None:

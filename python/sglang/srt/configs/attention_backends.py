@@ -7,6 +7,8 @@ here, so that both sides ask one table.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import NoReturn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +57,18 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
     ),
     "flashinfer": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),
-        supports_speculation=False,
+        supports_speculation=True,
+        supports_tree_draft=True,
+        needs_paged_draft_rows=False,
+        needs_cpu_seq_lens=True,
+        supports_cuda_graph=True,
+    ),
+    "fa3": AttentionBackendCapabilities(
+        devices=frozenset({"cuda"}),
+        supports_speculation=True,
         supports_tree_draft=True,
         needs_paged_draft_rows=True,
-        needs_cpu_seq_lens=True,
+        needs_cpu_seq_lens=False,
         supports_cuda_graph=True,
     ),
 }
@@ -72,4 +82,32 @@ def supported_names(device: str) -> list[str]:
         name
         for name, capabilities in ATTENTION_BACKENDS.items()
         if device in capabilities.devices
+    )
+
+
+def check_available(name: str) -> None:
+    """
+    Raises:
+        ValueError: this version cannot serve attention through that backend.
+    """
+    if name == "fa3":
+        refuse_fa3()
+
+
+def refuse_fa3() -> NoReturn:
+    """
+    Raises:
+        ValueError: says what is missing, and what to use.
+    """
+    instead = "use --attention-backend flashinfer or triton"
+    if find_spec("sgl_kernel") is None:
+        raise ValueError(
+            "--attention-backend fa3 needs the package sgl_kernel, which is not "
+            "installed: pip install sgl-kernel (0.3.21 needs torch 2.9.1 and CUDA 12); "
+            f"this version has not been verified with it, so {instead}"
+        )
+    raise ValueError(
+        "--attention-backend fa3: the package sgl_kernel is installed, but this "
+        "version has not been verified with it, and serves nothing unverified; "
+        f"{instead}"
     )

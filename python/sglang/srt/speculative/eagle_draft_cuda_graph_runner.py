@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 class EAGLEDraftCudaGraphRunner(WorkspaceGraphs):
     def __init__(self, worker: EagleDraftWorker, *, batch_sizes: list[int]) -> None:
         def prepare(size: int) -> Callable[[], None]:
+            worker.plan_draft(worker.no_lens, graph_rows=size)
             return partial(worker.draft_forward, worker.workspace.rows(size))
 
-        super().__init__("draft phase", prepare, batch_sizes=batch_sizes)
+        def plan(size: int, seq_lens: Sequence[int] | None) -> None:
+            worker.plan_draft(seq_lens, graph_rows=size)
+
+        super().__init__("draft phase", prepare, plan=plan, batch_sizes=batch_sizes)

@@ -74,10 +74,12 @@ class EagleDraftWorker:
         draft_runner: of the draft model.
         workspace, relay: tensors of an iteration, and between iterations; from
             `init_memory` on.
+        no_lens: host lengths of a batch of padding, as the backend needs them.
     """
 
     workspace: EagleWorkspace
     relay: DraftRelay
+    no_lens: list[int] | None
 
     def __init__(
         self,
@@ -152,6 +154,7 @@ class EagleDraftWorker:
         )
         capabilities = runner.attn_backend.capabilities
         self._needs_tails = capabilities.needs_paged_draft_rows
+        self.no_lens = [] if capabilities.needs_cpu_seq_lens else None
         # Constants of the fixed-width extend.
         width, device = self._shape.accept_width, rows.device
         self._extend_steps = torch.arange(width, device=device)
@@ -216,15 +219,21 @@ class EagleDraftWorker:
         Args:
             seq_lens: their KV lengths on the host, where the backend needs them.
         """
-        self._attention.plan(seq_lens)
         part, graphs = self.workspace.rows(count), self._draft_graphs
         with self.draft_runner.scopes.launch(
             forward_batch=self._first_step(part), steps=range(self._shape.num_steps - 1)
         ):
             if graphs is not None and graphs.can_run(count):
-                graphs.replay(count)
+                graphs.replay(count, seq_lens=seq_lens)
             else:
+                self.plan_draft(seq_lens)
                 self.draft_forward(part, seq_lens=seq_lens)
+
+    def plan_draft(
+        self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0
+    ) -> None:
+        """What `draft_forward` needs before it: see `DraftDecodeBackend.plan`."""
+        self._attention.plan(seq_lens, graph_rows=graph_rows)
 
     def draft_forward(
         self, part: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
@@ -395,7 +404,7 @@ class EagleDraftWorker:
         batch = self.extend_batch(self.workspace.rows(count), seq_lens=seq_lens)
         with runner.scopes.launch(forward_batch=batch, steps=(0,)):
             if graphs is not None and graphs.can_run(count):
-                graphs.replay(count)
+                graphs.replay(count, seq_lens=seq_lens)
                 return
             runner.attn_backend.init_eager(batch)
             self.extend_forward(batch)
@@ -411,9 +420,6 @@ class EagleDraftWorker:
         those before it, so the rows behind the accept length do no harm."""
         width, count = self._shape.accept_width, part.count
         offsets = self.extend_offsets(count)
-        lens_cpu = None
-        if seq_lens is not None:
-            lens_cpu = HostLens(prefix_lens=list(seq_lens), extend_lens=[width] * count)
         return ForwardBatch(
             forward_mode=ForwardMode.DRAFT_EXTEND_V2,
             input_ids=part.tokens.view(-1),
@@ -424,13 +430,23 @@ class EagleDraftWorker:
             seq_lens=part.seq_lens + width,
             qo_indptr=offsets,
             logits_rows=offsets[:-1] + part.result.accept_lens - 1,
-            lens_cpu=lens_cpu,
+            lens_cpu=self.extend_lens(seq_lens, count=count),
             capture_hidden_mode=self._hidden_mode,
             spec_info=EagleDraftInput(
                 hidden_states=part.hidden_states, accept_lens=part.result.accept_lens
             ),
             **part.who()._asdict(),
         )
+
+    def extend_lens(
+        self, seq_lens: Sequence[int] | None, *, count: int
+    ) -> HostLens | None:
+        """Of a draft extend; rows behind `seq_lens` are padding without KV."""
+        if seq_lens is None:
+            return None
+        width = self._shape.accept_width
+        live = HostLens(prefix_lens=list(seq_lens), extend_lens=[width] * len(seq_lens))
+        return live.padded(count, prefix_len=0, extend_len=width)
 
     def extend_forward(self, forward_batch: ForwardBatch) -> None:
         """Run the extend and leave what the next iteration starts from."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,6 +25,8 @@ class WorkspaceGraphs:
     """Args:
     name: for the log.
     prepare: called with a size before its warm-ups; returns the phase to capture.
+    plan: called before each replay with the graph's size and the requests' KV lengths
+        on the host, where attention needs them; those behind are padding without KV.
     batch_sizes: padded numbers of requests, each a graph.
     make_backend: captures segments; tests pass a recorder that needs no GPU.
     """
@@ -34,11 +36,13 @@ class WorkspaceGraphs:
         name: str,
         prepare: Callable[[int], Callable[[], None]],
         *,
+        plan: Callable[[int, Sequence[int] | None], None],
         batch_sizes: list[int],
         make_backend: Callable[[], SegmentBackend] = cuda_graph_backend,
     ) -> None:
         self._name = name
         self._prepare = prepare
+        self._plan = plan
         self._sizes = sorted(batch_sizes)
         self._make_backend = make_backend
         self._graphs: dict[int, BreakableGraph] = {}
@@ -51,9 +55,10 @@ class WorkspaceGraphs:
     def can_run(self, count: int) -> bool:
         return count <= self._sizes[-1]
 
-    def replay(self, count: int) -> None:
-        """Run the smallest graph for `count` requests."""
+    def replay(self, count: int, *, seq_lens: Sequence[int] | None = None) -> None:
+        """Run the smallest graph for `count` requests; `seq_lens` as for `plan`."""
         size = self._sizes[bisect.bisect_left(self._sizes, count)]
+        self._plan(size, seq_lens)
         self._graphs[size].replay()
 
     def _capture(self) -> None:

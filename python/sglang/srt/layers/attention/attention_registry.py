@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from sglang.srt.configs.attention_backends import refuse_fa3
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.paged_backend import (
     CpuNativeAttnBackend,
@@ -46,6 +47,7 @@ _BACKENDS: dict[str, Callable[[], Callable[..., AttentionBackend]]] = {
     TorchNativeAttnBackend.name: lambda: TorchNativeAttnBackend,
     "triton": _triton,
     "flashinfer": _flashinfer,
+    "fa3": refuse_fa3,
 }
 
 

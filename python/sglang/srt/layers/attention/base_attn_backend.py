@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 class DraftDecodeBackend(Protocol):
     """Attention of one draft phase: forwards of requests x branches, one per step."""
 
-    def plan(self, seq_lens: Sequence[int] | None) -> None:
-        """What must be done on the host before a phase, outside any graph.
+    def plan(self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0) -> None:
+        """What must be done on the host before a phase, outside any graph: before it
+        runs, and before a graph of it is captured or replayed.
 
         Args:
             seq_lens: KV lengths of the requests, if `needs_cpu_seq_lens`.
+            graph_rows: requests of the graph, of which those behind `seq_lens` are
+                padding without KV; 0 outside of graphs.
         """
 
     def prepare(self, rows: SlotRows) -> None:

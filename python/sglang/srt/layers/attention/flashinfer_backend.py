@@ -17,20 +17,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import (
+    AttentionBackend,
+    DraftDecodeBackend,
+)
+from sglang.srt.layers.attention.branch_lists import BranchLists
+from sglang.srt.layers.attention.flashinfer_draft import FlashInferDraftDecode
 from sglang.srt.layers.attention.flashinfer_plan import (
     HostPlan,
     LayerShape,
     host_plan,
-    tree_attention_mask,
 )
 from sglang.srt.layers.attention.flashinfer_wrappers import (
     PlanBuffers,
     Planned,
     ShapePlans,
+    TreeMasks,
+    Workspaces,
 )
 from sglang.srt.layers.attention.paged_backend import store_kv
 from sglang.srt.layers.attention.triton_ops.page_indices import page_indices
+from sglang.srt.layers.attention.triton_ops.tree_mask import pack_tree_mask
 from sglang.srt.layers.ops.rope import rope_store_kv
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
@@ -41,11 +48,14 @@ from sglang.srt.model_executor.forward_batch_info import (
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+    from sglang.srt.speculative.draft_layout import BranchLayout
 
 logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
+# Extends whose rows have equally many new tokens, few of them.
+_FIXED_WIDTH = frozenset({ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2})
 # From here on, prompts without a prefix are worth gathering (see `_dense_kv`).
 _DENSE_TOKENS = 512
 _HOPPER = 9
@@ -66,6 +76,7 @@ class FlashInferAttnBackend(AttentionBackend):
         _check_supported(kv_pool.dtype, head_dim)
         rows, device = req_to_token_pool.size, req_to_token_pool.device
         self._page_size = kv_pool.page_size
+        self._pool = req_to_token_pool
         self._page_table = req_to_token_pool.req_to_token[:, :: self._page_size]
         int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self._buffers = PlanBuffers(
@@ -73,9 +84,13 @@ class FlashInferAttnBackend(AttentionBackend):
             # Rows may share pages, so that the pool does not bound their sum.
             kv_indices=torch.zeros(rows * self._page_table.shape[1], **int32),
             last_page_lens=torch.ones(rows, **int32),
+            qo_indptr=torch.zeros(rows + 1, **int32),
             page_size=self._page_size,
             dtype=kv_pool.dtype,
         )
+        self._workspaces = Workspaces(device)
+        # By nodes of a tree.
+        self._masks: dict[int, TreeMasks] = {}
         self._kv_pool = kv_pool
         self._is_hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
         self._gathered = kv_pool.get_kv_buffer(0)[0].new_empty(0)
@@ -84,7 +99,16 @@ class FlashInferAttnBackend(AttentionBackend):
         self._host: HostPlan | None = None
         self._graph_rows = 0
         self._is_dense = False
+        self._tree_masks: TreeMasks | None = None
         self._planned: dict[LayerShape, Planned] = {}
+
+    def draft_decode(
+        self, layout: BranchLayout, *, max_requests: int
+    ) -> DraftDecodeBackend:
+        lists = BranchLists(layout, max_requests=max_requests, pool=self._pool)
+        return FlashInferDraftDecode(
+            lists, kv_pool=self._kv_pool, workspaces=self._workspaces
+        )
 
     def init_eager(self, forward_batch: ForwardBatch) -> None:
         self._begin(forward_batch, graph_rows=0)
@@ -97,9 +121,17 @@ class FlashInferAttnBackend(AttentionBackend):
     def init_replay(self, forward_batch: ForwardBatch) -> None:
         rows = forward_batch.num_rows
         host = self._begin(forward_batch, graph_rows=rows)
-        for plans in self._shapes.values():
-            if plans.has_graph(rows):
-                plans.plan_decode(host, graph_rows=rows)
+        for shape, plans in self._shapes.items():
+            if forward_batch.forward_mode.is_decode:
+                is_captured = plans.has_decode(rows)
+            else:
+                is_captured = plans.has_fixed(
+                    rows,
+                    host.tokens_per_row,
+                    is_tree=forward_batch.tree_mask is not None,
+                )
+            if is_captured:
+                self._planned[shape] = self._plan(shape, forward_batch)
 
     def _begin(self, forward_batch: ForwardBatch, *, graph_rows: int) -> HostPlan:
         """Enqueue the copy of the offsets and the gathering of the pages."""
@@ -108,7 +140,7 @@ class FlashInferAttnBackend(AttentionBackend):
             page_size=self._page_size,
             pin_memory=self._page_table.is_cuda,
         )
-        indptr = self._buffers.kv_indptr[: forward_batch.num_rows + 1]
+        indptr = self._buffers.indptr(host.rows)
         indptr.copy_(host.kv_indptr, non_blocking=True)
         page_indices(
             self._page_table,
@@ -119,21 +151,59 @@ class FlashInferAttnBackend(AttentionBackend):
             page_size=self._page_size,
         )
         self._host, self._graph_rows = host, graph_rows
+        self._tree_masks = self._pack_masks(forward_batch, host)
         self._is_dense = (
             self._is_hopper
             and forward_batch.forward_mode is ForwardMode.EXTEND
-            and forward_batch.tree_mask is None
+            and self._tree_masks is None
             and not host.has_prefix
             and host.new_tokens >= _DENSE_TOKENS
         )
         self._planned = {}
         return host
 
+    def _pack_masks(
+        self, forward_batch: ForwardBatch, host: HostPlan
+    ) -> TreeMasks | None:
+        """Enqueue the packing of the trees' masks into static memory."""
+        tree_mask = forward_batch.tree_mask
+        if tree_mask is None:
+            return None
+        masks = self._masks_of(nodes=tree_mask.shape[1])
+        if host.total_mask_bytes > len(masks.packed):
+            raise RuntimeError(
+                f"the masks of {host.rows} trees take {host.total_mask_bytes} bytes, "
+                f"but their buffer has {len(masks.packed)}"
+            )
+        indptr = masks.indptr[: host.rows + 1]
+        indptr.copy_(host.mask_indptr, non_blocking=True)
+        pack_tree_mask(
+            tree_mask,
+            prefix_lens=forward_batch.prefix_lens,
+            indptr=indptr,
+            out=masks.packed,
+            max_bytes=host.max_mask_bytes,
+        )
+        return masks
+
+    def _masks_of(self, *, nodes: int) -> TreeMasks:
+        """Memory for a tree of so many nodes in every row, over the longest prefix."""
+        masks = self._masks.get(nodes)
+        if masks is None:
+            longest = self._page_table.shape[1] * self._page_size
+            size = self._buffers.rows * -(-nodes * longest // 8)
+            indptr = self._buffers.kv_indptr
+            masks = self._masks[nodes] = TreeMasks(
+                indptr=torch.zeros_like(indptr),
+                packed=torch.zeros(size, dtype=torch.uint8, device=indptr.device),
+            )
+        return masks
+
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
         view = KVReadView(
             read_lens=forward_batch.seq_lens,
             page_size=self._page_size,
-            indptr=self._buffers.kv_indptr[: forward_batch.num_rows + 1],
+            indptr=self._buffers.indptr(forward_batch.num_rows),
             page_indices=self._buffers.kv_indices,
         )
         return (view,)
@@ -195,25 +265,25 @@ class FlashInferAttnBackend(AttentionBackend):
                 "takes minutes",
                 shape,
             )
-            plans = self._shapes[shape] = ShapePlans(shape, buffers=self._buffers)
-        assert self._host is not None
+            plans = self._shapes[shape] = ShapePlans(
+                shape, buffers=self._buffers, workspaces=self._workspaces
+            )
+        host, masks = self._host, self._tree_masks
+        assert host is not None
         if forward_batch.forward_mode.is_decode:
-            return plans.plan_decode(self._host, graph_rows=self._graph_rows)
+            return plans.plan_decode(
+                host.kv_indptr, host.last_page_lens, graph_rows=self._graph_rows
+            )
         if self._is_dense:
-            return plans.plan_dense(self._host)
-        if forward_batch.tree_mask is None:
-            return plans.plan_extend(self._host, custom_mask=None)
-        if shape.window > 0:
+            return plans.plan_dense(host)
+        if masks is None and forward_batch.forward_mode not in _FIXED_WIDTH:
+            return plans.plan_extend(host)
+        if masks is not None and shape.window > 0:
             raise ValueError(
                 f"--attention-backend flashinfer: a sliding window of {shape.window} "
                 "with a tree mask is not supported; drop the speculative top-k to 1"
             )
-        mask = tree_attention_mask(
-            forward_batch.tree_mask,
-            forward_batch.prefix_lens,
-            max_len=self._host.max_pages * self._page_size,
-        )
-        return plans.plan_extend(self._host, custom_mask=mask)
+        return plans.plan_fixed(host, masks=masks)
 
 
 def _check_supported(dtype: torch.dtype, head_dim: int) -> None:

@@ -22,6 +22,8 @@ _CUDA_CORE_GROUP = 2
 # FlashInfer splits the KV of few rows over at most this many blocks per KV head times
 # KV heads: two per multiprocessor of the largest GPU it is built for.
 _SPLIT_BLOCKS = 2 * 160
+# The largest tile of packed queries of a prefill kernel.
+_QUERY_TILE = 128
 _MIN_WORKSPACE_BYTES = 128 << 20
 
 
@@ -67,7 +69,21 @@ class LayerShape:
         group = self.q_heads // self.kv_heads
         tile = 16 if group <= 16 else 64
         blocks = max(_SPLIT_BLOCKS, rows * group // tile + rows)
-        needed = self.q_heads * blocks * tile * (self.head_dim + 2) * 4
+        return self._partial_bytes(blocks * tile)
+
+    def extend_workspace_bytes(self, rows: int, tokens_per_row: int) -> int:
+        """The same of up to `rows` padded rows of so many new tokens each.
+
+        FlashInfer lays a graph out for any distribution of the tokens over the rows:
+        one tile per row beyond those that the tokens fill.
+        """
+        packed = rows * tokens_per_row * (self.q_heads // self.kv_heads)
+        queries = packed + (rows + 1) * _QUERY_TILE
+        split = (_SPLIT_BLOCKS // self.kv_heads + 1) * _QUERY_TILE
+        return self._partial_bytes(max(queries, split))
+
+    def _partial_bytes(self, queries: int) -> int:
+        needed = self.q_heads * queries * (self.head_dim + 2) * 4
         return max(_MIN_WORKSPACE_BYTES, -(-needed // 4096) * 4096)
 
 
@@ -83,6 +99,9 @@ class HostPlan:
         total_pages: kv_indptr[R].
         new_tokens: qo_indptr[R].
         has_prefix: whether any row reads elements older than its new tokens.
+        mask_indptr: [R + 1], of trees; bytes of a row's packed mask.
+        max_mask_bytes: of the longest row; 0 without trees.
+        total_mask_bytes: mask_indptr[R].
     """
 
     qo_indptr: Tensor
@@ -92,6 +111,18 @@ class HostPlan:
     total_pages: int
     new_tokens: int
     has_prefix: bool
+    mask_indptr: Tensor
+    max_mask_bytes: int
+    total_mask_bytes: int
+
+    @property
+    def rows(self) -> int:
+        return self.last_page_lens.shape[0]
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Of a batch whose rows have equally many new tokens."""
+        return self.new_tokens // self.rows
 
 
 def host_plan(
@@ -112,10 +143,13 @@ def host_plan(
     total = new + np.asarray(lens.prefix_lens, dtype=np.int64)
     pages = -(-total // page_size)
     rows = len(new)
-    block = np.zeros((3, rows + 1), dtype=np.int32)
+    has_tree = forward_batch.tree_mask is not None
+    mask_bytes = -(-new * total // 8) if has_tree else np.zeros_like(new)
+    block = np.zeros((4, rows + 1), dtype=np.int32)
     np.cumsum(new, out=block[0, 1:])
     np.cumsum(pages, out=block[1, 1:])
     block[2, :rows] = total - (pages - 1) * page_size
+    np.cumsum(mask_bytes, out=block[3, 1:])
     tensor = torch.from_numpy(block)
     if pin_memory:
         tensor = tensor.pin_memory()
@@ -127,24 +161,7 @@ def host_plan(
         total_pages=int(block[1, rows]),
         new_tokens=int(block[0, rows]),
         has_prefix=any(lens.prefix_lens),
+        mask_indptr=tensor[3],
+        max_mask_bytes=int(mask_bytes.max()),
+        total_mask_bytes=int(block[3, rows]),
     )
-
-
-def tree_attention_mask(tree_mask: Tensor, prefix_lens: Tensor, max_len: int) -> Tensor:
-    """Row after row the [new tokens, elements] mask of a tree, flat bool.
-
-    Args:
-        tree_mask: [R, N, N] bool; new token j attends the new tokens i with
-            tree_mask[r, j, i], and the whole prefix.
-        prefix_lens: [R] int64.
-        max_len: elements of the longest row.
-
-    Returns:
-        [sum of N * (prefix_lens[r] + N)] bool. Waits for the device.
-    """
-    nodes = tree_mask.shape[1]
-    element = torch.arange(max_len, device=tree_mask.device)
-    new = element - prefix_lens[:, None]
-    index = new.clamp(0, nodes - 1)[:, None].expand(-1, nodes, -1)
-    allowed = torch.gather(tree_mask, 2, index) | (new < 0)[:, None]
-    return allowed[(new < nodes)[:, None].expand_as(allowed)]

@@ -16,30 +16,69 @@ from torch import Tensor
 from sglang.srt.layers.attention.flashinfer_plan import HostPlan, LayerShape
 
 _LAYOUT = "NHD"
-# Tile lists of a decode plan; prefill plans keep FlashInfer's own 8 MiB.
-_DECODE_INT_BYTES = 1 << 20
+# Tile lists of a plan of few tokens per row; others keep FlashInfer's own 8 MiB.
+_INT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBuffers:
-    """What plans of one backend share; static, because graphs read it.
+    """What plans of one kind share; static, because graphs read it.
 
     Fields:
-        kv_indptr: int32 [rows + 1]; pages of a row in `kv_indices`.
-        kv_indices: int32 [rows * columns]; page numbers, as FlashInfer reads them.
+        kv_indptr: int32; pages of a row in `kv_indices`, see `indptr`.
+        kv_indices: int32; page numbers, as FlashInfer reads them.
         last_page_lens: int32 [rows]; written by the plans of graphs.
+        qo_indptr: int32 [rows + 1]; written by the plans of extends of fixed width.
         dtype: of queries, KV cache and outputs.
+        place: which of the offset lists that lie in `kv_indptr` one after the other.
     """
 
     kv_indptr: Tensor
     kv_indices: Tensor
     last_page_lens: Tensor
+    qo_indptr: Tensor
     page_size: int
     dtype: torch.dtype
+    place: int = 0
 
     @property
     def rows(self) -> int:
         return self.last_page_lens.shape[0]
+
+    def indptr(self, rows: int) -> Tensor:
+        """The offsets of a batch of `rows` rows, [rows + 1]."""
+        begin = self.place * (rows + 1)
+        return self.kv_indptr[begin : begin + rows + 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeMasks:
+    """Packed masks of trees; static, because graphs read them.
+
+    Fields:
+        indptr: int32 [rows + 1]; bytes of a row. packed: uint8.
+    """
+
+    indptr: Tensor
+    packed: Tensor
+
+
+class Workspaces:
+    """Memory for partial results. Forwards do not overlap on the device, so whoever
+    needs no more than there is shares it; what a graph has captured stays."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = device
+        self._blocks: list[Tensor] = []
+
+    def of(self, size: int) -> Tensor:
+        """uint8 [at least `size`], zero before its first use."""
+        for block in self._blocks:
+            if len(block) >= size:
+                return block
+        block = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        self._blocks.append(block)
+        return block
 
 
 class Planned:
@@ -63,34 +102,50 @@ class Planned:
 
 
 class ShapePlans:
-    """The wrappers of one layer shape, and the workspace that they share."""
+    """The wrappers of one layer shape over one set of buffers.
 
-    def __init__(self, shape: LayerShape, *, buffers: PlanBuffers) -> None:
+    Wrappers of graphs read the indices where they stand: plans get none to copy.
+    """
+
+    def __init__(
+        self, shape: LayerShape, *, buffers: PlanBuffers, workspaces: Workspaces
+    ) -> None:
         self._shape = shape
         self._buffers = buffers
-        self._workspace = torch.zeros(
-            shape.workspace_bytes(buffers.rows),
-            dtype=torch.uint8,
-            device=buffers.kv_indptr.device,
-        )
-        self._decode_int = self._workspace.new_empty(_DECODE_INT_BYTES)
+        self._workspaces = workspaces
+        self._workspace = workspaces.of(shape.workspace_bytes(buffers.rows))
+        # Forwards do not overlap on the device, so their plans may share memory.
+        self._int_workspace = self._workspace.new_empty(_INT_BYTES)
         # Of graphs, by padded rows; 0: outside of graphs.
         self._decode: dict[int, Planned] = {}
-        self._extend: dict[bool, Planned] = {}
+        # By rows, tokens per row and whether they are trees.
+        self._fixed: dict[tuple[int, int, bool], Planned] = {}
+        self._extend: Planned | None = None
         self._dense: Planned | None = None
 
-    def has_graph(self, rows: int) -> bool:
+    def has_decode(self, rows: int) -> bool:
+        """Whether a decode graph of so many rows has been planned for."""
         return rows in self._decode
 
-    def plan_decode(self, host: HostPlan, *, graph_rows: int) -> Planned:
-        """`graph_rows` is 0 outside of graphs."""
+    def has_fixed(self, rows: int, tokens_per_row: int, *, is_tree: bool) -> bool:
+        """Whether an extend of this width has been planned for."""
+        return (rows, tokens_per_row, is_tree) in self._fixed
+
+    def plan_decode(
+        self, kv_indptr: Tensor, last_page_lens: Tensor, *, graph_rows: int
+    ) -> Planned:
+        """Args:
+        kv_indptr, last_page_lens: on the host; see `HostPlan`.
+        graph_rows: 0 outside of graphs.
+        """
         planned = self._decode.get(graph_rows)
         if planned is None:
             planned = self._decode[graph_rows] = self._new_decode(graph_rows)
+        indices = self._buffers.kv_indices
         planned.plan(
-            host.kv_indptr,
-            self._buffers.kv_indices[: host.total_pages],
-            host.last_page_lens,
+            kv_indptr,
+            indices[:0] if graph_rows else indices,
+            last_page_lens,
             self._shape.q_heads,
             self._shape.kv_heads,
             self._shape.head_dim,
@@ -99,29 +154,28 @@ class ShapePlans:
         )
         return planned
 
-    def plan_extend(self, host: HostPlan, *, custom_mask: Tensor | None) -> Planned:
-        is_tree = custom_mask is not None
-        planned = self._extend.get(is_tree)
+    def plan_fixed(self, host: HostPlan, *, masks: TreeMasks | None) -> Planned:
+        """An extend of equally many tokens per row, in a graph or outside of one: of
+        trees with `masks`, else causal."""
+        key = (host.rows, host.tokens_per_row, masks is not None)
+        planned = self._fixed.get(key)
         if planned is None:
-            # Masks are beyond the Hopper kernels, which "auto" takes where it can.
-            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace, _LAYOUT, backend="fa2" if is_tree else "auto"
-            )
-            planned = self._extend[is_tree] = Planned(wrapper)
-        planned.plan(
-            host.qo_indptr,
-            host.kv_indptr,
-            self._buffers.kv_indices[: host.total_pages],
-            host.last_page_lens,
-            self._shape.q_heads,
-            self._shape.kv_heads,
-            self._shape.head_dim,
-            self._buffers.page_size,
-            custom_mask=custom_mask,
-            causal=not is_tree,
-            **self._options(),
-        )
+            planned = self._fixed[key] = self._new_fixed(host, masks)
+        # Without this FlashInfer looks for the longest row element by element.
+        longest = {"max_token_per_sequence": host.tokens_per_row}
+        self._plan_paged(planned, host, self._buffers.kv_indices[:0], **longest)
         return planned
+
+    def plan_extend(self, host: HostPlan) -> Planned:
+        """A causal extend of any lengths, outside of graphs."""
+        if self._extend is None:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, _LAYOUT
+            )
+            self._extend = Planned(wrapper)
+        indices = self._buffers.kv_indices[: host.total_pages]
+        self._plan_paged(self._extend, host, indices)
+        return self._extend
 
     def plan_dense(self, host: HostPlan) -> Planned:
         """Prompts without a prefix, K and V one token after the other."""
@@ -141,6 +195,24 @@ class ShapePlans:
         )
         return self._dense
 
+    def _plan_paged(
+        self, planned: Planned, host: HostPlan, indices: Tensor, **options: Any
+    ) -> None:
+        # A wrapper that was made with a mask's buffers reads those; it ignores causal.
+        planned.plan(
+            host.qo_indptr,
+            host.kv_indptr,
+            indices,
+            host.last_page_lens,
+            self._shape.q_heads,
+            self._shape.kv_heads,
+            self._shape.head_dim,
+            self._buffers.page_size,
+            causal=True,
+            **self._options(),
+            **options,
+        )
+
     def _options(self) -> dict[str, Any]:
         return {
             "sm_scale": self._shape.scaling,
@@ -154,7 +226,7 @@ class ShapePlans:
         if graph_rows:
             static = {
                 "use_cuda_graph": True,
-                "paged_kv_indptr_buffer": self._buffers.kv_indptr[: graph_rows + 1],
+                "paged_kv_indptr_buffer": self._buffers.indptr(graph_rows),
                 "paged_kv_indices_buffer": self._buffers.kv_indices,
                 "paged_kv_last_page_len_buffer": self._buffers.last_page_lens[
                     :graph_rows
@@ -166,6 +238,31 @@ class ShapePlans:
             use_tensor_cores=self._shape.uses_tensor_cores,
             **static,
         )
-        # Forwards do not overlap on the device, so their plans may share memory.
-        wrapper.reset_workspace_buffer(self._workspace, self._decode_int)
+        wrapper.reset_workspace_buffer(self._workspace, self._int_workspace)
+        return Planned(wrapper)
+
+    def _new_fixed(self, host: HostPlan, masks: TreeMasks | None) -> Planned:
+        rows, buffers = host.rows, self._buffers
+        static: dict[str, Any] = {}
+        if masks is not None:
+            static = {
+                "custom_mask_buf": masks.packed,
+                "mask_indptr_buf": masks.indptr[: rows + 1],
+            }
+        workspace = self._workspaces.of(
+            self._shape.extend_workspace_bytes(buffers.rows, host.tokens_per_row)
+        )
+        # Few queries over a long prefix: fa2 splits it over blocks, and takes masks.
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace,
+            _LAYOUT,
+            use_cuda_graph=True,
+            qo_indptr_buf=buffers.qo_indptr[: rows + 1],
+            paged_kv_indptr_buf=buffers.indptr(rows),
+            paged_kv_indices_buf=buffers.kv_indices,
+            paged_kv_last_page_len_buf=buffers.last_page_lens[:rows],
+            backend="fa2",
+            **static,
+        )
+        wrapper.reset_workspace_buffer(workspace, self._int_workspace)
         return Planned(wrapper)

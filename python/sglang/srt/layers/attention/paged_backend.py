@@ -28,6 +28,7 @@ from sglang.srt.layers.ops.rope import rope_store_kv, rope_store_kv_ref
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVReadView
 from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.ops.slots import SlotRows, branch_table
+from sglang.srt.utils.fault_points import SHORT_BRANCH_TABLE, is_reverted
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -199,7 +200,7 @@ class PlainDraftDecode:
     def __init__(self, backend: PagedAttnBackend) -> None:
         self._backend = backend
 
-    def plan(self, seq_lens: Sequence[int] | None) -> None:
+    def plan(self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0) -> None:
         """Nothing to plan."""
 
     def prepare(self, rows: SlotRows) -> None:
@@ -220,6 +221,7 @@ class BranchDraftDecode:
         self, backend: PagedAttnBackend, *, layout: BranchLayout, max_requests: int
     ) -> None:
         self._layout = layout
+        self._is_short = is_reverted(SHORT_BRANCH_TABLE)
         self._is_paged = backend.capabilities.needs_paged_draft_rows
         pool = backend._req_to_token_pool
         unit = layout.page_size if self._is_paged else 1
@@ -232,7 +234,7 @@ class BranchDraftDecode:
         )
         self._backend = backend.with_table(self.page_table, page_size=unit)
 
-    def plan(self, seq_lens: Sequence[int] | None) -> None:
+    def plan(self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0) -> None:
         """Nothing to plan: the device fills the table."""
 
     def prepare(self, rows: SlotRows) -> None:
@@ -243,6 +245,15 @@ class BranchDraftDecode:
             paged=self._is_paged,
             out=self.page_table[:count],
         )
+        if self._is_short:
+            self._forget_last_slots(rows, self.page_table[:count])
+
+    def _forget_last_slots(self, rows: SlotRows, table: Tensor) -> None:
+        """Fault point: the entry of the newest slot that the last step reads."""
+        unit = self._layout.page_size if self._is_paged else 1
+        newest = (rows.seq_lens + self._layout.num_steps - 2) // unit
+        columns = newest.repeat_interleave(self._layout.topk)
+        table.scatter_(1, columns[:, None], 0)
 
     def step(self, index: int) -> AttentionBackend:
         return self._backend

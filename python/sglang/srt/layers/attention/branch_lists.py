@@ -1,0 +1,134 @@
+"""Lists of the KV slots that each draft branch reads, one list per draft step, for
+kernels that take (indptr, indices). Knows slots and lengths; no kernels, no layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.speculative.draft_layout import BranchLayout
+from sglang.srt.speculative.ops.slots import SlotRows, branch_token_indices
+from sglang.srt.utils.fault_points import (
+    SHORT_BRANCH_TABLE,
+    SMALL_INDEX_BUFFER,
+    is_reverted,
+)
+
+GUARD_WORDS = 64
+# No slot: a list that has grown into the guard words shows.
+_GUARD = -1
+_INT32_END = 2**31
+
+
+class HostOffsets(NamedTuple):
+    """What a plan of one draft phase is made from, int32 on the host: indptr
+    [steps, rows + 1]; ones [rows], the elements in the last "page" of a row."""
+
+    indptr: Tensor
+    ones: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.ones.shape[0]
+
+
+class BranchLists:
+    """Row z = q * K + t is branch t of request q. At step i it reads the L slots of the
+    prefix and i + 1 of its own.
+
+    The memory holds the lists of any batch; behind what is declared lie guard words.
+
+    Attributes:
+        topk: branches of a request. max_rows: branches of a batch at most.
+        steps: forwards of a draft phase, S - 1.
+        capacity: declared entries of a step's lists.
+        indptr: int32, flat; its first entries are [steps, rows + 1] of a batch.
+        indices: int32 [steps, capacity].
+
+    Raises:
+        ValueError: lists that int32 offsets cannot address.
+    """
+
+    def __init__(
+        self, layout: BranchLayout, *, max_requests: int, pool: ReqToTokenPool
+    ) -> None:
+        self._layout = layout
+        self.topk = layout.topk
+        self._is_short = is_reverted(SHORT_BRANCH_TABLE)
+        self.max_rows = max_requests * layout.topk
+        self.steps = layout.num_steps - 1
+        # No branch is longer than a context and its drafts.
+        longest = pool.context_len + layout.num_steps
+        needed = self.max_rows * longest
+        if needed >= _INT32_END:
+            raise ValueError(
+                f"{max_requests} requests with {layout.topk} draft branches of up to "
+                f"{longest} tokens need {needed} KV indices, more than {_INT32_END}; "
+                "lower --max-running-requests, --context-length or "
+                "--speculative-eagle-topk"
+            )
+        is_small = is_reverted(SMALL_INDEX_BUFFER)
+        self.capacity = max_requests * longest if is_small else needed
+        self._memory = torch.full(
+            (self.steps * needed + GUARD_WORDS,),
+            _GUARD,
+            dtype=torch.int32,
+            device=pool.device,
+        )
+        declared = self._memory[: self.steps * self.capacity]
+        self.indices = declared.zero_().view(self.steps, self.capacity)
+        self.indptr = torch.zeros(
+            self.steps * (self.max_rows + 1), dtype=torch.int32, device=pool.device
+        )
+        ones = torch.ones(self.max_rows, dtype=torch.int32)
+        self._is_pinned = self.indices.is_cuda
+        self._ones = ones.pin_memory() if self._is_pinned else ones
+
+    def plan(self, seq_lens: Sequence[int], *, requests: int) -> HostOffsets:
+        """Offsets of a phase; requests behind `seq_lens` are padding without KV.
+
+        Raises:
+            RuntimeError: the lists do not fit; checked here, on the host, before
+                anything is enqueued, because kernels would read what is missing.
+        """
+        topk = self._layout.topk
+        lens = np.zeros(requests, dtype=np.int64)
+        lens[: len(seq_lens)] = seq_lens
+        step = np.arange(1, self.steps + 1)[:, None]
+        ends = np.cumsum(np.repeat(lens, topk) + step, axis=1)
+        longest = int(ends[-1, -1]) if ends.size else 0
+        if longest > self.capacity:
+            raise RuntimeError(
+                f"draft step {self.steps - 1} of {requests} requests with {topk} "
+                f"branches reads {longest} KV indices, but the index buffer holds "
+                f"{self.capacity} per step: it must be sized with the factor top-k"
+            )
+        indptr = torch.zeros((self.steps, requests * topk + 1), dtype=torch.int32)
+        indptr[:, 1:] = torch.from_numpy(ends)
+        if self._is_pinned:
+            indptr = indptr.pin_memory()
+        return HostOffsets(indptr, self._ones[: requests * topk])
+
+    def fill(self, rows: SlotRows) -> None:
+        """Write offsets and lists of these requests; enqueued, so capturable."""
+        if not self.steps:
+            return
+        branches = len(rows.req_pool_indices) * self._layout.topk
+        indptr = self.indptr[: self.steps * (branches + 1)].view(self.steps, -1)
+        branch_token_indices(
+            rows, layout=self._layout, indptr=indptr, indices=self.indices
+        )
+        if self._is_short:
+            for step in range(self.steps):
+                newest = indptr[step, 1:].long() - 1
+                self.indices[step].index_fill_(0, newest, 0)
+
+    def guards_are_intact(self) -> bool:
+        """Whether nothing was written behind what is declared; waits for the device."""
+        return bool((self._memory[self.indices.numel() :] == _GUARD).all())
