@@ -375,6 +375,12 @@ class ServerArgs:
                 f"from {', '.join(supported_names(self.device))}"
             )
         check_available(name)
+        needs_power = ATTENTION_BACKENDS[name].needs_power_of_two_pages
+        if needs_power and self._page_size & (self._page_size - 1):
+            raise ValueError(
+                f"--page-size {self.page_size}: --attention-backend {name} serves "
+                "powers of two; choose one, or another backend"
+            )
         self.attention_backend = name
 
     @property

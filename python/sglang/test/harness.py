@@ -51,8 +51,8 @@ class EngineHarness:
     ) -> None:
         self.io = ListIO()
         if torch.cuda.is_available():
-            # Many tests share a GPU: none may take all of its memory, or capture prefill
-            # graphs of sizes that it never runs.
+            # Many tests share a GPU: none may take all of its memory, or capture
+            # prefill graphs of sizes that it never runs.
             server_args.setdefault("max_total_tokens", SHARED_GPU_TOKENS)
             server_args.setdefault("chunked_prefill_size", SHARED_GPU_CHUNK)
         self.server_args = ServerArgs(model_path=str(model), **with_canary(server_args))

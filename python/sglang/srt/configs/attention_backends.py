@@ -20,6 +20,7 @@ class AttentionBackendCapabilities:
     needs_paged_draft_rows: reads whole pages per draft branch when page_size > 1.
     needs_cpu_seq_lens: its metadata needs lengths on the host.
     supports_cuda_graph: can be captured and replayed.
+    needs_power_of_two_pages: serves no other page sizes.
     """
 
     devices: frozenset[str]
@@ -28,6 +29,7 @@ class AttentionBackendCapabilities:
     needs_paged_draft_rows: bool
     needs_cpu_seq_lens: bool
     supports_cuda_graph: bool
+    needs_power_of_two_pages: bool = False
 
 
 ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
@@ -54,6 +56,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         needs_paged_draft_rows=False,
         needs_cpu_seq_lens=False,
         supports_cuda_graph=True,
+        needs_power_of_two_pages=True,
     ),
     "flashinfer": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),
