@@ -58,11 +58,17 @@ def _runs(violations: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 _SAME = ("rid", "worker", "launch", "branch", "reasons", "diagnosis", "owner", "writer")
+# In the violations of draft steps only.
+_SAME_IF_ANY = ("step",)
 
 
 def _continues(before: dict[str, Any], violation: dict[str, Any]) -> bool:
     is_next = violation["position"] == before["position"] + 1
-    return is_next and all(violation[name] == before[name] for name in _SAME)
+    return (
+        is_next
+        and all(violation[name] == before[name] for name in _SAME)
+        and all(violation.get(name) == before.get(name) for name in _SAME_IF_ANY)
+    )
 
 
 def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
@@ -73,7 +79,7 @@ def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
     lines = [
         f"{numbers}. {violation['diagnosis']}",
         f"   request   {violation['rid'] or 'no request'} ({violation['worker']} pool, "
-        f"found by {violation['launch']}, batch row {violation['branch']})",
+        f"found by {violation['launch']}, {_row(violation)})",
         f"   where     {places}; by the books: {violation['owner']}",
     ]
     lines += [
@@ -86,6 +92,14 @@ def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
             "whose record is not the request's token"
         )
     return lines
+
+
+def _row(violation: dict[str, Any]) -> str:
+    """In a draft step, the step and the branch; elsewhere the row of the batch."""
+    branch = violation["branch"]
+    if "step" not in violation:
+        return f"batch row {branch}"
+    return f"draft step {violation['step']}, branch {branch}"
 
 
 def _span(name: str, run: list[dict[str, Any]]) -> str:

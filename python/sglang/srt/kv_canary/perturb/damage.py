@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from sglang.srt.kv_canary.kernels.records import sample_place
 from sglang.srt.kv_canary.kernels.state import CanaryState, FingerprintMode
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -22,11 +24,12 @@ class Damage:
     Fields:
         req_row, serial: the request that will read or write wrongly; 0: none.
         slot, position: a place that the report must name; -1: known by the reader only.
-        places: all (slot, position) that the fault itself may be reported at.
+        places: all (slot, position) that the fault itself may be reported at; slot -1:
+            whatever the reader has there.
         other: (serial, position) of the second request, where two trade something.
         prompt: tokens of a request that would meet the damage; None: any does.
-        undo: repairs what the engine itself relies on, after the forward; None where
-            the damage may stay.
+        undo: repairs what the engine itself relies on, after the forward or draft step;
+            None where the damage may stay.
     """
 
     req_row: int = 0
@@ -51,14 +54,32 @@ class Victim:
     slots: list[int]
 
 
+@dataclass(slots=True, kw_only=True)
+class Moves:
+    """A move of slots whose bytes have been copied and whose records follow: dst, src
+    int64 [n]. An injector may put other tensors here."""
+
+    dst: Tensor
+    src: Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """The engine at the moment of an injection."""
+    """The engine at the moment of an injection.
+
+    Fields:
+        forward_batch: of the launch, or of the draft step.
+        step, backend: which draft step, and what attends in it; -1 and None elsewhere.
+        moves: the move that is under way, or None.
+    """
 
     target: CanaryTarget
     forward_batch: ForwardBatch
     cache: BasePrefixCache | None
     rng: random.Random = field(default_factory=random.Random)
+    step: int = -1
+    backend: AttentionBackend | None = None
+    moves: Moves | None = None
 
     @property
     def state(self) -> CanaryState:

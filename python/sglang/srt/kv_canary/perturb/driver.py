@@ -8,14 +8,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sglang.srt.kv_canary.perturb.damage import Damage, Scene
-from sglang.srt.kv_canary.perturb.injectors import INJECTORS, Injector, When
+from sglang.srt.kv_canary.perturb.damage import Damage, Moves, Scene
+from sglang.srt.kv_canary.perturb.injectors import INJECTORS, When
+from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
 from sglang.srt.kv_canary.token_oracle import oracle_tokens
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 SEED = 20_260_101
+
+_INJECTORS = {**INJECTORS, **SPEC_INJECTORS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +35,20 @@ class PerturbDriver:
     """Does nothing unless the environment or a test asks for it.
 
     Attributes:
+        is_draft: whether it damages a draft's pool.
         planted: what was planted so far.
     """
 
     def __init__(self, target: CanaryTarget, *, seed: int = SEED) -> None:
         self._target = target
+        self.is_draft = target.is_draft
         self._cache: BasePrefixCache | None = None
         self._rng = random.Random(seed)
         self._forwards = 0
         self._armed: list[str] = []
         self._undo: list[Callable[[], None]] = []
+        self._undo_step: list[Callable[[], None]] = []
+        self._launched: ForwardBatch | None = None
         self.planted: list[Planted] = []
         perturb = target.config.perturb
         self._chances = {
@@ -58,19 +66,49 @@ class PerturbDriver:
         self._cache = cache
 
     def arm(self, name: str, *, seed: int) -> None:
-        """Plant one fault at the first forward that offers an opportunity."""
+        """Plant one fault at the first forward that offers an opportunity.
+
+        Raises:
+            ValueError: no injector has this name.
+        """
+        if name not in _INJECTORS and name != "next_token_swap":
+            raise ValueError(
+                f"no fault is called {name!r}; choose from {', '.join(_INJECTORS)}"
+            )
         self._rng = random.Random(seed)
         self._armed.append(name)
+        if name in _INJECTORS and _INJECTORS[name].when is When.ON_MOVE:
+            self._target.buffers.mover.tamper = self._on_move
 
     def before_forward(self, forward_batch: ForwardBatch) -> None:
+        self._launched = forward_batch
         self._plant(forward_batch, When.BEFORE_FORWARD)
+
+    def before_step(
+        self, forward_batch: ForwardBatch, *, step: int, backend: AttentionBackend
+    ) -> None:
+        """Before each model forward of a launch that no graph runs."""
+        self._repair(self._undo_step)
+        if self._armed:
+            self._plant(forward_batch, When.BEFORE_STEP, step=step, backend=backend)
 
     def after_forward(self, forward_batch: ForwardBatch) -> None:
         """Repair what the engine itself relies on, then damage what was written."""
-        while self._undo:
-            self._undo.pop()()
+        self._repair(self._undo_step)
+        self._repair(self._undo)
         self._plant(forward_batch, When.AFTER_FORWARD)
         self._forwards += 1
+
+    def _on_move(self, dst: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
+        moves = Moves(dst=dst, src=src)
+        if self._launched is not None:
+            self._plant(self._launched, When.ON_MOVE, moves=moves)
+        return moves.dst, moves.src
+
+    @staticmethod
+    def _repair(undo: list[Callable[[], None]]) -> None:
+        while undo:
+            undo.pop()()
 
     def tokens(self, forward_batch: ForwardBatch, token_ids: Tensor) -> Tensor:
         """Sampled tokens [R]: the oracle's where it is on, two of them swapped where
@@ -102,41 +140,50 @@ class PerturbDriver:
             position=int(ends[first]),
             other=(int(serials[second]), int(ends[second])),
         )
-        self._note("next_token_swap", damage)
+        self._note("next_token_swap", damage, self._undo)
         return token_ids[order]
 
     def _is_due(self, chance: float) -> bool:
         is_warm = self._forwards >= self._target.config.perturb.warmup_steps
         return is_warm and self._rng.random() < chance
 
-    def _plant(self, forward_batch: ForwardBatch, when: When) -> None:
+    def _plant(
+        self,
+        forward_batch: ForwardBatch,
+        when: When,
+        *,
+        step: int = -1,
+        backend: AttentionBackend | None = None,
+        moves: Moves | None = None,
+    ) -> None:
         if not self._chances and not self._armed:
             return
+        scene = Scene(
+            target=self._target,
+            forward_batch=forward_batch,
+            cache=self._cache,
+            rng=self._rng,
+            step=step,
+            backend=backend,
+            moves=moves,
+        )
+        undo = self._undo_step if when is When.BEFORE_STEP else self._undo
         for name in list(self._armed):
-            injector = INJECTORS.get(name)
+            injector = _INJECTORS.get(name)
             if injector is not None and injector.when is when:
-                damage = self._apply(injector, forward_batch)
+                damage = injector.apply(scene)
                 if damage is not None:
                     self._armed.remove(name)
-                    self._note(name, damage)
+                    self._target.buffers.mover.tamper = None
+                    self._note(name, damage, undo)
         for name, chance in self._chances.items():
-            if INJECTORS[name].when is when and self._is_due(chance):
-                damage = self._apply(INJECTORS[name], forward_batch)
+            if _INJECTORS[name].when is when and self._is_due(chance):
+                damage = _INJECTORS[name].apply(scene)
                 if damage is not None:
-                    self._note(name, damage)
+                    self._note(name, damage, undo)
 
-    def _apply(self, injector: Injector, forward_batch: ForwardBatch) -> Damage | None:
-        return injector.apply(
-            Scene(
-                target=self._target,
-                forward_batch=forward_batch,
-                cache=self._cache,
-                rng=self._rng,
-            )
-        )
-
-    def _note(self, name: str, damage: Damage) -> None:
+    def _note(self, name: str, damage: Damage, undo: list[Callable[[], None]]) -> None:
         clock = int(self._target.buffers.state.clock.item())
         self.planted.append(Planted(name=name, clock=clock, damage=damage))
         if damage.undo is not None:
-            self._undo.append(damage.undo)
+            undo.append(damage.undo)

@@ -18,6 +18,8 @@ from sglang.srt.kv_canary.kernels.records import POISON_WORD, Reason
 from sglang.srt.kv_canary.perturb.damage import Damage, Scene, Victim
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 
 # What lies in a slot whose copy was dropped.
 STALE = 0.3125
@@ -32,10 +34,16 @@ _READ = (
 
 
 class When(Enum):
-    """At which point of a forward an injector runs."""
+    """At which point of a launch an injector runs.
+
+    BEFORE_STEP (a draft step) and ON_MOVE (between a move's bytes and its records) come
+    by outside of CUDA graphs only.
+    """
 
     BEFORE_FORWARD = "before"
     AFTER_FORWARD = "after"
+    BEFORE_STEP = "step"
+    ON_MOVE = "move"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +51,7 @@ class Injector:
     """Fields:
     apply: plants the fault.
     reasons: at least one of them must be reported.
-    when: before the forward, or after its writes.
+    when: the point at which it is planted.
     """
 
     apply: Callable[[Scene], Damage | None]
@@ -116,9 +124,18 @@ def flip_used_kv(scene: Scene) -> Damage | None:
 
 
 def flip_kv_after_write(scene: Scene) -> Damage | None:
-    """KV bytes of a slot that this forward has just written."""
+    """KV bytes of a slot that this forward has just written, and that stays."""
+    mode, spec = scene.forward_batch.forward_mode, scene.forward_batch.spec_info
+    if scene.target.is_draft and mode.is_decode:
+        return None  # the extend after verification writes these slots again
+    accepted = spec.accept_lens if isinstance(spec, EagleDraftInput) else None
     for victim in scene.victims(min_prefix=0):
-        position = victim.prefix_len + scene.rng.randrange(victim.extend_len)
+        staying = victim.extend_len
+        if mode is ForwardMode.TARGET_VERIFY:
+            staying = 1  # the root; what else is accepted is not known yet
+        elif accepted is not None:
+            staying = int(accepted[victim.batch_row])
+        position = victim.prefix_len + scene.rng.randrange(staying)
         scene.flip_kv(victim.slots[position])
         return _at(victim, position)
     return None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import CanaryConfig, RealData
@@ -36,11 +37,30 @@ _MODES = {
 }
 
 
+class RecordMover:
+    """Moves records after the bytes of their slots.
+
+    Attributes:
+        tamper: sees each move (dst, src) before its records follow and says which ones
+            do; fault injection only.
+    """
+
+    def __init__(self, state: CanaryState) -> None:
+        self._state = state
+        self.tamper: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def __call__(self, dst: Tensor, src: Tensor) -> None:
+        if self.tamper is not None:
+            dst, src = self.tamper(dst, src)
+        move_records(self._state, dst=dst, src=src)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryBuffers:
     """What belongs to one pool.
 
     Fields:
+        mover: what takes records along with moved bytes.
         kv_token_id_vs_position_offset: the slot of position p holds token p + this:
             0 in a target's pool, 1 in a draft's.
     """
@@ -48,6 +68,7 @@ class CanaryBuffers:
     state: CanaryState
     fingerprint: Fingerprint
     capacities: CanaryLaunchCapacities
+    mover: RecordMover
     kv_token_id_vs_position_offset: int
 
 
@@ -120,7 +141,8 @@ def attach_canary_buffers(
         device=device,
         pool=kv_token_id_vs_position_offset,
     )
-    pool.register_on_move(lambda dst, src: move_records(state, dst=dst, src=src))
+    mover = RecordMover(state)
+    pool.register_on_move(mover)
     record_bytes = RECORD_WORDS * state.head.element_size()
     pool.add_transfer_bracket(
         first=TransferDescriptor(
@@ -134,5 +156,6 @@ def attach_canary_buffers(
         state=state,
         fingerprint=adapter(pool, config),
         capacities=capacities,
+        mover=mover,
         kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
     )

@@ -227,6 +227,8 @@ class CanaryManager:
         """
         current = self._current()
         backend = get_forward_context().attn_backend
+        if self._launched is not None and self._is_init_finished:
+            self.perturb.before_step(forward_batch, step=current.index, backend=backend)
         views = [table_of(view) for view in backend.read_view(forward_batch)]
         is_small = forward_batch.input_ids.shape[0] < BESIDE_FROM_TOKENS
         if self._side is None or is_small:

@@ -70,13 +70,13 @@ class CanaryTarget:
 
 
 class SingleForwardManager:
-    """Args:
+    """Attributes:
     index: which forward of a launch; its phase word.
     """
 
     def __init__(self, target: CanaryTarget, index: int) -> None:
         self._target = target
-        self._index = index
+        self.index = index
         self._is_open = False
         # The batch that was looked at last, and its rows.
         self._last: tuple[ForwardBatch, CanaryRows] | None = None
@@ -142,7 +142,7 @@ class SingleForwardManager:
         state, config = target.buffers.state, target.config
         pool = target.req_to_token_pool
         is_branch = target.is_draft and forward_batch.forward_mode.is_decode
-        if is_branch and self._index == 0:
+        if is_branch and self.index == 0:
             # All branches begin where their request stands.
             state.expected_lineage.index_copy_(
                 0,
@@ -150,7 +150,7 @@ class SingleForwardManager:
                 state.expected_lineage.index_select(0, rows.req_rows),
             )
         # What branches hold beyond the first step is in no table.
-        has_tokens = config.check_read_tokens and not (is_branch and self._index)
+        has_tokens = config.check_read_tokens and not (is_branch and self.index)
         tokens = pool.token_table if has_tokens else None
         offset = target.buffers.kv_token_id_vs_position_offset
         first, *others = views
@@ -174,7 +174,7 @@ class SingleForwardManager:
             token_offset=offset,
             page_size=target.page_size,
             writer_kind=self._kind(forward_batch),
-            manager=self._index,
+            manager=self.index,
             oracle=self._oracle(forward_batch),
         )
 
@@ -192,7 +192,7 @@ class SingleForwardManager:
             fingerprint=target.buffers.fingerprint,
             page_size=target.page_size,
             writer_kind=self._kind(forward_batch),
-            manager=self._index,
+            manager=self.index,
             findings=self._findings if ends_step else None,
         )
         if target.is_draft:

@@ -9,6 +9,7 @@ import numpy as np
 from sglang.srt.kv_canary.kernels.finish import StepFindings
 from sglang.srt.kv_canary.kernels.records import Counter
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
 from sglang.srt.managers.io_struct import SchedulerStats
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -71,13 +72,20 @@ class CanaryGate:
         if result.canary is None:
             return
         result.wait()
+        errors = []
         # A prefill's result knows nothing of the draft yet.
         for manager, findings in zip(self._managers, result.canary, strict=False):
-            manager.inspect(
-                StepFindings.unpack(findings),
-                owner_of=self.owner_of,
-                tokens_of=self._tokens_of,
-            )
+            try:
+                manager.inspect(
+                    StepFindings.unpack(findings),
+                    owner_of=self.owner_of,
+                    tokens_of=self._tokens_of,
+                )
+            except CanaryViolation as error:
+                # What the other pool holds is to be reported, too.
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def owner_of(self, slot: int) -> str:
         """Who holds `slot` by the host's books: a request, the cache, or nobody."""

@@ -1,0 +1,372 @@
+"""Faults of speculative decoding that can be planted in a running engine, by name.
+
+As `injectors.py`: memory-safe, and None where the scene offers no opportunity. Those of
+draft steps and moves work outside of CUDA graphs only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglang.srt.kv_canary.kernels.launches import poison
+from sglang.srt.kv_canary.kernels.records import (
+    Reason,
+    unpack_word0,
+    unpack_word3,
+)
+from sglang.srt.kv_canary.perturb.damage import Damage, Scene, Victim
+from sglang.srt.kv_canary.perturb.injectors import STALE, Injector, When
+from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
+
+_WRONG_RECORD = (
+    Reason.VERIFY_LINEAGE
+    | Reason.VERIFY_POSITION
+    | Reason.VERIFY_TOKEN
+    | Reason.VERIFY_FREED
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Branch:
+    """A draft branch about to write its newest element.
+
+    Fields:
+        row: of the batch, requests x branches.
+        element: the place of that element among those the branch reads.
+        table, table_row, column: where the backend reads its page; first slots of
+            pages.
+    """
+
+    victim: Victim
+    row: int
+    element: int
+    table: Tensor
+    table_row: int
+    column: int
+
+    @property
+    def entry(self) -> tuple[int, int]:
+        return self.table_row, self.column
+
+    def damage(
+        self, page_size: int, *, slot: int, undo: Callable[[], None] | None = None
+    ) -> Damage:
+        """Of one who reads the page of `slot` in the place of its newest one."""
+        first, begin = slot - slot % page_size, self.column * page_size
+        return Damage(
+            req_row=self.victim.req_row,
+            serial=self.victim.serial,
+            slot=slot,
+            position=self.element,
+            places=frozenset(
+                (first + p - begin, p) for p in range(begin, self.element + 1)
+            ),
+            undo=undo,
+        )
+
+
+def _branches(scene: Scene) -> list[_Branch]:
+    """Those of a draft step, in random order."""
+    backend, target = scene.backend, scene.target
+    is_step = target.is_draft and scene.forward_batch.forward_mode.is_decode
+    if not is_step or not isinstance(backend, PagedAttnBackend):
+        return []
+    return [
+        _Branch(
+            victim=victim,
+            row=victim.batch_row,
+            element=victim.prefix_len,
+            table=backend.page_table,
+            table_row=victim.batch_row if target.topk > 1 else victim.req_row,
+            column=victim.prefix_len // target.page_size,
+        )
+        for victim in scene.victims()
+    ]
+
+
+def shift_branch(scene: Scene) -> Damage | None:
+    """A branch writes and reads where its neighbour does: its offset in the row is
+    wrong."""
+    if scene.target.topk == 1:
+        return None
+    slots = scene.forward_batch.out_cache_loc
+    for branch in _branches(scene):
+        if branch.row % scene.target.topk == 0:
+            continue
+        wrong = int(slots[branch.row - 1])
+        slots[branch.row] = wrong
+        page = branch.table[branch.table_row - 1, branch.column]
+        branch.table[branch.entry] = page
+        return branch.damage(scene.target.page_size, slot=wrong)
+    return None
+
+
+def lose_reserve(scene: Scene) -> Damage | None:
+    """The row has no slot for what a branch writes: the reserve was too small, and the
+    entries behind it are those of the scratch page."""
+    for branch in _branches(scene):
+        slot = branch.element % scene.target.page_size
+        slots = scene.forward_batch.out_cache_loc
+        undo = _restored((slots, branch.row), (branch.table, branch.entry))
+        slots[branch.row] = slot
+        branch.table[branch.entry] = 0
+        return branch.damage(scene.target.page_size, slot=slot, undo=undo)
+    return None
+
+
+def shorten_branch_table(scene: Scene) -> Damage | None:
+    """The table of a branch lacks what the newest step reads (27360)."""
+    for branch in _branches(scene):
+        undo = _restored((branch.table, branch.entry))
+        branch.table[branch.entry] = 0
+        slot = branch.element % scene.target.page_size
+        return branch.damage(scene.target.page_size, slot=slot, undo=undo)
+    return None
+
+
+def cut_tables(scene: Scene) -> Damage | None:
+    """The tables of branches were sized without the factor top-k: those of the last
+    ones list nothing (27338)."""
+    page_size, topk = scene.target.page_size, scene.target.topk
+    rows = scene.forward_batch.num_rows
+    first = rows // topk
+    if topk == 1:
+        return None
+    for branch in _branches(scene):
+        if branch.row != first:
+            continue  # the first one whose table is empty is the one to be named
+        undo = _restored((branch.table, slice(first, rows)))
+        branch.table[first:rows] = 0
+        return Damage(
+            req_row=branch.victim.req_row,
+            serial=branch.victim.serial,
+            slot=0,
+            position=0,
+            places=frozenset((p % page_size, p) for p in range(branch.element + 1)),
+            undo=undo,
+        )
+    return None
+
+
+def write_from_idle_row(scene: Scene) -> Damage | None:
+    """A row that has become padding still writes into a live slot of another
+    request's prefix (catalogue 36)."""
+    batch, branches = scene.forward_batch, _branches(scene)
+    for branch in branches:
+        for other in branches:
+            if other.victim.req_row == branch.victim.req_row:
+                continue
+            position = scene.rng.randrange(other.victim.prefix_len - scene.step)
+            slot = other.victim.slots[position]
+            rows, slots = batch.req_pool_indices, batch.out_cache_loc
+            undo = _restored((rows, branch.row), (slots, branch.row))
+            rows[branch.row], slots[branch.row] = 0, slot
+            return Damage(
+                slot=slot,
+                position=branch.element,
+                places=frozenset({(slot, branch.element), (slot, position)}),
+                other=(other.victim.serial, position),
+                undo=undo,
+            )
+    return None
+
+
+def _restored(
+    *parts: tuple[Tensor, int | slice | tuple[int, int]],
+) -> Callable[[], None]:
+    """What puts these parts of tensors back as they are now."""
+    kept = [(tensor, index, tensor[index].clone()) for tensor, index in parts]
+
+    def undo() -> None:
+        for tensor, index, values in kept:
+            tensor[index] = values
+
+    return undo
+
+
+def skip_extend(scene: Scene) -> Damage | None:
+    """The draft extend of a request is skipped: its rows in the draft's pool, and what
+    is known of them, stay as drafting left them."""
+    found = _accepting(scene)
+    if found is None:
+        return None
+    victim, accepted = found
+    state, pool = scene.state, scene.target.kv_pool
+    slots = torch.tensor(victim.slots[victim.prefix_len :], device=state.head.device)
+    kept = [
+        (source.buffer, source.buffer[:, slots].clone())
+        for source in pool.canary_sources()
+    ]
+    records = [(part, part[slots].clone()) for part in (state.head, state.tail)]
+    lineage = state.expected_lineage[victim.req_row].clone()
+
+    def undo() -> None:
+        for buffer, values in kept:
+            buffer[:, slots] = values
+        for part, words in records:
+            part[slots] = words
+        state.expected_lineage[victim.req_row] = lineage
+
+    return _stale(victim, accepted, undo=undo)
+
+
+def drop_extend_rows(scene: Scene) -> Damage | None:
+    """The draft extend runs, but the K and V of its accepted rows are not stored."""
+    found = _accepting(scene)
+    if found is None:
+        return None
+    victim, accepted = found
+    begin = victim.prefix_len
+    slots = torch.tensor(victim.slots[begin : begin + accepted])
+    _spoil(scene, slots)
+    return _stale(victim, accepted)
+
+
+def _accepting(scene: Scene) -> tuple[Victim, int] | None:
+    """A request of a draft extend, and how many tokens it has gained."""
+    batch = scene.forward_batch
+    spec = batch.spec_info
+    if batch.forward_mode is not ForwardMode.DRAFT_EXTEND_V2:
+        return None
+    assert isinstance(spec, EagleDraftInput) and spec.accept_lens is not None
+    for victim in scene.victims():
+        return victim, int(spec.accept_lens[victim.batch_row])
+    return None
+
+
+def _stale(
+    victim: Victim, accepted: int, *, undo: Callable[[], None] | None = None
+) -> Damage:
+    positions = range(victim.prefix_len, victim.prefix_len + accepted)
+    return Damage(
+        req_row=victim.req_row,
+        serial=victim.serial,
+        slot=victim.slots[positions[-1]],
+        position=positions[-1],
+        places=frozenset((victim.slots[p], p) for p in positions),
+        undo=undo,
+    )
+
+
+def lose_cached_prefix(scene: Scene) -> Damage | None:
+    """The draft's pool has no KV for a prefix that was found in the cache
+    (catalogue 41)."""
+    if scene.forward_batch.forward_mode is not ForwardMode.EXTEND:
+        return None
+    if not scene.target.is_draft:
+        return None
+    for victim in scene.victims():
+        slots = torch.tensor(victim.slots[: victim.prefix_len])
+        poison(scene.state, slots.to(scene.state.head.device))
+        _spoil(scene, slots)
+        return Damage(
+            req_row=victim.req_row,
+            serial=victim.serial,
+            slot=victim.slots[0],
+            position=0,
+            places=frozenset((victim.slots[p], p) for p in range(victim.prefix_len)),
+        )
+    return None
+
+
+def _spoil(scene: Scene, slots: Tensor) -> None:
+    for source in scene.target.kv_pool.canary_sources():
+        source.buffer[:, slots.to(source.buffer.device)] = STALE
+
+
+def move_without_record(scene: Scene) -> Damage | None:
+    """KV is moved and its record is not: of an accepted token, or of a copied tail."""
+    return _break_move(scene, with_bytes=True, with_record=False)
+
+
+def move_record_alone(scene: Scene) -> Damage | None:
+    """A record is moved and its KV is not."""
+    return _break_move(scene, with_bytes=False, with_record=True)
+
+
+def skip_move(scene: Scene) -> Damage | None:
+    """A slot is left out of the copies of a prefix's tail: what lay there stays."""
+    return _break_move(scene, with_bytes=False, with_record=False)
+
+
+def _break_move(scene: Scene, *, with_bytes: bool, with_record: bool) -> Damage | None:
+    """Break one pair of a move whose target held something else."""
+    moves, state, batch = scene.moves, scene.state, scene.forward_batch
+    assert moves is not None
+    dst, src = moves.dst.tolist(), moves.src.tolist()
+    live = {
+        serial: row
+        for row, serial in zip(
+            batch.req_pool_indices.tolist(), batch.req_serial.tolist(), strict=True
+        )
+        if row
+    }
+    pairs = [
+        i
+        for i, (to, of) in enumerate(zip(dst, src, strict=True))
+        if to != of and not torch.equal(state.tail[to, :2], state.tail[of, :2])
+    ]
+    scene.rng.shuffle(pairs)
+    for i in pairs:
+        record = state.tail[src[i]].tolist()
+        _, position = unpack_word0(record[0])
+        serial = unpack_word3(record[3]).serial
+        if serial not in live or position < 0:
+            continue  # a tail that another request wrote
+        if not with_bytes:
+            _spoil(scene, torch.tensor([dst[i]]))
+        if not with_record:
+            keep = [k for k, to in enumerate(dst) if to != dst[i]]
+            moves.dst, moves.src = moves.dst[keep], moves.src[keep]
+        return Damage(
+            req_row=live[serial],
+            serial=serial,
+            slot=dst[i],
+            position=position,
+            # The record behind it has another predecessor then.
+            places=frozenset({(dst[i], position), (-1, position + 1)}),
+        )
+    return None
+
+
+_ON_READ = _WRONG_RECORD | Reason.VERIFY_REAL_KV
+
+SPEC_INJECTORS: Mapping[str, Injector] = {
+    "branch_offset": Injector(
+        apply=shift_branch, reasons=Reason.WRITE_FOREIGN, when=When.BEFORE_STEP
+    ),
+    "short_reserve": Injector(
+        apply=lose_reserve, reasons=Reason.WRITE_SCRATCH, when=When.BEFORE_STEP
+    ),
+    "short_branch_table": Injector(
+        apply=shorten_branch_table, reasons=Reason.READ_SET, when=When.BEFORE_STEP
+    ),
+    "small_index_buffer": Injector(
+        apply=cut_tables, reasons=Reason.READ_SET, when=When.BEFORE_STEP
+    ),
+    "idle_row_write": Injector(
+        apply=write_from_idle_row,
+        reasons=Reason.WRITE_FOREIGN,
+        when=When.BEFORE_STEP,
+    ),
+    "skip_draft_extend": Injector(apply=skip_extend, reasons=_WRONG_RECORD),
+    "drop_draft_extend_rows": Injector(
+        apply=drop_extend_rows,
+        reasons=Reason.VERIFY_REAL_KV,
+        when=When.AFTER_FORWARD,
+    ),
+    "no_draft_prefix": Injector(apply=lose_cached_prefix, reasons=Reason.VERIFY_FREED),
+    "moved_without_record": Injector(
+        apply=move_without_record, reasons=_ON_READ, when=When.ON_MOVE
+    ),
+    "record_without_kv": Injector(
+        apply=move_record_alone, reasons=Reason.VERIFY_REAL_KV, when=When.ON_MOVE
+    ),
+    "skipped_move": Injector(apply=skip_move, reasons=_ON_READ, when=When.ON_MOVE),
+}

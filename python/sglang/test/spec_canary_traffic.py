@@ -1,0 +1,281 @@
+"""Runs a speculating engine until a planted fault is reported, and keeps its own books
+of what every forward of both pools reads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from sglang.srt.kv_canary.perturb.driver import Planted
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.speculative.draft_layout import BranchLayout
+from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+from sglang.test.harness import EngineHarness, Finished
+
+VOCAB = 1000
+CONTEXT = 512
+WARM_STEPS = 8
+MAX_STEPS = 300
+POOLS = ("target", "draft")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecRow:
+    """A row of a forward by the host's books: slots[:prefix_len] are read, the others
+    written (where a tree is verified, by its nodes in their order)."""
+
+    rid: str | None
+    req_row: int
+    prefix_len: int
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecForward:
+    """Fields:
+    clock: its number in its pool. step: of a draft phase, or None.
+    """
+
+    clock: int
+    step: int | None
+    mode: ForwardMode
+    rows: list[SpecRow]
+
+    def reads(self, slot: int) -> bool:
+        return any(slot in row.slots[: row.prefix_len] for row in self.rows)
+
+
+@dataclass(kw_only=True)
+class PoolLog:
+    """Writes down the forwards of one pool before anything is planted in them."""
+
+    manager: CanaryManager
+    layout: BranchLayout | None
+    forwards: list[SpecForward] = field(default_factory=list)
+    rids: dict[int, str] = field(default_factory=dict)
+
+    def note(self, batch: ForwardBatch) -> None:
+        is_step = self.layout is not None and batch.forward_mode.is_decode
+        parts = zip(
+            batch.req_pool_indices.tolist(),
+            batch.req_serial.tolist(),
+            batch.prefix_lens.tolist(),
+            batch.extend_lens.tolist(),
+            strict=True,
+        )
+        step = self._step() if is_step else None
+        rows = []
+        for i, (row, serial, prefix, extend) in enumerate(parts):
+            rid = self.manager.book.rid(serial) if row else None
+            if rid is not None:
+                self.rids[serial] = rid
+            columns = list(range(prefix + extend))
+            if step is not None:
+                columns = self._branch_columns(i, prefix - step, prefix + extend)
+            row_slots = self.manager.target.req_to_token_pool.row_slots
+            whole = row_slots(row, 0, max(columns) + 1).tolist()
+            slots = [whole[column] for column in columns]
+            rows.append(SpecRow(rid=rid, req_row=row, prefix_len=prefix, slots=slots))
+        self.forwards.append(
+            SpecForward(
+                clock=int(self.manager.target.buffers.state.clock),
+                step=step,
+                mode=batch.forward_mode,
+                rows=rows,
+            )
+        )
+
+    def _step(self) -> int:
+        """Draft steps follow one another without a gap."""
+        before = self.forwards[-1] if self.forwards else None
+        assert self.layout is not None
+        if before is None or before.step is None:
+            return 0
+        return (before.step + 1) % max(self.layout.num_steps - 1, 1)
+
+    def _branch_columns(self, row: int, seq_len: int, end: int) -> list[int]:
+        layout = self.layout
+        assert layout is not None
+        branch = row % layout.topk
+        shift = layout.branch_shift(seq_len, branch)
+        own = layout.base(seq_len)
+        return [e if e < own else e + shift for e in range(end)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecOutcome:
+    """Fields:
+    planted: the fault, in `pool`.
+    violations: of the incident that stopped the engine, as JSON objects.
+    text: the error of the mode `raise`.
+    logs: by pool.
+    asked: prompts. said: what clients had got.
+    last_messages: what the step that stopped sent to clients.
+    """
+
+    pool: str
+    planted: Planted
+    violations: list[dict[str, Any]]
+    text: str
+    logs: dict[str, PoolLog]
+    asked: dict[str, list[int]]
+    said: dict[str, Finished]
+    last_messages: int
+
+    def since_planted(self) -> list[SpecForward]:
+        forwards = self.logs[self.pool].forwards
+        return [f for f in forwards if f.clock >= self.planted.clock]
+
+    def forward(self, clock: int) -> SpecForward:
+        return next(f for f in self.logs[self.pool].forwards if f.clock == clock)
+
+    def victim(self, serial: int) -> str | None:
+        return self.logs[self.pool].rids.get(serial)
+
+
+def worker_of(harness: EngineHarness) -> EAGLEWorkerV2:
+    worker = harness.scheduler.worker
+    assert isinstance(worker, EAGLEWorkerV2)
+    return worker
+
+
+def canaries_of(harness: EngineHarness) -> dict[str, CanaryManager]:
+    managers = worker_of(harness).canary_managers()
+    return dict(zip(POOLS, managers, strict=True))
+
+
+@contextmanager
+def logged(harness: EngineHarness) -> Iterator[dict[str, PoolLog]]:
+    """The log of each pool while it is open; eager forwards only."""
+    args = harness.server_args
+    assert args.page_size is not None
+    layout = BranchLayout(
+        page_size=args.page_size,
+        topk=args.tree_shape.topk,
+        num_steps=args.tree_shape.num_steps,
+    )
+    logs: dict[str, PoolLog] = {}
+    with ExitStack() as stack:
+        for pool, manager in canaries_of(harness).items():
+            log = PoolLog(manager=manager, layout=layout if pool == "draft" else None)
+            logs[pool] = log
+            before: Callable[[ForwardBatch], None] = manager.pre_ops_maybe_inside_graph
+
+            def noted(
+                batch: ForwardBatch,
+                log: PoolLog = log,
+                before: Callable[[ForwardBatch], None] = before,
+            ) -> None:
+                log.note(batch)
+                before(batch)
+
+            stack.enter_context(
+                patch.object(manager, "pre_ops_maybe_inside_graph", noted)
+            )
+        yield logs
+
+
+def speculating(
+    model: Path, draft: Path, *, tree: tuple[int, int, int], **server_args: Any
+) -> EngineHarness:
+    """An engine that drafts trees of (topk, steps, nodes)."""
+    topk, steps, nodes = tree
+    defaults: dict[str, Any] = {
+        "speculative_algorithm": "EAGLE",
+        "max_total_tokens": 4096,
+        "max_running_requests": 8,
+        "skip_tokenizer_init": True,
+        "kv_canary": "raise",
+        "kv_canary_real_data": "partial",
+    }
+    return EngineHarness(
+        model,
+        speculative_draft_model_path=str(draft),
+        speculative_eagle_topk=topk,
+        speculative_num_steps=steps,
+        speculative_num_draft_tokens=nodes,
+        **(defaults | server_args),
+    )
+
+
+class SpecTraffic:
+    """Requests of which some share a prefix, a new one in every third step; the first
+    ones and half of the others run on until the end of a test."""
+
+    def __init__(self, harness: EngineHarness, *, seed: int) -> None:
+        self._harness = harness
+        self._rng = random.Random(seed)
+        self._shared = self._tokens(32)
+        self.asked: dict[str, list[int]] = {}
+
+    def _tokens(self, length: int) -> list[int]:
+        return [self._rng.randrange(VOCAB) for _ in range(length)]
+
+    def on_step(self, step: int) -> None:
+        if step % 3:
+            return
+        rng, i = self._rng, len(self.asked)
+        earlier: Sequence[list[int]] = list(self.asked.values())
+        head = self._shared if i % 3 == 0 else []
+        ids = head + self._tokens(rng.randrange(30, 36))
+        if i % 4 == 3:
+            ids = rng.choice(earlier) + ids[:3]
+        # Whoever runs when a fault is planted goes on to read it.
+        is_long = i % 2 == 0 or i <= WARM_STEPS
+        length = rng.randrange(200, 240) if is_long else rng.randrange(8, 30)
+        rid = self._harness.submit(
+            ids, rid=f"q{i}", stream=True, max_new_tokens=length, ignore_eos=True
+        )
+        self.asked[rid] = ids
+
+
+def plant_in(
+    pool: str,
+    name: str,
+    *,
+    seed: int,
+    model: Path,
+    draft: Path,
+    tree: tuple[int, int, int],
+    **server_args: Any,
+) -> SpecOutcome:
+    """Serve mock requests in mode `raise`, plant the fault in `pool`, run until the
+    engine stops."""
+    harness = speculating(model, draft, tree=tree, **server_args)
+    manager = canaries_of(harness)[pool]
+    traffic = SpecTraffic(harness, seed=seed)
+
+    def run() -> tuple[str, int]:
+        for step in range(MAX_STEPS):
+            traffic.on_step(step)
+            if step == WARM_STEPS:
+                manager.perturb.arm(name, seed=seed)
+            messages = len(harness.io.responses)
+            try:
+                harness.scheduler.step()
+            except CanaryViolation as error:
+                return str(error), len(harness.io.responses) - messages
+        planted = manager.perturb.planted
+        raise AssertionError(f"{name}, seed {seed}: not reported; planted {planted}")
+
+    with logged(harness) as logs:
+        text, last_messages = run()
+    assert len(manager.perturb.planted) == 1, manager.perturb.planted
+    incident = manager.reporter.incidents[-1]
+    return SpecOutcome(
+        pool=pool,
+        planted=manager.perturb.planted[0],
+        violations=incident["violations"],
+        text=text,
+        logs=logs,
+        asked=traffic.asked,
+        said=harness.collect(),
+        last_messages=last_messages,
+    )

@@ -1,0 +1,467 @@
+"""Every fault of speculative decoding is reported with the expected reason, in the
+right pool, by the first forward that reads (or writes) it, under the right request,
+draft step, branch, slot and position."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang.srt.kv_canary.kernels.records import reason_labels
+from sglang.srt.kv_canary.perturb.damage import Damage
+from sglang.srt.kv_canary.perturb.injectors import INJECTORS
+from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
+from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
+from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVReadView
+from sglang.srt.models.mock_oracle import next_tokens
+from sglang.srt.speculative.ops.slots import SlotRows, branch_token_indices
+from sglang.srt.utils.fault_points import (
+    EARLY_POSITIONS,
+    NARROW_ROWS,
+    PROMPT_TAIL,
+    SAMPLED_TAIL,
+    SHORT_BRANCH_TABLE,
+    SMALL_INDEX_BUFFER,
+)
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.harness import EngineHarness
+from sglang.test.scale import count
+from sglang.test.spec_canary_traffic import (
+    CONTEXT,
+    POOLS,
+    VOCAB,
+    WARM_STEPS,
+    SpecForward,
+    SpecOutcome,
+    SpecTraffic,
+    canaries_of,
+    logged,
+    plant_in,
+    speculating,
+    worker_of,
+)
+from sglang.test.tiny_models import write_mock_draft, write_mock_model
+
+register_cpu_ci(est_time=30, suite="cpu")
+
+SEEDS = range(count(ci=2, full=20))
+# (topk, steps, nodes), page size
+CHAIN, FLAT = ((1, 4, 5), 4), ((4, 4, 12), 1)
+TREE, WIDE = ((4, 4, 12), 4), ((8, 3, 16), 64)
+# Those of draft steps and moves that trees alone have; the others on chains, too.
+NEED_BRANCHES = {"branch_offset", "small_index_buffer"}
+MOVES = {"moved_without_record", "record_without_kv", "skipped_move"}
+# Seen where they are planted, by what is read or written there and then.
+AT_ONCE = {
+    "branch_offset",
+    "short_reserve",
+    "short_branch_table",
+    "small_index_buffer",
+    "idle_row_write",
+    "no_draft_prefix",
+}
+# Reported about slots that are not the row's own.
+ELSEWHERE = AT_ONCE - {"no_draft_prefix"}
+# Faults that both pools can have, of which the draft's are planted here.
+COMMON = ["real_kv_used", "real_kv_post_forward", "record", "early_free"]
+
+
+def id_of(value: object) -> str:
+    return str(value).replace(" ", "")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("mock")
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    return {
+        "model": write_mock_model(folder / "target", **sizes),
+        "draft": write_mock_draft(
+            folder / "draft", kind="EAGLE", source="hidden", **sizes
+        ),
+    }
+
+
+def cases() -> list[tuple[str, str, tuple[tuple[int, int, int], int]]]:
+    found = []
+    for name in SPEC_INJECTORS:
+        if name in MOVES:
+            # Accepted paths in the target's pool, copies of tails in the draft's.
+            found += [("target", name, shape) for shape in (FLAT, TREE, WIDE)]
+            found += [("draft", name, shape) for shape in (TREE, WIDE)]
+            continue
+        shapes = (FLAT, TREE, WIDE) if name in NEED_BRANCHES else (CHAIN, TREE, WIDE)
+        found += [("draft", name, shape) for shape in shapes]
+    return [*found, *(("draft", name, TREE) for name in COMMON)]
+
+
+def first_read(outcome: SpecOutcome) -> SpecForward:
+    """The first forward with the damage among its rows, by the host's books."""
+    since, damage = outcome.since_planted(), outcome.planted.damage
+    if outcome.planted.name in AT_ONCE:
+        return since[0]
+    slots = [slot for slot, _ in damage.places]
+    return next(f for f in since if any(map(f.reads, slots)))
+
+
+def check_named(outcome: SpecOutcome, topk: int) -> None:
+    """The first forward reports the fault, at its place and nowhere else, under the
+    request; in a draft step it says which step and which branch."""
+    name, damage = outcome.planted.name, outcome.planted.damage
+    forward = first_read(outcome)
+    assert {v["worker"] for v in outcome.violations} == {outcome.pool}
+    assert min(v["forward"] for v in outcome.violations) == forward.clock
+    allowed = set(reason_labels({**INJECTORS, **SPEC_INJECTORS}[name].reasons))
+    victim = outcome.victim(damage.serial)
+    assert (victim is None) == (name == "idle_row_write")
+    found = [
+        v
+        for v in outcome.violations
+        if allowed & set(v["reasons"])
+        and v["forward"] == forward.clock
+        and v["rid"] == victim
+    ]
+    named = {(v["slot"], v["position"]) for v in found}
+    if (-1, damage.position + 1) in damage.places:
+        # What a branch had drafted there has the same past: then it is the record
+        # behind it that does not follow.
+        assert named, outcome.text
+    else:
+        assert (damage.slot, damage.position) in named, outcome.text
+    for violation in found:
+        _check_place(outcome, forward, violation, topk)
+
+
+def _positions(damage: Damage) -> set[int]:
+    return {position for _, position in damage.places}
+
+
+def _check_place(
+    outcome: SpecOutcome, forward: SpecForward, violation: dict[str, Any], topk: int
+) -> None:
+    damage, place = outcome.planted.damage, (violation["slot"], violation["position"])
+    assert violation["request_row"] == damage.req_row
+    assert violation.get("step") == forward.step
+    rows = [row for row in forward.rows if row.rid == violation["rid"]]
+    if forward.step is not None:
+        assert 0 <= violation["branch"] < topk
+        rows = [
+            row
+            for i, row in enumerate(forward.rows)
+            if row.rid == violation["rid"] and i % topk == violation["branch"]
+        ]
+    if violation["rid"] is None:
+        assert place in damage.places
+        return
+    (row,) = rows
+    assert row.req_row == damage.req_row
+    if outcome.planted.name in ELSEWHERE:
+        assert place in damage.places
+        own = row.slots[violation["position"]]
+        assert violation["expected"]["slot"] in (own, violation["slot"])
+        return
+    assert violation["position"] in _positions(damage)
+    assert violation["slot"] == row.slots[violation["position"]]
+
+
+@pytest.mark.parametrize(("pool", "name", "shape"), cases(), ids=id_of)
+def test_is_reported_by_the_first_read(
+    models: dict[str, Path],
+    pool: str,
+    name: str,
+    shape: tuple[tuple[int, int, int], int],
+) -> None:
+    tree, page_size = shape
+    for seed in SEEDS:
+        outcome = plant_in(
+            pool,
+            name,
+            seed=seed,
+            **models,
+            tree=tree,
+            page_size=page_size,
+            max_total_tokens=128 * page_size + 4096,
+        )
+        check_named(outcome, tree[0])
+        # Nothing of the step that failed was sent, and nothing wrong before it.
+        assert outcome.last_messages == 0
+        for rid, answer in outcome.said.items():
+            check_answer(outcome.asked[rid], answer.output_ids)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_sweep_finds_what_only_the_cache_holds(
+    models: dict[str, Path], pool: str
+) -> None:
+    """In the pass of the same launch: it takes all that is cached."""
+    for seed in SEEDS:
+        outcome = plant_in(
+            pool,
+            "real_kv_unused_cache",
+            seed=seed,
+            **models,
+            tree=(4, 4, 12),
+            page_size=4,
+            kv_canary_sweep_interval=1,
+        )
+        (violation,) = outcome.violations
+        damage = outcome.planted.damage
+        assert (violation["worker"], violation["launch"]) == (pool, "sweep")
+        assert violation["forward"] == outcome.planted.clock
+        assert violation["reasons"] == ["verify_real_kv"]
+        assert (violation["slot"], violation["position"]) in damage.places
+        assert violation["rid"] is None and "step" not in violation
+
+
+def test_both_pools_are_reported_before_the_engine_stops(
+    models: dict[str, Path],
+) -> None:
+    """One iteration reads damage in the draft's pool and then in the target's."""
+    for seed in SEEDS:
+        harness = speculating(**models, tree=(4, 4, 12), page_size=4)
+        traffic, managers = SpecTraffic(harness, seed=seed), canaries_of(harness)
+        for step in range(WARM_STEPS + 1):
+            traffic.on_step(step)
+            harness.scheduler.step()
+        for manager in managers.values():
+            manager.perturb.arm("real_kv_used", seed=seed)
+        with pytest.raises(CanaryViolation, match=r"launch_tag=target\.verify"):
+            harness.scheduler.step()
+        incidents = managers["target"].reporter.incidents
+        workers = [{v["worker"] for v in i["violations"]} for i in incidents]
+        assert workers == [{"target"}, {"draft"}]
+
+
+class BranchLists:
+    """Lets a tree's backend declare lists of slots, one per draft step, as backends do
+    whose kernels take (indptr, indices); what attention reads stays as it is."""
+
+    def __init__(self, harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
+        attention = worker_of(harness).draft_worker._attention
+        assert isinstance(attention, BranchDraftDecode)
+        self._layout, self._prepare = attention._layout, attention.prepare
+        shape = harness.server_args.tree_shape
+        self._steps, self._topk = shape.num_steps - 1, shape.topk
+        self._rows: SlotRows | None = None
+        self.has_topk, self.is_short = True, False
+        patch.setattr(attention, "prepare", self._fill)
+        patch.setattr(attention._backend, "read_view", self._view)
+
+    def _fill(self, rows: SlotRows) -> None:
+        self._prepare(rows)
+        self._rows = rows
+        count = len(rows.seq_lens)
+        needed = int(rows.seq_lens.sum()) + count * self._steps
+        self.capacity = capacity = needed * (self._topk if self.has_topk else 1)
+        shape = (self._steps, count * self._topk + 1)
+        self._indptr = torch.zeros(shape, dtype=torch.int32)
+        self._indices = torch.zeros((self._steps, capacity), dtype=torch.int32)
+        branch_token_indices(
+            rows, layout=self._layout, indptr=self._indptr, indices=self._indices
+        )
+        if self.is_short:
+            for step in range(self._steps):
+                self._indices[step, self._indptr[step, 1:].long() - 1] = 0
+
+    def _view(self, batch: ForwardBatch) -> tuple[KVReadView]:
+        assert self._rows is not None
+        step = int(batch.prefix_lens[0] - self._rows.seq_lens[0])
+        return (
+            KVReadView(
+                read_lens=batch.seq_lens,
+                page_size=1,
+                indptr=self._indptr[step],
+                slot_indices=self._indices[step],
+            ),
+        )
+
+
+@pytest.mark.parametrize("fault", [None, SMALL_INDEX_BUFFER, SHORT_BRANCH_TABLE])
+def test_index_lists_of_branches(
+    models: dict[str, Path], fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """27338: capacity without the factor top-k; 27360: no entry for the newest slot.
+    Right lists, of any batch, are silent."""
+    for seed in SEEDS:
+        harness = speculating(**models, tree=(4, 4, 12))
+        traffic = SpecTraffic(harness, seed=seed)
+        lists = BranchLists(harness, monkeypatch)
+        for step in range(20 + seed):
+            traffic.on_step(step)
+            harness.scheduler.step()
+        if fault is None:
+            continue
+        lists.has_topk = fault != SMALL_INDEX_BUFFER
+        lists.is_short = fault == SHORT_BRANCH_TABLE
+        with logged(harness) as logs, pytest.raises(CanaryViolation):
+            harness.scheduler.step()
+            harness.scheduler.step()  # the first of the two may have been a prefill
+        first, *_ = (f for f in logs["draft"].forwards if f.step == 0)
+        incident = canaries_of(harness)["target"].reporter.incidents[-1]
+        violations = [v for v in incident["violations"] if v["forward"] == first.clock]
+        assert violations and incident["forward"] == first.clock
+        named = {(v["rid"], v["branch"]) for v in violations}
+        slots = {v["slot"] for v in violations}
+        for violation in violations:
+            assert violation["worker"] == "draft" and violation["step"] == 0
+            assert "read_set" in violation["reasons"]
+        if lists.is_short:
+            # Every request at its newest slot; its branches say the same.
+            assert named == {(row.rid, 0) for row in first.rows}
+            lens = {row.rid: row.prefix_len for row in first.rows}
+            assert all(v["position"] == lens[v["rid"]] for v in violations)
+        else:
+            # Behind the declared end there is no slot.
+            assert slots == {-1}
+            ends = list(accumulate(len(row.slots) for row in first.rows))
+            row = next(i for i, end in enumerate(ends) if end > lists.capacity)
+            place = lists.capacity - (ends[row - 1] if row else 0)
+            assert (first.rows[row].rid, row % 4, place) in {
+                (v["rid"], v["branch"], v["position"]) for v in violations
+            }
+
+
+def check_answer(prompt: list[int], output: list[int]) -> None:
+    predicted = next_tokens(prompt + output, vocab_size=VOCAB)
+    assert output == predicted[len(prompt) - 1 : -1]
+
+
+def stop(harness: EngineHarness) -> list[dict[str, Any]]:
+    """Run until the canary stops the engine; the violations of its incident."""
+    with pytest.raises(CanaryViolation):
+        while harness.scheduler.step() or harness.scheduler.has_work():
+            pass
+    violations = canaries_of(harness)["target"].reporter.incidents[-1]["violations"]
+    assert {v["worker"] for v in violations} == {"draft"}
+    return list(violations)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE, WIDE], ids=id_of)
+def test_positions_moved_before_the_draft_forward(
+    models: dict[str, Path],
+    shape: tuple[tuple[int, int, int], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """25015: the second draft step reads what the first one has written."""
+    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", EARLY_POSITIONS)
+    tree, page_size = shape
+    for seed in SEEDS:
+        harness = speculating(
+            **models, tree=tree, page_size=page_size, max_total_tokens=8192
+        )
+        prompt = [(seed * 31 + i) % VOCAB for i in range(40 + 7 * seed)]
+        harness.submit(prompt, rid="q", max_new_tokens=40)
+        with logged(harness) as logs:
+            violations = stop(harness)
+        (first,) = [
+            f for f in logs["draft"].forwards if f.clock == violations[0]["forward"]
+        ]
+        assert first.step == 1 and first is logs["draft"].forwards[2]
+        found = [v for v in violations if v["forward"] == first.clock]
+        assert [v["branch"] for v in found] == list(range(tree[0]))
+        for violation, row in zip(found, first.rows, strict=True):
+            assert violation["reasons"] == ["verify_position"]
+            assert violation["diagnosis"] == "misplaced"
+            assert (violation["rid"], violation["step"]) == ("q", 1)
+            assert violation["position"] == len(prompt)
+            assert violation["slot"] == row.slots[len(prompt)]
+            assert violation["found"]["position"] == len(prompt) + 1
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE, WIDE], ids=id_of)
+def test_sampled_token_at_the_end_of_a_chunk(
+    models: dict[str, Path],
+    shape: tuple[tuple[int, int, int], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """26329: the next chunk reads a token that is not the prompt's."""
+    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", SAMPLED_TAIL)
+    tree, page_size = shape
+    for seed in SEEDS:
+        harness = speculating(
+            **models,
+            tree=tree,
+            page_size=page_size,
+            chunked_prefill_size=64,
+            max_total_tokens=8192,
+        )
+        prompt = [(seed * 37 + 5 * i) % VOCAB for i in range(70 + 9 * seed)]
+        harness.submit(prompt, rid="q", max_new_tokens=40)
+        with logged(harness) as logs:
+            violation = stop(harness)[0]
+        chunk = logs["draft"].forwards[1]
+        assert violation["forward"] == chunk.clock
+        assert "verify_token" in violation["reasons"]
+        assert (violation["rid"], violation["position"]) == ("q", 63)
+        assert violation["slot"] == chunk.rows[0].slots[63]
+
+
+@pytest.mark.parametrize(
+    "shape", [((1, 4, 5), 1, 640), ((4, 4, 12), 4, 1200)], ids=id_of
+)
+def test_tail_that_only_the_prompt_was_asked_for(
+    models: dict[str, Path],
+    shape: tuple[tuple[int, int, int], int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """28254: a request that was retracted is prefilled again, and a chunk ends among
+    the tokens it had gained."""
+    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", PROMPT_TAIL)
+    tree, page_size, slots = shape
+    for seed in SEEDS:
+        harness = speculating(
+            **models,
+            tree=tree,
+            page_size=page_size,
+            chunked_prefill_size=64,
+            max_total_tokens=slots,
+            schedule_conservativeness=0.05,
+        )
+        for i in range(6):
+            prompt = [(seed * 41 + 13 * i + 7 * j) % VOCAB for j in range(30)]
+            harness.submit(prompt, rid=f"q{i}", max_new_tokens=250, ignore_eos=True)
+        with logged(harness) as logs:
+            violation = stop(harness)[0]
+        assert harness.scheduler.stats_snapshot().num_retracted_reqs > 0
+        assert "verify_token" in violation["reasons"]
+        log = logs["draft"]
+        (first,) = [f for f in log.forwards if f.clock == violation["forward"]]
+        (row,) = [row for row in first.rows if row.rid == violation["rid"]]
+        assert violation["position"] == row.prefix_len - 1 >= 30
+        assert violation["slot"] == row.slots[row.prefix_len - 1]
+        # The chunk that wrote it is that request's newest one.
+        earlier = [
+            f.clock
+            for f in log.forwards
+            if f.clock < first.clock
+            for r in f.rows
+            if violation["slot"] in r.slots[r.prefix_len :]
+        ]
+        assert earlier[-1] == violation["writer"]["forward"]
+
+
+@pytest.mark.parametrize("shape", [TREE, WIDE], ids=id_of)
+def test_narrow_rows_are_refused_before_anything_is_taken(
+    models: dict[str, Path],
+    shape: tuple[tuple[int, int, int], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """26972: no canary is needed to see it; the host compares before it allocates."""
+    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", NARROW_ROWS)
+    tree, page_size = shape
+    harness = speculating(
+        **models, tree=tree, page_size=page_size, max_total_tokens=8192
+    )
+    harness.submit(list(range(150)), max_new_tokens=CONTEXT - 150, ignore_eos=True)
+    with pytest.raises(RuntimeError, match="rows must be widened by the reserve"):
+        harness.run()
+    assert canaries_of(harness)["target"].reporter.total == 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
