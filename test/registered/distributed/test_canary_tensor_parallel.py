@@ -21,10 +21,10 @@ from sglang.srt.models.mock_oracle import next_tokens
 from sglang.srt.utils.devices import cuda_device_count
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
-from sglang.test.tiny_models import write_mock_model
+from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
-register_cpu_ci(est_time=20, suite="cpu")
-register_cuda_ci(est_time=120, suite="cuda-serial")
+register_cpu_ci(est_time=28, suite="cpu")
+register_cuda_ci(est_time=180, suite="cuda-serial")
 
 DEVICE = "cuda" if cuda_device_count() >= 2 else "cpu"
 VOCAB = 1000
@@ -41,6 +41,8 @@ from sglang.srt.managers import scheduler_main
 before_forward, forwards = PerturbDriver.before_forward, []
 
 def on_one_rank(self, forward_batch):
+    if self.is_draft != {is_draft}:
+        return before_forward(self, forward_batch)
     forwards.append(None)
     if get_tp_group().rank == {rank} and len(forwards) == {forward}:
         self.arm({fault!r}, seed=1)
@@ -80,8 +82,12 @@ def start_faulty(
     engines: list[sglang.Engine] = []
     start = SchedulerProcess.start
 
-    def start_engine_with(*, rank: int, fault: str, **options: Any) -> sglang.Engine:
-        script = FAULTY_RANK.format(rank=rank, fault=fault, forward=FORWARD)
+    def start_engine_with(
+        *, rank: int, fault: str, in_draft: bool = False, **options: Any
+    ) -> sglang.Engine:
+        script = FAULTY_RANK.format(
+            rank=rank, fault=fault, forward=FORWARD, is_draft=in_draft
+        )
 
         def start_ranks(*args: Any, **kwargs: Any) -> SchedulerProcess:
             return start(*args, command=(sys.executable, "-c", script), **kwargs)
@@ -178,6 +184,61 @@ def test_log_mode_serves_on(
     assert len(answer["output_ids"]) == 30
     (report,) = tmp_path.iterdir()
     assert json.loads(report.read_text())["rank"] == rank
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_fault_in_one_rank_s_draft_pool_stops_both(
+    model: Path,
+    start_faulty: Callable[..., sglang.Engine],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    rank: int,
+) -> None:
+    draft = write_mock_draft(
+        tmp_path / "draft",
+        kind="EAGLE",
+        source="hidden",
+        vocab_size=VOCAB,
+        max_position_embeddings=400,
+    )
+    reports = tmp_path / "reports"
+    engine = start_faulty(
+        rank=rank,
+        fault="real_kv_used",
+        in_draft=True,
+        kv_canary_report_dir=str(reports),
+        page_size=4,
+        speculative_algorithm="EAGLE",
+        speculative_draft_model_path=str(draft),
+        speculative_num_steps=4,
+        speculative_eagle_topk=4,
+        speculative_num_draft_tokens=12,
+    )
+    pids = engine._host.core.process.pids
+    said: list[int] = []
+    with pytest.raises(EngineFailure, match="kv_canary violation: ") as failure:
+        answers: Any = engine.generate(
+            input_ids=PROMPT,
+            sampling_params=GREEDY | {"max_new_tokens": 200},
+            stream=True,
+        )
+        for answer in answers:
+            said = answer["output_ids"]
+    _wait_gone(pids)
+    assert ("found by another rank" in str(failure.value)) == (rank != 0)
+    (report,) = reports.iterdir()
+    incident = json.loads(report.read_text())
+    assert incident["rank"] == rank
+    for violation in incident["violations"]:
+        assert violation["worker"] == "draft"
+        assert violation["reasons"] == ["verify_real_kv"]
+    # A prefill and some verifications had been said, all of it right.
+    assert len(said) >= 3
+    predicted = next_tokens(PROMPT + said, vocab_size=VOCAB)
+    assert said == predicted[len(PROMPT) - 1 : -1]
+    log = capfd.readouterr().err
+    assert "launch_tag=draft.verify fail_reason=verify_real_kv" in log
+    assert f"The scheduler of rank {rank} failed" in log
 
 
 def _wait_gone(pids: list[int]) -> None:

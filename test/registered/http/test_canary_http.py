@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from live_server import Server, greedy
+from live_server import CONTEXT, Server, greedy
 
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.tiny_models import write_mock_draft
 
-register_cpu_ci(est_time=20, suite="cpu")
-register_cuda_ci(est_time=80, suite="cuda")
+register_cpu_ci(est_time=26, suite="cpu")
+register_cuda_ci(est_time=110, suite="cuda")
 
 VOCAB = 257
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -196,6 +199,102 @@ def test_raise_mode_answers_500_to_everyone_in_flight(
         message = answer.json()["error"]["message"]
         assert "kv_canary violation: launch_tag=target.verify" in message
     assert server.wait_exit() != 0
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Flags of a speculating server."""
+    draft = write_mock_draft(
+        tmp_path_factory.mktemp("draft") / "eagle",
+        kind="EAGLE",
+        source="hidden",
+        vocab_size=VOCAB,
+        max_position_embeddings=CONTEXT,
+    )
+    flags = (
+        f"--speculative-algorithm EAGLE --speculative-draft-model-path {draft} "
+        "--speculative-num-steps 4 --speculative-eagle-topk 4 "
+        "--speculative-num-draft-tokens 12 --page-size 4 --kv-canary-real-data all"
+    )
+    return tuple(flags.split())
+
+
+def test_log_mode_names_pool_step_and_branch(
+    start_damaged: Callable[..., Server],
+    tmp_path: Path,
+    trees: tuple[str, ...],
+) -> None:
+    """Both pools of a speculating server are damaged; answers stay those of a healthy
+    one where only the draft's is read wrongly."""
+    server = start_damaged(
+        *("--kv-canary", "log", "--enable-metrics"),
+        *("--kv-canary-report-dir", str(tmp_path), *trees),
+        PERTURB_REAL_KV_USED_PROB="0.1",
+        PERTURB_WARMUP_STEPS="3",
+    )
+    body = {
+        "input_ids": prompts(),
+        "sampling_params": greedy(max_new_tokens=60),
+        "rid": [f"tree {i}" for i in range(4)],
+    }
+    response = server.post("/generate", body)
+    assert response.status_code == 200, response.text
+    assert [len(answer["output_ids"]) for answer in response.json()] == [60] * 4
+    server.wait_idle()
+    incidents = server.get("/canary/incidents").json()["incidents"]
+    violations = [v for incident in incidents for v in incident["violations"]]
+    assert {v["worker"] for v in violations} == {"target", "draft"}
+    reasons = Counter(r for violation in violations for r in violation["reasons"])
+    assert set(reasons) == {"verify_real_kv"}
+    assert counts_by_reason(server) == reasons
+    stepped = [v for v in violations if "step" in v]
+    assert stepped
+    for violation in stepped:
+        assert violation["worker"] == "draft"
+        assert violation["step"] in range(3) and violation["branch"] in range(4)
+    files = sorted(tmp_path.glob("*.json"))
+    assert [json.loads(p.read_text()) for p in files] == incidents
+    told = subprocess.run(
+        [sys.executable, "-m", "sglang.srt.kv_canary.explain", *map(str, files)],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert "(target pool, found by verify, batch row " in told
+    first = stepped[0]
+    assert (
+        f"(draft pool, found by verify, draft step {first['step']}, "
+        f"branch {first['branch']})"
+    ) in told
+
+
+def test_raise_mode_stops_a_speculating_server(
+    start_damaged: Callable[..., Server], trees: tuple[str, ...]
+) -> None:
+    server = start_damaged(
+        *("--kv-canary", "raise", *trees),
+        PERTURB_REAL_KV_USED_PROB="1",
+        PERTURB_WARMUP_STEPS="20",
+    )
+    prompt = prompts()[0]
+    body = {
+        "input_ids": prompt,
+        "sampling_params": greedy(max_new_tokens=300),
+        "stream": True,
+    }
+    with (
+        server.client() as client,
+        client.stream("POST", "/generate", json=body) as response,
+    ):
+        lines = [line for line in response.iter_lines() if line]
+    *said, last = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert last["error"]["code"] == 500
+    # Two launches of three are the draft's: its pool is damaged first.
+    assert "launch_tag=draft.verify" in last["error"]["message"]
+    output = said[-1]["output_ids"]
+    predicted = next_tokens(prompt + output, vocab_size=VOCAB)
+    assert output == predicted[len(prompt) - 1 : -1]
+    assert server.wait_exit() not in (0, None)
 
 
 def test_incidents_are_behind_the_api_key(start_server: Callable[..., Server]) -> None:
