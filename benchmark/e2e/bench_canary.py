@@ -13,11 +13,16 @@ flags and a process of its own, within --limit seconds; other flags are passed o
 What each takes on an H200 with the 8B shape, 20 s for loading and capture included:
 decode 90 s, prefill 35 s, rotate 90 s, all 40 s, sweep 150 s, throughput 170 s,
 in-order (steps that wait for their result) 80 s.
+
+With `--trees` (topk,steps,draft tokens; the measurement `spec`) the two speculate with
+an EAGLE3 head of dummy weights, and a block is one of whole cycles: draft, verify,
+accept, extend. Random weights accept nothing; the time of a cycle is what counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import shlex
@@ -31,8 +36,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_shapes import SHAPES, write_shape
+from bench_spec import Tree
+from model_shapes import SHAPES, write_draft_shape, write_shape
 
+from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS
 from sglang.srt.kv_canary.runner import canary_manager
 from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.scheduler import Scheduler
@@ -40,6 +47,7 @@ from sglang.srt.managers.scheduler_components.build import build_scheduler
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.draft_layout import alloc_len_per_decode
 
 WARM_STEPS = 16
 # What --measure runs: flags of this script.
@@ -54,6 +62,10 @@ MEASUREMENTS: dict[str, list[str]] = {
     ],
     "throughput": ["--throughput", "3", "--batch-size", "--prefill"],
     "in-order": ["--disable-overlap-schedule", "--prefill"],
+    "spec": [
+        *("--trees", "8,5,64", "1,3,4", "--page-size", "64", "--block", "32"),
+        *("--batch-size", "1", "16", "--prefill"),
+    ],
 }
 # Of the exact interval for a median: P(fewer than k of n pairs lie below) <= 2.5 %.
 CONFIDENCE_TAIL = 0.025
@@ -62,10 +74,17 @@ CONFIDENCE_TAIL = 0.025
 class Side:
     """One scheduler and what it is asked."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path, canary: bool) -> None:
-        flags: dict[str, Any] = {}
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        folder: Path,
+        canary: bool,
+        *,
+        speculation: dict[str, Any] | None = None,
+    ) -> None:
+        flags = dict(speculation or {})
         if canary:
-            flags = {
+            flags |= {
                 "kv_canary": "raise",
                 "kv_canary_real_data": args.real_data,
                 "kv_canary_sweep_interval": args.sweep_interval,
@@ -81,6 +100,7 @@ class Side:
                 context_length=args.context_length,
                 max_running_requests=args.max_running,
                 max_total_tokens=args.slots,
+                page_size=args.page_size,
                 cuda_graph_bs=args.graph_sizes if on_gpu else None,
                 disable_radix_cache=not (args.sweep_interval or args.fill_cache),
                 disable_overlap_schedule=args.disable_overlap_schedule,
@@ -104,6 +124,12 @@ class Side:
         while self.io.requests or self.scheduler.has_work():
             self.scheduler.step()
         self.io.responses.clear()
+
+    def stop(self) -> None:
+        """End what runs, however much it was asked for."""
+        for req in list(self.scheduler._by_rid.values()):
+            req.abort_message = "measured"
+        self.drain()
 
     def start_decoding(self, rows: int, length: int, new: int) -> None:
         generator = torch.Generator().manual_seed(rows)
@@ -241,6 +267,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=0)
     parser.add_argument("--context-length", type=int, default=16384)
     parser.add_argument("--disable-overlap-schedule", action="store_true")
+    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--trees", type=Tree.parse, nargs="*", default=[])
+    parser.add_argument("--algorithm", default="EAGLE3")
+    parser.add_argument("--draft-model-path", help="a draft instead of a dummy head")
     return parser.parse_args()
 
 
@@ -268,13 +298,14 @@ def run_measurements(names: list[str], flags: list[str], *, limit: float) -> Non
     print(json.dumps({"benchmark": "bench_canary", "measurements": documents}))
 
 
-def compare(args: argparse.Namespace) -> None:
-    """One process, two schedulers, what the flags ask for."""
-    global clock
-    clock = CLOCKS[args.clock]
-    if args.beside != "auto":
-        first = 0 if args.beside == "always" else sys.maxsize
-        canary_manager.BESIDE_FROM_TOKENS = first
+Show = Callable[[str, dict[str, float]], None]
+
+
+def measure_steps(
+    args: argparse.Namespace, folder: Path, show: Show
+) -> tuple[list[int], list[int]]:
+    """Paired decode steps, prefills and batches; the canary's counters, and what the
+    prefix caches held."""
     new = WARM_STEPS + args.block * args.pairs + 96
     # Requests of the throughput have up to 2,048 tokens; a full cache lies beside them.
     requests = args.requests if args.throughput else 0
@@ -286,21 +317,7 @@ def compare(args: argparse.Namespace) -> None:
         *args.prefill,
         requests * 2048 * 5 // 4,
     )
-    args.load_format = "auto" if args.model_path else "dummy"
-    folder = Path(args.model_path or write_shape(args.shape, Path(tempfile.mkdtemp())))
     sides = (Side(args, folder, False), Side(args, folder, True))
-    results: dict[str, dict[str, float]] = {}
-
-    def show(name: str, result: dict[str, float]) -> None:
-        results[name] = result
-        print(
-            f"{name:18s} {result['off_ms']:10.3f} {result['on_ms']:10.3f} "
-            f"{result['percent']:8.2f} % ({result['low']:.2f} to {result['high']:.2f})",
-            flush=True,
-        )
-
-    print(f"real data {args.real_data}, sweep interval {args.sweep_interval}")
-    print("what                   off ms      on ms  overhead (95 % interval)")
     for rows in args.batch_size:
         for side in sides:
             side.start_decoding(rows, args.input_len, new)
@@ -333,6 +350,83 @@ def compare(args: argparse.Namespace) -> None:
         )
     manager = sides[1].scheduler.worker.model_runner.canary_manager
     assert manager is not None and manager.reporter.total == 0
+    return manager.counters, cached
+
+
+def measure_trees(
+    args: argparse.Namespace, folder: Path, show: Show
+) -> tuple[list[int], list[int]]:
+    """Paired cycles of each tree; the canary's counters, summed over both pools."""
+    draft = args.draft_model_path or write_draft_shape(
+        args.shape, Path(tempfile.mkdtemp())
+    )
+    total = [0] * NUM_COUNTERS
+    args.max_running = max(args.batch_size)
+    args.graph_sizes = sorted(args.batch_size)
+    for tree in args.trees:
+        speculation = tree.flags() | {
+            "speculative_algorithm": args.algorithm,
+            "speculative_draft_model_path": str(draft),
+        }
+        # Room for the longest outputs that these cycles can have, and the reserve.
+        cycles = WARM_STEPS + args.block * args.pairs + 96
+        new = cycles * (tree.steps + 1)
+        reserve = 2 * alloc_len_per_decode(
+            page_size=args.page_size,
+            topk=tree.topk,
+            num_steps=tree.steps,
+            num_draft_tokens=tree.nodes,
+        )
+        longest = args.input_len + new + reserve + args.page_size
+        args.slots = args.max_running * longest
+        off = Side(args, folder, False, speculation=speculation)
+        on = Side(args, folder, True, speculation=speculation)
+        for rows in args.batch_size:
+            for side in (off, on):
+                side.start_decoding(rows, args.input_len, new)
+            show(
+                f"tree {tree.topk},{tree.steps},{tree.nodes} x {rows}",
+                alternate(
+                    (off, on), args.pairs, lambda side, i: side.block(args.block)
+                ),
+            )
+            for side in (off, on):
+                side.stop()
+        managers = on.scheduler.worker.canary_managers()
+        assert managers and managers[0].reporter.total == 0
+        for manager in managers:
+            total = [a + b for a, b in zip(total, manager.counters, strict=True)]
+        # The next tree's graphs and weights need the memory.
+        del off, on, side, managers, manager
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return total, []
+
+
+def compare(args: argparse.Namespace) -> None:
+    """One process, two schedulers, what the flags ask for."""
+    global clock
+    clock = CLOCKS[args.clock]
+    if args.beside != "auto":
+        first = 0 if args.beside == "always" else sys.maxsize
+        canary_manager.BESIDE_FROM_TOKENS = first
+    args.load_format = "auto" if args.model_path else "dummy"
+    folder = Path(args.model_path or write_shape(args.shape, Path(tempfile.mkdtemp())))
+    results: dict[str, dict[str, float]] = {}
+
+    def show(name: str, result: dict[str, float]) -> None:
+        results[name] = result
+        print(
+            f"{name:18s} {result['off_ms']:10.3f} {result['on_ms']:10.3f} "
+            f"{result['percent']:8.2f} % ({result['low']:.2f} to {result['high']:.2f})",
+            flush=True,
+        )
+
+    print(f"real data {args.real_data}, sweep interval {args.sweep_interval}")
+    print("what                   off ms      on ms  overhead (95 % interval)")
+    measure = measure_trees if args.trees else measure_steps
+    counters, cached = measure(args, folder, show)
     document = {
         "benchmark": "bench_canary",
         "shape": args.model_path or args.shape,
@@ -344,7 +438,8 @@ def compare(args: argparse.Namespace) -> None:
         "beside": args.beside,
         "cached_slots": cached,
         "input_len": args.input_len,
-        "counters": manager.counters,
+        "page_size": args.page_size,
+        "counters": counters,
         "results": results,
     }
     print(json.dumps(document))
