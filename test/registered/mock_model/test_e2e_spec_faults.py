@@ -38,6 +38,8 @@ def make_engine(root, *, context=256, source="attention", **options):
             "speculative_algorithm": "EAGLE",
             "speculative_draft_model_path": str(draft),
             "skip_tokenizer_init": True,
+            # It would see most of these faults first.
+            "kv_canary": "none",
         }
         | tree
         | options,
