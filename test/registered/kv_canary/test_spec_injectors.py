@@ -16,10 +16,11 @@ from sglang.srt.kv_canary.perturb.damage import Damage
 from sglang.srt.kv_canary.perturb.injectors import INJECTORS
 from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
 from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
+from sglang.srt.layers.attention.branch_lists import BranchLists
 from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVReadView
 from sglang.srt.models.mock_oracle import next_tokens
-from sglang.srt.speculative.ops.slots import SlotRows, branch_token_indices
+from sglang.srt.speculative.ops.slots import SlotRows
 from sglang.srt.utils.fault_points import (
     EARLY_POSITIONS,
     NARROW_ROWS,
@@ -237,46 +238,43 @@ def test_both_pools_are_reported_before_the_engine_stops(
         assert workers == [{"target"}, {"draft"}]
 
 
-class BranchLists:
-    """Lets a tree's backend declare lists of slots, one per draft step, as backends do
-    whose kernels take (indptr, indices); what attention reads stays as it is."""
+class DeclaredLists:
+    """Lets a tree's backend declare the lists of slots that backends have whose kernels
+    take (indptr, indices); what attention reads stays as it is."""
 
     def __init__(self, harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
         attention = worker_of(harness).draft_worker._attention
         assert isinstance(attention, BranchDraftDecode)
         self._layout, self._prepare = attention._layout, attention.prepare
-        shape = harness.server_args.tree_shape
-        self._steps, self._topk = shape.num_steps - 1, shape.topk
-        self._rows: SlotRows | None = None
-        self.has_topk, self.is_short = True, False
+        self._pool = harness.scheduler.worker.model_runner.req_to_token_pool
+        self._seq_lens = torch.empty(0)
+        self._patch = patch
+        self.lists = self._allocate()
         patch.setattr(attention, "prepare", self._fill)
         patch.setattr(attention._backend, "read_view", self._view)
 
+    def _allocate(self) -> BranchLists:
+        return BranchLists(self._layout, max_requests=self._pool.size, pool=self._pool)
+
+    def reopen(self, fault: str) -> None:
+        with self._patch.context() as patch:
+            patch.setenv("SGLANG_DEBUG_REVERT_PR", fault)
+            self.lists = self._allocate()
+
     def _fill(self, rows: SlotRows) -> None:
         self._prepare(rows)
-        self._rows = rows
-        count = len(rows.seq_lens)
-        needed = int(rows.seq_lens.sum()) + count * self._steps
-        self.capacity = capacity = needed * (self._topk if self.has_topk else 1)
-        shape = (self._steps, count * self._topk + 1)
-        self._indptr = torch.zeros(shape, dtype=torch.int32)
-        self._indices = torch.zeros((self._steps, capacity), dtype=torch.int32)
-        branch_token_indices(
-            rows, layout=self._layout, indptr=self._indptr, indices=self._indices
-        )
-        if self.is_short:
-            for step in range(self._steps):
-                self._indices[step, self._indptr[step, 1:].long() - 1] = 0
+        self._seq_lens = rows.seq_lens
+        self.lists.fill(rows)
 
     def _view(self, batch: ForwardBatch) -> tuple[KVReadView]:
-        assert self._rows is not None
-        step = int(batch.prefix_lens[0] - self._rows.seq_lens[0])
+        lists, step = self.lists, int(batch.prefix_lens[0] - self._seq_lens[0])
+        offsets = lists.indptr[: lists.steps * (batch.num_rows + 1)]
         return (
             KVReadView(
                 read_lens=batch.seq_lens,
                 page_size=1,
-                indptr=self._indptr[step],
-                slot_indices=self._indices[step],
+                indptr=offsets.view(lists.steps, -1)[step],
+                slot_indices=lists.indices[step],
             ),
         )
 
@@ -285,45 +283,40 @@ class BranchLists:
 def test_index_lists_of_branches(
     models: dict[str, Path], fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """27338: capacity without the factor top-k; 27360: no entry for the newest slot.
-    Right lists, of any batch, are silent."""
+    """27338: sized without the factor top-k, so that the last branch's list is cut;
+    27360: no entry for the newest slot. Right lists are silent."""
     for seed in SEEDS:
-        harness = speculating(**models, tree=(4, 4, 12))
-        traffic = SpecTraffic(harness, seed=seed)
-        lists = BranchLists(harness, monkeypatch)
-        for step in range(20 + seed):
-            traffic.on_step(step)
+        harness = speculating(**models, tree=(4, 4, 12), max_running_requests=2)
+        lists = DeclaredLists(harness, monkeypatch)
+        for i in range(2):
+            prompt = [(seed * 43 + 17 * i + 3 * j) % VOCAB for j in range(140 + seed)]
+            harness.submit(prompt, rid=f"q{i}", max_new_tokens=60, ignore_eos=True)
+        for _ in range(2 + seed % 4):
             harness.scheduler.step()
         if fault is None:
+            harness.run()
             continue
-        lists.has_topk = fault != SMALL_INDEX_BUFFER
-        lists.is_short = fault == SHORT_BRANCH_TABLE
+        lists.reopen(fault)
         with logged(harness) as logs, pytest.raises(CanaryViolation):
             harness.scheduler.step()
-            harness.scheduler.step()  # the first of the two may have been a prefill
-        first, *_ = (f for f in logs["draft"].forwards if f.step == 0)
+        first = next(f for f in logs["draft"].forwards if f.step == 0)
         incident = canaries_of(harness)["target"].reporter.incidents[-1]
-        violations = [v for v in incident["violations"] if v["forward"] == first.clock]
-        assert violations and incident["forward"] == first.clock
-        named = {(v["rid"], v["branch"]) for v in violations}
-        slots = {v["slot"] for v in violations}
-        for violation in violations:
+        assert incident["forward"] == first.clock
+        found = [v for v in incident["violations"] if v["forward"] == first.clock]
+        for violation in found:
             assert violation["worker"] == "draft" and violation["step"] == 0
             assert "read_set" in violation["reasons"]
-        if lists.is_short:
+        named = {(v["rid"], v["branch"], v["position"], v["slot"]) for v in found}
+        if fault == SHORT_BRANCH_TABLE:
             # Every request at its newest slot; its branches say the same.
-            assert named == {(row.rid, 0) for row in first.rows}
-            lens = {row.rid: row.prefix_len for row in first.rows}
-            assert all(v["position"] == lens[v["rid"]] for v in violations)
-        else:
-            # Behind the declared end there is no slot.
-            assert slots == {-1}
-            ends = list(accumulate(len(row.slots) for row in first.rows))
-            row = next(i for i, end in enumerate(ends) if end > lists.capacity)
-            place = lists.capacity - (ends[row - 1] if row else 0)
-            assert (first.rows[row].rid, row % 4, place) in {
-                (v["rid"], v["branch"], v["position"]) for v in violations
-            }
+            assert named == {(row.rid, 0, row.prefix_len, 0) for row in first.rows}
+            continue
+        # Behind the declared end there is no slot.
+        ends = list(accumulate(len(row.slots) for row in first.rows))
+        at = next(i for i, end in enumerate(ends) if end > lists.lists.capacity)
+        place = lists.lists.capacity - ends[at - 1]
+        assert (first.rows[at].rid, at % 4, place, -1) in named
+        assert {slot for *_, slot in named} == {-1}
 
 
 def check_answer(prompt: list[int], output: list[int]) -> None:
