@@ -20,10 +20,11 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from model_shapes import SHAPES, write_draft_shape, write_shape
@@ -37,6 +38,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.paths import bundled_demo_model_path
+
+Result = TypeVar("Result")
 
 WARM_STEPS = 8
 PROMPT_TOKENS = 128
@@ -60,15 +63,14 @@ class Tree(NamedTuple):
         }
 
 
-@contextmanager
-def running(**flags: Any) -> Iterator[tuple[Scheduler, ListIO]]:
-    """A scheduler of this process; its memory is given back."""
+def in_scheduler(
+    measure: Callable[[Scheduler, ListIO], Result], **flags: Any
+) -> Result:
+    """`measure` with a scheduler of this process, whose memory is then given back."""
     io = ListIO()
-    scheduler = build_scheduler(ServerArgs(**flags), io)
     try:
-        yield scheduler, io
+        return measure(build_scheduler(ServerArgs(**flags), io), io)
     finally:
-        del scheduler
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -127,6 +129,24 @@ def is_drafting(scheduler: Scheduler) -> bool:
     return scheduler.server_args.speculative_algorithm is not None
 
 
+def time_cycles(
+    scheduler: Scheduler, io: ListIO, *, tree: Tree | None, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    results = []
+    for rows in args.batch_size:
+        found = step_ms(
+            scheduler, io, rows=rows, input_len=args.input_len, steps=args.steps
+        )
+        results.append(found | {"tree": tree})
+        print(
+            f"{str(tuple(tree) if tree else 'none'):25}  {rows:5d}  "
+            f"{found['ms_median']:8.3f}  {found['ms_mean']:6.3f}  "
+            f"{found['tok_s']:7.1f}",
+            flush=True,
+        )
+    return results
+
+
 def cycle(args: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
     common: dict[str, Any] = {
@@ -152,19 +172,10 @@ def cycle(args: argparse.Namespace) -> dict[str, Any]:
             }
             if args.accept_length:
                 simulated = envs.SGLANG_SIMULATE_ACC_LEN.override(args.accept_length)
-        with simulated, running(**common, **flags) as (scheduler, io):
-            for rows in args.batch_size:
-                found = step_ms(
-                    scheduler, io, rows=rows, input_len=args.input_len, steps=args.steps
-                )
-                found |= {"tree": tree}
-                results.append(found)
-                print(
-                    f"{str(tuple(tree) if tree else 'none'):25}  {rows:5d}  "
-                    f"{found['ms_median']:8.3f}  {found['ms_mean']:6.3f}  "
-                    f"{found['tok_s']:7.1f}",
-                    flush=True,
-                )
+        with simulated:
+            results += in_scheduler(
+                partial(time_cycles, tree=tree, args=args), **common, **flags
+            )
     return {"shape": args.shape, "page_size": args.page_size, "results": results}
 
 
@@ -191,7 +202,11 @@ def distinct_4_grams(outputs: list[list[int]]) -> float:
 
 
 def generate(
-    scheduler: Scheduler, io: ListIO, prompts: list[list[int]], args: argparse.Namespace
+    scheduler: Scheduler,
+    io: ListIO,
+    *,
+    prompts: list[list[int]],
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     """All prompts, `--concurrency` at a time."""
     outputs: dict[str, list[int]] = {}
@@ -241,8 +256,9 @@ def demo(args: argparse.Namespace) -> dict[str, Any]:
         for tree in args.trees if algorithm else [None]:
             flags = {} if tree is None else tree.flags()
             flags |= {"speculative_algorithm": algorithm}
-            with running(**common, **flags) as (scheduler, io):
-                found = generate(scheduler, io, prompts, args)
+            found = in_scheduler(
+                partial(generate, prompts=prompts, args=args), **common, **flags
+            )
             outputs = found.pop("outputs")
             expected = expected or outputs
             found |= {
