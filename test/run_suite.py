@@ -24,7 +24,8 @@ REPO = Path(__file__).resolve().parent.parent
 REGISTERED = REPO / "test" / "registered"
 SUITES = {"cpu": ("cpu", "cpu-serial"), "cuda": ("cuda", "cuda-serial")}
 # Kernels compile once for all processes of a GPU machine, so that its tests are handed
-# out one by one; elsewhere a file's fixtures are shared by keeping it on one worker.
+# out one by one; elsewhere a file's fixtures are shared by keeping it on one worker,
+# unless whole counts make a file longer than all others.
 DISTRIBUTION = {"cpu": "loadfile", "cuda": "worksteal"}
 CALLS = {"cpu": "register_cpu_ci", "cuda": "register_cuda_ci"}
 
@@ -118,6 +119,9 @@ def main() -> int:
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--match", default="", help="only paths that contain this text")
+    parser.add_argument(
+        "--skip", nargs="*", default=[], help="no paths that contain one of these texts"
+    )
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(REPO / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -127,6 +131,7 @@ def main() -> int:
         for path in sorted(REGISTERED.rglob("test_*.py"))
         for test in registrations(path, args.hw)
         if args.match in str(path) and args.suite in (None, test.suite)
+        if not any(text in str(path) for text in args.skip)
     ]
     if not every:
         print(f"no test is registered for --hw {args.hw} with these filters")
@@ -144,7 +149,7 @@ def main() -> int:
         result, closings[suite] = run_pytest(
             files,
             workers=workers,
-            distribution=DISTRIBUTION[args.hw],
+            distribution="worksteal" if args.full else DISTRIBUTION[args.hw],
             full=args.full,
             canary=args.canary,
         )
@@ -161,6 +166,7 @@ def main() -> int:
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "python": platform.python_version(),
+            "skipped_paths": args.skip,
             "passed": code == 0,
             "seconds": seconds,
             "seeds": "fixed in the tests; hypothesis derandomized",

@@ -21,7 +21,15 @@ class Expected:
 class Traffic:
     """Submits random requests while the scheduler runs, and aborts some of them."""
 
-    def __init__(self, harness: EngineHarness, rng: random.Random, total: int) -> None:
+    def __init__(
+        self,
+        harness: EngineHarness,
+        rng: random.Random,
+        total: int,
+        *,
+        longest_output: int = 160,
+    ) -> None:
+        self._longest_output = longest_output
         self.harness, self.rng = harness, rng
         self.left = total
         self.expected: dict[str, Expected] = {}
@@ -55,7 +63,10 @@ class Traffic:
         prompt = prompt[: self.longest]
         room = self.longest + 1 - len(prompt)
         new = min(
-            rng.choice((1, 2, rng.randrange(1, 40), rng.randrange(40, 160))), room
+            rng.choice(
+                (1, 2, rng.randrange(1, 40), rng.randrange(40, self._longest_output))
+            ),
+            room,
         )
         rid = self.harness.submit(
             prompt,

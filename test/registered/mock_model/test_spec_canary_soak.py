@@ -32,6 +32,8 @@ register_cpu_ci(est_time=25, suite="cpu")
 register_cuda_ci(est_time=300, suite="cuda")
 
 REQUESTS = count(ci=9, full=2000)
+# Few requests must make the pool short by their length, many do it by their number.
+LONGEST_OUTPUT = count(ci=160, full=60)
 ALGORITHMS = ["EAGLE", "EAGLE3"]
 # topk -> (topk, steps, nodes), and where the mock draft's proposals come from.
 TREES = {
@@ -104,7 +106,9 @@ class Reads:
 
 
 def serve(harness: EngineHarness, *, seed: int, requests: int) -> None:
-    traffic = Traffic(harness, random.Random(seed), requests)
+    traffic = Traffic(
+        harness, random.Random(seed), requests, longest_output=LONGEST_OUTPUT
+    )
     answers: dict[str, Finished] = {}
     while traffic.left:
         answers |= harness.run(on_step=traffic.on_step)
