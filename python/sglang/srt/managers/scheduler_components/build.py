@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 FOLLOWER_LOG_LEVEL = "error"
 # Longer than the parent needs to read a refusal and to end the ranks.
 REFUSAL_SECONDS = 5.0
+# Longer than rank 0 needs to tell its clients why the engine stops.
+FAILURE_SECONDS = 3.0
 
 
 def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
@@ -97,6 +99,10 @@ def run_scheduler_process(
     except Exception as error:
         logger.exception("The scheduler of rank %d failed", rank)
         io.send(EngineFailed(message=_for_clients(error)))
+        if rank > 0:
+            # Rank 0 has most likely failed alike, and must say so before it finds this
+            # process gone in the middle of a collective.
+            time.sleep(FAILURE_SECONDS)
         raise
     finally:
         io.close()
