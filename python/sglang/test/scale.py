@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from sglang.srt.environ import envs
+
+Variant = TypeVar("Variant")
 
 
 def is_full() -> bool:
@@ -15,6 +18,24 @@ def count(*, ci: int, full: int) -> int:
     """`full` under `make test-full`, else `ci`. Scale changes counts, never
     assertions."""
     return full if is_full() else ci
+
+
+def sampled(
+    variants: Iterable[Variant], *, key: Callable[[Variant], object], ci: int
+) -> list[Variant]:
+    """All of them under `make test-full`; else of each `key` the first, the last and
+    others between them, `ci` at most."""
+    groups: dict[object, list[Variant]] = {}
+    for variant in variants:
+        groups.setdefault(key(variant), []).append(variant)
+    if is_full():
+        return [variant for group in groups.values() for variant in group]
+    chosen = []
+    for group in groups.values():
+        last, steps = len(group) - 1, max(ci - 1, 1)
+        places = sorted({round(i * last / steps) for i in range(ci)})
+        chosen += [group[place] for place in places]
+    return chosen
 
 
 def with_canary(server_args: dict[str, Any]) -> dict[str, Any]:

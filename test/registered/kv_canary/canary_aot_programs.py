@@ -20,6 +20,7 @@ from sglang.srt.kv_canary.kernels.state import FingerprintMode
 from sglang.srt.kv_canary.kernels.triton_before import before_kernel
 from sglang.srt.kv_canary.kernels.triton_verify import verify_kernel
 from sglang.srt.kv_canary.kernels.triton_write import write_kernel
+from sglang.test.scale import sampled
 
 TARGET = GPUTarget("cuda", 90, 32)
 INT32_POINTERS = {"verdict", "phase", "ticket", "req_to_token", "tokens"}
@@ -182,7 +183,9 @@ SCALARS = {
 
 
 def main() -> None:
-    variants = [*writes(), *books(), *verifies(), *befores()]
+    variants = sampled(
+        [*writes(), *books(), *verifies(), *befores()], key=lambda v: v.kernel, ci=3
+    )
     for variant in variants:
         compiled = compile_variant(variant)
         print(variant.name, "shared", compiled.metadata.shared, flush=True)

@@ -28,6 +28,7 @@ from sglang.srt.speculative.triton_ops import (
     verify_sampled,
 )
 from sglang.srt.speculative.triton_ops.common import block_of
+from sglang.test.scale import sampled
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHAPES = [(1, 3, 4), (4, 5, 8), (8, 5, 32), (8, 5, 64), (16, 8, 128)]
@@ -180,7 +181,9 @@ def compile_variant(variant: Variant) -> Any:
 
 
 def main() -> None:
-    variants = [*candidates(), *trees(), *slots()]
+    variants = sampled(
+        [*candidates(), *trees(), *slots()], key=lambda v: v.kernel, ci=2
+    )
     for variant in variants:
         compiled = compile_variant(variant)
         ptx = compiled.asm["ptx"]

@@ -25,6 +25,7 @@ from sglang.srt.layers.triton_ops import activation, norm, rope, sampling
 from sglang.srt.layers.triton_ops.gemm_kernels import gemm_kernel, gemv_kernel
 from sglang.srt.layers.triton_ops.gemm_table import lookup
 from sglang.srt.mem_cache.triton_ops import move_kv
+from sglang.test.scale import sampled
 
 TARGET = GPUTarget("cuda", 90, 32)
 # N and K of the products of Llama-3.1-8B, whether they end in SiLU * mul.
@@ -200,6 +201,7 @@ def compile_variant(variant: Variant) -> Any:
 def main() -> None:
     variants = [v for dtype in POINTERS for v in pointwise(dtype)]
     variants += [*products(), *gathers()]
+    variants = sampled(variants, key=lambda v: v.kernel, ci=2)
     for variant in variants:
         compiled = compile_variant(variant)
         if variant.constants.get("PDL"):
