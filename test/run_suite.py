@@ -71,7 +71,10 @@ def run_pytest(
     command = [sys.executable, "-m", "pytest", *(str(f.path) for f in files)]
     command += ["-p", "no:cacheprovider", "--durations=8"]
     if workers > 1:
+        # In the order given: by default files of few tests would come last, however
+        # long these take.
         command += ["-n", str(workers), "--dist", distribution]
+        command += ["--no-loadscope-reorder"]
     if full:
         command += ["--timeout=3000"]
     env = dict(os.environ)
@@ -117,7 +120,8 @@ def main() -> int:
     parser.add_argument(
         "--canary", action="store_true", help="every engine runs under the KV canary"
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    # One more than cores: some tests wait for processes or clocks.
+    parser.add_argument("--workers", type=int, default=(os.cpu_count() or 1) + 1)
     parser.add_argument("--match", default="", help="only paths that contain this text")
     parser.add_argument(
         "--skip", nargs="*", default=[], help="no paths that contain one of these texts"

@@ -31,7 +31,7 @@ from sglang.test.tiny_models import write_mock_draft, write_mock_model
 register_cpu_ci(est_time=25, suite="cpu")
 register_cuda_ci(est_time=300, suite="cuda")
 
-REQUESTS = count(ci=9, full=2000)
+REQUESTS = count(ci=7, full=2000)
 # Few requests must make the pool short by their length, many do it by their number.
 LONGEST_OUTPUT = count(ci=160, full=60)
 ALGORITHMS = ["EAGLE", "EAGLE3"]

@@ -151,7 +151,7 @@ def test_tokens_are_distributed_as_the_target(world, algorithm, topk, name):
     root, plain = world
     setting = SETTINGS[name]
     share = 1 if name == "temperature" else 4
-    samples = count(ci=2000, full=20000) // share
+    samples = count(ci=1500, full=20000) // share
     engine = speculative(root, algorithm, topk)
     recorder = AcceptRecorder(engine.scheduler)
     for seed in range(samples):
