@@ -46,6 +46,15 @@ class Server:
     def log(self) -> str:
         return "\n".join(self.lines)
 
+    def wait_for_lines(self, text: str, count: int = 1) -> list[str]:
+        """The lines of the log that contain `text`, once there are `count`: they come
+        through a pipe, later than the answers they are about."""
+        deadline = time.monotonic() + 10
+        while len(found := [line for line in self.lines if text in line]) < count:
+            assert time.monotonic() < deadline, f"{text!r} in the log:\n{self.log()}"
+            time.sleep(0.02)
+        return found
+
     def scheduler_pid(self) -> int:
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

@@ -304,7 +304,7 @@ def test_a_client_that_disconnects(server: Server, stream: bool) -> None:
         else:
             while "in use" not in server.post("/generate", reused(rid)).text:
                 time.sleep(0.001)
-    wait_for_log(server, f"client disconnected; aborting {rid}")
+    server.wait_for_lines(f"client disconnected; aborting {rid}")
     deadline = time.monotonic() + 10
     while server.post("/generate", reused(rid)).status_code != 200:
         # The name is free once the scheduler has let go of the aborted request.
@@ -329,14 +329,6 @@ def send_request(connection: socket.socket, body: dict[str, Any]) -> None:
     content = json.dumps(body).encode()
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}"
     connection.sendall(head.encode() + b"\r\n\r\n" + content)
-
-
-def wait_for_log(server: Server, text: str) -> None:
-    for _ in range(500):
-        if any(text in line for line in server.lines):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{text!r} is not in the log:\n{server.log()}")
 
 
 def test_a_reader_that_stops_reading_blocks_nobody(server: Server) -> None:

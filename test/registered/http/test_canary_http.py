@@ -131,7 +131,7 @@ def test_log_mode_reports_and_serves_on(
         assert ("token" in violation["found"]) == has_tokens
     on_disk = [json.loads(p.read_text()) for p in sorted(tmp_path.glob("*.json"))]
     assert on_disk == incidents
-    lines = [line for line in server.lines if "kv_canary violation:" in line]
+    lines = server.wait_for_lines("kv_canary violation:", len(violations))
     labels = [match[1] for match in map(LINE.search, lines) if match]
     assert labels == ["+".join(v["reasons"]) for v in violations]
     assert len(labels) == len(lines)

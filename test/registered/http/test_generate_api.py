@@ -313,8 +313,8 @@ def test_answers_do_not_wait_for_acknowledgements(server: Server) -> None:
 def test_requests_are_logged(server: Server) -> None:
     body = {"text": "x", "sampling_params": greedy(), "rid": "logged-one"}
     server.post("/generate", body)
-    assert any("received rid=logged-one" in line for line in server.lines)
-    assert any("finished rid=logged-one reason=length" in line for line in server.lines)
+    server.wait_for_lines("received rid=logged-one")
+    server.wait_for_lines("finished rid=logged-one reason=length")
 
 
 if __name__ == "__main__":

@@ -111,11 +111,18 @@ def test_a_read_after_free_is_found_at_once(model: Path, page_size: int) -> None
     (incident,) = manager.reporter.incidents
     found = {v["slot"]: v for v in incident["violations"]}
     assert set(slots) == set(found)
+    # The slot that the victim got again, for its new token, is written by the launch
+    # that reads it (`triton_before.py`).
+    scheduler = harness.scheduler
+    assert scheduler.running is not None
+    (req,) = scheduler.running.reqs
+    (again,) = scheduler.cache.req_pool.row_slots(req.req_pool_idx, 44, 45).tolist()
     for position, slot in enumerate(slots, start=40):
         violation = found[slot]
         assert violation["rid"] == violation["writer"]["rid"] == "victim"
         assert violation["position"] == position
-        assert violation["diagnosis"] == "use after free"
+        ways = {"use after free"} | ({"torn write"} if slot == again else set())
+        assert violation["diagnosis"] in ways
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

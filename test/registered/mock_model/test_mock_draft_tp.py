@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from draft_world import HEADS, VOCAB, Pair, check_rows
 
 from sglang.srt.distributed.parallel_state import init_tensor_parallel
@@ -29,8 +30,10 @@ def run_rank(rank: int, folder: Path) -> None:
         own = folder / f"draft-{rank}-{i}"
         pair = Pair(own, target, head, tp_size=SIZE, attention_backend="torch_native")
         check_rows(pair, random.Random(i), (3, 40), num_steps=2)
-    # Ends together, so that neither leaves the other in a collective.
+    # Ends together, so that neither leaves the other in a collective, and without the
+    # group's threads, which would abort the process.
     group.min_int(rank)
+    dist.destroy_process_group()
 
 
 def test_two_ranks_propose_what_the_tokens_imply(tmp_path):

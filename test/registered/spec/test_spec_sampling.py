@@ -33,6 +33,8 @@ SMALL = {
     "max_position_embeddings": 32,
 }
 PROMPT = [3, 1, 4, 1, 5]
+# Requests that wait at a time: fewer than `--max-queued-requests`.
+QUEUED = 1000
 # (request, how the target's own distribution follows from its logits' probabilities)
 SETTINGS = {
     "temperature": {"temperature": 0.7},
@@ -154,12 +156,14 @@ def test_tokens_are_distributed_as_the_target(world, algorithm, topk, name):
     samples = count(ci=1500, full=20000) // share
     engine = speculative(root, algorithm, topk)
     recorder = AcceptRecorder(engine.scheduler)
-    for seed in range(samples):
-        engine.submit(
-            PROMPT, max_new_tokens=3, ignore_eos=True, sampling_seed=seed, **setting
-        )
-    found = Counter(tuple(a.output_ids) for a in engine.run().values())
-    assert found.total() == samples
+    found: Counter[tuple[int, ...]] = Counter()
+    for begin in range(0, samples, QUEUED):
+        for seed in range(begin, min(begin + QUEUED, samples)):
+            engine.submit(
+                PROMPT, max_new_tokens=3, ignore_eos=True, sampling_seed=seed, **setting
+            )
+        found.update(tuple(a.output_ids) for a in engine.run().values())
+    assert found.total() == samples and {len(output) for output in found} == {3}
     target = Target(plain, setting)
     one = target.after(())
     two, three = {}, {}
