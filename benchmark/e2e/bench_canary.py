@@ -250,7 +250,7 @@ def parse_args() -> argparse.Namespace:
         "--beside",
         choices=["auto", "always", "never"],
         default="auto",
-        help="whether verify and head run beside the model: a form to compare",
+        help="whether the launches run beside the model: forms to compare",
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="Llama-3.1-8B")
     parser.add_argument("--model-path", help="a checkpoint instead of a dummy shape")
@@ -378,7 +378,8 @@ def measure_trees(
             num_draft_tokens=tree.nodes,
         )
         longest = args.input_len + new + reserve + args.page_size
-        args.slots = args.max_running * longest
+        pages = args.max_running * -(-longest // args.page_size)
+        args.slots = pages * args.page_size
         off = Side(args, folder, False, speculation=speculation)
         on = Side(args, folder, True, speculation=speculation)
         for rows in args.batch_size:
@@ -409,8 +410,9 @@ def compare(args: argparse.Namespace) -> None:
     global clock
     clock = CLOCKS[args.clock]
     if args.beside != "auto":
-        first = 0 if args.beside == "always" else sys.maxsize
-        canary_manager.BESIDE_FROM_TOKENS = first
+        is_always = args.beside == "always"
+        canary_manager.BESIDE_FROM_TOKENS = 0 if is_always else sys.maxsize
+        canary_manager.TAIL_BESIDE_HEAD = is_always
     args.load_format = "auto" if args.model_path else "dummy"
     folder = Path(args.model_path or write_shape(args.shape, Path(tempfile.mkdtemp())))
     results: dict[str, dict[str, float]] = {}

@@ -169,7 +169,7 @@ def bench(
             past = pool.rows(0, prefix)
             for call in pool.calls(past)[1:]:
                 call()
-            launches.advance_lineage(pool.state, past)
+            launches.finish_step(pool.state, past)
         verify, head, tail = pool.calls(pool.rows(prefix, extend))
         for call in (verify, head, tail):
             call()  # compiles outside of any capture

@@ -68,7 +68,7 @@ canary::State state_of(const char* op, const Tensor& arena) {
 
 canary::Rows rows_of(
     const char* op, const OptionalTensors& t, int64_t max_depth, const canary::State& s) {
-  SGLK_REQUIRE(t.size() == 14, op, ": rows has ", t.size(), " tensors, expected 14");
+  SGLK_REQUIRE(t.size() == 17, op, ": rows has ", t.size(), " tensors, expected 17");
   for (int i = 0; i < 8; i++)
     SGLK_REQUIRE(t[i], op, ": tensor ", i, " of rows is missing");
   canary::Rows rows{};
@@ -87,12 +87,22 @@ canary::Rows rows_of(
   rows.lineage_rows = longs(op, "lineage_rows", t[11], n);
   rows.shift_from = longs(op, "shift_from", t[12], n);
   rows.column_shift = longs(op, "column_shift", t[13], n);
+  rows.publish_rows = longs(op, "publish_rows", t[14], n);
+  rows.stay_lens = longs(op, "stay_lens", t[15], n);
+  rows.seed_table = longs(op, "seed_table", t[16], t[16] ? t[16]->numel() : 0);
   rows.max_depth = max_depth;
   for (int64_t r = 0; r < n; r++) {
     const int64_t row = rows.lineage_row(r), first = rows.start(r);
     SGLK_REQUIRE(
         row >= 0 && row < s.lineage_rows, op, ": row ", r, " has lineage row ", row,
         ", expected 0 .. ", s.lineage_rows - 1);
+    SGLK_REQUIRE(
+        rows.published_row(r) >= 0 && rows.published_row(r) < s.lineage_rows, op, ": row ",
+        r, " publishes lineage row ", rows.published_row(r), ", expected 0 .. ",
+        s.lineage_rows - 1);
+    SGLK_REQUIRE(
+        !t[16] || (rows.req_rows[r] >= 0 && rows.req_rows[r] < t[16]->numel()), op,
+        ": req_rows[", r, "] is ", rows.req_rows[r], ", outside of seed_table");
     SGLK_REQUIRE(
         first >= 0 && (first <= tokens || rows.req_rows[r] == 0), op, ": qo_indptr[", r,
         "] is ", first, ", expected 0 .. ", tokens);
@@ -248,10 +258,10 @@ void canary_verify(
       verify_args("canary_verify", state, rows, table, k, v, req_to_token, tokens, n), n[5]);
 }
 
-// numbers: page size, writer kind, mode, period, max depth, manager
+// numbers: page size, writer kind, mode, period, max depth, manager, advance (tail only)
 canary::WriteArgs write_args(
     const char* op, const Tensor& state, const OptionalTensors& rows, const Numbers& n) {
-  SGLK_REQUIRE(n.size() == 6, op, ": numbers has ", n.size(), " values, expected 6");
+  SGLK_REQUIRE(n.size() >= 6, op, ": numbers has ", n.size(), " values, expected 6");
   canary::WriteArgs a{};
   a.state = state_of(op, state);
   a.rows = rows_of(op, rows, n[4], a.state);
@@ -303,14 +313,14 @@ void canary_write_head(
 }
 
 // `canary_verify`, then `canary_write_head`, their arguments read once.
-// numbers: those of verify, then the writer kind
+// numbers: those of verify, then the writer kind and the page size of writes
 void canary_before_model(
     const Tensor& state, const OptionalTensors& rows, const OptionalTensors& table,
     const OptionalTensor& k, const OptionalTensor& v, const Tensor& req_to_token,
     const OptionalTensor& tokens, const OptionalTensor& oracle_tokens,
     const OptionalTensor& oracle_positions, const Numbers& n) {
   const char* op = "canary_before_model";
-  SGLK_REQUIRE(n.size() == 8, op, ": numbers has ", n.size(), " values, expected 8");
+  SGLK_REQUIRE(n.size() == 9, op, ": numbers has ", n.size(), " values, expected 9");
   const canary::VerifyArgs a =
       verify_args(op, state, rows, table, k, v, req_to_token, tokens, n);
   run_verify(a, n[5]);
@@ -318,7 +328,7 @@ void canary_before_model(
   w.state = a.state;
   w.rows = a.rows;
   w.slots = a.slots;
-  w.page_size = n[0];
+  w.page_size = n[8];
   w.kind = n[7];
   set_oracle(op, w, oracle_tokens, oracle_positions);
   run_head(w, n[5]);
@@ -327,15 +337,25 @@ void canary_before_model(
 void advance_lineages(const canary::State& s, const canary::Rows& rows) {
   for (int64_t r = 0; r < rows.count; r++)
     if (rows.req_rows[r])
-      s.expected_lineage[rows.lineage_row(r)] = (int64_t)canary::lineage_after(s, rows, r);
+      s.expected_lineage[rows.published_row(r)] = (int64_t)canary::lineage_after(s, rows, r);
 }
 
-// to: entries in the ring, counters, verdicts of the rows, which are cleared.
-void take_findings(const canary::State& s, const canary::Rows& rows, int64_t* to) {
+// Entries in the ring, counters, verdicts of the rows, which are cleared.
+void take_findings(
+    const char* op, const canary::State& s, const int64_t* req_rows, int64_t count,
+    const Tensor& findings) {
+  SGLK_CHECK(
+      findings.numel() > count + canary::kNumCounters, op, "findings", findings,
+      "room for a status and the verdicts of the rows");
+  int64_t* to =
+      vector_data<int64_t>(op, "findings", findings, ScalarType::Long, findings.numel());
   *to++ = *s.ring_count;
   for (int64_t i = 0; i < canary::kNumCounters; i++) *to++ = s.counters[i];
-  for (int64_t r = 0; r < rows.count; r++) {
-    const int64_t req = rows.req_rows[r];
+  for (int64_t r = 0; r < count; r++) {
+    const int64_t req = req_rows[r];
+    SGLK_REQUIRE(
+        req >= 0 && req < s.req_rows, op, ": req_rows[", r, "] is ", req,
+        ", expected 0 .. ", s.req_rows - 1);
     to[r] = req ? s.verdict[req] : 0;
     if (req) s.verdict[req] = 0;
   }
@@ -345,6 +365,7 @@ void canary_write_tail(
     const Tensor& state, const OptionalTensors& rows, const OptionalTensor& k,
     const OptionalTensor& v, const OptionalTensor& findings, const Numbers& n) {
   const char* op = "canary_write_tail";
+  SGLK_REQUIRE(n.size() == 7, op, ": numbers has ", n.size(), " values, expected 7");
   canary::WriteArgs a = write_args(op, state, rows, n);
   a.bytes = bytes_of(op, k, v, n[2], n[3], a.state.num_slots);
   const canary::Site site = site_of(a.state, canary::kTailLaunch, n[5]);
@@ -353,14 +374,8 @@ void canary_write_tail(
   run_rows(a, site, 0, canary::check_tail_row);
   run_rows(a, site, words_per_hash(a.bytes), canary::store_tail_row);
   ++*a.state.clock;
-  if (!findings) return;
-  SGLK_CHECK(
-      findings->numel() > a.rows.count + canary::kNumCounters, op, "findings", *findings,
-      "room for a status and the verdicts of the rows");
-  advance_lineages(a.state, a.rows);
-  take_findings(
-      a.state, a.rows,
-      vector_data<int64_t>(op, "findings", *findings, ScalarType::Long, findings->numel()));
+  if (n[6]) advance_lineages(a.state, a.rows);
+  if (findings) take_findings(op, a.state, a.rows.req_rows, a.rows.count, *findings);
 }
 
 void canary_poison(
@@ -380,11 +395,21 @@ void canary_poison(
   }
 }
 
-void canary_advance_lineage(
-    const Tensor& state, const OptionalTensors& rows, int64_t max_depth) {
-  const char* op = "canary_advance_lineage";
+void canary_gather_findings(
+    const Tensor& state, const Tensor& req_rows, const Tensor& findings) {
+  const char* op = "canary_gather_findings";
+  const int64_t n = req_rows.numel();
+  take_findings(op, state_of(op, state), longs(op, "req_rows", req_rows, n), n, findings);
+}
+
+void canary_finish_step(
+    const Tensor& state, const OptionalTensors& rows, const Tensor& findings,
+    int64_t max_depth) {
+  const char* op = "canary_finish_step";
   const canary::State s = state_of(op, state);
-  advance_lineages(s, rows_of(op, rows, max_depth, s));
+  const canary::Rows r = rows_of(op, rows, max_depth, s);
+  advance_lineages(s, r);
+  take_findings(op, s, r.req_rows, r.count, findings);
 }
 
 }  // namespace
@@ -404,7 +429,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
       "Tensor? k_words, Tensor? v_words, Tensor req_to_token, Tensor? tokens, "
       "Tensor? oracle_tokens, Tensor? oracle_positions, int[] numbers) -> ()");
   m.def("canary_poison(Tensor(a!) state, Tensor slots, Tensor? n_live) -> ()");
-  m.def("canary_advance_lineage(Tensor(a!) state, Tensor?[] rows, int max_depth) -> ()");
+  m.def(
+      "canary_gather_findings(Tensor(a!) state, Tensor req_rows, Tensor(b!) findings) -> ()");
+  m.def(
+      "canary_finish_step(Tensor(a!) state, Tensor?[] rows, Tensor(b!) findings, "
+      "int max_depth) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
@@ -413,7 +442,8 @@ STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
   m.impl("canary_write_tail", TORCH_BOX(&canary_write_tail));
   m.impl("canary_before_model", TORCH_BOX(&canary_before_model));
   m.impl("canary_poison", TORCH_BOX(&canary_poison));
-  m.impl("canary_advance_lineage", TORCH_BOX(&canary_advance_lineage));
+  m.impl("canary_gather_findings", TORCH_BOX(&canary_gather_findings));
+  m.impl("canary_finish_step", TORCH_BOX(&canary_finish_step));
 }
 
 }  // namespace sglk

@@ -414,7 +414,10 @@ void store_tail_row(const WriteArgs& a, const Site& site, int64_t r) {
 
 uint64_t lineage_after(const State& s, const Rows& rows, int64_t r) {
   uint64_t last = base_of(s, rows, r);
-  for_each_token(s, rows, r, [&](int64_t, int64_t, uint64_t sum) { last = sum; });
+  const int64_t end = rows.start(r) + rows.staying(r);
+  for_each_token(s, rows, r, [&](int64_t t, int64_t, uint64_t sum) {
+    if (t < end) last = sum;
+  });
   return last;
 }
 

@@ -27,7 +27,8 @@ _canary_verify = _OPS.canary_verify.default._op
 _canary_write_head = _OPS.canary_write_head.default._op
 _canary_write_tail = _OPS.canary_write_tail.default._op
 _canary_poison = _OPS.canary_poison.default._op
-_canary_advance_lineage = _OPS.canary_advance_lineage.default._op
+_canary_gather_findings = _OPS.canary_gather_findings.default._op
+_canary_finish_step = _OPS.canary_finish_step.default._op
 _canary_before_model = _OPS.canary_before_model.default._op
 _tree_top_k = _OPS.tree_top_k.default._op
 _tree_select = _OPS.tree_select.default._op
@@ -239,9 +240,9 @@ def canary_write_tail(
     clock.
 
     Args:
-        findings: int64, filled with ring entries, counters and the verdicts of the
-            rows, which are cleared; then also `canary_advance_lineage`.
-        numbers: as in `canary_write_head`.
+        findings: int64, filled as by `canary_gather_findings`.
+        numbers: as in `canary_write_head`, and whether lineages advance before
+            that, as by `canary_finish_step`.
     """
     _canary_write_tail(state, rows, k_words, v_words, findings, numbers)
 
@@ -251,11 +252,18 @@ def canary_poison(state: Tensor, slots: Tensor, n_live: Tensor | None) -> None:
     _canary_poison(state, slots, n_live)
 
 
-def canary_advance_lineage(
-    state: Tensor, rows: list[Tensor | None], max_depth: int
+def canary_gather_findings(state: Tensor, req_rows: Tensor, findings: Tensor) -> None:
+    """Fill findings int64 with ring entries, counters and the verdicts of request rows
+    [R] int64, which are cleared."""
+    _canary_gather_findings(state, req_rows, findings)
+
+
+def canary_finish_step(
+    state: Tensor, rows: list[Tensor | None], findings: Tensor, max_depth: int
 ) -> None:
-    """Add the terms of the rows' new tokens to their expected lineages."""
-    _canary_advance_lineage(state, rows, max_depth)
+    """Add the terms of the rows' new tokens to their expected lineages, then
+    `canary_gather_findings` of the rows."""
+    _canary_finish_step(state, rows, findings, max_depth)
 
 
 def exp(x: Tensor, out: Tensor) -> None:
@@ -289,8 +297,8 @@ def canary_before_model(
     oracle_positions: Tensor | None,
     numbers: list[int],
 ) -> None:
-    """`canary_verify`, then `canary_write_head`; `numbers` are those of verify and the
-    writer kind."""
+    """`canary_verify`, then `canary_write_head`; `numbers` are those of verify, the
+    writer kind and the page size of writes."""
     _canary_before_model(
         state,
         rows,

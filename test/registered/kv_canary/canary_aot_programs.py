@@ -55,6 +55,7 @@ def verifies() -> Iterator[Variant]:
                 "PAGE_SIZE": 4,
                 "PAGED": True,
                 "HAS_SEEDS": True,
+                "HAS_SEED_TABLE": True,
                 "HAS_SHIFT": True,
                 "HAS_LINEAGE_ROWS": True,
                 "HAS_FIRST": True,
@@ -100,7 +101,22 @@ def writes() -> Iterator[Variant]:
         ("tree", {"HAS_QO_INDPTR": True, "IS_TREE": True}),
         (
             "draft",
-            {"HAS_SEEDS": True, "HAS_SHIFT": True, "HAS_LINEAGE_ROWS": True},
+            {
+                "HAS_SEEDS": True,
+                "HAS_SEED_TABLE": True,
+                "HAS_SHIFT": True,
+                "HAS_LINEAGE_ROWS": True,
+                "HAS_PUBLISH_ROWS": True,
+            },
+        ),
+        (
+            "draft extend",
+            {
+                "HAS_SEEDS": True,
+                "HAS_SEED_TABLE": True,
+                "HAS_QO_INDPTR": True,
+                "HAS_STAY_LENS": True,
+            },
         ),
     )
     for is_tail in (False, True):
@@ -110,7 +126,8 @@ def writes() -> Iterator[Variant]:
                 block, chunk = triton_launch.write_block(mode, one_token=one)
                 constants = {
                     "IS_TAIL": is_tail,
-                    "HAS_FINDINGS": is_tail and name != "tree",
+                    "ADVANCES": is_tail and name != "tree",
+                    "HAS_FINDINGS": is_tail and name in ("decode", "extend"),
                     "MODE": int(mode),
                     "BLOCK": block,
                     "CHUNK": chunk,
@@ -128,16 +145,10 @@ def books() -> Iterator[Variant]:
         yield Variant(f"poison {live}", kernel, {"HAS_LIVE": live, "BLOCK": 128})
     for moves in (1, 64, triton_launch.MAX_MOVES):
         yield Variant(f"move {moves}", triton_books.move_kernel, {"MOVES": moves})
-    yield Variant(
-        "gather",
-        triton_books.gather_verdicts_kernel,
-        {"BLOCK": 256},
-        int32=frozenset({"verdict", "out"}),
-    )
-    for one in (False, True):
-        kernel = triton_books.advance_lineage_kernel
-        constants = flags(kernel, HAS_QO_INDPTR=not one, HAS_SEEDS=one)
-        yield Variant(f"advance {one}", kernel, constants)
+    for advances in (False, True):
+        kernel = triton_books.finish_kernel
+        constants = {"ADVANCES": advances} | flags(kernel, HAS_QO_INDPTR=advances)
+        yield Variant(f"finish {advances}", kernel, constants, warps=1)
 
 
 def compile_variant(variant: Variant) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.kv_canary.kernels import native, reference, reference_write
+from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS
 from sglang.srt.kv_canary.kernels.records import (
     Reason,
     Ring,
@@ -294,6 +295,12 @@ class World:
             oracle=oracle,
         )
 
+    def advance(self, backend: Backend, state: CanaryState, rows: CanaryRows) -> Tensor:
+        """Lineages behind the new tokens; the findings."""
+        findings = long([0] * (STATUS_WORDS + rows.num_rows))
+        backend.write.finish_step(state, rows, findings)
+        return findings
+
     def tail(
         self,
         backend: Backend,
@@ -302,6 +309,7 @@ class World:
         kind: WriterKind = WriterKind.DECODE,
         *,
         manager: int = -1,
+        advance: bool = False,
         findings: Tensor | None = None,
     ) -> None:
         backend.write.write_tail(
@@ -311,5 +319,6 @@ class World:
             page_size=self.page_size,
             writer_kind=kind,
             manager=manager,
+            advance=advance,
             findings=findings,
         )

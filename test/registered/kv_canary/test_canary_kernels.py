@@ -11,6 +11,7 @@ import torch
 from canary_world import Backend, World, backends, entries, findings, long
 
 from sglang.srt.kv_canary.kernels import launches
+from sglang.srt.kv_canary.kernels.finish import StepFindings
 from sglang.srt.kv_canary.kernels.records import (
     Counter,
     Launch,
@@ -60,7 +61,7 @@ def test_a_healthy_run_fires_nothing(
         table = w.table(rows, flat=step == 1)
         w.verify(backend, w.state, rows, table, tokens=w.tokens, manager=0)
         w.write(backend, w.state, rows, WriterKind.EXTEND, manager=0)
-        backend.write.advance_lineage(w.state, rows)
+        w.advance(backend, w.state, rows)
         w.lens = [n + e for n, e in zip(w.lens, extends, strict=True)]
         for i, n in enumerate(w.lens):
             assert int(w.state.expected_lineage[i + 1]) == w.lineage(i, n)
@@ -480,7 +481,7 @@ def test_tree_nodes_have_their_ancestors_lineage(backend: Backend) -> None:
             salts=rows.salts[:1],
         )
         w.state.expected_lineage[1] = w.lineage(0, 5)
-        backend.write.advance_lineage(w.state, one)
+        w.advance(backend, w.state, one)
         assert int(w.state.expected_lineage[1]) == lineages[node]
 
 
@@ -558,14 +559,25 @@ def test_launches_dispatch_and_refuse() -> None:
     launches.set_lineage(w.state, long([2, 3]), long([7, 8]))
     assert w.state.expected_lineage[2:4].tolist() == [7, 8]
     w.state.verdict[2] = 5
-    assert launches.gather_verdicts(w.state, long([0, 2, 0])).tolist() == [0, 5, 0]
+    found = launches.gather_findings(w.state, long([0, 2, 0])).cpu()
+    assert StepFindings.unpack(found).verdicts == [0, 5, 0]
     assert not w.state.verdict.any()
+    found = launches.finish_step(w.state, rows).cpu()
+    assert StepFindings.unpack(found).counters == w.state.counters.tolist()
     launches.poison(w.state, long([w.slot(0, 0), 3]), n_live=long([1]))
     launches.move_records(w.state, dst=long([5]), src=long([w.slot(0, 0)]))
     assert w.state.tail[5, 0] == -1
     with pytest.raises(ValueError, match="parent_index"):
         tree = dataclasses.replace(rows, parent_index=rows.positions)
-        launches.advance_lineage(w.state, tree)
+        launches.finish_step(w.state, tree)
+    with pytest.raises(ValueError, match="lineages of a tree"):
+        launches.write_tail(w.state, tree, **options, advance=True)
+    with pytest.raises(ValueError, match="advances"):
+        out = rows.positions
+        launches.write_tail(w.state, rows, **options, findings=out)
+    with pytest.raises(ValueError, match="either seeds or seed_table"):
+        one = rows.positions
+        dataclasses.replace(rows, seeds=one, seed_table=one)
     with pytest.raises(ValueError, match="positions is .* strides"):
         odd = torch.zeros(8, dtype=torch.int64)[::2]
         dataclasses.replace(rows, positions=odd).check_layout()

@@ -158,6 +158,7 @@ def case_of(rng: random.Random, seed: int) -> Case:
     if rng.random() < 0.2:
         other = rows.req_rows.flip(0)
         rows = dataclasses.replace(rows, lineage_rows=other)
+    rows = as_draft(rng, rows)
     damage(rng, world, rows, table)
     tokens = world.tokens if rng.random() < 0.5 else None
     oracle = None
@@ -179,6 +180,23 @@ def case_of(rng: random.Random, seed: int) -> Case:
     )
 
 
+def as_draft(rng: random.Random, rows: CanaryRows) -> CanaryRows:
+    """Sometimes with seeds by request, lineages published elsewhere, and accepted
+    tokens."""
+    chosen: dict[str, Tensor] = {}
+    if rows.seeds is not None and rng.random() < 0.5:
+        table = long([rng.getrandbits(60) for _ in range(REQ_ROWS)])
+        table[rows.req_rows] = rows.seeds
+        rows = dataclasses.replace(rows, seeds=None)
+        chosen["seed_table"] = table
+    unread = sorted(set(range(REQ_ROWS)) - set(rows.req_rows.tolist()))
+    if rng.random() < 0.6 and len(unread) >= rows.num_rows:
+        chosen["publish_rows"] = long(rng.sample(unread, rows.num_rows))
+    if rng.random() < 0.4:
+        chosen["stay_lens"] = long([rng.randint(0, 3) for _ in range(rows.num_rows)])
+    return dataclasses.replace(rows, **chosen)
+
+
 def small_blocks(
     backend: Backend, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +216,8 @@ def test_equals_the_reference(
     case = case_of(rng, seed)
     world, rows = case.world, case.rows
     # Rows of the verdicts that are taken must differ, those of lineages too.
-    has_findings = not case.is_tree and rows.lineage_rows is None
+    advance = not case.is_tree and rows.lineage_rows is None
+    has_findings = advance and seed % 3 > 0
 
     def run(one: Backend) -> tuple[list[CanaryState], Tensor]:
         state, seen = world.state.clone(), []
@@ -218,7 +237,9 @@ def test_equals_the_reference(
         seen.append(state.clone())
         state.head[world.num_slots // 2, 3] += 1
         given = findings if has_findings else None
-        world.tail(one, state, rows, kind, manager=manager, findings=given)
+        world.tail(
+            one, state, rows, kind, manager=manager, advance=advance, findings=given
+        )
         seen.append(state)
         return seen, findings
 
@@ -288,25 +309,31 @@ def test_books_equal_the_reference(backend: Backend, seed: int) -> None:
     slots = long([rng.randrange(-2, world.num_slots + 3) for _ in range(60)])
     some = torch.randperm(world.num_slots)[:40].to(slots.device)
     req_rows = long([1, 0, 4, 0, 2])
+    others = as_draft(rng, world.rows(extends=[2] * len(world.lens), pad=2))
     world.state.verdict.add_(torch.arange(REQ_ROWS, device=slots.device))
 
-    def run(one: Backend) -> tuple[CanaryState, Tensor]:
+    def run(one: Backend) -> tuple[CanaryState, Tensor, Tensor]:
         state = world.state.clone()
-        out = torch.full((5,), 99, dtype=torch.int32, device=slots.device)
-        one.write.advance_lineage(state, rows)
+        out = long([99] * (STATUS_WORDS + 5))
+        ended = long([99] * (STATUS_WORDS + others.num_rows + 1))
         one.write.poison(state, slots, long([rng_live]))
         write = one.write if one.name == "triton" else backends()[0].write
         write.move_records(state, dst=some[:23], src=some[17:])
-        write.gather_verdicts(state, req_rows, out)
+        one.write.gather_findings(state, req_rows, out)
+        world.advance(one, state, rows)
+        one.write.finish_step(state, others, ended)
         one.write.poison(state, slots, None)
-        return state, out
+        return state, out, ended
 
     rng_live = rng.randint(0, 60)
-    actual, found = run(backend)
-    expected, due = run(backends()[0])
+    actual, *found = run(backend)
+    expected, *due = run(backends()[0])
     assert_same(actual, expected)
-    assert torch.equal(found, due)
-    assert due.tolist() == [1, 0, 4, 0, 2]
+    for one, other in zip(found, due, strict=True):
+        assert torch.equal(one, other)
+    taken, ended = due
+    assert taken[STATUS_WORDS:].tolist() == [1, 0, 4, 0, 2]
+    assert ended[STATUS_WORDS:].tolist()[-3:] == [0, 0, 99]
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda b: b.name)
@@ -314,7 +341,7 @@ def test_books_equal_the_reference(backend: Backend, seed: int) -> None:
 def test_the_tail_ends_the_forward(
     backend: Backend, extend: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Status and verdicts of the rows, which are cleared; lineages as `advance_lineage`
+    """Status and verdicts of the rows, which are cleared; lineages as `finish_step`
     leaves them. Where a row has many programs, all of them start from the old one."""
     if backend.name == "triton":
         monkeypatch.setattr(backend.read, "_BLOCK", 16)
@@ -325,11 +352,9 @@ def test_the_tail_ends_the_forward(
         one.verdict.add_(torch.arange(10, 10 + REQ_ROWS, device=one.verdict.device))
         world.head(backends()[0], one, rows)
     findings = long([7] * (STATUS_WORDS + rows.num_rows))
-    world.tail(backend, state, rows, findings=findings)
+    world.tail(backend, state, rows, advance=True, findings=findings)
     world.tail(backend, apart, rows)
-    backend.write.advance_lineage(apart, rows)
-    for row in (1, 2, 3):
-        apart.verdict[row] = 0
+    assert torch.equal(world.advance(backend, apart, rows), findings)
     assert_same(state, apart)
     assert state.verdict.tolist() == [10, 0, 0, 0, 14, 15, 16, 17]
     result = StepFindings.unpack(findings.cpu())

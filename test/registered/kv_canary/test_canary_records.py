@@ -8,6 +8,7 @@ from canary_world import DEVICE, Backend, backends, long
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS
 from sglang.srt.kv_canary.kernels.records import (
     NUM_COUNTERS,
     RING_WORDS,
@@ -98,7 +99,8 @@ def test_lineages_of_the_kernels(backend: Backend) -> None:
             salts=long([salt]),
             seeds=long([seed]),
         )
-        backend.write.advance_lineage(state, rows)
+        findings = long([0] * (STATUS_WORDS + 1))
+        backend.write.finish_step(state, rows, findings)
         due = extend_lineage(seed, ids, start_position=start, salt=salt)
         assert int(state.expected_lineage[2]) == due
 

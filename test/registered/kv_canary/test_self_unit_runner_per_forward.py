@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     HostLens,
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.graph_capture import SideStream
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.tiny_models import write_mock_model
@@ -715,6 +717,45 @@ class TestCanaryManagerActiveSingleForwardManagerDispatch:
             with pytest.raises(KeyError):
                 bracketed("fail", batch)
             assert phases(state) == [Phase.AFTER_HEAD, 0]
+
+
+class LoggedStream:
+    """A stream that notes when it waits for another."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: LoggedStream) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+
+def test_the_tail_runs_beside_the_head(
+    harness: ForwardHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stream that has seen the stack's last layer, and that is waited for."""
+    log: list[str] = []
+    manager, model = canary_of(harness), harness.runner.model
+    main, side = LoggedStream("main", log), LoggedStream("side", log)
+    forked = SideStream(side, current=lambda: main, entering=lambda _: nullcontext())
+    (row,) = prefilled(harness, 9)
+    one = manager._managers[0]
+    monkeypatch.setattr(manager, "_side", forked)
+
+    def note(owner: object, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *args: (log.append(name), function(*args))[1]
+        )
+
+    note(one, "post_ops_maybe_inside_graph")
+    note(model, "forward_head")
+    assert findings(harness, decode_batch(harness, row)) == []
+    assert log == [
+        "side waits for main",
+        "post_ops_maybe_inside_graph",
+        "forward_head",
+        "main waits for side",
+    ]
 
 
 if __name__ == "__main__":

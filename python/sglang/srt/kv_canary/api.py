@@ -84,18 +84,28 @@ def install_canary(
 
 def _patch_model_forward(model: nn.Module, manager: CanaryManager) -> None:
     """Run the canary's launches around every forward of `model`."""
+    stack = getattr(model, "forward_stack", None)
     # An instance attribute: the class, and other models of it, stay as they are.
-    model.__dict__["forward"] = _with_canary_bracketing(model.forward, manager)
+    model.__dict__["forward"] = _with_canary_bracketing(model.forward, manager, stack)
 
 
 def _with_canary_bracketing(
-    forward: Callable[..., Any], manager: CanaryManager
+    forward: Callable[..., Any],
+    manager: CanaryManager,
+    stack: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """`forward` between the launches before and after it."""
+    """`forward` between the launches before and after it.
+
+    Args:
+        stack: what `forward` runs before its head unless it is given another `stack`;
+            None: it has no such argument.
+    """
 
     def bracketed(*args: Any, **kwargs: Any) -> Any:
         forward_batch = _extract_forward_batch(args, kwargs)
         manager.pre_ops_maybe_inside_graph(forward_batch)
+        if stack is not None:
+            kwargs["stack"] = manager.with_tail_behind(kwargs.get("stack") or stack)
         output = forward(*args, **kwargs)
         manager.post_ops_maybe_inside_graph(forward_batch)
         return output

@@ -67,6 +67,7 @@ struct Rows {
   const int64_t *req_rows, *prefix_lens, *extend_lens, *input_ids, *positions, *locs,
       *serials, *salts;
   const int64_t *indptr, *parents, *seeds, *lineage_rows, *shift_from, *column_shift;
+  const int64_t *publish_rows, *stay_lens, *seed_table;
   int64_t count, tokens, max_depth;
 
   int64_t start(int64_t r) const { return indptr ? indptr[r] : r; }
@@ -76,7 +77,17 @@ struct Rows {
     return extend_lens[r] < left ? extend_lens[r] : left;
   }
   int64_t lineage_row(int64_t r) const { return lineage_rows ? lineage_rows[r] : req_rows[r]; }
-  uint64_t seed(int64_t r) const { return seeds ? (uint64_t)seeds[r] : 0; }
+  int64_t published_row(int64_t r) const {
+    return publish_rows ? publish_rows[r] : lineage_row(r);
+  }
+  // The new tokens that its lineage goes on from.
+  int64_t staying(int64_t r) const {
+    const int64_t all = extend(r);
+    return stay_lens && stay_lens[r] < all ? stay_lens[r] : all;
+  }
+  uint64_t seed(int64_t r) const {
+    return (uint64_t)(seed_table ? seed_table[req_rows[r]] : seeds ? seeds[r] : 0);
+  }
   uint64_t salt(int64_t r) const { return mix64((uint64_t)salts[r] ^ kSaltKey); }
 };
 
@@ -265,7 +276,7 @@ void store_head_row(const WriteArgs& args, const Site& site, int64_t r);
 void check_tail_row(const WriteArgs& args, const Site& site, int64_t r);
 void store_tail_row(const WriteArgs& args, const Site& site, int64_t r);
 
-// The row's lineage after its new tokens, from what it was before them.
+// The row's lineage after the new tokens that stay, from what it was before them.
 uint64_t lineage_after(const State& s, const Rows& rows, int64_t r);
 
 }  // namespace sglk::canary

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sglang.srt.kv_canary.kernels import native, reference, reference_write
@@ -91,7 +90,7 @@ def before_model(
     """`verify`, then `write_head`, with their arguments, in one launch: on the CPU one
     after the other, in Triton at once (`triton_before.py`)."""
     module = _of(state, native, None)
-    if module is not None and table.page_size == page_size:
+    if module is not None:
         module.before_model(
             state,
             rows,
@@ -168,6 +167,7 @@ def write_tail(
     page_size: int,
     writer_kind: WriterKind,
     manager: int = NO_MANAGER,
+    advance: bool = False,
     findings: Tensor | None = None,
 ) -> None:
     """After the model: check that the head records are still this forward's, write the
@@ -177,15 +177,19 @@ def write_tail(
     `expected_lineage` unchanged since. `manager`: phase AFTER_HEAD becomes IDLE.
 
     Args:
-        findings: int64 [>= STATUS_WORDS + R], filled as `finish.py` says. With it the
-            launch also does `advance_lineage` and clears the verdicts of the rows,
-            which must differ. None: `finish_step` does that, as for trees.
+        advance: as its last deed the launch also advances the rows' lineages, as
+            `finish_step` does.
+        findings: int64 [>= STATUS_WORDS + R], filled by `gather_findings` after that;
+            the rows must differ. None: `finish_step` does both, as for trees.
 
     Raises:
-        ValueError: findings of a tree, whose accepted path is not known yet.
+        ValueError: `advance` with a tree, whose accepted path is not known yet, or
+            findings without `advance`.
     """
-    if findings is not None and rows.parent_index is not None:
-        raise ValueError("write_tail: findings of a tree; use finish_step")
+    if advance and rows.parent_index is not None:
+        raise ValueError("write_tail: lineages of a tree; use finish_step")
+    if findings is not None and not advance:
+        raise ValueError("write_tail: findings are those of a forward that advances")
     _of(state, native, reference_write).write_tail(
         state,
         rows,
@@ -193,6 +197,7 @@ def write_tail(
         page_size=page_size,
         writer_kind=writer_kind,
         manager=manager,
+        advance=advance,
         findings=findings,
     )
 
@@ -213,61 +218,41 @@ def move_records(state: CanaryState, *, dst: Tensor, src: Tensor) -> None:
         )
 
 
-def gather_verdicts(
-    state: CanaryState, req_rows: Tensor, *, out: Tensor | None = None
-) -> Tensor:
-    """Verdicts int32 [R] of request rows [R] int64, which are cleared. Row 0 may
-    repeat: it yields 0 and keeps its verdict. Other rows must differ."""
-    if out is None:
-        out = torch.empty_like(req_rows, dtype=torch.int32)
-    if req_rows.numel():
-        module = _of(state, reference_write, reference_write)
-        module.gather_verdicts(state, req_rows, out)
-    return out
-
-
 def set_lineage(state: CanaryState, rows: Tensor, values: Tensor) -> None:
     """expected_lineage[rows] = values, int64 [n] each, from the host's tokens."""
     state.expected_lineage.index_copy_(0, rows, values)
 
 
 def finish_step(state: CanaryState, rows: CanaryRows) -> Tensor:
-    """`advance_lineage`, and findings: what `write_tail` leaves to do for a forward
-    whose tail was written without. Rows must differ.
-
-    Returns:
-        int64 [STATUS_WORDS + R] on the device; ring and counters stay.
-    """
-    advance_lineage(state, rows)
-    return gather_findings(state, rows.req_rows)
-
-
-def gather_findings(state: CanaryState, req_rows: Tensor) -> Tensor:
-    """Findings about request rows [R], which must differ; their verdicts are cleared.
-
-    Returns:
-        int64 [STATUS_WORDS + R] on the device; ring and counters stay.
-    """
-    findings = state.counters.new_empty(STATUS_WORDS + len(req_rows))
-    findings[0] = state.ring_count[0]
-    findings[1:STATUS_WORDS] = state.counters
-    findings[STATUS_WORDS:] = gather_verdicts(state, req_rows)
-    return findings
-
-
-def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:
-    """expected_lineage[row] += terms of the row's new tokens (from the seed where the
-    prefix is empty). For who publishes tokens, after `write_tail`; rows must differ.
-
-    Reads `input_ids`, `positions`, lengths, salts and seeds; for accepted tokens, pass
-    those and their counts as `extend_lens`.
+    """What `write_tail` leaves to do for a forward whose tail was written without: the
+    rows' lineages advance over their new tokens, or those that stay (from the seed
+    where the prefix is empty), then `gather_findings` of the rows. For who publishes
+    tokens. No row may read a lineage that another one writes.
 
     Raises:
         ValueError: `rows` has a tree; only an accepted path has a lineage.
     """
     if rows.parent_index is not None:
-        raise ValueError("advance_lineage: rows.parent_index must be None")
-    _of(state, native, reference_write).advance_lineage(state, rows)
+        raise ValueError("finish_step: rows.parent_index must be None")
+    findings = _new_findings(state, rows.num_rows)
+    _of(state, native, reference_write).finish_step(state, rows, findings)
+    return findings
+
+
+def gather_findings(state: CanaryState, req_rows: Tensor) -> Tensor:
+    """Findings about request rows [R] int64, whose verdicts are cleared. Row 0 may
+    repeat: it yields 0 and keeps its verdict. Other rows must differ.
+
+    Returns:
+        int64 [STATUS_WORDS + R] on the device; ring and counters stay.
+    """
+    findings = _new_findings(state, len(req_rows))
+    _of(state, native, reference_write).gather_findings(state, req_rows, findings)
+    return findings
+
+
+def _new_findings(state: CanaryState, rows: int) -> Tensor:
+    return state.counters.new_empty(STATUS_WORDS + rows)
 
 
 def _of(state: CanaryState, native_module: Any, reference_module: Any) -> Any:

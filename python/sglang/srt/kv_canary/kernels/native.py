@@ -83,7 +83,7 @@ def before_model(
         oracle_tokens,
         oracle_positions,
         [
-            page_size,
+            table.page_size,
             token_offset,
             fingerprint.mode,
             fingerprint.rotation_period,
@@ -91,6 +91,7 @@ def before_model(
             manager,
             table.entry_size,
             writer_kind,
+            page_size,
         ],
     )
 
@@ -124,6 +125,7 @@ def write_tail(
     page_size: int,
     writer_kind: WriterKind,
     manager: int,
+    advance: bool,
     findings: Tensor | None,
 ) -> None:
     native.canary_write_tail(
@@ -139,6 +141,7 @@ def write_tail(
             fingerprint.rotation_period,
             rows.max_depth,
             manager,
+            advance,
         ],
     )
 
@@ -147,5 +150,9 @@ def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
     native.canary_poison(state.arena, slots, n_live)
 
 
-def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:
-    native.canary_advance_lineage(state.arena, rows.tensors, rows.max_depth)
+def finish_step(state: CanaryState, rows: CanaryRows, findings: Tensor) -> None:
+    native.canary_finish_step(state.arena, rows.tensors, findings, rows.max_depth)
+
+
+def gather_findings(state: CanaryState, req_rows: Tensor, findings: Tensor) -> None:
+    native.canary_gather_findings(state.arena, req_rows, findings)

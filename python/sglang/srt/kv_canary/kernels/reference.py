@@ -33,6 +33,13 @@ from sglang.srt.kv_canary.kernels.state import (
 from sglang.srt.utils.hashing import mix64
 
 
+def seeds_of(rows: CanaryRows) -> Tensor:
+    """Lineages before position 0 of rows [R]."""
+    if rows.seed_table is not None:
+        return rows.seed_table[rows.req_rows]
+    return torch.zeros_like(rows.salts) if rows.seeds is None else rows.seeds
+
+
 class Report:
     """Appends ring entries of one launch and sets the verdicts of their rows."""
 
@@ -259,7 +266,7 @@ def _check_records(
     readable = (previous >= table.page_size) & (previous < state.num_slots)
     before = state.tail[previous * readable]
     known = readable & (before[:, 0] != POISON_WORD)
-    seed = torch.zeros_like(found) if rows.seeds is None else rows.seeds[row]
+    seed = seeds_of(rows)[row]
     parent = torch.where(position == 0, seed, before[:, 1])
     known = sound & (known | (position == 0))
     own = lineage_terms(token, tail[:, 0] >> 32, rows.salts[row])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from sglang.srt.kv_canary.kernels.reference import (
     fingerprints,
     look_up,
     row_starts,
+    seeds_of,
 )
 from sglang.srt.kv_canary.kernels.state import CanaryRows, CanaryState, Fingerprint
 
@@ -46,9 +48,8 @@ class _NewTokens(NamedTuple):
 
 def _base_lineages(state: CanaryState, rows: CanaryRows) -> Tensor:
     lineage_rows = rows.req_rows if rows.lineage_rows is None else rows.lineage_rows
-    seeds = torch.zeros_like(rows.salts) if rows.seeds is None else rows.seeds
     known = state.expected_lineage[lineage_rows]
-    return torch.where(rows.prefix_lens > 0, known, seeds)
+    return torch.where(rows.prefix_lens > 0, known, seeds_of(rows))
 
 
 def _new_tokens(state: CanaryState, rows: CanaryRows, kind: int) -> _NewTokens:
@@ -173,6 +174,7 @@ def write_tail(
     page_size: int,
     writer_kind: WriterKind,
     manager: int,
+    advance: bool,
     findings: Tensor | None,
 ) -> None:
     report = Report(state, Launch.TAIL, manager)
@@ -210,13 +212,10 @@ def write_tail(
     )
     state.counters[Counter.TAIL_SLOTS] += len(slot)
     state.clock.add_(1)
+    if advance:
+        _advance_lineage(state, rows)
     if findings is not None:
-        advance_lineage(state, rows)
-        verdicts = torch.empty_like(rows.req_rows, dtype=torch.int32)
-        gather_verdicts(state, rows.req_rows, verdicts)
-        findings[0] = state.ring_count[0]
-        findings[1:STATUS_WORDS] = state.counters
-        findings[STATUS_WORDS:][: rows.num_rows] = verdicts
+        gather_findings(state, rows.req_rows, findings)
 
 
 def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
@@ -235,20 +234,35 @@ def move_records(state: CanaryState, *, dst: Tensor, src: Tensor) -> None:
         records.index_copy_(0, dst, records.index_select(0, src))
 
 
-def gather_verdicts(state: CanaryState, req_rows: Tensor, out: Tensor) -> None:
-    torch.mul(state.verdict[req_rows], req_rows != 0, out=out)
-    state.verdict.index_copy_(
-        0, req_rows, state.verdict[req_rows] * (req_rows == 0).to(torch.int32)
-    )
+def gather_findings(state: CanaryState, req_rows: Tensor, findings: Tensor) -> None:
+    findings[0] = state.ring_count[0]
+    findings[1:STATUS_WORDS] = state.counters
+    live = req_rows != 0
+    verdicts = state.verdict[req_rows] * live
+    findings[STATUS_WORDS:][: len(req_rows)] = verdicts
+    state.verdict[req_rows[live]] = 0
 
 
-def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:
+def _advance_lineage(state: CanaryState, rows: CanaryRows) -> None:
+    if rows.stay_lens is not None:
+        _, counts = row_starts(rows)
+        staying = torch.minimum(rows.stay_lens, counts)
+        rows = dataclasses.replace(rows, extend_lens=staying, stay_lens=None)
     _, counts = row_starts(rows)
     new = _new_tokens(state, rows, WriterKind.NONE)
     values = _base_lineages(state, rows)
     ends = counts.cumsum(0) - 1
     some = counts > 0
     values[some] = new.lineage[ends[some]]
-    lineage_rows = rows.req_rows if rows.lineage_rows is None else rows.lineage_rows
+    published = next(
+        part
+        for part in (rows.publish_rows, rows.lineage_rows, rows.req_rows)
+        if part is not None
+    )
     live = rows.req_rows != 0
-    state.expected_lineage[lineage_rows[live]] = values[live]
+    state.expected_lineage[published[live]] = values[live]
+
+
+def finish_step(state: CanaryState, rows: CanaryRows, findings: Tensor) -> None:
+    _advance_lineage(state, rows)
+    gather_findings(state, rows.req_rows, findings)

@@ -217,8 +217,14 @@ class CanaryRows:
         serials, salts: [R].
         parent_index: [T] | None, for trees: place in [T] of a token's parent, -1: the
             row's last prefix token.
-        seeds: [R] | None, lineage before position 0; None: 0.
-        lineage_rows: [R] | None, rows of `expected_lineage`; None: `req_rows`.
+        seeds: [R] | None, lineage before position 0; seed_table: [req_rows] | None,
+            the same by request row. Neither: 0.
+        lineage_rows: [R] | None, rows of `expected_lineage` that these rows go on from;
+            None: `req_rows`.
+        publish_rows: [R] | None, rows of `expected_lineage` that get the lineages
+            behind the new tokens; None: the ones they are computed from.
+        stay_lens: [R] | None, new tokens that these go over, the first of
+            `extend_lens`; None: all.
         shift_from, column_shift: [R] | None, for draft branches: position p stands in
             column p of `req_to_token` below `shift_from`, else in p + `column_shift`.
         max_depth: ancestors that are walked in a tree.
@@ -239,6 +245,9 @@ class CanaryRows:
     lineage_rows: Tensor | None = None
     shift_from: Tensor | None = None
     column_shift: Tensor | None = None
+    publish_rows: Tensor | None = None
+    stay_lens: Tensor | None = None
+    seed_table: Tensor | None = None
     max_depth: int = 32
     # Made once and not by each of the three launches of a forward.
     tensors: list[Tensor | None] = field(init=False, repr=False, compare=False)
@@ -246,6 +255,8 @@ class CanaryRows:
     def __post_init__(self) -> None:
         if (self.shift_from is None) != (self.column_shift is None):
             raise ValueError("CanaryRows: shift_from and column_shift go together")
+        if self.seeds is not None and self.seed_table is not None:
+            raise ValueError("CanaryRows: give either seeds or seed_table")
         tensors = [
             self.req_rows,
             self.prefix_lens,
@@ -261,6 +272,9 @@ class CanaryRows:
             self.lineage_rows,
             self.shift_from,
             self.column_shift,
+            self.publish_rows,
+            self.stay_lens,
+            self.seed_table,
         ]
         object.__setattr__(self, "tensors", tensors)
 
@@ -286,6 +300,9 @@ class CanaryRows:
             lineage_rows=self.lineage_rows,
             shift_from=self.shift_from,
             column_shift=self.column_shift,
+            publish_rows=self.publish_rows,
+            stay_lens=self.stay_lens,
+            seed_table=self.seed_table,
         )
 
     @property

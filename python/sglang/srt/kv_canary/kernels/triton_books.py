@@ -1,4 +1,4 @@
-"""Triton kernels of the canary's bookkeeping: poison, moves, verdicts, lineages."""
+"""Triton kernels of the canary's bookkeeping: poison, moves, lineages, findings."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -14,7 +14,12 @@ from sglang.srt.kv_canary.kernels.triton_common import (
     mix64,
     pack_word3,
 )
-from sglang.srt.kv_canary.kernels.triton_write import _base_of, _sum_of_terms
+from sglang.srt.kv_canary.kernels.triton_write import (
+    base_of,
+    sum_of_terms,
+    take_status,
+    take_verdicts,
+)
 
 POISON_KIND = tl.constexpr(int(WriterKind.POISON))
 
@@ -64,94 +69,71 @@ def move_kernel(head, tail, dst, src, count, MOVES: tl.constexpr):
     tl.store(records + target[:, None] * 4 + word, moved, mask=mask)
 
 
-@triton.jit(do_not_specialize=["count"])
-def gather_verdicts_kernel(verdict, req_rows, out, count, BLOCK: tl.constexpr):
-    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(req_rows + lane, mask=lane < count, other=0)
-    live = row != 0
-    found = tl.load(verdict + row, mask=live, other=0)
-    tl.store(out + lane, found, mask=lane < count)
-    tl.store(verdict + row, tl.zeros_like(found), mask=live)
-
-
-@triton.jit
-def _advance_row(
-    expected_lineage,
-    row,
-    req,
-    prefix_lens,
-    extend_lens,
-    input_ids,
-    positions,
-    salts,
-    qo_indptr,
-    seeds,
-    lineage_rows,
-    num_tokens,
-    HAS_QO_INDPTR: tl.constexpr,
-    HAS_SEEDS: tl.constexpr,
-    HAS_LINEAGE_ROWS: tl.constexpr,
-):
-    live = req != 0
-    prefix = tl.load(prefix_lens + row)
-    start = row
-    if HAS_QO_INDPTR:
-        start = tl.load(qo_indptr + row)
-    extend = tl.where(live, tl.load(extend_lens + row), 0)
-    end = tl.minimum(start + extend, num_tokens)
-    salt = mix64(tl.load(salts + row) ^ SALT_KEY)
-    value = _base_of(
-        expected_lineage,
-        lineage_rows,
-        seeds,
-        row,
-        req,
-        live,
-        prefix,
-        HAS_LINEAGE_ROWS,
-        HAS_SEEDS,
-    )
-    value += _sum_of_terms(input_ids, positions, start, end, salt)
-    lineage_row = req
-    if HAS_LINEAGE_ROWS:
-        lineage_row = tl.load(lineage_rows + row)
-    # All threads have read the old value before one stores the new.
-    tl.debug_barrier()
-    tl.store(expected_lineage + lineage_row, value, mask=live)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def advance_lineage_kernel(
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def finish_kernel(
+    verdict,
+    ring_count,
+    counters,
+    findings,
     expected_lineage,
     req_rows,
     prefix_lens,
     extend_lens,
+    stay_lens,
     input_ids,
     positions,
     salts,
     qo_indptr,
     seeds,
     lineage_rows,
+    publish_rows,
     num_tokens,
+    num_rows,
+    ADVANCES: tl.constexpr,
     HAS_QO_INDPTR: tl.constexpr,
     HAS_SEEDS: tl.constexpr,
+    HAS_SEED_TABLE: tl.constexpr,
     HAS_LINEAGE_ROWS: tl.constexpr,
+    HAS_PUBLISH_ROWS: tl.constexpr,
+    HAS_STAY_LENS: tl.constexpr,
 ):
+    """A program per row: its verdict, and its lineage if it ADVANCES; the first also
+    takes the status, which this launch does not change."""
     row = tl.program_id(0).to(tl.int64)
-    _advance_row(
-        expected_lineage,
-        row,
-        tl.load(req_rows + row),
-        prefix_lens,
-        extend_lens,
-        input_ids,
-        positions,
-        salts,
-        qo_indptr,
-        seeds,
-        lineage_rows,
-        num_tokens,
-        HAS_QO_INDPTR,
-        HAS_SEEDS,
-        HAS_LINEAGE_ROWS,
-    )
+    inside = row < num_rows
+    req = tl.load(req_rows + row, mask=inside, other=0)
+    live = req != 0
+    if row == 0:
+        take_status(ring_count, counters, findings)
+    take_verdicts(verdict, findings, row, req, inside, live)
+    if ADVANCES:
+        prefix = tl.load(prefix_lens + row, mask=live, other=0)
+        start = row
+        if HAS_QO_INDPTR:
+            start = tl.load(qo_indptr + row, mask=live, other=0)
+        extend = tl.load(extend_lens + row, mask=live, other=0)
+        if HAS_STAY_LENS:
+            extend = tl.minimum(tl.load(stay_lens + row, mask=live, other=0), extend)
+        end = tl.minimum(start + extend, num_tokens)
+        salt = mix64(tl.load(salts + row, mask=live, other=0) ^ SALT_KEY)
+        value = base_of(
+            expected_lineage,
+            lineage_rows,
+            seeds,
+            row,
+            req,
+            live,
+            prefix,
+            HAS_LINEAGE_ROWS,
+            HAS_SEEDS,
+            HAS_SEED_TABLE,
+        )
+        value += sum_of_terms(input_ids, positions, start, end, salt)
+        published = req
+        if HAS_PUBLISH_ROWS:
+            published = tl.load(publish_rows + row, mask=live, other=0)
+        elif HAS_LINEAGE_ROWS:
+            published = tl.load(lineage_rows + row, mask=live, other=0)
+        # All threads have read the old value before one stores the new.
+        tl.debug_barrier()
+        tl.store(expected_lineage + published, value, mask=live)

@@ -18,8 +18,7 @@ from sglang.srt.kv_canary.kernels.state import (
 )
 from sglang.srt.kv_canary.kernels.triton_before import before_kernel
 from sglang.srt.kv_canary.kernels.triton_books import (
-    advance_lineage_kernel,
-    gather_verdicts_kernel,
+    finish_kernel,
     move_kernel,
     poison_kernel,
 )
@@ -199,6 +198,7 @@ def write_head(
         NO_FINGERPRINT,
         launch=Launch.HEAD,
         manager=manager,
+        advance=False,
         findings=None,
         req_to_token=req_to_token,
         new=_new_arguments(rows, req_to_token, page_size, writer_kind, oracle),
@@ -213,9 +213,10 @@ def write_tail(
     page_size: int,
     writer_kind: WriterKind,
     manager: int,
+    advance: bool,
     findings: Tensor | None,
 ) -> None:
-    if findings is not None and rows.num_rows > state.next_lineage.shape[0]:
+    if advance and rows.num_rows > state.next_lineage.shape[0]:
         raise ValueError(f"write_tail: {rows.num_rows} rows, and scratch for fewer")
     _write(
         state,
@@ -223,6 +224,7 @@ def write_tail(
         fingerprint,
         launch=Launch.TAIL,
         manager=manager,
+        advance=advance,
         findings=findings,
         req_to_token=None,
         new=_new_arguments(rows, None, page_size, writer_kind, None),
@@ -236,6 +238,7 @@ def _write(
     *,
     launch: Launch,
     manager: int,
+    advance: bool,
     findings: Tensor | None,
     req_to_token: Tensor | None,
     new: dict[str, object],
@@ -250,6 +253,8 @@ def _write(
         findings=_or(findings, rows.req_rows),
         tag=_tag(state, launch, manager),
         IS_TAIL=launch is Launch.TAIL,
+        ADVANCES=advance,
+        **_publish_arguments(rows),
         HAS_FINDINGS=findings is not None,
         BLOCK=block,
         num_warps=1 if rows.qo_indptr is None and chunk == 1 else 4,
@@ -290,7 +295,7 @@ def _shared_arguments(
         "out_cache_loc": rows.out_cache_loc,
         "serials": rows.serials,
         "salts": rows.salts,
-        "seeds": _or(rows.seeds, longs),
+        **_seed_arguments(rows),
         "lineage_rows": _or(rows.lineage_rows, longs),
         "shift_from": _or(rows.shift_from, longs),
         "column_shift": _or(rows.column_shift, longs),
@@ -303,9 +308,27 @@ def _shared_arguments(
         "columns_width": req_to_token.shape[1] if req_to_token is not None else 0,
         "manager": manager,
         "HAS_QO_INDPTR": rows.qo_indptr is not None,
-        "HAS_SEEDS": rows.seeds is not None,
         "HAS_LINEAGE_ROWS": rows.lineage_rows is not None,
         "HAS_SHIFT": rows.shift_from is not None and rows.num_rows > 0,
+    }
+
+
+def _seed_arguments(rows: CanaryRows) -> dict[str, object]:
+    given = rows.seeds if rows.seed_table is None else rows.seed_table
+    return {
+        "seeds": _or(given, rows.req_rows),
+        "HAS_SEEDS": given is not None,
+        "HAS_SEED_TABLE": rows.seed_table is not None,
+    }
+
+
+def _publish_arguments(rows: CanaryRows) -> dict[str, object]:
+    """Where lineages go, and over which new tokens."""
+    return {
+        "publish_rows": _or(rows.publish_rows, rows.req_rows),
+        "stay_lens": _or(rows.stay_lens, rows.req_rows),
+        "HAS_PUBLISH_ROWS": rows.publish_rows is not None,
+        "HAS_STAY_LENS": rows.stay_lens is not None,
     }
 
 
@@ -361,34 +384,52 @@ def move_records(state: CanaryState, *, dst: Tensor, src: Tensor) -> None:
     )
 
 
-def gather_verdicts(state: CanaryState, req_rows: Tensor, out: Tensor) -> None:
-    count = req_rows.numel()
-    block = 256
-    gather_verdicts_kernel[(triton.cdiv(count, block),)](
-        state.verdict, req_rows, out, count, BLOCK=block
-    )
-
-
-def advance_lineage(state: CanaryState, rows: CanaryRows) -> None:
+def finish_step(state: CanaryState, rows: CanaryRows, findings: Tensor) -> None:
     rows.check_layout()
-    if rows.num_rows == 0:
-        return
+    _finish(state, rows, findings, advance=True)
+
+
+def gather_findings(state: CanaryState, req_rows: Tensor, findings: Tensor) -> None:
+    # Nothing is read of the rows but `req_rows`.
+    rows = CanaryRows(
+        req_rows=req_rows,
+        prefix_lens=req_rows,
+        extend_lens=req_rows,
+        input_ids=req_rows,
+        positions=req_rows,
+        out_cache_loc=req_rows,
+        serials=req_rows,
+        salts=req_rows,
+    )
+    _finish(state, rows, findings, advance=False)
+
+
+def _finish(
+    state: CanaryState, rows: CanaryRows, findings: Tensor, *, advance: bool
+) -> None:
     longs = rows.req_rows
-    advance_lineage_kernel[(rows.num_rows,)](
-        state.expected_lineage,
-        rows.req_rows,
-        rows.prefix_lens,
-        rows.extend_lens,
-        rows.input_ids,
-        rows.positions,
-        rows.salts,
-        _or(rows.qo_indptr, longs),
-        _or(rows.seeds, longs),
-        _or(rows.lineage_rows, longs),
-        rows.num_tokens,
+    finish_kernel[(max(rows.num_rows, 1),)](
+        verdict=state.verdict,
+        ring_count=state.ring_count,
+        counters=state.counters,
+        findings=findings,
+        expected_lineage=state.expected_lineage,
+        req_rows=rows.req_rows,
+        prefix_lens=rows.prefix_lens,
+        extend_lens=rows.extend_lens,
+        input_ids=rows.input_ids,
+        positions=rows.positions,
+        salts=rows.salts,
+        qo_indptr=_or(rows.qo_indptr, longs),
+        lineage_rows=_or(rows.lineage_rows, longs),
+        num_rows=rows.num_rows,
+        num_tokens=rows.num_tokens,
+        ADVANCES=advance,
         HAS_QO_INDPTR=rows.qo_indptr is not None,
-        HAS_SEEDS=rows.seeds is not None,
         HAS_LINEAGE_ROWS=rows.lineage_rows is not None,
+        **_seed_arguments(rows),
+        **_publish_arguments(rows),
+        num_warps=1,
     )
 
 

@@ -181,6 +181,7 @@ def verify_program(
     ENTRY_SIZE: tl.constexpr,
     HAS_QO_INDPTR: tl.constexpr,
     HAS_SEEDS: tl.constexpr,
+    HAS_SEED_TABLE: tl.constexpr,
     HAS_LINEAGE_ROWS: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     HAS_ROW_INDEX: tl.constexpr,
@@ -217,7 +218,10 @@ def verify_program(
     salt = mix64(tl.load(salts + row, mask=live, other=0) ^ SALT_KEY)
     seed = prefix * 0
     if HAS_SEEDS:
-        seed = tl.load(seeds + row, mask=live, other=0)
+        seed_row = row
+        if HAS_SEED_TABLE:
+            seed_row = req
+        seed = tl.load(seeds + seed_row, mask=live, other=0)
     owner = req
     truth = prefix * 0
     if SWEEP:
@@ -509,6 +513,7 @@ def verify_kernel(
     ENTRY_SIZE: tl.constexpr,
     HAS_QO_INDPTR: tl.constexpr,
     HAS_SEEDS: tl.constexpr,
+    HAS_SEED_TABLE: tl.constexpr,
     HAS_LINEAGE_ROWS: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     HAS_ROW_INDEX: tl.constexpr,
@@ -582,6 +587,7 @@ def verify_kernel(
         ENTRY_SIZE,
         HAS_QO_INDPTR,
         HAS_SEEDS,
+        HAS_SEED_TABLE,
         HAS_LINEAGE_ROWS,
         HAS_SHIFT,
         HAS_ROW_INDEX,

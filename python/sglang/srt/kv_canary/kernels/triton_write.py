@@ -56,7 +56,7 @@ def _terms(input_ids, positions, token_index, mask, salt):
 
 
 @triton.jit
-def _sum_of_terms(input_ids, positions, begin, end, salt):
+def sum_of_terms(input_ids, positions, begin, end, salt):
     """Sum of the lineage terms of tokens begin .. end - 1."""
     total = tl.zeros([SUM_BLOCK], dtype=tl.int64)
     for at in range(begin, end, SUM_BLOCK):
@@ -82,7 +82,7 @@ def _sum_of_ancestors(
 
 
 @triton.jit
-def _base_of(
+def base_of(
     expected_lineage,
     lineage_rows,
     seeds,
@@ -92,6 +92,7 @@ def _base_of(
     prefix,
     HAS_LINEAGE_ROWS: tl.constexpr,
     HAS_SEEDS: tl.constexpr,
+    HAS_SEED_TABLE: tl.constexpr,
 ):
     """Lineage of what stands before the row's first new token."""
     lineage_row = req
@@ -99,8 +100,29 @@ def _base_of(
         lineage_row = tl.load(lineage_rows + row, mask=live, other=0)
     seed = prefix * 0
     if HAS_SEEDS:
-        seed = tl.load(seeds + row, mask=live, other=0)
+        seed_row = row
+        if HAS_SEED_TABLE:
+            seed_row = req
+        seed = tl.load(seeds + seed_row, mask=live, other=0)
     return tl.where(prefix > 0, tl.load(expected_lineage + lineage_row), seed)
+
+
+@triton.jit
+def take_status(ring_count, counters, findings):
+    """The words of findings before the verdicts."""
+    tl.store(findings, tl.load(ring_count, cache_modifier=".cg"))
+    index = tl.arange(0, COUNTERS_BLOCK)
+    is_counter = index < COUNTERS
+    value = tl.load(counters + index, mask=is_counter, other=0, cache_modifier=".cg")
+    tl.store(findings + 1 + index, value, mask=is_counter)
+
+
+@triton.jit
+def take_verdicts(verdict, findings, row, req, inside, live):
+    """Verdicts of rows into findings; those of live ones are cleared."""
+    found = tl.load(verdict + req, mask=live, other=0, cache_modifier=".cg")
+    tl.store(findings + 1 + COUNTERS + row, found.to(tl.int64), mask=inside)
+    tl.store(verdict + req, tl.zeros_like(found), mask=live)
 
 
 @triton.jit
@@ -113,29 +135,30 @@ def _end_forward(
     findings,
     req_rows,
     lineage_rows,
+    publish_rows,
     num_rows,
+    HAS_FINDINGS: tl.constexpr,
     HAS_LINEAGE_ROWS: tl.constexpr,
+    HAS_PUBLISH_ROWS: tl.constexpr,
 ):
-    """Status, verdicts taken and cleared, lineages published; by the last program, when
+    """Lineages published, status, verdicts taken and cleared; by the last program, when
     all others are done. Loads go past L1, which does not see what others wrote."""
-    tl.store(findings, tl.load(ring_count, cache_modifier=".cg"))
-    index = tl.arange(0, COUNTERS_BLOCK)
-    is_counter = index < COUNTERS
-    value = tl.load(counters + index, mask=is_counter, other=0, cache_modifier=".cg")
-    tl.store(findings + 1 + index, value, mask=is_counter)
+    if HAS_FINDINGS:
+        take_status(ring_count, counters, findings)
     for begin in range(0, num_rows, ROWS_BLOCK):
         row = begin + tl.arange(0, ROWS_BLOCK)
         inside = row < num_rows
         req = tl.load(req_rows + row, mask=inside, other=0)
         live = req != 0
-        lineage_row = req
-        if HAS_LINEAGE_ROWS:
-            lineage_row = tl.load(lineage_rows + row, mask=live, other=0)
+        published = req
+        if HAS_PUBLISH_ROWS:
+            published = tl.load(publish_rows + row, mask=live, other=0)
+        elif HAS_LINEAGE_ROWS:
+            published = tl.load(lineage_rows + row, mask=live, other=0)
         lineage = tl.load(next_lineage + row, mask=live, other=0, cache_modifier=".cg")
-        tl.store(expected_lineage + lineage_row, lineage, mask=live)
-        found = tl.load(verdict + req, mask=live, other=0, cache_modifier=".cg")
-        tl.store(findings + 1 + COUNTERS + row, found.to(tl.int64), mask=inside)
-        tl.store(verdict + req, tl.zeros_like(found), mask=live)
+        tl.store(expected_lineage + published, lineage, mask=live)
+        if HAS_FINDINGS:
+            take_verdicts(verdict, findings, row, req, inside, live)
 
 
 @triton.jit
@@ -169,6 +192,8 @@ def write_program(
     lineage_rows,
     shift_from,
     column_shift,
+    publish_rows,
+    stay_lens,
     req_to_token,
     oracle_tokens,
     oracle_positions,
@@ -190,11 +215,15 @@ def write_program(
     manager,
     tag,
     IS_TAIL: tl.constexpr,
+    ADVANCES: tl.constexpr,
     HAS_FINDINGS: tl.constexpr,
     HAS_QO_INDPTR: tl.constexpr,
     IS_TREE: tl.constexpr,
     HAS_SEEDS: tl.constexpr,
+    HAS_SEED_TABLE: tl.constexpr,
     HAS_LINEAGE_ROWS: tl.constexpr,
+    HAS_PUBLISH_ROWS: tl.constexpr,
+    HAS_STAY_LENS: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
     HAS_ORACLE: tl.constexpr,
@@ -235,7 +264,7 @@ def write_program(
     end = start + extend
     serial = tl.load(serials + row, mask=live, other=0)
     salt = mix64(tl.load(salts + row, mask=live, other=0) ^ SALT_KEY)
-    base = _base_of(
+    base = base_of(
         expected_lineage,
         lineage_rows,
         seeds,
@@ -245,7 +274,9 @@ def write_program(
         prefix,
         HAS_LINEAGE_ROWS,
         HAS_SEEDS,
+        HAS_SEED_TABLE,
     )
+    first_base = base
     count = extend
     if not (IS_TAIL or HAS_QO_INDPTR):
         # A padded row is looked at, too: all it may write is scratch.
@@ -256,7 +287,7 @@ def write_program(
     last_block = tl.minimum(first_block + run, blocks)
     if HAS_QO_INDPTR and not IS_TREE:
         before = tl.where(first_block < last_block, first_block * BLOCK, 0)
-        base += _sum_of_terms(input_ids, positions, start, start + before, salt)
+        base += sum_of_terms(input_ids, positions, start, start + before, salt)
     written = prefix * 0
     for block in range(first_block, last_block):
         j = block * BLOCK + tl.arange(0, BLOCK)
@@ -369,11 +400,17 @@ def write_program(
         written += tl.sum(writable.to(tl.int64), axis=0)
     if written > 0:
         tl.atomic_add(counters + (TAIL_SLOTS if IS_TAIL else HEAD_SLOTS), written)
-    if HAS_FINDINGS:
+    if ADVANCES:
         # Others of this row still start from the old lineage: the last program of all
         # publishes the new one.
         ends_here = (first_block < last_block) & (last_block == blocks)
         if ends_here | ((blocks == 0) & (split == 0)):
+            if HAS_STAY_LENS:
+                stay = tl.load(stay_lens + row, mask=live, other=0)
+                stay_end = start + tl.minimum(stay, extend)
+                base = first_base + sum_of_terms(
+                    input_ids, positions, start, stay_end, salt
+                )
             tl.store(next_lineage + row, base, mask=row < num_rows)
     if IS_TAIL:
         # All threads have read the clock, and written what they have to, before this
@@ -383,7 +420,7 @@ def write_program(
         if tl.atomic_add(ticket, 1) == programs - 1:
             tl.store(ticket, 0)
             tl.store(clock, now + 1)
-            if HAS_FINDINGS:
+            if ADVANCES:
                 _end_forward(
                     expected_lineage,
                     next_lineage,
@@ -393,8 +430,11 @@ def write_program(
                     findings,
                     req_rows,
                     lineage_rows,
+                    publish_rows,
                     num_rows,
+                    HAS_FINDINGS,
                     HAS_LINEAGE_ROWS,
+                    HAS_PUBLISH_ROWS,
                 )
 
 
@@ -439,6 +479,8 @@ def write_kernel(
     lineage_rows,
     shift_from,
     column_shift,
+    publish_rows,
+    stay_lens,
     req_to_token,
     oracle_tokens,
     oracle_positions,
@@ -460,11 +502,15 @@ def write_kernel(
     manager,
     tag,
     IS_TAIL: tl.constexpr,
+    ADVANCES: tl.constexpr,
     HAS_FINDINGS: tl.constexpr,
     HAS_QO_INDPTR: tl.constexpr,
     IS_TREE: tl.constexpr,
     HAS_SEEDS: tl.constexpr,
+    HAS_SEED_TABLE: tl.constexpr,
     HAS_LINEAGE_ROWS: tl.constexpr,
+    HAS_PUBLISH_ROWS: tl.constexpr,
+    HAS_STAY_LENS: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
     HAS_ORACLE: tl.constexpr,
@@ -505,6 +551,8 @@ def write_kernel(
         lineage_rows,
         shift_from,
         column_shift,
+        publish_rows,
+        stay_lens,
         req_to_token,
         oracle_tokens,
         oracle_positions,
@@ -526,11 +574,15 @@ def write_kernel(
         manager,
         tag,
         IS_TAIL,
+        ADVANCES,
         HAS_FINDINGS,
         HAS_QO_INDPTR,
         IS_TREE,
         HAS_SEEDS,
+        HAS_SEED_TABLE,
         HAS_LINEAGE_ROWS,
+        HAS_PUBLISH_ROWS,
+        HAS_STAY_LENS,
         HAS_SHIFT,
         HAS_COLUMNS,
         HAS_ORACLE,

@@ -5,7 +5,8 @@ with_ops_outside_graph            poison what was freed, lineages, faults, sweep
   with_active_single_forward_manager(i)      one model forward, captured or not
     pre_ops_maybe_inside_graph    verify and head; on a GPU beside a large model step
     (the model)
-    post_ops_maybe_inside_graph   tail: records, lineages, findings
+    post_ops_maybe_inside_graph   tail: records, lineages, findings; on a GPU beside
+                                  the model's head (`with_tail_behind`)
 finish_step                       findings join the tokens in one copy
 inspect                           on the host: report, and in `raise` mode stop
 ```
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +63,9 @@ from sglang.srt.model_executor.graph_capture import SideStream
 BESIDE_FROM_TOKENS = 16
 """New tokens from which on verify and head run beside the model: below, fork and join
 cost more than they hide."""
+
+TAIL_BESIDE_HEAD = True
+"""Whether the tail write of a model with a stack runs beside the model's head."""
 
 # The tokens of a running request by its serial; None: it is not running.
 TokensOf = Callable[[int], Sequence[int] | None]
@@ -117,6 +121,7 @@ class CanaryManager:
         self._side = (
             SideStream(torch.cuda.Stream()) if self._state.head.is_cuda else None
         )
+        self._has_tail = False
         self._launched: ForwardBatch | None = None
         self._is_init_finished = False
         self._freed: list[Tensor] = []
@@ -238,11 +243,29 @@ class CanaryManager:
         with self._side.fork():
             current.pre_ops_maybe_inside_graph(forward_batch, views)
 
+    def with_tail_behind(self, stack: Callable[..., Any]) -> Callable[..., Any]:
+        """A model's layer stack (`StackedModel.forward_stack`), and on a GPU behind it
+        the launch after the model, beside its head: that writes no KV."""
+        side = self._side
+        if side is None or not TAIL_BESIDE_HEAD:
+            return stack
+
+        def run(input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Any:
+            output = stack(input_ids, positions, batch)
+            with side.fork():
+                self._current().post_ops_maybe_inside_graph(batch)
+            self._has_tail = True
+            return output
+
+        return run
+
     def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
-        """After the model: what it wrote."""
+        """After the model: what it wrote, unless `with_tail_behind` looked at it."""
         if self._side is not None:
             self._side.join()
-        self._current().post_ops_maybe_inside_graph(forward_batch)
+        if not self._has_tail:
+            self._current().post_ops_maybe_inside_graph(forward_batch)
+        self._has_tail = False
 
     def _current(self) -> SingleForwardManager:
         if self._active is None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from sglang.srt.kv_canary.config import CanaryConfig
 from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS
 from sglang.srt.kv_canary.kernels.launches import (
-    advance_lineage,
     before_model,
     set_lineage,
     verify,
@@ -105,17 +104,18 @@ class SingleForwardManager:
 
     def _draft_rows(self, forward_batch: ForwardBatch) -> CanaryRows:
         """A draft's lineages begin with a seed, and each branch has one of its own."""
-        rows, seeds = rows_of(forward_batch), self._target.seeds
-        assert seeds is not None
-        seeds = seeds.index_select(0, rows.req_rows)
+        rows, spec = rows_of(forward_batch), forward_batch.spec_info
+        assert isinstance(spec, EagleDraftInput)
+        rows = dataclasses.replace(rows, seed_table=self._target.seeds)
         if not forward_batch.forward_mode.is_decode:
-            return dataclasses.replace(rows, seeds=seeds)
-        spec = forward_batch.spec_info
-        assert isinstance(spec, EagleDraftInput) and spec.columns is not None
+            return dataclasses.replace(rows, stay_lens=spec.accept_lens)
+        assert spec.columns is not None
+        branches = self._branch_lineages[: rows.num_rows]
         return dataclasses.replace(
             rows,
-            seeds=seeds,
-            lineage_rows=self._branch_lineages[: rows.num_rows],
+            # All branches begin where their request stands.
+            lineage_rows=branches if self.index else None,
+            publish_rows=branches,
             shift_from=spec.columns.shift_from,
             column_shift=spec.columns.shift,
         )
@@ -142,13 +142,6 @@ class SingleForwardManager:
         state, config = target.buffers.state, target.config
         pool = target.req_to_token_pool
         is_branch = target.is_draft and forward_batch.forward_mode.is_decode
-        if is_branch and self.index == 0:
-            # All branches begin where their request stands.
-            state.expected_lineage.index_copy_(
-                0,
-                self._branch_lineages[: rows.num_rows],
-                state.expected_lineage.index_select(0, rows.req_rows),
-            )
         # What branches hold beyond the first step is in no table.
         has_tokens = config.check_read_tokens and not (is_branch and self.index)
         tokens = pool.token_table if has_tokens else None
@@ -193,10 +186,9 @@ class SingleForwardManager:
             page_size=target.page_size,
             writer_kind=self._kind(forward_batch),
             manager=self.index,
+            advance=target.is_draft or ends_step,
             findings=self._findings if ends_step else None,
         )
-        if target.is_draft:
-            advance_lineage(target.buffers.state, _staying(rows, forward_batch))
 
     def _kind(self, forward_batch: ForwardBatch) -> WriterKind:
         mode = forward_batch.forward_mode
@@ -220,16 +212,6 @@ class SingleForwardManager:
             forward_batch.rids_int, positions, vocab_size=self._target.vocab_size
         )
         return tokens, positions
-
-
-def _staying(rows: CanaryRows, forward_batch: ForwardBatch) -> CanaryRows:
-    """The new tokens that a draft's row goes on from: all, or those that were
-    accepted."""
-    spec = forward_batch.spec_info
-    assert isinstance(spec, EagleDraftInput)
-    if spec.accept_lens is None:
-        return rows
-    return dataclasses.replace(rows, extend_lens=spec.accept_lens)
 
 
 def rows_of(forward_batch: ForwardBatch) -> CanaryRows:
