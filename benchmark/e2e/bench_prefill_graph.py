@@ -1,12 +1,14 @@
 """Prefill of one prompt, eager and as a breakable CUDA graph, with and without the KV
 canary.
 
-python benchmark/e2e/bench_prefill_graph.py --shape Llama-3.1-8B
+python benchmark/e2e/bench_prefill_graph.py --shape Llama-3.1-8B [--draft]
 
 Two model runners with dummy weights in one process, one of them under the canary; per
 prompt length the four variants take turns. `ms` is from the call to the end of the
 device's work, `host` until the call returns. Beside it the prompt's matrix products
 alone (the engine's own, in one graph) and the floor of reading the weights once.
+`--draft` measures an EAGLE3 head's half of prefills instead, on hidden states of the
+target.
 The last line is one JSON document. `--device cpu` replays recordings of a small model:
 it shows that the script runs, not a speed.
 """
@@ -24,10 +26,14 @@ from typing import Any
 
 import torch
 from bench_decode import read_bandwidth
-from model_shapes import SHAPES, write_shape
+from model_shapes import SHAPES, write_draft_shape, write_shape
 
 from sglang.bench_utils.report import format_table
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.ops.linear import linear
+from sglang.srt.managers.io_struct import GenerateReq
+from sglang.srt.managers.scheduler_components.build import build_scheduler
+from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
@@ -35,58 +41,131 @@ from sglang.srt.model_executor.cuda_graph_runner import cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.graph_backends import RecordingBackend
 from sglang.srt.model_executor.memory_plan import prefill_graph_bytes
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.utils.memory import available_device_bytes
 from sglang.test.forward_harness import ForwardHarness
-from sglang.test.tiny_models import write_tiny_model
+from sglang.test.tiny_models import write_tiny_eagle, write_tiny_model
 
 WARM_UPS = 3
 # Rounds of the four variants: many where they are short.
 ROUND_SECONDS, MIN_ROUNDS, MAX_ROUNDS = 3.0, 8, 60
 
 
-class Side:
-    """One model runner, its graphs, and one prompt per length."""
+def server_flags(args: argparse.Namespace, *, canary: bool) -> dict[str, Any]:
+    flags: dict[str, Any] = {"kv_canary": "none"}
+    if canary:
+        flags = {"kv_canary": "raise", "kv_canary_real_data": args.real_data}
+    return flags | {
+        "device": args.device,
+        "load_format": "dummy" if args.device == "cuda" else "auto",
+        "context_length": max(args.tokens) + 64,
+        "max_running_requests": len(args.tokens),
+        "chunked_prefill_size": max(args.tokens),
+        "attention_backend": args.attention_backend,
+    }
 
-    def __init__(self, args: argparse.Namespace, folder: Path, *, canary: bool) -> None:
-        self.device = args.device
-        flags: dict[str, Any] = {"kv_canary": "none"}
-        if canary:
-            flags = {"kv_canary": "raise", "kv_canary_real_data": args.real_data}
-        is_cuda = self.device == "cuda"
-        self.harness = ForwardHarness(
-            folder,
-            slots=sum(args.tokens) + len(args.tokens),
-            device=self.device,
-            load_format="dummy" if is_cuda else "auto",
-            context_length=max(args.tokens) + 8,
-            max_running_requests=len(args.tokens),
-            chunked_prefill_size=max(args.tokens),
-            attention_backend=args.attention_backend,
-            **flags,
-        )
-        runner = self.runner = self.harness.runner
-        before = available_device_bytes(self.device)
+
+def prompt(tokens: int, vocab_size: int) -> list[int]:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randint(0, vocab_size, (tokens,), generator=generator).tolist()
+
+
+class Side:
+    """One model runner, its graphs, and a batch of one prompt per length."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        runner: ModelRunner,
+        batches: dict[int, ForwardBatch],
+        **graph_options: Any,
+    ) -> None:
+        self.runner, self.batches = runner, batches
+        is_cuda = args.device == "cuda"
+        before = available_device_bytes(args.device)
         began = time.perf_counter()
         self.graphs = BreakableCudaGraphRunner(
             runner,
             token_counts=args.tokens,
             make_backend=cuda_graph_backend if is_cuda else RecordingBackend,
+            **graph_options,
         )
         self.capture_s = time.perf_counter() - began
         if is_cuda:
             torch.cuda.empty_cache()
-        self.graph_bytes = before - available_device_bytes(self.device)
+        self.graph_bytes = before - available_device_bytes(args.device)
+
+    @classmethod
+    def of_target(cls, args: argparse.Namespace, folder: Path, *, canary: bool) -> Side:
+        harness = ForwardHarness(
+            folder,
+            slots=sum(args.tokens) + len(args.tokens),
+            **server_flags(args, canary=canary),
+        )
+        runner, batches = harness.runner, {}
+        side = cls(args, runner, batches)
         if runner.canary_manager is not None:
             runner.canary_manager.mark_init_finished()
-        generator = torch.Generator().manual_seed(0)
-        vocab = runner.model_config.vocab_size
-        self.batches: dict[int, ForwardBatch] = {}
         for tokens in args.tokens:
-            ids = torch.randint(0, vocab, (tokens,), generator=generator).tolist()
-            row = self.harness.new_row(ids)
-            self.batches[tokens] = self.harness.prepare(
-                ForwardMode.EXTEND, [(row, tokens)]
+            row = harness.new_row(prompt(tokens, runner.model_config.vocab_size))
+            batches[tokens] = harness.prepare(ForwardMode.EXTEND, [(row, tokens)])
+        return side
+
+    @classmethod
+    def of_draft(cls, args: argparse.Namespace, folder: Path, *, canary: bool) -> Side:
+        """The batches are those that a scheduler gave the draft; its requests stay, so
+        that their slots do."""
+        io = ListIO()
+        draft = (
+            write_draft_shape(args.shape, folder / "draft")
+            if args.device == "cuda"
+            else write_tiny_eagle(folder / "draft", folder, algorithm="EAGLE3")
+        )
+        scheduler = build_scheduler(
+            ServerArgs(
+                model_path=str(folder),
+                skip_tokenizer_init=True,
+                disable_cuda_graph=True,
+                disable_piecewise_cuda_graph=args.device == "cuda",
+                max_total_tokens=2 * sum(args.tokens) + 64 * len(args.tokens),
+                speculative_algorithm="EAGLE3",
+                speculative_draft_model_path=str(draft),
+                speculative_num_steps=3,
+                speculative_eagle_topk=1,
+                speculative_num_draft_tokens=4,
+                **server_flags(args, canary=canary),
+            ),
+            io,
+        )
+        worker = scheduler.worker
+        assert isinstance(worker, EAGLEWorkerV2)
+        drafter = worker.draft_worker
+        runner, batches = drafter.draft_runner, {}
+        forward = runner.forward
+        vocab = runner.model_config.vocab_size
+        for tokens in args.tokens:
+
+            def kept(batch: ForwardBatch, of: int = tokens) -> LogitsProcessorOutput:
+                batches[of] = batch
+                return forward(batch)
+
+            runner.__dict__["forward"] = kept
+            params = SamplingParams(max_new_tokens=32, temperature=0.0, ignore_eos=True)
+            io.requests.append(
+                GenerateReq(
+                    rid=str(tokens),
+                    input_ids=prompt(tokens, vocab),
+                    sampling_params=params,
+                )
             )
+            while tokens not in batches:
+                scheduler.step()
+        del runner.__dict__["forward"]
+        synchronize()
+        return cls(args, runner, batches, **drafter.prefill_graph_options())
 
     def measure(self, tokens: int, *, replayed: bool) -> tuple[float, float]:
         """(ms until the device is done, ms until the call returns)."""
@@ -96,7 +175,7 @@ class Side:
         began = time.perf_counter()
         runner.forward(batch)
         if runner.canary_manager is not None:
-            runner.canary_manager.finish_step(batch, batch.logits_rows)
+            runner.canary_manager.collect(batch.req_pool_indices)
         launched = time.perf_counter()
         synchronize()
         return (time.perf_counter() - began) * 1e3, (launched - began) * 1e3
@@ -162,6 +241,17 @@ def graph_ms(run: Callable[[], None]) -> float:
     return statistics.median(times[2:])
 
 
+def weights_read(runner: ModelRunner) -> int:
+    """Bytes of the weights that a prefill reads whole: all but the embedding, whoever
+    owns it."""
+    # A draft head is a stack of its own, a target has one.
+    model = runner.model
+    embedding = getattr(model, "model", model).embed_tokens.weight
+    return sum(
+        p.nbytes for p in model.parameters() if p.data_ptr() != embedding.data_ptr()
+    )
+
+
 VARIANTS = {
     "eager": (0, False),
     "replay": (0, True),
@@ -206,6 +296,7 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--attention-backend", default=None)
+    parser.add_argument("--draft", action="store_true")
     parser.add_argument("--real-data", default="partial")
     args = parser.parse_args()
     is_cuda, folder = args.device == "cuda", Path(tempfile.mkdtemp())
@@ -217,10 +308,10 @@ def main() -> None:
     else:
         args.shape = "tiny"
         write_tiny_model(folder, "LlamaForCausalLM", max_position_embeddings=16384)
-    sides = tuple(Side(args, folder, canary=canary) for canary in (False, True))
-    plain, model = sides[0], sides[0].runner.model
-    weight_bytes = sum(p.nbytes for p in model.parameters())
-    weight_bytes -= model.model.embed_tokens.weight.nbytes
+    make = Side.of_draft if args.draft else Side.of_target
+    sides = make(args, folder, canary=False), make(args, folder, canary=True)
+    plain = sides[0]
+    weight_bytes = weights_read(plain.runner)
     planned = prefill_graph_bytes(
         plain.runner.model_config, args.tokens, dtype=plain.runner.dtype
     )
@@ -232,7 +323,8 @@ def main() -> None:
     results = []
     for tokens in args.tokens:
         result: dict[str, float | None] = dict(compare(sides, tokens))
-        result["gemm_ms"] = gemm_ms(plain, tokens) if is_cuda else None
+        has_products = is_cuda and not args.draft
+        result["gemm_ms"] = gemm_ms(plain, tokens) if has_products else None
         result["floor_ms"] = bandwidth and weight_bytes / bandwidth * 1e3
         results.append(result)
     for side in sides:
@@ -245,6 +337,7 @@ def main() -> None:
     print(format_table(columns, [[row[name] for name in columns] for row in results]))
     document = {
         "benchmark": "bench_prefill_graph",
+        "model": "draft" if args.draft else "target",
         "shape": args.shape,
         "device": torch.cuda.get_device_name() if is_cuda else "cpu",
         "torch": torch.__version__,

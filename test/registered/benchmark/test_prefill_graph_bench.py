@@ -18,8 +18,10 @@ REPO = Path(__file__).resolve().parents[3]
 SCRIPT = REPO / "benchmark" / "e2e" / "bench_prefill_graph.py"
 
 
-def test_smoke():
+@pytest.mark.parametrize("model", ["target", "draft"])
+def test_smoke(model):
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tokens", "4", "20"]
+    command += ["--draft"] * (model == "draft")
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(REPO / "python"),
@@ -30,6 +32,7 @@ def test_smoke():
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
+    assert document["model"] == model
     assert [result["tokens"] for result in document["results"]] == [4, 20]
     for result in document["results"]:
         assert 0 < result["replay_host_ms"] <= result["replay_ms"]

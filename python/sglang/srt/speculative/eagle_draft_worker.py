@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -184,10 +185,15 @@ class EagleDraftWorker:
     def init_piecewise_cuda_graphs(self) -> None:
         """Capture the draft's half of prefills, after `init_lm_head`."""
         self.draft_runner.init_piecewise_cuda_graphs(
-            force_for_draft_worker=True,
-            capture_hidden_mode=self._hidden_mode,
-            draft_hidden_dim=self._hidden_dim,
+            force_for_draft_worker=True, **self.prefill_graph_options()
         )
+
+    def prefill_graph_options(self) -> dict[str, Any]:
+        """What `BreakableCudaGraphRunner` is told of a draft."""
+        return {
+            "capture_hidden_mode": self._hidden_mode,
+            "draft_hidden_dim": self._hidden_dim,
+        }
 
     def init_cuda_graphs(self) -> None:
         """Capture the draft phase and the draft extend, one graph per batch size."""
