@@ -2,8 +2,8 @@
 
 A test file registers itself with `register_cpu_ci` / `register_cuda_ci`; the calls are
 read from the source with `ast`, so their arguments are literals. Files that need the
-whole machine run alone, the others share pytest workers. `--full` runs the whole counts
-and writes `docs/soak/<name>.json`.
+whole machine run alone, the others share pytest workers. `--full` runs the whole
+counts; a whole run with it or under the canary writes `docs/soak/<name>.json`.
 """
 
 from __future__ import annotations
@@ -164,13 +164,14 @@ def main() -> int:
     )
     for suite, closing in closings.items():
         print(f"  {suite}: {closing}", flush=True)
-    if args.full:
+    if (args.full or args.canary) and not args.match:
         report: dict[str, object] = {
             "commit": commit(),
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "python": platform.python_version(),
             "skipped_paths": args.skip,
+            "counts": "whole" if args.full else "those of make test",
             "passed": code == 0,
             "seconds": seconds,
             "seeds": "fixed in the tests; hypothesis derandomized",

@@ -54,7 +54,7 @@ def joined(tokenizer: Tokenizer, ids: list[int], *, skip: bool) -> str:
 @given(
     ids=st.lists(st.integers(0, DEMO.vocab_size + 2), max_size=60), skip=st.booleans()
 )
-@settings(max_examples=count(ci=300, full=20000), derandomize=True, deadline=None)
+@settings(max_examples=count(ci=300, full=10000), derandomize=True, deadline=None)
 def test_pieces_join_to_the_full_decoding(ids: list[int], skip: bool) -> None:
     assert joined(DEMO, ids, skip=skip) == DEMO.decode(ids, skip_special_tokens=skip)
 

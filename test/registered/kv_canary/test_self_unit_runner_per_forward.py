@@ -729,10 +729,12 @@ class LoggedStream:
         self._log.append(f"{self.name} waits for {other.name}")
 
 
+@pytest.mark.parametrize("mode", [EXTEND, DECODE], ids=lambda mode: mode.name)
 def test_the_tail_runs_beside_the_head(
-    harness: ForwardHarness, monkeypatch: pytest.MonkeyPatch
+    harness: ForwardHarness, mode: ForwardMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a stream that has seen the stack's last layer, and that is waited for."""
+    """On a stream that has seen the stack's last layer, and that is waited for; behind
+    the head of a small decode step."""
     log: list[str] = []
     manager, model = canary_of(harness), harness.runner.model
     main, side = LoggedStream("main", log), LoggedStream("side", log)
@@ -749,7 +751,12 @@ def test_the_tail_runs_beside_the_head(
 
     note(one, "post_ops_maybe_inside_graph")
     note(model, "forward_head")
-    assert findings(harness, decode_batch(harness, row)) == []
+    if mode is DECODE:
+        assert findings(harness, decode_batch(harness, row)) == []
+        assert log == ["forward_head", "post_ops_maybe_inside_graph"]
+        return
+    batch = harness.prepare(EXTEND, [(harness.new_row(list(range(7))), 7)])
+    assert findings(harness, batch) == []
     assert log == [
         "side waits for main",
         "post_ops_maybe_inside_graph",

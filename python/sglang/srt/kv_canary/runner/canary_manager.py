@@ -65,7 +65,8 @@ BESIDE_FROM_TOKENS = 16
 cost more than they hide."""
 
 TAIL_BESIDE_HEAD = True
-"""Whether the tail write of a model with a stack runs beside the model's head."""
+"""Whether the tail write of a model with a stack runs beside the model's head. That of
+a small plain decode step does not: there it costs more than it hides."""
 
 # The tokens of a running request by its serial; None: it is not running.
 TokensOf = Callable[[int], Sequence[int] | None]
@@ -246,12 +247,15 @@ class CanaryManager:
     def with_tail_behind(self, stack: Callable[..., Any]) -> Callable[..., Any]:
         """A model's layer stack (`StackedModel.forward_stack`), and on a GPU behind it
         the launch after the model, beside its head: that writes no KV."""
-        side = self._side
+        side, is_draft = self._side, self.target.is_draft
         if side is None or not TAIL_BESIDE_HEAD:
             return stack
 
         def run(input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Any:
             output = stack(input_ids, positions, batch)
+            is_plain_decode = batch.forward_mode.is_decode and not is_draft
+            if is_plain_decode and input_ids.shape[0] < BESIDE_FROM_TOKENS:
+                return output
             with side.fork():
                 self._current().post_ops_maybe_inside_graph(batch)
             self._has_tail = True
