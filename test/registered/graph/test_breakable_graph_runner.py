@@ -172,7 +172,7 @@ def test_mock_model_equals_the_oracle_under_churn(models, backend, page_size, ca
     device = harness.runner.device
     kept = []
     # Fewer of recordings, whose replays run the same code as an eager forward.
-    rounds = count(ci=40, full=1000 if ON_GPU else 250)
+    rounds = count(ci=24, full=1000 if ON_GPU else 250)
     for _ in range(rounds):
         kept.append(torch.full((rng.randrange(1, 1 << 16),), 7.0, device=device))
         if len(kept) > 8:

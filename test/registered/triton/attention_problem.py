@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,13 +21,30 @@ from sglang.srt.layers.attention.triton_ops.extend_split import (
 )
 from sglang.srt.layers.attention.triton_ops.extend_table import ExtendTile
 from sglang.srt.layers.ops.attention import decode_attention_ref, extend_attention_ref
+from sglang.test.scale import is_full
 
 ON_GPU = torch.cuda.is_available()
+# (query heads, KV heads): groups of 1, 4, 8, 3 and 20.
+HEADS = [(2, 2), (4, 1), (8, 1), (6, 2), (20, 1)]
+
 DEVICE = "cuda" if ON_GPU else "cpu"
 # The interpreter gets bf16 wrong.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 NAN = float("nan")
+
+
+def head_cases(*head_dims: int) -> list[tuple[tuple[int, int], int]]:
+    """Every heads with every head size; of the interpreter, which is slow, two sizes
+    for each heads and every size twice."""
+    if ON_GPU or is_full():
+        return list(itertools.product(HEADS, head_dims))
+    step = len(head_dims) // 2
+    return [
+        (heads, head_dims[(i + shift) % len(head_dims)])
+        for i, heads in enumerate(HEADS)
+        for shift in (0, step)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

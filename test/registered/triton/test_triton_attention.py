@@ -14,6 +14,7 @@ from attention_problem import (
     ON_GPU,
     Problem,
     assert_same,
+    head_cases,
     make_problem,
     random_trees,
 )
@@ -38,8 +39,6 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 register_cpu_ci(est_time=40, suite="cpu")
 register_cuda_ci(est_time=120, suite="cuda")
 
-HEADS = [(2, 2), (4, 1), (8, 1), (6, 2), (20, 1)]
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -57,8 +56,7 @@ def test_decode(dtype: torch.dtype, page_size: int, window: int) -> None:
     problem.decode(window=window, max_context=1)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "head_dim"), head_cases(64, 80, 96, 128, 256))
 def test_decode_heads(heads: tuple[int, int], head_dim: int) -> None:
     for dtype in DTYPES:
         make_problem(
@@ -115,8 +113,7 @@ def test_extend(dtype: torch.dtype, page_size: int, window: int) -> None:
     ).extend(window=window)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "head_dim"), head_cases(64, 80, 96, 128, 256))
 def test_extend_heads(heads: tuple[int, int], head_dim: int) -> None:
     for dtype in DTYPES:
         make_problem(
@@ -172,8 +169,7 @@ def test_extend_reads_new_kv_from_the_inputs(
 
 
 @pytest.mark.usefixtures("short_rows")
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128])
+@pytest.mark.parametrize(("heads", "head_dim"), head_cases(16, 64, 80, 96, 128))
 def test_extend_heads_of_new_kv(heads: tuple[int, int], head_dim: int) -> None:
     for dtype in HALF_DTYPES:
         make_problem(

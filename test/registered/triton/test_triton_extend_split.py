@@ -13,6 +13,7 @@ from attention_problem import (
     NAN,
     ON_GPU,
     assert_same,
+    head_cases,
     make_problem,
     random_trees,
 )
@@ -44,7 +45,6 @@ SMALL = ExtendTile(16, 32, 4, 2, False, 16)
 WIDE = ExtendTile(64, 64, 4, 2, True, 64)
 # The interpreter is slow.
 SPLITS = (1, 2, 7) if ON_GPU or is_full() else (1, 7)
-HEADS = [(2, 2), (4, 1), (8, 1), (6, 2), (20, 1)]
 
 
 @pytest.mark.parametrize("tile", [SMALL, WIDE])
@@ -79,8 +79,7 @@ def test_trees(tile: ExtendTile, nodes: int) -> None:
             problem.split(tile, splits, tree_mask=tree_mask)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize(("heads", "head_dim"), head_cases(16, 64, 80, 128, 256))
 def test_heads(heads: tuple[int, int], head_dim: int) -> None:
     """Through the table, which has a tile for every group and head size."""
     for dtype in DTYPES:
