@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.memory_plan import (
+    DRAFT_GRAPH_BYTES,
     GRAPH_BYTES,
     KERNEL_BYTES,
+    NO_COMPANION,
     SEGMENT_BYTES,
+    Companion,
     decode_graph_sizes,
     default_batch_sizes,
+    draft_graph_bytes,
     explain_out_of_memory,
     graph_bytes,
     prefill_graph_bytes,
 )
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.forward_harness import ForwardHarness
 from sglang.test.harness import EngineHarness
 from sglang.test.tiny_models import write_tiny_model
 
@@ -70,6 +77,36 @@ def test_prefill_graphs_share_what_lives_during_a_forward(model):
     fixed = (config.num_layers + 1) * SEGMENT_BYTES
     assert wide - fixed == 2 * (one - fixed) > 0
     assert prefill_graph_bytes(config, [], dtype=torch.bfloat16) == 0
+
+
+def test_draft_graphs_share_what_lives_during_a_step(model):
+    config = ModelConfig.from_folder(model)
+
+    def taken(sizes, rows):
+        return draft_graph_bytes(
+            config, sizes, dtype=torch.bfloat16, rows_per_request=rows
+        )
+
+    assert taken([2, 4], 8) - taken([4], 8) == 2 * DRAFT_GRAPH_BYTES
+    fixed = 2 * DRAFT_GRAPH_BYTES
+    assert taken([4], 8) - fixed == 2 * (taken([4], 4) - fixed) > 0
+    assert taken([], 8) == 0
+
+
+def test_a_draft_takes_slots_from_the_target(model, monkeypatch):
+    """What a companion keeps per slot and beside the slots is gone from the pool."""
+    runner = ForwardHarness(model, slots=64).runner
+    args = dataclasses.replace(
+        runner.server_args, max_total_tokens=None, mem_fraction_static=0.5
+    )
+    monkeypatch.setattr(runner, "server_args", args)
+    monkeypatch.setattr(runner, "device", "cuda")
+    each = runner.bytes_per_kv_slot()
+    monkeypatch.setattr(runner, "_available_bytes", lambda: 10_000 * each)
+    monkeypatch.setattr(runner, "free_bytes_at_start", 0)
+    alone = runner._pool_size(NO_COMPANION)
+    assert runner._pool_size(Companion(graph_bytes=1000 * each)) == alone - 1000
+    assert runner._pool_size(Companion(bytes_per_slot=each)) == (alone + 1) // 2 - 1
 
 
 def test_running_out_of_memory_names_the_flags(model):

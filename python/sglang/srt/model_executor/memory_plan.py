@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +20,8 @@ from sglang.srt.server_args import ServerArgs
 KERNEL_BYTES = 512 << 20
 # One captured decode graph of up to some forty layers (measured: 40 MiB, H200).
 GRAPH_BYTES = 48 << 20
+# One graph of a draft's phase or extend: fewer launches than a third of those.
+DRAFT_GRAPH_BYTES = 16 << 20
 # One captured segment of a prefill graph: a layer without its attention.
 SEGMENT_BYTES = 1 << 20
 # Residual, hidden, attention output and products that live at once, per channel.
@@ -98,6 +101,46 @@ def prefill_graph_bytes(
     segments = len(token_counts) * (config.num_layers + 1)
     per_token = (live + static) * dtype.itemsize
     return max(token_counts) * per_token + segments * SEGMENT_BYTES
+
+
+def draft_graph_bytes(
+    config: ModelConfig,
+    sizes: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    rows_per_request: int,
+) -> int:
+    """Memory that the graphs of a draft's phase and of its extends will take, one of
+    each per size.
+
+    What they leave stands in the workspace; logits and activations live during a step
+    and are shared.
+
+    Args:
+        rows_per_request: branches of a step, or tokens of an extend.
+    """
+    if not sizes:
+        return 0
+    live = LIVE_HIDDEN * config.hidden_size + LIVE_INNER * config.intermediate_size
+    per_row = (live + config.vocab_size) * dtype.itemsize
+    graphs = 2 * len(sizes) * DRAFT_GRAPH_BYTES
+    return max(sizes) * rows_per_request * per_row + graphs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companion:
+    """What a draft worker keeps in device memory beside its target.
+
+    Fields:
+        bytes_per_slot: KV, and what checks it.
+        graph_bytes: its graphs, foretold.
+    """
+
+    bytes_per_slot: int = 0
+    graph_bytes: int = 0
+
+
+NO_COMPANION = Companion()
 
 
 @contextmanager

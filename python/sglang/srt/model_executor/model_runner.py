@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -26,9 +28,9 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.forward_scopes import ForwardScopes, NullScopes
 from sglang.srt.model_executor.input_buffers import GraphInputs
 from sglang.srt.model_executor.memory_plan import (
+    NO_COMPANION,
+    Companion,
     explain_out_of_memory,
-    graph_bytes,
-    prefill_graph_bytes,
 )
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import (
     ModelRunnerKVCacheMixin,
@@ -136,23 +138,21 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self,
         *,
         shared: SharedPools | None = None,
-        companion_bytes_per_slot: int = 0,
+        companion: Companion = NO_COMPANION,
         companion_canary: CanaryManager | None = None,
     ) -> None:
         """Build the pools and the attention backend.
 
         Args:
             shared: rows and slots of the target, for a draft worker.
-            companion_bytes_per_slot: what a draft worker will keep per slot.
+            companion: what a draft worker will keep.
             companion_canary: the target's, for a draft worker.
 
         Raises:
             ValueError: impossible memory; names the flag.
         """
         with explain_out_of_memory("building the KV pool", self.server_args):
-            self._init_pools(
-                shared=shared, companion_bytes_per_slot=companion_bytes_per_slot
-            )
+            self._init_pools(shared=shared, companion=companion)
         assert self.server_args.attention_backend is not None
         self.attn_backend = create_attention_backend(
             self.server_args.attention_backend,
@@ -188,24 +188,32 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         sizes = self.graph_sizes()
         if not sizes:
             return
-        free_before = available_device_bytes(self.device)
-        with explain_out_of_memory("capturing CUDA graphs", self.server_args):
+        with self.capturing("decode graphs", set_aside=self.decode_graph_bytes()):
             self.graph_runner = CudaGraphRunner(
                 self,
                 inputs=inputs,
                 batch_sizes=sizes,
                 capture_hidden_mode=capture_hidden_mode,
             )
-        foretold = graph_bytes(
-            self.model_config,
-            sizes,
-            dtype=self.dtype,
-            tokens_per_row=self.graph_runner.tokens_per_row,
-        )
+
+    @contextmanager
+    def capturing(self, what: str, *, set_aside: int) -> Iterator[None]:
+        """Around captures: the log says what they took beside the bytes that were set
+        aside for them.
+
+        Raises:
+            ValueError: the device ran out of memory; names the flags.
+        """
+        free_before = available_device_bytes(self.device)
+        with explain_out_of_memory(f"capturing {what}", self.server_args):
+            yield
+        # What the warm-ups left is not the graphs'.
+        torch.cuda.empty_cache()
         logger.info(
-            "The graphs took %.2f GiB; %.2f GiB were set aside",
+            "The %s took %.2f GiB; %.2f GiB were set aside",
+            what,
             (free_before - available_device_bytes(self.device)) / 2**30,
-            foretold / 2**30,
+            set_aside / 2**30,
         )
 
     def init_piecewise_cuda_graphs(
@@ -228,21 +236,13 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         counts = self.prefill_graph_token_counts()
         if not counts or (self.is_draft_worker and not force_for_draft_worker):
             return
-        free_before = available_device_bytes(self.device)
-        with explain_out_of_memory("capturing prefill graphs", self.server_args):
+        with self.capturing("prefill graphs", set_aside=self.prefill_graph_bytes()):
             self.prefill_graph_runner = BreakableCudaGraphRunner(
                 self,
                 token_counts=counts,
                 capture_hidden_mode=capture_hidden_mode,
                 draft_hidden_dim=draft_hidden_dim,
             )
-        # What the warm-ups left is not the graphs'.
-        torch.cuda.empty_cache()
-        logger.info(
-            "The prefill graphs took %.2f GiB; %.2f GiB were set aside",
-            (free_before - available_device_bytes(self.device)) / 2**30,
-            prefill_graph_bytes(self.model_config, counts, dtype=self.dtype) / 2**30,
-        )
 
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """One launch of the model over `forward_batch`, as a graph where one fits."""

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool import (
     kv_bytes_per_token,
 )
 from sglang.srt.model_executor.memory_plan import (
+    Companion,
     decode_graph_sizes,
     graph_bytes,
     prefill_graph_bytes,
@@ -90,6 +91,22 @@ class ModelRunnerKVCacheMixin:
             wanted=args.cuda_graph_bs,
         )
 
+    def decode_graph_bytes(self) -> int:
+        """What is set aside for the decode graphs, those of verifications included."""
+        args = self.server_args
+        tokens = args.tree_shape.num_draft_tokens if args.speculative_algorithm else 1
+        return graph_bytes(
+            self.model_config,
+            self.graph_sizes(),
+            dtype=self.dtype,
+            tokens_per_row=tokens,
+        )
+
+    def prefill_graph_bytes(self) -> int:
+        """What is set aside for the prefill graphs."""
+        counts = self.prefill_graph_token_counts()
+        return prefill_graph_bytes(self.model_config, counts, dtype=self.dtype)
+
     def prefill_graph_token_counts(self) -> list[int]:
         """Token counts of the prefill graphs; empty where the flags or the backend rule
         them out."""
@@ -102,9 +119,7 @@ class ModelRunnerKVCacheMixin:
         limits.append(args.max_total_tokens or 0)
         return prefill_token_counts(min(limit for limit in limits if limit > 0))
 
-    def _init_pools(
-        self, *, shared: SharedPools | None, companion_bytes_per_slot: int
-    ) -> None:
+    def _init_pools(self, *, shared: SharedPools | None, companion: Companion) -> None:
         """Build rows, slots and KV bytes; with `shared`, the KV bytes only.
 
         Raises:
@@ -114,7 +129,7 @@ class ModelRunnerKVCacheMixin:
         assert args.max_running_requests is not None
         if shared is None:
             # Every rank keeps the KV of its heads in the same slots.
-            size = get_tp_group().min_int(self._pool_size(companion_bytes_per_slot))
+            size = get_tp_group().min_int(self._pool_size(companion))
             rows = ReqToTokenPool(
                 size=args.max_running_requests,
                 row_width=self.row_width(),
@@ -156,14 +171,10 @@ class ModelRunnerKVCacheMixin:
         has_canary = self.server_args.kv_canary != "none"
         return kv_bytes + (bytes_per_slot() if has_canary else 0)
 
-    def _pool_size(self, companion_bytes_per_slot: int) -> int:
-        """KV slots, a multiple of the page size.
-
-        Args:
-            companion_bytes_per_slot: what another runner keeps per slot beside this.
-        """
+    def _pool_size(self, companion: Companion) -> int:
+        """KV slots, a multiple of the page size."""
         args, config = self.server_args, self.model_config
-        per_token = self.bytes_per_kv_slot() + companion_bytes_per_slot
+        per_token = self.bytes_per_kv_slot() + companion.bytes_per_slot
         available = self._available_bytes()
         if args.max_total_tokens is not None:
             if args.max_total_tokens * per_token > available:
@@ -176,13 +187,8 @@ class ModelRunnerKVCacheMixin:
         assert args.mem_fraction_static is not None
         # What is not static stays free for the activations of prefill.
         kept_free = int(self.free_bytes_at_start * (1 - args.mem_fraction_static))
-        tokens = args.tree_shape.num_draft_tokens if args.speculative_algorithm else 1
-        kept_free += graph_bytes(
-            config, self.graph_sizes(), dtype=self.dtype, tokens_per_row=tokens
-        )
-        kept_free += prefill_graph_bytes(
-            config, self.prefill_graph_token_counts(), dtype=self.dtype
-        )
+        kept_free += self.decode_graph_bytes() + self.prefill_graph_bytes()
+        kept_free += companion.graph_bytes
         size = max(available - kept_free, 0) // per_token
         size -= self.page_size  # the scratch page
         if self.device == "cpu":

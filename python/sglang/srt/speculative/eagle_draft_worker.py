@@ -29,6 +29,10 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     HostLens,
 )
+from sglang.srt.model_executor.memory_plan import (
+    Companion,
+    draft_graph_bytes,
+)
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import SharedPools
 from sglang.srt.models.draft import DraftModel
@@ -124,6 +128,24 @@ class EagleDraftWorker:
 
     # -- set-up --------------------------------------------------------------------
 
+    def companion(self) -> Companion:
+        """What this worker will keep beside the target; before any pool is built."""
+        runner = self.draft_runner
+        return Companion(
+            bytes_per_slot=runner.bytes_per_kv_slot(),
+            graph_bytes=runner.prefill_graph_bytes() + self._draft_graph_bytes(),
+        )
+
+    def _draft_graph_bytes(self) -> int:
+        """What is set aside for the graphs of the draft phase and of extends."""
+        runner, shape = self.draft_runner, self._shape
+        return draft_graph_bytes(
+            runner.model_config,
+            runner.graph_sizes(),
+            dtype=runner.dtype,
+            rows_per_request=max(shape.topk, shape.accept_width),
+        )
+
     def init_memory(self) -> None:
         """Share the target's rows and slots; build the rest."""
         target, runner = self._target, self.draft_runner
@@ -197,11 +219,15 @@ class EagleDraftWorker:
 
     def init_cuda_graphs(self) -> None:
         """Capture the draft phase and the draft extend, one graph per batch size."""
-        sizes = self.draft_runner.graph_sizes()
+        runner = self.draft_runner
+        sizes = runner.graph_sizes()
         if not sizes:
             return
-        self._draft_graphs = EAGLEDraftCudaGraphRunner(self, batch_sizes=sizes)
-        self._extend_graphs = EAGLEDraftExtendCudaGraphRunner(self, batch_sizes=sizes)
+        with runner.capturing("draft graphs", set_aside=self._draft_graph_bytes()):
+            self._draft_graphs = EAGLEDraftCudaGraphRunner(self, batch_sizes=sizes)
+            self._extend_graphs = EAGLEDraftExtendCudaGraphRunner(
+                self, batch_sizes=sizes
+            )
 
     def _load_hot_token_ids(self) -> Tensor | None:
         """The target's id of each draft id; None where they are the same."""

@@ -75,9 +75,7 @@ class EAGLEWorkerV2:
             model_config=draft_model_config(server_args, model_config),
             target=target,
         )
-        target.init_memory(
-            companion_bytes_per_slot=draft.draft_runner.bytes_per_kv_slot()
-        )
+        target.init_memory(companion=draft.companion())
         draft.init_memory()
         draft.init_lm_head()
         target.init_piecewise_cuda_graphs(capture_hidden_mode=draft.target_hidden_mode)
