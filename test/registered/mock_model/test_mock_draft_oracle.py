@@ -146,7 +146,8 @@ def test_equals_a_simulation(numbers, source, draft_vocab_size, dtype):
     settings = DraftSettings(
         vocab_size=VOCAB, draft_vocab_size=draft_vocab_size, source=source
     )
-    answers = [make_answer(rng, new_tokens=12) for _ in range(count(ci=1, full=20))]
+    length = count(ci=6, full=12)
+    answers = [make_answer(rng, new_tokens=length) for _ in range(count(ci=1, full=20))]
     oracle = DraftOracle(shape=shape, settings=settings, dtype=dtype)
     assert_simulated(oracle, answers)
 

@@ -183,7 +183,7 @@ def variants() -> list[tuple[Any, Launch, int]]:
                 q_heads=q_heads, head_dim=head_dim, splits=splits
             )
             found.append((extend_combine_kernel, combine, itemsize))
-    return sampled(found, key=lambda v: (v[0].__name__, v[2]), ci=2)
+    return sampled(found, key=lambda v: (v[0].__name__, v[2]), ci=1)
 
 
 def split_tiles(head_dim: int, itemsize: int) -> list[ExtendTile]:
