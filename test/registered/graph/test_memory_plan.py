@@ -109,6 +109,19 @@ def test_a_draft_takes_slots_from_the_target(model, monkeypatch):
     assert runner._pool_size(Companion(bytes_per_slot=each)) == (alone + 1) // 2 - 1
 
 
+def test_a_capture_says_what_it_took(model, caplog):
+    runner = ForwardHarness(model, slots=64).runner
+    with caplog.at_level("INFO"), runner.capturing("draft graphs", set_aside=3 << 29):
+        pass
+    assert "The draft graphs took " in caplog.text
+    assert "1.50 GiB were set aside" in caplog.text
+    with (
+        pytest.raises(ValueError, match="while capturing draft graphs: lower --mem"),
+        runner.capturing("draft graphs", set_aside=0),
+    ):
+        raise torch.OutOfMemoryError("no room")
+
+
 def test_running_out_of_memory_names_the_flags(model):
     args = ServerArgs(model_path=str(model), device="cpu", mem_fraction_static=0.7)
     with (
