@@ -84,9 +84,15 @@ def install_canary(
 
 def _patch_model_forward(model: nn.Module, manager: CanaryManager) -> None:
     """Run the canary's launches around every forward of `model`."""
-    stack = getattr(model, "forward_stack", None)
+
+    def stack(*args: Any) -> Any:
+        return model.forward_stack(*args)
+
+    has_stack = hasattr(model, "forward_stack")
     # An instance attribute: the class, and other models of it, stay as they are.
-    model.__dict__["forward"] = _with_canary_bracketing(model.forward, manager, stack)
+    model.__dict__["forward"] = _with_canary_bracketing(
+        model.forward, manager, stack if has_stack else None
+    )
 
 
 def _with_canary_bracketing(
