@@ -86,7 +86,8 @@ def _patch_model_forward(model: nn.Module, manager: CanaryManager) -> None:
     """Run the canary's launches around every forward of `model`."""
 
     def stack(*args: Any) -> Any:
-        return model.forward_stack(*args)
+        run: Any = model.forward_stack
+        return run(*args)
 
     has_stack = hasattr(model, "forward_stack")
     # An instance attribute: the class, and other models of it, stay as they are.
