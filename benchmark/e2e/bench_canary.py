@@ -307,7 +307,8 @@ def measure_steps(
     """Paired decode steps, prefills and batches; the canary's counters, and what the
     prefix caches held."""
     new = WARM_STEPS + args.block * args.pairs + 96
-    # Requests of the throughput have up to 2,048 tokens; a full cache lies beside them.
+    # Requests of the throughput have about 1,130 tokens; a full cache lies beside them.
+    # Both sides of the 8B shape have to fit into one GPU.
     requests = args.requests if args.throughput else 0
     args.max_running = max(*args.batch_size, requests, 1)
     sizes = {1, 16, 64, 128, 192, requests} if requests else {1}
@@ -315,7 +316,7 @@ def measure_steps(
     args.slots = args.slots or max(
         max(args.batch_size, default=1) * (args.input_len + new),
         *args.prefill,
-        requests * 2048 * 5 // 4,
+        requests * 1400,
     )
     sides = (Side(args, folder, False), Side(args, folder, True))
     for rows in args.batch_size:

@@ -102,9 +102,12 @@ def test_a_draft_takes_slots_from_the_target(model, monkeypatch):
     monkeypatch.setattr(runner, "server_args", args)
     monkeypatch.setattr(runner, "device", "cuda")
     each = runner.bytes_per_kv_slot()
-    monkeypatch.setattr(runner, "_available_bytes", lambda: 10_000 * each)
+    graphs = runner.decode_graph_bytes() + runner.prefill_graph_bytes()
+    available = graphs + 10_000 * each
+    monkeypatch.setattr(runner, "_available_bytes", lambda: available)
     monkeypatch.setattr(runner, "free_bytes_at_start", 0)
     alone = runner._pool_size(NO_COMPANION)
+    assert alone == 10_000 - runner.page_size
     assert runner._pool_size(Companion(graph_bytes=1000 * each)) == alone - 1000
     assert runner._pool_size(Companion(bytes_per_slot=each)) == (alone + 1) // 2 - 1
 

@@ -13,11 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from sglang.srt.environ import envs
+from sglang.test.harness import SHARED_GPU_CHUNK, SHARED_GPU_TOKENS
 
 READY_SECONDS = 60.0
 CONTEXT = 2048
+# As in `EngineHarness`: a server that is free to choose takes most of the GPU.
+SHARE_OF_GPU = {
+    "--max-total-tokens": str(SHARED_GPU_TOKENS),
+    "--chunked-prefill-size": str(SHARED_GPU_CHUNK),
+}
 
 
 class Server:
@@ -28,6 +35,9 @@ class Server:
         if model is not None:
             command += ["--model-path", str(model), "--served-model-name", "mock"]
         command += flags
+        if torch.cuda.is_available():
+            for flag, value in SHARE_OF_GPU.items():
+                command += [] if flag in flags else [flag, value]
         if envs.SGLANG_TEST_KV_CANARY.get() and "--kv-canary" not in flags:
             command += ["--kv-canary", "raise", "--kv-canary-real-data", "all"]
         self.process = subprocess.Popen(
