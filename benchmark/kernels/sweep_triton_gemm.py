@@ -20,7 +20,7 @@ from cuda_timing import bandwidths, copies_for, graph_us, weights
 from torch.nn import functional
 
 from sglang.srt.layers.triton_ops.gemm import gemm, gemm_silu_and_mul
-from sglang.srt.layers.triton_ops.gemm_table import GemmConfig
+from sglang.srt.layers.triton_ops.gemm_table import MAX_ROWS, GemmConfig
 
 # name -> N, K, gated
 SHAPES: dict[str, tuple[int, int, bool]] = {
@@ -66,7 +66,9 @@ SHARED = 227 * 1024
 
 
 def configurations(name: str, rows: int) -> list[GemmConfig]:
-    n, k, _ = SHAPES[name]
+    n, k, gated = SHAPES[name]
+    if rows > MAX_ROWS:
+        return tall_configurations() if gated else []
     if rows == 1:
         return [
             GemmConfig(block_n=block_n, block_k=block_k, split_k=0, warps=warps)
@@ -94,6 +96,32 @@ def configurations(name: str, rows: int) -> list[GemmConfig]:
                 )
             )
     return list(dict.fromkeys(found))
+
+
+def tall_configurations() -> list[GemmConfig]:
+    """More rows than `MAX_ROWS`: only gated, and only up to 128."""
+    found = []
+    for block_n, block_k, warps in itertools.product((64, 128), (64, 128), (4, 8)):
+        tile = 2 * block_k * (128 + 2 * block_n)
+        if block_n == 128 and warps == 4:
+            continue  # sums alone would take all registers
+        for resident in (1, 2) if block_n == 64 else (1,):
+            stages = min(SHARED // resident // tile, 7)
+            if stages < 2:
+                continue
+            found += [
+                GemmConfig(
+                    block_n=block_n,
+                    block_k=block_k,
+                    split_k=1,
+                    stages=stages,
+                    prefetch=prefetch,
+                    warps=warps,
+                    is_tall=True,
+                )
+                for prefetch in (0, 3)
+            ]
+    return found
 
 
 def run(config: GemmConfig, x: Any, weight: Any, gated: bool, out: Any = None) -> Any:

@@ -22,8 +22,9 @@ from triton.compiler import ASTSource
 from sglang.srt.layers.attention.triton_ops.page_indices import page_indices_kernel
 from sglang.srt.layers.attention.triton_ops.tree_mask import pack_tree_mask_kernel
 from sglang.srt.layers.triton_ops import activation, norm, rope, sampling
+from sglang.srt.layers.triton_ops.gated_gemm_kernel import gated_gemm_kernel
 from sglang.srt.layers.triton_ops.gemm_kernels import gemm_kernel, gemv_kernel
-from sglang.srt.layers.triton_ops.gemm_table import lookup
+from sglang.srt.layers.triton_ops.gemm_table import MAX_GATED_ROWS, lookup
 from sglang.srt.mem_cache.triton_ops import move_kv
 from sglang.test.scale import sampled
 
@@ -165,6 +166,32 @@ def products() -> Iterator[Variant]:
         yield Variant(name, gemm_kernel, pointers, constants, config.warps)
 
 
+def tall_products() -> Iterator[Variant]:
+    config = lookup(rows=MAX_GATED_ROWS, n=28672, k=4096, gated=True)
+    assert config is not None and config.is_tall
+    for dtype in ("bf16", "fp16"):
+        tile = f"tensordesc<{dtype}[%d, {config.block_k}]>"
+        yield Variant(
+            f"gated gemm {dtype}",
+            gated_gemm_kernel,
+            {
+                **dict.fromkeys(("weight", "out"), POINTERS[dtype]),
+                "x_tiles": tile % MAX_GATED_ROWS,
+                "weight_tiles": tile % config.block_n,
+            },
+            {
+                "K": 4096,
+                "BLOCK_M": MAX_GATED_ROWS,
+                "BLOCK_N": config.block_n,
+                "BLOCK_K": config.block_k,
+                "STAGES": config.stages,
+                "PREFETCH": config.prefetch,
+                "PDL": config.dependent,
+            },
+            config.warps,
+        )
+
+
 def gathers() -> Iterator[Variant]:
     int32 = dict.fromkeys(("page_table", "indptr", "out"), "*i32")
     for page_size in (1, 16):
@@ -200,13 +227,13 @@ def compile_variant(variant: Variant) -> Any:
 
 def main() -> None:
     variants = [v for dtype in POINTERS for v in pointwise(dtype)]
-    variants += [*products(), *gathers()]
+    variants += [*products(), *tall_products(), *gathers()]
     variants = sampled(variants, key=lambda v: v.kernel, ci=2)
     for variant in variants:
         compiled = compile_variant(variant)
         if variant.constants.get("PDL"):
             assert "griddepcontrol.wait" in compiled.asm["ptx"], variant.name
-        if variant.kernel is gemm_kernel:
+        if variant.kernel in (gemm_kernel, gated_gemm_kernel):
             ptx = compiled.asm["ptx"]
             assert "wgmma" in ptx or "mma.sync" in ptx, variant.name
             assert compiled.metadata.shared <= 227 * 1024, variant.name

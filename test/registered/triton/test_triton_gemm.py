@@ -29,6 +29,9 @@ SPLITS = [
     GemmConfig(block_n=64, block_k=128, split_k=16, stages=2, dependent=False),
 ]
 GEMV = GemmConfig(block_n=4, block_k=128, split_k=0)
+TALL = GemmConfig(
+    block_n=32, block_k=64, split_k=1, stages=2, prefetch=2, warps=8, is_tall=True
+)
 SHAPES = [(70, 200), (128, 256), (33, 72)]
 if DEVICE == "cuda":
     SHAPES += [(6144, 4096), (4096, 14336)]
@@ -82,6 +85,28 @@ def test_epilogues(dtype: torch.dtype, config: GemmConfig) -> None:
     assert relative_error(actual, gated) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 65, 97, 128])
+def test_tall_tile(dtype: torch.dtype, rows: int) -> None:
+    """Outputs and depths that no tile divides, one block of depth, the shape served."""
+    shapes = [(35, 200, TALL), (64, 64, TALL), (33, 72, TALL)]
+    if DEVICE == "cuda":
+        served = gemm_table.lookup(rows=rows, n=28672, k=4096, gated=True)
+        shapes += [(14336, 4096, served)] if rows > gemm_table.MAX_ROWS else []
+        shapes += [(3072, 1024, TALL)]
+    for outputs, k, config in shapes:
+        x, weight = problem(rows, 2 * outputs, k, dtype)
+        both = x.float() @ weight.float().t()
+        expected = torch.nn.functional.silu(both[:, :outputs]) * both[:, outputs:]
+        wide = torch.cat((x, x), dim=1)
+        for given in (x, wide[:, :k], wide[:, k:], x.view(1, rows, k)):
+            canvas = torch.full((rows + 1, outputs), 7.0, dtype=dtype, device=DEVICE)
+            out = canvas[:rows].view(*given.shape[:-1], outputs)
+            assert gemm.gemm_silu_and_mul(given, weight, config=config, out=out) is out
+            assert relative_error(out.view(rows, -1), expected) < TOLERANCE[dtype]
+            assert bool((canvas[rows] == 7).all())
+
+
 @pytest.mark.parametrize("config", SPLITS, ids=lambda c: f"split{c.split_k}")
 def test_same_bits_every_time(config: GemmConfig) -> None:
     x, weight = problem(4, 70, 1024, DTYPES[-1])
@@ -108,6 +133,10 @@ def test_refusals() -> None:
         gemm.gemm(x[:2], weight, config=GEMV)
     with pytest.raises(ValueError, match="must be equal"):
         gemm.gemm(x[:2, :64], weight, config=SPLITS[0])
+    with pytest.raises(ValueError, match="129 rows"):
+        gemm.gemm_silu_and_mul(x[:1].expand(129, -1), weight, config=TALL)
+    with pytest.raises(ValueError, match="gated products alone"):
+        gemm.gemm(x, weight, config=TALL)
     with pytest.raises(ValueError, match="2 \\* I"):
         gemm.gemm_silu_and_mul(x[:2], weight[:69], config=SPLITS[0])
 
@@ -140,6 +169,21 @@ def test_table_stays_within_the_device(n: int, k: int) -> None:
             config.split_k == 1
         )
     assert gemm_table.lookup(rows=65, n=n, k=k, gated=False) is None
+
+
+def test_tall_tiles_only_where_they_fill_the_device() -> None:
+    def lookup(rows: int, outputs: int) -> GemmConfig | None:
+        return gemm_table.lookup(rows=rows, n=2 * outputs, k=4096, gated=True)
+
+    for rows in (65, 128):
+        config = lookup(rows, 14336)
+        assert config is not None and config.is_tall
+        tile = 2 * config.block_k * (gemm_table.MAX_GATED_ROWS + 2 * config.block_n)
+        assert config.stages * tile <= 227 * 1024
+        assert lookup(rows, 3072) is None and lookup(rows, 17408) is None
+    assert lookup(129, 14336) is None
+    few = lookup(64, 14336)
+    assert few is not None and not few.is_tall
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA graph")

@@ -12,10 +12,21 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sglang.srt.layers.triton_ops.gated_gemm_kernel import gated_gemm_kernel
 from sglang.srt.layers.triton_ops.gemm_kernels import gemm_kernel, gemv_kernel
-from sglang.srt.layers.triton_ops.gemm_table import MAX_ROWS, GemmConfig, lookup
-from sglang.srt.layers.triton_ops.launch import Scratch, supports_dependent_launch
+from sglang.srt.layers.triton_ops.gemm_table import (
+    MAX_GATED_ROWS,
+    MAX_ROWS,
+    GemmConfig,
+    lookup,
+)
+from sglang.srt.layers.triton_ops.launch import (
+    Scratch,
+    is_hopper_or_later,
+    supports_dependent_launch,
+)
 
 # 16 splits of 64 rows of 65,536 outputs would not fit; the table keeps far below.
 _SCRATCH = Scratch(partial_bytes=32 << 20, counters=16384)
@@ -35,11 +46,12 @@ def choose(x: Tensor, weight: Tensor, *, gated: bool = False) -> GemmConfig | No
     """The kernel for x [..., K] and weight [N, K]; None where cuBLAS is better.
 
     None too for what the kernels do not take: other dtypes, a weight that is not
-    row-major, no rows or more than `MAX_ROWS`.
+    row-major, no rows or more than `MAX_ROWS` (`MAX_GATED_ROWS` if gated, on Hopper).
     """
     n, k = weight.shape
     rows = x.numel() // k if k else 0
-    if not 0 < rows <= MAX_ROWS or x.dtype != weight.dtype:
+    most = MAX_GATED_ROWS if gated and is_hopper_or_later(x.device) else MAX_ROWS
+    if not 0 < rows <= most or x.dtype != weight.dtype:
         return None
     if x.dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -90,7 +102,7 @@ def gemm_silu_and_mul(
     """out = silu(x @ weight[:I].T) * (x @ weight[I:].T), the [gate | up] layout.
 
     Args:
-        x: [..., K] bfloat16 or float16, at most `MAX_ROWS` rows.
+        x: [..., K] bfloat16 or float16, at most `config.max_rows` rows.
         weight: [2 * I, K] of the same dtype, row-major, K a multiple of 8.
         config: from `choose(..., gated=True)`.
         out: [..., I] contiguous. Allocated if None.
@@ -101,6 +113,8 @@ def gemm_silu_and_mul(
     n = weight.shape[0]
     if n % 2:
         raise ValueError(f"gemm_silu_and_mul: weight has {n} rows, expected 2 * I")
+    if config.is_tall:
+        return _launch_tall(x, weight, out, config=config)
     return _launch(
         x, weight, None, None, out, outputs=n // 2, gated=True, config=config
     )
@@ -117,18 +131,11 @@ def _launch(
     gated: bool,
     config: GemmConfig,
 ) -> Tensor:
+    if config.is_tall:
+        raise ValueError(f"gemm: {config} is for gated products alone")
     k = weight.shape[1]
-    if x.shape[-1] != k or x.dtype != weight.dtype:
-        raise ValueError(
-            f"gemm: x is {x.dtype} {tuple(x.shape)}, weight {weight.dtype} "
-            f"{tuple(weight.shape)}; dtypes and the last dimensions must be equal"
-        )
-    rows = x.numel() // k
-    if not 0 < rows <= (1 if config.split_k == 0 else MAX_ROWS):
-        raise ValueError(f"gemm: {rows} rows; {config} cannot take so many")
-    flat = x.reshape(rows, k)
-    if flat.stride(1) != 1:
-        flat = flat.contiguous()
+    flat = _rows(x, weight, config)
+    rows = flat.shape[0]
     if out is None:
         out = x.new_empty((*x.shape[:-1], outputs))
     out_rows = out.view(rows, outputs)
@@ -179,6 +186,53 @@ def _launch(
         STAGES=config.stages,
         PREFETCH=config.prefetch,
         **common,
+    )
+    return out
+
+
+def _rows(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
+    """x as a matrix [rows, K] with contiguous rows."""
+    k = weight.shape[1]
+    if x.shape[-1] != k or x.dtype != weight.dtype:
+        raise ValueError(
+            f"gemm: x is {x.dtype} {tuple(x.shape)}, weight {weight.dtype} "
+            f"{tuple(weight.shape)}; dtypes and the last dimensions must be equal"
+        )
+    rows = x.numel() // k
+    if not 0 < rows <= config.max_rows:
+        raise ValueError(f"gemm: {rows} rows; {config} cannot take so many")
+    flat = x.reshape(rows, k)
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def _launch_tall(
+    x: Tensor, weight: Tensor, out: Tensor | None, *, config: GemmConfig
+) -> Tensor:
+    outputs, k = weight.shape[0] // 2, weight.shape[1]
+    flat = _rows(x, weight, config)
+    if flat.stride(0) % 8 or flat.data_ptr() % 16:
+        flat = flat.contiguous()  # what the copy engine can address
+    if out is None:
+        out = x.new_empty((*x.shape[:-1], outputs))
+    out_rows = out.view(-1, outputs)
+    pdl = config.dependent and supports_dependent_launch(x.device)
+    gated_gemm_kernel[(triton.cdiv(outputs, config.block_n),)](
+        TensorDescriptor.from_tensor(flat, [MAX_GATED_ROWS, config.block_k]),
+        TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
+        weight,
+        out_rows,
+        flat.shape[0],
+        outputs,
+        out_rows.stride(0),
+        K=k,
+        BLOCK_M=MAX_GATED_ROWS,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        STAGES=config.stages,
+        PREFETCH=config.prefetch,
+        PDL=pdl,
+        num_warps=config.warps,
+        **({"launch_pdl": True} if pdl else {}),
     )
     return out
 

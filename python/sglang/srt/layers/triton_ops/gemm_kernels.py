@@ -14,7 +14,7 @@ import triton.language as tl
 
 from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
 
-_LINE = tl.constexpr(64)  # elements of 2 bytes in a cache line
+LINE = tl.constexpr(64)  # elements of 2 bytes in a cache line
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _weight_rows(tile, outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(address):
+def prefetch(address):
     """Bring the cache line at each int64 address to L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -173,10 +173,10 @@ def gemm_kernel(
     let_next_start(PDL)
     start = weight + _weight_rows(tile, outputs, BLOCK_N, GATED)[:, None] * K
     if PDL:
-        lines = tl.arange(0, BLOCK_K // _LINE)[None, :] * _LINE
+        lines = tl.arange(0, BLOCK_K // LINE)[None, :] * LINE
         for ahead in tl.static_range(PREFETCH):
             column = tl.minimum((first + ahead) * BLOCK_K + lines, K - 1)
-            _prefetch((start + column).to(tl.int64, bitcast=True))
+            prefetch((start + column).to(tl.int64, bitcast=True))
     wait_for_inputs(PDL)
     k = tl.arange(0, BLOCK_K)[None, :]
     m = tl.arange(0, BLOCK_M)[:, None]

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 MAX_ROWS = 64
 """More rows than this are cuBLAS's."""
+MAX_GATED_ROWS = 128
+"""The same of a product with SiLU behind it."""
 
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 225 * 1024
 _MIN_WIDTH = 1024
 _MIN_BLOCKS_PER_SPLIT = 4
 _MAX_STAGES = 10
+_MIN_FILL = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,7 @@ class GemmConfig:
         prefetch: tiles asked for before the kernel ahead has ended.
         warps: per program.
         dependent: launch before the kernel ahead has ended.
+        is_tall: `gated_gemm_kernel`, which keeps a tile of `MAX_GATED_ROWS` rows.
     """
 
     block_n: int
@@ -39,13 +43,23 @@ class GemmConfig:
     prefetch: int = 0
     warps: int = 4
     dependent: bool = True
+    is_tall: bool = False
+
+    @property
+    def max_rows(self) -> int:
+        if self.is_tall:
+            return MAX_GATED_ROWS
+        return MAX_ROWS if self.split_k else 1
 
 
 @functools.cache
 def lookup(*, rows: int, n: int, k: int, gated: bool) -> GemmConfig | None:
     """The configuration for `rows` rows and a weight [n, k]; None: cuBLAS."""
-    if rows > MAX_ROWS or min(n, k) < _MIN_WIDTH or k % 8:
+    if min(n, k) < _MIN_WIDTH or k % 8:
         return None
+    if rows > MAX_ROWS:
+        is_taken = gated and rows <= MAX_GATED_ROWS
+        return _tall(outputs=n // 2) if is_taken else None
     if rows == 1:
         return _one_row(n=n, k=k)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
@@ -83,6 +97,16 @@ def _many_tiles(tiles: int, block_m: int) -> GemmConfig:
     resident = 3 if tiles > 8 * _MULTIPROCESSORS else 2
     stages = _stages(block_n=64, block_k=128, block_m=block_m, resident=resident)
     return GemmConfig(block_n=64, block_k=128, split_k=1, stages=stages, prefetch=1)
+
+
+def _tall(*, outputs: int) -> GemmConfig | None:
+    """Where whole waves of programs, one per multiprocessor, are nearly full."""
+    config = GemmConfig(
+        block_n=128, block_k=64, split_k=1, stages=4, prefetch=3, warps=8, is_tall=True
+    )
+    tiles = -(-outputs // config.block_n)
+    waves = -(-tiles // _MULTIPROCESSORS)
+    return config if tiles >= _MIN_FILL * waves * _MULTIPROCESSORS else None
 
 
 def _split(tiles: int, *, k: int, block_m: int) -> GemmConfig:

@@ -39,9 +39,13 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 def supports_dependent_launch(device: torch.device) -> bool:
     """Whether kernels on `device` may be launched with `launch_pdl`."""
-    if device.type != "cuda" or not _dependent:
-        return False
-    return _capability_major(device.index or 0) >= _HOPPER
+    return _dependent and is_hopper_or_later(device)
+
+
+def is_hopper_or_later(device: torch.device) -> bool:
+    """Whether `device` has dependent launch, and a copy engine that reads tensor
+    descriptors."""
+    return device.type == "cuda" and _capability_major(device.index or 0) >= _HOPPER
 
 
 _dependent = True
