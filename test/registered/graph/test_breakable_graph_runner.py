@@ -26,12 +26,21 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.graph_backends import RecordingBackend
 from sglang.srt.model_executor.graph_capture import is_capturing
-from sglang.srt.model_executor.memory_plan import prefill_token_counts
+from sglang.srt.model_executor.memory_plan import (
+    MAX_HEAD_GRAPH_TOKENS,
+    prefill_graph_bytes,
+    prefill_token_counts,
+)
 from sglang.srt.models.mock_oracle import next_tokens
+from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.scale import count, is_full
-from sglang.test.tiny_models import write_mock_model, write_tiny_model
+from sglang.test.tiny_models import (
+    write_mock_draft,
+    write_mock_model,
+    write_tiny_model,
+)
 
 register_cpu_ci(est_time=30, suite="cpu")
 register_cuda_ci(est_time=90, suite="cuda")
@@ -400,6 +409,23 @@ def test_a_draft_worker_is_captured_only_when_asked(models):
     harness = ForwardHarness(models["LlamaForCausalLM"], is_draft_worker=True)
     harness.runner.init_piecewise_cuda_graphs()
     assert harness.runner.prefill_graph_runner is None
+
+
+@pytest.mark.parametrize("kind", [None, "EAGLE", "EAGLE3"])
+def test_a_head_has_graphs_only_of_few_tokens(models, tmp_path, monkeypatch, kind):
+    """A STANDALONE draft is a language model and has those of one."""
+    path = models["mock"]
+    if kind is not None:
+        path = write_mock_draft(tmp_path, kind=kind, vocab_size=VOCAB)
+    runner = ForwardHarness(path, is_draft_worker=True).runner
+    args = dataclasses.replace(runner.server_args, chunked_prefill_size=2048)
+    monkeypatch.setattr(runner, "server_args", args)
+    monkeypatch.setattr(ServerArgs, "has_prefill_graphs", True)
+    counts = runner.prefill_graph_token_counts()
+    limit = 2048 if kind is None else MAX_HEAD_GRAPH_TOKENS
+    assert counts == prefill_token_counts(limit)
+    taken = prefill_graph_bytes(runner.model_config, counts, dtype=runner.dtype)
+    assert runner.prefill_graph_bytes() == taken
 
 
 if __name__ == "__main__":

@@ -20,12 +20,15 @@ from sglang.srt.mem_cache.memory_pool import (
     kv_bytes_per_token,
 )
 from sglang.srt.model_executor.memory_plan import (
+    MAX_HEAD_GRAPH_TOKENS,
     Companion,
     decode_graph_sizes,
     graph_bytes,
     prefill_graph_bytes,
     prefill_token_counts,
 )
+from sglang.srt.models.draft import DraftModel
+from sglang.srt.models.registry import CausalLM
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.fault_points import NARROW_ROWS, is_reverted
 from sglang.srt.utils.memory import available_device_bytes
@@ -51,6 +54,7 @@ class ModelRunnerKVCacheMixin:
     """Adds `_init_pools`; the runner provides the attributes declared here."""
 
     server_args: ServerArgs
+    model: CausalLM
     model_config: ModelConfig
     dtype: torch.dtype
     device: str
@@ -117,6 +121,8 @@ class ModelRunnerKVCacheMixin:
         limits = [args.max_prefill_tokens, args.chunked_prefill_size]
         # No forward writes more tokens than there are slots.
         limits.append(args.max_total_tokens or 0)
+        if isinstance(self.model, DraftModel):
+            limits.append(MAX_HEAD_GRAPH_TOKENS)
         return prefill_token_counts(min(limit for limit in limits if limit > 0))
 
     def _init_pools(self, *, shared: SharedPools | None, companion: Companion) -> None:
