@@ -418,6 +418,25 @@ def test_a_dead_engine_fails_everything_with_a_logged_id(
         run(work())
 
 
+def test_what_came_before_the_engine_failed_is_read_first() -> None:
+    """Also by a reader that was busy when both came."""
+
+    async def work() -> None:
+        wire = Wire()
+        group = await wire.manager.submit([prompt(rid="a", stream=True)])
+        wire.answer("a", [1], None)
+        read: list[int] = []
+        with pytest.raises(EngineFailure):
+            async for updates in wire.manager.updates(group):
+                read += [token for update in updates for token in update.output_ids]
+                if read == [1]:
+                    wire.answer("a", [2], None)
+                    wire.manager.set_dead("the scheduler failed")
+        assert read == [1, 2]
+
+    run(work())
+
+
 def test_draining_refuses_new_requests_and_waits_for_the_old() -> None:
     async def work() -> None:
         wire = Wire()

@@ -181,15 +181,17 @@ class RequestGroup:
         while self._unfinished or self._fresh:
             await self._wake.wait()
             self._wake.clear()
-            # What came before the engine failed is good, and read first.
-            is_refused = self._error is not None and not isinstance(
-                self._error, EngineFailure
-            )
-            fresh, self._fresh = self._fresh, {}
-            if fresh and not is_refused:
-                yield [state.take() for state in fresh.values()]
-            if self._error is not None:
+            # What came before the engine failed is good, and read first: also what came
+            # together with the failure while the reader was busy.
+            if not self._is_refused():
+                fresh, self._fresh = self._fresh, {}
+                if fresh:
+                    yield [state.take() for state in fresh.values()]
+            if self._error is not None and (self._is_refused() or not self._fresh):
                 raise self._error
+
+    def _is_refused(self) -> bool:
+        return self._error is not None and not isinstance(self._error, EngineFailure)
 
     async def results(self) -> list[Update]:
         """One update per request, in order, once all have finished.
