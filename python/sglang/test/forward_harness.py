@@ -105,7 +105,7 @@ class ForwardHarness:
             tokens = torch.zeros_like(batch.req_pool_indices)
             packed = manager.finish_step(batch, tokens)[batch.num_rows :]
             manager.inspect(
-                StepFindings.unpack(packed.cpu()),
+                StepFindings.unpack(packed.tolist()),
                 owner_of=lambda slot: "unknown",
                 tokens_of=lambda serial: self._tokens.get(serial),
             )

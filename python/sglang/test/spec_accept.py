@@ -62,7 +62,7 @@ class AcceptRecorder:
             assert result.accept_lens is not None
             key = (req.rid, req.num_retractions)
             run = self.runs.setdefault(key, Run(start=length - 1))
-            run.accept_lens.append(int(result.accept_lens[row]))
+            run.accept_lens.append(result.accept_lens[row])
             run.tokens = list(req.tokens[: req.prompt_len + req.output_len])
             self.verifications[req.rid] += 1
             self.finished[req.rid] = req

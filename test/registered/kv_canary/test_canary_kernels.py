@@ -560,10 +560,10 @@ def test_launches_dispatch_and_refuse() -> None:
     assert w.state.expected_lineage[2:4].tolist() == [7, 8]
     w.state.verdict[2] = 5
     found = launches.gather_findings(w.state, long([0, 2, 0])).cpu()
-    assert StepFindings.unpack(found).verdicts == [0, 5, 0]
+    assert StepFindings.unpack(found.tolist()).verdicts == [0, 5, 0]
     assert not w.state.verdict.any()
     found = launches.finish_step(w.state, rows).cpu()
-    assert StepFindings.unpack(found).counters == w.state.counters.tolist()
+    assert StepFindings.unpack(found.tolist()).counters == w.state.counters.tolist()
     launches.poison(w.state, long([w.slot(0, 0), 3]), n_live=long([1]))
     launches.move_records(w.state, dst=long([5]), src=long([w.slot(0, 0)]))
     assert w.state.tail[5, 0] == -1

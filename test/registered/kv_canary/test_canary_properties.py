@@ -357,7 +357,7 @@ def test_the_tail_ends_the_forward(
     assert torch.equal(world.advance(backend, apart, rows), findings)
     assert_same(state, apart)
     assert state.verdict.tolist() == [10, 0, 0, 0, 14, 15, 16, 17]
-    result = StepFindings.unpack(findings.cpu())
+    result = StepFindings.unpack(findings.tolist())
     assert result.verdicts == [11, 12, 13, 0, 0]
     assert result.ring_entries == 0
     assert result.counters == apart.counters.tolist()

@@ -109,7 +109,7 @@ def finish(manager: CanaryManager, batch: ForwardBatch) -> StepFindings:
     tokens = torch.arange(7, 7 + batch.num_rows, device=batch.input_ids.device)
     packed = manager.finish_step(batch, tokens)
     assert torch.equal(packed[: batch.num_rows], tokens)
-    return StepFindings.unpack(packed[batch.num_rows :].cpu())
+    return StepFindings.unpack(packed[batch.num_rows :].tolist())
 
 
 def decode_batch(harness: ForwardHarness, *rows: int) -> ForwardBatch:

@@ -147,21 +147,16 @@ def to_host(
     """Enqueue the copies to pinned memory behind the work so far; do not wait.
 
     Args:
-        packed: int64; `stride` tokens for each of `rows` rows, their accept lengths if
-            there are any, then what the KV canary found.
+        packed: as `GenerationBatchResult` takes it apart.
     """
     is_device = packed.is_cuda
     take = _pinned_copy if is_device else _as_it_is
-    here = take(packed)
-    tokens, rest = here[: rows * stride], here[rows * stride :]
-    accept_lens = None
-    if has_accept_lens:
-        accept_lens, rest = rest[:rows], rest[rows:]
     result = GenerationBatchResult(
-        tokens=tokens,
+        packed=take(packed),
+        rows=rows,
         stride=stride,
-        accept_lens=accept_lens,
-        canary=rest.view(num_pools, -1) if len(rest) else None,
+        has_accept_lens=has_accept_lens,
+        num_pools=num_pools,
         logprobs=logprobs and logprobs.with_packed(take(logprobs.packed)),
         input_logprobs={
             row: scored.with_packed(take(scored.packed))

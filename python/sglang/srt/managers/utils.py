@@ -14,38 +14,71 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GenerationBatchResult:
     """Everything the host needs of one forward, on the host once `copy_done` is
     reached.
 
     Fields:
-    tokens: int64 [R * stride]; request r owns `[r * stride, r * stride +
-        accept_lens[r])`.
-    stride: tokens per request in `tokens` (1 without speculation).
-    accept_lens: int64 [R], or None where each request got one token.
-    canary: int64 [pools, STATUS_WORDS + R], what the KV canary found in this step in
-        the target's pool, and in the draft's where it worked (`StepFindings`); None
-        while it is off.
+    packed: int64; `stride` tokens of each request, accept lengths if there are any,
+        then per pool what the KV canary found (`StepFindings`).
+    rows: requests.
+    stride: tokens per request (1 without speculation).
+    has_accept_lens: False where each request got one token.
+    num_pools: KV pools that the canary speaks of: the target's, and the draft's where
+        it worked.
     logprobs: of the sampled tokens, for rows that asked.
     input_logprobs: of prompt tokens, by row, for rows that asked.
     hidden: hidden states for rows that asked.
     copy_done: event of the copy to the host; None: already there.
     """
 
-    tokens: torch.Tensor
+    packed: torch.Tensor
+    rows: int
     stride: int = 1
-    accept_lens: torch.Tensor | None = None
-    canary: torch.Tensor | None = None
+    has_accept_lens: bool = False
+    num_pools: int = 1
     logprobs: LogprobResult | None = None
     input_logprobs: dict[int, LogprobResult] = field(default_factory=dict)
     hidden: torch.Tensor | None = None
     copy_done: torch.cuda.Event | None = None
+    # Taken apart as a list: slicing small tensors would take a CPU's step longer.
+    _words: list[int] | None = field(default=None, init=False, repr=False)
 
     def wait(self) -> None:
         """Block until the host copies are complete."""
         if self.copy_done is not None:
             self.copy_done.synchronize()
+
+    @property
+    def tokens(self) -> list[int]:
+        """[R * stride]; request r owns `[r * stride, r * stride + accept_lens[r])`."""
+        return self._unpacked()[: self.rows * self.stride]
+
+    @property
+    def accept_lens(self) -> list[int] | None:
+        """[R], or None where each request got one token."""
+        if not self.has_accept_lens:
+            return None
+        begin = self.rows * self.stride
+        return self._unpacked()[begin : begin + self.rows]
+
+    @property
+    def findings(self) -> list[list[int]]:
+        """Words of `StepFindings` by pool; none while the canary is off."""
+        words = self._unpacked()
+        begin = self.rows * (self.stride + self.has_accept_lens)
+        if begin == len(words):
+            return []
+        each = (len(words) - begin) // self.num_pools
+        return [words[i : i + each] for i in range(begin, len(words), each)]
+
+    def _unpacked(self) -> list[int]:
+        """`packed` on the host; waits for the copy."""
+        if self._words is None:
+            self.wait()
+            self._words = self.packed.tolist()
+        return self._words
 
 
 def get_alloc_len_per_decode(server_args: ServerArgs) -> int:

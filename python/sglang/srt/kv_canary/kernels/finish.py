@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS
 
 STATUS_WORDS = 1 + NUM_COUNTERS
@@ -29,13 +27,12 @@ class StepFindings:
     counters: list[int]
 
     @classmethod
-    def unpack(cls, packed: Tensor) -> StepFindings:
-        """`packed`: findings, on the host."""
-        values = packed.tolist()
+    def unpack(cls, words: list[int]) -> StepFindings:
+        """`words`: findings, on the host."""
         return cls(
-            verdicts=values[STATUS_WORDS:],
-            ring_entries=values[0],
-            counters=values[1:STATUS_WORDS],
+            verdicts=words[STATUS_WORDS:],
+            ring_entries=words[0],
+            counters=words[1:STATUS_WORDS],
         )
 
     @property

@@ -69,12 +69,9 @@ class CanaryGate:
         Raises:
             CanaryViolation: something is wrong and the mode is `raise`.
         """
-        if result.canary is None:
-            return
-        result.wait()
         errors = []
         # A prefill's result knows nothing of the draft yet.
-        for manager, findings in zip(self._managers, result.canary, strict=False):
+        for manager, findings in zip(self._managers, result.findings, strict=False):
             try:
                 manager.inspect(
                     StepFindings.unpack(findings),

@@ -52,10 +52,7 @@ class BatchResultProcessor:
         """Take one result back; frees are batched."""
         result.wait()
         live = [i for i, req in enumerate(launched.reqs) if not req.is_finished]
-        tokens = result.tokens.tolist()
-        accept_lens = (
-            None if result.accept_lens is None else result.accept_lens.tolist()
-        )
+        tokens, accept_lens = result.tokens, result.accept_lens
         self._store_extras(launched, result)
         generated = 0
         with self._cache.allocator.free_group():
@@ -153,6 +150,6 @@ def _store_logprobs(
         is_over = req.params.max_new_tokens == 0 or req.is_finished
         if is_over or launched.is_chunked[row]:
             continue
-        count = 1 if accept_lens is None else int(accept_lens[row])
+        count = 1 if accept_lens is None else accept_lens[row]
         first = i * result.stride
         req.output_logprobs += entries[first : first + count]
