@@ -227,7 +227,7 @@ def test_radix_cache_agrees_with_a_page_model() -> None:
     run_state_machine_as_test(
         RadixMachine,
         settings=settings(
-            max_examples=count(ci=90, full=1000),
+            max_examples=count(ci=60, full=1000),
             stateful_step_count=80,
             deadline=None,
             derandomize=True,

@@ -167,7 +167,6 @@ def test_equals_a_simulation_where_the_sources_differ():
     """Branches whose column of KV holds another branch's tokens: with few nodes to
     verify they rarely matter, so the requests where they do are looked for."""
     rng = random.Random(5)
-    answers = [make_answer(rng, new_tokens=16) for _ in range(200)]
     oracles = [
         DraftOracle(
             shape=shape_of((8, 5, 32)),
@@ -175,12 +174,17 @@ def test_equals_a_simulation_where_the_sources_differ():
         )
         for source in ("attention", "hidden")
     ]
-    by_source = zip(*(oracle.predict(answers) for oracle in oracles), strict=True)
-    differing = [
-        answer
-        for answer, (first, second) in zip(answers, by_source, strict=True)
-        if first.accept_lens != second.accept_lens
-    ]
+    differing: list[Answer] = []
+    for _ in range(20):
+        answers = [make_answer(rng, new_tokens=16) for _ in range(10)]
+        by_source = zip(*(oracle.predict(answers) for oracle in oracles), strict=True)
+        differing += [
+            answer
+            for answer, (first, second) in zip(answers, by_source, strict=True)
+            if first.accept_lens != second.accept_lens
+        ]
+        if len(differing) >= 3:
+            break
     assert len(differing) >= 3
     for oracle in oracles:
         assert_simulated(oracle, differing[:3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -23,7 +24,7 @@ from sglang.srt.speculative.draft_layout import TreeShape
 from sglang.srt.speculative.ops.buffers import DraftLevels
 from sglang.srt.speculative.ops.tree import build_tree_ref, top_k_probs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.scale import count
+from sglang.test.scale import count, sampled
 
 register_cpu_ci(est_time=30, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
@@ -57,8 +58,16 @@ def top_k(logits: torch.Tensor, k: int, implementation: str) -> tuple[list, list
 
 
 @pytest.mark.parametrize("implementation", kernels())
-@pytest.mark.parametrize("vocab", [8, 2048, 5000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    sampled(
+        itertools.product(
+            [8, 2048, 5000], [torch.float32, torch.bfloat16, torch.float16]
+        ),
+        key=lambda case: case[0],
+        ci=3 if DEVICE == "cuda" else 2,
+    ),
+)
 def test_top_k_probs(vocab: int, dtype: torch.dtype, implementation: str) -> None:
     logits = (torch.randn(7, vocab, device=DEVICE) * 3).to(dtype)
     logits[1] = logits[1].round()  # ties

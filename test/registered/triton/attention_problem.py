@@ -35,15 +35,13 @@ NAN = float("nan")
 
 
 def head_cases(*head_dims: int) -> list[tuple[tuple[int, int], int]]:
-    """Every heads with every head size; of the interpreter, which is slow, two sizes
-    for each heads and every size twice."""
+    """Every heads with every head size; of the interpreter, which is slow, every heads
+    and every size once."""
     if ON_GPU or is_full():
         return list(itertools.product(HEADS, head_dims))
-    step = len(head_dims) // 2
     return [
-        (heads, head_dims[(i + shift) % len(head_dims)])
-        for i, heads in enumerate(HEADS)
-        for shift in (0, step)
+        (HEADS[i % len(HEADS)], head_dims[i % len(head_dims)])
+        for i in range(max(len(HEADS), len(head_dims)))
     ]
 
 

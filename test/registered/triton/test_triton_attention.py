@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -35,14 +36,25 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.scale import sampled
 
 register_cpu_ci(est_time=40, suite="cpu")
 register_cuda_ci(est_time=120, suite="cuda")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("window", [-1, 70])
+def cases(
+    page_sizes: list[int], windows: list[int]
+) -> list[tuple[torch.dtype, int, int]]:
+    """Dtype, page size, window; of the interpreter two windows for each of the others
+    at most."""
+    return sampled(
+        itertools.product(DTYPES, page_sizes, windows),
+        key=lambda case: case[:2],
+        ci=len(windows) if ON_GPU else len(windows) - 1,
+    )
+
+
+@pytest.mark.parametrize(("dtype", "page_size", "window"), cases([1, 4, 16], [-1, 70]))
 def test_decode(dtype: torch.dtype, page_size: int, window: int) -> None:
     problem = make_problem(
         prefix_lens=[0, 64, 199, 16, 149],
@@ -101,9 +113,9 @@ def test_nan_shows_where_it_is_attended_and_nowhere_else(cache: str) -> None:
     tree.extend(tree_mask=random_trees(2, nodes, seed=3))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("window", [-1, 1, 50])
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "window"), cases([1, 4, 16], [-1, 1, 50])
+)
 def test_extend(dtype: torch.dtype, page_size: int, window: int) -> None:
     make_problem(
         prefix_lens=[0, 130, 64, 5, 17],

@@ -5,6 +5,8 @@ Without a GPU the kernels run in the interpreter, on a few odd shapes.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from sglang.srt.layers.ops import rope as rope_ops
 from sglang.srt.layers.triton_ops import activation, norm, rope
 from sglang.srt.mem_cache.triton_ops import move_kv
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.scale import sampled
 
 register_cpu_ci(est_time=15, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
@@ -27,6 +30,14 @@ BFLOAT16 = 3e-2 if DEVICE == "cpu" else 8e-3
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: BFLOAT16}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ROWS = [1, 3, 17] if DEVICE == "cpu" else [1, 3, 17, 64, 1000]
+# Query heads, KV heads, channels, rotated channels.
+ROPE_HEADS = [
+    (4, 2, 16, 16),
+    (5, 1, 24, 12),
+    (3, 3, 10, 6),
+    (6, 2, 8, 0),
+    (32, 8, 128, 128),
+]
 WIDTHS = [8, 24, 100] if DEVICE == "cpu" else [8, 24, 100, 1024, 4096, 14336]
 
 
@@ -107,26 +118,24 @@ def test_silu_and_mul_saturates_without_nan() -> None:
     torch.testing.assert_close(activation.silu_and_mul(x, out=None), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize("update_k", [False, True], ids=["k kept", "k updated"])
 @pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "dim", "rot"),
-    [(4, 2, 16, 16), (5, 1, 24, 12), (3, 3, 10, 6), (6, 2, 8, 0), (32, 8, 128, 128)],
+    ("heads", "dtype", "with_norm", "update_k"),
+    sampled(
+        itertools.product(ROPE_HEADS, DTYPES, (False, True), (False, True)),
+        key=lambda case: case[0],
+        ci=12 if DEVICE == "cuda" else 5,
+    ),
 )
 def test_rope_store_kv(
+    heads: tuple[int, int, int, int],
     dtype: torch.dtype,
     with_norm: bool,
     update_k: bool,
-    q_heads: int,
-    kv_heads: int,
-    dim: int,
-    rot: int,
 ) -> None:
+    q_heads, kv_heads, dim, rot = heads
     for tokens in (1, 5) if DEVICE == "cpu" else (1, 5, 64, 300):
         slots = 2 * tokens + 3
-        heads = q_heads + 2 * kv_heads
-        packed = random(tokens, heads * dim, dtype=dtype)
+        packed = random(tokens, (q_heads + 2 * kv_heads) * dim, dtype=dtype)
         copy = packed.clone()
         caches = [random(slots, kv_heads, dim, dtype=dtype) for _ in range(2)]
         expected = [cache.clone() for cache in caches]
