@@ -129,7 +129,7 @@ class TestServing:
     @pytest.mark.parametrize("backend", ["sglang", "sglang-oai", "sglang-oai-chat"])
     def test_backends(self, server, capsys, backend):
         # Long enough that a busy machine cannot gather an answer into one chunk.
-        length = ["--random-output-len", "60"]
+        length = ["--random-output-len", "200"]
         report = self.run(
             server, capsys, "--backend", backend, "--flush-cache", *length
         )
