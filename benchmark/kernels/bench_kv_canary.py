@@ -25,10 +25,10 @@ from sglang.srt.kv_canary.kernels.state import (
     CanaryRows,
     Fingerprint,
     FingerprintMode,
-    ReadTable,
     create_fingerprint,
     create_state,
 )
+from sglang.srt.model_executor.forward_batch_info import KVReadView
 
 Call = Callable[[], object]
 CUDA = torch.cuda.is_available()
@@ -83,8 +83,8 @@ class Pool:
             qo_indptr=None if extend == 1 else counts * extend,
         )
 
-    def table(self, rows: CanaryRows) -> ReadTable:
-        return ReadTable(
+    def table(self, rows: CanaryRows) -> KVReadView:
+        return KVReadView(
             read_lens=rows.prefix_lens + rows.extend_lens,
             page_table=self.req_to_token,
             row_index=rows.req_rows,

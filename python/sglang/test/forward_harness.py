@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.kv_canary.kernels.finish import StepFindings
 from sglang.srt.kv_canary.kernels.records import lineage_of
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
@@ -102,10 +101,8 @@ class ForwardHarness:
         output = self.runner.forward(batch)
         manager = self.runner.canary_manager
         if manager is not None:
-            tokens = torch.zeros_like(batch.req_pool_indices)
-            packed = manager.finish_step(batch, tokens)[batch.num_rows :]
             manager.inspect(
-                StepFindings.unpack(packed.tolist()),
+                manager.finish_step(batch).tolist(),
                 owner_of=lambda slot: "unknown",
                 tokens_of=lambda serial: self._tokens.get(serial),
             )

@@ -1,5 +1,5 @@
 // Checks of arguments and launches of the KV canary. The state is one arena (kernels/state.py);
-// other tensors arrive as lists in the order of CanaryRows and ReadTable (kernels/native.py).
+// other tensors arrive as lists in the order of CanaryRows and KVReadView (kernels/native.py).
 #include <map>
 #include <mutex>
 #include <utility>

@@ -28,11 +28,11 @@ from sglang.srt.kv_canary.kernels.state import (
     CanaryState,
     Fingerprint,
     FingerprintMode,
-    ReadTable,
     create_fingerprint,
     create_state,
 )
 from sglang.srt.layers.ops import dispatch
+from sglang.srt.model_executor.forward_batch_info import KVReadView
 
 try:
     from sglang.srt.kv_canary.kernels import triton_launch
@@ -197,7 +197,7 @@ class World:
         flat: bool = False,
         window: int | None = None,
         with_new: bool = True,
-    ) -> ReadTable:
+    ) -> KVReadView:
         """What attention reads: a page table, or flat indices; of a window or all."""
         lens = rows.prefix_lens + (rows.extend_lens if with_new else 0)
         first = torch.zeros_like(lens)
@@ -212,7 +212,7 @@ class World:
                 for q, f, n in zip(rows.req_rows, first, read, strict=True)
             ]
             ends = read.cumsum(0)
-            return ReadTable(
+            return KVReadView(
                 read_lens=read,
                 page_size=self.page_size,
                 indptr=torch.cat([ends.new_zeros(1), ends]),
@@ -221,7 +221,7 @@ class World:
             )
         pages = self.req_to_token[:, :: self.page_size]
         if window is None:
-            return ReadTable(
+            return KVReadView(
                 read_lens=read,
                 page_size=self.page_size,
                 page_table=pages,
@@ -233,7 +233,7 @@ class World:
                 for q, f in zip(rows.req_rows, first, strict=True)
             ]
         )
-        return ReadTable(
+        return KVReadView(
             read_lens=read,
             page_size=self.page_size,
             page_table=shifted,
@@ -245,7 +245,7 @@ class World:
         backend: Backend,
         state: CanaryState,
         rows: CanaryRows,
-        table: ReadTable,
+        table: KVReadView,
         *,
         tokens: Tensor | None = None,
         manager: int = -1,

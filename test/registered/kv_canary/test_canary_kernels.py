@@ -11,7 +11,7 @@ import torch
 from canary_world import Backend, World, backends, entries, findings, long
 
 from sglang.srt.kv_canary.kernels import launches
-from sglang.srt.kv_canary.kernels.finish import StepFindings
+from sglang.srt.kv_canary.kernels.finish import counters_of, verdicts_of
 from sglang.srt.kv_canary.kernels.records import (
     Counter,
     Launch,
@@ -26,11 +26,12 @@ from sglang.srt.kv_canary.kernels.state import (
     CanaryRows,
     Fingerprint,
     FingerprintMode,
-    ReadTable,
+    check_view_layout,
     create_fingerprint,
     create_state,
 )
 from sglang.srt.layers.ops import dispatch
+from sglang.srt.model_executor.forward_batch_info import KVReadView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=60, suite="cpu")
@@ -114,7 +115,7 @@ def test_position_alone(backend: Backend) -> None:
     w.lens = [5, 6, 5]
     rows = w.rows(extends=[0, 0, 0])
     rows = dataclasses.replace(rows, req_rows=long([0, 2, 0]))
-    table = ReadTable(
+    table = KVReadView(
         read_lens=long([0, 5, 0]),
         indptr=long([0, 0, 5, 5]),
         slot_indices=slots[:5],
@@ -340,7 +341,7 @@ def test_page_numbers_read_as_a_page_table_does(
                     first[row, :count] // 4
                     for row, count in zip(rows.req_rows.tolist(), counts, strict=True)
                 ]
-                table = ReadTable(
+                table = KVReadView(
                     read_lens=table.read_lens,
                     page_size=4,
                     indptr=long([sum(counts[:i]) for i in range(len(counts) + 1)]).to(
@@ -505,7 +506,7 @@ def test_sweep(backend: Backend) -> None:
         salts=rows.salts[:1],
         qo_indptr=long([0, 0]),
     )
-    table = ReadTable(
+    table = KVReadView(
         read_lens=long([5]),
         indptr=long([0, 5]),
         slot_indices=long(slots),
@@ -560,10 +561,10 @@ def test_launches_dispatch_and_refuse() -> None:
     assert w.state.expected_lineage[2:4].tolist() == [7, 8]
     w.state.verdict[2] = 5
     found = launches.gather_findings(w.state, long([0, 2, 0])).cpu()
-    assert StepFindings.unpack(found.tolist()).verdicts == [0, 5, 0]
+    assert verdicts_of(found.tolist()) == [0, 5, 0]
     assert not w.state.verdict.any()
     found = launches.finish_step(w.state, rows).cpu()
-    assert StepFindings.unpack(found.tolist()).counters == w.state.counters.tolist()
+    assert counters_of(found.tolist()) == w.state.counters.tolist()
     launches.poison(w.state, long([w.slot(0, 0), 3]), n_live=long([1]))
     launches.move_records(w.state, dst=long([5]), src=long([w.slot(0, 0)]))
     assert w.state.tail[5, 0] == -1
@@ -582,14 +583,13 @@ def test_launches_dispatch_and_refuse() -> None:
         odd = torch.zeros(8, dtype=torch.int64)[::2]
         dataclasses.replace(rows, positions=odd).check_layout()
     with pytest.raises(ValueError, match="read_lens is torch.int32"):
-        ReadTable(
-            read_lens=rows.positions.int(), page_table=w.req_to_token
-        ).check_layout()
+        view = KVReadView(read_lens=rows.positions.int(), page_table=w.req_to_token)
+        check_view_layout(view)
     with pytest.raises(ValueError, match="16"):
         odd = torch.zeros(2, 5, 3)
         create_fingerprint(FingerprintMode.ALL, k_buffer=odd, v_buffer=odd)
     with pytest.raises(ValueError, match="page_table"):
-        ReadTable(read_lens=long([1]))
+        KVReadView(read_lens=long([1]))
     with pytest.raises(ValueError, match="ring_capacity"):
         create_state(
             num_slots=4, req_rows=2, ring_capacity=0, num_managers=1, device="cpu"

@@ -19,14 +19,14 @@ from canary_world import (
 from torch import Tensor
 
 from sglang.srt.kv_canary.kernels import reference
-from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS, StepFindings
+from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS, counters_of, verdicts_of
 from sglang.srt.kv_canary.kernels.records import WriterKind
 from sglang.srt.kv_canary.kernels.state import (
     CanaryRows,
     CanaryState,
     FingerprintMode,
-    ReadTable,
 )
+from sglang.srt.model_executor.forward_batch_info import KVReadView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
 
@@ -78,7 +78,7 @@ def with_tree(rng: random.Random, rows: CanaryRows, extends: list[int]) -> Canar
 
 
 def damage(
-    rng: random.Random, world: World, rows: CanaryRows, table: ReadTable
+    rng: random.Random, world: World, rows: CanaryRows, table: KVReadView
 ) -> None:
     """Spoil a few things in place; slots stay different from each other."""
     state = world.state
@@ -120,7 +120,7 @@ class Case:
 
     world: World
     rows: CanaryRows
-    table: ReadTable
+    table: KVReadView
     is_tree: bool
     sweep: bool
     tokens: Tensor | None
@@ -357,10 +357,10 @@ def test_the_tail_ends_the_forward(
     assert torch.equal(world.advance(backend, apart, rows), findings)
     assert_same(state, apart)
     assert state.verdict.tolist() == [10, 0, 0, 0, 14, 15, 16, 17]
-    result = StepFindings.unpack(findings.tolist())
-    assert result.verdicts == [11, 12, 13, 0, 0]
-    assert result.ring_entries == 0
-    assert result.counters == apart.counters.tolist()
+    words = findings.tolist()
+    assert verdicts_of(words) == [11, 12, 13, 0, 0]
+    assert words[0] == 0
+    assert counters_of(words) == apart.counters.tolist()
     if extend:
         ends = [world.lineage(i, n + extend) for i, n in enumerate(world.lens)]
         assert state.expected_lineage[1:4].tolist() == ends

@@ -27,19 +27,27 @@ class SampledForward:
 
     Fields:
         token_ids: int64 [R], published in the token table already.
-        packed: int64; `token_ids`, then what the KV canary found.
+        findings: int64, what the KV canary found (`CanaryManager.finish_step`), true
+            until the next forward; None: it is off.
     """
 
     forward_batch: ForwardBatch
     output: LogitsProcessorOutput
     token_ids: Tensor
-    packed: Tensor
+    findings: Tensor | None
     logprobs: LogprobResult | None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """What `to_host` sends of tokens and findings."""
+        if self.findings is None:
+            return [self.token_ids]
+        return [self.token_ids, self.findings]
 
     def to_host(self) -> GenerationBatchResult:
         """Enqueue the copies behind the forward; do not wait."""
         return to_host(
-            self.packed,
+            self.parts,
             rows=len(self.token_ids),
             logprobs=self.logprobs,
             input_logprobs=self.output.input_logprobs,
@@ -108,14 +116,12 @@ class TpModelWorker:
         if canary is not None:
             token_ids = canary.tamper_with_tokens(forward_batch, token_ids)
         self._publish(forward_batch, batch, token_ids)
-        packed = token_ids
-        if canary is not None:
-            packed = canary.finish_step(forward_batch, token_ids)
+        findings = None if canary is None else canary.finish_step(forward_batch)
         return SampledForward(
             forward_batch=forward_batch,
             output=output,
             token_ids=token_ids,
-            packed=packed,
+            findings=findings,
             logprobs=sampled.logprobs,
         )
 
@@ -134,7 +140,7 @@ class TpModelWorker:
 
 
 def to_host(
-    packed: Tensor,
+    parts: list[Tensor],
     *,
     rows: int,
     stride: int = 1,
@@ -147,12 +153,12 @@ def to_host(
     """Enqueue the copies to pinned memory behind the work so far; do not wait.
 
     Args:
-        packed: as `GenerationBatchResult` takes it apart.
+        parts: int64 vectors, as `GenerationBatchResult.packed` joins them.
     """
-    is_device = packed.is_cuda
+    is_device = parts[0].is_cuda
     take = _pinned_copy if is_device else _as_it_is
     result = GenerationBatchResult(
-        packed=take(packed),
+        packed=_join_in_one_copy(parts) if is_device else _words(parts),
         rows=rows,
         stride=stride,
         has_accept_lens=has_accept_lens,
@@ -168,6 +174,15 @@ def to_host(
     if result.copy_done is not None:
         result.copy_done.record()
     return result
+
+
+def _join_in_one_copy(parts: list[Tensor]) -> Tensor:
+    return _pinned_copy(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+
+def _words(parts: list[Tensor]) -> list[int]:
+    """Without a tensor in between: on the CPU a step of a small model notices."""
+    return [word for part in parts for word in part.tolist()]
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ class GenerationBatchResult:
     reached.
 
     Fields:
-    packed: int64; `stride` tokens of each request, accept lengths if there are any,
-        then per pool what the KV canary found (`StepFindings`).
+    packed: int64 words: `stride` tokens of each request, accept lengths if there are
+        any, then per pool what the KV canary found (`kv_canary/kernels/finish.py`). On
+        the CPU a list.
     rows: requests.
     stride: tokens per request (1 without speculation).
     has_accept_lens: False where each request got one token.
@@ -33,7 +34,7 @@ class GenerationBatchResult:
     copy_done: event of the copy to the host; None: already there.
     """
 
-    packed: torch.Tensor
+    packed: torch.Tensor | list[int]
     rows: int
     stride: int = 1
     has_accept_lens: bool = False
@@ -42,8 +43,6 @@ class GenerationBatchResult:
     input_logprobs: dict[int, LogprobResult] = field(default_factory=dict)
     hidden: torch.Tensor | None = None
     copy_done: torch.cuda.Event | None = None
-    # Taken apart as a list: slicing small tensors would take a CPU's step longer.
-    _words: list[int] | None = field(default=None, init=False, repr=False)
 
     def wait(self) -> None:
         """Block until the host copies are complete."""
@@ -65,7 +64,7 @@ class GenerationBatchResult:
 
     @property
     def findings(self) -> list[list[int]]:
-        """Words of `StepFindings` by pool; none while the canary is off."""
+        """Words of what the KV canary found by pool; none while it is off."""
         words = self._unpacked()
         begin = self.rows * (self.stride + self.has_accept_lens)
         if begin == len(words):
@@ -75,10 +74,11 @@ class GenerationBatchResult:
 
     def _unpacked(self) -> list[int]:
         """`packed` on the host; waits for the copy."""
-        if self._words is None:
+        if isinstance(self.packed, torch.Tensor):
             self.wait()
-            self._words = self.packed.tolist()
-        return self._words
+            # Once: slicing small tensors would take longer.
+            self.packed = self.packed.tolist()
+        return self.packed
 
 
 def get_alloc_len_per_decode(server_args: ServerArgs) -> int:

@@ -140,13 +140,20 @@ class KVReadView:
     """What an attention backend is about to read, one per metadata group.
 
     Element i of row r holds position `first_position[r] + i` (0 where None). Its slot
-    is
-    `page_table[row_index[r], i // page_size] + i % page_size` (the table's entries are
-    first slots of pages; `row_index` None: r itself), or, without a table,
+    is `page_table[row_index[r], i // page_size] + i % page_size` (the table's entries
+    are first slots of pages; `row_index` None: r itself), or, without a table,
     `slot_indices[indptr[r] + i]`, or, where a backend reads page numbers,
     `page_indices[indptr[r] + i // page_size] * page_size + i % page_size`. What lies
-    behind the last row's indices is not read. `read_lens` [R] int64 counts the elements
-    of a row; `indptr` is int32 or int64 [R + 1].
+    behind the last row's indices is not read, and what lies beyond the table is an
+    unreadable slot.
+
+    Fields:
+        read_lens: int64 [R], elements of a row.
+        page_table: int32 [rows, columns], any strides; row_index: int64 [R] | None.
+        indptr: int32 or int64 [R + 1]; slot_indices, page_indices: int32 or int64 [N].
+        first_position: int64 [R] | None.
+        prev_slots: int64 [R] | None, slot of the token before element 0, -1: none; for
+            views of no forward (a sweep).
     """
 
     read_lens: torch.Tensor
@@ -157,3 +164,29 @@ class KVReadView:
     slot_indices: torch.Tensor | None = None
     page_indices: torch.Tensor | None = None
     first_position: torch.Tensor | None = None
+    prev_slots: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        is_paged = self.page_table is not None
+        is_flat = (self.slot_indices is None) != (self.page_indices is None)
+        has_indptr = self.indptr is not None
+        if is_paged == has_indptr or is_flat != has_indptr:
+            raise ValueError(
+                "KVReadView: give either page_table, or indptr with slot_indices or "
+                "page_indices"
+            )
+        if self.page_size < 1:
+            raise ValueError(f"KVReadView: page_size={self.page_size} is not positive")
+
+    @property
+    def entries(self) -> torch.Tensor:
+        """The one table that is given."""
+        for part in (self.page_table, self.slot_indices, self.page_indices):
+            if part is not None:
+                return part
+        raise AssertionError("checked at construction")
+
+    @property
+    def entry_size(self) -> int:
+        """Elements that one entry of the table stands for."""
+        return 1 if self.slot_indices is not None else self.page_size

@@ -132,7 +132,7 @@ class EAGLEWorkerV2:
         done = self.target_worker.run(batch, forward_batch)
         draft.relay.publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
         result = to_host(
-            done.packed,
+            done.parts,
             rows=len(done.token_ids),
             logprobs=done.logprobs,
             input_logprobs=done.output.input_logprobs,
@@ -310,15 +310,15 @@ class EAGLEWorkerV2:
                 tokens=part.tokens,
                 request=batch.logprob_request,
             )
-        packed = [part.tokens.view(-1), part.result.accept_lens]
+        parts = [part.tokens.view(-1), part.result.accept_lens]
         pools = self.canary_managers()
         if pools:
-            packed += [
+            parts += [
                 pools[0].finish_verify(self._accepted_rows(part)),
                 pools[1].collect(part.identity[0]),
             ]
         return to_host(
-            torch.cat(packed),
+            parts,
             rows=part.count,
             num_pools=len(pools),
             stride=self._shape.accept_width,

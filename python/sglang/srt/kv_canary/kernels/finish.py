@@ -1,12 +1,16 @@
 """What a forward found, as it travels to the host.
 
-Findings are int64 [STATUS_WORDS + R]: entries in the ring, counters, then the verdicts
-of the rows.
+```
+findings, int64 [STATUS_WORDS + R]
+
+ 0            1              STATUS_WORDS          STATUS_WORDS + R
+ | in the ring | counters      | verdicts of the rows |
+```
+In the ring: entries, dropped ones included. Counters by `records.Counter`. A verdict:
+reasons, 0 where nothing is wrong. On the host they are a list of words.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS
 
@@ -14,27 +18,16 @@ STATUS_WORDS = 1 + NUM_COUNTERS
 """Words of findings before the verdicts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFindings:
-    """Fields:
-    verdicts: reasons per row of the forward.
-    ring_entries: entries in the ring, dropped ones included.
-    counters: by `records.Counter`.
-    """
+def counters_of(words: list[int]) -> list[int]:
+    """The device's counters as of the end of the forward."""
+    return words[1:STATUS_WORDS]
 
-    verdicts: list[int]
-    ring_entries: int
-    counters: list[int]
 
-    @classmethod
-    def unpack(cls, words: list[int]) -> StepFindings:
-        """`words`: findings, on the host."""
-        return cls(
-            verdicts=words[STATUS_WORDS:],
-            ring_entries=words[0],
-            counters=words[1:STATUS_WORDS],
-        )
+def verdicts_of(words: list[int]) -> list[int]:
+    """Reasons per row of the forward."""
+    return words[STATUS_WORDS:]
 
-    @property
-    def is_clean(self) -> bool:
-        return self.ring_entries == 0 and not any(self.verdicts)
+
+def is_clean(words: list[int]) -> bool:
+    """Whether nothing was found."""
+    return not (words[0] or any(words[STATUS_WORDS:]))

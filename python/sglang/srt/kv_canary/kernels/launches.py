@@ -19,9 +19,9 @@ from sglang.srt.kv_canary.kernels.state import (
     CanaryRows,
     CanaryState,
     Fingerprint,
-    ReadTable,
 )
 from sglang.srt.layers.ops.dispatch import triton_ops, use_native, use_triton
+from sglang.srt.model_executor.forward_batch_info import KVReadView
 
 
 def _import_triton() -> Any:
@@ -38,7 +38,7 @@ _triton = _import_triton()
 def verify(
     state: CanaryState,
     rows: CanaryRows,
-    table: ReadTable,
+    table: KVReadView,
     *,
     fingerprint: Fingerprint = NO_FINGERPRINT,
     req_to_token: Tensor | None,
@@ -76,7 +76,7 @@ def verify(
 def before_model(
     state: CanaryState,
     rows: CanaryRows,
-    table: ReadTable,
+    table: KVReadView,
     *,
     fingerprint: Fingerprint = NO_FINGERPRINT,
     req_to_token: Tensor,

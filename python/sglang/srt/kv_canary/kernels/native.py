@@ -9,12 +9,12 @@ from sglang.srt.kv_canary.kernels.state import (
     CanaryRows,
     CanaryState,
     Fingerprint,
-    ReadTable,
 )
 from sglang.srt.layers.ops.dispatch import native
+from sglang.srt.model_executor.forward_batch_info import KVReadView
 
 
-def table_tensors(table: ReadTable) -> list[Tensor | None]:
+def table_tensors(table: KVReadView) -> list[Tensor | None]:
     return [
         table.read_lens,
         table.page_table,
@@ -29,7 +29,7 @@ def table_tensors(table: ReadTable) -> list[Tensor | None]:
 def verify(
     state: CanaryState,
     rows: CanaryRows,
-    table: ReadTable,
+    table: KVReadView,
     fingerprint: Fingerprint,
     *,
     req_to_token: Tensor | None,
@@ -60,7 +60,7 @@ def verify(
 def before_model(
     state: CanaryState,
     rows: CanaryRows,
-    table: ReadTable,
+    table: KVReadView,
     fingerprint: Fingerprint,
     *,
     req_to_token: Tensor,

@@ -28,8 +28,8 @@ from sglang.srt.kv_canary.kernels.state import (
     CanaryState,
     Fingerprint,
     FingerprintMode,
-    ReadTable,
 )
+from sglang.srt.model_executor.forward_batch_info import KVReadView
 from sglang.srt.utils.hashing import mix64
 
 
@@ -138,7 +138,7 @@ def row_starts(rows: CanaryRows) -> tuple[Tensor, Tensor]:
     return starts, counts.clamp(min=0) * live
 
 
-def _slots_of(table: ReadTable, row: Tensor, element: Tensor) -> Tensor:
+def _slots_of(table: KVReadView, row: Tensor, element: Tensor) -> Tensor:
     if table.page_table is not None:
         at = row if table.row_index is None else table.row_index[row]
         inside = (at >= 0) & (at < table.page_table.shape[0])
@@ -155,7 +155,7 @@ def _slots_of(table: ReadTable, row: Tensor, element: Tensor) -> Tensor:
 def verify(
     state: CanaryState,
     rows: CanaryRows,
-    table: ReadTable,
+    table: KVReadView,
     fingerprint: Fingerprint,
     *,
     req_to_token: Tensor | None,
@@ -237,7 +237,7 @@ def verify(
 def _check_records(
     state: CanaryState,
     rows: CanaryRows,
-    table: ReadTable,
+    table: KVReadView,
     fingerprint: Fingerprint,
     columns: dict[Ring, Tensor],
     reads: Tensor,

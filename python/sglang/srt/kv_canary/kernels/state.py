@@ -20,6 +20,7 @@ from sglang.srt.kv_canary.kernels.records import (
     WriterKind,
     pack_word3,
 )
+from sglang.srt.model_executor.forward_batch_info import KVReadView
 
 NO_MANAGER = -1
 """Manager of a launch that is no step of a forward: it leaves all phases alone."""
@@ -204,7 +205,9 @@ def _require_vectors(owner: str, **fields: Tensor | None) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen: made for every forward, and frozen fields take twice as long to set.
+# Nothing sets them later.
+@dataclass(slots=True, kw_only=True)
 class CanaryRows:
     """R rows of a forward and their T new tokens; int64, contiguous.
 
@@ -257,7 +260,7 @@ class CanaryRows:
             raise ValueError("CanaryRows: shift_from and column_shift go together")
         if self.seeds is not None and self.seed_table is not None:
             raise ValueError("CanaryRows: give either seeds or seed_table")
-        tensors = [
+        self.tensors = [
             self.req_rows,
             self.prefix_lens,
             self.extend_lens,
@@ -276,7 +279,6 @@ class CanaryRows:
             self.stay_lens,
             self.seed_table,
         ]
-        object.__setattr__(self, "tensors", tensors)
 
     def check_layout(self) -> None:
         """For kernels that index raw memory, where another layout would be misread.
@@ -314,67 +316,15 @@ class CanaryRows:
         return self.input_ids.shape[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadTable:
-    """Slots that a forward's attention reads; as `KVReadView`.
-
-    Element i of row r stands at position `first_position[r] + i` (0 where None), in
-    slot `page_table[row_index[r], i // page_size] + i % page_size`, or without a table
-    in `slot_indices[indptr[r] + i]` or, where a backend reads page numbers, in
-    `page_indices[indptr[r] + i // page_size] * page_size + i % page_size`. What lies
-    beyond the table is an unreadable slot.
-
-    Fields:
-        read_lens: int64 [R].
-        page_table: int32 [rows, columns], any strides; row_index: int64 [R] | None (r).
-        indptr: int32 or int64 [>= R]; slot_indices, page_indices: int32 or int64 [N].
-        prev_slots: int64 [R] | None, slot of the token before element 0, -1: none.
-    """
-
-    read_lens: Tensor
-    page_size: int = 1
-    page_table: Tensor | None = None
-    row_index: Tensor | None = None
-    indptr: Tensor | None = None
-    slot_indices: Tensor | None = None
-    page_indices: Tensor | None = None
-    first_position: Tensor | None = None
-    prev_slots: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        is_paged = self.page_table is not None
-        is_flat = (self.slot_indices is None) != (self.page_indices is None)
-        has_indptr = self.indptr is not None
-        if is_paged == has_indptr or is_flat != has_indptr:
-            raise ValueError(
-                "ReadTable: give either page_table, or indptr with slot_indices or "
-                "page_indices"
-            )
-        if self.page_size < 1:
-            raise ValueError(f"ReadTable: page_size={self.page_size} is not positive")
-
-    @property
-    def entries(self) -> Tensor:
-        """The one table that is given."""
-        for part in (self.page_table, self.slot_indices, self.page_indices):
-            if part is not None:
-                return part
-        raise AssertionError("checked at construction")
-
-    @property
-    def entry_size(self) -> int:
-        """Elements that one entry of the table stands for."""
-        return 1 if self.slot_indices is not None else self.page_size
-
-    def check_layout(self) -> None:
-        """As `CanaryRows.check_layout`."""
-        _require_vectors(
-            "ReadTable",
-            read_lens=self.read_lens,
-            row_index=self.row_index,
-            first_position=self.first_position,
-            prev_slots=self.prev_slots,
-        )
+def check_view_layout(view: KVReadView) -> None:
+    """As `CanaryRows.check_layout`."""
+    _require_vectors(
+        "KVReadView",
+        read_lens=view.read_lens,
+        row_index=view.row_index,
+        first_position=view.first_position,
+        prev_slots=view.prev_slots,
+    )
 
 
 class FingerprintMode(IntEnum):

@@ -14,7 +14,7 @@ from sglang.srt.kv_canary.kernels.state import (
     CanaryState,
     Fingerprint,
     FingerprintMode,
-    ReadTable,
+    check_view_layout,
 )
 from sglang.srt.kv_canary.kernels.triton_before import before_kernel
 from sglang.srt.kv_canary.kernels.triton_books import (
@@ -24,6 +24,7 @@ from sglang.srt.kv_canary.kernels.triton_books import (
 )
 from sglang.srt.kv_canary.kernels.triton_verify import verify_kernel
 from sglang.srt.kv_canary.kernels.triton_write import write_kernel
+from sglang.srt.model_executor.forward_batch_info import KVReadView
 
 MAX_MOVES = 1024
 """Moves that one program can hold in registers."""
@@ -83,7 +84,7 @@ def _tag(state: CanaryState, launch: Launch, manager: int) -> int:
 def verify(
     state: CanaryState,
     rows: CanaryRows,
-    table: ReadTable,
+    table: KVReadView,
     fingerprint: Fingerprint,
     *,
     req_to_token: Tensor | None,
@@ -102,7 +103,7 @@ def verify(
 def before_model(
     state: CanaryState,
     rows: CanaryRows,
-    table: ReadTable,
+    table: KVReadView,
     fingerprint: Fingerprint,
     *,
     req_to_token: Tensor,
@@ -132,7 +133,7 @@ def before_model(
 class _Reads:
     """What verify is told of a forward's reads."""
 
-    table: ReadTable
+    table: KVReadView
     fingerprint: Fingerprint
     req_to_token: Tensor | None
     tokens: Tensor | None
@@ -147,7 +148,7 @@ class _Reads:
         self, state: CanaryState, rows: CanaryRows, manager: int
     ) -> dict[str, object]:
         table, tokens = self.table, self.tokens
-        table.check_layout()
+        check_view_layout(table)
         paged, entries = table.page_table is not None, table.entries
         sweep = self.req_to_token is None
         block, chunk = verify_block(self.fingerprint.mode)

@@ -88,14 +88,16 @@ class PerturbDriver:
         self, forward_batch: ForwardBatch, *, step: int, backend: AttentionBackend
     ) -> None:
         """Before each model forward of a launch that no graph runs."""
-        self._repair(self._undo_step)
+        if self._undo_step:
+            self._repair(self._undo_step)
         if self._armed:
             self._plant(forward_batch, When.BEFORE_STEP, step=step, backend=backend)
 
     def after_forward(self, forward_batch: ForwardBatch) -> None:
         """Repair what the engine itself relies on, then damage what was written."""
-        self._repair(self._undo_step)
-        self._repair(self._undo)
+        if self._undo_step or self._undo:
+            self._repair(self._undo_step)
+            self._repair(self._undo)
         self._plant(forward_batch, When.AFTER_FORWARD)
         self._forwards += 1
 

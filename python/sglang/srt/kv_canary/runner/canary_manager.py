@@ -7,7 +7,7 @@ with_ops_outside_graph            poison what was freed, lineages, faults, sweep
     (the model)
     post_ops_maybe_inside_graph   tail: records, lineages, findings; on a GPU beside
                                   the model's head (`with_tail_behind`)
-finish_step                       findings join the tokens in one copy
+finish_step                       findings travel with the tokens, in one copy
 inspect                           on the host: report, and in `raise` mode stop
 ```
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
-from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS, StepFindings
+from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS, counters_of, is_clean
 from sglang.srt.kv_canary.kernels.launches import (
     finish_step,
     gather_findings,
@@ -52,7 +52,6 @@ from sglang.srt.kv_canary.single_forward_manager.manager import (
     CanaryTarget,
     SingleForwardManager,
     rows_of,
-    table_of,
 )
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -235,9 +234,8 @@ class CanaryManager:
         backend = get_forward_context().attn_backend
         if self._launched is not None and self._is_init_finished:
             self.perturb.before_step(forward_batch, step=current.index, backend=backend)
-        views = [table_of(view) for view in backend.read_view(forward_batch)]
-        is_small = forward_batch.input_ids.shape[0] < BESIDE_FROM_TOKENS
-        if self._side is None or is_small:
+        views = backend.read_view(forward_batch)
+        if self._side is None or forward_batch.num_tokens < BESIDE_FROM_TOKENS:
             current.pre_ops_maybe_inside_graph(forward_batch, views)
             return
         # Beside the model: it writes other slots than verify reads, and no records.
@@ -302,20 +300,17 @@ class CanaryManager:
         """The sampled tokens [R], as the oracle and the fault injection want them."""
         return self.perturb.tokens(forward_batch, token_ids)
 
-    def finish_step(self, forward_batch: ForwardBatch, token_ids: Tensor) -> Tensor:
-        """A step's tokens [R] and findings in one tensor, for one copy to the host.
-
-        Call it once per step, before the next forward.
+    def finish_step(self, forward_batch: ForwardBatch) -> Tensor:
+        """Findings of a step whose tokens all stay; once per step, after its forward.
 
         Returns:
-            int64 [R + STATUS_WORDS + R] on the device: `token_ids`, then what
-            `StepFindings.unpack` reads on the host.
+            int64 [STATUS_WORDS + R] on the device, which the next forward overwrites:
+            see `kernels/finish.py`.
         """
         findings = self._managers[-1].findings(forward_batch)
-        packed = torch.cat((token_ids, findings))
         if self._group.size > 1:
-            self._combine(packed[len(token_ids) :])
-        return packed
+            self._combine(findings)
+        return findings
 
     def finish_verify(self, accepted: ForwardBatch) -> Tensor:
         """Findings of a verification, once it is known what it accepted.
@@ -348,7 +343,7 @@ class CanaryManager:
 
     def inspect(
         self,
-        findings: StepFindings,
+        words: list[int],
         *,
         owner_of: OwnerOf,
         tokens_of: TokensOf,
@@ -356,6 +351,7 @@ class CanaryManager:
         """Take the findings of a step, before any of its tokens is used.
 
         Args:
+            words: what `finish_step` returned.
             owner_of: who holds a slot by the host's books.
             tokens_of: the tokens of a request by serial, None: not running.
 
@@ -363,16 +359,16 @@ class CanaryManager:
             CanaryViolation: something is wrong and the mode is `raise`.
             RuntimeError: the canary does not run.
         """
-        tails = findings.counters[Counter.TAIL_LAUNCHES]
-        if tails == self._counters[Counter.TAIL_LAUNCHES]:
+        counters = counters_of(words)
+        if counters[Counter.TAIL_LAUNCHES] == self._counters[Counter.TAIL_LAUNCHES]:
             raise RuntimeError(
                 "the KV canary is not running: no tail launch since the last result, "
                 "whose findings came again"
             )
-        self._counters = findings.counters
-        self._health.on_result(self._counters)
-        self._stats.on_counters(self._counters, violations=self.reporter.total)
-        if findings.is_clean:
+        self._counters = counters
+        self._health.on_result(counters)
+        self._stats.on_counters(counters, violations=self.reporter.total)
+        if is_clean(words):
             return
         violations = self._drain(owner_of, tokens_of)
         if self.config.mode is CanaryMode.RAISE:

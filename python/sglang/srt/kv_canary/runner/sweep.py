@@ -10,11 +10,12 @@ import torch
 
 from sglang.srt.kv_canary.kernels.launches import verify
 from sglang.srt.kv_canary.kernels.records import draft_seed
-from sglang.srt.kv_canary.kernels.state import CanaryRows, ReadTable
+from sglang.srt.kv_canary.kernels.state import CanaryRows
 from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
 from sglang.srt.mem_cache.page_ledger import IntArray
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree_node import TreeNode
+from sglang.srt.model_executor.forward_batch_info import KVReadView
 from sglang.srt.utils.hashing import hash_string
 
 # Any row but 0: a sweep's rows belong to no request.
@@ -136,7 +137,7 @@ class Sweeper:
                 salts=salts,
                 seeds=seeds,
             ),
-            ReadTable(
+            KVReadView(
                 read_lens=read_lens,
                 indptr=uploaded[8 * n : 9 * n + 1],
                 slot_indices=uploaded[9 * n + 1 :],

@@ -7,6 +7,7 @@ outside. The phase word on the device notices when one is left out.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from sglang.srt.kv_canary.kernels.launches import (
     write_tail,
 )
 from sglang.srt.kv_canary.kernels.records import WriterKind
-from sglang.srt.kv_canary.kernels.state import CanaryRows, ReadTable
+from sglang.srt.kv_canary.kernels.state import CanaryRows
 from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
 from sglang.srt.kv_canary.token_oracle import oracle_tokens
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -82,6 +83,7 @@ class SingleForwardManager:
         state, capacities = target.buffers.state, target.buffers.capacities
         # Always the same memory, because graphs write it.
         self._findings = state.counters.new_zeros(STATUS_WORDS + capacities.max_rows)
+        self._findings_of: dict[int, Tensor] = {}
         # Behind the rows of requests.
         self._branch_lineages = torch.arange(
             capacities.req_rows,
@@ -92,8 +94,12 @@ class SingleForwardManager:
     def findings(self, forward_batch: ForwardBatch) -> Tensor:
         """int64 [STATUS_WORDS + R] of the forward that ended last, whose live rows are
         those of `forward_batch`; true until the next forward writes its own."""
-        rows = self.rows_of(forward_batch)
-        return self._findings[: STATUS_WORDS + rows.num_rows]
+        count = forward_batch.num_rows
+        findings = self._findings_of.get(count)
+        if findings is None:
+            findings = self._findings[: STATUS_WORDS + count]
+            self._findings_of[count] = findings
+        return findings
 
     def rows_of(self, forward_batch: ForwardBatch) -> CanaryRows:
         """`rows_of`, made once for all launches over the same batch."""
@@ -134,7 +140,7 @@ class SingleForwardManager:
                 seeds.index_copy_(0, forward_batch.req_pool_indices, given)
 
     def pre_ops_maybe_inside_graph(
-        self, forward_batch: ForwardBatch, views: list[ReadTable]
+        self, forward_batch: ForwardBatch, views: Sequence[KVReadView]
     ) -> None:
         """Before the model: verify what it will read, write the head records."""
         target, rows = self._target, self.rows_of(forward_batch)
@@ -227,18 +233,4 @@ def rows_of(forward_batch: ForwardBatch) -> CanaryRows:
         serials=forward_batch.req_serial,
         salts=forward_batch.salt,
         parent_index=forward_batch.parent_index,
-    )
-
-
-def table_of(view: KVReadView) -> ReadTable:
-    """The backend's view as the canary's launches take it; nothing is copied."""
-    return ReadTable(
-        read_lens=view.read_lens,
-        page_size=view.page_size,
-        page_table=view.page_table,
-        row_index=view.row_index,
-        indptr=view.indptr,
-        slot_indices=view.slot_indices,
-        page_indices=view.page_indices,
-        first_position=view.first_position,
     )

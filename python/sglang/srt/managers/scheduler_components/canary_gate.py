@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from sglang.srt.kv_canary.kernels.finish import StepFindings
 from sglang.srt.kv_canary.kernels.records import Counter
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
@@ -71,12 +70,10 @@ class CanaryGate:
         """
         errors = []
         # A prefill's result knows nothing of the draft yet.
-        for manager, findings in zip(self._managers, result.findings, strict=False):
+        for manager, words in zip(self._managers, result.findings, strict=False):
             try:
                 manager.inspect(
-                    StepFindings.unpack(findings),
-                    owner_of=self.owner_of,
-                    tokens_of=self._tokens_of,
+                    words, owner_of=self.owner_of, tokens_of=self._tokens_of
                 )
             except CanaryViolation as error:
                 # What the other pool holds is to be reported, too.
