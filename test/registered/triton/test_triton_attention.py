@@ -181,6 +181,21 @@ def test_extend_reads_new_kv_from_the_inputs(
 
 
 @pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize("prefix", [0, 5, 130])
+@pytest.mark.parametrize("new", [0, 1, 64, 150])
+def test_extend_of_new_kv_of_one_row(prefix: int, new: int) -> None:
+    """What a captured prefill launches, padding behind its tokens."""
+    problem = make_problem(
+        prefix_lens=[prefix], new_lens=[new], heads=(8, 2), dtype=torch.float16
+    )
+    behind = torch.full_like(problem.q[:1].repeat(9, 1, 1), NAN)
+    q = torch.cat((problem.q[:new], behind))
+    problem = replace(problem, q=q).with_new_kv()
+    for window in (-1, 50):
+        problem.extend(window=window)
+
+
+@pytest.mark.usefixtures("short_rows")
 @pytest.mark.parametrize(("heads", "head_dim"), head_cases(16, 64, 80, 96, 128))
 def test_extend_heads_of_new_kv(heads: tuple[int, int], head_dim: int) -> None:
     for dtype in HALF_DTYPES:

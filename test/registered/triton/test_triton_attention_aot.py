@@ -68,6 +68,7 @@ POINTERS = {
 CACHE_NAMES = ("q", "k_cache", "v_cache", "k_new", "v_new", "out")
 DESCRIPTORS = ("k_tiles", "v_tiles")
 NOT_ALIGNED = (
+    "tokens",
     "rows",
     "tiles",
     "tree_tokens",
@@ -122,6 +123,7 @@ def compile_kernel(kernel: Any, launch: Launch, itemsize: int) -> dict[str, Any]
         **resources(compiled.asm["cubin"]),
     }
     report["copies"] = compiled.asm["ptx"].count("cp.async.bulk.tensor")
+    report["waits"] = compiled.asm["ptx"].count("griddepcontrol.wait")
     report["wgmma"] = compiled.asm["ptx"].count("wgmma.mma_async")
     return report
 
@@ -171,10 +173,12 @@ def variants() -> list[tuple[Any, Launch, int]]:
                 found.append((extend_split_kernel, extend, itemsize))
             if itemsize == 2 and head_dim <= 128:
                 dense = dense_launch(
-                    rows=1,
+                    # A prompt alone, and some.
+                    rows=page_size,
                     page_size=page_size,
                     has_row_index=True,
                     has_window=has_window,
+                    pdl=True,
                     **heads,
                 )
                 found.append((extend_dense_kernel, dense, itemsize))
@@ -213,6 +217,7 @@ def test_every_shipped_variant_compiles_for_the_h200() -> None:
             assert report["wgmma"] > 0, report
         if report["kernel"] == "extend_dense_kernel":
             assert report["copies"] > 0, report
+            assert report["waits"] > 0, report
 
 
 if __name__ == "__main__":

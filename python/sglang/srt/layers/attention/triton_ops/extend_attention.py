@@ -57,8 +57,7 @@ def extend_attention(
         q, k_cache, v_cache, page_table, row_index, qo_indptr, prefix_lens, page_size,
             sm_scale, window, tree_mask, k_new, v_new, out: as in
             `sglang.srt.layers.ops.attention.extend_attention`; page_size a power of
-            two, k_new and v_new aligned to 16 bytes. Tokens past qo_indptr[R] are left
-            alone.
+            two, k_new and v_new aligned to 16 bytes.
         workspace: from `extend_workspace` for this head size.
 
     Raises:

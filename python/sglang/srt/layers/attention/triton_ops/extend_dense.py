@@ -18,6 +18,7 @@ from sglang.srt.layers.attention.triton_ops.extend_dense_kernels import (
     extend_dense_kernel,
 )
 from sglang.srt.layers.attention.triton_ops.launch import Launch
+from sglang.srt.layers.triton_ops.launch import supports_dependent_launch
 
 _SMALL_BATCH_ROWS = 16
 # Shorter rows spend their time on the prefix, which is in the pool.
@@ -69,8 +70,13 @@ def dense_launch(
     page_size: int,
     has_row_index: bool,
     has_window: bool,
+    pdl: bool,
 ) -> Launch:
-    """Compile-time parameters of the kernel, chosen from shapes alone."""
+    """Compile-time parameters of the kernel, chosen from shapes alone.
+
+    Args:
+        pdl: the device has programmatic dependent launch.
+    """
     group = q_heads // kv_heads
     block_d = max(triton.next_power_of_2(head_dim), 16)
     tile = _TILES[max(block_d, 64)]
@@ -83,6 +89,7 @@ def dense_launch(
             "PAGE_SIZE": page_size,
             "HAS_ROW_INDEX": has_row_index,
             "HAS_WINDOW": has_window,
+            "ONE_ROW": rows == 1,
             "BLOCK_R": 16 if rows <= _SMALL_BATCH_ROWS else 256,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -90,9 +97,11 @@ def dense_launch(
             "MASKED_N": _MASKED_N,
             "BLOCK_D": block_d,
             "STAGES": tile.stages,
+            "PDL": pdl,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
+        launch_pdl=pdl,
     )
 
 
@@ -130,6 +139,7 @@ def extend_dense(
         page_size=page_size,
         has_row_index=row_index is not None,
         has_window=window > 0,
+        pdl=supports_dependent_launch(q.device),
     )
     constants = launch.constants
     heads_per_tile = constants["HEADS_PER_TILE"]
@@ -149,6 +159,7 @@ def extend_dense(
         qo_indptr,
         prefix_lens,
         out,
+        tokens,
         rows,
         tiles,
         sm_scale * math.log2(math.e),

@@ -19,6 +19,7 @@ from sglang.srt.layers.attention.triton_ops.extend_kernels import (
     _fold_scores,
     _load_tile,
 )
+from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
 
 
 @triton.jit
@@ -109,7 +110,7 @@ def _attend_rows(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "window"])
+@triton.jit(do_not_specialize=["tokens", "rows", "tiles", "window"])
 def extend_dense_kernel(
     q,
     k_cache,
@@ -123,6 +124,7 @@ def extend_dense_kernel(
     qo_indptr,
     prefix_lens,
     out,
+    tokens,
     rows,
     tiles,
     score_scale,
@@ -144,6 +146,7 @@ def extend_dense_kernel(
     PAGE_SIZE: tl.constexpr,
     HAS_ROW_INDEX: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -151,6 +154,7 @@ def extend_dense_kernel(
     MASKED_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Attention of one tile: TOKENS tokens of a row times HEADS_PER_TILE query heads.
 
@@ -164,35 +168,48 @@ def extend_dense_kernel(
     TOKENS: tl.constexpr = BLOCK_M // HEADS_PER_TILE
     HEAD_BLOCKS: tl.constexpr = GROUP // HEADS_PER_TILE
     LANES: tl.constexpr = KV_HEADS * HEAD_BLOCKS
+    let_next_start(PDL)
     lane = tl.program_id(0) % LANES
     tile = tiles - 1 - tl.program_id(0) // LANES
-    row = _find_row(qo_indptr, rows, tile, TOKENS, BLOCK_R)
-    q_begin = tl.load(qo_indptr + row)
+    wait_for_inputs(PDL)
+    if ONE_ROW:
+        # Known without a load: the loads below do not wait for one another.
+        row = 0
+        q_begin = tl.zeros([], tl.int64)
+        first_token = tile * TOKENS
+        table_row = q_begin
+    else:
+        row = _find_row(qo_indptr, rows, tile, TOKENS, BLOCK_R)
+        q_begin = tl.load(qo_indptr + row)
+        first_token = (tile - q_begin.to(tl.int32) // TOKENS - row) * TOKENS
+        table_row = row.to(tl.int64)
     q_end = tl.load(qo_indptr + row + 1)
     prefix = tl.load(prefix_lens + row).to(tl.int32)
-    table_row = row.to(tl.int64)
     if HAS_ROW_INDEX:
         table_row = tl.load(row_index + row)
-    first_token = (tile - q_begin.to(tl.int32) // TOKENS - row) * TOKENS
+    member = tl.arange(0, BLOCK_M)
+    token = first_token + member // HEADS_PER_TILE
+    kv_head = lane // HEAD_BLOCKS
+    head = lane * HEADS_PER_TILE + member % HEADS_PER_TILE
+    channel = tl.arange(0, BLOCK_D)
+    is_channel = channel < HEAD_DIM
+    q_row = q_begin + token
+    # Of one row more may be read than its tokens: what the launch pads them with.
+    readable = (q_row < (tokens if ONE_ROW else q_end)) & (
+        member < TOKENS * HEADS_PER_TILE
+    )
+    query = tl.load(
+        q + (q_row * q_row_stride + head * HEAD_DIM)[:, None] + channel[None, :],
+        mask=readable[:, None] & is_channel[None, :],
+        other=0.0,
+    )
     new_tokens = (q_end - q_begin).to(tl.int32)
     if first_token >= new_tokens:
         return
     PAD_D: tl.constexpr = BLOCK_D != HEAD_DIM
     last_token = tl.minimum(first_token + TOKENS, new_tokens) - 1
-    member = tl.arange(0, BLOCK_M)
-    token = first_token + member // HEADS_PER_TILE
     is_token = (token < new_tokens) & (member < TOKENS * HEADS_PER_TILE)
-    kv_head = lane // HEAD_BLOCKS
-    head = lane * HEADS_PER_TILE + member % HEADS_PER_TILE
-    channel = tl.arange(0, BLOCK_D)
-    is_channel = channel < HEAD_DIM
     is_query = is_token[:, None] & is_channel[None, :]
-    q_row = q_begin + token
-    query = tl.load(
-        q + (q_row * q_row_stride + head * HEAD_DIM)[:, None] + channel[None, :],
-        mask=is_query,
-        other=0.0,
-    )
 
     table = page_table + table_row * table_row_stride
     k_base = k_cache + kv_head.to(tl.int64) * k_head_stride + channel[None, :]

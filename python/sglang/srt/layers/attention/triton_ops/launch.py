@@ -13,16 +13,21 @@ class Launch:
         constants: values of its `constexpr` parameters, by name.
         num_warps: warps of a program.
         num_stages: depth of the software pipeline over its loads.
+        launch_pdl: it may start while the kernel before it runs (see
+            `layers.triton_ops.launch`).
     """
 
     constants: dict[str, int | bool]
     num_warps: int
     num_stages: int
+    launch_pdl: bool = False
 
     def options(self) -> dict[str, int | bool]:
         """Keyword arguments of a launch, the constants among them."""
-        return {
+        options = {
             **self.constants,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
         }
+        # The interpreter does not know the option.
+        return {**options, "launch_pdl": True} if self.launch_pdl else options
