@@ -313,7 +313,10 @@ def main() -> None:
     plain = sides[0]
     weight_bytes = weights_read(plain.runner)
     planned = prefill_graph_bytes(
-        plain.runner.model_config, args.tokens, dtype=plain.runner.dtype
+        plain.runner.model_config,
+        args.tokens,
+        dtype=plain.runner.dtype,
+        captures_attention=plain.runner.attn_backend.capabilities.captures_prefill,
     )
     print(
         f"{plain.graphs.num_segments} segments captured in {plain.capture_s:.1f} s, "

@@ -28,6 +28,7 @@ from sglang.srt.model_executor.graph_backends import RecordingBackend
 from sglang.srt.model_executor.graph_capture import is_capturing
 from sglang.srt.model_executor.memory_plan import (
     MAX_HEAD_GRAPH_TOKENS,
+    MAX_WHOLE_TOKENS,
     prefill_graph_bytes,
     prefill_token_counts,
 )
@@ -196,6 +197,53 @@ def test_mock_model_equals_the_oracle_under_churn(models, backend, page_size, ca
     assert manager is None or manager.num_forwards >= rounds
 
 
+@pytest.mark.parametrize("canary", [{}, CANARY], ids=["plain", "canary"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("backend", MOCK_BACKENDS)
+def test_one_request_is_one_graph_where_attention_is_captured(
+    models, backend, page_size, canary
+):
+    """Every count around the buckets' edges over prefixes of many lengths, in random
+    order, in turns with two requests, whose attention is not captured."""
+    rng = random.Random(page_size)
+    harness = ForwardHarness(
+        models["mock"],
+        attention_backend=backend,
+        page_size=page_size,
+        slots=4096,
+        disable_radix_cache=True,
+        **canary,
+    )
+    graphs = install(harness, token_counts=[16, 64, 128, MAX_WHOLE_TOKENS, 320])
+    captures = harness.runner.attn_backend.capabilities.captures_prefill
+    cases = [
+        (tokens, prefix)
+        for size in (16, 64, 128, MAX_WHOLE_TOKENS)
+        for tokens in (size - 3, size, size + 1)
+        for prefix in (0, 1, 70, 300)
+    ]
+    rng.shuffle(cases)
+    for tokens, prefix in cases:
+        prompt = random_tokens(rng, prefix + tokens)
+        row, other = harness.new_row(prompt), harness.new_row(prompt[:7])
+        if prefix:
+            harness.extend([(row, prefix)])
+        replays = whole_replays(graphs)
+        token = int(harness.extend([(row, len(prompt))]).argmax(-1))
+        assert token == next_tokens(prompt, vocab_size=VOCAB)[-1]
+        is_whole = captures and tokens <= MAX_WHOLE_TOKENS
+        assert whole_replays(graphs) - replays == is_whole
+        harness.append(row, token)
+        harness.extend([(row, len(prompt) + 1), (other, 7)])
+        assert whole_replays(graphs) - replays == is_whole
+        release([(row, 0), (other, 0)], harness)
+    assert not graphs.fallbacks
+
+
+def whole_replays(graphs):
+    return sum(g.num_replays for key, g in graphs._graphs.items() if key.is_whole)
+
+
 def test_the_canary_sees_a_damaged_prefix_before_a_replay(models):
     harness = ForwardHarness(
         models["mock"], slots=1024, disable_radix_cache=True, **CANARY
@@ -226,8 +274,9 @@ def test_steps_alternate_and_captures_are_over(models):
     harness = ForwardHarness(models["LlamaForCausalLM"], dtype="float32")
     graphs = make_graphs(harness, token_counts=[4, 8])
     assert not is_capturing()
-    # Two layers: embedding .. store, attend, .. store, attend, .. norm; twice.
-    assert graphs.num_segments == 6
+    # Two layers: embedding .. store, attend, .. store, attend, .. norm; twice. And a
+    # graph of one request for each count.
+    assert graphs.num_segments == 6 + 2
 
 
 def test_everything_a_graph_reads_is_owned(models):
@@ -235,14 +284,15 @@ def test_everything_a_graph_reads_is_owned(models):
     harness = ForwardHarness(models["LlamaForCausalLM"], dtype="float32")
     graphs = make_graphs(harness, token_counts=[4, 8])
     owned = [weakref.ref(t) for g in graphs._graphs.values() for t in g.owned]
-    block = weakref.ref(graphs._block)
-    assert block in owned
+    inputs = weakref.ref(graphs._inputs)
+    assert inputs in owned
     bare = graphs._graphs
     del graphs
     gc.collect()
     assert all(reference() is not None for reference in owned)
     with torch.inference_mode():
-        bare[8].replay()
+        for graph in bare.values():
+            graph.replay()
 
 
 def test_stale_scalars_would_show(models):
@@ -424,7 +474,9 @@ def test_a_head_has_graphs_only_of_few_tokens(models, tmp_path, monkeypatch, kin
     counts = runner.prefill_graph_token_counts()
     limit = 2048 if kind is None else MAX_HEAD_GRAPH_TOKENS
     assert counts == prefill_token_counts(limit)
-    taken = prefill_graph_bytes(runner.model_config, counts, dtype=runner.dtype)
+    taken = prefill_graph_bytes(
+        runner.model_config, counts, dtype=runner.dtype, captures_attention=True
+    )
     assert runner.prefill_graph_bytes() == taken
 
 

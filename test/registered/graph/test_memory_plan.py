@@ -12,6 +12,7 @@ from sglang.srt.model_executor.memory_plan import (
     DRAFT_GRAPH_BYTES,
     GRAPH_BYTES,
     KERNEL_BYTES,
+    MAX_WHOLE_TOKENS,
     NO_COMPANION,
     SEGMENT_BYTES,
     Companion,
@@ -77,6 +78,18 @@ def test_prefill_graphs_share_what_lives_during_a_forward(model):
     fixed = (config.num_layers + 1) * SEGMENT_BYTES
     assert wide - fixed == 2 * (one - fixed) > 0
     assert prefill_graph_bytes(config, [], dtype=torch.bfloat16) == 0
+
+
+def test_short_prefills_of_one_request_have_graphs_of_their_own(model):
+    config = ModelConfig.from_folder(model)
+    counts = [4, MAX_WHOLE_TOKENS, 512]
+    alone, both = (
+        prefill_graph_bytes(
+            config, counts, dtype=torch.bfloat16, captures_attention=captures
+        )
+        for captures in (False, True)
+    )
+    assert both - alone == 2 * (config.num_layers + 1) * SEGMENT_BYTES
 
 
 def test_draft_graphs_share_what_lives_during_a_step(model):

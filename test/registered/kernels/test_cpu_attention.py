@@ -326,6 +326,28 @@ def test_result_depends_on_nothing_but_the_query_and_its_elements(threads: int) 
     assert torch.equal(problem.token_by_token(), expected)
 
 
+def test_tokens_behind_the_last_row_are_left_alone() -> None:
+    """What pads a captured prefill."""
+    problem = make_problem(prefix=[0, 40], new=[3, 70], heads=(4, 2), dim=64)
+    expected = problem.extend()
+    q = torch.cat((problem.q, torch.full_like(problem.q[:5], torch.nan)))
+    out = torch.full_like(q, 7.0)
+    attention.extend_attention(
+        q,
+        problem.k_cache,
+        problem.v_cache,
+        page_table=problem.page_table,
+        row_index=problem.row_index,
+        qo_indptr=problem.qo_indptr,
+        prefix_lens=problem.prefix_lens,
+        page_size=1,
+        sm_scale=problem.sm_scale,
+        out=out,
+    )
+    assert torch.equal(out[:-5], expected)
+    assert bool((out[-5:] == 7.0).all())
+
+
 def test_chunked_prefill_equals_whole_prefill_bitwise() -> None:
     problem = make_problem(prefix=[0], new=[600], heads=(4, 2), dim=64, page_size=4)
     whole = problem.extend()

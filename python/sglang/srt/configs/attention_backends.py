@@ -20,6 +20,8 @@ class AttentionBackendCapabilities:
     needs_paged_draft_rows: reads whole pages per draft branch when page_size > 1.
     needs_cpu_seq_lens: its metadata needs lengths on the host.
     supports_cuda_graph: can be captured and replayed.
+    captures_prefill: attention of a prefill, too: its launches depend on shapes alone,
+        and read nothing but the batch's tensors and the pools.
     needs_power_of_two_pages: serves no other page sizes.
     """
 
@@ -29,6 +31,7 @@ class AttentionBackendCapabilities:
     needs_paged_draft_rows: bool
     needs_cpu_seq_lens: bool
     supports_cuda_graph: bool
+    captures_prefill: bool = False
     needs_power_of_two_pages: bool = False
 
 
@@ -48,6 +51,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         needs_paged_draft_rows=True,
         needs_cpu_seq_lens=False,
         supports_cuda_graph=False,
+        captures_prefill=True,
     ),
     "triton": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),
@@ -56,6 +60,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         needs_paged_draft_rows=False,
         needs_cpu_seq_lens=False,
         supports_cuda_graph=True,
+        captures_prefill=True,
         needs_power_of_two_pages=True,
     ),
     "flashinfer": AttentionBackendCapabilities(

@@ -16,6 +16,7 @@ from sglang.srt.layers.logprobs import (
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
+    ForwardMode,
     InputLogprobSpan,
 )
 
@@ -52,7 +53,7 @@ class LogitsProcessor:
         """hidden [T, H], normed; `aux_hidden` [T, H] each replace it for the caller
         that captures hidden states (EAGLE3).
         """
-        rows = forward_batch.logits_rows
+        rows = _logits_rows(forward_batch)
         needed = hidden if rows is None else hidden[rows]
         returned = hidden if aux_hidden is None else torch.cat(aux_hidden, dim=-1)
         captured: Tensor | None = None
@@ -80,6 +81,16 @@ class LogitsProcessor:
             span.row: _score_span(hidden[starts[span.row] :], head, span)
             for span in forward_batch.input_logprobs
         }
+
+
+def _logits_rows(forward_batch: ForwardBatch) -> Tensor | slice | None:
+    """What takes the rows that need logits out of [T, H]; None: all do."""
+    rows = forward_batch.logits_rows
+    is_extend = forward_batch.forward_mode is ForwardMode.EXTEND
+    if rows is not None and is_extend and forward_batch.num_rows == 1:
+        # The last one, without a launch.
+        return slice(forward_batch.num_tokens - 1, forward_batch.num_tokens)
+    return rows
 
 
 def _score_span(

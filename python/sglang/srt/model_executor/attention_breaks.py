@@ -1,8 +1,8 @@
 """Attention between the captured segments of a layer stack.
 
 A segment ends by storing K and V; attention itself runs eagerly on the live batch and
-writes where the next segment reads. Knows buffers and views; knows no graphs' sizes and
-decides nothing.
+writes where the next segment reads. Or it is captured with them, on the static batch.
+Knows buffers and views; knows no graphs' sizes and decides nothing.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class LiveAttention:
         self._by_shape: dict[tuple[int, int, int], _Shared] = {}
         # None while nothing is replayed: a break then leaves `out` as it is.
         self._live: ForwardBatch | None = None
+        self._is_captured = False
 
     def buffers(self) -> list[Tensor]:
         """What segments read and write."""
@@ -80,14 +81,28 @@ class LiveAttention:
         for shared in self._by_shape.values():
             shared.q, shared.k, shared.v = shared.layer.split(shared.qkv[:tokens])
             shared.live_out = shared.out[:tokens]
-            if tokens < padded:
-                # Only breaks write to it, each the live rows: zeros stay zeros.
-                shared.out[tokens:padded].zero_()
+        self.clear_padding(tokens, padded)
         self._live = live
         try:
             yield
         finally:
             self._live = None
+
+    def clear_padding(self, tokens: int, padded: int) -> None:
+        """Before a replay: what follows attention reads zeros behind the live tokens.
+        Attention writes the live ones alone, in every layer, so that zeros stay."""
+        if tokens < padded:
+            for shared in self._by_shape.values():
+                shared.out[tokens:padded].zero_()
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Inside, attention is no break but a part of what is captured."""
+        self._is_captured = True
+        try:
+            yield
+        finally:
+            self._is_captured = False
 
     # -- AttentionBreaks, while the stack is captured --------------------------------
 
@@ -103,9 +118,13 @@ class LiveAttention:
         if qkv.data_ptr() != own.data_ptr():
             own.copy_(qkv)
         q, k, v = layer.split(own)
+        out = shared.out[:tokens]
         self._backend.store(q, k, v, layer, forward_batch)
-        eager_break(partial(self._break, layer, shared))
-        return shared.out[:tokens].view(tokens, -1)
+        if self._is_captured:
+            self._attend(q, k, v, layer, forward_batch, out=out)
+        else:
+            eager_break(partial(self._break, layer, shared))
+        return out.view(tokens, -1)
 
     def _break(self, layer: RadixAttention, shared: _Shared) -> None:
         live = self._live

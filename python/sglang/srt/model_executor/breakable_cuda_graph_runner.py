@@ -1,7 +1,9 @@
 """Prefill forwards as breakable graphs: one per padded token count.
 
 The layer stack is captured with attention outside of its segments; the head, the KV
-canary and attention see the live batch with all its requests. Knows no scheduling.
+canary and attention see the live batch with all its requests. A short prefill of one
+request is a graph without breaks, where the backend's attention can be captured. Knows
+no scheduling.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +35,7 @@ from sglang.srt.model_executor.graph_capture import (
     SegmentBackend,
     capture_graph,
 )
+from sglang.srt.model_executor.memory_plan import whole_token_counts
 from sglang.srt.models.stack import StackOutput
 
 if TYPE_CHECKING:
@@ -45,8 +49,16 @@ WARM_UPS = 1
 # nothing that padding beyond a percent would not cost again.
 HOST_BOUND_TOKENS = 1024
 MAX_PADDING = 0.01
-# Of a static batch: they differ from token to token. Padding is 0 in all of them.
+# Of a static batch, what differs from token to token. Padding is 0 in all of them.
 _TOKEN_FIELDS = ("input_ids", "positions", "out_cache_loc")
+# What captured attention reads of its one row, and the words of each.
+_ROW_FIELDS = {
+    "req_pool_indices": 1,
+    "prefix_lens": 1,
+    "extend_lens": 1,
+    "seq_lens": 1,
+    "qo_indptr": 2,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +66,18 @@ class StaticSpecInput:
     """The `SpecInput` of a captured draft model."""
 
     hidden_states: Tensor | None
+
+
+class GraphKey(NamedTuple):
+    """A graph of this runner.
+
+    Fields:
+        tokens: padded count.
+        is_whole: for one request, attention captured with the rest.
+    """
+
+    tokens: int
+    is_whole: bool
 
 
 class BreakableCudaGraphRunner:
@@ -86,10 +110,12 @@ class BreakableCudaGraphRunner:
         self._hidden_mode = capture_hidden_mode
         self._limit_padding = limit_padding
         self._backend = make_backend()
-        self._graphs: dict[int, BreakableGraph] = {}
+        self._graphs: dict[GraphKey, BreakableGraph] = {}
+        # The part of the static inputs that each graph reads.
+        self._words: dict[GraphKey, Tensor] = {}
         self._aux_layers = model_runner.model.aux_layers
-        # What a stack returned, [largest count, channels] each: allocated by the first
-        # warm-up and owned here, so that no other graph's replay overwrites it.
+        # What segments' stacks return, [largest count, channels] each, for all of them:
+        # allocated by the first warm-up.
         self._outputs: StackOutput | None = None
         self.fallbacks: Counter[str] = Counter()
         self._init_buffers(draft_hidden_dim)
@@ -97,11 +123,15 @@ class BreakableCudaGraphRunner:
 
     def _init_buffers(self, draft_hidden_dim: int | None) -> None:
         runner, tokens = self._runner, self._sizes[-1]
-        self._block = torch.zeros(
-            len(_TOKEN_FIELDS), tokens, dtype=torch.int64, device=runner.device
+        row_words = sum(_ROW_FIELDS.values())
+        # For a graph of n tokens: [token fields, n], then the request of a whole graph.
+        # In a segment that is a placeholder, which nothing reads.
+        self._inputs = torch.zeros(
+            len(_TOKEN_FIELDS) * tokens + row_words,
+            dtype=torch.int64,
+            device=runner.device,
         )
-        # The placeholder request; nothing in a segment reads it.
-        self._one_row = torch.zeros(1, dtype=torch.int64, device=runner.device)
+        self._padding = torch.zeros_like(self._inputs[:tokens])
         self.static_draft_hidden_states: Tensor | None = None
         if draft_hidden_dim is not None:
             self.static_draft_hidden_states = torch.zeros(
@@ -163,6 +193,13 @@ class BreakableCudaGraphRunner:
     def _size_for(self, tokens: int) -> int:
         return self._sizes[bisect.bisect_left(self._sizes, tokens)]
 
+    def _key_for(self, forward_batch: ForwardBatch) -> GraphKey:
+        size = self._size_for(forward_batch.num_tokens)
+        whole = GraphKey(tokens=size, is_whole=True)
+        if forward_batch.num_rows == 1 and whole in self._graphs:
+            return whole
+        return GraphKey(tokens=size, is_whole=False)
+
     # -- replay --------------------------------------------------------------------
 
     def try_replay(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput | None:
@@ -180,26 +217,32 @@ class BreakableCudaGraphRunner:
 
         The result shares no memory with the graph.
         """
-        self.replay_prepare(forward_batch)
+        key = self.replay_prepare(forward_batch)
         self._runner.attn_backend.init_eager(forward_batch)
-        output = self._runner.run_model(forward_batch, stack=self._replay_stack)
+        stack = partial(self._replay_stack, key)
+        output = self._runner.run_model(forward_batch, stack=stack)
         hidden = output.hidden_states
-        if hidden is not None and self._is_static(hidden):
+        if hidden is not None and self._is_static(hidden, self._graphs[key].outputs):
             output = dataclasses.replace(output, hidden_states=hidden.clone())
         return output
 
-    def replay_prepare(self, forward_batch: ForwardBatch) -> None:
-        """Copy a live batch in; what is left of the padded count becomes padding, which
-        reads position 0 and writes the scratch page.
+    def replay_prepare(self, forward_batch: ForwardBatch) -> GraphKey:
+        """Copy a live batch into the graph that is returned; what is left of the padded
+        count becomes padding, which reads position 0 and writes the scratch page.
 
         Enqueued on the current stream; the host does not wait.
         """
-        tokens = forward_batch.num_tokens
-        size = self._size_for(tokens)
-        live = [getattr(forward_batch, name) for name in _TOKEN_FIELDS]
-        self._block[:, :tokens].copy_(torch.stack(live))
-        if tokens < size:
-            self._block[:, tokens:size].zero_()
+        tokens, key = forward_batch.num_tokens, self._key_for(forward_batch)
+        size = key.tokens
+        # One launch: until the graph is launched, the device waits for the host.
+        parts = []
+        for name in _TOKEN_FIELDS:
+            parts.append(getattr(forward_batch, name))
+            if tokens < size:
+                parts.append(self._padding[: size - tokens])
+        if key.is_whole:
+            parts += [getattr(forward_batch, name) for name in _ROW_FIELDS]
+        torch.cat(parts, out=self._words[key])
         static = self.static_draft_hidden_states
         if static is not None:
             assert forward_batch.spec_info is not None
@@ -207,24 +250,34 @@ class BreakableCudaGraphRunner:
             assert states is not None
             static[:tokens].copy_(states)
             static[tokens:size].zero_()
+        return key
 
     def _replay_stack(
-        self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
+        self,
+        key: GraphKey,
+        input_ids: Tensor,
+        positions: Tensor,
+        forward_batch: ForwardBatch,
     ) -> StackOutput:
-        """A `Stack`; the token fields were copied by `replay_prepare`."""
-        tokens = forward_batch.num_tokens
-        size = self._size_for(tokens)
-        with self._attention.on(forward_batch, padded=size):
-            self._graphs[size].replay()
-        assert self._outputs is not None
-        hidden, aux = self._outputs
+        """A `Stack`, given the graph; `replay_prepare` copied what it reads."""
+        tokens, graph = forward_batch.num_tokens, self._graphs[key]
+        if key.is_whole:
+            self._attention.clear_padding(tokens, key.tokens)
+            graph.replay()
+        else:
+            with self._attention.on(forward_batch, padded=key.tokens):
+                graph.replay()
+        hidden, aux = graph.outputs
         return StackOutput(hidden[:tokens], [part[:tokens] for part in aux])
 
-    def _is_static(self, hidden: Tensor) -> bool:
-        assert self._outputs is not None
-        outputs = (self._outputs.hidden, *self._outputs.aux)
+    @staticmethod
+    def _is_static(hidden: Tensor, outputs: StackOutput) -> bool:
+        """Whether the next replay may overwrite it."""
         address = hidden.untyped_storage().data_ptr()
-        return any(address == part.untyped_storage().data_ptr() for part in outputs)
+        return any(
+            address == part.untyped_storage().data_ptr()
+            for part in (outputs.hidden, *outputs.aux)
+        )
 
     # -- capture -------------------------------------------------------------------
 
@@ -233,34 +286,45 @@ class BreakableCudaGraphRunner:
         began = time.perf_counter()
         with torch.inference_mode():
             for tokens in reversed(self._sizes):
-                self._graphs[tokens] = self._capture_graph(tokens)
+                self._capture_graph(GraphKey(tokens=tokens, is_whole=False))
+            if self._runner.attn_backend.capabilities.captures_prefill:
+                with self._attention.captured():
+                    for tokens in reversed(whole_token_counts(self._sizes)):
+                        self._capture_graph(GraphKey(tokens=tokens, is_whole=True))
         logger.info(
             "Captured %d prefill graphs (up to %d tokens, %d segments) in %.1f s",
-            len(self._sizes),
+            len(self._graphs),
             self._sizes[-1],
             self.num_segments,
             time.perf_counter() - began,
         )
 
-    def _capture_graph(self, tokens: int) -> BreakableGraph:
+    def _capture_graph(self, key: GraphKey) -> None:
+        words = len(_TOKEN_FIELDS) * key.tokens
+        if key.is_whole:
+            words += sum(_ROW_FIELDS.values())
+        self._words[key] = self._inputs[:words]
         for _ in range(WARM_UPS):
-            self._run_forward(tokens)
+            self._run_forward(key)
         with capture_graph(self._backend) as graph:
-            self._run_forward(tokens)
-        graph.own(self._block, self._one_row, *self._attention.buffers())
-        assert self._outputs is not None
-        graph.own(self._outputs.hidden, *self._outputs.aux)
+            graph.outputs = self._run_forward(key)
+        graph.own(self._inputs, *self._attention.buffers())
+        graph.own(graph.outputs.hidden, *graph.outputs.aux)
         if self.static_draft_hidden_states is not None:
             graph.own(self.static_draft_hidden_states)
-        return graph
+        self._graphs[key] = graph
 
-    def _run_forward(self, tokens: int) -> None:
-        """The stack over the first `tokens` static rows, into the static outputs."""
+    def _run_forward(self, key: GraphKey) -> StackOutput:
+        """The stack over the static batch; its output stays until the next replay."""
+        tokens = key.tokens
         static = self._static_batch(tokens)
         with forward_context(self._capture_context):
-            output = self._runner.model.forward_stack(
+            output: StackOutput = self._runner.model.forward_stack(
                 static.input_ids, static.positions, static
             )
+        if key.is_whole:
+            # Few tokens: each graph may keep its own.
+            return output
         if self._outputs is None:
             largest = self._sizes[-1]
             self._outputs = StackOutput(
@@ -270,23 +334,23 @@ class BreakableCudaGraphRunner:
         kept = (self._outputs.hidden, *self._outputs.aux)
         for target, part in zip(kept, (output.hidden, *output.aux), strict=True):
             target[:tokens].copy_(part)
+        return self._outputs
 
     def _static_batch(self, tokens: int) -> ForwardBatch:
-        row = self._one_row
         states = self.static_draft_hidden_states
-        views: dict[str, Any] = dict(
-            zip(_TOKEN_FIELDS, self._block[:, :tokens].unbind(), strict=True)
+        sizes = dict.fromkeys(_TOKEN_FIELDS, tokens) | _ROW_FIELDS
+        parts = self._inputs[: sum(sizes.values())].split_with_sizes(
+            list(sizes.values())
         )
+        views: dict[str, Any] = dict(zip(sizes, parts, strict=True))
+        # Nothing that is captured reads the others.
+        unused = views["seq_lens"]
         return ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
-            req_pool_indices=row,
-            prefix_lens=row,
-            extend_lens=row,
-            seq_lens=row,
-            req_serial=row,
-            salt=row,
-            rids_int=row,
-            bootstrap_room_ids_int=row,
+            req_serial=unused,
+            salt=unused,
+            rids_int=unused,
+            bootstrap_room_ids_int=unused,
             capture_hidden_mode=self._hidden_mode,
             spec_info=None
             if states is None

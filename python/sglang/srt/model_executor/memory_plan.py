@@ -27,6 +27,10 @@ SEGMENT_BYTES = 1 << 20
 # Residual, hidden, attention output and products that live at once, per channel.
 LIVE_HIDDEN, LIVE_INNER = 8, 3
 
+MAX_WHOLE_TOKENS = 256
+"""Largest prefill of one request that is one graph, its attention captured, too. Beyond
+it the device computes longer than the host launches the pieces."""
+
 MAX_HEAD_GRAPH_TOKENS = 512
 """Largest prefill graph of a head that drafts from hidden states. With 2,048 tokens the
 device is the limit, and copying the states into the graph's buffer makes a replay 1.5 %
@@ -90,20 +94,36 @@ def prefill_token_counts(max_tokens: int) -> list[int]:
     return [*(size for size in sizes if size < max_tokens), max_tokens]
 
 
+def whole_token_counts(token_counts: Sequence[int]) -> list[int]:
+    """Those of the prefill graphs' counts that have a graph of one request, too."""
+    return [count for count in token_counts if count <= MAX_WHOLE_TOKENS]
+
+
 def prefill_graph_bytes(
-    config: ModelConfig, token_counts: Sequence[int], *, dtype: torch.dtype
+    config: ModelConfig,
+    token_counts: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    captures_attention: bool = False,
 ) -> int:
     """Memory that the prefill graphs of these token counts will take.
 
     Each has a segment per layer and one more; what lives during a forward is shared,
     and so are the inputs and outputs of attention and of the stack.
+
+    Args:
+        captures_attention: there are those of `whole_token_counts`, too, each as large
+            as the segments.
     """
     if not token_counts:
         return 0
     live = LIVE_HIDDEN * config.hidden_size + LIVE_INNER * config.intermediate_size
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     static = heads * config.head_dim + config.hidden_size
-    segments = len(token_counts) * (config.num_layers + 1)
+    graphs = len(token_counts)
+    if captures_attention:
+        graphs += len(whole_token_counts(token_counts))
+    segments = graphs * (config.num_layers + 1)
     per_token = (live + static) * dtype.itemsize
     return max(token_counts) * per_token + segments * SEGMENT_BYTES
 

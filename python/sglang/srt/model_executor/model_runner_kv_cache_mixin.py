@@ -108,8 +108,14 @@ class ModelRunnerKVCacheMixin:
 
     def prefill_graph_bytes(self) -> int:
         """What is set aside for the prefill graphs."""
-        counts = self.prefill_graph_token_counts()
-        return prefill_graph_bytes(self.model_config, counts, dtype=self.dtype)
+        backend = self.server_args.attention_backend
+        assert backend is not None
+        return prefill_graph_bytes(
+            self.model_config,
+            self.prefill_graph_token_counts(),
+            dtype=self.dtype,
+            captures_attention=ATTENTION_BACKENDS[backend].captures_prefill,
+        )
 
     def prefill_graph_token_counts(self) -> list[int]:
         """Token counts of the prefill graphs; empty where the flags or the backend rule

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
 from sglang.srt.layers.attention.base_attn_backend import (
     AttentionBackend,
     DraftDecodeBackend,
@@ -24,6 +26,7 @@ from sglang.srt.layers.ops.attention import (
     extend_attention,
     extend_attention_ref,
 )
+from sglang.srt.layers.ops.dispatch import native_available
 from sglang.srt.layers.ops.rope import rope_store_kv, rope_store_kv_ref
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVReadView
 from sglang.srt.speculative.draft_layout import BranchLayout
@@ -263,6 +266,13 @@ class CpuNativeAttnBackend(PagedAttnBackend):
     """The C++ kernels of `sgl-kernel`; without them the ops fall back, logged once."""
 
     name = "cpu_native"
+
+    @property
+    def capabilities(self) -> AttentionBackendCapabilities:
+        known = super().capabilities
+        # The references read lengths on the host.
+        return replace(known, captures_prefill=native_available())
+
     store_op = staticmethod(rope_store_kv)
     decode_op = staticmethod(decode_attention)
     extend_op = staticmethod(extend_attention)

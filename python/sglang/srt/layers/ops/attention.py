@@ -122,6 +122,7 @@ def extend_attention(
         k_cache, v_cache: [slots, Hkv, D], as in `decode_attention`.
         page_table, row_index, page_size, sm_scale: as in `decode_attention`.
         qo_indptr: [R + 1] int64; row r has tokens qo_indptr[r] .. qo_indptr[r + 1].
+            Tokens past qo_indptr[R] are left alone.
         prefix_lens: [R] int64, elements before a row's first new token.
         window: when positive, only the newest `window` elements up to and including its
             own are attended.
