@@ -50,8 +50,8 @@ from sglang.test.forward_harness import ForwardHarness
 from sglang.test.tiny_models import write_tiny_eagle, write_tiny_model
 
 WARM_UPS = 3
-# Rounds of the four variants: many where they are short.
-ROUND_SECONDS, MIN_ROUNDS, MAX_ROUNDS = 3.0, 8, 60
+# Rounds of the four variants.
+MIN_ROUNDS, MAX_ROUNDS = 8, 60
 
 
 def server_flags(args: argparse.Namespace, *, canary: bool) -> dict[str, Any]:
@@ -260,8 +260,10 @@ VARIANTS = {
 }
 
 
-def compare(sides: tuple[Side, Side], tokens: int) -> dict[str, float]:
-    """Medians of the variants, taking turns in changing order."""
+def compare(
+    sides: tuple[Side, Side], tokens: int, *, seconds: float
+) -> dict[str, float]:
+    """Medians of the variants, taking turns in changing order for about `seconds`."""
     names = list(VARIANTS)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     longest = 0.0
@@ -269,7 +271,7 @@ def compare(sides: tuple[Side, Side], tokens: int) -> dict[str, float]:
         for which, replayed in VARIANTS.values():
             ms, _ = sides[which].measure(tokens, replayed=replayed)
             longest = max(longest, ms)
-    fit = int(ROUND_SECONDS * 1e3 / (longest * len(names)))
+    fit = int(seconds * 1e3 / (longest * len(names)))
     for i in range(min(max(fit, MIN_ROUNDS), MAX_ROUNDS)):
         shift = i % len(names)
         for name in names[shift:] + names[:shift]:
@@ -298,6 +300,9 @@ def main() -> None:
     parser.add_argument("--attention-backend", default=None)
     parser.add_argument("--draft", action="store_true")
     parser.add_argument("--real-data", default="partial")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="of rounds, per prompt length"
+    )
     args = parser.parse_args()
     is_cuda, folder = args.device == "cuda", Path(tempfile.mkdtemp())
     bandwidth = None
@@ -325,7 +330,9 @@ def main() -> None:
     )
     results = []
     for tokens in args.tokens:
-        result: dict[str, float | None] = dict(compare(sides, tokens))
+        result: dict[str, float | None] = dict(
+            compare(sides, tokens, seconds=args.seconds)
+        )
         has_products = is_cuda and not args.draft
         result["gemm_ms"] = gemm_ms(plain, tokens) if has_products else None
         result["floor_ms"] = bandwidth and weight_bytes / bandwidth * 1e3

@@ -223,7 +223,8 @@ def test_one_request_is_one_graph_where_attention_is_captured(
         for prefix in (0, 1, 70, 300)
     ]
     rng.shuffle(cases)
-    for tokens, prefix in cases:
+    # Fewer of recordings, whose replays run the same code as an eager forward.
+    for tokens, prefix in cases[: count(ci=len(cases) if ON_GPU else 12, full=48)]:
         prompt = random_tokens(rng, prefix + tokens)
         row, other = harness.new_row(prompt), harness.new_row(prompt[:7])
         if prefix:
