@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -331,19 +331,7 @@ def test_tokens_behind_the_last_row_are_left_alone() -> None:
     problem = make_problem(prefix=[0, 40], new=[3, 70], heads=(4, 2), dim=64)
     expected = problem.extend()
     q = torch.cat((problem.q, torch.full_like(problem.q[:5], torch.nan)))
-    out = torch.full_like(q, 7.0)
-    attention.extend_attention(
-        q,
-        problem.k_cache,
-        problem.v_cache,
-        page_table=problem.page_table,
-        row_index=problem.row_index,
-        qo_indptr=problem.qo_indptr,
-        prefix_lens=problem.prefix_lens,
-        page_size=1,
-        sm_scale=problem.sm_scale,
-        out=out,
-    )
+    out = replace(problem, q=q).extend()
     assert torch.equal(out[:-5], expected)
     assert bool((out[-5:] == 7.0).all())
 

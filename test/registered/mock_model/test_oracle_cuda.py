@@ -10,7 +10,6 @@ import torch
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_traffic import Traffic, check
-from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_model
 
 register_cuda_ci(est_time=120, suite="cuda")
@@ -49,7 +48,7 @@ def test_random_requests(tmp_path, configuration, overlap):
     )
     assert harness.scheduler.max_in_flight == int(overlap)
     seed = CONFIGURATIONS.index(configuration)
-    traffic = Traffic(harness, random.Random(seed), count(ci=200, full=200))
+    traffic = Traffic(harness, random.Random(seed), 400 if overlap else 200)
     answers = {}
     while traffic.left:
         answers |= harness.run(on_step=traffic.on_step)

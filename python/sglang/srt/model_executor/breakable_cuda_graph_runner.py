@@ -125,7 +125,7 @@ class BreakableCudaGraphRunner:
         runner, tokens = self._runner, self._sizes[-1]
         row_words = sum(_ROW_FIELDS.values())
         # For a graph of n tokens: [token fields, n], then the request of a whole graph.
-        # In a segment that is a placeholder, which nothing reads.
+        # In a segment nothing reads it.
         self._inputs = torch.zeros(
             len(_TOKEN_FIELDS) * tokens + row_words,
             dtype=torch.int64,
