@@ -51,13 +51,15 @@ HOST_BOUND_TOKENS = 1024
 MAX_PADDING = 0.01
 # Of a static batch, what differs from token to token. Padding is 0 in all of them.
 _TOKEN_FIELDS = ("input_ids", "positions", "out_cache_loc")
-# What captured attention reads of its one row, and the words of each.
+# What captured attention reads of its one row, and the words of each. Offsets,
+# prefix and row begin at even words, as they do in other forwards, so that the same
+# compiled kernels serve.
 _ROW_FIELDS = {
-    "req_pool_indices": 1,
+    "qo_indptr": 2,
     "prefix_lens": 1,
     "extend_lens": 1,
+    "req_pool_indices": 1,
     "seq_lens": 1,
-    "qo_indptr": 2,
 }
 
 

@@ -190,16 +190,19 @@ class CanaryManager:
         if self._launched is not None:
             raise RuntimeError("KV canary: a launch is already open; they do not nest")
         self._launched = forward_batch
-        mode = forward_batch.forward_mode
-        self._launches.append(_Launched(self._clock, len(indices), mode.is_decode))
+        if self.target.is_draft:
+            is_decode = forward_batch.forward_mode.is_decode
+            self._launches.append(_Launched(self._clock, len(indices), is_decode))
         self._clock += len(indices)
         try:
-            self._flush_freed()
+            if self._freed:
+                self._flush_freed()
             for i in indices:
                 self._managers[i].pre_ops_outside_graph(forward_batch)
             if self._is_init_finished:
                 self.perturb.before_forward(forward_batch)
-                self._sweep_if_due()
+                if self._sweeper is not None:
+                    self._sweep_if_due(self._sweeper)
         except BaseException:
             self._launched = None
             raise
@@ -278,8 +281,6 @@ class CanaryManager:
 
     def _flush_freed(self) -> None:
         """Poison what was freed since the last launch, in stream order."""
-        if not self._freed:
-            return
         freed, self._freed = self._freed, []
         slots = freed[0] if len(freed) == 1 else torch.cat(freed)
         device = self._state.head.device
@@ -287,10 +288,9 @@ class CanaryManager:
             slots = slots.pin_memory().to(device, non_blocking=True)
         poison(self._state, slots)
 
-    def _sweep_if_due(self) -> None:
-        if self._sweeper is None or self._forwards % self.config.sweep_interval:
-            return
-        self._sweeper.run()
+    def _sweep_if_due(self, sweeper: Sweeper) -> None:
+        if self._forwards % self.config.sweep_interval == 0:
+            sweeper.run()
 
     # -- results -------------------------------------------------------------------
 
