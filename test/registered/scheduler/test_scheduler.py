@@ -278,6 +278,26 @@ def test_long_prompt_does_not_starve_running_requests(mock):
     harness.run()
 
 
+def test_rows_decode_longest_first(mock):
+    """In whatever batches they come, and after some have ended."""
+    harness = mock_harness(mock, chunked_prefill_size=64)
+    prompts = {n: [n + i for i in range(n)] for n in (9, 40, 3, 25, 31, 12, 60)}
+    rids = {n: harness.submit(p, max_new_tokens=n) for n, p in prompts.items()}
+    seen = set()
+
+    def look(_: int) -> None:
+        running = harness.scheduler.running
+        if running is not None:
+            lens = running.lens.tolist()
+            assert lens == sorted(lens, reverse=True)
+            seen.add(len(lens))
+
+    answers = harness.run(on_step=look)
+    assert max(seen) >= 5 and len(seen) > 3
+    for n, prompt in prompts.items():
+        assert answers[rids[n]].output_ids == oracle(prompt, n)
+
+
 # -- logprobs, seeds, hidden states --------------------------------------------------
 
 

@@ -145,11 +145,8 @@ class ScheduleBatch:
 
     def filter(self, keep: Sequence[int]) -> None:
         """Keep the requests at these indices, in this order."""
-        if len(keep) == len(self.reqs):
-            return
-        self.reqs = [self.reqs[i] for i in keep]
-        self.rows, self.lens = self.rows[list(keep)], self.lens[list(keep)]
-        self._rebuild_device_state()
+        if list(keep) != list(range(len(self.reqs))):
+            self._take(keep)
 
     def filter_decoding(self) -> None:
         """Keep the requests that decode on.
@@ -158,11 +155,26 @@ class ScheduleBatch:
         """
         self.filter([i for i, r in enumerate(self.reqs) if r.decodes_on])
 
+    def sort_for_decode(self) -> None:
+        """Longest first: a GPU starts the programs of a launch in row order, and with
+        short rows at the end no multiprocessor is left alone with a long one.
+        """
+        self.filter(self._longest_first())
+
     def merge(self, other: ScheduleBatch) -> None:
-        """Append the requests of `other`; all of them then decode."""
+        """Take in the requests of `other`; all of them then decode, longest first."""
         self.reqs = self.reqs + other.reqs
         self.rows = np.concatenate([self.rows, other.rows])
         self.lens = np.concatenate([self.lens, other.lens])
+        self._take(self._longest_first())
+
+    def _longest_first(self) -> list[int]:
+        order: list[int] = np.argsort(-self.lens, kind="stable").tolist()
+        return order
+
+    def _take(self, indices: Sequence[int]) -> None:
+        self.reqs = [self.reqs[i] for i in indices]
+        self.rows, self.lens = self.rows[list(indices)], self.lens[list(indices)]
         self._rebuild_device_state()
 
     # -- memory --------------------------------------------------------------------

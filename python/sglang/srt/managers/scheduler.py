@@ -377,6 +377,7 @@ class Scheduler:
             self.running.filter_decoding()
         if self.running is None or not self.running.reqs:
             self.running = batch
+            batch.sort_for_decode()
         else:
             self.running.merge(batch)
 
