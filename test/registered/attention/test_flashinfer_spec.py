@@ -405,17 +405,18 @@ def test_engines_say_what_the_oracle_says(tmp_path, kind, source, numbers, eager
         [lengths.randrange(VOCAB) for _ in range(lengths.randrange(1, LONGEST))]
         for _ in range(16 if ON_GPU else 3)
     ]
+    new_tokens = 60 if ON_GPU or is_full() else 24
     counts = []
     other = engine(tmp_path, OTHER, kind, source, **options)
     for each in (harness, other):
         rids = [
-            each.submit(prompt, stream=True, max_new_tokens=60, ignore_eos=True)
+            each.submit(prompt, stream=True, max_new_tokens=new_tokens, ignore_eos=True)
             for prompt in prompts
         ]
         done = each.run()
         counts.append([done[rid].messages for rid in rids])
     assert counts[0] == counts[1]
-    assert sum(counts[0]) < 0.8 * 60 * len(prompts)
+    assert sum(counts[0]) < 0.8 * new_tokens * len(prompts)
 
 
 def test_27338_the_index_buffer_is_checked(tmp_path):

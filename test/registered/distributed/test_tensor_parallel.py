@@ -22,7 +22,7 @@ from sglang.srt.managers.scheduler_process import SchedulerDied, SchedulerProces
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.scale import count
+from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_model, write_tiny_model
 
 register_cpu_ci(est_time=30, suite="cpu")
@@ -89,7 +89,7 @@ def answers_of(tp_size: int, options: dict[str, Any]) -> list[dict[str, Any]]:
     return answers
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama-dummy"])
+@pytest.mark.parametrize("name", sampled(["qwen3", "llama-dummy"], key=type, ci=1))
 def test_two_ranks_equal_one(tmp_path: Path, name: str) -> None:
     options = family(tmp_path / name, name)
     one, two = answers_of(1, options), answers_of(2, options)
@@ -111,11 +111,15 @@ def test_two_ranks_equal_one(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"page_size": 1, "dtype": "float32", "attention_backend": "cpu_native"},
-        {"page_size": 4, "dtype": "bfloat16", "attention_backend": "torch_native"},
-        {"page_size": 16, "tp_size": 4},  # each KV head on two ranks
-    ],
+    sampled(
+        [
+            {"page_size": 1, "dtype": "float32", "attention_backend": "cpu_native"},
+            {"page_size": 4, "dtype": "bfloat16", "attention_backend": "torch_native"},
+            {"page_size": 16, "tp_size": 4},  # each KV head on two ranks
+        ],
+        key=type,
+        ci=2,
+    ),
     ids=lambda o: f"page{o['page_size']}-tp{o.get('tp_size', 2)}",
 )
 def test_oracle(tmp_path: Path, options: dict[str, Any]) -> None:

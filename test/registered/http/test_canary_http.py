@@ -18,6 +18,7 @@ from live_server import CONTEXT, Server, greedy
 
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.scale import sampled
 from sglang.test.tiny_models import write_mock_draft
 
 register_cpu_ci(est_time=26, suite="cpu")
@@ -95,7 +96,7 @@ def counts_by_reason(server: Server) -> dict[str, float]:
     return {m[1]: float(m[2]) for m in found if m}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", sampled(FAULTS, key=type, ci=3))
 def test_log_mode_reports_and_serves_on(
     start_damaged: Callable[..., Server], tmp_path: Path, fault: str
 ) -> None:

@@ -4,6 +4,7 @@ place, and a clean case that fires nothing; on every implementation that runs he
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -33,6 +34,7 @@ from sglang.srt.kv_canary.kernels.state import (
 from sglang.srt.layers.ops import dispatch
 from sglang.srt.model_executor.forward_batch_info import KVReadView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.scale import sampled
 
 register_cpu_ci(est_time=60, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
@@ -50,8 +52,14 @@ def decode(w: World) -> CanaryRows:
 
 
 @each_backend
-@pytest.mark.parametrize("mode", list(FingerprintMode), ids=lambda m: m.name)
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(
+    ("page_size", "mode"),
+    sampled(
+        itertools.product([1, 4], FingerprintMode),
+        key=lambda case: case[0],
+        ci=len(FingerprintMode) if torch.cuda.is_available() else 2,
+    ),
+)
 def test_a_healthy_run_fires_nothing(
     backend: Backend, mode: FingerprintMode, page_size: int
 ) -> None:

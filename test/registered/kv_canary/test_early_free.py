@@ -17,7 +17,7 @@ from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.canary_traffic import CONTEXT, VOCAB, Outcome, canary_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
-from sglang.test.scale import count
+from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=15, suite="cpu")
@@ -232,7 +232,9 @@ print(json.dumps([outcome.forward, outcome.text, outcome.violations, outcome.sai
 """
 
 
-@pytest.mark.parametrize("name", ["write_foreign", "early_free"])
+@pytest.mark.parametrize(
+    "name", sampled(["early_free", "write_foreign"], key=type, ci=1)
+)
 def test_python_o_changes_nothing(model: Path, name: str) -> None:
     here = plant(model, name, seed=0)
     result = subprocess.run(
