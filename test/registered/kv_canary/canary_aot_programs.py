@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,6 +172,28 @@ def compile_variant(variant: Variant) -> Any:
     return triton.compile(source, target=TARGET, options=options)
 
 
+def unguarded_stores(ttir: str) -> list[str]:
+    """Stores to what the same program has loaded without a barrier in between.
+
+    A warp that runs late would load what another one has stored already; where that
+    decides a branch, it meets the others at the wrong barriers from then on.
+    """
+    loaded: dict[str, int] = {}
+    last_barrier, found = -1, []
+    for number, line in enumerate(ttir.splitlines()):
+        if "barrier" in line:
+            last_barrier = number
+        elif (load := re.search(r"= tt\.load (%\w+)", line)) is not None:
+            loaded[load[1]] = number
+        store = re.search(r"tt\.store (%\w+),", line)
+        if store is not None and loaded.get(store[1], -1) > last_barrier:
+            found.append(line.strip())
+    return found
+
+
+# Whose warps look at the same elements; in the others a thread has its own.
+GUARDED = (verify_kernel, before_kernel, write_kernel)
+
 SCALARS = {
     "num_rows",
     "num_slots",
@@ -199,6 +222,9 @@ def main() -> None:
     )
     for variant in variants:
         compiled = compile_variant(variant)
+        if variant.kernel in GUARDED and variant.warps > 1:
+            stores = unguarded_stores(compiled.asm["ttir"])
+            assert not stores, f"{variant.name}: {stores}"
         print(variant.name, "shared", compiled.metadata.shared, flush=True)
     print(f"compiled {len(variants)} variants for sm_90")
 

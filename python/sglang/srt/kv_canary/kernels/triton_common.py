@@ -236,6 +236,9 @@ def step_phase(
     """Take the manager's phase from DUE to NEXT; a breach is reported and repaired."""
     if manager >= 0:
         found = tl.load(phase + manager)
+        # Warps run apart: one that came here after the store below would take the
+        # branch alone, and meet the others at the wrong barriers from then on.
+        tl.debug_barrier()
         if found != DUE:
             report_one(
                 ring,

@@ -122,6 +122,8 @@ def take_verdicts(verdict, findings, row, req, inside, live):
     """Verdicts of rows into findings; those of live ones are cleared."""
     found = tl.load(verdict + req, mask=live, other=0, cache_modifier=".cg")
     tl.store(findings + 1 + COUNTERS + row, found.to(tl.int64), mask=inside)
+    # All warps have read what it was.
+    tl.debug_barrier()
     tl.store(verdict + req, tl.zeros_like(found), mask=live)
 
 
@@ -393,6 +395,9 @@ def write_program(
                 V_WORDS,
                 CHUNK,
             )
+        if not IS_TAIL:
+            # Warps that look at the same record have all read what it was.
+            tl.debug_barrier()
         tl.store(record, word0, mask=writable)
         tl.store(record + 1, lineage, mask=writable)
         tl.store(record + 2, word2, mask=writable)
