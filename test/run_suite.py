@@ -35,6 +35,10 @@ class TestFile:
     path: Path
     suite: str
     est_time: float
+    full_time: float | None = None
+
+    def seconds(self, *, full: bool) -> float:
+        return self.full_time if full and self.full_time else self.est_time
 
 
 def registrations(path: Path, hardware: str) -> list[TestFile]:
@@ -144,7 +148,8 @@ def main() -> int:
     code, closings = 0, {}
     for suite in SUITES[args.hw]:
         files = sorted(
-            (t for t in every if t.suite == suite), key=lambda t: -t.est_time
+            (t for t in every if t.suite == suite),
+            key=lambda t: -t.seconds(full=args.full),
         )
         if not files:
             continue

@@ -103,18 +103,20 @@ def mixed_batch(rng, tokens, harnesses):
     """The same rows in every harness: prompts with and without a prefix that was
     written before, `tokens` new ones in all. Returns spans."""
     parts = partition(rng, tokens, rng.randint(1, min(tokens, 32)))
-    spans = []
+    spans, prefixes = [], []
     for new in parts:
         prefix = rng.choice([0, 0, 1, 17])
         prompt = random_tokens(rng, prefix + new)
         for harness in harnesses:
             row = harness.new_row(prompt)
-            if prefix:
-                graphs = harness.runner.prefill_graph_runner
-                harness.runner.prefill_graph_runner = None
-                harness.extend([(row, prefix)])
-                harness.runner.prefill_graph_runner = graphs
         spans.append((row, len(prompt)))
+        if prefix:
+            prefixes.append((row, prefix))
+    for harness in harnesses if prefixes else ():
+        graphs = harness.runner.prefill_graph_runner
+        harness.runner.prefill_graph_runner = None
+        harness.extend(prefixes)
+        harness.runner.prefill_graph_runner = graphs
     return spans
 
 

@@ -29,7 +29,7 @@ from sglang.test.spec_canary_traffic import (
 )
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
-register_cpu_ci(est_time=25, suite="cpu")
+register_cpu_ci(est_time=25, suite="cpu", full_time=2700)
 register_cuda_ci(est_time=300, suite="cuda")
 
 REQUESTS = count(ci=7, full=2000)

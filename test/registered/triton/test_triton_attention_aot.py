@@ -49,7 +49,7 @@ from sglang.srt.layers.attention.triton_ops.launch import Launch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count, sampled
 
-register_cpu_ci(est_time=95, suite="cpu")
+register_cpu_ci(est_time=95, suite="cpu", full_time=550)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY_LIMIT = 232448

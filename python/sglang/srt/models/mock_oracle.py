@@ -34,7 +34,7 @@ def next_tokens(
         signs = mock_math.sig(x)
         largest = _windowed(signs.cumsum(0), window).abs().max()
         assert largest <= mock_math.MAX_SUM, f"|S| reached {largest}"
-        terms = mock_math.fold_signs(signs, layer)
+        terms = mock_math.term(x, layer)
         folds.append(_windowed(terms.cumsum(0), window))
         x = mock_math.key_layer1(folds[0], positions)
     tokens_out = mock_math.next_token(folds[0], folds[1], positions, vocab_size)
@@ -51,12 +51,8 @@ class MockOracle:
         self._vocab_size = vocab_size
         ids = torch.tensor(prompt, dtype=torch.int64)
         positions = torch.arange(len(prompt))
-        terms0 = mock_math.fold_signs(
-            mock_math.sig(mock_math.key_layer0(ids, positions)), 0
-        ).cumsum(0)
-        terms1 = mock_math.fold_signs(
-            mock_math.sig(mock_math.key_layer1(terms0, positions)), 1
-        )
+        terms0 = mock_math.term(mock_math.key_layer0(ids, positions), 0).cumsum(0)
+        terms1 = mock_math.term(mock_math.key_layer1(terms0, positions), 1)
         self._fold0, self._fold1 = terms0[-1:], terms1.sum(0, keepdim=True)
         self._length = len(prompt)
 
@@ -66,9 +62,9 @@ class MockOracle:
         token = mock_math.next_token(self._fold0, self._fold1, last, self._vocab_size)
         position = last + 1
         x0 = mock_math.key_layer0(token, position)
-        self._fold0 = self._fold0 + mock_math.fold_signs(mock_math.sig(x0), 0)
+        self._fold0 = self._fold0 + mock_math.term(x0, 0)
         x1 = mock_math.key_layer1(self._fold0, position)
-        self._fold1 = self._fold1 + mock_math.fold_signs(mock_math.sig(x1), 1)
+        self._fold1 = self._fold1 + mock_math.term(x1, 1)
         self._length += 1
         return int(token)
 

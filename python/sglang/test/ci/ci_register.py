@@ -7,9 +7,18 @@ so their arguments are literals at module level.
 from __future__ import annotations
 
 
-def register_cpu_ci(*, est_time: float, suite: str) -> None:
-    """This file runs on a machine without an accelerator, in `suite`; seconds."""
+def register_cpu_ci(
+    *, est_time: float, suite: str, full_time: float | None = None
+) -> None:
+    """This file runs on a machine without an accelerator, in `suite`.
+
+    Args:
+        est_time: seconds at the counts of `make test`.
+        full_time: seconds at whole counts, where that is many times more.
+    """
 
 
-def register_cuda_ci(*, est_time: float, suite: str) -> None:
-    """This file runs on an NVIDIA GPU, in `suite`; seconds."""
+def register_cuda_ci(
+    *, est_time: float, suite: str, full_time: float | None = None
+) -> None:
+    """The same for an NVIDIA GPU."""
