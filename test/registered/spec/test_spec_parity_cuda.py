@@ -1,5 +1,4 @@
-"""On a GPU: twelve configurations in one process, float32 without TF32, with graphs and
-without."""
+"""On a GPU: twelve configurations, float32 without TF32, with graphs and without."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from sglang.test.scale import is_full
 from sglang.test.spec_matrix import SAMPLE, most_covering
 from sglang.test.spec_world import ModelFolders, References, run_configuration
 
-register_cuda_ci(est_time=240, suite="cuda-serial")
+register_cuda_ci(est_time=240, suite="cuda")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
