@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
 from multiprocessing.connection import Connection
@@ -93,6 +94,9 @@ def run_scheduler_process(
     except (ValueError, MemoryError) as error:
         _refuse(ready, error, has_peers=server_args.tp_size > 1)
         return
+    # What was loaded stays: a collection that looked at it again would hold a step up.
+    gc.collect()
+    gc.freeze()
     ready.send_bytes(msgspec.msgpack.encode(scheduler.ready_message()))
     try:
         scheduler.run_event_loop()
