@@ -82,6 +82,8 @@ def run_pytest(
     if full:
         command += ["--timeout=3000"]
     env = dict(os.environ)
+    if workers > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
     if full:
         env["SGLANG_TEST_FULL"] = "1"
     if canary:

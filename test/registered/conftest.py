@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 
 import pytest
 
 from sglang.srt.utils.logging import ROOT
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Workers of one machine share its cores, so each computes with one thread; before
-    anything imports torch."""
-    if hasattr(config, "workerinput"):
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from sglang.srt.kv_canary.kernels.launches import move_records, poison
-from sglang.srt.kv_canary.kernels.records import POISON_WORD, Reason
+from sglang.srt.kv_canary.kernels.records import POISON_WORD, Reason, unpack_word0
 from sglang.srt.kv_canary.perturb.damage import Damage, Scene, Victim
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -69,7 +69,9 @@ def flip_table_entry(scene: Scene) -> Damage | None:
         old = victim.slots[position]
         last = scene.state.num_slots // page_size - 1
         new = scene.rng.randint(1, last) * page_size
-        if new != old:
+        # Where another request begins, position 0 is sound; `alias_row` does that.
+        begins = position == unpack_word0(int(scene.state.tail[new, 0]))[1] == 0
+        if new != old and not begins:
             return _repoint(scene, victim, {position: new}, at=position)
     return None
 
