@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +12,15 @@ os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "python"))
 
 import triton
+import triton.language as tl
+from canary_aot_checks import lonely_branches, unguarded_stores
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang.srt.kv_canary.kernels import triton_books, triton_launch
 from sglang.srt.kv_canary.kernels.state import FingerprintMode
 from sglang.srt.kv_canary.kernels.triton_before import before_kernel
+from sglang.srt.kv_canary.kernels.triton_common import told_to_all
 from sglang.srt.kv_canary.kernels.triton_verify import verify_kernel
 from sglang.srt.kv_canary.kernels.triton_write import write_kernel
 from sglang.test.scale import sampled
@@ -172,27 +174,30 @@ def compile_variant(variant: Variant) -> Any:
     return triton.compile(source, target=TARGET, options=options)
 
 
-def unguarded_stores(ttir: str) -> list[str]:
-    """Stores to what the same program has loaded without a barrier in between.
+@triton.jit
+def lonely_kernel(head, clock, BLOCK: tl.constexpr, AGREED: tl.constexpr):
+    """Each warp decides for itself, unless AGREED: a control of the check."""
+    word = tl.load(head + tl.arange(0, BLOCK))
+    if AGREED:
+        word = told_to_all(word)
+    if tl.sum(word, axis=0) != 0:
+        tl.store(clock, tl.load(clock) + 1)
 
-    A warp that runs late would load what another one has stored already; where that
-    decides a branch, it meets the others at the wrong barriers from then on.
-    """
-    loaded: dict[str, int] = {}
-    last_barrier, found = -1, []
-    for number, line in enumerate(ttir.splitlines()):
-        if "barrier" in line:
-            last_barrier = number
-        elif (load := re.search(r"= tt\.load (%\w+)", line)) is not None:
-            loaded[load[1]] = number
-        store = re.search(r"tt\.store (%\w+),", line)
-        if store is not None and loaded.get(store[1], -1) > last_barrier:
-            found.append(line.strip())
-    return found
+
+def controls() -> Iterator[tuple[Variant, bool]]:
+    """Variants, and whether their warps may part ways."""
+    for block in (1, 8, 32, 128):
+        for agreed in (False, True):
+            name = f"lonely {block} {agreed}"
+            constants = {"BLOCK": block, "AGREED": agreed}
+            is_lonely = block < 128 and not agreed
+            yield Variant(name, lonely_kernel, constants), is_lonely
 
 
 # Whose warps look at the same elements; in the others a thread has its own.
 GUARDED = (verify_kernel, before_kernel, write_kernel)
+# Records, which other programs of the launch may be writing.
+VOLATILE = ("head", "tail")
 
 SCALARS = {
     "num_rows",
@@ -225,7 +230,14 @@ def main() -> None:
         if variant.kernel in GUARDED and variant.warps > 1:
             stores = unguarded_stores(compiled.asm["ttir"])
             assert not stores, f"{variant.name}: {stores}"
+            # Nothing writes heads beside a tail launch, which reads no tails.
+            volatile = () if variant.constants.get("IS_TAIL") else VOLATILE
+            branches = lonely_branches(compiled.asm["ttgir"], volatile)
+            assert not branches, f"{variant.name}: {branches}"
         print(variant.name, "shared", compiled.metadata.shared, flush=True)
+    for variant, is_lonely in controls():
+        ttgir = compile_variant(variant).asm["ttgir"]
+        assert bool(lonely_branches(ttgir, VOLATILE)) == is_lonely, variant.name
     print(f"compiled {len(variants)} variants for sm_90")
 
 

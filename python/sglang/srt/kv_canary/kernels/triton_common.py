@@ -24,6 +24,7 @@ CLOCK_MASK = tl.constexpr(records.CLOCK_MASK)
 POISON = tl.constexpr(records.POISON_WORD)
 RING_WORDS = tl.constexpr(records.RING_WORDS)
 PHASE_REASON = tl.constexpr(int(Reason.PHASE))
+MAX_THREADS = tl.constexpr(128)
 NONE, PARTIAL, ROTATE, ALL = (tl.constexpr(mode) for mode in range(4))
 
 
@@ -132,6 +133,22 @@ def fingerprint_of(
 
 
 @triton.jit
+def told_to_all(reasons):
+    """What the first warp found, [N], for all warps of a program of up to MAX_THREADS.
+
+    With fewer elements than threads each warp looks at all of them, and warps run
+    apart: of a record that another program is writing they may see different words. A
+    branch on what each saw would have them meet at the wrong barriers. A sum over the
+    warps goes through shared memory, so that they agree.
+    """
+    COPIES: tl.constexpr = MAX_THREADS // reasons.shape[0]
+    if COPIES > 1:
+        is_first = (tl.arange(0, COPIES) == 0)[:, None]
+        reasons = tl.sum(tl.where(is_first, reasons[None, :], 0), axis=0)
+    return reasons
+
+
+@triton.jit
 def report(
     ring,
     ring_count,
@@ -157,6 +174,7 @@ def report(
     """A ring entry for each element with reasons; `verdict` is of the row of all.
 
     Columns are int64 [N]; `req_row`, `serial`, `clock`, `batch_row`, `tag` scalars.
+    All warps have to agree on `reasons`.
     """
     bad = reasons != 0
     count = tl.sum(bad.to(tl.int32), axis=0)

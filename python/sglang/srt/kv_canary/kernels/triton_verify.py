@@ -27,6 +27,7 @@ from sglang.srt.kv_canary.kernels.triton_common import (
     report_one,
     step_phase,
     term_of,
+    told_to_all,
 )
 
 LINEAGE = tl.constexpr(int(Reason.VERIFY_LINEAGE))
@@ -415,14 +416,13 @@ def verify_program(
             reasons |= tl.where(due & (computed != word2), REAL_KV, 0)
             if MODE >= ROTATE:
                 rehashed = tl.sum(due.to(tl.int64), axis=0)
-                if rehashed > 0:
-                    tl.atomic_add(counters + REHASHED, rehashed)
+                tl.atomic_add(counters + REHASHED, rehashed, mask=rehashed > 0)
         report(
             ring,
             ring_count,
             capacity,
             verdict + owner,
-            reasons,
+            told_to_all(reasons),
             owner,
             serial,
             slot,

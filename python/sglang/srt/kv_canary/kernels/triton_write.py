@@ -27,6 +27,7 @@ from sglang.srt.kv_canary.kernels.triton_common import (
     report,
     step_phase,
     term_of,
+    told_to_all,
 )
 
 FOREIGN = tl.constexpr(int(Reason.WRITE_FOREIGN))
@@ -352,6 +353,7 @@ def write_program(
                 due0 = pack_word0(token_due, position_due)
                 expected0 = tl.where(live, due0, expected0)
                 found0 = tl.where(wrong | misplaced, word0, found0)
+            reasons = told_to_all(reasons)
         nothing = tl.zeros_like(t)
         report(
             ring,
