@@ -459,6 +459,13 @@ def test_decode_splits_depend_on_shapes_alone() -> None:
     assert decode_splits(rows=1, programs_per_row=8, max_context=64) == 1
 
 
+def test_decode_splits_fill_the_gpu_and_no_more() -> None:
+    for rows in range(1, 300):
+        splits = decode_splits(rows=rows, programs_per_row=8, max_context=1 << 17)
+        assert rows * 8 * splits >= 1024 or splits == 64, rows
+        assert splits == 1 or rows * 8 * splits // 2 < 1024, rows
+
+
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA graph")
 def test_decode_in_a_cuda_graph_serves_other_lengths() -> None:
     problem = make_problem(

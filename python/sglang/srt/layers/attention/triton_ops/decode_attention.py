@@ -21,7 +21,7 @@ from sglang.srt.layers.attention.triton_ops.decode_kernels import (
 from sglang.srt.layers.attention.triton_ops.launch import Launch
 
 _MAX_SPLITS = 64
-# Programs wanted in flight: 132 multiprocessors with several programs each.
+# Programs wanted at least: 132 multiprocessors with several programs each.
 _TARGET_PROGRAMS = 1024
 _MIN_ELEMENTS_PER_SPLIT = 64
 
@@ -50,10 +50,10 @@ def decode_splits(*, rows: int, programs_per_row: int, max_context: int) -> int:
         programs_per_row: programs that a row takes per split (its KV heads).
         max_context: most KV elements that a row of any later launch may have.
     """
-    wanted = max(_TARGET_PROGRAMS // max(rows * programs_per_row, 1), 1)
+    wanted = -(-_TARGET_PROGRAMS // max(rows * programs_per_row, 1))
     useful = max(max_context // _MIN_ELEMENTS_PER_SPLIT, 1)
-    splits = min(wanted, useful, _MAX_SPLITS)
-    return 1 << (splits.bit_length() - 1)
+    most = 1 << (min(useful, _MAX_SPLITS).bit_length() - 1)
+    return min(int(triton.next_power_of_2(wanted)), most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
