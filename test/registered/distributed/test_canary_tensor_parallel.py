@@ -34,11 +34,23 @@ FORWARD = 12
 # Rank 0 has the say; a fault elsewhere must reach it.
 RANKS = sampled([1, 0], key=type, ci=2 if DEVICE == "cuda" else 1)
 
-# A rank's process: plants one fault when its own turn has come.
+# A rank's process: plants one fault when its own turn has come, and is slow to write
+# down what it found.
 FAULTY_RANK = """
+import time
+
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver
+from sglang.srt.kv_canary.runner.violation_reporter import ViolationReporter
 from sglang.srt.managers import scheduler_main
+
+write = ViolationReporter._write
+
+def write_slowly(self, folder, document):
+    time.sleep(1.0)
+    write(self, folder, document)
+
+ViolationReporter._write = write_slowly
 
 before_forward, forwards = PerturbDriver.before_forward, []
 

@@ -302,7 +302,8 @@ def test_a_manager_without_threads_compiles_when_told() -> None:
 # -- collectives -------------------------------------------------------------------
 
 RANK = """
-import os, sys
+import os, sys, time
+from datetime import timedelta
 from pathlib import Path
 import torch
 from sglang.srt.distributed.parallel_state import init_tensor_parallel
@@ -324,6 +325,14 @@ sockets = [line.split() for table in ("tcp", "tcp6")
            for line in Path("/proc/net", table).read_text().splitlines()[1:]]
 listening = [s[1] for s in sockets if s[3] == "0A" and f"socket:[{s[9]}]" in links]
 assert listening and all(a.startswith("0100007F:") for a in listening), listening
+group.meet(timedelta(seconds=30))
+if rank == 0:
+    try:
+        group.meet(timedelta(seconds=0.2))
+    except RuntimeError:
+        print("alone")
+else:
+    time.sleep(1.0)
 print("done")
 """
 
@@ -331,7 +340,8 @@ print("done")
 def test_collectives_of_three_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages of every length; and nothing listens but on the loopback interface."""
+    """Messages of every length; nothing listens but on the loopback interface; a wait
+    for ranks that do not come ends."""
     monkeypatch.delenv(scheduler_process.GLOO_INTERFACE, raising=False)
     script = textwrap.dedent(RANK)
     ranks = [
@@ -343,7 +353,11 @@ def test_collectives_of_three_processes(
         )
         for i in range(3)
     ]
-    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["done\n"] * 3
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == [
+        "alone\ndone\n",
+        "done\n",
+        "done\n",
+    ]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -291,6 +291,31 @@ def test_a_folder_that_is_gone_is_logged_and_nothing_else(
     assert report.report([entry()], dropped=0, owner_of=owner_of)
     assert "kv_canary: cannot write" in caplog.records[-1].getMessage()
     assert len(report.incidents) == 1
+
+
+def test_a_report_has_its_name_once_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dump, named_early = json.dump, []
+
+    def look(document: object, file: TextIO, *, indent: int) -> None:
+        dump(document, file, indent=indent)
+        named_early.extend(tmp_path.glob("*.json"))
+
+    def fail(document: object, file: TextIO, *, indent: int) -> None:
+        file.write("{")
+        raise OSError("no space left")
+
+    report = reporter(report_dir=tmp_path)
+    monkeypatch.setattr(json, "dump", look)
+    assert report.report([entry()], dropped=0, owner_of=owner_of)
+    (file,) = tmp_path.iterdir()
+    assert file.suffix == ".json" and named_early == []
+    assert json.loads(file.read_text()) == report.incidents[0]
+    monkeypatch.setattr(json, "dump", fail)
+    assert report.report([entry(SLOT=78)], dropped=0, owner_of=owner_of)
+    assert "no space left" in caplog.records[-1].getMessage()
+    assert list(tmp_path.iterdir()) == [file]
 
 
 GOLDEN_TEXT = """\

@@ -103,6 +103,17 @@ class TensorParallelGroup:
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         return int(smallest)
 
+    def meet(self, timeout: timedelta) -> None:
+        """Wait on the host until every rank has come here.
+
+        Raises:
+            RuntimeError: one did not come in time, or is gone.
+        """
+        if self.size > 1:
+            arrival = dist.all_reduce(torch.zeros(1), async_op=True)
+            assert arrival is not None
+            arrival.wait(timeout)
+
 
 _SINGLE = TensorParallelGroup()
 _current = _SINGLE

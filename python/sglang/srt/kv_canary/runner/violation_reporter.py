@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -136,17 +137,21 @@ class ViolationReporter:
             self._write(self._config.report_dir, document)
 
     def _write(self, folder: Path, document: dict[str, Any]) -> None:
+        """Under its name the file is whole: a reader may look while it is written, and
+        the process may be killed."""
         name = (
             f"kv_canary-{time.time_ns()}-rank{self._rank}-forward"
             f"{document['forward']}.json"
         )
+        begun = folder / f".{name}.part"
         try:
-            descriptor = os.open(
-                folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
-            )
+            descriptor = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump(document, file, indent=2)
+            begun.rename(folder / name)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                begun.unlink(missing_ok=True)
             logger.error("kv_canary: cannot write %s: %s", folder / name, error)
 
 

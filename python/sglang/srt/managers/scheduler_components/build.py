@@ -6,13 +6,14 @@ import contextlib
 import gc
 import logging
 import time
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed.parallel_state import init_tensor_parallel
+from sglang.srt.distributed.parallel_state import get_tp_group, init_tensor_parallel
 from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
 from sglang.srt.managers.io_struct import EngineFailed, SchedulerReady
 from sglang.srt.managers.scheduler import Scheduler
@@ -36,6 +37,8 @@ FOLLOWER_LOG_LEVEL = "error"
 REFUSAL_SECONDS = 5.0
 # Longer than rank 0 needs to tell its clients why the engine stops.
 FAILURE_SECONDS = 3.0
+# Longer than a rank needs to write down what its canary found.
+REPORT_TIMEOUT = timedelta(seconds=10)
 
 
 def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
@@ -102,6 +105,8 @@ def run_scheduler_process(
         scheduler.run_event_loop()
     except Exception as error:
         logger.exception("The scheduler of rank %d failed", rank)
+        if isinstance(error, CanaryViolation):
+            _await_reports()
         io.send(EngineFailed(message=_for_clients(error)))
         if rank > 0:
             # Rank 0 has most likely failed alike, and must say so before it finds this
@@ -110,6 +115,16 @@ def run_scheduler_process(
         raise
     finally:
         io.close()
+
+
+def _await_reports() -> None:
+    """Wait until every rank has reported what it found: all of them stop in the same
+    step, and the first one that ends takes the others along.
+    """
+    try:
+        get_tp_group().meet(REPORT_TIMEOUT)
+    except RuntimeError as error:
+        logger.warning("another rank's report of its KV cache may be cut: %s", error)
 
 
 def _for_clients(error: Exception) -> str:
