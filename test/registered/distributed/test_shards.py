@@ -313,6 +313,9 @@ assert (group.rank, group.size, group.is_leader) == (rank, size, rank == 0)
 for length in (0, 1, 8183, 8184, 8185, 30000):
     data = bytes(i * 7 % 251 for i in range(length))
     assert group.broadcast_bytes(data if rank == 0 else None) == data, length
+for lengths in ((0, 0, 0), (0, 3, 1), (70000, 0, 5)):
+    every = [bytes([i + 1]) * length for i, length in enumerate(lengths)]
+    assert group.all_gather_bytes(every[rank]) == every, lengths
 assert group.min_int(10 - rank) == 8
 x = torch.full((2, 2), float(rank))
 assert torch.equal(group.all_reduce(x.clone()), torch.full((2, 2), 3.0))

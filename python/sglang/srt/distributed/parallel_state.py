@@ -95,6 +95,23 @@ class TensorParallelGroup:
         dist.broadcast(tail, src=0)
         return received[LENGTH_BYTES:] + tail.numpy().tobytes()
 
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """The `data` of every rank, in their order, on all of them. Waits on the
+        host."""
+        if self.size == 1:
+            return [data]
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(data)
+        dist.all_reduce(lengths)
+        padded = bytearray(max(int(lengths.max()), 1))
+        padded[: len(data)] = data
+        parts = torch.empty(self.size, len(padded), dtype=torch.uint8)
+        _all_gather(parts.view(-1), torch.frombuffer(padded, dtype=torch.uint8))
+        return [
+            part[:length].tobytes()
+            for part, length in zip(parts.numpy(), lengths.tolist(), strict=True)
+        ]
+
     def min_int(self, value: int) -> int:
         """The smallest `value` of all ranks. Waits on the host."""
         if self.size == 1:

@@ -137,6 +137,11 @@ class Engine:
             "internal_states": [msgspec.structs.asdict(stats)],
         }
 
+    def canary_incidents(self) -> list[dict[str, Any]]:
+        """What the KV canary found, oldest first (`docs/kv_canary.md`); empty while it
+        is off."""
+        return self._host.call(self.tokenizer_manager.canary_incidents())
+
     def shutdown(self) -> None:
         """Stop the scheduler process; calling again does nothing."""
         self._finalizer()

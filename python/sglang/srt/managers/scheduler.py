@@ -226,7 +226,10 @@ class Scheduler:
         if not managers:
             return None
         return CanaryGate(
-            managers, cache=self.cache, requests=lambda: self._by_rid.values()
+            managers,
+            cache=self.cache,
+            requests=lambda: self._by_rid.values(),
+            group=get_tp_group(),
         )
 
     def ready_message(self) -> SchedulerReady:
@@ -597,8 +600,8 @@ class Scheduler:
         self.io.send(FlushCacheRsp(call_id=message.call_id, success=success))
 
     def _incidents(self, message: GetIncidentsReq) -> GetIncidentsRsp:
-        found = [] if self._canary is None else self._canary.manager.reporter.incidents
-        return GetIncidentsRsp(call_id=message.call_id, incidents=list(found))
+        found = [] if self._canary is None else self._canary.incidents()
+        return GetIncidentsRsp(call_id=message.call_id, incidents=found)
 
     def stats_snapshot(self) -> SchedulerStats:
         running = 0 if self.running is None else len(self.running)

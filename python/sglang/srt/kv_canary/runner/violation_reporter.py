@@ -33,7 +33,7 @@ class CanaryViolation(RuntimeError):
     """The KV cache is not what it must be; the text is the report.
 
     Attributes:
-        public: what any client may see of it.
+        public: what any client may see of it; empty where another rank found it.
     """
 
     def __init__(self, text: str, *, public: str) -> None:
@@ -169,8 +169,9 @@ def _for_incident(fresh: list[Violation]) -> list[Violation]:
 def as_error(violations: Sequence[Violation], *, with_tokens: bool) -> CanaryViolation:
     """The error of the mode `raise`; of no violations: another rank found some."""
     if not violations:
-        text = "kv_canary violation: found by another rank; see its log"
-        return CanaryViolation(text, public=text)
+        return CanaryViolation(
+            "kv_canary violation: found by another rank; see its log", public=""
+        )
     return CanaryViolation(
         "\n".join(v.line(with_tokens=with_tokens) for v in violations),
         public="\n".join(v.public_line() for v in violations[:VIOLATIONS_PER_INCIDENT]),

@@ -105,8 +105,6 @@ def run_scheduler_process(
         scheduler.run_event_loop()
     except Exception as error:
         logger.exception("The scheduler of rank %d failed", rank)
-        if isinstance(error, CanaryViolation):
-            _await_reports()
         io.send(EngineFailed(message=_for_clients(error)))
         if rank > 0:
             # Rank 0 has most likely failed alike, and must say so before it finds this
@@ -117,21 +115,26 @@ def run_scheduler_process(
         io.close()
 
 
-def _await_reports() -> None:
-    """Wait until every rank has reported what it found: all of them stop in the same
-    step, and the first one that ends takes the others along.
-    """
-    try:
-        get_tp_group().meet(REPORT_TIMEOUT)
-    except RuntimeError as error:
-        logger.warning("another rank's report of its KV cache may be cut: %s", error)
-
-
 def _for_clients(error: Exception) -> str:
     """What every client in flight may read: nothing of another one's request."""
     if isinstance(error, CanaryViolation):
-        return error.public
+        return _found_by_any_rank(error)
     return f"the scheduler failed with {type(error).__name__}"
+
+
+def _found_by_any_rank(error: CanaryViolation) -> str:
+    """What clients may read of it, once every rank has reported what it found: all of
+    them stop in the same step, and the first one that ends takes the others along.
+    """
+    group, found = get_tp_group(), [error.public]
+    try:
+        group.meet(REPORT_TIMEOUT)
+        every = group.all_gather_bytes(error.public.encode())
+        found = [of_rank.decode() for of_rank in every]
+    except RuntimeError as gone:
+        logger.warning("another rank's report of its KV cache may be cut: %s", gone)
+    # What concerns the requests and not the data, all of them find.
+    return "\n".join(dict.fromkeys(filter(None, found))) or str(error)
 
 
 def _refuse(ready: Connection, error: Exception, *, has_peers: bool) -> None:

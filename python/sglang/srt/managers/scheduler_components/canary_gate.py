@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter as CountsOf
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from typing import Any
 
+import msgspec
 import numpy as np
 
+from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.kv_canary.kernels.records import Counter
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
@@ -23,6 +28,8 @@ class CanaryGate:
     managers: of the target's pool and, where there is one, of the draft's; they share
         book and reporter.
     requests: all requests that are not finished.
+    group: the ranks. Each checks its own part of the KV cache; `incidents` and
+        `add_stats` speak of all of them, so that all of them must call these.
     """
 
     def __init__(
@@ -31,11 +38,13 @@ class CanaryGate:
         *,
         cache: BasePrefixCache,
         requests: Callable[[], Iterable[Req]],
+        group: TensorParallelGroup,
     ) -> None:
         self.manager = managers[0]
         self._managers = managers
         self._cache = cache
         self._requests = requests
+        self._group = group
         self._freed_early: set[int] = set()
         for manager in managers:
             manager.attach_radix_cache(cache)
@@ -79,7 +88,8 @@ class CanaryGate:
                 # What the other pool holds is to be reported, too.
                 errors.append(error)
         if errors:
-            raise errors[0]
+            # First what this rank found itself.
+            raise min(errors, key=lambda error: not error.public)
 
     def owner_of(self, slot: int) -> str:
         """Who holds `slot` by the host's books: a request, the cache, or nobody."""
@@ -101,8 +111,17 @@ class CanaryGate:
         is_owned = bool(np.isin(page, allocator.owned_pages()))
         return "owned, holder unknown" if is_owned else "free"
 
+    def incidents(self) -> list[dict[str, Any]]:
+        """The newest incidents of every rank, oldest first."""
+        own = msgspec.msgpack.encode(list(self.manager.reporter.incidents))
+        found: list[dict[str, Any]] = []
+        for of_rank in self._group.all_gather_bytes(own):
+            found += msgspec.msgpack.decode(of_rank)
+        return sorted(found, key=itemgetter("time"))
+
     def add_stats(self, stats: SchedulerStats) -> None:
-        """Fill in the canary's numbers."""
+        """Fill in the canary's numbers: violations of all ranks, and tokens and passes
+        of this one, because every rank checks the same ones."""
         counters = [manager.counters for manager in self._managers]
         stats.kv_canary_protected_tokens_total = sum(
             of_pool[Counter.VERIFIED_SLOTS] for of_pool in counters
@@ -113,7 +132,14 @@ class CanaryGate:
         stats.kv_canary_sweep_passes_total = sum(
             manager.num_sweep_passes for manager in self._managers
         )
-        stats.kv_canary_violations_total = dict(self.manager.reporter.counts)
+        stats.kv_canary_violations_total = self._violations()
+
+    def _violations(self) -> dict[str, int]:
+        own = msgspec.msgpack.encode(dict(self.manager.reporter.counts))
+        counts: CountsOf[str] = CountsOf()
+        for of_rank in self._group.all_gather_bytes(own):
+            counts.update(msgspec.msgpack.decode(of_rank, type=dict[str, int]))
+        return dict(counts)
 
     def _own_slots(self, req: Req) -> frozenset[int]:
         slots = self._cache.req_pool.row_slots(
