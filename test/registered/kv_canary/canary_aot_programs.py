@@ -1,244 +1,374 @@
-"""Compiles the canary's Triton kernels for sm_90; run by test_canary_kernels_aot."""
+"""Compiles the canary's Triton kernels for sm_90; run by test_canary_kernels_aot.
+
+What is compiled is what `triton_launch` launches for batches, views and pools of every
+kind, on tensors that need not hold anything.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "python"))
 
+import torch
 import triton
 import triton.language as tl
 from canary_aot_checks import lonely_branches, unguarded_stores
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang.srt.kv_canary.kernels import triton_books, triton_launch
-from sglang.srt.kv_canary.kernels.state import FingerprintMode
-from sglang.srt.kv_canary.kernels.triton_before import before_kernel
+from sglang.srt.kv_canary.kernels import triton_launch
+from sglang.srt.kv_canary.kernels.records import WriterKind
+from sglang.srt.kv_canary.kernels.state import (
+    CanaryRows,
+    CanaryState,
+    Fingerprint,
+    FingerprintMode,
+    create_state,
+)
+from sglang.srt.kv_canary.kernels.triton_args import state_args
 from sglang.srt.kv_canary.kernels.triton_common import told_to_all
-from sglang.srt.kv_canary.kernels.triton_verify import verify_kernel
-from sglang.srt.kv_canary.kernels.triton_write import write_kernel
+from sglang.srt.model_executor.forward_batch_info import KVReadView
 from sglang.test.scale import sampled
 
 TARGET = GPUTarget("cuda", 90, 32)
-INT32_POINTERS = {"verdict", "phase", "ticket", "req_to_token", "tokens"}
-# K and V of Llama-3.1-8B: 2048 bytes per slot and layer.
-POOL = {"LAYERS": 32, "K_WORDS": 256, "V_WORDS": 256}
+KERNELS = {
+    name: value
+    for name, value in vars(triton_launch).items()
+    if name.endswith("_kernel")
+}
+# Whose warps look at the same elements; in the others a thread has its own.
+GUARDED = {"verify_kernel", "before_kernel", "write_kernel"}
+# Records, which other programs of the launch may be writing: how the compiler names the
+# first two elements of the tuple `state`, head and tail.
+VOLATILE = ("state", "state_0")
+ROWS, WIDTH = 5, 320
 
 
 class Variant(NamedTuple):
     name: str
-    kernel: Any
-    constants: dict[str, Any]
-    warps: int = 4
-    int32: frozenset[str] = frozenset(INT32_POINTERS | {"entries"})
+    kernel: str
+    arguments: dict[str, Any]
+    warps: int
 
 
-def flags(kernel: Any, **chosen: Any) -> dict[str, Any]:
-    """All HAS_ and IS_ switches off but those chosen."""
-    names = kernel.arg_names
-    off = {n: False for n in names if n.startswith(("HAS_", "IS_")) or n == "SWEEP"}
-    return {**off, **chosen}
+class Recorder:
+    """Stands in for a kernel, and notes what it is launched with."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.launches: list[tuple[dict[str, Any], int]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
+        return self
+
+    def __call__(self, *args: Any, num_warps: int = 4, **kwargs: Any) -> None:
+        named = dict(zip(KERNELS[self.name].arg_names, args, strict=False))
+        self.launches.append((named | kwargs, num_warps))
 
 
-def verifies() -> Iterator[Variant]:
-    shapes = (
-        ("tokens", {"PAGE_SIZE": 1, "PAGED": True, "HAS_ROW_INDEX": True}),
-        ("pages", {"PAGE_SIZE": 16, "PAGED": True, "HAS_ROW_INDEX": True}),
-        ("flat", {"PAGE_SIZE": 1, "PAGED": False}),
-        ("numbers", {"PAGE_SIZE": 16, "ENTRY_SIZE": 16, "PAGED": False}),
-        (
-            "draft window",
-            {
-                "PAGE_SIZE": 4,
-                "PAGED": True,
-                "HAS_SEEDS": True,
-                "HAS_SEED_TABLE": True,
-                "HAS_SHIFT": True,
-                "HAS_LINEAGE_ROWS": True,
-                "HAS_FIRST": True,
-                "HAS_QO_INDPTR": True,
-                "HAS_TOKENS": True,
-            },
-        ),
-        (
-            "sweep",
-            {"PAGE_SIZE": 1, "PAGED": False, "SWEEP": True, "HAS_PREV": True},
-        ),
+# -- what is launched --------------------------------------------------------------
+
+
+def longs(count: int = ROWS) -> Tensor:
+    return torch.zeros(count, dtype=torch.int64)
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+def create_rows(*, tokens: int = ROWS, **fields: Tensor) -> CanaryRows:
+    return CanaryRows(
+        req_rows=longs(),
+        prefix_lens=longs(),
+        extend_lens=longs(),
+        input_ids=longs(tokens),
+        positions=longs(tokens),
+        out_cache_loc=longs(tokens),
+        serials=longs(),
+        salts=longs(),
+        **fields,
     )
+
+
+def decode_rows() -> CanaryRows:
+    return create_rows()
+
+
+def extend_rows(**fields: Tensor) -> CanaryRows:
+    return create_rows(tokens=600, qo_indptr=longs(ROWS + 1), **fields)
+
+
+def branch_rows() -> CanaryRows:
+    """Branches of a draft, which go on from lineages of their own."""
+    return create_rows(
+        seed_table=longs(8),
+        lineage_rows=longs(),
+        publish_rows=longs(),
+        shift_from=longs(),
+        column_shift=longs(),
+    )
+
+
+ALL_ROWS = {
+    "decode": decode_rows(),
+    "extend": extend_rows(),
+    "tree": extend_rows(parent_index=longs(600)),
+    "branches": branch_rows(),
+    "draft extend": extend_rows(seed_table=longs(8), stay_lens=longs()),
+    "seeds": create_rows(seeds=longs()),
+}
+VIEWS = {
+    "tokens": KVReadView(
+        read_lens=longs(), page_table=ints(8, WIDTH), row_index=longs()
+    ),
+    "pages": KVReadView(
+        read_lens=longs(),
+        page_table=ints(8, WIDTH)[:, ::16],
+        row_index=longs(),
+        page_size=16,
+    ),
+    "flat": KVReadView(
+        read_lens=longs(), indptr=ints(ROWS + 1), slot_indices=ints(2000)
+    ),
+    "numbers": KVReadView(
+        read_lens=longs(),
+        indptr=ints(ROWS + 1),
+        page_indices=ints(200),
+        page_size=16,
+    ),
+    "window": KVReadView(
+        read_lens=longs(),
+        page_table=ints(ROWS, WIDTH),
+        first_position=longs(),
+        page_size=4,
+    ),
+}
+SWEEP = KVReadView(
+    read_lens=longs(),
+    indptr=longs(ROWS + 1),
+    slot_indices=longs(2000),
+    prev_slots=longs(),
+)
+
+
+def create_canary() -> CanaryState:
+    return create_state(
+        num_slots=64, req_rows=8, ring_capacity=64, num_managers=2, device="cpu"
+    )
+
+
+def pool_of(mode: FingerprintMode) -> Fingerprint:
+    """K and V of Llama-3.1-8B, 2048 bytes per slot and layer, in a pool so large that
+    strides need 64 bits."""
+    if mode is FingerprintMode.NONE:
+        return Fingerprint()
+    words = torch.empty(32, 1 << 24, 256, dtype=torch.int64, device="meta")
+    return Fingerprint(mode=mode, k_words=words, v_words=words, rotation_period=1024)
+
+
+def launch_reads(mode: FingerprintMode, view: str, rows: str) -> None:
+    tokens = ints(8, WIDTH + 1) if view == "window" else None
+    triton_launch.before_model(
+        create_canary(),
+        ALL_ROWS[rows],
+        VIEWS[view],
+        pool_of(mode),
+        req_to_token=ints(8, WIDTH),
+        tokens=tokens,
+        token_offset=1,
+        page_size=VIEWS[view].page_size,
+        writer_kind=WriterKind.DECODE,
+        manager=0,
+        oracle=(longs(), longs()) if view == "flat" else None,
+    )
+
+
+def launch_verify(mode: FingerprintMode, view: KVReadView) -> None:
+    triton_launch.verify(
+        create_canary(),
+        ALL_ROWS["decode"],
+        view,
+        pool_of(mode),
+        req_to_token=None if view is SWEEP else ints(8, WIDTH),
+        tokens=None,
+        token_offset=0,
+        manager=0,
+    )
+
+
+def launch_head(rows: str) -> None:
+    triton_launch.write_head(
+        create_canary(),
+        ALL_ROWS[rows],
+        req_to_token=ints(8, WIDTH),
+        page_size=16,
+        writer_kind=WriterKind.EXTEND,
+        manager=0,
+        oracle=(longs(600), longs(600)) if rows == "extend" else None,
+    )
+
+
+def launch_tail(mode: FingerprintMode, rows: str) -> None:
+    triton_launch.write_tail(
+        create_canary(),
+        ALL_ROWS[rows],
+        pool_of(mode),
+        page_size=16,
+        writer_kind=WriterKind.EXTEND,
+        manager=0,
+        advance=rows != "tree",
+        findings=longs(64) if rows in ("decode", "extend") else None,
+    )
+
+
+def launches() -> Iterator[tuple[str, Any]]:
+    """Names, and what launches one kernel each."""
+    for rows in ALL_ROWS:
+        yield f"head {rows}", lambda rows=rows: launch_head(rows)
     for mode in FingerprintMode:
-        block, chunk = triton_launch.verify_block(mode)
-        for name, chosen in shapes:
-            constants = {"MODE": int(mode), "BLOCK": block, "CHUNK": chunk}
-            constants |= POOL | {"ENTRY_SIZE": 1} | flags(verify_kernel, **chosen)
-            yield Variant(f"verify {name} {mode.name}", verify_kernel, constants)
-
-
-def befores() -> Iterator[Variant]:
-    """Verify and head in one: of every shape of a view, decodes and extends."""
-    for variant in verifies():
-        chosen = variant.constants
-        is_default = chosen["MODE"] == FingerprintMode.PARTIAL
-        if chosen["SWEEP"] or not (is_default or "tokens" in variant.name):
-            continue
-        for is_extend in (False, True):
-            block, _ = triton_launch.write_block(
-                FingerprintMode.NONE, one_token=not is_extend
+        for rows in ALL_ROWS:
+            name = f"tail {rows} {mode.name}"
+            yield name, lambda mode=mode, rows=rows: launch_tail(mode, rows)
+    state = create_canary()
+    for live in (None, longs(1)):
+        name = f"poison {live is not None}"
+        yield name, lambda live=live: triton_launch.poison(state, longs(200), live)
+    for moves in (1, 50, triton_launch.MAX_MOVES):
+        dst = longs(moves)
+        yield (
+            f"move {moves}",
+            lambda dst=dst: triton_launch.move_records(state, dst=dst, src=dst),
+        )
+    rows = ALL_ROWS["draft extend"]
+    yield "finish", lambda: triton_launch.finish_step(state, rows, longs(64))
+    yield "gather", lambda: triton_launch.gather_findings(state, longs(), longs(64))
+    for mode in FingerprintMode:
+        for name, view in {"tokens": VIEWS["tokens"], "sweep": SWEEP}.items():
+            yield (
+                f"verify {name} {mode.name}",
+                lambda mode=mode, view=view: launch_verify(mode, view),
             )
-            extra = {"HAS_QO_INDPTR": is_extend, "HEAD_BLOCK": block}
-            constants = flags(before_kernel, HAS_COLUMNS=True) | chosen | extra
-            yield Variant(
-                f"before {variant.name} {is_extend}", before_kernel, constants
-            )
+        for name in VIEWS:
+            if mode is FingerprintMode.PARTIAL or name == "tokens":
+                for rows in ("branches",) if name == "window" else ALL_ROWS:
+                    yield (
+                        f"before {name} {rows} {mode.name}",
+                        lambda mode=mode, name=name, rows=rows: launch_reads(
+                            mode, name, rows
+                        ),
+                    )
 
 
-def writes() -> Iterator[Variant]:
-    shapes = (
-        ("decode", {}),
-        ("extend", {"HAS_QO_INDPTR": True}),
-        ("tree", {"HAS_QO_INDPTR": True, "IS_TREE": True}),
-        (
-            "draft",
-            {
-                "HAS_SEEDS": True,
-                "HAS_SEED_TABLE": True,
-                "HAS_SHIFT": True,
-                "HAS_LINEAGE_ROWS": True,
-                "HAS_PUBLISH_ROWS": True,
-            },
-        ),
-        (
-            "draft extend",
-            {
-                "HAS_SEEDS": True,
-                "HAS_SEED_TABLE": True,
-                "HAS_QO_INDPTR": True,
-                "HAS_STAY_LENS": True,
-            },
-        ),
-    )
-    for is_tail in (False, True):
-        for mode in FingerprintMode if is_tail else (FingerprintMode.NONE,):
-            for name, chosen in shapes:
-                one = "HAS_QO_INDPTR" not in chosen
-                block, chunk = triton_launch.write_block(mode, one_token=one)
-                constants = {
-                    "IS_TAIL": is_tail,
-                    "ADVANCES": is_tail and name != "tree",
-                    "HAS_FINDINGS": is_tail and name in ("decode", "extend"),
-                    "MODE": int(mode),
-                    "BLOCK": block,
-                    "CHUNK": chunk,
-                }
-                constants = flags(write_kernel, **chosen, HAS_COLUMNS=True) | constants
-                constants |= POOL | {"HAS_ORACLE": name == "extend"}
-                warps = 1 if one and chunk == 1 else 4
-                name = f"{'tail' if is_tail else 'head'} {name} {mode.name}"
-                yield Variant(name, write_kernel, constants, warps)
+def variants() -> list[Variant]:
+    found = []
+    recorders = {name: Recorder(name) for name in KERNELS}
+    with ExitStack() as stack:
+        for name, recorder in recorders.items():
+            stack.enter_context(patch.object(triton_launch, name, recorder))
+        for name, launch in launches():
+            launch()
+            (kernel,) = (r for r in recorders.values() if r.launches)
+            ((arguments, warps),) = kernel.launches
+            kernel.launches.clear()
+            found.append(Variant(name, kernel.name, arguments, warps))
+    assert {variant.kernel for variant in found} == set(KERNELS)
+    return found
 
 
-def books() -> Iterator[Variant]:
-    for live in (False, True):
-        kernel = triton_books.poison_kernel
-        yield Variant(f"poison {live}", kernel, {"HAS_LIVE": live, "BLOCK": 128})
-    for moves in (1, 64, triton_launch.MAX_MOVES):
-        yield Variant(f"move {moves}", triton_books.move_kernel, {"MOVES": moves})
-    for advances in (False, True):
-        kernel = triton_books.finish_kernel
-        constants = {"ADVANCES": advances} | flags(kernel, HAS_QO_INDPTR=advances)
-        yield Variant(f"finish {advances}", kernel, constants, warps=1)
+# -- compilation -------------------------------------------------------------------
 
 
-def compile_variant(variant: Variant) -> Any:
-    signature = {}
-    attributes = {}
-    kernel = variant.kernel
-    for position, name in enumerate(kernel.arg_names):
-        is_scalar = name in SCALARS or "stride" in name
-        if name in variant.constants:
-            signature[name] = "constexpr"
-        elif is_scalar:
-            signature[name] = "i64" if "layer_stride" in name else "i32"
+class Signature:
+    """How Triton sees arguments: types, what it compiles in, which are aligned."""
+
+    def __init__(self) -> None:
+        self.constants: dict[tuple[int, ...], Any] = {}
+        self.attributes: dict[tuple[int, ...], list[list[object]]] = {}
+
+    def type_of(self, value: Any, path: tuple[int, ...], *, specialized: bool) -> Any:
+        if isinstance(value, tuple):
+            types = [
+                self.type_of(part, (*path, i), specialized=True)
+                for i, part in enumerate(value)
+            ]
+            return type(value)(*types)
+        if value is None or (specialized and isinstance(value, int) and value == 1):
+            return self.constant(value, path)
+        is_tensor = isinstance(value, Tensor)
+        number = value.data_ptr() if is_tensor else value
+        if specialized and number % 16 == 0:
+            self.attributes[path] = [["tt.divisibility", 16]]
+        if is_tensor:
+            return {torch.int32: "*i32", torch.int64: "*i64"}[value.dtype]
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+    def constant(self, value: Any, path: tuple[int, ...]) -> str:
+        self.constants[path] = value
+        return "constexpr"
+
+
+def compile_kernel(kernel: Any, arguments: dict[str, Any], warps: int) -> Any:
+    signature, types = Signature(), {}
+    for i, param in enumerate(kernel.params):
+        value = arguments[param.name]
+        if param.is_constexpr:
+            types[param.name] = signature.constant(value, (i,))
         else:
-            signature[name] = "*i32" if name in variant.int32 else "*i64"
-            attributes[(position,)] = [["tt.divisibility", 16]]
+            types[param.name] = signature.type_of(
+                value, (i,), specialized=not param.do_not_specialize
+            )
     source = ASTSource(
-        kernel, signature, constexprs=variant.constants, attrs=attributes
+        kernel, types, constexprs=signature.constants, attrs=signature.attributes
     )
-    options = {"num_warps": variant.warps, "launch_pdl": True}
+    options = {"num_warps": warps, "launch_pdl": True}
     return triton.compile(source, target=TARGET, options=options)
 
 
 @triton.jit
-def lonely_kernel(head, clock, BLOCK: tl.constexpr, AGREED: tl.constexpr):
+def lonely_kernel(state, BLOCK: tl.constexpr, AGREED: tl.constexpr):
     """Each warp decides for itself, unless AGREED: a control of the check."""
-    word = tl.load(head + tl.arange(0, BLOCK))
+    word = tl.load(state.tail + tl.arange(0, BLOCK))
     if AGREED:
         word = told_to_all(word)
     if tl.sum(word, axis=0) != 0:
-        tl.store(clock, tl.load(clock) + 1)
+        tl.store(state.clock, tl.load(state.clock) + 1)
 
 
-def controls() -> Iterator[tuple[Variant, bool]]:
-    """Variants, and whether their warps may part ways."""
+def check_controls() -> None:
+    state = state_args(create_canary())
     for block in (1, 8, 32, 128):
         for agreed in (False, True):
-            name = f"lonely {block} {agreed}"
-            constants = {"BLOCK": block, "AGREED": agreed}
+            arguments = {"state": state, "BLOCK": block, "AGREED": agreed}
+            ttgir = compile_kernel(lonely_kernel, arguments, 4).asm["ttgir"]
             is_lonely = block < 128 and not agreed
-            yield Variant(name, lonely_kernel, constants), is_lonely
-
-
-# Whose warps look at the same elements; in the others a thread has its own.
-GUARDED = (verify_kernel, before_kernel, write_kernel)
-# Records, which other programs of the launch may be writing.
-VOLATILE = ("head", "tail")
-
-SCALARS = {
-    "num_rows",
-    "num_slots",
-    "num_tokens",
-    "capacity",
-    "table_rows",
-    "table_columns",
-    "columns_width",
-    "tokens_width",
-    "token_offset",
-    "period",
-    "page_size",
-    "max_depth",
-    "kind",
-    "manager",
-    "tag",
-    "head_tag",
-    "verify_splits",
-    "count",
-}
+            assert bool(lonely_branches(ttgir, VOLATILE)) == is_lonely, arguments
 
 
 def main() -> None:
-    variants = sampled(
-        [*writes(), *books(), *verifies(), *befores()], key=lambda v: v.kernel, ci=3
-    )
-    for variant in variants:
-        compiled = compile_variant(variant)
+    chosen = sampled(variants(), key=lambda variant: variant.kernel, ci=3)
+    for variant in chosen:
+        kernel = KERNELS[variant.kernel]
+        compiled = compile_kernel(kernel, variant.arguments, variant.warps)
         if variant.kernel in GUARDED and variant.warps > 1:
             stores = unguarded_stores(compiled.asm["ttir"])
             assert not stores, f"{variant.name}: {stores}"
             # Nothing writes heads beside a tail launch, which reads no tails.
-            volatile = () if variant.constants.get("IS_TAIL") else VOLATILE
+            volatile = () if variant.arguments.get("IS_TAIL") else VOLATILE
             branches = lonely_branches(compiled.asm["ttgir"], volatile)
             assert not branches, f"{variant.name}: {branches}"
         print(variant.name, "shared", compiled.metadata.shared, flush=True)
-    for variant, is_lonely in controls():
-        ttgir = compile_variant(variant).asm["ttgir"]
-        assert bool(lonely_branches(ttgir, VOLATILE)) == is_lonely, variant.name
-    print(f"compiled {len(variants)} variants for sm_90")
+    check_controls()
+    print(f"compiled {len(chosen)} variants for sm_90")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ import triton.language as tl
 from sglang.srt.kv_canary.kernels.records import WriterKind
 from sglang.srt.kv_canary.kernels.triton_common import (
     POISON,
-    SALT_KEY,
-    mix64,
     pack_word3,
+    salt_of,
+    start_of,
 )
 from sglang.srt.kv_canary.kernels.triton_write import (
     base_of,
+    published_row_of,
     sum_of_terms,
     take_status,
     take_verdicts,
@@ -69,71 +70,29 @@ def move_kernel(head, tail, dst, src, count, MOVES: tl.constexpr):
     tl.store(records + target[:, None] * 4 + word, moved, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
-def finish_kernel(
-    verdict,
-    ring_count,
-    counters,
-    findings,
-    expected_lineage,
-    req_rows,
-    prefix_lens,
-    extend_lens,
-    stay_lens,
-    input_ids,
-    positions,
-    salts,
-    qo_indptr,
-    seeds,
-    lineage_rows,
-    publish_rows,
-    num_tokens,
-    num_rows,
-    ADVANCES: tl.constexpr,
-    HAS_QO_INDPTR: tl.constexpr,
-    HAS_SEEDS: tl.constexpr,
-    HAS_SEED_TABLE: tl.constexpr,
-    HAS_LINEAGE_ROWS: tl.constexpr,
-    HAS_PUBLISH_ROWS: tl.constexpr,
-    HAS_STAY_LENS: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def finish_kernel(state, rows, ends, num_rows, num_tokens, ADVANCES: tl.constexpr):
     """A program per row: its verdict, and its lineage if it ADVANCES; the first also
-    takes the status, which this launch does not change."""
+    takes the status, which this launch does not change. `state`, `rows` and `ends`:
+    `triton_args.py`."""
     row = tl.program_id(0).to(tl.int64)
     inside = row < num_rows
-    req = tl.load(req_rows + row, mask=inside, other=0)
+    req = tl.load(rows.req_rows + row, mask=inside, other=0)
     live = req != 0
     if row == 0:
-        take_status(ring_count, counters, findings)
-    take_verdicts(verdict, findings, row, req, inside, live)
+        take_status(state, ends.findings)
+    take_verdicts(state, ends.findings, row, req, inside, live)
     if ADVANCES:
-        prefix = tl.load(prefix_lens + row, mask=live, other=0)
-        start = row
-        if HAS_QO_INDPTR:
-            start = tl.load(qo_indptr + row, mask=live, other=0)
-        extend = tl.load(extend_lens + row, mask=live, other=0)
-        if HAS_STAY_LENS:
-            extend = tl.minimum(tl.load(stay_lens + row, mask=live, other=0), extend)
+        prefix = tl.load(rows.prefix_lens + row, mask=live, other=0)
+        start = start_of(rows, row, live)
+        extend = tl.load(rows.extend_lens + row, mask=live, other=0)
+        if ends.stay_lens is not None:
+            stay = tl.load(ends.stay_lens + row, mask=live, other=0)
+            extend = tl.minimum(stay, extend)
         end = tl.minimum(start + extend, num_tokens)
-        salt = mix64(tl.load(salts + row, mask=live, other=0) ^ SALT_KEY)
-        value = base_of(
-            expected_lineage,
-            lineage_rows,
-            seeds,
-            row,
-            req,
-            live,
-            prefix,
-            HAS_LINEAGE_ROWS,
-            HAS_SEEDS,
-            HAS_SEED_TABLE,
-        )
-        value += sum_of_terms(input_ids, positions, start, end, salt)
-        published = req
-        if HAS_PUBLISH_ROWS:
-            published = tl.load(publish_rows + row, mask=live, other=0)
-        elif HAS_LINEAGE_ROWS:
-            published = tl.load(lineage_rows + row, mask=live, other=0)
+        value = base_of(state, rows, row, req, live, prefix)
+        value += sum_of_terms(rows, start, end, salt_of(rows, row, live))
+        published = published_row_of(rows, ends, row, req, live)
         # All threads have read the old value before one stores the new.
         tl.debug_barrier()
-        tl.store(expected_lineage + published, value, mask=live)
+        tl.store(state.expected_lineage + published, value, mask=live)

@@ -1,6 +1,8 @@
-"""What the canary's Triton kernels share: hashes, fingerprints, ring entries, phases.
+"""What the canary's Triton kernels share: hashes, fingerprints, ring entries, phases,
+and what a batch row says of itself.
 
-Mirrors `records.py`. Hashing is unsigned; words are kept as int64.
+Mirrors `records.py`. Hashing is unsigned; words are kept as int64. The parameters
+`state`, `rows`, `table`, `data` and HASHING are the tuples of `triton_args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -95,39 +97,52 @@ def _hashed(
 
 
 @triton.jit
-def fingerprint_of(
-    k_words,
-    v_words,
-    slot,
-    mask,
-    lineage,
-    k_layer_stride,
-    k_slot_stride,
-    v_layer_stride,
-    v_slot_stride,
-    MODE: tl.constexpr,
-    LAYERS: tl.constexpr,
-    K_WORDS: tl.constexpr,
-    V_WORDS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Fingerprints [N] of slots [N] with these lineages; 0 outside of `mask`. MODE is
-    not NONE."""
-    if MODE == PARTIAL:
+def fingerprint_of(data, slot, mask, lineage, HASHING: tl.constexpr):
+    """Fingerprints [N] of slots [N] with these lineages; 0 outside of `mask`. The mode
+    is not NONE."""
+    if HASHING.mode == PARTIAL:
         # Multiply and shift: a place in 0 .. n - 1 without a division.
         spread = mix64(lineage)
         low, high = spread & LOW_HALF, (spread >> 32) & LOW_HALF
-        layer = (low * LAYERS) >> 32
-        k_chunk = (high * (K_WORDS // 2)) >> 32
-        v_chunk = (high * (V_WORDS // 2)) >> 32
-        k = _sampled(k_words, slot, mask, layer, k_chunk, k_layer_stride, k_slot_stride)
-        v = _sampled(v_words, slot, mask, layer, v_chunk, v_layer_stride, v_slot_stride)
+        layer = (low * HASHING.layers) >> 32
+        k = _sampled(
+            data.k_words,
+            slot,
+            mask,
+            layer,
+            (high * (HASHING.k_words // 2)) >> 32,
+            data.k_layer_stride,
+            data.k_slot_stride,
+        )
+        v = _sampled(
+            data.v_words,
+            slot,
+            mask,
+            layer,
+            (high * (HASHING.v_words // 2)) >> 32,
+            data.v_layer_stride,
+            data.v_slot_stride,
+        )
     else:
         k = _hashed(
-            k_words, slot, mask, k_layer_stride, k_slot_stride, LAYERS, K_WORDS, CHUNK
+            data.k_words,
+            slot,
+            mask,
+            data.k_layer_stride,
+            data.k_slot_stride,
+            HASHING.layers,
+            HASHING.k_words,
+            HASHING.chunk,
         )
         v = _hashed(
-            v_words, slot, mask, v_layer_stride, v_slot_stride, LAYERS, V_WORDS, CHUNK
+            data.v_words,
+            slot,
+            mask,
+            data.v_layer_stride,
+            data.v_slot_stride,
+            HASHING.layers,
+            HASHING.v_words,
+            HASHING.chunk,
         )
     return tl.where(mask, (k & LOW_HALF) | (v << 32), 0)
 
@@ -150,10 +165,7 @@ def told_to_all(reasons):
 
 @triton.jit
 def report(
-    ring,
-    ring_count,
-    capacity,
-    verdict,
+    state,
     reasons,
     req_row,
     serial,
@@ -171,7 +183,7 @@ def report(
     computed_fingerprint,
     tag,
 ):
-    """A ring entry for each element with reasons; `verdict` is of the row of all.
+    """A ring entry for each element with reasons, and a verdict on `req_row`.
 
     Columns are int64 [N]; `req_row`, `serial`, `clock`, `batch_row`, `tag` scalars.
     All warps have to agree on `reasons`.
@@ -179,10 +191,10 @@ def report(
     bad = reasons != 0
     count = tl.sum(bad.to(tl.int32), axis=0)
     if count > 0:
-        begin = tl.atomic_add(ring_count, count.to(tl.int64))
+        begin = tl.atomic_add(state.ring_count, count.to(tl.int64))
         place = begin + tl.cumsum(bad.to(tl.int32), axis=0) - 1
-        keep = bad & (place < capacity)
-        entry = ring + place * RING_WORDS
+        keep = bad & (place < state.capacity)
+        entry = state.ring + place * RING_WORDS
         tl.store(entry, reasons, mask=keep)
         tl.store(entry + 1, tl.zeros_like(slot) + req_row, mask=keep)
         tl.store(entry + 2, tl.zeros_like(slot) + serial, mask=keep)
@@ -199,16 +211,13 @@ def report(
         tl.store(entry + 13, found_fingerprint, mask=keep)
         tl.store(entry + 14, computed_fingerprint, mask=keep)
         tl.store(entry + 15, tl.zeros_like(slot) + tag, mask=keep)
-        of_row = verdict + tl.zeros_like(slot)
+        of_row = state.verdict + req_row + tl.zeros_like(slot)
         tl.atomic_or(of_row, reasons.to(tl.int32), mask=bad)
 
 
 @triton.jit
 def report_one(
-    ring,
-    ring_count,
-    capacity,
-    verdict,
+    state,
     reason,
     req_row,
     serial,
@@ -220,7 +229,7 @@ def report_one(
     tag,
 ):
     """One ring entry that names no slot; all scalars."""
-    place = tl.atomic_add(ring_count, 1)
+    place = tl.atomic_add(state.ring_count, 1)
     column = tl.arange(0, RING_WORDS)
     entry = tl.zeros([RING_WORDS], dtype=tl.int64)
     entry = tl.where(column == 0, reason, entry)
@@ -233,53 +242,73 @@ def report_one(
     entry = tl.where(column == 10, clock, entry)
     entry = tl.where(column == 11, batch_row, entry)
     entry = tl.where(column == 15, tag, entry)
-    keep = (column < RING_WORDS) & (place < capacity)
-    tl.store(ring + place * RING_WORDS + column, entry, mask=keep)
-    tl.atomic_or(verdict, reason)
+    keep = (column < RING_WORDS) & (place < state.capacity)
+    tl.store(state.ring + place * RING_WORDS + column, entry, mask=keep)
+    tl.atomic_or(state.verdict + req_row, reason)
 
 
 @triton.jit
-def step_phase(
-    phase,
-    manager,
-    ring,
-    ring_count,
-    capacity,
-    verdict,
-    clock,
-    tag,
-    DUE: tl.constexpr,
-    NEXT: tl.constexpr,
-):
+def step_phase(state, manager, clock, tag, DUE: tl.constexpr, NEXT: tl.constexpr):
     """Take the manager's phase from DUE to NEXT; a breach is reported and repaired."""
     if manager >= 0:
-        found = tl.load(phase + manager)
+        found = tl.load(state.phase + manager)
         # Warps run apart: one that came here after the store below would take the
         # branch alone, and meet the others at the wrong barriers from then on.
         tl.debug_barrier()
         if found != DUE:
-            report_one(
-                ring,
-                ring_count,
-                capacity,
-                verdict,
-                PHASE_REASON,
-                0,
-                0,
-                -1,
-                DUE,
-                found.to(tl.int64),
-                clock,
-                -1,
-                tag,
-            )
-        tl.store(phase + manager, NEXT)
+            found0 = found.to(tl.int64)
+            report_one(state, PHASE_REASON, 0, 0, -1, DUE, found0, clock, -1, tag)
+        tl.store(state.phase + manager, NEXT)
 
 
 @triton.jit
-def column_of(position, row, shift_from, column_shift, HAS_SHIFT: tl.constexpr):
+def start_of(rows, row, live):
+    """Where the row's new tokens start."""
+    start = row
+    if rows.qo_indptr is not None:
+        start = tl.load(rows.qo_indptr + row, mask=live, other=0)
+    return start
+
+
+@triton.jit
+def salt_of(rows, row, live):
+    """The salt of the row's lineages, as `term_of` takes it."""
+    return mix64(tl.load(rows.salts + row, mask=live, other=0) ^ SALT_KEY)
+
+
+@triton.jit
+def seed_of(rows, row, req, live):
+    """Lineage before the row's position 0."""
+    seed = live.to(tl.int64) * 0
+    if rows.seeds is not None:
+        seed = tl.load(rows.seeds + row, mask=live, other=0)
+    elif rows.seed_table is not None:
+        seed = tl.load(rows.seed_table + req, mask=live, other=0)
+    return seed
+
+
+@triton.jit
+def lineage_row_of(rows, row, req, live):
+    """The row of `expected_lineage` that a batch row goes on from."""
+    lineage_row = req
+    if rows.lineage_rows is not None:
+        lineage_row = tl.load(rows.lineage_rows + row, mask=live, other=0)
+    return lineage_row
+
+
+@triton.jit
+def column_of(rows, position, row):
     """Columns of `req_to_token` in which positions of a batch row stand."""
-    if HAS_SHIFT:
-        shifted = position >= tl.load(shift_from + row)
-        position = position + tl.where(shifted, tl.load(column_shift + row), 0)
+    if rows.shift_from is not None:
+        shifted = position >= tl.load(rows.shift_from + row)
+        position = position + tl.where(shifted, tl.load(rows.column_shift + row), 0)
     return position
+
+
+@triton.jit
+def in_table(table, column, req, mask):
+    """What stands in columns of row `req` as int64; -1 beyond the table and outside of
+    `mask`."""
+    mask = mask & (column >= 0) & (column < table.width)
+    at = table.at + req * table.stride + column
+    return tl.load(at, mask=mask, other=-1).to(tl.int64)
