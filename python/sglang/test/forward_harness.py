@@ -125,6 +125,9 @@ class ForwardHarness:
         indptr = torch.cat((torch.zeros(1, dtype=torch.int64), lens.cumsum(0)))
         for row, end in zip(rows, ends, strict=True):
             self._written[row] = end
+            # As the scheduler does: inputs are compared with what was published.
+            known = torch.tensor(self._tokens[row])
+            self.pool.write_tokens([row], [0], [len(known)], known)
         zeros = torch.zeros(len(rows), dtype=torch.int64)
         batch = ForwardBatch(
             forward_mode=mode,

@@ -303,11 +303,12 @@ void run_head(const canary::WriteArgs& a, int64_t manager) {
 
 void canary_write_head(
     const Tensor& state, const OptionalTensors& rows, const OptionalTensor& req_to_token,
-    const OptionalTensor& oracle_tokens, const OptionalTensor& oracle_positions,
-    const Numbers& n) {
+    const OptionalTensor& published, const OptionalTensor& oracle_tokens,
+    const OptionalTensor& oracle_positions, const Numbers& n) {
   const char* op = "canary_write_head";
   canary::WriteArgs a = write_args(op, state, rows, n);
   a.slots = columns_of(op, "req_to_token", req_to_token, a.rows);
+  a.published = columns_of(op, "published", published, a.rows);
   set_oracle(op, a, oracle_tokens, oracle_positions);
   run_head(a, n[5]);
 }
@@ -317,8 +318,9 @@ void canary_write_head(
 void canary_before_model(
     const Tensor& state, const OptionalTensors& rows, const OptionalTensors& table,
     const OptionalTensor& k, const OptionalTensor& v, const Tensor& req_to_token,
-    const OptionalTensor& tokens, const OptionalTensor& oracle_tokens,
-    const OptionalTensor& oracle_positions, const Numbers& n) {
+    const OptionalTensor& tokens, const OptionalTensor& published,
+    const OptionalTensor& oracle_tokens, const OptionalTensor& oracle_positions,
+    const Numbers& n) {
   const char* op = "canary_before_model";
   SGLK_REQUIRE(n.size() == 9, op, ": numbers has ", n.size(), " values, expected 9");
   const canary::VerifyArgs a =
@@ -328,6 +330,7 @@ void canary_before_model(
   w.state = a.state;
   w.rows = a.rows;
   w.slots = a.slots;
+  w.published = columns_of(op, "published", published, a.rows);
   w.page_size = n[8];
   w.kind = n[7];
   set_oracle(op, w, oracle_tokens, oracle_positions);
@@ -420,14 +423,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
       "Tensor? v_words, Tensor? req_to_token, Tensor? tokens, int[] numbers) -> ()");
   m.def(
       "canary_write_head(Tensor(a!) state, Tensor?[] rows, Tensor? req_to_token, "
-      "Tensor? oracle_tokens, Tensor? oracle_positions, int[] numbers) -> ()");
+      "Tensor? published, Tensor? oracle_tokens, Tensor? oracle_positions, int[] numbers) -> ()");
   m.def(
       "canary_write_tail(Tensor(a!) state, Tensor?[] rows, Tensor? k_words, "
       "Tensor? v_words, Tensor(b!)? findings, int[] numbers) -> ()");
   m.def(
       "canary_before_model(Tensor(a!) state, Tensor?[] rows, Tensor?[] table, "
       "Tensor? k_words, Tensor? v_words, Tensor req_to_token, Tensor? tokens, "
-      "Tensor? oracle_tokens, Tensor? oracle_positions, int[] numbers) -> ()");
+      "Tensor? published, Tensor? oracle_tokens, Tensor? oracle_positions, "
+      "int[] numbers) -> ()");
   m.def("canary_poison(Tensor(a!) state, Tensor slots, Tensor? n_live) -> ()");
   m.def(
       "canary_gather_findings(Tensor(a!) state, Tensor req_rows, Tensor(b!) findings) -> ()");

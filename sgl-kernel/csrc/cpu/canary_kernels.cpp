@@ -27,10 +27,19 @@ Truth before(const VerifyArgs& a, int64_t r, int64_t i, int64_t p, int64_t previ
   return {record[0] != kPoison, (uint64_t)record[1]};
 }
 
+// Whether the row looks at the slot's bytes now. In kRotate each slot has its turn while the
+// row grows by a period, whatever its steps.
+bool is_due(const VerifyArgs& a, int64_t r, int64_t slot) {
+  if (a.bytes.mode != kRotate) return a.bytes.mode != kNoBytes;
+  const int64_t period = a.bytes.period;
+  const int64_t since = (slot + a.rows.prefix_lens[r]) % period;
+  return (period - since) % period < a.rows.max_advance(r);
+}
+
 // The checks of a record against its row; fills in what the entry says of it.
 int64_t check_record(
-    const VerifyArgs& a, const Site& site, int64_t r, int64_t i, int64_t p, int64_t slot,
-    int64_t previous, Found& f) {
+    const VerifyArgs& a, int64_t r, int64_t i, int64_t p, int64_t slot, int64_t previous,
+    Found& f) {
   const State& s = a.state;
   const int64_t *tail = s.tail + slot * 4, *head = s.head + slot * 4;
   const int64_t req = a.rows.req_rows[r];
@@ -65,9 +74,7 @@ int64_t check_record(
       if (token != (tail[0] & kTokenMask)) f.reasons |= kToken;
     }
   }
-  const bool due = a.bytes.mode == kPartial || a.bytes.mode == kAll ||
-                   (a.bytes.mode == kRotate && (slot + site.clock) % a.bytes.period == 0);
-  if (!due) return 0;
+  if (!is_due(a, r, slot)) return 0;
   f.computed = fingerprint(a.bytes, slot, tail[1]);
   if (f.computed != tail[2]) f.reasons |= kRealKv;
   return a.bytes.mode != kPartial;
@@ -201,7 +208,7 @@ void check_element(
     if (!in_range || (a.slots.data && slot != f.expected_slot)) f.reasons |= kReadSet;
     if (in_range && slot < a.table.page_size) f.reasons |= kReadScratch;
     else if (in_range)
-      seen.rehashed += check_record(a, site, r, i, p, slot, previous, f);
+      seen.rehashed += check_record(a, r, i, p, slot, previous, f);
   }
   if (f.reasons) report(s, site, f, a.slots.data ? req : 0, a.rows.serials[r], r);
 }
@@ -307,24 +314,56 @@ bool is_writable(const WriteArgs& a, int64_t slot) {
 
 namespace {
 
-// A padded row of a decode may write nothing but scratch.
+// A padded row may write nothing but scratch.
 void check_padded_row(const WriteArgs& a, const Site& site, int64_t r) {
-  const int64_t slot = a.rows.locs[r], position = a.rows.positions[r];
-  if (slot >= 0 && slot < a.page_size) return;
-  Found f;
-  f.reasons = kForeign;
-  f.slot = slot;
-  f.position = position;
-  f.expected_word0 = pack_word0(a.rows.input_ids[r], position);
-  f.expected_lineage = (int64_t)term_of(f.expected_word0, mix64(kSaltKey));
-  report(a.state, site, f, 0, 0, r);
+  const Rows& rows = a.rows;
+  const int64_t end = rows.indptr ? std::min(rows.indptr[r + 1], rows.tokens) : r + 1;
+  for (int64_t t = rows.start(r); t < end; t++) {
+    const int64_t slot = rows.locs[t];
+    if (slot >= 0 && slot < a.page_size) continue;
+    Found f;
+    f.reasons = kForeign;
+    f.slot = slot;
+    f.position = rows.positions[t];
+    f.expected_word0 = pack_word0(rows.input_ids[t], f.position);
+    report(a.state, site, f, 0, 0, r);
+  }
+}
+
+// Whether the old record of `slot` says that it holds what this request has there, or reads
+// there: that it may not be written now.
+bool is_taken(const WriteArgs& a, const Site& site, int64_t r, int64_t slot) {
+  const int64_t* old = a.state.head + slot * 4;
+  if (old[0] == kPoison) return false;
+  // A record of this very forward is an alias, which the tail write reports.
+  if ((old[3] >> 28 & kClockMask) == (site.clock & kClockMask)) return false;
+  if ((old[3] ^ a.rows.serials[r]) & kSerialMask) return true;
+  const int64_t p = old[0] >> 32;
+  return a.slots.data && p < a.rows.prefix_lens[r] &&
+         a.slots.at(a.rows.req_rows[r], column_of(a.rows, r, p)) == slot;
+}
+
+// The input of new token j of a row against what was published; what a verification reads
+// behind its roots are proposals.
+void check_published(const WriteArgs& a, int64_t r, int64_t t, int64_t j, Found& f) {
+  if (a.kind == kVerifyKind && j) return;
+  const int64_t position = a.rows.prefix_lens[r] + j;
+  const int64_t token = a.published.at(a.rows.req_rows[r], position);
+  if (token < 0) return;
+  int64_t reasons = 0;
+  if (token != a.rows.input_ids[t]) reasons |= kWriteToken;
+  if (position != a.rows.positions[t]) reasons |= kWritePosition;
+  if (!reasons) return;
+  f.reasons |= reasons;
+  f.found_word0 = f.expected_word0;
+  f.expected_word0 = pack_word0(token, position);
 }
 
 }  // namespace
 
 void check_head_row(const WriteArgs& a, const Site& site, int64_t r) {
   const State& s = a.state;
-  if (a.rows.req_rows[r] == 0 && !a.rows.indptr) check_padded_row(a, site, r);
+  if (a.rows.req_rows[r] == 0) check_padded_row(a, site, r);
   for_each_token(s, a.rows, r, [&](int64_t t, int64_t j, uint64_t lineage) {
     const int64_t slot = a.rows.locs[t], req = a.rows.req_rows[r];
     const int64_t serial = a.rows.serials[r];
@@ -341,16 +380,14 @@ void check_head_row(const WriteArgs& a, const Site& site, int64_t r) {
       f.found_word0 = old[0];
       f.found_lineage = old[1];
       f.found_word3 = old[3];
-      // A record of this very forward is an alias, which the tail write reports.
-      const bool is_now = (old[3] >> 28 & kClockMask) == (site.clock & kClockMask);
-      if (old[0] != kPoison && !is_now && (old[3] ^ serial) & kSerialMask)
-        f.reasons |= kForeign;
+      if (is_taken(a, site, r, slot)) f.reasons |= kForeign;
     }
-    if (a.slots.data && !a.rows.parents) {
+    if (a.slots.data) {
       f.expected_slot =
           a.slots.at(req, column_of(a.rows, r, a.rows.prefix_lens[r] + j));
       if (slot != f.expected_slot && !(f.reasons & kWriteScratch)) f.reasons |= kForeign;
     }
+    if (a.published.data) check_published(a, r, t, j, f);
     if (a.oracle_tokens) {
       const int64_t token = a.oracle_tokens[t], position = a.oracle_positions[t];
       if (token >= 0 && token != a.rows.input_ids[t]) f.reasons |= kWriteToken;
@@ -383,7 +420,9 @@ void check_tail_row(const WriteArgs& a, const Site& site, int64_t r) {
     if (!is_writable(a, slot)) return;
     const int64_t* head = a.state.head + slot * 4;
     const int64_t own = pack_word0(a.rows.input_ids[t], a.rows.positions[t]);
-    if (head[0] == own && head[3] == pack_word3(site.clock, a.kind, serial)) return;
+    const bool is_own = head[0] == own && head[1] == (int64_t)lineage &&
+                        head[3] == pack_word3(site.clock, a.kind, serial);
+    if (is_own) return;
     Found f;
     f.reasons = kAlias;
     f.slot = slot;

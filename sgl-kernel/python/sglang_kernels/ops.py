@@ -213,18 +213,20 @@ def canary_write_head(
     state: Tensor,
     rows: list[Tensor | None],
     req_to_token: Tensor | None,
+    published: Tensor | None,
     oracle_tokens: Tensor | None,
     oracle_positions: Tensor | None,
     numbers: list[int],
 ) -> None:
-    """Check the slots of the new tokens and write their head records.
+    """Check the slots and inputs of the new tokens and write their head records.
 
     Args:
+        published: [rows, columns] int32 or None, tokens by position.
         numbers: page size, writer kind, fingerprint mode, rotation period, tree depth,
             manager.
     """
     _canary_write_head(
-        state, rows, req_to_token, oracle_tokens, oracle_positions, numbers
+        state, rows, req_to_token, published, oracle_tokens, oracle_positions, numbers
     )
 
 
@@ -293,6 +295,7 @@ def canary_before_model(
     v_words: Tensor | None,
     req_to_token: Tensor,
     tokens: Tensor | None,
+    published: Tensor | None,
     oracle_tokens: Tensor | None,
     oracle_positions: Tensor | None,
     numbers: list[int],
@@ -307,6 +310,7 @@ def canary_before_model(
         v_words,
         req_to_token,
         tokens,
+        published,
         oracle_tokens,
         oracle_positions,
         numbers,

@@ -86,7 +86,7 @@ def ints(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.int32)
 
 
-def create_rows(*, tokens: int = ROWS, **fields: Tensor) -> CanaryRows:
+def create_rows(*, tokens: int = ROWS, **fields: Any) -> CanaryRows:
     return CanaryRows(
         req_rows=longs(),
         prefix_lens=longs(),
@@ -104,7 +104,7 @@ def decode_rows() -> CanaryRows:
     return create_rows()
 
 
-def extend_rows(**fields: Tensor) -> CanaryRows:
+def extend_rows(**fields: Any) -> CanaryRows:
     return create_rows(tokens=600, qo_indptr=longs(ROWS + 1), **fields)
 
 
@@ -122,7 +122,7 @@ def branch_rows() -> CanaryRows:
 ALL_ROWS = {
     "decode": decode_rows(),
     "extend": extend_rows(),
-    "tree": extend_rows(parent_index=longs(600)),
+    "tree": extend_rows(parent_index=longs(600), max_depth=5),
     "branches": branch_rows(),
     "draft extend": extend_rows(seed_table=longs(8), stay_lens=longs()),
     "seeds": create_rows(seeds=longs()),
@@ -190,6 +190,7 @@ def launch_reads(mode: FingerprintMode, view: str, rows: str) -> None:
         writer_kind=WriterKind.DECODE,
         manager=0,
         oracle=(longs(), longs()) if view == "flat" else None,
+        published=ints(8, WIDTH) if view != "window" else None,
     )
 
 
@@ -215,6 +216,7 @@ def launch_head(rows: str) -> None:
         writer_kind=WriterKind.EXTEND,
         manager=0,
         oracle=(longs(600), longs(600)) if rows == "extend" else None,
+        published=ints(8, WIDTH) if rows in ("decode", "tree") else None,
     )
 
 

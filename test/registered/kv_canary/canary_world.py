@@ -131,6 +131,10 @@ class World:
         """The token that the pool holds at a position (a draft pool holds the next)."""
         return int(self.tokens[request + 1, position + self.offset])
 
+    def published(self) -> Tensor:
+        """What the inputs must be, by position."""
+        return self.tokens[:, self.offset :]
+
     def seed_of(self, request: int) -> int:
         first = int(self.tokens[request + 1, 0])
         return draft_seed(first, self.salts[request]) if self.draft else 0
@@ -271,8 +275,17 @@ class World:
         *,
         manager: int = -1,
         oracle: tuple[Tensor, Tensor] | None = None,
+        published: Tensor | None = None,
     ) -> None:
-        self.head(backend, state, rows, kind, manager=manager, oracle=oracle)
+        self.head(
+            backend,
+            state,
+            rows,
+            kind,
+            manager=manager,
+            oracle=oracle,
+            published=published,
+        )
         self.tail(backend, state, rows, kind, manager=manager)
 
     def head(
@@ -284,6 +297,7 @@ class World:
         *,
         manager: int = -1,
         oracle: tuple[Tensor, Tensor] | None = None,
+        published: Tensor | None = None,
     ) -> None:
         backend.write.write_head(
             state,
@@ -293,6 +307,7 @@ class World:
             writer_kind=kind,
             manager=manager,
             oracle=oracle,
+            published=published,
         )
 
     def advance(self, backend: Backend, state: CanaryState, rows: CanaryRows) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 from contextlib import nullcontext
 
 import pytest
@@ -197,13 +198,10 @@ def test_torn_and_freed(backend: Backend) -> None:
 def test_flipped_bytes(backend: Backend, mode: FingerprintMode) -> None:
     """A slot overwritten whole shows at once; with `rotate` within one rotation."""
     w = world(mode=mode, period=5)
-    rows = decode(w)
     slot = w.slot(2, 7)
     w.v[:, slot] = torch.randn_like(w.v[:, slot])
-    steps = 5 if mode is FingerprintMode.ROTATE else 1
-    for _ in range(steps):
-        w.verify(backend, w.state, rows, w.table(rows))
-        w.state.clock.add_(1)
+    for _ in range(5 if mode is FingerprintMode.ROTATE else 1):
+        step(backend, w, decode(w))
     assert findings(w.state) == [(Reason.VERIFY_REAL_KV, 3, slot, 7)]
     (entry,) = entries(w.state)
     found, computed = (
@@ -211,8 +209,62 @@ def test_flipped_bytes(backend: Backend, mode: FingerprintMode) -> None:
         entry[Ring.COMPUTED_FINGERPRINT],
     )
     assert found % 2**32 == computed % 2**32 and found >> 32 != computed >> 32
-    if mode is FingerprintMode.ROTATE:
-        assert int(w.state.counters[Counter.REHASHED_SLOTS]) == 37
+
+
+def step(backend: Backend, w: World, rows: CanaryRows) -> None:
+    """A forward whose new tokens all stay."""
+    w.verify(backend, w.state, rows, w.table(rows))
+    w.write(backend, w.state, rows)
+    w.advance(backend, w.state, rows)
+    extends = rows.extend_lens.tolist()
+    w.lens = [n + e for n, e in zip(w.lens, extends, strict=False)]
+
+
+@each_backend
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rotation_takes_every_slot_once(backend: Backend, seed: int) -> None:
+    """While a row grows by a period, in steps of any size, each slot of its prefix is
+    looked at once: none is passed over, none is hashed twice."""
+    rng, period = random.Random(seed), 12
+    w = world(mode=FingerprintMode.ROTATE, period=period)
+    start = list(w.lens)
+    slots = [w.slot(i, p) for i, n in enumerate(start) for p in range(n)]
+    w.k[1, slots] += 1.0
+    left = [period] * 3
+    while any(left):
+        extends = [min(n, rng.choice([0, 1, 1, 2, 5, 20])) for n in left]
+        rows = dataclasses.replace(w.rows(extends=extends), serials=long([1, 2, 3]))
+        if rows.qo_indptr is None:
+            continue
+        step(backend, w, rows)
+        left = [n - e for n, e in zip(left, extends, strict=True)]
+    found = [f for f in findings(w.state) if f[3] < start[f[1] - 1]]
+    assert found == sorted(
+        (Reason.VERIFY_REAL_KV, i + 1, w.slot(i, p), p)
+        for i, n in enumerate(start)
+        for p in range(n)
+    )
+
+
+@each_backend
+def test_a_rotation_looks_ahead_over_a_tree(backend: Backend) -> None:
+    """As far as its longest path, of which any number may be accepted."""
+    w = world(mode=FingerprintMode.ROTATE, period=12)
+    rows = w.rows(extends=[4, 1, 1])
+    rows = dataclasses.replace(
+        rows,
+        parent_index=long([-1, 0, 0, 0, -1, -1]),
+        positions=long([11, 12, 12, 12, 6, 20]),
+        max_depth=1,
+    )
+    w.verify(backend, w.state, rows, w.table(rows))
+    due = {
+        i: [p for p in range(n) if -(w.slot(i, p) + n) % 12 < (2 if i == 0 else 1)]
+        for i, n in enumerate(LENS)
+    }
+    assert findings(w.state) == []
+    expected = sum(map(len, due.values()))
+    assert int(w.state.counters[Counter.REHASHED_SLOTS]) == expected > 0
 
 
 @each_backend
@@ -292,8 +344,8 @@ def test_scratch(backend: Backend) -> None:
 @each_backend
 def test_write_foreign(backend: Backend) -> None:
     """A live record of another request, a slot that is not the column's, an id that is
-    no slot; an own stale record is none."""
-    for case in range(4):
+    no slot, a slot of the row's own prefix; an own stale record is none."""
+    for case in range(5):
         w = world()
         rows = decode(w)
         slot = w.slot(0, 11)
@@ -306,12 +358,16 @@ def test_write_foreign(backend: Backend) -> None:
         elif case == 2:
             rows.out_cache_loc[0] = w.num_slots
             due = [(Reason.WRITE_FOREIGN, 1, w.num_slots, 11)]
+        elif case == 3:
+            w.req_to_token[1, 11] = w.slot(0, 2)
+            rows = decode(w)
+            due = [(Reason.WRITE_FOREIGN, 1, w.slot(0, 2), 11)]
         else:
             w.state.head[slot] = w.state.head[w.slot(0, 2)]
             due = []
         w.write(backend, w.state, rows)
         assert findings(w.state) == due
-        if case < 2:
+        if case in (0, 1, 3):
             (entry,) = entries(w.state)
             assert entry[Ring.TAG] & 255 == Launch.HEAD
             written = due[0][2]
@@ -329,6 +385,54 @@ def test_a_padded_row_may_write_scratch_only(backend: Backend) -> None:
         due = [] if is_scratch else [(Reason.WRITE_FOREIGN, 0, slot, 0)]
         assert findings(w.state) == due
         assert int(w.state.verdict[0]) == (0 if is_scratch else Reason.WRITE_FOREIGN)
+
+
+@each_backend
+def test_padded_rows_of_an_extend_may_write_scratch_only(backend: Backend) -> None:
+    w = world(page_size=4)
+    w.lens = [5, 6, 20]
+    rows = w.rows(extends=[3, 3, 3], pad=2)
+    # Three tokens each, as a verification pads them.
+    rows = dataclasses.replace(
+        rows,
+        qo_indptr=long([0, 3, 6, 9, 12, 15]),
+        **{
+            name: torch.cat([getattr(rows, name), long([0] * 4)])
+            for name in ("input_ids", "positions", "out_cache_loc")
+        },
+    )
+    w.state.expected_lineage[1] = w.lineage(0, 5)
+    rows.out_cache_loc[10] = w.slot(1, 2)
+    rows.out_cache_loc[14] = w.num_slots
+    w.write(backend, w.state, rows)
+    assert findings(w.state) == sorted(
+        [
+            (Reason.WRITE_FOREIGN, 0, w.slot(1, 2), 0),
+            (Reason.WRITE_FOREIGN, 0, w.num_slots, 0),
+        ]
+    )
+    assert sorted(entry[Ring.BATCH_ROW] for entry in entries(w.state)) == [3, 4]
+
+
+@each_backend
+def test_inputs_are_what_was_published(backend: Backend) -> None:
+    w = world()
+    rows = decode(w)
+    published = w.published().clone()
+    published[1, 11] += 1
+    published[2, 6] = -1
+    rows.positions[2] += 1
+    rows.input_ids[1] += 1
+    w.write(backend, w.state, rows, published=published)
+    assert findings(w.state) == sorted(
+        [
+            (Reason.WRITE_TOKEN, 1, w.slot(0, 11), 11),
+            (Reason.WRITE_POSITION, 3, w.slot(2, 20), 21),
+        ]
+    )
+    expected = {e[Ring.REQ_ROW]: e[Ring.EXPECTED_WORD0] for e in entries(w.state)}
+    assert unpack_word0(expected[1]) == (int(published[1, 11]), 11)
+    assert unpack_word0(expected[3]) == (int(published[3, 20]), 20)
 
 
 @each_backend
@@ -494,6 +598,58 @@ def test_tree_nodes_have_their_ancestors_lineage(backend: Backend) -> None:
         assert int(w.state.expected_lineage[1]) == lineages[node]
 
 
+def tree(w: World) -> CanaryRows:
+    """Two children of a root, and a child of each, both with one token.
+
+    0 - 1 - 3
+     +- 2 - 4
+    """
+    w.lens = [5, 0, 0]
+    w.state.expected_lineage[1] = w.lineage(0, 5)
+    rows = w.rows(extends=[5, 0, 0])
+    rows.input_ids[4] = rows.input_ids[3]
+    return dataclasses.replace(
+        rows,
+        parent_index=long([-1, 0, 0, 1, 2]),
+        positions=long([5, 6, 6, 7, 7]),
+        max_depth=2,
+    )
+
+
+@each_backend
+def test_nodes_stand_in_their_columns(backend: Backend) -> None:
+    """A node in a slot of the row's own prefix, and one in a slot of no column."""
+    for slot in (2, 50):
+        w = world()
+        rows = tree(w)
+        rows.out_cache_loc[2] = w.slot(0, slot)
+        w.write(backend, w.state, rows, WriterKind.VERIFY)
+        due = (Reason.WRITE_FOREIGN, 1, w.slot(0, slot), 6)
+        assert findings(w.state) == [due]
+        (entry,) = entries(w.state)
+        assert entry[Ring.EXPECTED_SLOT] == w.slot(0, 7)
+
+
+@each_backend
+def test_cousins_in_one_slot(backend: Backend) -> None:
+    """Alike in token, position and writer: only their histories differ."""
+    w = world()
+    rows = tree(w)
+    w.req_to_token[1, 9] = w.slot(0, 8)
+    rows.out_cache_loc[4] = w.slot(0, 8)
+    w.write(backend, w.state, rows, WriterKind.VERIFY)
+    assert findings(w.state) == [(Reason.WRITE_ALIAS, 1, w.slot(0, 8), 7)]
+
+
+@each_backend
+def test_of_a_tree_the_root_was_published(backend: Backend) -> None:
+    w = world()
+    rows = tree(w)
+    rows.input_ids[[0, 3]] += 1
+    w.write(backend, w.state, rows, WriterKind.VERIFY, published=w.published())
+    assert findings(w.state) == [(Reason.WRITE_TOKEN, 1, w.slot(0, 5), 5)]
+
+
 @each_backend
 def test_sweep(backend: Backend) -> None:
     """Paths that no request holds: records only, on counters of their own."""
@@ -576,8 +732,10 @@ def test_launches_dispatch_and_refuse() -> None:
     launches.poison(w.state, long([w.slot(0, 0), 3]), n_live=long([1]))
     launches.move_records(w.state, dst=long([5]), src=long([w.slot(0, 0)]))
     assert w.state.tail[5, 0] == -1
+    with pytest.raises(ValueError, match="a tree without max_depth"):
+        dataclasses.replace(rows, parent_index=rows.positions)
     with pytest.raises(ValueError, match="parent_index"):
-        tree = dataclasses.replace(rows, parent_index=rows.positions)
+        tree = dataclasses.replace(rows, parent_index=rows.positions, max_depth=1)
         launches.finish_step(w.state, tree)
     with pytest.raises(ValueError, match="lineages of a tree"):
         launches.write_tail(w.state, tree, **options, advance=True)

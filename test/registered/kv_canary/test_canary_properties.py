@@ -125,6 +125,7 @@ class Case:
     sweep: bool
     tokens: Tensor | None
     oracle: tuple[Tensor, Tensor] | None
+    published: Tensor | None
     manager: int
 
     @property
@@ -166,6 +167,13 @@ def case_of(rng: random.Random, seed: int) -> Case:
         oracle = rows.input_ids.clone(), rows.positions.clone()
         oracle[rng.randrange(2)][rng.randrange(rows.num_tokens)] += 1
         oracle[rng.randrange(2)][rng.randrange(rows.num_tokens)] = -1
+    published = None
+    if rng.random() < 0.5:
+        published = world.published()
+        if rng.random() < 0.5:
+            published = published.clone()
+            published.add_(torch.randint_like(published, -1, 2))
+            published[:, rng.randrange(90) :: 3] = -1
     manager = rng.choice([-1, 0, 1])
     world.state.phase[1] = rng.choice([0, 2])
     return Case(
@@ -176,6 +184,7 @@ def case_of(rng: random.Random, seed: int) -> Case:
         sweep=sweep,
         tokens=tokens,
         oracle=oracle,
+        published=published,
         manager=manager,
     )
 
@@ -233,7 +242,15 @@ def test_equals_the_reference(
         )
         seen.append(state.clone())
         kind, manager = case.kind, case.manager
-        world.head(one, state, rows, kind, manager=manager, oracle=case.oracle)
+        world.head(
+            one,
+            state,
+            rows,
+            kind,
+            manager=manager,
+            oracle=case.oracle,
+            published=case.published,
+        )
         seen.append(state.clone())
         state.head[world.num_slots // 2, 3] += 1
         given = findings if has_findings else None
@@ -287,10 +304,19 @@ def test_before_model_equals_the_reference(
         writer_kind=case.kind,
         manager=manager,
         oracle=case.oracle,
+        published=case.published,
     )
     first = backends()[0]
     world.verify(first, due, rows, case.table, tokens=case.tokens, manager=manager)
-    world.head(first, due, rows, case.kind, manager=manager, oracle=case.oracle)
+    world.head(
+        first,
+        due,
+        rows,
+        case.kind,
+        manager=manager,
+        oracle=case.oracle,
+        published=case.published,
+    )
     assert_same(state, due)
 
 

@@ -45,10 +45,12 @@ def install_canary(
     if not config.is_on or (is_draft and companion is None):
         return None
     pool, req_pool = model_runner.kv_pool, model_runner.req_to_token_pool
-    topk, num_managers = 1, 1
+    topk, num_managers, tree_depth = 1, 1, 0
     if is_draft:
         shape = server_args.tree_shape
         topk, num_managers = shape.topk, max(1, shape.num_steps - 1)
+    elif server_args.speculative_algorithm is not None:
+        tree_depth = server_args.tree_shape.num_steps
     buffers = attach_canary_buffers(
         pool=pool,
         config=config,
@@ -70,6 +72,7 @@ def install_canary(
             page_size=model_runner.page_size,
             vocab_size=model_runner.model_config.vocab_size,
             topk=topk,
+            tree_depth=tree_depth,
             seeds=seeds if is_draft else None,
         ),
         num_managers=num_managers,

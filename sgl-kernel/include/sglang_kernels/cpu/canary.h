@@ -31,7 +31,7 @@ enum Launch { kVerifyLaunch, kHeadLaunch, kTailLaunch, kSweepLaunch };
 enum Mode { kNoBytes, kPartial, kRotate, kAll };
 
 constexpr int64_t kPoison = -1;
-constexpr int64_t kPoisonKind = 15;
+constexpr int64_t kVerifyKind = 3, kPoisonKind = 15;
 constexpr int64_t kSerialMask = (1 << 24) - 1;
 constexpr int64_t kTokenMask = 0xFFFFFFFFll;
 constexpr int64_t kClockMask = (1ll << 36) - 1;
@@ -79,6 +79,11 @@ struct Rows {
   int64_t lineage_row(int64_t r) const { return lineage_rows ? lineage_rows[r] : req_rows[r]; }
   int64_t published_row(int64_t r) const {
     return publish_rows ? publish_rows[r] : lineage_row(r);
+  }
+  // By how much its prefix can grow in this forward.
+  int64_t max_advance(int64_t r) const {
+    const int64_t all = extend(r);
+    return parents && all > max_depth + 1 ? max_depth + 1 : all;
   }
   // The new tokens that its lineage goes on from.
   int64_t staying(int64_t r) const {
@@ -265,7 +270,8 @@ struct WriteArgs {
   State state;
   Rows rows;
   Bytes bytes;
-  Columns slots;  // absent: columns are not checked
+  Columns slots;      // absent: columns are not checked
+  Columns published;  // tokens by position that the inputs must be; absent: not known
   const int64_t *oracle_tokens, *oracle_positions;
   int64_t page_size, kind;
 };

@@ -1,7 +1,8 @@
 """The canary's launches: each runs natively, as a Triton kernel, or in torch.
 
-Per forward: `verify`, `write_head`, the model, `write_tail`. None allocates memory that
-outlives it or waits for the device, except in torch. Knows no requests and no pools.
+Per forward: `before_model` (verify and head write), the model, `write_tail`; `verify`
+alone serves sweeps. None allocates memory that outlives it or waits for the device,
+except in torch. Knows no requests and no pools.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def before_model(
     writer_kind: WriterKind,
     manager: int = NO_MANAGER,
     oracle: tuple[Tensor, Tensor] | None = None,
+    published: Tensor | None = None,
 ) -> None:
     """`verify`, then `write_head`, with their arguments, in one launch: on the CPU one
     after the other, in Triton at once (`triton_before.py`)."""
@@ -103,6 +105,7 @@ def before_model(
             writer_kind=writer_kind,
             manager=manager,
             oracle=oracle,
+            published=published,
         )
         return
     verify(
@@ -123,6 +126,7 @@ def before_model(
         writer_kind=writer_kind,
         manager=manager,
         oracle=oracle,
+        published=published,
     )
 
 
@@ -135,17 +139,20 @@ def write_head(
     writer_kind: WriterKind,
     manager: int = NO_MANAGER,
     oracle: tuple[Tensor, Tensor] | None = None,
+    published: Tensor | None = None,
 ) -> None:
     """Check where the new tokens will be written and write their head records.
 
     Lineages start from `expected_lineage`, or from the seed where the prefix is empty.
 
     Args:
-        req_to_token: int32 [req_rows, W] | None: slots are not compared with columns
-            (nor are they for trees).
-        page_size: slots below it are scratch.
+        req_to_token: int32 [req_rows, W] | None: slots are not compared with columns;
+            the j-th new token of a row stands in column `prefix_lens` + j.
+        page_size: slots below it are scratch; padded rows write nothing else.
         oracle: (tokens, positions), int64 [T] each, that the inputs must equal;
             negative: not known.
+        published: int32 [req_rows, W'] | None, tokens by position, which the inputs
+            must be (of a verification the roots); negative: not known.
         manager: phase AFTER_VERIFY becomes AFTER_HEAD.
     """
     _of(state, native, reference_write).write_head(
@@ -156,6 +163,7 @@ def write_head(
         writer_kind=writer_kind,
         manager=manager,
         oracle=oracle,
+        published=published,
     )
 
 

@@ -70,6 +70,7 @@ def before_model(
     writer_kind: WriterKind,
     manager: int,
     oracle: tuple[Tensor, Tensor] | None,
+    published: Tensor | None,
 ) -> None:
     oracle_tokens, oracle_positions = oracle if oracle is not None else (None, None)
     native.canary_before_model(
@@ -80,6 +81,7 @@ def before_model(
         fingerprint.v_words,
         req_to_token,
         tokens,
+        published,
         oracle_tokens,
         oracle_positions,
         [
@@ -105,12 +107,14 @@ def write_head(
     writer_kind: WriterKind,
     manager: int,
     oracle: tuple[Tensor, Tensor] | None,
+    published: Tensor | None,
 ) -> None:
     tokens, positions = oracle if oracle is not None else (None, None)
     native.canary_write_head(
         state.arena,
         rows.tensors,
         req_to_token,
+        published,
         tokens,
         positions,
         [page_size, writer_kind, 0, 1, rows.max_depth, manager],

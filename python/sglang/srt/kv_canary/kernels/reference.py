@@ -288,7 +288,9 @@ def _check_records(
         columns[Ring.EXPECTED_WORD0] = torch.where(is_known, packed, word0)
     due = sound & (fingerprint.mode is not FingerprintMode.NONE)
     if fingerprint.mode is FingerprintMode.ROTATE:
-        due = due & ((slot + state.clock) % fingerprint.rotation_period == 0)
+        period = fingerprint.rotation_period
+        ahead = -(slot + rows.prefix_lens[row]) % period
+        due = due & (ahead < rows.max_advance(row_starts(rows)[1])[row])
     computed = torch.zeros_like(found)
     computed[due] = fingerprints(fingerprint, slot[due], found[due])
     flag(Reason.VERIFY_REAL_KV, due & (computed != tail[:, 2]))

@@ -89,18 +89,49 @@ def _ancestor_sums(
 
 def _padded_writes(rows: CanaryRows, page_size: int) -> dict[Ring, Tensor]:
     """What padded rows write: all they may write is scratch."""
-    slot, positions = rows.out_cache_loc, rows.positions
-    is_padded = rows.req_rows == 0
+    place = torch.arange(rows.num_tokens, device=rows.positions.device)
+    row = place
+    if rows.qo_indptr is not None:
+        row = torch.searchsorted(rows.qo_indptr, place, right=True) - 1
+        is_inside = row < rows.num_rows
+        place, row = place[is_inside], row[is_inside]
+    slot, position = rows.out_cache_loc[place], rows.positions[place]
+    is_padded = rows.req_rows[row] == 0
     stray = is_padded & ((slot < 0) | (slot >= page_size))
-    zeros = torch.zeros_like(slot)
     return {
         Ring.REASONS: torch.where(stray, int(Reason.WRITE_FOREIGN), 0),
         Ring.SLOT: slot,
-        Ring.POSITION: positions,
-        Ring.EXPECTED_WORD0: pack_word0_tensor(rows.input_ids, positions),
-        Ring.EXPECTED_LINEAGE: lineage_terms(rows.input_ids, positions, zeros),
-        Ring.BATCH_ROW: torch.arange(rows.num_rows, device=slot.device),
+        Ring.POSITION: position,
+        Ring.EXPECTED_WORD0: pack_word0_tensor(rows.input_ids[place], position),
+        Ring.BATCH_ROW: row,
     }
+
+
+def _is_own_prefix(
+    rows: CanaryRows, new: _NewTokens, req_to_token: Tensor, slot: Tensor, old: Tensor
+) -> Tensor:
+    """Whether the row reads the slots [n] as part of its prefix, by their records."""
+    position = old[:, 0] >> 32
+    column = columns_of(rows, new.row, position)
+    held = look_up(req_to_token, rows.req_rows[new.row], column)
+    return (position < rows.prefix_lens[new.row]) & (held == slot)
+
+
+def _check_published(
+    rows: CanaryRows, new: _NewTokens, published: Tensor, kind: WriterKind
+) -> tuple[Tensor, Tensor]:
+    """(reasons, word 0 that was due) of the new tokens that have been published; what a
+    verification reads behind its roots are proposals."""
+    due = rows.prefix_lens[new.row] + new.number
+    token = look_up(published, rows.req_rows[new.row], due)
+    is_known = token >= 0
+    if kind is WriterKind.VERIFY:
+        is_known &= new.number == 0
+    wrong = is_known & (token != rows.input_ids[new.place])
+    misplaced = is_known & (due != rows.positions[new.place])
+    reasons = torch.where(wrong, int(Reason.WRITE_TOKEN), 0)
+    reasons |= torch.where(misplaced, int(Reason.WRITE_POSITION), 0)
+    return reasons, pack_word0_tensor(token, due)
 
 
 def write_head(
@@ -112,6 +143,7 @@ def write_head(
     writer_kind: WriterKind,
     manager: int,
     oracle: tuple[Tensor, Tensor] | None,
+    published: Tensor | None,
 ) -> None:
     report = Report(state, Launch.HEAD, manager)
     report.step_phase(manager, Phase.AFTER_VERIFY, Phase.AFTER_HEAD)
@@ -123,17 +155,23 @@ def write_head(
     writable = (slot >= page_size) & (slot < state.num_slots)
     old = state.head[slot * writable] * writable[:, None]
     is_now = (old[:, 3] >> CLOCK_SHIFT) & CLOCK_MASK == state.clock & CLOCK_MASK
-    is_other = (old[:, 3] ^ serial) & SERIAL_MASK != 0
-    foreign = writable & (old[:, 0] != POISON_WORD) & ~is_now & is_other
-    foreign |= ~writable & ~scratch
+    is_taken = (old[:, 3] ^ serial) & SERIAL_MASK != 0
     expected_slot = torch.full_like(slot, -1)
-    if req_to_token is not None and rows.parent_index is None:
+    foreign = ~writable & ~scratch
+    if req_to_token is not None:
         column = columns_of(rows, new.row, rows.prefix_lens[new.row] + new.number)
         expected_slot = look_up(req_to_token, rows.req_rows[new.row], column)
         foreign |= ~scratch & (slot != expected_slot)
+        is_taken |= _is_own_prefix(rows, new, req_to_token, slot, old)
+    foreign |= writable & (old[:, 0] != POISON_WORD) & ~is_now & is_taken
     reasons = torch.where(scratch, int(Reason.WRITE_SCRATCH), 0)
     reasons |= torch.where(foreign, int(Reason.WRITE_FOREIGN), 0)
     expected0, found0 = new.word0, old[:, 0]
+    if published is not None:
+        unlike, due0 = _check_published(rows, new, published, writer_kind)
+        reasons |= unlike
+        expected0 = torch.where(unlike != 0, due0, expected0)
+        found0 = torch.where(unlike != 0, new.word0, found0)
     if oracle is not None:
         tokens, positions = (part[new.place] for part in oracle)
         wrong = (tokens >= 0) & (tokens != rows.input_ids[new.place])
@@ -158,8 +196,7 @@ def write_head(
             Ring.EXPECTED_SLOT: expected_slot,
         }
     )
-    if rows.qo_indptr is None:
-        report.add(_padded_writes(rows, page_size))
+    report.add(_padded_writes(rows, page_size))
     zeros = torch.zeros_like(slot)
     record = torch.stack((new.word0, new.lineage, zeros, new.word3), dim=1)
     state.head[slot[writable]] = record[writable]
@@ -184,7 +221,8 @@ def write_tail(
     slot = rows.out_cache_loc[new.place]
     writable = (slot >= page_size) & (slot < state.num_slots)
     head = state.head[slot * writable]
-    alias = writable & ((head[:, 0] != new.word0) | (head[:, 3] != new.word3))
+    own = torch.stack((new.word0, new.lineage, new.word3), dim=1)
+    alias = writable & (head[:, [0, 1, 3]] != own).any(dim=1)
     report.add(
         {
             Ring.REASONS: torch.where(alias, int(Reason.WRITE_ALIAS), 0),

@@ -230,7 +230,8 @@ class CanaryRows:
             `extend_lens`; None: all.
         shift_from, column_shift: [R] | None, for draft branches: position p stands in
             column p of `req_to_token` below `shift_from`, else in p + `column_shift`.
-        max_depth: ancestors that are walked in a tree.
+        max_depth: ancestors that are walked in a tree, and tokens of it behind the root
+            that can be accepted.
         tensors: all of them in this order, for the native ops.
     """
 
@@ -251,7 +252,7 @@ class CanaryRows:
     publish_rows: Tensor | None = None
     stay_lens: Tensor | None = None
     seed_table: Tensor | None = None
-    max_depth: int = 32
+    max_depth: int = 0
     # Made once and not by each of the three launches of a forward.
     tensors: list[Tensor | None] = field(init=False, repr=False, compare=False)
 
@@ -260,6 +261,8 @@ class CanaryRows:
             raise ValueError("CanaryRows: shift_from and column_shift go together")
         if self.seeds is not None and self.seed_table is not None:
             raise ValueError("CanaryRows: give either seeds or seed_table")
+        if self.parent_index is not None and self.max_depth < 1:
+            raise ValueError("CanaryRows: a tree without max_depth")
         self.tensors = [
             self.req_rows,
             self.prefix_lens,
@@ -307,6 +310,12 @@ class CanaryRows:
             seed_table=self.seed_table,
         )
 
+    def max_advance(self, extend_lens: Tensor) -> Tensor:
+        """By how much the rows' prefixes can grow in this forward, [R]."""
+        if self.parent_index is None:
+            return extend_lens
+        return extend_lens.clamp(max=self.max_depth + 1)
+
     @property
     def num_rows(self) -> int:
         return self.req_rows.shape[0]
@@ -343,7 +352,12 @@ class FingerprintMode(IntEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
     """The pool's bytes as int64 words [layers, slots, words], any strides of the first
-    two dimensions. In ROTATE, slots with (slot + clock) % period == 0 are rehashed."""
+    two dimensions.
+
+    In ROTATE a row of prefix length L that can grow by n tokens rehashes the slots for
+    which (slot + L + i) % period is 0 for some i < n: while the row grows by `period`
+    tokens, whatever its steps, each slot's turn comes.
+    """
 
     mode: FingerprintMode = FingerprintMode.NONE
     k_words: Tensor | None = None

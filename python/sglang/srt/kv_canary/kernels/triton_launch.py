@@ -107,6 +107,7 @@ def before_model(
     writer_kind: WriterKind,
     manager: int,
     oracle: tuple[Tensor, Tensor] | None,
+    published: Tensor | None,
 ) -> None:
     """Both checks in one launch: the first programs of a row verify, the rest write."""
     verify_splits = _read_splits(rows, table, fingerprint)
@@ -118,9 +119,9 @@ def before_model(
         columns=table_args(req_to_token),
         tokens=table_args(tokens, offset=token_offset),
         oracle=oracle_args(oracle),
+        published=table_args(published),
         **reads,
         page_size=page_size,
-        max_depth=rows.max_depth,
         kind=int(writer_kind),
         head_tag=_tag(state, Launch.HEAD, manager),
         verify_splits=verify_splits,
@@ -154,6 +155,7 @@ def _reads(
         "num_tokens": rows.num_tokens,
         "table_rows": table.entries.shape[0],
         "table_columns": table.entries.shape[-1],
+        "max_depth": rows.max_depth,
         "manager": manager,
         "tag": _tag(state, launch, manager),
         "PAGE_SIZE": table.page_size,
@@ -172,6 +174,7 @@ def write_head(
     writer_kind: WriterKind,
     manager: int,
     oracle: tuple[Tensor, Tensor] | None,
+    published: Tensor | None,
 ) -> None:
     _write(
         state,
@@ -180,6 +183,7 @@ def write_head(
         Launch.HEAD,
         columns=table_args(req_to_token),
         oracle=oracle_args(oracle),
+        published=table_args(published),
         ends=None,
         page_size=page_size,
         writer_kind=writer_kind,
@@ -208,6 +212,7 @@ def write_tail(
         Launch.TAIL,
         columns=None,
         oracle=None,
+        published=None,
         ends=end_args(rows, findings) if advance else None,
         page_size=page_size,
         writer_kind=writer_kind,
@@ -224,6 +229,7 @@ def _write(
     *,
     columns: Table | None,
     oracle: Oracle | None,
+    published: Table | None,
     ends: Ends | None,
     page_size: int,
     writer_kind: WriterKind,
@@ -237,6 +243,7 @@ def _write(
         columns=columns,
         data=byte_args(source),
         oracle=oracle,
+        published=published,
         ends=ends,
         num_rows=rows.num_rows,
         num_tokens=rows.num_tokens,

@@ -129,14 +129,17 @@ def _check_bytes(
     sound,
     lineage,
     stored,
-    now,
+    prefix,
+    max_advance,
     HASHING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """(reasons, computed fingerprints) of sound records that hold `stored` ones."""
     due = sound
     if HASHING.mode == ROTATE:
-        due = sound & ((slot + now) % data.period == 0)
+        # Each slot has its turn while the row grows by a period, whatever its steps.
+        since = (slot + prefix) % data.period
+        due = sound & ((data.period - since) % data.period < max_advance)
         computed = _rotating(data, slot, due, HASHING, BLOCK)
     else:
         computed = fingerprint_of(data, slot, due, lineage, HASHING)
@@ -161,6 +164,7 @@ def verify_program(
     num_tokens,
     table_rows,
     table_columns,
+    max_depth,
     manager,
     tag,
     PAGE_SIZE: tl.constexpr,
@@ -183,6 +187,9 @@ def verify_program(
     start = start_of(rows, row, live)
     extend = tl.load(rows.extend_lens + row, mask=live, other=0)
     extend = tl.minimum(extend, num_tokens - start)
+    max_advance = extend
+    if rows.parent_index is not None:
+        max_advance = tl.minimum(extend, max_depth + 1)
     serial = tl.load(rows.serials + row, mask=live, other=0)
     salt = salt_of(rows, row, live)
     seed = seed_of(rows, row, req, live)
@@ -274,7 +281,16 @@ def verify_program(
         computed = tl.zeros_like(slot)
         if HASHING.mode != NONE:
             changed, computed = _check_bytes(
-                state, data, slot, sound, lineage, word2, now, HASHING, BLOCK
+                state,
+                data,
+                slot,
+                sound,
+                lineage,
+                word2,
+                prefix,
+                max_advance,
+                HASHING,
+                BLOCK,
             )
             reasons |= changed
         report(
@@ -304,6 +320,7 @@ def verify_program(
         "num_tokens",
         "table_rows",
         "table_columns",
+        "max_depth",
         "manager",
         "tag",
     ]
@@ -319,6 +336,7 @@ def verify_kernel(
     num_tokens,
     table_rows,
     table_columns,
+    max_depth,
     manager,
     tag,
     PAGE_SIZE: tl.constexpr,
@@ -340,6 +358,7 @@ def verify_kernel(
         num_tokens,
         table_rows,
         table_columns,
+        max_depth,
         manager,
         tag,
         PAGE_SIZE,

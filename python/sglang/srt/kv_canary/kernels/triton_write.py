@@ -2,7 +2,8 @@
 
 A program takes a run of blocks of one row's new tokens, and adds up the terms before
 its run itself: an extend of any length is one launch. The parameters `state`, `rows`,
-`columns`, `data`, `oracle`, `ends` and HASHING are the tuples of `triton_args.py`.
+`columns`, `published`, `data`, `oracle`, `ends` and HASHING are the tuples of
+`triton_args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -12,7 +13,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS, Counter, Phase, Reason
+from sglang.srt.kv_canary.kernels.records import (
+    NUM_COUNTERS,
+    Counter,
+    Phase,
+    Reason,
+    WriterKind,
+)
 from sglang.srt.kv_canary.kernels.triton_common import (
     CLOCK_MASK,
     CLOCK_SHIFT,
@@ -46,6 +53,7 @@ HEAD_SLOTS = tl.constexpr(int(Counter.HEAD_SLOTS))
 TAIL_SLOTS = tl.constexpr(int(Counter.TAIL_SLOTS))
 HEAD_LAUNCHES = tl.constexpr(int(Counter.HEAD_LAUNCHES))
 TAIL_LAUNCHES = tl.constexpr(int(Counter.TAIL_LAUNCHES))
+VERIFY_KIND = tl.constexpr(int(WriterKind.VERIFY))
 SUM_BLOCK = tl.constexpr(512)
 COUNTERS = tl.constexpr(NUM_COUNTERS)
 COUNTERS_BLOCK = tl.constexpr(triton.next_power_of_2(NUM_COUNTERS))
@@ -143,6 +151,16 @@ def _end_forward(state, rows, ends, num_rows):
 
 
 @triton.jit
+def _tokens_of_padded(rows, row, is_inside, start, num_tokens):
+    """New tokens of a padded row, none outside of the batch."""
+    count = is_inside.to(tl.int64)
+    if rows.qo_indptr is not None:
+        end = tl.load(rows.qo_indptr + row + 1, mask=is_inside, other=0)
+        count = tl.maximum(tl.minimum(end, num_tokens) - start, 0)
+    return count
+
+
+@triton.jit
 def _leave_lineage(
     state, rows, ends, row, live, start, extend, first_base, base, salt, is_inside
 ):
@@ -179,15 +197,33 @@ def _check_head(
     scratch = inside & (slot >= 0) & (slot < page_size)
     reasons = tl.where(scratch & live, SCRATCH, 0).to(tl.int64)
     # A record of this very forward is an alias, which the tail write reports.
-    other = ((old3 >> CLOCK_SHIFT) & CLOCK_MASK) != (now & CLOCK_MASK)
-    other = other & (((old3 ^ serial) & SERIAL_MASK) != 0)
-    foreign = inside & (scratch == 0) & (writable == 0)
-    foreign = foreign | (writable & (old0 != POISON) & other)
-    if columns is not None and rows.parent_index is None:
+    is_old = writable & (old0 != POISON)
+    is_old = is_old & (((old3 >> CLOCK_SHIFT) & CLOCK_MASK) != (now & CLOCK_MASK))
+    is_other = ((old3 ^ serial) & SERIAL_MASK) != 0
+    foreign = (inside & (scratch == 0) & (writable == 0)) | (is_old & is_other)
+    if columns is not None:
         column = column_of(rows, prefix + j, row)
         expected_slot = in_table(columns, column, req, inside & live)
-        foreign = foreign | (inside & (scratch == 0) & (slot != expected_slot))
+        foreign = foreign | (inside & live & (scratch == 0) & (slot != expected_slot))
+        # What the row reads as its own prefix may not be written, either.
+        place = old0 >> 32
+        is_prefix = is_old & (is_other == 0) & (place < prefix)
+        held = in_table(columns, column_of(rows, place, row), req, is_prefix)
+        foreign = foreign | (is_prefix & (held == slot))
     return reasons | tl.where(foreign, FOREIGN, 0), expected_slot
+
+
+@triton.jit
+def _check_published(published, req, prefix, j, mask, kind, token, position):
+    """(reasons, word 0 that was due) of new tokens that have been published; what a
+    verification reads behind its roots are proposals."""
+    mask = mask & ((j == 0) | (kind != VERIFY_KIND))
+    due = prefix + j
+    token_due = in_table(published, due, req, mask)
+    is_known = token_due >= 0
+    reasons = tl.where(is_known & (token_due != token), TOKEN, 0)
+    reasons |= tl.where(is_known & (due != position), POSITION, 0)
+    return reasons.to(tl.int64), pack_word0(token_due, due)
 
 
 @triton.jit
@@ -211,6 +247,7 @@ def write_program(
     columns,
     data,
     oracle,
+    published,
     ends,
     num_rows,
     num_tokens,
@@ -245,7 +282,7 @@ def write_program(
     req = tl.load(rows.req_rows + row, mask=is_inside, other=0)
     live = req != 0
     prefix = tl.load(rows.prefix_lens + row, mask=live, other=0)
-    start = start_of(rows, row, live)
+    start = start_of(rows, row, is_inside)
     extend = tl.load(rows.extend_lens + row, mask=live, other=0)
     extend = tl.maximum(tl.minimum(extend, num_tokens - start), 0)
     serial = tl.load(rows.serials + row, mask=live, other=0)
@@ -253,9 +290,10 @@ def write_program(
     base = base_of(state, rows, row, req, live, prefix)
     first_base = base
     count = extend
-    if not IS_TAIL and rows.qo_indptr is None:
+    if not IS_TAIL:
         # A padded row is looked at, too: all it may write is scratch.
-        count = tl.where(live | (is_inside == 0), extend, 1)
+        padded = _tokens_of_padded(rows, row, is_inside, start, num_tokens)
+        count = tl.where(live, extend, padded)
     blocks = (count + BLOCK - 1) // BLOCK
     run = (blocks + splits - 1) // splits
     first_block = tl.minimum(split * run, blocks)
@@ -287,8 +325,8 @@ def write_program(
         expected0 = word0
         expected_slot = tl.zeros_like(t) - 1
         if IS_TAIL:
-            is_alias = writable & ((old0 != word0) | (old3 != word3))
-            reasons = tl.where(is_alias, ALIAS, 0).to(tl.int64)
+            is_own = (old0 == word0) & (old1 == lineage) & (old3 == word3)
+            reasons = tl.where(writable & (is_own == 0), ALIAS, 0).to(tl.int64)
         else:
             reasons, expected_slot = _check_head(
                 state,
@@ -307,6 +345,14 @@ def write_program(
                 old3,
                 now,
             )
+            lineage = tl.where(live, lineage, 0)
+            if published is not None:
+                unlike, due0 = _check_published(
+                    published, req, prefix, j, inside & live, kind, token, position
+                )
+                reasons |= unlike
+                expected0 = tl.where(unlike != 0, due0, expected0)
+                found0 = tl.where(unlike != 0, word0, found0)
             if oracle is not None:
                 unlike, due0 = _check_oracle(oracle, t, inside & live, token, position)
                 reasons |= unlike
@@ -393,6 +439,7 @@ def write_kernel(
     columns,
     data,
     oracle,
+    published,
     ends,
     num_rows,
     num_tokens,
@@ -415,6 +462,7 @@ def write_kernel(
         columns,
         data,
         oracle,
+        published,
         ends,
         num_rows,
         num_tokens,

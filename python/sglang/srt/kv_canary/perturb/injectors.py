@@ -206,6 +206,41 @@ def write_into_foreign_prefix(scene: Scene) -> Damage | None:
     return None
 
 
+def write_into_own_prefix(scene: Scene) -> Damage | None:
+    """A slot that a row reads is given to its new token, too."""
+    for victim in scene.victims(min_prefix=2):
+        if victim.extend_len != 1:
+            continue
+        slot = victim.slots[scene.rng.randrange(victim.prefix_len - 1)]
+        scene.forward_batch.out_cache_loc[victim.batch_row] = slot
+        cell = scene.table[victim.req_row, victim.prefix_len]
+        return Damage(
+            req_row=victim.req_row,
+            serial=victim.serial,
+            slot=slot,
+            position=victim.prefix_len,
+            places=frozenset({(slot, victim.prefix_len)}),
+            undo=_set(cell, slot),
+        )
+    return None
+
+
+def change_input(scene: Scene) -> Damage | None:
+    """A forward reads another token than was published for its last new one."""
+    batch = scene.forward_batch
+    if scene.target.is_draft or batch.parent_index is not None:
+        return None
+    for victim in scene.victims(min_prefix=0):
+        at = victim.batch_row
+        if batch.qo_indptr is not None:
+            at = int(batch.qo_indptr[victim.batch_row]) + victim.extend_len - 1
+        token = batch.input_ids[at]
+        other = (int(token) + 1) % scene.target.vocab_size
+        changed = _at(victim, victim.prefix_len + victim.extend_len - 1)
+        return replace(changed, undo=_set(token, other))
+    return None
+
+
 def shift_view(scene: Scene) -> Damage | None:
     """Attention reads a table that is shifted by one page."""
     return _replace_view(scene, lambda table: table.roll(-1, dims=1))
@@ -264,6 +299,10 @@ INJECTORS: Mapping[str, Injector] = {
     "write_foreign": Injector(
         apply=write_into_foreign_prefix, reasons=Reason.WRITE_FOREIGN
     ),
+    "write_own_prefix": Injector(
+        apply=write_into_own_prefix, reasons=Reason.WRITE_FOREIGN
+    ),
+    "input_token": Injector(apply=change_input, reasons=Reason.WRITE_TOKEN),
     "shift_view": Injector(
         apply=shift_view, reasons=Reason.READ_SET | Reason.READ_SCRATCH
     ),
@@ -284,6 +323,17 @@ def _at(victim: Victim, position: int) -> Damage:
         position=position,
         places=frozenset({(slot, position)}),
     )
+
+
+def _set(cell: torch.Tensor, value: int) -> Callable[[], None]:
+    """Put `value` into a cell; returns what takes it back."""
+    before = cell.clone()
+    cell.fill_(value)
+
+    def undo() -> None:
+        cell.copy_(before)
+
+    return undo
 
 
 def _places(slots: Sequence[int]) -> frozenset[tuple[int, int]]:

@@ -217,7 +217,7 @@ def skip_extend(scene: Scene) -> Damage | None:
 
 
 def drop_extend_rows(scene: Scene) -> Damage | None:
-    """The draft extend runs, but the K and V of its accepted rows are not stored."""
+    """The K and V of a draft extend's accepted rows are lost behind its tail launch."""
     found = _accepting(scene)
     if found is None:
         return None

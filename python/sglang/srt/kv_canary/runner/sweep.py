@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 
 from sglang.srt.kv_canary.kernels.launches import verify
 from sglang.srt.kv_canary.kernels.records import draft_seed
-from sglang.srt.kv_canary.kernels.state import CanaryRows
+from sglang.srt.kv_canary.kernels.state import CanaryRows, FingerprintMode
 from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
 from sglang.srt.mem_cache.page_ledger import IntArray
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -61,6 +62,12 @@ class Sweeper:
         self._is_draft = is_draft
         self._cache = cache
         self._buffers = buffers
+        # A pass has no turns: what it reaches it hashes whole, as its writer did.
+        self._fingerprint = buffers.fingerprint
+        if self._fingerprint.mode is FingerprintMode.ROTATE:
+            self._fingerprint = dataclasses.replace(
+                self._fingerprint, mode=FingerprintMode.ALL
+            )
         self._budget = budget
         self._pending: deque[tuple[TreeNode, int]] = deque()
         self.passes = 0
@@ -144,7 +151,7 @@ class Sweeper:
                 first_position=first,
                 prev_slots=prev_slots,
             ),
-            fingerprint=self._buffers.fingerprint,
+            fingerprint=self._fingerprint,
             req_to_token=None,
         )
 

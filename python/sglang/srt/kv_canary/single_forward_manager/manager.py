@@ -49,7 +49,7 @@ class CanaryTarget:
     """What all forwards of one worker share.
 
     Fields:
-        topk: branches of a draft step.
+        topk: branches of a draft step; tree_depth: levels of a tree behind its root.
         seeds: int64 [req_rows], lineage of each request row before position 0, in a
             draft's pool; None: the target's, where it is 0.
     """
@@ -62,6 +62,7 @@ class CanaryTarget:
     page_size: int
     vocab_size: int
     topk: int = 1
+    tree_depth: int = 0
     seeds: Tensor | None = None
 
     @property
@@ -104,8 +105,11 @@ class SingleForwardManager:
     def rows_of(self, forward_batch: ForwardBatch) -> CanaryRows:
         """`rows_of`, made once for all launches over the same batch."""
         if self._last is None or self._last[0] is not forward_batch:
-            make = self._draft_rows if self._target.is_draft else rows_of
-            self._last = forward_batch, make(forward_batch)
+            if self._target.is_draft:
+                rows = self._draft_rows(forward_batch)
+            else:
+                rows = rows_of(forward_batch, tree_depth=self._target.tree_depth)
+            self._last = forward_batch, rows
         return self._last[1]
 
     def _draft_rows(self, forward_batch: ForwardBatch) -> CanaryRows:
@@ -175,6 +179,8 @@ class SingleForwardManager:
             writer_kind=self._kind(forward_batch),
             manager=self.index,
             oracle=self._oracle(forward_batch),
+            # A draft's inputs are proposals, or what the target's were before.
+            published=None if target.is_draft else pool.token_table,
         )
 
     def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
@@ -220,7 +226,7 @@ class SingleForwardManager:
         return tokens, positions
 
 
-def rows_of(forward_batch: ForwardBatch) -> CanaryRows:
+def rows_of(forward_batch: ForwardBatch, *, tree_depth: int = 0) -> CanaryRows:
     """The batch as the canary's launches take it; nothing is copied."""
     return CanaryRows(
         req_rows=forward_batch.req_pool_indices,
@@ -233,4 +239,5 @@ def rows_of(forward_batch: ForwardBatch) -> CanaryRows:
         serials=forward_batch.req_serial,
         salts=forward_batch.salt,
         parent_index=forward_batch.parent_index,
+        max_depth=tree_depth,
     )
