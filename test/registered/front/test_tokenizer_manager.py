@@ -154,6 +154,20 @@ def test_a_default_length_shrinks_to_the_room() -> None:
     run(work())
 
 
+def test_what_drafts_reserve_is_no_room() -> None:
+    async def work() -> None:
+        wire = Wire()
+        ready = msgspec.structs.replace(
+            READY, max_total_num_tokens=100, max_req_input_len=59
+        )
+        wire.manager.set_ready(ready)
+        error = await submit_error(wire, prompt([1] * 40, {"max_new_tokens": 21}))
+        assert error.param == "max_new_tokens" and "at most 20 fit" in error.message
+        await wire.manager.submit([prompt([1] * 40, {"max_new_tokens": 20})])
+
+    run(work())
+
+
 def test_the_pool_limits_like_the_context() -> None:
     async def work() -> None:
         wire = Wire()

@@ -240,6 +240,54 @@ def test_without_the_radix_cache_nothing_is_shared(mock):
         assert answer.output_ids == oracle(range(50), 2)
 
 
+@pytest.mark.parametrize(
+    ("common", "options"),
+    [(40, {"disable_radix_cache": True}), (63, {"page_size": 64})],
+)
+def test_nobody_waits_for_what_cannot_be_shared(mock, common, options):
+    harness = mock_harness(mock, chunked_prefill_size=1024, **options)
+    stem = list(range(common))
+    rids = [
+        harness.submit([*stem, 500 + i], max_new_tokens=1, ignore_eos=True)
+        for i in range(6)
+    ]
+    answers = harness.run()
+    for i, rid in enumerate(rids):
+        assert answers[rid].output_ids == oracle([*stem, 500 + i], 1)
+    assert harness.scheduler.stats_snapshot().forward_passes_total == 1
+
+
+def test_a_chunk_is_no_larger_than_a_batch(mock):
+    harness = mock_harness(mock, chunked_prefill_size=256, max_prefill_tokens=32)
+    prompts = [list(range(n, 2 * n)) for n in (30, 90, 80)]
+    rids = [harness.submit(p, max_new_tokens=2, ignore_eos=True) for p in prompts]
+    seen = []
+    extend = harness.scheduler._stats.on_prefill
+    harness.scheduler._stats.on_prefill = lambda reqs, tokens, **rest: (
+        seen.append(tokens),
+        extend(reqs, tokens, **rest),
+    )
+    answers = harness.run()
+    assert max(seen) <= 32 and sum(seen) == sum(map(len, prompts))
+    for prompt, rid in zip(prompts, rids, strict=True):
+        assert answers[rid].output_ids == oracle(prompt, 2)
+
+
+def test_cached_tokens_are_those_of_the_first_admission(mock):
+    harness = mock_harness(
+        mock,
+        max_total_tokens=200,
+        chunked_prefill_size=64,
+        schedule_conservativeness=0.1,
+    )
+    prompts = [[(i * 37 + j) % 900 for j in range(20)] for i in range(12)]
+    rids = [harness.submit(p, max_new_tokens=60, ignore_eos=True) for p in prompts]
+    answers = harness.run()
+    assert harness.scheduler.stats_snapshot().num_retracted_reqs > 0
+    for rid in rids:
+        assert answers[rid].cached_tokens == 0
+
+
 def test_flush_cache_only_at_idle(mock):
     harness = mock_harness(mock)
     harness.submit(range(50), max_new_tokens=5, ignore_eos=True)
@@ -306,7 +354,7 @@ def reference(folder):
 
 
 @pytest.mark.parametrize("chunk", [7, 512])
-@pytest.mark.parametrize("start", [0, 1, 13])
+@pytest.mark.parametrize("start", [0, 1, 13, 22, 29])
 def test_logprobs_equal_transformers(tiny, chunk, start):
     harness = EngineHarness(tiny, chunked_prefill_size=chunk)
     prompt = [(7 * i) % 256 for i in range(30)]
@@ -320,6 +368,7 @@ def test_logprobs_equal_transformers(tiny, chunk, start):
         top_logprobs_num=3,
     )
     (delta,) = answer.logprobs
+    assert len(delta.input_token) == len(prompt) - start
     tokens = prompt + answer.output_ids
     with torch.inference_mode():
         logprobs = reference(tiny)(torch.tensor([tokens])).logits[0].log_softmax(-1)

@@ -93,8 +93,8 @@ class Limits:
     def fit_new_tokens(self, request: PromptRequest, prompt_len: int) -> SamplingParams:
         """The sampling parameters, with a length that fits behind the prompt."""
         params = request.sampling_params
-        # The last new token needs a position, but no KV slot.
-        room = min(self.context_len, self.max_total_num_tokens + 1) - prompt_len
+        # Beyond the longest prompt there is room for one token.
+        room = self.max_req_input_len + 1 - prompt_len
         if params.max_new_tokens <= room:
             return params
         if request.is_length_exact:

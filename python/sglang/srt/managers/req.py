@@ -223,9 +223,11 @@ class Req:
         self.finish(FinishReason(type="stop"), at=len(self.tokens) - self.prompt_len)
 
     def advance_scoring(self, end: int) -> None:
-        """A prefill up to position `end` has run: its prompt logprobs are stored."""
+        """A prefill up to position `end` has run: its prompt logprobs are stored. Those
+        that are asked for may begin behind it."""
         if self.score_from is not None:
-            self.score_from = end if end < self.prompt_len - 1 else None
+            due = max(self.score_from, end)
+            self.score_from = due if due < self.prompt_len - 1 else None
 
     def store_hidden_states(self, start: int, states: torch.Tensor) -> None:
         """Keep `states` [n, H] of positions from `start` on, each position once: a

@@ -118,6 +118,10 @@ class PrefillAdder:
         self._budget = budget
         self._tokens_left = budget.max_prefill_tokens
         self._chunk_left = budget.chunk_tokens
+        if budget.chunk_tokens is not None:
+            # Whoever is cut into chunks need not exceed a batch; but a page must fit.
+            longest = max(budget.max_prefill_tokens, self._page_size)
+            self._chunk_left = min(budget.chunk_tokens, longest)
         # Slots that running and added requests are expected to need beyond those they
         # have.
         self._reserved = sum(
@@ -155,7 +159,9 @@ class PrefillAdder:
             return Admission.NO_BUDGET
         req.last_node = match.last_node
         req.prefix_slots = match.slots
-        req.cached_tokens = max(req.cached_tokens, len(match))
+        if not req.was_admitted:
+            # After a retraction it finds its own KV.
+            req.cached_tokens = len(match)
         self._take(req, extend_len, cost)
         return Admission.ADDED
 
@@ -181,7 +187,8 @@ class PrefillAdder:
         return any(
             other.namespace == req.namespace
             and not other.no_cache
-            and _common_prefix_len(req, other, limit) >= matched + MIN_SHARED_TOKENS
+            and self._cache.shared_len(_common_prefix_len(req, other, limit))
+            >= matched + MIN_SHARED_TOKENS
             for other in self.reqs
         )
 

@@ -193,6 +193,11 @@ class BasePrefixCache(ABC):
         """A key of the kind this cache uses."""
         return RadixKey(tokens, namespace, self.bigram)
 
+    def shared_len(self, common: int) -> int:
+        """Positions whose slots two requests with `common` leading tokens can share."""
+        pairs = max(common - self.bigram, 0)
+        return pairs - pairs % self.page_size
+
     # -- lookup --------------------------------------------------------------------
 
     @abstractmethod

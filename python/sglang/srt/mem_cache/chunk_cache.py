@@ -24,6 +24,9 @@ class ChunkCache(BasePrefixCache):
 
     root = TreeNode()
 
+    def shared_len(self, common: int) -> int:
+        return 0
+
     def match_prefix(self, key: RadixKey) -> MatchResult:
         empty = torch.empty(0, dtype=torch.int64)
         return MatchResult(slots=empty, last_node=self.root)

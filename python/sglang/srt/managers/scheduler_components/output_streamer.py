@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sglang.srt.layers.logprobs import HostLogprob
 from sglang.srt.managers.io_struct import (
@@ -74,14 +74,14 @@ class OutputStreamer:
 def _logprob_delta(req: Req, start: int, stop: int) -> LogprobDelta:
     new = req.output_logprobs[start:stop]
     delta = LogprobDelta(
-        output_token=_tokens(new, req.tokens[req.prompt_len + start :]),
+        output_token=_tokens(new, req.tokens, at=req.prompt_len + start),
         output_top=[list(entry.top) for entry in new],
     )
     if req.logprob_start_len >= 0 and not req.sent_input_logprobs:
         req.sent_input_logprobs = True
         first = max(req.logprob_start_len, 1)
         scored = req.input_logprobs
-        tokens = _tokens(scored, req.tokens[first:])
+        tokens = _tokens(scored, req.tokens, at=first)
         top: list[list[TokenLogprob] | None] = [list(entry.top) for entry in scored]
         if req.logprob_start_len == 0:
             # Nothing precedes position 0.
@@ -91,8 +91,12 @@ def _logprob_delta(req: Req, start: int, stop: int) -> LogprobDelta:
     return delta
 
 
-def _tokens(entries: list[HostLogprob], tokens: Iterable[int]) -> list[TokenLogprob]:
-    return [(e.logprob, t) for e, t in zip(entries, tokens, strict=False)]
+def _tokens(
+    entries: list[HostLogprob], tokens: Sequence[int], *, at: int
+) -> list[TokenLogprob]:
+    """Entries of the tokens from position `at` on."""
+    named = tokens[at : at + len(entries)]
+    return [(e.logprob, t) for e, t in zip(entries, named, strict=True)]
 
 
 def _hidden_delta(req: Req) -> list[list[float]]:
