@@ -56,7 +56,6 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (
         5,
         (
-            "srt.speculative.eagle_info",
             "srt.speculative.eagle_info_v2",
             "srt.speculative.eagle_utils",
             "srt.speculative.relay",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 import typing
@@ -59,8 +60,10 @@ def _kind_name(kind: object) -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit 1 if it is stale")
     page = render()
-    if "--check" in sys.argv:
+    if parser.parse_args().check:
         return 0 if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page else 1
     PAGE.write_text(page, encoding="utf-8")
     print(f"wrote {PAGE.relative_to(REPO)}")

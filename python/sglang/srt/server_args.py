@@ -2,8 +2,7 @@
 
 A field is declared once; the command line is generated from it. `__post_init__` runs
 the ordered `_handle_*` steps; afterwards the object is read-only. Configuration errors
-are
-`ValueError`s that name the flag, the value and the fix.
+are `ValueError`s that name the flag, the value and the fix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The canary's configuration: the only reader of its flags and environment."""
+"""The canary's configuration: its flags and environment, resolved in one place."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PerturbConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryConfig:
     """Fields:
-    sweep_interval: forwards between two sweep passes; 0: no sweep.
+    sweep_interval: launches between two sweep passes; 0: no sweep.
     sweep_budget: slots of one pass at most.
     rotation_steps: forwards in which `RealData.ROTATE` re-hashes every slot read.
     report_dir: one JSON file per incident, or None.

@@ -249,4 +249,4 @@ def nan_rows(logits: torch.Tensor) -> torch.Tensor:
 SAMPLING_BACKENDS: dict[str, Callable[[], SamplingBackend]] = {
     "pytorch": lambda: select_pytorch,
 }
-"""Factories by the value of `--sampling-backend`; other modules add theirs here."""
+"""Factories by the value of `--sampling-backend`."""

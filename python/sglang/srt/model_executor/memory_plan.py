@@ -33,8 +33,8 @@ it the device computes longer than the host launches the pieces."""
 
 MAX_HEAD_GRAPH_TOKENS = 512
 """Largest prefill graph of a head that drafts from hidden states. With 2,048 tokens the
-device is the limit, and copying the states into the graph's buffer makes a replay 1.5 %
-slower than an eager forward of the one layer (H200, EAGLE3)."""
+device is the limit, and copying the states into the graph's buffer makes a replay about
+1 % slower than an eager forward of the one layer (H200, EAGLE3)."""
 
 
 def decode_graph_sizes(

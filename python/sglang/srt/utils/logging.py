@@ -1,4 +1,4 @@
-"""One log format for every process of the engine, and messages that appear once."""
+"""One log format for every process of the engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import sys
 ROOT = "sglang"
 FORMAT = "[%(asctime)s] %(levelname)s %(message)s"
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
-
-_logged_once: set[str] = set()
 
 
 def configure_logging(level: str) -> None:
@@ -29,10 +27,3 @@ def configure_logging(level: str) -> None:
         uvicorn.propagate = False
         uvicorn.setLevel(logging.WARNING)
     logger.setLevel(level.upper())
-
-
-def log_once(logger: logging.Logger, level: int, message: str) -> None:
-    """Log `message` the first time it is seen in this process."""
-    if message not in _logged_once:
-        _logged_once.add(message)
-        logger.log(level, "%s", message)

@@ -253,7 +253,7 @@ class CanaryRows:
     stay_lens: Tensor | None = None
     seed_table: Tensor | None = None
     max_depth: int = 0
-    # Made once and not by each of the three launches of a forward.
+    # Made once and not by each launch of a forward.
     tensors: list[Tensor | None] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

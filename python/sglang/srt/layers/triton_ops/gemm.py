@@ -6,7 +6,6 @@ and float16 weights [N, K]; knows nothing of layers or sharding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,16 +29,6 @@ from sglang.srt.layers.triton_ops.launch import (
 
 # 16 splits of 64 rows of 65,536 outputs would not fit; the table keeps far below.
 _SCRATCH = Scratch(partial_bytes=32 << 20, counters=16384)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GemmProblem:
-    """rows of x, outputs of the call (half the weight's rows if gated), inputs k."""
-
-    rows: int
-    outputs: int
-    k: int
-    gated: bool
 
 
 def choose(x: Tensor, weight: Tensor, *, gated: bool = False) -> GemmConfig | None:
