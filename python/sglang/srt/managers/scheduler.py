@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -158,6 +159,9 @@ class Scheduler:
         self.max_in_flight = 1 if has_overlap else 0
         self._by_rid: dict[str, Req] = {}
         self._canary = self._create_canary_gate()
+        self._reporting_failures = (
+            nullcontext if self._canary is None else self._canary.reporting_failures
+        )
         self._is_shut_down = False
         self._idle_checked = True
 
@@ -314,7 +318,7 @@ class Scheduler:
             self._canary.before_launch(batch)
         if self._inputs.are_compared:
             self._inputs.remember(len(batch), int(launched.ends.sum()))
-        with self._watchdog.guard():
+        with self._watchdog.guard(), self._reporting_failures():
             return InFlight(launched, self._run(batch))
 
     def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
@@ -330,9 +334,10 @@ class Scheduler:
         return worker.forward_batch_generation(batch, grammars.with_masks(batch))
 
     def _process(self, done: InFlight) -> None:
-        if self._canary is not None:
-            self._canary.inspect(done.result)
-        with self._watchdog.guard():
+        # The canary may be the first to wait for the device.
+        with self._watchdog.guard(), self._reporting_failures():
+            if self._canary is not None:
+                self._canary.inspect(done.result)
             processed = self._results.process(done.launched, done.result)
         if self._inputs.are_compared:
             self._inputs.remember(*(req.tokens[-1] for req in processed.reqs))

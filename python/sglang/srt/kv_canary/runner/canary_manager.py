@@ -375,7 +375,10 @@ class CanaryManager:
             raise as_error(violations, with_tokens=self.config.report_tokens)
 
     def drain(self, *, owner_of: OwnerOf, tokens_of: TokensOf) -> list[Violation]:
-        """Report what is in the ring now; waits for the device."""
+        """Report what is in the ring now, also in the middle of a forward that failed;
+        waits for the device, and for no other rank."""
+        if self._side is not None:
+            self._side.join()
         return self._drain(owner_of, tokens_of)
 
     def _drain(self, owner_of: OwnerOf, tokens_of: TokensOf) -> list[Violation]:

@@ -34,11 +34,14 @@ class CanaryViolation(RuntimeError):
 
     Attributes:
         public: what any client may see of it; empty where another rank found it.
+        is_alone: whether this rank failed by itself, in the middle of a step: the
+            others need not stop in the same one.
     """
 
-    def __init__(self, text: str, *, public: str) -> None:
+    def __init__(self, text: str, *, public: str, is_alone: bool = False) -> None:
         super().__init__(text)
         self.public = public
+        self.is_alone = is_alone
 
 
 class ViolationReporter:
@@ -166,7 +169,9 @@ def _for_incident(fresh: list[Violation]) -> list[Violation]:
     return chosen[:VIOLATIONS_PER_INCIDENT]
 
 
-def as_error(violations: Sequence[Violation], *, with_tokens: bool) -> CanaryViolation:
+def as_error(
+    violations: Sequence[Violation], *, with_tokens: bool, is_alone: bool = False
+) -> CanaryViolation:
     """The error of the mode `raise`; of no violations: another rank found some."""
     if not violations:
         return CanaryViolation(
@@ -175,4 +180,5 @@ def as_error(violations: Sequence[Violation], *, with_tokens: bool) -> CanaryVio
     return CanaryViolation(
         "\n".join(v.line(with_tokens=with_tokens) for v in violations),
         public="\n".join(v.public_line() for v in violations[:VIOLATIONS_PER_INCIDENT]),
+        is_alone=is_alone,
     )

@@ -118,6 +118,9 @@ def run_scheduler_process(
 def _for_clients(error: Exception) -> str:
     """What every client in flight may read: nothing of another one's request."""
     if isinstance(error, CanaryViolation):
+        if error.is_alone:
+            # No collective: the others may wait in one of the forward's.
+            return error.public
         return _found_by_any_rank(error)
     return f"the scheduler failed with {type(error).__name__}"
 

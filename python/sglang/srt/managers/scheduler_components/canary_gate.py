@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter as CountsOf
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -11,9 +13,11 @@ import msgspec
 import numpy as np
 
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
+from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.kv_canary.kernels.records import Counter
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
+from sglang.srt.kv_canary.runner.violation import Violation
+from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation, as_error
 from sglang.srt.managers.io_struct import SchedulerStats
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -21,6 +25,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocator import host_array
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.utils.fault_points import EARLY_FREE
+
+logger = logging.getLogger(__name__)
 
 
 class CanaryGate:
@@ -90,6 +96,45 @@ class CanaryGate:
         if errors:
             # First what this rank found itself.
             raise min(errors, key=lambda error: not error.public)
+
+    @contextmanager
+    def reporting_failures(self) -> Iterator[None]:
+        """Around what may fail before its findings reach the host: a forward that meets
+        the damage itself, say. What was found before is reported all the same.
+
+        Raises:
+            CanaryViolation: there was something and the mode is `raise`; its cause is
+                the failure.
+        """
+        try:
+            yield
+        except CanaryViolation:
+            raise
+        except Exception as error:
+            found = self._drain_after(error)
+            config = self.manager.config
+            if found and config.mode is CanaryMode.RAISE:
+                raise as_error(
+                    found, with_tokens=config.report_tokens, is_alone=True
+                ) from error
+            raise
+
+    def _drain_after(self, error: Exception) -> list[Violation]:
+        """Report what all pools hold, as far as the device still answers."""
+        found: list[Violation] = []
+        for manager in self._managers:
+            try:
+                found += manager.drain(
+                    owner_of=self.owner_of, tokens_of=self._tokens_of
+                )
+            except Exception as lost:
+                # The failure itself is to be seen, and the other pool to be read.
+                logger.error(
+                    "kv_canary: what was found before %r cannot be read: %s",
+                    error,
+                    lost,
+                )
+        return found
 
     def owner_of(self, slot: int) -> str:
         """Who holds `slot` by the host's books: a request, the cache, or nobody."""
