@@ -29,7 +29,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PREFIX = "SGLANG_KV_CANARY_"
 LINE = re.compile(
     r"kv_canary violation: launch_tag=\S+ fail_reason=(\S+) rid=(?:\".*\"|null) "
-    r"slot_idx="
+    r"slot_idx=-?\d+ position=-?\d+ "
 )
 READ = {
     "verify_lineage",

@@ -86,8 +86,8 @@ def owner_of(slot: int) -> str:
 
 GOLDEN_LINE = (
     "kv_canary violation: launch_tag=target.verify "
-    'fail_reason=verify_lineage+verify_token rid="reader" slot_idx=77 page=19 '
-    "position=12 branch=1 forward=42 stored_token=101 expected_token=-1 "
+    'fail_reason=verify_lineage+verify_token rid="reader" slot_idx=77 '
+    "position=12 page=19 branch=1 forward=42 stored_token=101 expected_token=-1 "
     "stored_position=12 stored_lineage=0xffffffffffffffff "
     "expected_lineage=0x0000000000000001 expected_slot=78 writer=decode "
     'writer_forward=40 writer_rid="writer" '
@@ -123,7 +123,7 @@ def test_the_line_of_what_has_no_request_and_no_slot() -> None:
     ).line(with_tokens=True)
     assert line == (
         "kv_canary violation: launch_tag=draft.tail fail_reason=phase rid=null "
-        "slot_idx=-1 page=-1 position=-1 branch=-1 forward=42 stored_token=-1 "
+        "slot_idx=-1 position=-1 page=-1 branch=-1 forward=42 stored_token=-1 "
         "expected_token=-1 stored_position=-1 stored_lineage=0xffffffffffffffff "
         "expected_lineage=0x0000000000000001 expected_slot=-1 writer=none "
         'writer_forward=0 writer_rid=null diagnosis="canary launches out of order"'
