@@ -248,10 +248,12 @@ def test_log_mode_names_pool_step_and_branch(
     reasons = Counter(r for violation in violations for r in violation["reasons"])
     assert set(reasons) == {"verify_real_kv"}
     assert counts_by_reason(server) == reasons
+    of_target = {v["forward_mode"] for v in violations if v["worker"] == "target"}
+    assert of_target <= {"extend", "target_verify"}
     stepped = [v for v in violations if "step" in v]
     assert stepped
     for violation in stepped:
-        assert violation["worker"] == "draft"
+        assert (violation["worker"], violation["forward_mode"]) == ("draft", "decode")
         assert violation["step"] in range(3) and violation["branch"] in range(4)
     files = sorted(tmp_path.glob("*.json"))
     assert [json.loads(p.read_text()) for p in files] == incidents

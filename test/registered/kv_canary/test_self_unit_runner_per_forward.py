@@ -257,6 +257,18 @@ class TestManagerPerForward:
         assert found["reasons"] == ["verify_token"]
         assert (found["position"], found["request_row"]) == (7, row)
 
+    @pytest.mark.parametrize("mode", [EXTEND, DECODE], ids=lambda mode: mode.name)
+    def test_an_incident_names_the_mode_of_its_forward(
+        self, harness: ForwardHarness, mode: ForwardMode
+    ) -> None:
+        manager = canary_of(harness)
+        (row,) = prefilled(harness, 9)
+        slot = int(harness.pool.row_slots(row, 3, 4)[0])
+        manager.target.buffers.state.tail[slot, 2] += 1
+        (found,) = findings(harness, harness.prepare(mode, [(row, 10)]))
+        assert found["forward_mode"] == mode.name.lower()
+        assert manager.reporter.incidents[-1]["forward_mode"] == mode.name.lower()
+
     def test_frees_are_poisoned_before_the_next_verify(
         self, harness: ForwardHarness
     ) -> None:

@@ -231,6 +231,7 @@ def incident(tmp_path: Path, *, with_tokens: bool) -> dict[str, Any]:
         [entry()],
         dropped=0,
         owner_of=owner_of,
+        mode_of=lambda found: "decode",
         details=lambda found: {"first_wrong_position": found.position - 4},
     )
     (file,) = tmp_path.iterdir()
@@ -252,6 +253,7 @@ def test_incident(tmp_path: Path, with_tokens: bool) -> None:
         "real_data": "all",
         "rank": 1,
         "forward": 42,
+        "forward_mode": "decode",
         "dropped": 0,
         "violations": [
             {
@@ -266,6 +268,7 @@ def test_incident(tmp_path: Path, with_tokens: bool) -> None:
                 "position": 12,
                 "branch": 1,
                 "forward": 42,
+                "forward_mode": "decode",
                 "expected": expected
                 | {
                     "lineage": "0x0000000000000001",
@@ -319,7 +322,7 @@ def test_a_report_has_its_name_once_it_is_whole(
 
 
 GOLDEN_TEXT = """\
-T  rank 1  forward 42  mode raise, real data all
+T  rank 1  forward 42 (decode)  mode raise, real data all
 1 violation(s)
 
 1. aliased with request writer
@@ -339,6 +342,8 @@ def test_explain(tmp_path: Path) -> None:
     assert explain(document | {"time": "T"}) == GOLDEN_TEXT
     more = explain(document | {"dropped": 3})
     assert "1 violation(s), 3 more not recorded" in more
+    old = explain(document | {"forward_mode": None})
+    assert "  forward 42 (of unknown mode)  mode raise" in old
 
 
 GOLDEN_RUN = """\

@@ -34,8 +34,9 @@ def explain(incident: dict[str, Any]) -> str:
     """The text of one incident document."""
     violations = incident["violations"]
     lines = [
-        f"{incident['time']}  rank {incident['rank']}  forward {incident['forward']}  "
-        f"mode {incident['mode']}, real data {incident['real_data']}",
+        f"{incident['time']}  rank {incident['rank']}  forward {incident['forward']} "
+        f"({incident['forward_mode'] or 'of unknown mode'})  mode {incident['mode']}, "
+        f"real data {incident['real_data']}",
         f"{len(violations)} violation(s)"
         + (f", {incident['dropped']} more not recorded" if incident["dropped"] else ""),
     ]

@@ -32,9 +32,11 @@ from sglang.srt.kv_canary.kernels.launches import (
     poison,
 )
 from sglang.srt.kv_canary.kernels.records import (
+    FIRST_CLOCK,
     NUM_COUNTERS,
     POISON_WORD,
     Counter,
+    Launch,
     unpack_word0,
 )
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver
@@ -55,7 +57,7 @@ from sglang.srt.kv_canary.single_forward_manager.manager import (
 )
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import get_forward_context
 from sglang.srt.model_executor.graph_capture import SideStream
 
@@ -79,7 +81,7 @@ class _Launched(NamedTuple):
 
     clock: int
     forwards: int
-    is_decode: bool
+    mode: ForwardMode
 
 
 class CanaryManager:
@@ -127,7 +129,7 @@ class CanaryManager:
         self._freed: list[Tensor] = []
         self._sweeper: Sweeper | None = None
         # Number of the next forward on the device, and the newest launches.
-        self._clock = 0
+        self._clock = FIRST_CLOCK
         self._launches: deque[_Launched] = deque(maxlen=REMEMBERED_LAUNCHES)
         self._forwards = 0
         self._stats = StatsLogger(config.stats_every)
@@ -160,6 +162,7 @@ class CanaryManager:
         """All graphs are captured: faults, sweeps and health checks may begin."""
         self._is_init_finished = True
         self._clock = int(self._state.clock.item())
+        self._launches.clear()
 
     # -- around launches -----------------------------------------------------------
 
@@ -190,9 +193,8 @@ class CanaryManager:
         if self._launched is not None:
             raise RuntimeError("KV canary: a launch is already open; they do not nest")
         self._launched = forward_batch
-        if self.target.is_draft:
-            is_decode = forward_batch.forward_mode.is_decode
-            self._launches.append(_Launched(self._clock, len(indices), is_decode))
+        mode = forward_batch.forward_mode
+        self._launches.append(_Launched(self._clock, len(indices), mode))
         self._clock += len(indices)
         try:
             if self._freed:
@@ -390,6 +392,7 @@ class CanaryManager:
             entries,
             dropped=max(count - capacity, 0),
             owner_of=owner_of,
+            mode_of=self._mode_of,
             details=lambda violation: self._details(violation, tokens_of),
         )
 
@@ -415,13 +418,24 @@ class CanaryManager:
         return {"first_wrong_position": None}
 
     def _branch_of(self, violation: Violation) -> dict[str, int | None]:
+        launch = self._launch_of(violation.forward)
+        if launch is None or not launch.mode.is_decode or violation.branch < 0:
+            return {}
+        step = violation.forward - launch.clock
+        return {"step": step, "branch": violation.branch % self.target.topk}
+
+    def _mode_of(self, violation: Violation) -> str | None:
+        """What the forward was that found it, or a sweep; None: too long ago."""
+        if violation.launch == Launch.SWEEP.name.lower():
+            return violation.launch
+        launch = self._launch_of(violation.forward)
+        return None if launch is None else launch.mode.name.lower()
+
+    def _launch_of(self, forward: int) -> _Launched | None:
         for launch in reversed(self._launches):
-            step = violation.forward - launch.clock
-            if 0 <= step < launch.forwards:
-                if not launch.is_decode or violation.branch < 0:
-                    break
-                return {"step": step, "branch": violation.branch % self.target.topk}
-        return {}
+            if 0 <= forward - launch.clock < launch.forwards:
+                return launch
+        return None
 
     # -- numbers -------------------------------------------------------------------
 

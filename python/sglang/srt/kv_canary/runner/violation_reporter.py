@@ -27,6 +27,8 @@ REMEMBERED_KEYS = 65_536
 
 # Who holds a slot by the host's books, in words.
 OwnerOf = Callable[[int], str]
+# A forward's mode by name, or "sweep"; None: not known any more.
+ModeOf = Callable[[Violation], str | None]
 
 
 class CanaryViolation(RuntimeError):
@@ -72,6 +74,7 @@ class ViolationReporter:
         *,
         dropped: int,
         owner_of: OwnerOf,
+        mode_of: ModeOf = lambda violation: None,
         details: Callable[[Violation], dict[str, Any]] = lambda violation: {},
     ) -> list[Violation]:
         """Log, count and keep what is new; returns it.
@@ -80,6 +83,7 @@ class ViolationReporter:
             entries: rows of the ring.
             dropped: entries that found no place in it.
             owner_of: who holds a slot by the host's books.
+            mode_of: of the forward that found it.
             details: what the host can add to an incident.
         """
         fresh = [v for v in map(self._parse, entries) if self._is_new(v)]
@@ -95,7 +99,7 @@ class ViolationReporter:
                 self._config.ring_capacity,
             )
         if fresh:
-            self._keep(fresh, dropped, owner_of, details)
+            self._keep(fresh, dropped, owner_of, mode_of, details)
         return fresh
 
     def _parse(self, entry: Sequence[int]) -> Violation:
@@ -116,6 +120,7 @@ class ViolationReporter:
         fresh: list[Violation],
         dropped: int,
         owner_of: OwnerOf,
+        mode_of: ModeOf,
         details: Callable[[Violation], dict[str, Any]],
     ) -> None:
         with_tokens = self._config.report_tokens
@@ -125,10 +130,12 @@ class ViolationReporter:
             "real_data": self._config.real_data.value,
             "rank": self._rank,
             "forward": fresh[0].forward,
+            "forward_mode": mode_of(fresh[0]),
             "dropped": dropped + max(len(fresh) - VIOLATIONS_PER_INCIDENT, 0),
             "violations": [
                 {
                     **violation.document(with_tokens=with_tokens),
+                    "forward_mode": mode_of(violation),
                     "owner": owner_of(violation.slot),
                     **details(violation),
                 }
