@@ -29,6 +29,7 @@ from sglang.srt.kv_canary.kernels.records import (
     POISON_WORD,
     Counter,
     Phase,
+    Reason,
     Ring,
     WriterKind,
     lineage_of,
@@ -44,6 +45,7 @@ from sglang.srt.kv_canary.runner.canary_manager import (
 )
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
+from sglang.srt.kv_canary.runner.violation import parse_entry
 from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
 from sglang.srt.kv_canary.single_forward_manager import manager as forward_manager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
@@ -256,6 +258,35 @@ class TestManagerPerForward:
         (found,) = findings(harness, batch)
         assert found["reasons"] == ["verify_token"]
         assert (found["position"], found["request_row"]) == (7, row)
+        # No record is at fault.
+        assert "first_wrong_position" not in found
+
+    def test_the_first_wrong_position_is_that_of_the_device_s_table(
+        self, harness: ForwardHarness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever the host's copy of it says."""
+        pool = harness.pool
+        row, other = prefilled(harness, 9, 9)
+        batch = decode_batch(harness, row)
+        monkeypatch.setattr(pool, "_mirror", pool._mirror.copy())
+        pool.req_to_token[row, 4:9] = pool.req_to_token[other, 4:9]
+        found = findings(harness, batch)
+        (last,) = [f for f in found if "verify_token" in f["reasons"]]
+        assert (last["position"], last["first_wrong_position"]) == (8, 4)
+
+    def test_a_slot_outside_of_the_pool_is_a_wrong_position(
+        self, harness: ForwardHarness
+    ) -> None:
+        (row,) = prefilled(harness, 9)
+        for position, slot in ((6, -1), (2, 10**6)):
+            harness.pool.req_to_token[row, position] = slot
+            violation = parse_entry(
+                [int(Reason.VERIFY_TOKEN), row, row, 1, 8, *[0] * 11],
+                page_size=1,
+                rid_of={},
+            )
+            details = canary_of(harness)._details(violation, harness.tokens)
+            assert details == {"first_wrong_position": position}
 
     @pytest.mark.parametrize("mode", [EXTEND, DECODE], ids=lambda mode: mode.name)
     def test_an_incident_names_the_mode_of_its_forward(

@@ -396,12 +396,10 @@ class CanaryManager:
             details=lambda violation: self._details(violation, tokens_of),
         )
 
-    def _details(
-        self, violation: Violation, tokens_of: TokensOf
-    ) -> dict[str, int | None]:
+    def _details(self, violation: Violation, tokens_of: TokensOf) -> dict[str, int]:
         """In a draft's pool the step and the branch (the batch row, as it was reported,
-        modulo top-k); for `verify_token` of the target, where a prefix stops being the
-        request's own tokens."""
+        modulo top-k); for `verify_token` of the target, where the prefix that the
+        device's table names stops being the request's own tokens, if it does."""
         if self.target.is_draft:
             return self._branch_of(violation)
         if "verify_token" not in violation.labels:
@@ -409,15 +407,19 @@ class CanaryManager:
         tokens = tokens_of(violation.serial)
         if tokens is None:
             return {}
-        end = min(violation.position + 1, len(tokens))
-        slots = self.target.req_to_token_pool.row_slots(violation.req_row, 0, end)
-        words = self._state.tail[slots.to(self._state.tail.device), 0].tolist()
-        for position, (word, token) in enumerate(zip(words, tokens, strict=False)):
+        row = self.target.req_to_token_pool.req_to_token[violation.req_row]
+        slots = row[: min(violation.position + 1, len(tokens))].to(torch.int64)
+        tail = self._state.tail
+        is_inside = (slots >= 0) & (slots < len(tail))
+        words = torch.where(is_inside, tail[slots * is_inside, 0], POISON_WORD)
+        for position, (word, token) in enumerate(
+            zip(words.tolist(), tokens, strict=False)
+        ):
             if word == POISON_WORD or unpack_word0(word) != (token, position):
                 return {"first_wrong_position": position}
-        return {"first_wrong_position": None}
+        return {}
 
-    def _branch_of(self, violation: Violation) -> dict[str, int | None]:
+    def _branch_of(self, violation: Violation) -> dict[str, int]:
         launch = self._launch_of(violation.forward)
         if launch is None or not launch.mode.is_decode or violation.branch < 0:
             return {}
