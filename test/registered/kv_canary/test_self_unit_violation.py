@@ -175,6 +175,17 @@ def test_diagnosis(reasons: Reason, writer: int, diagnosis: str) -> None:
     assert violation(REASONS=reasons, FOUND_WORD3=word3).diagnosis == diagnosis
 
 
+def test_a_slot_that_was_never_written() -> None:
+    fresh = pack_word3(0, WriterKind.POISON, 0)
+    report = reporter()
+    freed = entry(REASONS=Reason.VERIFY_FREED, FOUND_WORD3=fresh)
+    (found,) = report.report([freed], dropped=0, owner_of=owner_of)
+    assert found.diagnosis == "read of a slot that was never written"
+    text = explain(report.incidents[0])
+    assert "   found     a slot that was never written" in text
+    assert "owner was" not in text
+
+
 def test_every_reason_has_words() -> None:
     assert set(MEANING) == {label for r in Reason for label in reason_labels(r)}
     assert all(violation(REASONS=reason).diagnosis for reason in Reason)
@@ -350,7 +361,7 @@ GOLDEN_RUN = """\
 1 to 3. use after free
    request   reader (target pool, found by verify, batch row 1)
    where     positions 12 to 14, slots 78 to 80, pages 19 to 20; by the books: owner
-   because   the slot was freed before this read [verify_freed]
+   because   the slot held nothing when it was read [verify_freed]
    found     a freed slot: its last owner was request writer, it was freed before \
 forward 40
 

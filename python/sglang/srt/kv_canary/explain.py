@@ -18,7 +18,7 @@ MEANING = {
     "verify_token": "the prefix is not the request's own tokens",
     "verify_real_kv": "the KV bytes changed after they were written",
     "verify_torn": "the write of this slot was never finished",
-    "verify_freed": "the slot was freed before this read",
+    "verify_freed": "the slot held nothing when it was read",
     "read_set": "attention read a slot that the request's table does not name",
     "read_scratch": "attention read the scratch page",
     "write_foreign": "the forward wrote into a slot that it does not own",
@@ -115,6 +115,8 @@ def _span(name: str, run: list[dict[str, Any]]) -> str:
 def _record_lines(violation: dict[str, Any]) -> list[str]:
     writer, expected = violation["writer"], violation["expected"]
     who = f"request {writer['rid'] or 'unknown'}"
+    if writer["kind"] == POISON and not writer["forward"]:
+        return ["   found     a slot that was never written"]
     if writer["kind"] == POISON:
         return [
             f"   found     a freed slot: its last owner was {who}, it was freed before "

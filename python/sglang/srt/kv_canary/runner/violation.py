@@ -92,6 +92,8 @@ class Violation:
     @property
     def diagnosis(self) -> str:
         """The class of fault that it looks like, in words that a report can use."""
+        if self.reasons & Reason.VERIFY_FREED and not self.writer.clock:
+            return "read of a slot that was never written"
         for reason, text in _DIAGNOSES:
             if self.reasons & reason:
                 return text
