@@ -29,6 +29,7 @@ from bench_decode import read_bandwidth
 from model_shapes import SHAPES, write_draft_shape, write_shape
 
 from sglang.bench_utils.report import format_table
+from sglang.srt.kv_canary.runner.violation import Owner
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.ops.linear import linear
 from sglang.srt.managers.io_struct import GenerateReq
@@ -185,7 +186,9 @@ class Side:
         assert not self.graphs.fallbacks, self.graphs.fallbacks
         manager = self.runner.canary_manager
         if manager is not None:
-            found = manager.drain(owner_of=lambda s: "?", tokens_of=lambda s: None)
+            found = manager.drain(
+                owner_of=lambda s: Owner("?"), tokens_of=lambda s: None
+            )
             assert not found, found
 
 

@@ -12,6 +12,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.kv_canary.kernels.records import lineage_of
+from sglang.srt.kv_canary.runner.violation import Owner
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.common import extend_rows
@@ -103,7 +104,7 @@ class ForwardHarness:
         if manager is not None:
             manager.inspect(
                 manager.finish_step(batch).tolist(),
-                owner_of=lambda slot: "unknown",
+                owner_of=lambda slot: Owner("unknown"),
                 tokens_of=lambda serial: self._tokens.get(serial),
             )
         return output

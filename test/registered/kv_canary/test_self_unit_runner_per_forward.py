@@ -45,11 +45,12 @@ from sglang.srt.kv_canary.runner.canary_manager import (
 )
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
-from sglang.srt.kv_canary.runner.violation import parse_entry
+from sglang.srt.kv_canary.runner.violation import Owner, parse_entry
 from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
 from sglang.srt.kv_canary.single_forward_manager import manager as forward_manager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
 from sglang.srt.managers.scheduler_components.build import _for_clients
+from sglang.srt.managers.scheduler_components.canary_gate import SlotBooks
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
@@ -769,24 +770,24 @@ def fail(batch: ForwardBatch) -> None:
     raise KeyError("boom")
 
 
+def decoding(model: Path, mode: str, **options: Any) -> EngineHarness:
+    """An engine in which request a decodes."""
+    harness = EngineHarness(
+        model,
+        max_total_tokens=2048,
+        skip_tokenizer_init=True,
+        kv_canary=mode,
+        kv_canary_real_data="all",
+        **options,
+    )
+    harness.submit(list(range(40)), rid="a", max_new_tokens=60, ignore_eos=True)
+    for _ in range(6):
+        harness.scheduler.step()
+    return harness
+
+
 class TestFailedForward:
     """A forward that fails takes its result with it, but not its findings."""
-
-    @staticmethod
-    def engine(model: Path, mode: str, **options: Any) -> EngineHarness:
-        """One request decodes."""
-        harness = EngineHarness(
-            model,
-            max_total_tokens=2048,
-            skip_tokenizer_init=True,
-            kv_canary=mode,
-            **options,
-        )
-        prompt = list(range(40))
-        harness.submit(prompt, rid="a", max_new_tokens=60, ignore_eos=True)
-        for _ in range(6):
-            harness.scheduler.step()
-        return harness
 
     @staticmethod
     def damage(harness: EngineHarness, slot: int) -> None:
@@ -805,7 +806,7 @@ class TestFailedForward:
     def test_a_slot_outside_of_the_pool_is_reported(
         self, model: Path, slot: int
     ) -> None:
-        harness = self.engine(model, "raise")
+        harness = decoding(model, "raise")
         self.damage(harness, slot)
         with pytest.raises(CanaryViolation, match="fail_reason=read_set") as raised:
             harness.run()
@@ -818,7 +819,7 @@ class TestFailedForward:
     def test_what_was_found_before_a_failure(
         self, model: Path, monkeypatch: pytest.MonkeyPatch, mode: str, overlap: bool
     ) -> None:
-        harness = self.engine(model, mode, overlap=overlap)
+        harness = decoding(model, mode, overlap=overlap)
         runner = harness.scheduler.worker.model_runner
         forward = runner.forward
 
@@ -841,7 +842,7 @@ class TestFailedForward:
     def test_a_failure_without_findings_stays_what_it_is(
         self, model: Path, monkeypatch: pytest.MonkeyPatch, mode: str
     ) -> None:
-        harness = self.engine(model, mode)
+        harness = decoding(model, mode)
         runner = harness.scheduler.worker.model_runner
         monkeypatch.setattr(runner, "forward", fail)
         with pytest.raises(KeyError):
@@ -854,7 +855,7 @@ class TestFailedForward:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        harness = self.engine(model, "raise")
+        harness = decoding(model, "raise")
         runner = harness.scheduler.worker.model_runner
 
         def gone(**books: object) -> None:
@@ -872,6 +873,50 @@ class TestFailedForward:
         error = CanaryViolation("all of it", public="a part", is_alone=True)
         with tensor_parallel_group(TensorParallelGroup(rank=1, size=2)):
             assert _for_clients(error) == "a part"
+
+
+class TestBooks:
+    """Who holds a slot, as incidents say it."""
+
+    def test_owners(self, model: Path) -> None:
+        harness = decoding(model, "log")
+        cache, (req,) = harness.scheduler.cache, harness.scheduler.running.reqs
+        books = SlotBooks(cache, lambda: [req])
+        row = cache.req_pool.row_slots(req.req_pool_idx, 0, req.allocated_len).tolist()
+        assert books.owner_of(row[5]) == Owner("prefix cache", is_shared=True)
+        assert books.owner_of(row[-1]) == Owner("request a")
+        (taken,) = cache.allocator.alloc(1).tolist()
+        size = cache.allocator.size
+        asked = (-1, 0, taken, size, size + 1, 10**9)
+        assert [SlotBooks(cache, list).owner_of(slot).text for slot in asked] == [
+            "none",
+            "scratch page",
+            "owned, holder unknown",
+            "free",
+            "outside the pool",
+            "outside the pool",
+        ]
+
+    def test_an_incident_asks_the_cache_once(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        harness = decoding(model, "log")
+        cache, (req,) = harness.scheduler.cache, harness.scheduler.running.reqs
+        manager = harness.scheduler.worker.model_runner.canary_manager
+        asked: list[None] = []
+        cached_slots = cache.cached_slots
+        monkeypatch.setattr(
+            cache, "cached_slots", lambda: (asked.append(None), cached_slots())[1]
+        )
+        slots = cache.req_pool.row_slots(req.req_pool_idx, 0, 30)
+        manager.target.buffers.state.tail[
+            slots.to(manager.target.kv_pool.device), 2
+        ] += 1
+        while not manager.reporter.incidents:
+            assert asked == []
+            harness.scheduler.step()
+        assert len(manager.reporter.incidents[-1]["violations"]) == 30
+        assert asked == [None]
 
 
 class LoggedStream:

@@ -27,7 +27,7 @@ from sglang.srt.kv_canary.kernels.records import (
 )
 from sglang.srt.kv_canary.runner import violation_reporter
 from sglang.srt.kv_canary.runner.serial_book import REMEMBERED, SerialBook
-from sglang.srt.kv_canary.runner.violation import Violation, parse_entry
+from sglang.srt.kv_canary.runner.violation import Owner, Violation, parse_entry
 from sglang.srt.kv_canary.runner.violation_reporter import (
     ViolationReporter,
     as_error,
@@ -78,8 +78,8 @@ def reporter(
     return ViolationReporter(settings, page_size=4, book=book, rank=rank)
 
 
-def owner_of(slot: int) -> str:
-    return f"owner of {slot}"
+def owner_of(slot: int) -> Owner:
+    return Owner(f"owner of {slot}")
 
 
 # -- the line ----------------------------------------------------------------------
@@ -380,7 +380,7 @@ def test_explain_puts_consecutive_positions_together(tmp_path: Path) -> None:
     places = [(78, 12), (79, 13), (80, 14), (90, 20)]
     entries = [entry(SLOT=s, POSITION=p, **freed) for s, p in places]
     report = reporter(report_dir=tmp_path)
-    report.report(entries, dropped=0, owner_of=lambda slot: "owner")
+    report.report(entries, dropped=0, owner_of=lambda slot: Owner("owner"))
     text = explain(report.incidents[0])
     assert GOLDEN_RUN in text
     assert "4 violation(s)" in text

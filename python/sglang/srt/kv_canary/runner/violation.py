@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang.srt.kv_canary.kernels.records import (
     POISON_WORD,
@@ -40,6 +40,14 @@ class RecordWord:
         return cls(token=None if token == _UNKNOWN_TOKEN else token, position=position)
 
 
+class Owner(NamedTuple):
+    """Who holds a slot by the host's books, in words; `is_shared`: by the prefix cache,
+    for any request."""
+
+    text: str
+    is_shared: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
     """Fields:
@@ -53,8 +61,9 @@ class Violation:
     expected_lineage, found_lineage: prefix hashes.
     writer: provenance of the found record; writer_rid: its request, if still known.
     forward: the forward that found it.
-    expected_slot: what the host's table says, or -1.
+    expected_slot: what the device's table says, or -1.
     found_fingerprint, computed_fingerprint: of the slot's bytes.
+    owner: of the slot.
     """
 
     reasons: int
@@ -77,6 +86,7 @@ class Violation:
     expected_slot: int
     found_fingerprint: int
     computed_fingerprint: int
+    owner: Owner = Owner("unknown")
 
     @property
     def labels(self) -> list[str]:
@@ -178,6 +188,7 @@ class Violation:
                 "forward": self.writer.clock,
                 "rid": self.writer_rid,
             },
+            "owner": self.owner.text,
         }
 
 

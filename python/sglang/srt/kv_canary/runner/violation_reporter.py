@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from typing import Any
 from sglang.srt.kv_canary.config import CanaryConfig
 from sglang.srt.kv_canary.kernels.records import SERIAL_MASK, Ring, unpack_word3
 from sglang.srt.kv_canary.runner.serial_book import SerialBook
-from sglang.srt.kv_canary.runner.violation import Violation, parse_entry
+from sglang.srt.kv_canary.runner.violation import Owner, Violation, parse_entry
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,8 @@ KEPT_INCIDENTS = 64
 VIOLATIONS_PER_INCIDENT = 64
 REMEMBERED_KEYS = 65_536
 
-# Who holds a slot by the host's books, in words.
-OwnerOf = Callable[[int], str]
+# Who holds a slot by the host's books.
+OwnerOf = Callable[[int], Owner]
 # A forward's mode by name, or "sweep"; None: not known any more.
 ModeOf = Callable[[Violation], str | None]
 
@@ -86,7 +87,8 @@ class ViolationReporter:
             mode_of: of the forward that found it.
             details: what the host can add to an incident.
         """
-        fresh = [v for v in map(self._parse, entries) if self._is_new(v)]
+        new = [v for v in map(self._parse, entries) if self._is_new(v)]
+        fresh = [dataclasses.replace(v, owner=owner_of(v.slot)) for v in new]
         for violation in fresh:
             logger.error("%s", violation.line(with_tokens=self._config.report_tokens))
             self.total += 1
@@ -99,7 +101,7 @@ class ViolationReporter:
                 self._config.ring_capacity,
             )
         if fresh:
-            self._keep(fresh, dropped, owner_of, mode_of, details)
+            self._keep(fresh, dropped, mode_of, details)
         return fresh
 
     def _parse(self, entry: Sequence[int]) -> Violation:
@@ -119,7 +121,6 @@ class ViolationReporter:
         self,
         fresh: list[Violation],
         dropped: int,
-        owner_of: OwnerOf,
         mode_of: ModeOf,
         details: Callable[[Violation], dict[str, Any]],
     ) -> None:
@@ -136,7 +137,6 @@ class ViolationReporter:
                 {
                     **violation.document(with_tokens=with_tokens),
                     "forward_mode": mode_of(violation),
-                    "owner": owner_of(violation.slot),
                     **details(violation),
                 }
                 for violation in _for_incident(fresh)

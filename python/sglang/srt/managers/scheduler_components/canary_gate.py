@@ -6,17 +6,20 @@ import logging
 from collections import Counter as CountsOf
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.kv_canary.kernels.records import Counter
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-from sglang.srt.kv_canary.runner.violation import Violation
+from sglang.srt.kv_canary.runner.violation import Owner, Violation
 from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation, as_error
 from sglang.srt.managers.io_struct import SchedulerStats
 from sglang.srt.managers.req import Req
@@ -27,6 +30,60 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.utils.fault_points import EARLY_FREE
 
 logger = logging.getLogger(__name__)
+
+
+class SlotBooks:
+    """Who holds which slot, by the host's books as of the first question."""
+
+    def __init__(
+        self, cache: BasePrefixCache, requests: Callable[[], Iterable[Req]]
+    ) -> None:
+        self._cache = cache
+        self._requests = requests
+
+    def owner_of(self, slot: int) -> Owner:
+        """Who holds `slot`: requests, the cache, or nobody."""
+        allocator = self._cache.allocator
+        if slot < 0:
+            return Owner("none")
+        if slot < allocator.page_size:
+            return Owner("scratch page")
+        if slot >= len(self._is_cached):
+            return Owner("outside the pool")
+        holders = [f"request {rid}" for rid, slots in self._own_slots if slot in slots]
+        is_cached = bool(self._is_cached[slot])
+        if is_cached:
+            holders.append("prefix cache")
+        if holders:
+            return Owner(", ".join(holders), is_shared=is_cached)
+        is_owned = slot // allocator.page_size in self._owned_pages
+        return Owner("owned, holder unknown" if is_owned else "free")
+
+    @cached_property
+    def _own_slots(self) -> list[tuple[str, frozenset[int]]]:
+        """What each running request holds beside the cache."""
+        return [
+            (req.rid, frozenset(self._row(req).tolist()))
+            for req in self._requests()
+            if req.req_pool_idx
+        ]
+
+    def _row(self, req: Req) -> Tensor:
+        return self._cache.req_pool.row_slots(
+            req.req_pool_idx, req.cache_protected_len, req.allocated_len
+        )
+
+    @cached_property
+    def _is_cached(self) -> NDArray[np.bool_]:
+        """Of every slot of the pool."""
+        allocator = self._cache.allocator
+        mask = np.zeros(allocator.size + allocator.page_size, dtype=np.bool_)
+        mask[host_array(self._cache.cached_slots())] = True
+        return mask
+
+    @cached_property
+    def _owned_pages(self) -> frozenset[int]:
+        return frozenset(self._cache.allocator.owned_pages().tolist())
 
 
 class CanaryGate:
@@ -83,12 +140,12 @@ class CanaryGate:
         Raises:
             CanaryViolation: something is wrong and the mode is `raise`.
         """
-        errors = []
+        errors, books = [], self._books()
         # A prefill's result knows nothing of the draft yet.
         for manager, words in zip(self._managers, result.findings, strict=False):
             try:
                 manager.inspect(
-                    words, owner_of=self.owner_of, tokens_of=self._tokens_of
+                    words, owner_of=books.owner_of, tokens_of=self._tokens_of
                 )
             except CanaryViolation as error:
                 # What the other pool holds is to be reported, too.
@@ -122,10 +179,11 @@ class CanaryGate:
     def _drain_after(self, error: Exception) -> list[Violation]:
         """Report what all pools hold, as far as the device still answers."""
         found: list[Violation] = []
+        books = self._books()
         for manager in self._managers:
             try:
                 found += manager.drain(
-                    owner_of=self.owner_of, tokens_of=self._tokens_of
+                    owner_of=books.owner_of, tokens_of=self._tokens_of
                 )
             except Exception as lost:
                 # The failure itself is to be seen, and the other pool to be read.
@@ -135,26 +193,6 @@ class CanaryGate:
                     lost,
                 )
         return found
-
-    def owner_of(self, slot: int) -> str:
-        """Who holds `slot` by the host's books: a request, the cache, or nobody."""
-        allocator = self._cache.allocator
-        if slot < 0:
-            return "none"
-        if slot < allocator.page_size:
-            return "scratch page"
-        holders = [
-            f"request {req.rid}"
-            for req in self._requests()
-            if req.req_pool_idx and slot in self._own_slots(req)
-        ]
-        if (host_array(self._cache.cached_slots()) == slot).any():
-            holders.append("prefix cache")
-        if holders:
-            return ", ".join(holders)
-        page = slot // allocator.page_size
-        is_owned = bool(np.isin(page, allocator.owned_pages()))
-        return "owned, holder unknown" if is_owned else "free"
 
     def incidents(self) -> list[dict[str, Any]]:
         """The newest incidents of every rank, oldest first."""
@@ -186,11 +224,8 @@ class CanaryGate:
             counts.update(msgspec.msgpack.decode(of_rank, type=dict[str, int]))
         return dict(counts)
 
-    def _own_slots(self, req: Req) -> frozenset[int]:
-        slots = self._cache.req_pool.row_slots(
-            req.req_pool_idx, req.cache_protected_len, req.allocated_len
-        )
-        return frozenset(slots.tolist())
+    def _books(self) -> SlotBooks:
+        return SlotBooks(self._cache, self._requests)
 
     def _tokens_of(self, serial: int) -> Sequence[int] | None:
         return next(
