@@ -210,7 +210,7 @@ def test_damage_in_the_cache_is_found_within_two_rotations(
     place = (planted.damage.slot, planted.damage.position)
     assert (found["slot"], found["position"]) == place
     assert found["reasons"] == ["verify_real_kv"]
-    assert found["forward_mode"] == "sweep"
+    assert (found["forward_mode"], found["branch"]) == ("sweep", -1)
     passes = manager.num_sweep_passes - before
     assert passes <= 2 * math.ceil(cached / budget) + engine.scheduler.max_in_flight
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import pytest
 
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
-from sglang.srt.kv_canary.explain import MEANING, NONE, POISON, explain
+from sglang.srt.kv_canary.explain import MEANING, NONE, POISON, SWEEP, explain
 from sglang.srt.kv_canary.kernels.records import (
     POISON_WORD,
     SERIAL_MASK,
@@ -372,6 +372,7 @@ forward 40
 def test_explain_knows_the_kinds_by_name() -> None:
     kinds = (WriterKind.POISON, WriterKind.NONE)
     assert [kind.name.lower() for kind in kinds] == [POISON, NONE]
+    assert Launch.SWEEP.name.lower() == SWEEP
 
 
 def test_explain_puts_consecutive_positions_together(tmp_path: Path) -> None:
@@ -384,6 +385,19 @@ def test_explain_puts_consecutive_positions_together(tmp_path: Path) -> None:
     text = explain(report.incidents[0])
     assert GOLDEN_RUN in text
     assert "4 violation(s)" in text
+
+
+def test_explain_says_what_a_sweep_looked_at(tmp_path: Path) -> None:
+    """Not the number of the run of cached slots."""
+    report = reporter(report_dir=tmp_path)
+    swept = entry(TAG=Launch.SWEEP, SERIAL=0, BATCH_ROW=3, EXPECTED_SLOT=-1)
+    (found,) = report.report([swept], dropped=0, owner_of=owner_of)
+    assert found.branch == -1
+    text = explain(report.incidents[0])
+    assert "no request (target pool, found by sweep, prefix cache)" in text
+    phase = entry(REASONS=Reason.PHASE, SERIAL=0, BATCH_ROW=-1, POSITION=-1, SLOT=-1)
+    report.report([phase], dropped=0, owner_of=owner_of)
+    assert "found by verify, no row)" in explain(report.incidents[1])
 
 
 def test_explain_shows_tokens_where_the_report_has_them(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 # Names of `records.WriterKind`, whose module would load torch.
 POISON, NONE = "poison", "none"
+# Of `records.Launch`.
+SWEEP = "sweep"
 
 MEANING = {
     "verify_lineage": "the token's history is not the one that this row expects",
@@ -98,6 +100,10 @@ def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
 def _row(violation: dict[str, Any]) -> str:
     """In a draft step, the step and the branch; elsewhere the row of the batch."""
     branch = violation["branch"]
+    if violation["launch"] == SWEEP:
+        return "prefix cache"
+    if branch < 0:
+        return "no row"
     if "step" not in violation:
         return f"batch row {branch}"
     return f"draft step {violation['step']}, branch {branch}"

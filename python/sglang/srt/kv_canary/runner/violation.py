@@ -56,7 +56,8 @@ class Violation:
     launch: which of the canary's launches found it.
     req_row, serial, rid: the request that read or wrote; rid None: not known, or none.
     slot, page, position: where; -1 where it does not apply.
-    branch: row of the batch, requests x branches in a draft step; -1: none.
+    branch: row of the batch, requests x branches in a draft step; -1: none, as in a
+        sweep.
     expected, found: token and position that were due and that the record holds.
     expected_lineage, found_lineage: prefix hashes.
     writer: provenance of the found record; writer_rid: its request, if still known.
@@ -227,7 +228,8 @@ def parse_entry(
         slot=slot,
         page=slot // page_size if slot >= 0 else -1,
         position=entry[Ring.POSITION],
-        branch=entry[Ring.BATCH_ROW],
+        # A sweep's rows are runs of cached slots.
+        branch=-1 if launch == Launch.SWEEP else entry[Ring.BATCH_ROW],
         expected=RecordWord.of(entry[Ring.EXPECTED_WORD0]),
         found=RecordWord.of(entry[Ring.FOUND_WORD0]),
         expected_lineage=entry[Ring.EXPECTED_LINEAGE],
