@@ -175,6 +175,30 @@ def test_diagnosis(reasons: Reason, writer: int, diagnosis: str) -> None:
     assert violation(REASONS=reasons, FOUND_WORD3=word3).diagnosis == diagnosis
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_shared", "diagnosis"),
+    [
+        # A cached prefix, in its place: its tokens are not this request's.
+        ({}, True, "stale record"),
+        ({"REASONS": Reason.VERIFY_LINEAGE}, True, "stale record"),
+        # The other's own slot.
+        ({}, False, "aliased with request writer"),
+        ({"EXPECTED_SLOT": 76}, True, "aliased with request writer"),
+        ({"FOUND_WORD0": pack_word0(1, 13)}, True, "aliased with request writer"),
+        # A sweep reads for nobody.
+        ({"SERIAL": 0, "TAG": Launch.SWEEP}, True, "stale record"),
+    ],
+)
+def test_a_shared_prefix_is_not_aliased(
+    changes: dict[str, int], is_shared: bool, diagnosis: str
+) -> None:
+    wrong = entry(**{"REASONS": Reason.VERIFY_TOKEN, "EXPECTED_SLOT": 77} | changes)
+    (found,) = reporter().report(
+        [wrong], dropped=0, owner_of=lambda slot: Owner("x", is_shared=is_shared)
+    )
+    assert found.diagnosis == diagnosis
+
+
 def test_a_slot_that_was_never_written() -> None:
     fresh = pack_word3(0, WriterKind.POISON, 0)
     report = reporter()

@@ -108,14 +108,23 @@ class Violation:
         for reason, text in _DIAGNOSES:
             if self.reasons & reason:
                 return text
-        is_other = self.writer.serial not in (0, self.serial & SERIAL_MASK)
-        if self.reasons & _WRONG_RECORD and is_other:
+        if self.reasons & _WRONG_RECORD and self._is_aliased:
             return f"aliased with request {self.writer_rid or 'unknown'}"
         if self.reasons & Reason.VERIFY_POSITION:
             return "misplaced"
         if self.reasons & _WRONG_RECORD:
             return "stale record"
         return "bytes changed in place"
+
+    @property
+    def _is_aliased(self) -> bool:
+        """Whether the record is another request's in a slot that is not for both. A
+        prefix in the cache is: there its writer says nothing, unless it wrote it for
+        another position or into another slot than the table names."""
+        if not self.serial or self.writer.serial in (0, self.serial & SERIAL_MASK):
+            return False
+        has_moved = self.found.position != self.position
+        return has_moved or self.slot != self.expected_slot or not self.owner.is_shared
 
     def public_line(self) -> str:
         """What any client may see: no request, no token."""
