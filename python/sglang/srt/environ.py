@@ -113,6 +113,13 @@ class Envs:
         "Forwards between two stats lines of the KV canary, and between two health "
         "checks; 0: no stats line.",
     )
+    SGLANG_KV_CANARY_MAX_REPORT_FILES = EnvVar(
+        "SGLANG_KV_CANARY_MAX_REPORT_FILES",
+        1000,
+        int,
+        "Incident files that one process writes to --kv-canary-report-dir at most; 0: "
+        "no limit.",
+    )
     SGLANG_KV_CANARY_SWEEP_BUDGET = EnvVar(
         "SGLANG_KV_CANARY_SWEEP_BUDGET",
         16384,

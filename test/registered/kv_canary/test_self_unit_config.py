@@ -59,6 +59,7 @@ def test_defaults() -> None:
         rotation_steps=128,
         report_dir=None,
         report_tokens=False,
+        max_report_files=1000,
         ring_capacity=1024,
         stats_every=100,
         perturb=PerturbConfig(warmup_steps=50),
@@ -73,6 +74,7 @@ def test_defaults() -> None:
 def test_every_setting_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = {
         "RING_CAPACITY": "7",
+        "MAX_REPORT_FILES": "9",
         "STATS_PRINT_EVERY_N_STEPS": "0",
         "SWEEP_BUDGET": "64",
         "ROTATION_STEPS": "3",
@@ -102,6 +104,7 @@ def test_every_setting_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         rotation_steps=3,
         report_dir=tmp_path,
         report_tokens=True,
+        max_report_files=9,
         ring_capacity=7,
         stats_every=0,
         check_write_inputs=True,
@@ -183,6 +186,7 @@ def test_flags_that_do_not_fit_are_refused(flags: dict[str, Any], message: str) 
             ("log", {PREFIX + name: str(low - 1)}, f"{name}={low - 1} must be at least")
             for name, low in (
                 ("RING_CAPACITY", 1),
+                ("MAX_REPORT_FILES", 0),
                 ("SWEEP_BUDGET", 1),
                 ("ROTATION_STEPS", 1),
                 ("STATS_PRINT_EVERY_N_STEPS", 0),

@@ -331,6 +331,20 @@ def test_a_folder_that_is_gone_is_logged_and_nothing_else(
     assert len(report.incidents) == 1
 
 
+@pytest.mark.parametrize("limit", [0, 3])
+def test_files_are_bounded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: int
+) -> None:
+    report = reporter(report_dir=tmp_path, max_report_files=limit)
+    for slot in range(6):
+        assert report.report([entry(SLOT=slot)], dropped=0, owner_of=owner_of)
+    written = [json.loads(file.read_text()) for file in sorted(tmp_path.iterdir())]
+    assert written == list(report.incidents)[: limit or None]
+    said = [r.getMessage() for r in caplog.records if "MAX_REPORT" in r.getMessage()]
+    assert len(said) == (1 if limit else 0)
+    assert all("3 incident files are written" in message for message in said)
+
+
 def test_a_report_has_its_name_once_it_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,6 +63,7 @@ class CanaryConfig:
     rotation_steps: forwards in which `RealData.ROTATE` re-hashes every slot read.
     report_dir: one JSON file per incident, or None.
     report_tokens: whether reports hold token ids.
+    max_report_files: of this process; 0: no limit.
     ring_capacity: violations that the device keeps between two results.
     stats_every: forwards between two stats lines; 0: none.
     check_write_inputs, check_read_tokens, use_token_oracle: for tests.
@@ -76,6 +77,7 @@ class CanaryConfig:
     rotation_steps: int = 128
     report_dir: Path | None = None
     report_tokens: bool = False
+    max_report_files: int = 1000
     ring_capacity: int = 1024
     stats_every: int = 100
     check_write_inputs: bool = False
@@ -104,6 +106,7 @@ class CanaryConfig:
             rotation_steps=_at_least(envs.SGLANG_KV_CANARY_ROTATION_STEPS, 1),
             report_dir=_report_dir(server_args.kv_canary_report_dir),
             report_tokens=server_args.kv_canary_report_tokens,
+            max_report_files=_at_least(envs.SGLANG_KV_CANARY_MAX_REPORT_FILES, 0),
             ring_capacity=_at_least(envs.SGLANG_KV_CANARY_RING_CAPACITY, 1),
             stats_every=_at_least(envs.SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS, 0),
             check_write_inputs=envs.SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT.get(),

@@ -67,6 +67,7 @@ class ViolationReporter:
         self._seen: OrderedDict[tuple[str, int, int, int, int], None] = OrderedDict()
         self.counts: CountsOf[str] = CountsOf()
         self.total = 0
+        self._files = 0
         self.incidents: deque[dict[str, Any]] = deque(maxlen=KEPT_INCIDENTS)
 
     def report(
@@ -143,8 +144,20 @@ class ViolationReporter:
             ],
         }
         self.incidents.append(document)
-        if self._config.report_dir is not None:
+        if self._config.report_dir is not None and self._may_write():
             self._write(self._config.report_dir, document)
+
+    def _may_write(self) -> bool:
+        """One cached slot may be hit, and reported, for as long as the server runs."""
+        limit = self._config.max_report_files
+        self._files += 1
+        if limit and self._files == limit + 1:
+            logger.error(
+                "kv_canary: %d incident files are written, no more follow "
+                "(SGLANG_KV_CANARY_MAX_REPORT_FILES); the log goes on",
+                limit,
+            )
+        return not limit or self._files <= limit
 
     def _write(self, folder: Path, document: dict[str, Any]) -> None:
         """Under its name the file is whole: a reader may look while it is written, and
