@@ -884,7 +884,7 @@ class TestBooks:
         books = SlotBooks(cache, lambda: [req])
         row = cache.req_pool.row_slots(req.req_pool_idx, 0, req.allocated_len).tolist()
         assert books.owner_of(row[5]) == Owner("prefix cache", is_shared=True)
-        assert books.owner_of(row[-1]) == Owner("request a")
+        assert books.owner_of(row[-1]) == Owner('request "a"')
         (taken,) = cache.allocator.alloc(1).tolist()
         size = cache.allocator.size
         asked = (-1, 0, taken, size, size + 1, 10**9)

@@ -375,14 +375,14 @@ T  rank 1  forward 42 (decode)  mode raise, real data all
 1 violation(s)
 
 1. aliased with request writer
-   request   reader (target pool, found by verify, batch row 1)
+   request   "reader" (target pool, found by verify, batch row 1)
    where     position 12, slot 77, page 19; by the books: owner of 77
    because   the token's history is not the one that this row expects [verify_lineage]
    because   the prefix is not the request's own tokens [verify_token]
    expected  position 12, lineage 0x0000000000000001, slot 78, fingerprint \
 0xfffffffffffffffe
    found     position 12, lineage 0xffffffffffffffff, fingerprint \
-0x00000000000000ab, written by decode of request writer in forward 40
+0x00000000000000ab, written by decode of request "writer" in forward 40
    first     position 8 is the first whose record is not the request's token"""
 
 
@@ -397,10 +397,10 @@ def test_explain(tmp_path: Path) -> None:
 
 GOLDEN_RUN = """\
 1 to 3. use after free
-   request   reader (target pool, found by verify, batch row 1)
+   request   "reader" (target pool, found by verify, batch row 1)
    where     positions 12 to 14, slots 78 to 80, pages 19 to 20; by the books: owner
    because   the slot held nothing when it was read [verify_freed]
-   found     a freed slot: its last owner was request writer, it was freed before \
+   found     a freed slot: its last owner was request "writer", it was freed before \
 forward 40
 
 4. use after free
@@ -443,11 +443,27 @@ def test_explain_shows_tokens_where_the_report_has_them(tmp_path: Path) -> None:
     assert "found     token 101, position 12" in text
 
 
+def test_explain_prints_no_control_characters() -> None:
+    """Whatever a client calls its request: no line is forged, no terminal steered."""
+    evil = "x\n2. nothing is wrong\x1b[2J\u2028\ud800\x9b1m"
+    book = SerialBook()
+    book.add(READER, evil)
+    book.add(WRITER, evil)
+    settings = CanaryConfig(mode=CanaryMode.LOG, real_data=RealData.ALL)
+    report = ViolationReporter(settings, page_size=4, book=book)
+    report.report([entry()], dropped=0, owner_of=lambda slot: Owner(f"request {evil}"))
+    document = json.loads(json.dumps(report.incidents[0]))
+    text = explain(document)
+    assert text.isascii() and text.replace("\n", "").isprintable()
+    assert len(text.splitlines()) == len(GOLDEN_TEXT.splitlines()) - 1
+    assert f"   request   {json.dumps(evil)} (target" in text
+    assert f"decode of request {json.dumps(evil)} in" in text
+
+
 def test_explain_command(tmp_path: Path) -> None:
     document = incident(tmp_path, with_tokens=False)
     (file,) = tmp_path.iterdir()
     bad = tmp_path / "bad.json"
-    bad.write_text("[]")
 
     def run(*files: Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "sglang.srt.kv_canary.explain"]
@@ -458,9 +474,11 @@ def test_explain_command(tmp_path: Path) -> None:
     good = run(file)
     assert (good.returncode, good.stderr) == (0, "")
     assert good.stdout == explain(document) + "\n"
-    wrong = run(bad)
-    assert wrong.returncode == 1
-    assert wrong.stderr.startswith(f"{bad}: not an incident file: ")
+    for content in (b"[]", b"{", b"\xff\xfe{}", b'{"violations": [1]}'):
+        bad.write_bytes(content)
+        wrong = run(bad)
+        assert wrong.returncode == 1
+        assert wrong.stderr.startswith(f"{bad}: not an incident file: ")
 
 
 def test_the_error_of_raise_is_all_lines() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,16 @@ def explain(incident: dict[str, Any]) -> str:
     for run in _runs(violations):
         lines += ["", *_violation(number, run)]
         number += len(run)
-    return "\n".join(lines)
+    return "\n".join(map(_printable, lines))
+
+
+def _printable(line: str) -> str:
+    """Escaped as in JSON: clients choose the ids of their requests."""
+    return re.sub(r"[^ -~]", lambda found: json.dumps(found[0])[1:-1], line)
+
+
+def _request(rid: str | None, *, otherwise: str) -> str:
+    return otherwise if rid is None else json.dumps(rid)
 
 
 def _runs(violations: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -81,8 +91,9 @@ def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
     places = ", ".join(_span(name, run) for name in ("position", "slot", "page"))
     lines = [
         f"{numbers}. {violation['diagnosis']}",
-        f"   request   {violation['rid'] or 'no request'} ({violation['worker']} pool, "
-        f"found by {violation['launch']}, {_row(violation)})",
+        f"   request   {_request(violation['rid'], otherwise='no request')} "
+        f"({violation['worker']} pool, found by {violation['launch']}, "
+        f"{_row(violation)})",
         f"   where     {places}; by the books: {violation['owner']}",
     ]
     lines += [
@@ -120,7 +131,7 @@ def _span(name: str, run: list[dict[str, Any]]) -> str:
 
 def _record_lines(violation: dict[str, Any]) -> list[str]:
     writer, expected = violation["writer"], violation["expected"]
-    who = f"request {writer['rid'] or 'unknown'}"
+    who = f"request {_request(writer['rid'], otherwise='unknown')}"
     if writer["kind"] == POISON and not writer["forward"]:
         return ["   found     a slot that was never written"]
     if writer["kind"] == POISON:
@@ -157,8 +168,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for file in args.file:
         try:
             print(explain(json.loads(file.read_text(encoding="utf-8"))))
-        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
-            print(f"{file}: not an incident file: {error!r}", file=sys.stderr)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            # The repr of an error in the encoding holds the whole file.
+            why = f"{type(error).__name__}: {error}"
+            print(f"{file}: not an incident file: {why}", file=sys.stderr)
             return 1
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter as CountsOf
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,9 +62,9 @@ class SlotBooks:
 
     @cached_property
     def _own_slots(self) -> list[tuple[str, frozenset[int]]]:
-        """What each running request holds beside the cache."""
+        """What each running request holds beside the cache, by its id in quotes."""
         return [
-            (req.rid, frozenset(self._row(req).tolist()))
+            (json.dumps(req.rid), frozenset(self._row(req).tolist()))
             for req in self._requests()
             if req.req_pool_idx
         ]
