@@ -122,6 +122,7 @@ class _BaselineBase:
             server.generate("more", max_new_tokens=50)
         (line, *_) = [line for line in server.lines if "[canary] step=" in line]
         assert "violations=0 launch_tags_active=verify,head,tail" in line
+        assert line.endswith(" pool=target")
 
 
 class TestBaselineMha(_BaselineBase):

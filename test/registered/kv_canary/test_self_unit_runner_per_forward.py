@@ -594,7 +594,7 @@ class TestStats:
 
     def test_line_and_interval(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
-        stats = StatsLogger(10)
+        stats = StatsLogger(10, pool="draft")
         for step in range(1, 26):
             counters = [0] * NUM_COUNTERS
             counters[Counter.TAIL_LAUNCHES] = counters[Counter.VERIFY_LAUNCHES] = step
@@ -604,15 +604,15 @@ class TestStats:
             stats.on_counters(counters, violations=step // 20)
         assert [record.getMessage() for record in caplog.records] == [
             "[canary] step=10 protected_tokens=1000 sweep_passes=0 violations=0 "
-            "launch_tags_active=verify,tail",
+            "launch_tags_active=verify,tail pool=draft",
             "[canary] step=20 protected_tokens=2000 sweep_passes=2 violations=1 "
-            "launch_tags_active=verify,tail,sweep",
+            "launch_tags_active=verify,tail,sweep pool=draft",
         ]
         assert all(record.levelno == logging.INFO for record in caplog.records)
 
     def test_zero_is_never(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
-        stats = StatsLogger(0)
+        stats = StatsLogger(0, pool="target")
         for step in range(500):
             stats.on_counters([step] * NUM_COUNTERS, violations=0)
         assert not caplog.records
@@ -637,7 +637,7 @@ class TestStats:
         ]
         assert lines == [
             f"[canary] step={step} protected_tokens={protected} sweep_passes=0 "
-            "violations=0 launch_tags_active=verify,head,tail"
+            "violations=0 launch_tags_active=verify,head,tail pool=target"
             for step, protected in ((5, sum(range(4, 8))), (10, sum(range(4, 13))))
         ]
 

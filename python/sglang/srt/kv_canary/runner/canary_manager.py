@@ -44,7 +44,7 @@ from sglang.srt.kv_canary.runner.health_checker import HealthChecker
 from sglang.srt.kv_canary.runner.serial_book import SerialBook
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
 from sglang.srt.kv_canary.runner.sweep import Sweeper
-from sglang.srt.kv_canary.runner.violation import Violation
+from sglang.srt.kv_canary.runner.violation import POOLS, Violation
 from sglang.srt.kv_canary.runner.violation_reporter import (
     OwnerOf,
     ViolationReporter,
@@ -132,7 +132,7 @@ class CanaryManager:
         self._clock = FIRST_CLOCK
         self._launches: deque[_Launched] = deque(maxlen=REMEMBERED_LAUNCHES)
         self._forwards = 0
-        self._stats = StatsLogger(config.stats_every)
+        self._stats = StatsLogger(config.stats_every, pool=POOLS[self._state.pool])
         self._health = HealthChecker()
         self._counters = [0] * NUM_COUNTERS
         self.perturb = PerturbDriver(target)

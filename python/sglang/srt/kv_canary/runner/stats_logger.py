@@ -17,10 +17,11 @@ _TAGS = {
 
 
 class StatsLogger:
-    """One line every `every` forwards; 0: never."""
+    """One line about `pool` every `every` forwards; 0: never."""
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, *, pool: str) -> None:
         self._every = every
+        self._pool = pool
         self._last = 0
 
     def on_counters(self, counters: list[int], *, violations: int) -> None:
@@ -32,10 +33,11 @@ class StatsLogger:
         active = [tag for tag, counter in _TAGS.items() if counters[counter]]
         logger.info(
             "[canary] step=%d protected_tokens=%d sweep_passes=%d violations=%d "
-            "launch_tags_active=%s",
+            "launch_tags_active=%s pool=%s",
             step,
             counters[Counter.VERIFIED_SLOTS],
             counters[Counter.SWEEP_LAUNCHES],
             violations,
             ",".join(active) or "none",
+            self._pool,
         )

@@ -22,7 +22,8 @@ from sglang.srt.kv_canary.kernels.records import (
 
 _MASK64 = (1 << 64) - 1
 _UNKNOWN_TOKEN = (1 << 32) - 1
-_POOLS = {0: "target", 1: "draft"}
+POOLS = ("target", "draft")
+"""Names of the pools by their number in a tag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,12 +225,13 @@ def parse_entry(
         rid_of: request ids by serial modulo 2^24, for those that are known.
     """
     tag = entry[Ring.TAG]
+    pool = tag >> 16
     slot = entry[Ring.SLOT]
     writer = unpack_word3(entry[Ring.FOUND_WORD3])
     launch = tag & 255
     return Violation(
         reasons=entry[Ring.REASONS],
-        worker=_POOLS.get(tag >> 16, str(tag >> 16)),
+        worker=POOLS[pool] if 0 <= pool < len(POOLS) else str(pool),
         launch=Launch(launch).name.lower(),
         req_row=entry[Ring.REQ_ROW],
         serial=entry[Ring.SERIAL],
