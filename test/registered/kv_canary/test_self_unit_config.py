@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import stat
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.kv_canary import config as canary_config
 from sglang.srt.kv_canary.api import install_canary
 from sglang.srt.kv_canary.config import (
     CanaryConfig,
@@ -298,6 +300,23 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     for path in (file, file / "below"):
         with pytest.raises(ValueError, match=f"--kv-canary-report-dir {path} cannot"):
             config_of(kv_canary="log", kv_canary_report_dir=str(path))
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "--kv-canary-report-dir /proc cannot be written to"
+    with pytest.raises(ValueError, match=message):
+        config_of(kv_canary="log", kv_canary_report_dir="/proc")
+    config_of(kv_canary="log", kv_canary_report_dir=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+    def read_only(dir: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(dir))
+
+    monkeypatch.setattr(canary_config, "TemporaryFile", read_only)
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to: .*Read"):
+        config_of(kv_canary="log", kv_canary_report_dir=str(tmp_path))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from sglang.srt.environ import EnvVar, envs
@@ -213,5 +214,12 @@ def _report_dir(path: str | None) -> Path | None:
     except OSError as error:
         raise ValueError(
             f"--kv-canary-report-dir {path} cannot be created: {error}"
+        ) from error
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--kv-canary-report-dir {path} cannot be written to: {error}"
         ) from error
     return folder
