@@ -211,7 +211,8 @@ class Envs:
         0.0,
         float,
         "Benchmarks of speculative decoding with --load-format dummy: accept this many "
-        "tokens per verification on average, whatever the target says; 0: off.",
+        "tokens per verification on average, whatever the target says, with the KV "
+        "canary off; 0: off.",
     )
     SGLANG_CI = EnvVar("CI", False, _parse_bool, "Set by CI machines.")
 

@@ -226,6 +226,11 @@ def test_flags_that_do_not_fit_are_refused(flags: dict[str, Any], message: str) 
             {PREFIX + "ENABLE_TOKEN_ORACLE": "1"},
             "ENABLE_TOKEN_ORACLE has no effect with --kv-canary none",
         ),
+        (
+            "raise",
+            {"SGLANG_SIMULATE_ACC_LEN": "2.5"},
+            "SGLANG_SIMULATE_ACC_LEN=2.5 .* --kv-canary raise reports as damage",
+        ),
         ("log", {"SGLANG_DEBUG_REVERT_PR": "1"}, "SGLANG_DEBUG_REVERT_PR='1' names no"),
     ],
 )

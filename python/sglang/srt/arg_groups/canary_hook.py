@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.environ import envs
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
@@ -12,7 +14,7 @@ _NOT_YET = {"heal": "use --kv-canary raise, which stops at the first violation"}
 
 
 def handle_kv_canary(server_args: ServerArgs) -> None:
-    """Refuse modes that do not exist yet, and options without effect.
+    """Refuse modes that do not exist yet, and options without effect or in conflict.
 
     Raises:
         ValueError: names the flag, its value and the fix.
@@ -35,6 +37,12 @@ def handle_kv_canary(server_args: ServerArgs) -> None:
         raise ValueError(
             f"--kv-canary-sweep-interval {interval} sweeps the prefix cache, which "
             "--disable-radix-cache turns off; remove one of them"
+        )
+    simulated = envs.SGLANG_SIMULATE_ACC_LEN.get()
+    if simulated:
+        raise ValueError(
+            f"SGLANG_SIMULATE_ACC_LEN={simulated} makes up what is accepted, which "
+            f"--kv-canary {mode} reports as damage; unset it, or use --kv-canary none"
         )
 
 
