@@ -129,7 +129,6 @@ async def submit_error(wire: Wire, request: PromptRequest) -> ApiError:
             prompt(params={"stop_token_ids": [5000]}),
             "stop_token_ids holds token id 5000",
         ),
-        (prompt(params={"stop": ["x" * 5000]}), "at most 4096 characters"),
     ],
 )
 def test_bad_prompts_are_refused_with_numbers(
@@ -214,6 +213,28 @@ def test_a_rid_in_use_is_refused_until_the_scheduler_is_done_with_it() -> None:
             await wire.manager.submit([prompt(rid="a")])
         wire.answer("a", [], FinishReason(type="abort", status_code=499))
         await wire.manager.submit([prompt(rid="a")])
+
+    run(work())
+
+
+@pytest.mark.parametrize("wait_for_room", [False, True])
+def test_a_message_that_cannot_be_sent_leaves_nothing_behind(
+    wait_for_room: bool,
+) -> None:
+    """No integer beyond 64 bits fits into msgpack; whoever waits gets the error."""
+
+    async def work() -> None:
+        wire = Wire(max_queued_requests=1, max_running_requests=1)
+        bad = [prompt("x", {"top_k": 2**70}, rid=str(i)) for i in range(2)]
+        with pytest.raises((OverflowError, EngineFailure)):
+            group = await wire.manager.submit(bad, wait_for_room=wait_for_room)
+            await wire.manager.results(group)
+        assert wire.manager.num_in_flight == 0
+        assert not wire.aborted()
+        for _ in range(5):
+            group = await wire.manager.submit([prompt(rid="0")])
+            wire.answer("0", [1])
+            await wire.manager.results(group)
 
     run(work())
 

@@ -324,13 +324,14 @@ class TokenizerManager:
             seen.add(state.rid)
 
     def _dispatch(self, states: Sequence[RequestState]) -> None:
+        """Send, then await answers: what cannot be sent leaves nothing behind."""
+        self._send([state.request for state in states])
         for state in states:
             state.is_sent = True
             self._states[state.rid] = state
         if self.server_args.log_requests:
             for state in states:
                 _log_request(state)
-        self._send([state.request for state in states])
 
     async def _feed(self, group: RequestGroup) -> None:
         """Send the requests of `group` as room appears."""
@@ -347,6 +348,8 @@ class TokenizerManager:
                     self._dispatch(batch)
                 if waiting:
                     await self._next_change()
+        except Exception as error:
+            group.fail(log_failure("a request could not be sent", error=error))
         finally:
             self._feeding.discard(group)
         if self._failure is not None:
