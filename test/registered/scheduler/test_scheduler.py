@@ -421,6 +421,16 @@ def test_hidden_states(tiny):
     )
 
 
+def test_hidden_states_do_not_depend_on_what_is_cached(tiny):
+    harness = EngineHarness(tiny, enable_return_hidden_states=True)
+    prompt = list(range(65, 85))
+    options = {"max_new_tokens": 3, "ignore_eos": True, "return_hidden_states": True}
+    first, again = (harness.generate(prompt, **options) for _ in range(2))
+    assert len(first.hidden_states) == len(again.hidden_states) == len(prompt) + 2
+    assert again.cached_tokens == 0
+    assert harness.generate(prompt, max_new_tokens=1).cached_tokens > 0
+
+
 def test_hidden_states_need_the_flag(tiny):
     answer = EngineHarness(tiny).generate([65], return_hidden_states=True)
     assert "--enable-return-hidden-states" in answer.finish_reason.message

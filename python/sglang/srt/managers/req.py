@@ -184,11 +184,14 @@ class Req:
         """Tokens that a prefix match may cover.
 
         All but the last, whose logits are needed, and none whose logits score a prompt
-        token; nothing of a prompt that is not made of tokens.
+        token or whose hidden state is still owed; nothing of a prompt that is not made
+        of tokens.
         """
         if self.input_embeds is not None:
             return 0
         limit = len(self.tokens) - 1
+        if self.return_hidden_states:
+            limit = min(limit, self._hidden_until)
         return limit if self.score_from is None else min(limit, self.score_from)
 
     def append(self, new_tokens: Sequence[int]) -> None:
