@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.output_text import OutputText, held_back
+from sglang.srt.managers.stop_matcher import StopMatcher
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.detokenizer import IncrementalDetokenizer
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.paths import bundled_demo_model_path
+from sglang.srt.utils.stop_patterns import StopPatterns
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 
@@ -69,6 +75,107 @@ def test_a_match_before_min_new_tokens_is_not_cut() -> None:
     reason = FinishReason(type="stop", matched="ab")
     tokens = [token for piece in ("ab", "x", "a", "b") for token in ids_of(piece)]
     assert shown.push(tokens, reason) == "abx"
+
+
+def first_stop(
+    texts: list[str], stops: list[str], min_new_tokens: int
+) -> tuple[int, int] | None:
+    """(tokens, characters) of the answer that the first stop ends, by brute force.
+
+    `texts[n]` is the text of n tokens. A stop counts for the token that brings its last
+    character.
+    """
+    for n in range(max(min_new_tokens, 1), len(texts)):
+        starts = [
+            start
+            for stop in stops
+            for start in range(len(texts[n]))
+            if texts[n].startswith(stop, start)
+            and start + len(stop) > len(texts[n - 1])
+        ]
+        if starts:
+            return n, min(starts)
+    return None
+
+
+@given(
+    pieces=PIECES,
+    stops=st.lists(
+        st.sampled_from(["a", "ab", "aba", "ba", "\n\n", "bé", "ef", "xx"]),
+        min_size=1,
+        max_size=3,
+    ),
+    min_new_tokens=st.integers(0, 12),
+    cuts=st.sets(st.integers(1, 60)),
+)
+@settings(max_examples=count(ci=500, full=10000), derandomize=True, deadline=None)
+def test_streams_equal_whole_answers_with_min_new_tokens(
+    pieces: list[str], stops: list[str], min_new_tokens: int, cuts: set[int]
+) -> None:
+    """The first stop that counts ends the output, and nothing before it is lost."""
+    tokens = [token for piece in pieces for token in ids_of(piece)]
+    detokenizer = IncrementalDetokenizer(TOKENIZER)
+    texts = list(itertools.accumulate(map(detokenizer.push, tokens), initial=""))
+    expected = first_stop(texts, stops, min_new_tokens)
+    matcher = StopMatcher(IncrementalDetokenizer(TOKENIZER), stops=stops, patterns=[])
+    found = [matcher.push(token) for token in tokens]
+    counting = [n for n, m in enumerate(found, 1) if m and n >= min_new_tokens]
+    assert counting[:1] == ([expected[0]] if expected else [])
+    if not expected:
+        return
+    used, chars = tokens[: expected[0]], expected[1]
+    reason = FinishReason(type="stop", matched=found[len(used) - 1])
+    shown = OutputText(TOKENIZER, SamplingParams(stop=stops))
+    bounds = [0, *sorted(cut for cut in cuts if cut < len(used)), len(used)]
+    parts = [shown.push(used[a:b]) for a, b in itertools.pairwise(bounds[:-1])]
+    parts.append(shown.push(used[bounds[-2] :], reason))
+    assert "".join(parts) == texts[-1][:chars]
+
+
+def test_a_stop_without_new_text_is_no_match() -> None:
+    """The window of the longer stop reaches back over the shorter one."""
+    matcher = StopMatcher(
+        IncrementalDetokenizer(TOKENIZER), stops=["b", "xxxxxx"], patterns=[]
+    )
+    assert [matcher.push(t) for t in (*ids_of("b"), *ids_of("x"))] == ["b", None]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pieces", "found"),
+    [
+        ("a+b", ["x", "a", "ab", "x", "b"], [None, None, "aab", None, None]),
+        # A match that was ignored does not hide the next one.
+        ("a.*?b", ["ab", "x", "a", "b"], ["ab", None, None, "ab"]),
+        ("a+", ["a", "x", "a"], ["a", None, "a"]),
+        # Empty matches are none, whatever stands behind them.
+        ("x*", ["a", "b", "x"], [None, None, "x"]),
+        ("(ab)?", ["x", "a", "b"], [None, None, "ab"]),
+        ("$", ["a", "b"], [None, None]),
+        # What stands before the text that is searched still counts.
+        ("^x", ["x", "x"], ["x", None]),
+        ("(?m)^x", ["x", "x", "\n", "x"], ["x", None, None, "x"]),
+        (r"\pL", ["é"], ["é"]),
+    ],
+)
+def test_patterns_match_once_where_they_end(
+    pattern: str, pieces: list[str], found: list[str | None]
+) -> None:
+    patterns, text, hits = StopPatterns([pattern]), "", []
+    for piece in pieces:
+        known, text = len(text), text + piece
+        hits.append(patterns.find(text, known=known))
+    assert hits == found
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+$", "(a|b)*a(a|b){400}c", "(?:a?){900}a{900}c", "(|a)*c"]
+)
+def test_no_pattern_runs_away(pattern: str) -> None:
+    """Backtracking takes forever here, and a search of the whole text grows with it."""
+    patterns, text = StopPatterns([pattern]), "ab" * 500_000 + "a" * 2000
+    start = time.monotonic()
+    patterns.find(text, known=len(text))
+    assert time.monotonic() - start < 2
 
 
 def test_text_that_matched_a_pattern_is_kept() -> None:

@@ -89,17 +89,21 @@ def raw(server: Server, body: bytes, path: str = "/generate") -> httpx.Response:
 
 
 PARAMS: list[tuple[dict[str, Any], str]] = [
-    ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1"),
+    ({"max_new_tokens": -1}, "max_new_tokens must be at least 0 and below 2**63"),
     ({"max_new_tokens": "many"}, "max_new_tokens"),
     ({"max_new_tokens": 1.5}, "max_new_tokens"),
     ({"temperature": -0.5}, "temperature must be at least 0"),
     ({"top_p": 0}, "top_p must be in (0, 1]"),
     ({"top_k": 0}, "top_k must be -1"),
+    ({"top_k": 2**63}, "top_k must be -1"),
     ({"min_p": 2}, "min_p must be in [0, 1]"),
     ({"n": 1000}, "n must be between 1 and 128"),
     ({"frequency_penalty": 3}, "frequency_penalty must be in [-2, 2]"),
     ({"stop": [""]}, "stop must not contain an empty string"),
     ({"stop_regex": "("}, "is not a regular expression"),
+    ({"stop_regex": "(" * 3000}, "is not a regular expression"),
+    ({"stop_regex": "a{99999999999999999999}"}, "repeats too often"),
+    ({"stop_regex": "(?=a)"}, "neither look-around nor backreferences"),
     ({"stop_token_ids": [257]}, "outside the vocabulary of 257"),
     ({"logit_bias": {"x": 1}}, "keys must be token ids"),
     ({"sampling_seed": -1}, "sampling_seed must be between 0 and"),

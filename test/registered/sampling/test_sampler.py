@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -17,6 +19,7 @@ from sglang.srt.layers.sampler import (
 )
 from sglang.srt.sampling import noise, row_ops
 from sglang.srt.sampling.noise import mix_seed, uniform
+from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.row_ops import argmax_rows, inverse_cdf, negated_best
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingRow
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -354,6 +357,35 @@ def test_backends_are_a_table() -> None:
         assert out.token_ids.tolist() == [3]
     finally:
         del SAMPLING_BACKENDS["constant"]
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"logit_bias": {"3": 1e30}},
+        {"logit_bias": {"3": -1e30}},
+        {"temperature": 1e30},
+        {"top_p": 1e-300},
+        {"min_p": 1e-300},
+    ],
+)
+def test_the_extremes_that_are_accepted_leave_finite_logits(
+    extreme: dict[str, Any],
+) -> None:
+    """Together with the smallest temperature and penalty; a token is there to draw."""
+    smallest = {"temperature": 1e-5, "repetition_penalty": 0.01}
+    params = SamplingParams.from_wire({**smallest, **extreme})
+    info = make_info([params], vocab_size=5)
+    history = TokenHistory(
+        token_table=torch.full((1, 2), 3, dtype=torch.int32),
+        req_pool_indices=torch.tensor([0]),
+        lens=torch.tensor([2]),
+    )
+    logits = torch.tensor([[1.0, -2.0, 50.0, -50.0, 0.0]])
+    positions = torch.tensor([2])
+    processed = process_logits(logits, info, positions=positions, history=history)
+    assert torch.isfinite(processed).all()
+    assert (filtered_probs(processed, info) > 0).any()
 
 
 if __name__ == "__main__":

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
+from sglang.srt.sampling import sampling_params
+from sglang.srt.sampling.sampling_params import (
+    MAX_SEED,
+    MAX_STOPS,
+    MAX_TOKEN_ENTRIES,
+    SamplingParams,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="cpu")
@@ -38,6 +45,13 @@ def test_defaults() -> None:
         ("top_p", 1.01),
         ("top_k", 0),
         ("top_k", -2),
+        ("top_k", 2**63),
+        ("max_new_tokens", 2**64),
+        ("temperature", 1e300),
+        ("temperature", 10**400),
+        ("repetition_penalty", 1e-300),
+        ("logit_bias", {"5": 1e300}),
+        ("logit_bias", {"5": -(10**400)}),
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("frequency_penalty", 2.1),
@@ -52,9 +66,18 @@ def test_defaults() -> None:
         ("stop", ["a", 3]),
         ("stop", 5),
         ("stop_regex", "("),
+        ("stop_regex", "(" * 3000),
+        ("stop_regex", "a{99999999999999999999}"),
+        ("stop_regex", r"(a)\1"),
+        ("stop_regex", "(?=a)"),
+        ("stop_regex", "\ud800"),
+        ("stop_regex", {"a": 1}),
+        ("stop_regex", r"\pL{100}"),
+        ("stop_regex", [r"\pL+"] * 8),
         ("stop_token_ids", ["x"]),
         ("logit_bias", {"x": 1.0}),
         ("logit_bias", {"5": "x"}),
+        ("logit_bias", {float("inf"): 1.0}),
         ("logit_bias", {"5": float("nan")}),
         ("logit_bias", {"5": float("-inf")}),
         ("logit_bias", [1]),
@@ -67,6 +90,45 @@ def test_defaults() -> None:
 def test_wrong_values_name_the_field(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingParams.from_wire({field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("stop", ["x" * 5000], "stop has an entry of 5000 characters"),
+        ("stop", ["x" * 4000] * 5, "together have 20000 characters, but at most 16384"),
+        ("stop", ["x"] * (MAX_STOPS + 1), "stop has 129 entries, but at most 128"),
+        ("stop_regex", "(" * 5000, "stop_regex has an entry of 5000 characters"),
+        ("stop_regex", ["("] * (MAX_STOPS + 1), "stop_regex has 129 entries"),
+        ("stop_token_ids", ["x"] * (MAX_TOKEN_ENTRIES + 1), "has 65537 entries"),
+        (
+            "logit_bias",
+            dict.fromkeys(map(str, range(MAX_TOKEN_ENTRIES + 1)), "x"),
+            "logit_bias has 65537 entries, but at most 65536",
+        ),
+    ],
+)
+def test_sizes_are_checked_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch, field: str, value: Any, message: str
+) -> None:
+    """The entries are wrong too: the message shows that only their number was looked
+    at."""
+    monkeypatch.setattr(sampling_params, "_int_keys", None)
+    monkeypatch.setattr(sampling_params, "compile_stop_patterns", None)
+    with pytest.raises(ValueError, match=message):
+        SamplingParams.from_wire({field: value})
+
+
+def test_none_stands_for_the_default() -> None:
+    names = SamplingParams.__struct_fields__
+    assert SamplingParams.from_wire(dict.fromkeys(names)) == SamplingParams()
+
+
+@pytest.mark.parametrize("top_k", [2**31, 2**63 - 1])
+def test_what_is_accepted_travels(top_k: int) -> None:
+    params = SamplingParams.from_wire({"top_k": top_k})
+    packed = msgspec.msgpack.encode(params)
+    assert msgspec.msgpack.decode(packed, type=SamplingParams) == params
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sglang.srt.managers.stop_matcher import find_stop
 from sglang.srt.utils.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -53,9 +54,7 @@ class OutputText:
             return text
         # The last token completed the match. The same string may stand earlier, where
         # `min_new_tokens` kept it from ending the output.
-        at = text.find(matched, max(len(before) - len(matched) + 1, 0))
-        if at < 0:
-            at = text.find(matched)
+        at = find_stop(text, matched, known=len(before))
         return text if at < 0 else text[:at]
 
 

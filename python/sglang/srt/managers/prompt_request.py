@@ -16,8 +16,6 @@ from sglang.srt.managers.io_struct import GenerateReq, SchedulerReady
 from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 
 MAX_RID_CHARS = 256
-MAX_STOPS = 128
-MAX_STOP_CHARS = 4096
 MAX_TOP_LOGPROBS = 256
 
 
@@ -115,7 +113,6 @@ class Limits:
 
 def check_options(request: PromptRequest) -> None:
     """Refuse options that no prompt could make right."""
-    params = request.sampling_params
     if request.rid is not None and not 0 < len(request.rid) <= MAX_RID_CHARS:
         raise BadRequest(
             f"rid must have 1 to {MAX_RID_CHARS} characters, got {len(request.rid)}",
@@ -129,13 +126,6 @@ def check_options(request: PromptRequest) -> None:
             f"{request.top_logprobs_num}",
             param="top_logprobs_num",
         )
-    for name, texts in (("stop", params.stop), ("stop_regex", params.stop_regex)):
-        if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in texts):
-            raise BadRequest(
-                f"{name} must have at most {MAX_STOPS} entries of at most "
-                f"{MAX_STOP_CHARS} characters",
-                param=name,
-            )
 
 
 def to_wire(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from sglang.srt.utils.detokenizer import IncrementalDetokenizer
+from sglang.srt.utils.stop_patterns import StopPatterns
 
 
 class StopMatcher:
     """Watches the text of one request.
 
-    A stop string is searched in what could contain a new hit: the newest text and as
-    many characters before it as the longest stop string. A pattern has no such bound,
-    so it is searched in the whole output.
+    A match contains text of the newest token: what came earlier was reported then. So a
+    stop string is searched in the newest text and as many characters before it as can
+    begin it.
     """
 
     def __init__(
@@ -25,24 +25,29 @@ class StopMatcher:
     ) -> None:
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
-        self._patterns = tuple(re.compile(pattern) for pattern in patterns)
-        self._longest = max((len(stop) for stop in stops), default=0)
+        self._patterns = StopPatterns(patterns)
         self._text = ""
 
     def push(self, token: int) -> str | None:
-        """The text that matched once `token` is out, or None."""
+        """The text that matched once `token` is out, or None.
+
+        Stop strings go before patterns: only they are cut off.
+        """
         new_text = self._detokenizer.push(token)
         if not new_text:
             return None
-        start = max(len(self._text) - self._longest, 0)
+        known = len(self._text)
         self._text += new_text
         hits = [
             (position, stop)
             for stop in self._stops
-            if (position := self._text.find(stop, start)) >= 0
+            if (position := find_stop(self._text, stop, known=known)) >= 0
         ]
-        for pattern in self._patterns:
-            found = pattern.search(self._text)
-            if found is not None and found.group():
-                hits.append((found.start(), found.group()))
-        return min(hits)[1] if hits else None
+        if hits:
+            return min(hits)[1]
+        return self._patterns.find(self._text, known=known)
+
+
+def find_stop(text: str, stop: str, *, known: int) -> int:
+    """Where `stop` first is in `text` with characters behind `text[:known]`, or -1."""
+    return text.find(stop, max(known - len(stop) + 1, 0))

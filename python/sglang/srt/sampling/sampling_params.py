@@ -7,21 +7,35 @@ tokenizers; the tokenizer-dependent part (`stop` lengths) is filled by the calle
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import msgspec
 
+from sglang.srt.utils.stop_patterns import compile_stop_patterns
+
 GREEDY_TEMPERATURE = 1e-5
 MAX_SEED = 2**63 - 1
+# Integers travel, and become tensors, with 64 bits.
+MAX_INT = 2**63 - 1
+MAX_STOPS = 128
+MAX_STOP_CHARS = 4096
+# What the end of an output is compared with, for every piece of text that is shown.
+MAX_ALL_STOP_CHARS = 4 * MAX_STOP_CHARS
+# Entries of `logit_bias` and of `stop_token_ids`.
+MAX_TOKEN_ENTRIES = 1 << 16
+# A logit of this size stays finite in float32 whatever penalty and temperature do.
+MAX_LOGIT_BIAS = 1e30
+MAX_TEMPERATURE = 1e30
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """SGLang's sampling parameters, with SGLang's defaults.
 
     `temperature` 0 (or below 1e-5) means greedy. `top_k` -1 means the whole vocabulary.
-    `stop` and `stop_regex` are lists here; the wire also accepts a single string.
-    `sampling_seed` None means that the scheduler draws one.
+    `stop` and `stop_regex` are lists here; the wire also accepts a single string. The
+    syntax of `stop_regex` is RE2's (see `utils.stop_patterns`). A stop that is complete
+    before `min_new_tokens` is ignored; later ones count. `sampling_seed` None means
+    that the scheduler draws one.
     """
 
     max_new_tokens: int = 128
@@ -70,13 +84,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @classmethod
     def from_wire(cls, raw: dict[str, Any] | None) -> SamplingParams:
-        """Parse and validate what a client sent.
+        """Parse and validate what a client sent; None stands for the default.
 
         Raises:
             ValueError: an unknown field, a wrong type or a value out of range; the
                 message names the field, the value and the legal range.
         """
-        values = dict(raw or {})
+        values = {k: v for k, v in (raw or {}).items() if v is not None}
         unknown = sorted(set(values) - set(cls.__struct_fields__))
         if unknown:
             raise ValueError(
@@ -84,12 +98,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 f"{', '.join(map(repr, unknown))}; "
                 f"known fields: {', '.join(sorted(cls.__struct_fields__))}"
             )
-        for name in ("stop", "stop_regex"):
+        for name in _TEXT_LISTS:
             if isinstance(values.get(name), str):
                 values[name] = [values[name]]
-        for name in ("stop", "stop_regex", "stop_token_ids"):
-            if values.get(name, ()) is None:
-                del values[name]
+        _check_sizes(values)
         if isinstance(values.get("json_schema"), dict):
             values["json_schema"] = msgspec.json.encode(values["json_schema"]).decode()
         if isinstance(values.get("logit_bias"), dict):
@@ -121,20 +133,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 f"{' and '.join(given)}"
             )
         for token_id, bias in (self.logit_bias or {}).items():
-            if not math.isfinite(bias):
+            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
                 raise ValueError(
-                    f"logit_bias of token id {token_id} must be a finite number, "
-                    f"got {bias}"
+                    f"logit_bias of token id {token_id} must be in "
+                    f"[-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}], got {bias}"
                 )
         if any(not text for text in self.stop):
             raise ValueError("stop must not contain an empty string")
-        for pattern in self.stop_regex:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(
-                    f"stop_regex {pattern!r} is not a regular expression: {error}"
-                ) from error
+        compile_stop_patterns(self.stop_regex)
 
     def verify_vocab(self, vocab_size: int) -> None:
         """Raise ValueError for a token id outside `[0, vocab_size)`."""
@@ -150,18 +156,27 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                     )
 
 
+_TEXT_LISTS = ("stop", "stop_regex")
 GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf")
 
 _RULES: tuple[tuple[str, Any, str], ...] = (
-    ("max_new_tokens", lambda v: v >= 0, "at least 0"),
-    ("min_new_tokens", lambda v: v >= 0, "at least 0"),
-    ("temperature", lambda v: v >= 0.0, "at least 0"),
+    ("max_new_tokens", lambda v: 0 <= v <= MAX_INT, "at least 0 and below 2**63"),
+    ("min_new_tokens", lambda v: 0 <= v <= MAX_INT, "at least 0 and below 2**63"),
+    (
+        "temperature",
+        lambda v: 0.0 <= v <= MAX_TEMPERATURE,
+        f"at least 0 and at most {MAX_TEMPERATURE:g}",
+    ),
     ("top_p", lambda v: 0.0 < v <= 1.0, "in (0, 1]"),
-    ("top_k", lambda v: v == -1 or v >= 1, "-1 (whole vocabulary) or at least 1"),
+    (
+        "top_k",
+        lambda v: v == -1 or 1 <= v <= MAX_INT,
+        "-1 (whole vocabulary) or at least 1, below 2**63",
+    ),
     ("min_p", lambda v: 0.0 <= v <= 1.0, "in [0, 1]"),
     ("frequency_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
     ("presence_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
-    ("repetition_penalty", lambda v: 0.0 < v <= 2.0, "in (0, 2]"),
+    ("repetition_penalty", lambda v: 0.01 <= v <= 2.0, "in [0.01, 2]"),
     ("n", lambda v: 1 <= v <= 128, "between 1 and 128"),
     (
         "sampling_seed",
@@ -171,14 +186,43 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
 )
 
 
+def _check_sizes(values: dict[str, Any]) -> None:
+    """Refuse what is too large, by its size alone: nothing has read the entries yet."""
+    for name, limit in (
+        ("stop", MAX_STOPS),
+        ("stop_regex", MAX_STOPS),
+        ("stop_token_ids", MAX_TOKEN_ENTRIES),
+        ("logit_bias", MAX_TOKEN_ENTRIES),
+    ):
+        entries = values.get(name, ())
+        if isinstance(entries, list | dict) and len(entries) > limit:
+            raise ValueError(
+                f"{name} has {len(entries)} entries, but at most {limit} are accepted"
+            )
+        if name in _TEXT_LISTS and isinstance(entries, list):
+            _check_lengths(name, [len(e) for e in entries if isinstance(e, str)])
+
+
+def _check_lengths(name: str, lengths: list[int]) -> None:
+    for what, length, limit in (
+        ("an entry of", max(lengths, default=0), MAX_STOP_CHARS),
+        ("entries that together have", sum(lengths), MAX_ALL_STOP_CHARS),
+    ):
+        if length > limit:
+            raise ValueError(
+                f"{name} has {what} {length} characters, but at most {limit} are "
+                "accepted"
+            )
+
+
 def _int_keys(bias: dict[Any, Any]) -> dict[Any, Any]:
     """JSON object keys are strings: turn digit strings into token ids."""
     converted: dict[Any, Any] = {}
     for key, value in bias.items():
         try:
             converted[int(key)] = value
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(
-                f"logit_bias has key {key!r}; keys must be token ids"
+                f"logit_bias has key {str(key)[:32]!r}; keys must be token ids"
             ) from error
     return converted

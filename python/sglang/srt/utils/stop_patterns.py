@@ -1,0 +1,110 @@
+"""The regular expressions of `stop_regex`, searched in a text that grows.
+
+RE2 searches in time that is linear in text and pattern, so that no pattern can hold up
+the scheduler; what it finds depends on neither time nor machine, so that all ranks of a
+tensor parallel engine decide alike. https://github.com/google/re2/wiki/Syntax: Python's
+syntax without look-around and backreferences, `\\z` for `\\Z`, and `\\w`, `\\d`, `\\s`
+and `\\b` know ASCII only (`\\pL` is any letter).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import re2
+
+# Instructions of all patterns of a request together.
+MAX_PROGRAM_SIZE = 8192
+# Instructions times characters that one search may cost: at worst some 10 ms. Longer
+# texts are searched from their end: common patterns compile to about 20 instructions.
+MAX_SEARCH_WORK = 1 << 22
+MAX_MEMORY_BYTES = 1 << 20
+# Behind an empty match the search goes on character by character, in so many at most.
+EMPTY_MATCH_WINDOW = 64
+# RE2 takes a count that overflows for literal text.
+_HUGE_COUNT = re.compile(r"(?<!\\)\{\d*,?\d{9,}")
+
+
+def compile_stop_patterns(patterns: Sequence[str]) -> tuple[Any, ...]:
+    """The compiled `patterns`.
+
+    Raises:
+        ValueError: one is not a regular expression of RE2, or they are too large.
+    """
+    compiled, size = [], 0
+    for pattern in patterns:
+        compiled.append(_compile(pattern))
+        size += compiled[-1].programsize
+        if size > MAX_PROGRAM_SIZE:
+            raise ValueError(
+                f"stop_regex is too large at {_shown(pattern)}: its patterns may "
+                f"compile to {MAX_PROGRAM_SIZE} instructions together"
+            )
+    return tuple(compiled)
+
+
+def _compile(pattern: str) -> Any:
+    if _HUGE_COUNT.search(pattern):
+        raise ValueError(f"stop_regex {_shown(pattern)} repeats too often")
+    options = re2.Options()
+    options.log_errors = False
+    options.never_capture = True
+    options.max_mem = MAX_MEMORY_BYTES
+    try:
+        return re2.compile(pattern, options)
+    except re2.error as error:
+        (reason,) = error.args
+        raise ValueError(
+            f"stop_regex {_shown(pattern)} is not a regular expression of RE2 (which "
+            "has neither look-around nor backreferences): "
+            f"{_shown(reason.decode(errors='replace'))}"
+        ) from error
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"stop_regex {_shown(pattern)} is not valid Unicode"
+        ) from error
+
+
+def _shown(text: str, limit: int = 100) -> str:
+    return repr(text if len(text) <= limit else text[:limit] + "...")
+
+
+class StopPatterns:
+    """Finds what matches at the end of a text that grows.
+
+    A match counts when its last character is new; one that ended earlier was reported
+    then, and the search goes on behind it. Empty matches are none.
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = compile_stop_patterns(patterns)
+        self._starts = [0] * len(self._patterns)
+        size = sum(pattern.programsize for pattern in self._patterns)
+        self._window = MAX_SEARCH_WORK // max(size, 1)
+
+    def find(self, text: str, *, known: int) -> str | None:
+        """The first match that ends behind `text[:known]`."""
+        hits = [
+            hit
+            for index in range(len(self._patterns))
+            if (hit := self._find(index, text, known)) is not None
+        ]
+        return min(hits)[1] if hits else None
+
+    def _find(self, index: int, text: str, known: int) -> tuple[int, str] | None:
+        self._starts[index] = max(self._starts[index], len(text) - self._window)
+        start = self._starts[index]
+        while start < len(text):
+            found = self._patterns[index].search(text, start)
+            if found is None:
+                return None
+            if not found.group():
+                # Skipped for this text only: more text may make it longer.
+                start = max(found.end() + 1, len(text) - EMPTY_MATCH_WINDOW)
+            elif found.end() <= known:
+                self._starts[index] = start = found.end()
+            else:
+                return found.start(), found.group()
+        return None
