@@ -149,6 +149,20 @@ def test_chat_content_parts_and_developer_role(
     assert answer.choices[0].message.content == expected
 
 
+def test_a_message_without_tool_calls_may_say_so(
+    client: openai.OpenAI, server: Server
+) -> None:
+    messages: list[Any] = [
+        {"role": "assistant", "content": "hi", "tool_calls": []},
+        {"role": "user", "content": "on", "tool_calls": None},
+    ]
+    answer = client.chat.completions.create(
+        model="mock", messages=messages, max_tokens=4, **FIXED
+    )
+    expected = native(server, "assistant: hi\nuser: on\nassistant: ", max_new_tokens=4)
+    assert answer.choices[0].message.content == expected
+
+
 def test_chat_stream(client: openai.OpenAI, server: Server) -> None:
     stream = client.chat.completions.create(
         model="mock",
@@ -275,6 +289,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "text parts only",
     ),
     (
+        {"messages": [{"role": "user", "content": [{"type": ["text"]}]}]},
+        "text parts only",
+    ),
+    (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]},
         "tool_calls is not supported",
     ),
@@ -283,7 +301,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"messages": []}}, "not a free variable"),
     ({"stream_options": {"include_usage": True}}, "needs stream: true"),
     ({"max_tokens": -1}, "max_new_tokens must be at least 0"),
-    ({"temperature": 9e99, "top_p": 2}, "top_p must be in"),
+    ({"temperature": 9e29, "top_p": 2}, "top_p must be in"),
     ({"nonsense": 1}, "unknown field 'nonsense'"),
     ({"n": 0}, "n must be between 1 and 128"),
     ({"logit_bias": {"999": 1}}, "logit_bias holds token id 999"),

@@ -65,7 +65,8 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, str]:
         )
     extra = sorted(set(message) - {"role", "content"} - IGNORED_MESSAGE_FIELDS)
     for field in extra:
-        if message[field] is not None:
+        # Clients send an empty list of tool calls where a message has none.
+        if message[field] not in (None, []):
             raise BadRequest(
                 f"{where}.{field} is not supported", param=f"{where}.{field}"
             )
@@ -87,7 +88,7 @@ def _text(where: str, content: Any) -> str:
 
 def _part_text(where: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise BadRequest(
             f"{where} is of type {kind!r}; this engine reads text parts only",
             param=where,
