@@ -81,13 +81,15 @@ class _CompletionAnswer:
         body: CompletionRequest,
         prompts: list[PromptRequest],
     ) -> None:
-        n = prompts[0].sampling_params.n
+        params = prompts[0].sampling_params
+        n = params.n
         self.usage = UsageCounter(
             n=n, report_cached=front.server_args.enable_cache_report
         )
         self._tokenizer = tokenizer
         self._top = body.logprobs
         self._echo = bool(body.echo)
+        self._skips_special = params.skip_special_tokens
         self._prompts = [prompt.prompt for prompt in prompts for _ in range(n)]
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._head = {
@@ -107,11 +109,14 @@ class _CompletionAnswer:
         text = update.text
         is_first = update.index not in self._logprobs
         if is_first:
+            prompt_text = self._prompt_text(update.index) if self._echo else ""
             self._logprobs[update.index] = CompletionLogprobs(
-                self._tokenizer, top=self._top or 0
+                self._tokenizer,
+                top=self._top or 0,
+                skip_special_tokens=self._skips_special,
+                prompt_text=prompt_text,
             )
-            if self._echo:
-                text = self._prompt_text(update.index) + text
+            text = prompt_text + text
         return {
             "index": update.index,
             "text": text,

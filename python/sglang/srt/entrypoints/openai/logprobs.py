@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.io_struct import LogprobDelta, TokenLogprob
+from sglang.srt.utils.detokenizer import IncrementalDetokenizer
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 
@@ -48,32 +49,46 @@ def _chat_token(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of `/v1/completions`; offsets run on from chunk to chunk."""
+    """`choices[].logprobs` of `/v1/completions`; offsets run on from chunk to chunk.
 
-    def __init__(self, tokenizer: Tokenizer, *, top: int) -> None:
+    An offset is the place in the shown text where a token's own text begins. Tokens
+    that show nothing, and the parts of a character but the last, add nothing to it.
+
+    Args:
+        top: alternatives per token.
+        skip_special_tokens: what the text of the output does.
+        prompt_text: what is shown before the output; empty without `echo`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        top: int,
+        skip_special_tokens: bool = True,
+        prompt_text: str = "",
+    ) -> None:
         self._tokenizer = tokenizer
         self._top = top
-        self._offset = 0
-
-    def skip_text(self, text: str) -> None:
-        """Text that is shown before the first token."""
-        self._offset += len(text)
+        self._prompt_text = prompt_text
+        self._output_offset = len(prompt_text)
+        self._output = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens
+        )
 
     def add(self, delta: LogprobDelta, *, with_input: bool) -> dict[str, Any]:
         """The object for the tokens of `delta`, prompt tokens first where asked for."""
         tokens = list(delta.output_token)
         tops: list[list[TokenLogprob] | None] = list(delta.output_top)
         tops += [None] * (len(tokens) - len(tops))
+        offsets = self._output_offsets([token_id for _, token_id in tokens])
         if with_input and delta.input_token is not None:
-            tokens = [*delta.input_token, *tokens]
-            tops = [*(delta.input_top or [None] * len(delta.input_token)), *tops]
-        texts = [self._tokenizer.token_text(token_id) for _, token_id in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
+            inputs = delta.input_token
+            tokens = [*inputs, *tokens]
+            tops = [*(delta.input_top or [None] * len(inputs)), *tops]
+            offsets = [*self._input_offsets([i for _, i in inputs]), *offsets]
         return {
-            "tokens": texts,
+            "tokens": [self._name(token_id) for _, token_id in tokens],
             "token_logprobs": [logprob for logprob, _ in tokens],
             "top_logprobs": [
                 self._top_dict(entry, top)
@@ -84,13 +99,49 @@ class CompletionLogprobs:
             "text_offset": offsets,
         }
 
+    def _output_offsets(self, token_ids: Sequence[int]) -> list[int]:
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._output_offset)
+            self._output_offset += len(self._output.push(token_id))
+        return offsets
+
+    def _input_offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """Offsets in the prompt as it is shown, which need not be as it is decoded."""
+        detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=False)
+        offsets, offset = [], 0
+        for token_id in token_ids:
+            offsets.append(offset)
+            piece = detokenizer.push(token_id)
+            is_special = token_id in self._tokenizer.special_ids
+            offset += self._width_in_prompt(piece, offset, is_special=is_special)
+        return offsets
+
+    def _width_in_prompt(self, piece: str, offset: int, *, is_special: bool) -> int:
+        """Characters of `piece` that the prompt has at `offset`: a tokenizer adds
+        special tokens, and some of them a space at the beginning."""
+        if self._prompt_text.startswith(piece, offset):
+            return len(piece)
+        if is_special:
+            return 0
+        is_space_added = piece[:1] == " " and self._prompt_text.startswith(
+            piece[1:], offset
+        )
+        return len(piece) - is_space_added
+
+    def _name(self, token_id: int) -> str:
+        """The text of a token; its bytes, as OpenAI writes them, where they are part of
+        a character: names must tell tokens apart."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
     def _top_dict(
         self, entry: TokenLogprob, top: Sequence[TokenLogprob] | None
     ) -> dict[str, float | None] | None:
         """The most likely tokens, and the one that was taken."""
         if top is None:
             return None
-        return {
-            self._tokenizer.token_text(token_id): logprob
-            for logprob, token_id in (*top, entry)
-        }
+        return {self._name(token_id): logprob for logprob, token_id in (*top, entry)}
