@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import openai
@@ -361,7 +363,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"chat_template_kwargs": {"messages": []}}, "not a free variable"),
     ({"stream_options": {"include_usage": True}}, "needs stream: true"),
-    ({"max_tokens": -1}, "max_new_tokens must be at least 0"),
+    ({"max_tokens": -1}, "max_tokens must be at least 0"),
     ({"temperature": 9e29, "top_p": 2}, "top_p must be in"),
     ({"nonsense": 1}, "unknown field 'nonsense'"),
     ({"n": 0}, "n must be between 1 and 128"),
@@ -402,6 +404,71 @@ def test_completion_refuses_by_name(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         client.completions.create(model="mock", prompt="x", extra_body=change)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message", "param"),
+    [
+        ({"max_tokens": -1}, "max_tokens must be", "max_tokens"),
+        ({"max_tokens": 9999}, "max_tokens is 9999, but behind", "max_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, r"min_tokens \(9\) must", "min_tokens"),
+        ({"seed": 2**63}, "seed must be between", "seed"),
+        ({"seed": -(2**63) - 1}, "seed must be between", "seed"),
+        ({"logit_bias": {"999": 1}}, "logit_bias holds token id 999", "logit_bias"),
+        ({"stop_token_ids": [999]}, "stop_token_ids holds", "stop_token_ids"),
+        ({"top_k": 2**70}, "top_k must be", "top_k"),
+        ({"regex": "(["}, "regex", "regex"),
+    ],
+)
+def test_refusals_name_the_clients_field(
+    client: openai.OpenAI,
+    change: dict[str, Any],
+    message: str,
+    param: str,
+    stream: bool,
+) -> None:
+    for ask in (
+        partial(client.completions.create, prompt="x"),
+        partial(client.chat.completions.create, messages=MESSAGES),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(model="mock", extra_body=change, stream=stream)
+        error = caught.value.body
+        assert isinstance(error, dict)
+        assert re.search(message, error["message"]), error
+        assert error["param"] == param
+        assert "_new_tokens" not in error["message"]
+
+
+def test_refusals_name_the_prompt_and_the_newer_fields(client: openai.OpenAI) -> None:
+    def refusal(ask: Callable[..., Any], **fields: Any) -> tuple[str, str]:
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(model="mock", **fields)
+        error = caught.value.body
+        assert isinstance(error, dict)
+        return error["message"], error["param"]
+
+    complete, chat = client.completions.create, client.chat.completions.create
+    for prompt in ("", "x" * 20_000, [], [257], [1] * 5000):
+        message, param = refusal(complete, prompt=prompt)
+        assert param == "prompt" and "input_ids" not in message, message
+    long: list[Any] = [{"role": "user", "content": "x" * 20_000}]
+    assert refusal(chat, messages=long)[1] == "messages"
+    message, param = refusal(chat, messages=MESSAGES, max_completion_tokens=9999)
+    assert param == "max_completion_tokens" and param in message
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}
+    message, param = refusal(chat, messages=MESSAGES, response_format=schema)
+    assert param == "response_format" and param in message
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
+def test_seeds_have_a_sign(client: openai.OpenAI, seed: int) -> None:
+    texts = {
+        client.completions.create(model="mock", prompt="x", seed=seed).choices[0].text
+        for _ in range(2)
+    }
+    assert len(texts) == 1
 
 
 def test_unknown_models_are_not_found(client: openai.OpenAI) -> None:

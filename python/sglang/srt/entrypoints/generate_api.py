@@ -11,7 +11,7 @@ import msgspec
 
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.io_struct import FinishReason, TokenLogprob
-from sglang.srt.managers.prompt_request import PromptRequest
+from sglang.srt.managers.prompt_request import PromptRequest, sampling_error
 from sglang.srt.managers.request_state import Update
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_tokenizer import Tokenizer
@@ -108,21 +108,15 @@ def parse_generate(
 
 
 def parse_sampling_params(raw: dict[str, Any]) -> SamplingParams:
-    """`SamplingParams.from_wire`, with `max_new_tokens: null` meaning the default.
+    """`SamplingParams.from_wire` for the answer of a server.
 
     Raises:
         BadRequest: names the field, the value and the range.
     """
-    if raw.get("max_new_tokens", 0) is None:
-        raw = {key: value for key, value in raw.items() if key != "max_new_tokens"}
     try:
         return SamplingParams.from_wire(raw)
     except ValueError as error:
-        named = str(error).split(maxsplit=1)[0]
-        is_field = named in SamplingParams.__struct_fields__
-        raise BadRequest(
-            str(error), param=named if is_field else "sampling_params"
-        ) from error
+        raise sampling_error(error) from error
 
 
 _OPTIONS = {

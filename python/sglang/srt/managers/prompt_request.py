@@ -47,6 +47,13 @@ class PromptRequest:
     return_hidden_states: bool = False
     input_embeds: bytes | None = None
 
+    @property
+    def field(self) -> str:
+        """Where `/generate` has the prompt."""
+        if self.input_embeds is not None:
+            return "input_embeds"
+        return "text" if isinstance(self.prompt, str) else "input_ids"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -66,12 +73,14 @@ class Limits:
             vocab_size=ready.vocab_size,
         )
 
-    def check_prompt(self, ids: Sequence[int]) -> None:
+    def check_prompt(self, ids: Sequence[int], *, field: str) -> None:
         """Refuse a prompt that is empty, too long, or not made of known tokens."""
         if not ids:
-            raise BadRequest("the prompt is empty: it must hold at least one token")
+            raise BadRequest(
+                "the prompt is empty: it must hold at least one token", param=field
+            )
         if len(ids) > self.max_req_input_len:
-            raise self.too_long(f"{len(ids)} tokens")
+            raise self.too_long(f"{len(ids)} tokens", field=field)
         low, high = min(ids), max(ids)
         if low < 0 or high >= self.vocab_size:
             wrong = low if low < 0 else high
@@ -81,11 +90,12 @@ class Limits:
                 param="input_ids",
             )
 
-    def too_long(self, size: str) -> BadRequest:
+    def too_long(self, size: str, *, field: str) -> BadRequest:
         return BadRequest(
             f"the prompt has {size}, but at most {self.max_req_input_len} tokens fit "
             f"(context of {self.context_len} tokens, KV pool of "
-            f"{self.max_total_num_tokens}; one token of output must fit too)"
+            f"{self.max_total_num_tokens}; one token of output must fit too)",
+            param=field,
         )
 
     def fit_new_tokens(self, request: PromptRequest, prompt_len: int) -> SamplingParams:
@@ -111,6 +121,14 @@ class Limits:
         return msgspec.structs.replace(params, max_new_tokens=room)
 
 
+def sampling_error(error: ValueError) -> BadRequest:
+    """The answer to a wrong value in `sampling_params`, whose field comes first in the
+    message."""
+    named = str(error).split(maxsplit=1)[0]
+    is_field = named in SamplingParams.__struct_fields__
+    return BadRequest(str(error), param=named if is_field else "sampling_params")
+
+
 def check_options(request: PromptRequest) -> None:
     """Refuse options that no prompt could make right."""
     if request.rid is not None and not 0 < len(request.rid) <= MAX_RID_CHARS:
@@ -132,12 +150,12 @@ def to_wire(
     request: PromptRequest, ids: list[int], limits: Limits
 ) -> list[GenerateReq]:
     """The `n` messages to the scheduler, checked against the engine's limits."""
-    limits.check_prompt(ids)
+    limits.check_prompt(ids, field=request.field)
     params = limits.fit_new_tokens(request, len(ids))
     try:
         params.verify_vocab(limits.vocab_size)
     except ValueError as error:
-        raise BadRequest(str(error)) from error
+        raise sampling_error(error) from error
     if not -1 <= request.logprob_start_len < len(ids):
         raise BadRequest(
             f"logprob_start_len is {request.logprob_start_len}; it must be -1 (output "

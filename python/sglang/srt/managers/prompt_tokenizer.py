@@ -46,7 +46,7 @@ class PromptTokenizer:
         if len(text) < LONG_TEXT_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=around)
         if self._is_hopeless(text, limits):
-            raise limits.too_long(f"{len(text)} characters")
+            raise limits.too_long(f"{len(text)} characters", field=prompt.field)
         encode = functools.partial(
             self._tokenizer.encode, text, add_special_tokens=around, in_thread=True
         )

@@ -19,6 +19,7 @@ from sglang.srt.entrypoints.http_io import (
 )
 from sglang.srt.entrypoints.openai.common import (
     MAX_TOP_LOGPROBS,
+    ClientNames,
     UsageCounter,
     check_model,
     finish_name,
@@ -49,29 +50,39 @@ class ChatApi:
         check_model(body.model, self._front.model_name)
         tokenizer = need_tokenizer(self._manager.tokenizer)
         with_usage = includes_usage(body)
-        prompt = _prompt_request(body, self._manager.templates)
-        group = await self._manager.submit([prompt])
+        length_field, _ = _max_tokens(body)
+        names = ClientNames(body, prompt="messages", max_tokens=length_field)
+        with names.in_errors():
+            prompt = _prompt_request(body, self._manager.templates)
+            group = await self._manager.submit([prompt])
         answer = _ChatAnswer(self._front, tokenizer, prompt)
         if body.stream:
-            events = self._events(group, answer, with_usage=with_usage)
+            events = self._events(group, answer, names, with_usage=with_usage)
             return EventStream(events, group=group, release=self._manager.release)
-        updates = await whole_results(request, self._manager, group)
+        with names.in_errors():
+            updates = await whole_results(request, self._manager, group)
         answer.usage.add(updates)
         choices = [answer.choice(update) for update in updates]
         usage = answer.usage.as_dict()
         return json_response(answer.body("chat.completion", choices, usage=usage))
 
     async def _events(
-        self, group: RequestGroup, answer: _ChatAnswer, *, with_usage: bool
+        self,
+        group: RequestGroup,
+        answer: _ChatAnswer,
+        names: ClientNames,
+        *,
+        with_usage: bool,
     ) -> AsyncIterator[bytes]:
         is_first = True
-        async for news in self._manager.updates(group):
-            answer.usage.add(news)
-            chunks = answer.role_chunks(len(group.states)) if is_first else []
-            is_first = False
-            for update in news:
-                chunks += answer.delta_chunks(update)
-            yield b"".join(map(event, chunks))
+        with names.in_errors():
+            async for news in self._manager.updates(group):
+                answer.usage.add(news)
+                chunks = answer.role_chunks(len(group.states)) if is_first else []
+                is_first = False
+                for update in news:
+                    chunks += answer.delta_chunks(update)
+                yield b"".join(map(event, chunks))
         if with_usage:
             yield event(answer.chunk([], usage=answer.usage.as_dict()))
 
@@ -158,9 +169,7 @@ class _ChatAnswer:
 
 def _prompt_request(body: ChatRequest, templates: TemplateManager) -> PromptRequest:
     _refuse_unsupported(body)
-    max_tokens = body.max_completion_tokens
-    if max_tokens is None:
-        max_tokens = body.max_tokens
+    _, max_tokens = _max_tokens(body)
     params = sampling_params(
         body, max_tokens=max_tokens, default_max_tokens=WHOLE_CONTEXT
     )
@@ -177,6 +186,13 @@ def _prompt_request(body: ChatRequest, templates: TemplateManager) -> PromptRequ
         rid=body.rid,
         extra_key=body.extra_key,
     )
+
+
+def _max_tokens(body: ChatRequest) -> tuple[str, int | None]:
+    """Name and value of the length; the newer name wins."""
+    if body.max_completion_tokens is not None:
+        return "max_completion_tokens", body.max_completion_tokens
+    return "max_tokens", body.max_tokens
 
 
 def _refuse_unsupported(body: ChatRequest) -> None:

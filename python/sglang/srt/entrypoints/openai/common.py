@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -13,8 +15,10 @@ from sglang.srt.entrypoints.openai.protocol import SAMPLING_FIELDS, Sampled
 from sglang.srt.managers.errors import BadRequest, NotFound
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.request_state import Update
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 
+# A name by itself, not a part of a path such as response_format.json_schema.
+_WORD = re.compile(r"(?<![\w.])\w+")
 JSON_OBJECT_SCHEMA = '{"type": "object"}'
 MAX_TOP_LOGPROBS = 20
 
@@ -32,6 +36,41 @@ def make_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
+class ClientNames:
+    """The names that the body of a request has for fields of `/generate`.
+
+    Args:
+        prompt: where the body has the prompt.
+        max_tokens: where it has the length.
+    """
+
+    def __init__(self, body: Sampled, *, prompt: str, max_tokens: str) -> None:
+        self._names = {ours: theirs for theirs, ours in SAMPLING_FIELDS.items()}
+        self._names |= {"max_new_tokens": max_tokens, "input_ids": prompt}
+        if body.response_format is not None:
+            self._names["json_schema"] = "response_format"
+        self._fields = {**self._names, "text": prompt}
+
+    @contextmanager
+    def in_errors(self) -> Iterator[None]:
+        """A refusal that passes names the client's field, in `param` too."""
+        try:
+            yield
+        except BadRequest as error:
+            param = error.param or self._first_field(error.message)
+            if param is not None:
+                error.param = self._fields.get(param, param)
+            error.message = _WORD.sub(
+                lambda word: self._names.get(word[0], word[0]), error.message
+            )
+            raise
+
+    def _first_field(self, message: str) -> str | None:
+        """The scheduler says "invalid regex" or "regex has"."""
+        words = _WORD.findall(message)[:2]
+        return next((word for word in words if word in self._names), None)
+
+
 def sampling_params(
     body: Sampled, *, max_tokens: int | None, default_max_tokens: int
 ) -> SamplingParams:
@@ -46,6 +85,8 @@ def sampling_params(
         for field, name in SAMPLING_FIELDS.items()
         if values[field] is not None
     }
+    if body.seed is not None:
+        raw["sampling_seed"] = _seed(body.seed)
     raw["max_new_tokens"] = default_max_tokens if max_tokens is None else max_tokens
     schema = _schema_of(body.response_format)
     if schema is not None:
@@ -55,6 +96,16 @@ def sampling_params(
             )
         raw["json_schema"] = schema
     return parse_sampling_params(raw)
+
+
+def _seed(seed: int) -> int:
+    """OpenAI's seeds have a sign; ours do not."""
+    if not -MAX_SEED - 1 <= seed <= MAX_SEED:
+        raise BadRequest(
+            f"seed must be between {-MAX_SEED - 1} and {MAX_SEED}, got {seed}",
+            param="seed",
+        )
+    return seed & MAX_SEED
 
 
 def _schema_of(response_format: dict[str, Any] | None) -> str | None:

@@ -20,6 +20,7 @@ from sglang.srt.entrypoints.http_io import (
 )
 from sglang.srt.entrypoints.openai.common import (
     MAX_TOP_LOGPROBS,
+    ClientNames,
     UsageCounter,
     check_model,
     finish_name,
@@ -48,25 +49,34 @@ class CompletionApi:
         check_model(body.model, self._front.model_name)
         tokenizer = need_tokenizer(self._manager.tokenizer)
         with_usage = includes_usage(body)
-        prompts = _prompt_requests(body)
-        group = await self._manager.submit(prompts)
+        names = ClientNames(body, prompt="prompt", max_tokens="max_tokens")
+        with names.in_errors():
+            prompts = _prompt_requests(body)
+            group = await self._manager.submit(prompts)
         answer = _CompletionAnswer(self._front, tokenizer, body, prompts)
         if body.stream:
-            events = self._events(group, answer, with_usage=with_usage)
+            events = self._events(group, answer, names, with_usage=with_usage)
             return EventStream(events, group=group, release=self._manager.release)
-        updates = await whole_results(request, self._manager, group)
+        with names.in_errors():
+            updates = await whole_results(request, self._manager, group)
         answer.usage.add(updates)
         choices = [answer.choice(update) for update in updates]
         return json_response(answer.body(choices, usage=answer.usage.as_dict()))
 
     async def _events(
-        self, group: RequestGroup, answer: _CompletionAnswer, *, with_usage: bool
+        self,
+        group: RequestGroup,
+        answer: _CompletionAnswer,
+        names: ClientNames,
+        *,
+        with_usage: bool,
     ) -> AsyncIterator[bytes]:
-        async for news in self._manager.updates(group):
-            answer.usage.add(news)
-            yield b"".join(
-                event(answer.body([answer.choice(update)])) for update in news
-            )
+        with names.in_errors():
+            async for news in self._manager.updates(group):
+                answer.usage.add(news)
+                yield b"".join(
+                    event(answer.body([answer.choice(update)])) for update in news
+                )
         if with_usage:
             yield event(answer.body([], usage=answer.usage.as_dict()))
 
