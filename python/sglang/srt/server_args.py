@@ -174,7 +174,11 @@ class ServerArgs:
     host: Annotated[str, Arg("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Arg("Port to listen on.")] = 30000
     api_key: Annotated[
-        str | None, Arg("Key that clients must send as a bearer token.")
+        str | None,
+        Arg(
+            "Key that clients must send as a bearer token; /health, /health_generate "
+            "and /metrics are open."
+        ),
     ] = None
     enable_return_hidden_states: Annotated[
         bool, Arg("Let requests ask for hidden states.")

@@ -478,15 +478,50 @@ def test_unknown_models_are_not_found(client: openai.OpenAI) -> None:
         client.completions.create(model="gpt-9", prompt="x", stream=True)
 
 
-def test_the_key_is_asked_for_everywhere_but_health(server: Server) -> None:
-    assert server.get("/health").status_code == 200
-    for path in ("/v1/models", "/get_server_info", "/metrics", "/nothing"):
+def test_the_key_is_asked_for_except_by_probes_and_scrapers(server: Server) -> None:
+    for path, status in (
+        ("/health", 200),
+        ("/health_generate", 200),
+        ("/metrics", 404),  # open, but this server has none
+    ):
+        assert server.get(path).status_code == status, path
+    for path in (
+        "/v1/models",
+        "/get_server_info",
+        "/metrics/x",
+        "/health/",
+        "/nothing",
+    ):
         response = server.get(path)
         assert response.status_code == 401, path
         assert response.headers["www-authenticate"] == "Bearer"
         assert "API key" in response.json()["error"]["message"]
     wrong = server.get("/v1/models", headers={"Authorization": b"Bearer \xc3\xa9"})
     assert wrong.status_code == 401
+
+
+def test_browsers_may_ask_from_any_page(server: Server) -> None:
+    """A preflight brings no key; answers, streams and errors carry the permission."""
+    origin = {"Origin": "http://page.example"}
+    preflight = {
+        **origin,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    with server.client() as client:
+        path = "/v1/chat/completions"
+        response = client.request("OPTIONS", path, headers=preflight)
+    assert response.status_code == 200
+    assert "POST" in response.headers["access-control-allow-methods"]
+    assert "authorization" in response.headers["access-control-allow-headers"]
+    with_key = {**origin, "Authorization": f"Bearer {KEY}"}
+    body = {"text": "x", "stream": True, "sampling_params": greedy(max_new_tokens=2)}
+    for headers, status in ((with_key, 200), (origin, 401)):
+        answer = server.post("/generate", body, headers=headers)
+        assert answer.status_code == status
+        assert answer.headers["access-control-allow-origin"] == "*"
+    plain = server.get("/v1/models", headers={"Authorization": f"Bearer {KEY}"})
+    assert "access-control-allow-origin" not in plain.headers
 
 
 if __name__ == "__main__":

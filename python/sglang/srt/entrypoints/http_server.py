@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -62,6 +63,13 @@ def create_app(front: Front) -> FastAPI:
     if front.server_args.api_key:
         app.add_middleware(ApiKeyMiddleware, api_key=front.server_args.api_key)
     app.add_middleware(ErrorMiddleware)
+    # Outermost: browsers must be able to read errors, and preflights bring no key.
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=["*"],
+        allow_methods=["*"],
+        allow_headers=["*"],
+    )
     return app
 
 

@@ -56,9 +56,13 @@ class ErrorMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Asks every path but `/health` for `Authorization: Bearer <key>`."""
+    """Asks all but `OPEN_PATHS` for `Authorization: Bearer <key>`.
 
-    OPEN_PATHS = frozenset({"/health"})
+    Those are for probes and scrapers, as in SGLang; they show neither prompts nor
+    answers.
+    """
+
+    OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
 
     def __init__(self, app: ASGIApp, *, api_key: str) -> None:
         self._app = app
