@@ -19,7 +19,7 @@ from live_server import CONTEXT, Server, greedy
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="cpu")
+register_cpu_ci(est_time=22, suite="cpu")
 
 POOL = 3000
 MIB = 1024 * 1024
@@ -246,6 +246,35 @@ def test_unknown_paths_methods_and_models(server: Server) -> None:
     error_of(server.get("/metrics"), 404)
     error_of(server.post("/abort_request", {}))
     assert server.post("/abort_request", {"rid": "nobody"}).status_code == 200
+    error_of(server.post("/abort_request", {"rid": None}))
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "entries", "message"),
+    [
+        ("/generate", "input_ids", ["1"] * 10_000_000, "10000000 tokens, but at most"),
+        ("/v1/completions", "prompt", ["1"] * 10_000_000, "10000000 tokens, but"),
+        ("/generate", "text", ['"a"'] * 2_000_000, "asks for 2000000 outputs"),
+        ("/generate", "input_ids", ["[1]"] * 2_000_000, "asks for 2000000 outputs"),
+        ("/v1/completions", "prompt", ["[1]"] * 2_000_000, "2000000 outputs"),
+        (
+            "/generate",
+            "sampling_params",
+            [f'"{i}":1' for i in range(2_000_000)],
+            "logit_bias has 2000000 entries, but at most",
+        ),
+    ],
+)
+def test_millions_of_entries_are_refused_by_their_number(
+    server: Server, path: str, field: str, entries: list[str], message: str
+) -> None:
+    """What remains is the time of reading the body."""
+    joined = ",".join(entries)
+    body = f'{{"{field}": [{joined}]}}'
+    if field == "sampling_params":
+        body = f'{{"text": "x", "{field}": {{"logit_bias": {{{joined}}}}}}}'
+    error = error_of(raw(server, body.encode(), path))
+    assert message in error["message"]
 
 
 def test_100_mb_body_announced(server: Server) -> None:

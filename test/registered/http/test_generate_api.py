@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from live_server import CONTEXT, Server, events, greedy
@@ -179,7 +180,10 @@ def test_the_cache_is_reported_and_flushed(server: Server) -> None:
     assert answer["meta_info"]["cached_tokens"] == 0
 
 
-def test_abort_by_rid_ends_the_request_with_an_answer(server: Server) -> None:
+@pytest.mark.parametrize("whom", [{"rid": "doomed"}, {"rid": None, "abort_all": True}])
+def test_abort_ends_the_request_with_an_answer(
+    server: Server, whom: dict[str, Any]
+) -> None:
     body = {
         "text": "long",
         "sampling_params": greedy(max_new_tokens=CONTEXT - 10),
@@ -191,7 +195,7 @@ def test_abort_by_rid_ends_the_request_with_an_answer(server: Server) -> None:
             time.sleep(0.005)
         # The cache cannot be flushed under a running request.
         flush = server.post("/flush_cache", {})
-        assert server.post("/abort_request", {"rid": "doomed"}).status_code == 200
+        assert server.post("/abort_request", whom).status_code == 200
         answer = pending.result(20).json()
     assert flush.status_code == 400
     assert "requests are running" in flush.json()["error"]["message"]

@@ -74,6 +74,9 @@ def parse_generate(
 
     if is_batch and isinstance(request.rid, str):
         raise BadRequest("rid must be a list where the prompts are one", param="rid")
+    # One for all is read once: it may be large, and the prompts many.
+    is_shared = not isinstance(request.sampling_params, list)
+    shared = parse_sampling_params(nth("sampling_params", 0, {})) if is_shared else None
     parsed = []
     for i, prompt in enumerate(prompts):
         raw = nth("sampling_params", i, {})
@@ -88,7 +91,7 @@ def parse_generate(
             PromptRequest(
                 prompt=prompt.ids,
                 input_embeds=prompt.embeds,
-                sampling_params=parse_sampling_params(raw),
+                sampling_params=shared or parse_sampling_params(raw),
                 is_length_exact=raw.get("max_new_tokens") is not None,
                 stream=bool(request.stream),
                 return_logprob=nth("return_logprob", i, False),

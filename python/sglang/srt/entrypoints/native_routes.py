@@ -41,7 +41,7 @@ SECRET_FIELDS = frozenset({"api_key"})
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of `/abort_request`."""
 
-    rid: str = ""
+    rid: str | None = None
     abort_all: bool = False
 
 
@@ -65,6 +65,8 @@ class NativeRoutes:
 
     async def generate(self, request: Request) -> Response:
         body = await read_body(request, GenerateRequest)
+        self._manager.check_sizes(body.text, field="text")
+        self._manager.check_sizes(body.input_ids, field="input_ids")
         allow_hidden = self._front.server_args.enable_return_hidden_states
         parsed = parse_generate(body, allow_hidden_states=allow_hidden)
         group = await self._manager.submit(parsed.prompts)
@@ -137,7 +139,7 @@ class NativeRoutes:
         body = await read_body(request, AbortRequest)
         if not body.rid and not body.abort_all:
             raise BadRequest("set rid or abort_all", param="rid")
-        self._manager.abort(body.rid, abort_all=body.abort_all)
+        self._manager.abort(body.rid or "", abort_all=body.abort_all)
         return Response()
 
     async def metrics(self, request: Request) -> Response:

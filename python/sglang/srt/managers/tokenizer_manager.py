@@ -146,6 +146,26 @@ class TokenizerManager:
 
     # -- requests ------------------------------------------------------------------
 
+    def check_sizes(self, prompts: object, *, field: str) -> None:
+        """Refuse prompts that are too many or too long by the lengths of their lists,
+        before anybody looks at the millions of entries that a body may hold.
+
+        Args:
+            prompts: what the client sent: a text, token ids, or a list of either.
+
+        Raises:
+            BadRequest: `submit` would refuse them too.
+        """
+        if not isinstance(prompts, list) or not prompts or self.limits is None:
+            return
+        ids_lists = [prompts]
+        if not isinstance(prompts[0], int):
+            self._check_count(len(prompts))
+            ids_lists = [entry for entry in prompts if isinstance(entry, list)]
+        longest = max(map(len, ids_lists), default=0)
+        if longest > self.limits.max_req_input_len:
+            raise self.limits.too_long(f"{longest} tokens", field=field)
+
     async def submit(
         self, prompts: Sequence[PromptRequest], *, wait_for_room: bool = False
     ) -> RequestGroup:
@@ -284,18 +304,21 @@ class TokenizerManager:
             raise Unavailable(f"the server is {self.phase.value}")
         if wait_for_room:
             return self.limits
-        if count > self.capacity:
-            raise BadRequest(
-                f"one call asks for {count} outputs, but at most {self.capacity} "
-                "requests may be in flight (--max-queued-requests and "
-                "--max-running-requests); split it"
-            )
+        self._check_count(count)
         if count > self._room():
             raise Unavailable(
                 f"{len(self._states)} requests are in flight, of at most "
                 f"{self.capacity}; try again later"
             )
         return self.limits
+
+    def _check_count(self, count: int) -> None:
+        if count > self.capacity:
+            raise BadRequest(
+                f"one call asks for {count} outputs, but at most {self.capacity} "
+                "requests may be in flight (--max-queued-requests and "
+                "--max-running-requests); split it"
+            )
 
     def _room(self) -> int:
         return self.capacity - len(self._states)

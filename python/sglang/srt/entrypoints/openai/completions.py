@@ -51,6 +51,7 @@ class CompletionApi:
         with_usage = includes_usage(body)
         names = ClientNames(body, prompt="prompt", max_tokens="max_tokens")
         with names.in_errors():
+            self._manager.check_sizes(body.prompt, field="prompt")
             prompts = _prompt_requests(body)
             group = await self._manager.submit(prompts)
         answer = _CompletionAnswer(self._front, tokenizer, body, prompts)
