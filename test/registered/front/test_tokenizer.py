@@ -191,8 +191,16 @@ def test_template_language() -> None:
     assert render("{{ flag }}", flag="on") == "on"
     with pytest.raises(ValueError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ValueError, match="refused the messages"):
-        render("{{ messages.append(1) }}")
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for source, flag in (
+        ("{{ messages.append(1) }}", None),
+        ("{{ flag | tojson }}", deep),
+        ("{{ 1 / flag }}", 0),
+    ):
+        with pytest.raises(ValueError, match="refused the messages"):
+            render(source, flag=flag)
     with pytest.raises(ValueError, match="refused the messages"):
         render("{{ ''.__class__.__mro__ }}{{ ().__class__.__base__.__subclasses__() }}")
     for name in ("messages", "tools", "add_generation_prompt"):

@@ -20,19 +20,23 @@ from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
+from sglang.test.tiny_models import CHAT_TEMPLATE
 
-register_cpu_ci(est_time=12, suite="cpu")
+register_cpu_ci(est_time=15, suite="cpu")
 
 MESSAGES: list[Any] = [{"role": "user", "content": "write a function"}]
 PROMPT = "user: write a function\nassistant: "
 FIXED: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 KEY = "secret-key"
+TEMPLATE = (
+    "{% if reasoning_effort %}think: {{ reasoning_effort }}\n{% endif %}"
+) + CHAT_TEMPLATE
 
 
 @pytest.fixture(scope="module")
 def server(start_server: Callable[..., Server]) -> Iterator[Server]:
-    running = start_server("--api-key", KEY, "--enable-cache-report").wait_ready()
-    yield running
+    flags = ("--api-key", KEY, "--enable-cache-report", "--chat-template", TEMPLATE)
+    yield start_server(*flags).wait_ready()
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +227,30 @@ def test_a_message_without_tool_calls_may_say_so(
         model="mock", messages=messages, max_tokens=4, **FIXED
     )
     expected = native(server, "assistant: hi\nuser: on\nassistant: ", max_new_tokens=4)
+    assert answer.choices[0].message.content == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "effort"),
+    [
+        ({"reasoning_effort": "low", "verbosity": "low"}, "think: low\n"),
+        (
+            {
+                "reasoning_effort": "low",
+                "chat_template_kwargs": {"reasoning_effort": "max"},
+            },
+            "think: max\n",
+        ),
+    ],
+)
+def test_the_template_sees_the_reasoning_effort(
+    client: openai.OpenAI, server: Server, fields: dict[str, Any], effort: str
+) -> None:
+    extra = {"ignore_eos": True, **fields}
+    answer = client.chat.completions.create(
+        model="mock", messages=MESSAGES, max_tokens=8, temperature=0, extra_body=extra
+    )
+    expected = native(server, effort + PROMPT, max_new_tokens=8)
     assert answer.choices[0].message.content == expected
 
 

@@ -16,6 +16,15 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+# What messages and variables of clients can make a template raise.
+_RENDER_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
 RESERVED_NAMES = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
@@ -62,7 +71,7 @@ class ChatTemplate:
                 tools=tools,
                 **{**self._variables, **variables},
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        except _RENDER_ERRORS as error:
             raise ValueError(
                 f"the chat template refused the messages: {error}"
             ) from error

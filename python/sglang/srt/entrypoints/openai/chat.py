@@ -173,7 +173,7 @@ def _prompt_request(body: ChatRequest, templates: TemplateManager) -> PromptRequ
     params = sampling_params(
         body, max_tokens=max_tokens, default_max_tokens=WHOLE_CONTEXT
     )
-    text = templates.render(body.messages, variables=body.chat_template_kwargs or {})
+    text = templates.render(body.messages, variables=_template_variables(body))
     return PromptRequest(
         prompt=text,
         # The template has written them already.
@@ -186,6 +186,13 @@ def _prompt_request(body: ChatRequest, templates: TemplateManager) -> PromptRequ
         rid=body.rid,
         extra_key=body.extra_key,
     )
+
+
+def _template_variables(body: ChatRequest) -> dict[str, Any]:
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return variables
 
 
 def _max_tokens(body: ChatRequest) -> tuple[str, int | None]:

@@ -41,7 +41,11 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Harmless(msgspec.Struct, kw_only=True):
-    """Fields about accounts, storage or caching elsewhere: no effect here."""
+    """Fields without any effect here.
+
+    All but the last are about accounts, storage or caching elsewhere. `verbosity` is a
+    wish to models that were trained on it, which no chat template knows how to write.
+    """
 
     user: Any = None
     metadata: Any = None
@@ -51,7 +55,6 @@ class Harmless(msgspec.Struct, kw_only=True):
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     verbosity: Any = None
-    reasoning_effort: Any = None
 
 
 class Sampled(Harmless, kw_only=True):
@@ -98,9 +101,14 @@ class CompletionRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
-    """The body of `/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`.
+
+    `reasoning_effort` is a variable of the chat template; most templates have no use
+    for it, and then it has no effect.
+    """
 
     messages: list[dict[str, Any]]
+    reasoning_effort: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
