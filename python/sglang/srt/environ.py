@@ -110,8 +110,7 @@ class Envs:
         "SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS",
         100,
         int,
-        "Forwards between two stats lines of the KV canary, and between two health "
-        "checks; 0: no stats line.",
+        "Forwards between two stats lines of the KV canary; 0: none.",
     )
     SGLANG_KV_CANARY_MAX_REPORT_FILES = EnvVar(
         "SGLANG_KV_CANARY_MAX_REPORT_FILES",

@@ -76,7 +76,7 @@ class ServerArgs:
         int | None, Arg("Longest prompt + output; unset: the model's own.")
     ] = None
     served_model_name: Annotated[
-        str | None, Arg("Name in /v1/models; unset: the model path.")
+        str | None, Arg("Name in /v1/models; unset: the model path, or demo.")
     ] = None
     chat_template: Annotated[
         str | None, Arg("A jinja file, or the template itself; unset: the tokenizer's.")
@@ -97,7 +97,7 @@ class ServerArgs:
     attention_backend: Annotated[
         str | None,
         Arg(
-            "Attention backend; unset: the best of the device.",
+            "Attention backend; unset: the best of the device; fa3 is refused as yet.",
             tuple(ATTENTION_BACKENDS),
         ),
     ] = None
@@ -114,7 +114,7 @@ class ServerArgs:
     # Memory
     mem_fraction_static: Annotated[
         float | None,
-        Arg("Share of free memory for weights and KV cache; unset: by device."),
+        Arg("Share of free memory for weights, KV cache and graphs; unset: by device."),
     ] = None
     max_total_tokens: Annotated[
         int | None, Arg("KV slots; unset: from --mem-fraction-static.")
@@ -122,9 +122,7 @@ class ServerArgs:
     max_running_requests: Annotated[
         int | None, Arg("Requests in one batch; unset: by device.")
     ] = None
-    page_size: Annotated[
-        int | None, Arg("Tokens per KV page; unset: 1, or what the backend asks for.")
-    ] = None
+    page_size: Annotated[int | None, Arg("Tokens per KV page; unset: 1.")] = None
     disable_radix_cache: Annotated[
         bool, Arg("Do not share prefixes between requests.")
     ] = False
@@ -229,7 +227,8 @@ class ServerArgs:
 
     # KV canary
     kv_canary: Annotated[
-        str, Arg("Check the KV cache while serving.", CANARY_MODES)
+        str,
+        Arg("Check the KV cache while serving; heal is refused as yet.", CANARY_MODES),
     ] = "none"
     kv_canary_real_data: Annotated[
         str, Arg("Which KV bytes are fingerprinted.", CANARY_REAL_DATA)
