@@ -642,6 +642,20 @@ def test_cousins_in_one_slot(backend: Backend) -> None:
 
 
 @each_backend
+def test_a_deep_tree_has_the_lineages_of_its_path(backend: Backend) -> None:
+    w = world()
+    w.lens = [5, 0, 0]
+    w.state.expected_lineage[1] = w.lineage(0, 5)
+    path = w.rows(extends=[45, 0, 0])
+    parents = long([-1, *range(44)])
+    deep = dataclasses.replace(path, parent_index=parents, max_depth=44)
+    w.write(backend, w.state, deep, WriterKind.VERIFY)
+    slots = path.out_cache_loc
+    assert w.state.tail[slots, 1].tolist() == [w.lineage(0, n) for n in range(6, 51)]
+    assert findings(w.state) == []
+
+
+@each_backend
 def test_of_a_tree_the_root_was_published(backend: Backend) -> None:
     w = world()
     rows = tree(w)

@@ -161,6 +161,8 @@ def test_nothing_is_reported(
     )
     managers = canaries_of(harness)
     states = {pool: m.target.buffers.state for pool, m in managers.items()}
+    shape = harness.scheduler.server_args.tree_shape
+    assert managers["target"].target.tree_depth == shape.num_steps
     # What the capture of graphs ran.
     before = {pool: state.counters.tolist() for pool, state in states.items()}
     reads = Reads(harness, monkeypatch)
