@@ -144,7 +144,7 @@ def test_too_few_slots(root):
 
 def test_simulated_acceptance_needs_dummy_weights(root, monkeypatch):
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "2.5")
-    message = refusal(lambda: engine(root))
+    message = refusal(lambda: engine(root, kv_canary="none"))
     assert "SGLANG_SIMULATE_ACC_LEN=2.5" in message and "dummy" in message
     # Tokens that are made up are not those that the KV canary expects.
     simulated = engine(root, load_format="dummy", kv_canary="none")
