@@ -43,7 +43,6 @@ from sglang.srt.kv_canary.runner.canary_manager import (
     context_tuple,
 )
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
-from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
 from sglang.srt.kv_canary.runner.violation import parse_entry
 from sglang.srt.kv_canary.single_forward_manager import manager as forward_manager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
@@ -586,31 +585,6 @@ class TestHealth:
 
 class TestStats:
     """The periodic line."""
-
-    def test_line_and_interval(self, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.INFO)
-        stats = StatsLogger(10, pool="draft")
-        for step in range(1, 26):
-            counters = [0] * NUM_COUNTERS
-            counters[Counter.TAIL_LAUNCHES] = counters[Counter.VERIFY_LAUNCHES] = step
-            counters[Counter.VERIFIED_SLOTS] = 100 * step
-            if step > 15:
-                counters[Counter.SWEEP_LAUNCHES] = 2
-            stats.on_counters(counters, violations=step // 20)
-        assert [record.getMessage() for record in caplog.records] == [
-            "[canary] step=10 protected_tokens=1000 sweep_passes=0 violations=0 "
-            "launch_tags_active=verify,tail pool=draft",
-            "[canary] step=20 protected_tokens=2000 sweep_passes=2 violations=1 "
-            "launch_tags_active=verify,tail,sweep pool=draft",
-        ]
-        assert all(record.levelno == logging.INFO for record in caplog.records)
-
-    def test_zero_is_never(self, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.INFO)
-        stats = StatsLogger(0, pool="target")
-        for step in range(500):
-            stats.on_counters([step] * NUM_COUNTERS, violations=0)
-        assert not caplog.records
 
     def test_of_a_running_canary(
         self,

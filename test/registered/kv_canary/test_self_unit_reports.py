@@ -1,7 +1,9 @@
-"""What a forward that fails has found is reported; who holds a slot by the books."""
+"""What the host says: the periodic line, what a forward that fails had found, and who
+holds a slot by the books."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from sglang.srt.distributed.parallel_state import (
     TensorParallelGroup,
     tensor_parallel_group,
 )
+from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS, Counter
+from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
 from sglang.srt.kv_canary.runner.violation import Owner
 from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
 from sglang.srt.managers.scheduler_components.build import _for_clients
@@ -183,6 +187,35 @@ class TestBooks:
             harness.scheduler.step()
         assert len(manager.reporter.incidents[-1]["violations"]) == 30
         assert asked == [None]
+
+
+class TestStatsLogger:
+    """The periodic line."""
+
+    def test_line_and_interval(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        stats = StatsLogger(10, pool="draft")
+        for step in range(1, 26):
+            counters = [0] * NUM_COUNTERS
+            counters[Counter.TAIL_LAUNCHES] = counters[Counter.VERIFY_LAUNCHES] = step
+            counters[Counter.VERIFIED_SLOTS] = 100 * step
+            if step > 15:
+                counters[Counter.SWEEP_LAUNCHES] = 2
+            stats.on_counters(counters, violations=step // 20)
+        assert [record.getMessage() for record in caplog.records] == [
+            "[canary] step=10 protected_tokens=1000 sweep_passes=0 violations=0 "
+            "launch_tags_active=verify,tail pool=draft",
+            "[canary] step=20 protected_tokens=2000 sweep_passes=2 violations=1 "
+            "launch_tags_active=verify,tail,sweep pool=draft",
+        ]
+        assert all(record.levelno == logging.INFO for record in caplog.records)
+
+    def test_zero_is_never(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        stats = StatsLogger(0, pool="target")
+        for step in range(500):
+            stats.on_counters([step] * NUM_COUNTERS, violations=0)
+        assert not caplog.records
 
 
 if __name__ == "__main__":
