@@ -101,9 +101,8 @@ class ForwardHarness:
         """
         output = self.runner.forward(batch)
         manager = self.runner.canary_manager
-        if manager is not None:
-            manager.inspect(
-                manager.finish_step(batch).tolist(),
+        if manager is not None and manager.take(manager.finish_step(batch).tolist()):
+            manager.report(
                 owner_of=lambda slot: Owner("unknown"),
                 tokens_of=lambda serial: self._tokens.get(serial),
             )

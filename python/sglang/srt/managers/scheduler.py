@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -44,7 +44,10 @@ from sglang.srt.managers.schedule_policy import (
     PrefillAdder,
     PrefillBudget,
 )
-from sglang.srt.managers.scheduler_components.canary_gate import CanaryGate
+from sglang.srt.managers.scheduler_components.canary_gate import (
+    CanaryGate,
+    ReportingFailures,
+)
 from sglang.srt.managers.scheduler_components.grammar_queue import GrammarQueue
 from sglang.srt.managers.scheduler_components.output_streamer import OutputStreamer
 from sglang.srt.managers.scheduler_components.request_factory import (
@@ -159,8 +162,8 @@ class Scheduler:
         self.max_in_flight = 1 if has_overlap else 0
         self._by_rid: dict[str, Req] = {}
         self._canary = self._create_canary_gate()
-        self._reporting_failures = (
-            nullcontext if self._canary is None else self._canary.reporting_failures
+        self._reporting_failures: AbstractContextManager[None] = (
+            nullcontext() if self._canary is None else ReportingFailures(self._canary)
         )
         self._is_shut_down = False
         self._idle_checked = True
@@ -318,7 +321,7 @@ class Scheduler:
             self._canary.before_launch(batch)
         if self._inputs.are_compared:
             self._inputs.remember(len(batch), int(launched.ends.sum()))
-        with self._watchdog.guard(), self._reporting_failures():
+        with self._watchdog.guard(), self._reporting_failures:
             return InFlight(launched, self._run(batch))
 
     def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
@@ -335,7 +338,7 @@ class Scheduler:
 
     def _process(self, done: InFlight) -> None:
         # The canary may be the first to wait for the device.
-        with self._watchdog.guard(), self._reporting_failures():
+        with self._watchdog.guard(), self._reporting_failures:
             if self._canary is not None:
                 self._canary.inspect(done.result)
             processed = self._results.process(done.launched, done.result)

@@ -69,6 +69,8 @@ class GenerationBatchResult:
         begin = self.rows * (self.stride + self.has_accept_lens)
         if begin == len(words):
             return []
+        if self.num_pools == 1:
+            return [words[begin:]]
         each = (len(words) - begin) // self.num_pools
         return [words[i : i + each] for i in range(begin, len(words), each)]
 

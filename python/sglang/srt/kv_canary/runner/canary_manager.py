@@ -8,7 +8,7 @@ with_ops_outside_graph            poison what was freed, lineages, faults, sweep
     post_ops_maybe_inside_graph   tail: records, lineages, findings; on a GPU beside
                                   the model's head (`with_tail_behind`)
 finish_step                       findings travel with the tokens, in one copy
-inspect                           on the host: report, and in `raise` mode stop
+take, report                      on the host: in `raise` mode stop
 ```
 """
 
@@ -343,22 +343,14 @@ class CanaryManager:
         findings.copy_(reduce(torch.bitwise_or, of_rank))
         findings[1:STATUS_WORDS] = counters
 
-    def inspect(
-        self,
-        words: list[int],
-        *,
-        owner_of: OwnerOf,
-        tokens_of: TokensOf,
-    ) -> None:
-        """Take the findings of a step, before any of its tokens is used.
+    def take(self, words: list[int]) -> bool:
+        """Take the findings of a step, before any of its tokens is used; whether there
+        is something to `report`.
 
         Args:
             words: what `finish_step` returned.
-            owner_of: who holds a slot by the host's books.
-            tokens_of: the tokens of a request by serial, None: not running.
 
         Raises:
-            CanaryViolation: something is wrong and the mode is `raise`.
             RuntimeError: the canary does not run.
         """
         counters = counters_of(words)
@@ -370,8 +362,18 @@ class CanaryManager:
         self._counters = counters
         self._health.on_result(counters)
         self._stats.on_counters(counters, violations=self.reporter.total)
-        if is_clean(words):
-            return
+        return not is_clean(words)
+
+    def report(self, *, owner_of: OwnerOf, tokens_of: TokensOf) -> None:
+        """What `take` found.
+
+        Args:
+            owner_of: who holds a slot by the host's books.
+            tokens_of: the tokens of a request by serial, None: not running.
+
+        Raises:
+            CanaryViolation: the mode is `raise`.
+        """
         violations = self._drain(owner_of, tokens_of)
         if self.config.mode is CanaryMode.RAISE:
             raise as_error(violations, with_tokens=self.config.report_tokens)

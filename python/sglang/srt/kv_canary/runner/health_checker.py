@@ -16,7 +16,7 @@ class HealthChecker:
 
     def __init__(self) -> None:
         self._forwards = 0
-        self._checked_at = 0
+        self._due = WARM_UP_FORWARDS
         self._before: list[int] | None = None
 
     def on_result(self, counters: list[int]) -> None:
@@ -26,18 +26,16 @@ class HealthChecker:
             RuntimeError: a launch did not run as often as the forwards; names it.
         """
         self._forwards += 1
-        if self._before is None:
-            if self._forwards >= WARM_UP_FORWARDS:
-                self._before, self._checked_at = counters, self._forwards
+        if self._forwards < self._due:
             return
-        due = self._forwards - self._checked_at
-        if due < CHECK_EVERY:
+        self._due += CHECK_EVERY
+        before, self._before = self._before, counters
+        if before is None:
             return
         for counter in _REQUIRED:
-            ran = counters[counter] - self._before[counter]
-            if ran < due:
+            ran = counters[counter] - before[counter]
+            if ran < CHECK_EVERY:
                 raise RuntimeError(
                     f"the KV canary is not running: {counter.name.lower()} advanced "
-                    f"by {ran} during {due} forwards"
+                    f"by {ran} during {CHECK_EVERY} forwards"
                 )
-        self._before, self._checked_at = counters, self._forwards

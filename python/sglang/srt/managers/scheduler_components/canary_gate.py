@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter as CountsOf
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
@@ -109,6 +108,7 @@ class CanaryGate:
         self._cache = cache
         self._requests = requests
         self._group = group
+        self._frees_early = self.manager.config.fault_point == EARLY_FREE
         self._freed_early: set[int] = set()
         for manager in managers:
             manager.attach_radix_cache(cache)
@@ -124,7 +124,7 @@ class CanaryGate:
         The ledger keeps them, as it would after the second half of that, so that
         nothing but the records suffers.
         """
-        if self.manager.config.fault_point != EARLY_FREE:
+        if not self._frees_early:
             return
         for req in batch.reqs:
             is_last = batch.forward_mode.is_decode and not req.decodes_on
@@ -141,13 +141,17 @@ class CanaryGate:
         Raises:
             CanaryViolation: something is wrong and the mode is `raise`.
         """
-        errors, books = [], self._books()
         # A prefill's result knows nothing of the draft yet.
-        for manager, words in zip(self._managers, result.findings, strict=False):
+        pools = zip(self._managers, result.findings, strict=False)
+        found = [manager for manager, words in pools if manager.take(words)]
+        if found:
+            self._report(found)
+
+    def _report(self, managers: list[CanaryManager]) -> None:
+        errors, books = [], self._books()
+        for manager in managers:
             try:
-                manager.inspect(
-                    words, owner_of=books.owner_of, tokens_of=self._tokens_of
-                )
+                manager.report(owner_of=books.owner_of, tokens_of=self._tokens_of)
             except CanaryViolation as error:
                 # What the other pool holds is to be reported, too.
                 errors.append(error)
@@ -155,27 +159,20 @@ class CanaryGate:
             # First what this rank found itself.
             raise min(errors, key=lambda error: not error.public)
 
-    @contextmanager
-    def reporting_failures(self) -> Iterator[None]:
-        """Around what may fail before its findings reach the host: a forward that meets
-        the damage itself, say. What was found before is reported all the same.
+    def fail(self, error: Exception) -> None:
+        """`error` may have come before its step's findings reached the host: from a
+        forward that met the damage itself, say. What was found before is reported all
+        the same.
 
         Raises:
             CanaryViolation: there was something and the mode is `raise`; its cause is
-                the failure.
+                `error`.
         """
-        try:
-            yield
-        except CanaryViolation:
-            raise
-        except Exception as error:
-            found = self._drain_after(error)
-            config = self.manager.config
-            if found and config.mode is CanaryMode.RAISE:
-                raise as_error(
-                    found, with_tokens=config.report_tokens, is_alone=True
-                ) from error
-            raise
+        found, config = self._drain_after(error), self.manager.config
+        if found and config.mode is CanaryMode.RAISE:
+            raise as_error(
+                found, with_tokens=config.report_tokens, is_alone=True
+            ) from error
 
     def _drain_after(self, error: Exception) -> list[Violation]:
         """Report what all pools hold, as far as the device still answers."""
@@ -232,3 +229,24 @@ class CanaryGate:
         return next(
             (req.tokens for req in self._requests() if req.serial == serial), None
         )
+
+
+class ReportingFailures:
+    """Around launches and results: `CanaryGate.fail` for what fails in them."""
+
+    # A class and not a generator: a step that waits for its result notices.
+
+    def __init__(self, gate: CanaryGate) -> None:
+        self._gate = gate
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        *rest: object,
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, CanaryViolation):
+            self._gate.fail(error)
