@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer, pre_tokenizers
-from transformers import AutoTokenizer
 
 from scripts.demo_model.card import render_card
 from scripts.demo_model.export import MAX_SHARD_BYTES
@@ -124,7 +124,7 @@ def test_source_code_survives_and_is_compressed(tokenizer: Tokenizer) -> None:
 
 
 def test_transformers_reads_the_same_tokenizer(tokenizer: Tokenizer) -> None:
-    theirs = AutoTokenizer.from_pretrained(ASSETS)
+    theirs = transformers.AutoTokenizer.from_pretrained(ASSETS)
     text = "def f(x):\n    return x + 10\n\n\tnaïve = '\u65e5\u672c'  # <|im_end|>\n"
     ids = tokenizer.encode(text).ids
     assert theirs(text)["input_ids"] == ids
@@ -133,7 +133,7 @@ def test_transformers_reads_the_same_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 def test_chat_template_renders_as_in_training() -> None:
-    theirs = AutoTokenizer.from_pretrained(ASSETS)
+    theirs = transformers.AutoTokenizer.from_pretrained(ASSETS)
     messages = [
         {"role": "system", "content": "You write Python code."},
         {"role": "user", "content": "Write f."},

@@ -7,10 +7,10 @@ import ast
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from scripts.demo_model.model import DemoConfig, DemoModel, parameter_count
 from scripts.demo_model.paths import ASSETS, IM_END_ID
@@ -39,8 +39,10 @@ def load_reference(dtype: torch.dtype) -> DemoModel:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(ASSETS, dtype=torch.float32).eval()
+def theirs() -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM.from_pretrained(
+        ASSETS, dtype=torch.float32
+    ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def tokenizer() -> Tokenizer:
 
 
 @torch.no_grad()
-def test_logits_agree_in_fp32(theirs: LlamaForCausalLM) -> None:
+def test_logits_agree_in_fp32(theirs: transformers.LlamaForCausalLM) -> None:
     ids = torch.randint(4096, (2, 300), generator=torch.Generator().manual_seed(0))
     expected = theirs(input_ids=ids).logits
     actual = load_reference(torch.float32)(ids)
@@ -57,7 +59,9 @@ def test_logits_agree_in_fp32(theirs: LlamaForCausalLM) -> None:
 
 
 @torch.no_grad()
-def test_logits_agree_up_to_the_last_position(theirs: LlamaForCausalLM) -> None:
+def test_logits_agree_up_to_the_last_position(
+    theirs: transformers.LlamaForCausalLM,
+) -> None:
     length = DemoConfig().max_position_embeddings
     ids = torch.randint(4096, (1, length), generator=torch.Generator().manual_seed(1))
     expected = theirs(input_ids=ids).logits[0, -4:]
@@ -68,7 +72,7 @@ def test_logits_agree_up_to_the_last_position(theirs: LlamaForCausalLM) -> None:
 @torch.no_grad()
 def test_bf16_stays_close_to_fp32(tokenizer: Tokenizer) -> None:
     ids = torch.tensor([tokenizer.encode(CODE).ids])
-    narrow = LlamaForCausalLM.from_pretrained(ASSETS, dtype="auto").eval()
+    narrow = transformers.LlamaForCausalLM.from_pretrained(ASSETS, dtype="auto").eval()
     assert narrow.dtype == torch.bfloat16
     actual = narrow(input_ids=ids).logits.float()
     expected = load_reference(torch.float32)(ids)
@@ -78,7 +82,7 @@ def test_bf16_stays_close_to_fp32(tokenizer: Tokenizer) -> None:
     assert same > 0.9
 
 
-def test_every_tensor_was_loaded(theirs: LlamaForCausalLM) -> None:
+def test_every_tensor_was_loaded(theirs: transformers.LlamaForCausalLM) -> None:
     reference = load_reference(torch.float32).state_dict()
     loaded = theirs.state_dict()
     assert set(loaded) - set(reference) == {"lm_head.weight"}
@@ -98,7 +102,7 @@ def test_code_is_more_likely_than_shuffled_code(tokenizer: Tokenizer) -> None:
 
 
 def test_chat_answer_is_code_and_ends(
-    theirs: LlamaForCausalLM, tokenizer: Tokenizer
+    theirs: transformers.LlamaForCausalLM, tokenizer: Tokenizer
 ) -> None:
     prompt = (
         "<|im_start|>user\nWrite a Python function that reverses a string.<|im_end|>\n"

@@ -17,7 +17,7 @@ from sglang.test.scale import count
 
 register_cpu_ci(est_time=20, suite="cpu")
 
-REQUESTS = count(ci=3_000, full=10_000)
+REQUESTS = count(ci=2_000, full=10_000)
 QUEUE = 1000
 
 

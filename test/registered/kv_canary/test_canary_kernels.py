@@ -35,13 +35,14 @@ from sglang.srt.kv_canary.kernels.state import (
 from sglang.srt.layers.ops import dispatch
 from sglang.srt.model_executor.forward_batch_info import KVReadView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.scale import sampled
+from sglang.test.scale import count, sampled
 
 register_cpu_ci(est_time=60, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
 
 each_backend = pytest.mark.parametrize("backend", backends(), ids=lambda b: b.name)
 LENS = [11, 6, 20]
+ROTATIONS = 4 if torch.cuda.is_available() else count(ci=2, full=4)
 
 
 def world(**options: object) -> World:
@@ -221,7 +222,7 @@ def step(backend: Backend, w: World, rows: CanaryRows) -> None:
 
 
 @each_backend
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(ROTATIONS))
 def test_a_rotation_takes_every_slot_once(backend: Backend, seed: int) -> None:
     """While a row grows by a period, in steps of any size, each slot of its prefix is
     looked at once: none is passed over, none is hashed twice."""

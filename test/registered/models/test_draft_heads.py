@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -413,8 +414,6 @@ def test_layers_of_the_target_that_are_read(tmp_path):
 
 def test_the_target_returns_the_inputs_of_its_layers(tmp_path, target):
     """Captured states are what transformers calls hidden_states."""
-    from transformers import AutoModelForCausalLM
-
     harness = ForwardHarness(target)
     model = harness.runner.model
     model.capture_layers((0, 1, 2))
@@ -425,7 +424,8 @@ def test_the_target_returns_the_inputs_of_its_layers(tmp_path, target):
         capture_hidden_mode=CaptureHiddenMode.FULL,
     )
     captured = harness.run(batch).hidden_states
-    theirs = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = load(target, dtype=torch.float32).eval()
     before_norm: list[Tensor] = []
     theirs.model.norm.register_forward_pre_hook(
         lambda _, inputs: before_norm.append(inputs[0][0])

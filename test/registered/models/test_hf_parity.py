@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.registry import supported_architectures
@@ -48,7 +48,8 @@ def family(request, tmp_path_factory):
 
 
 def reference_model(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(folder, dtype=torch.float32).eval()
 
 
 def reference_logits(model, tokens):

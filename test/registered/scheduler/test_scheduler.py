@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from sglang.srt.managers.io_struct import FlushCacheReq, FlushCacheRsp
 from sglang.srt.models.mock_oracle import next_tokens
@@ -350,7 +350,8 @@ def test_rows_decode_longest_first(mock):
 
 
 def reference(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(folder, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("chunk", [7, 512])

@@ -150,7 +150,7 @@ def test_sampled_equals_the_reference(
     shape: TreeShape, thresholds: tuple[float, float], implementation: str
 ) -> None:
     rows, vocab = 6, 30
-    for trial in range(count(ci=2, full=4)):
+    for trial in range(count(ci=1, full=4)):
         tree = random_tree(rows, shape, vocab=vocab)
         probs = torch.rand(rows * shape.num_draft_tokens, vocab, device=DEVICE) ** 4
         probs[:, ::3] = 0

@@ -45,6 +45,7 @@ SMALL = ExtendTile(16, 32, 4, 2, False, 16)
 WIDE = ExtendTile(64, 64, 4, 2, True, 64)
 # The interpreter is slow.
 SPLITS = (1, 2, 7) if ON_GPU or is_full() else (1, 7)
+TREES = (1, 7, 40) if ON_GPU or is_full() else (1, 40)
 
 
 @pytest.mark.parametrize("tile", [SMALL, WIDE])
@@ -64,7 +65,7 @@ def test_causal(tile: ExtendTile, window: int) -> None:
 
 
 @pytest.mark.parametrize("tile", [SMALL, WIDE])
-@pytest.mark.parametrize("nodes", [1, 7, 40])
+@pytest.mark.parametrize("nodes", TREES)
 def test_trees(tile: ExtendTile, nodes: int) -> None:
     for dtype in DTYPES if ON_GPU else [torch.float32]:
         problem = make_problem(
