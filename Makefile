@@ -32,12 +32,14 @@ test: venv lint
 	$(BIN)/python test/run_suite.py --hw cpu
 
 # Every suite runs once more under the canary, at its CI counts; tests that turn it on
-# themselves need no second run.
+# themselves need no second run, nor do those that run no engine which it could watch.
 CANARYS_OWN := kv_canary canary_soak
+WITHOUT_ENGINE := $(addprefix registered/,benchmark constrained kernels mem_cache sampling \
+	triton) test_tree_ops
 
 test-full: venv lint
 	$(BIN)/python test/run_suite.py --hw cpu --full
-	$(BIN)/python test/run_suite.py --hw cpu --canary --skip $(CANARYS_OWN)
+	$(BIN)/python test/run_suite.py --hw cpu --canary --skip $(CANARYS_OWN) $(WITHOUT_ENGINE)
 
 lint: venv
 	$(BIN)/ruff check .

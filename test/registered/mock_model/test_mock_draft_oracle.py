@@ -147,7 +147,7 @@ def test_equals_a_simulation(numbers, source, draft_vocab_size, dtype):
         vocab_size=VOCAB, draft_vocab_size=draft_vocab_size, source=source
     )
     length = count(ci=6, full=12)
-    answers = [make_answer(rng, new_tokens=length) for _ in range(count(ci=1, full=20))]
+    answers = [make_answer(rng, new_tokens=length) for _ in range(count(ci=1, full=8))]
     oracle = DraftOracle(shape=shape, settings=settings, dtype=dtype)
     assert_simulated(oracle, answers)
 
