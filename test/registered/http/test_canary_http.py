@@ -96,7 +96,7 @@ def counts_by_reason(server: Server) -> dict[str, float]:
     return {m[1]: float(m[2]) for m in found if m}
 
 
-@pytest.mark.parametrize("fault", sampled(FAULTS, key=type, ci=3))
+@pytest.mark.parametrize("fault", sampled(FAULTS, key=type, ci=2))
 def test_log_mode_reports_and_serves_on(
     start_damaged: Callable[..., Server], tmp_path: Path, fault: str
 ) -> None:

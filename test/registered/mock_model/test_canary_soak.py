@@ -96,7 +96,7 @@ def test_nothing_is_reported(
     state = manager.target.buffers.state
     before = state.counters.tolist()  # what the capture of graphs ran
     reads = ReadCount(harness, monkeypatch)
-    traffic = Traffic(harness, random.Random(seed), count(ci=20, full=200))
+    traffic = Traffic(harness, random.Random(seed), count(ci=10, full=200))
     answers: dict[str, Finished] = {}
     while traffic.left:
         answers |= harness.run(on_step=traffic.on_step)
@@ -136,7 +136,7 @@ def test_every_other_mode_is_silent_too(model: Path, real_data: str) -> None:
         kv_canary_real_data=real_data,
         kv_canary_sweep_interval=1,
     )
-    traffic = Traffic(harness, random.Random(0), count(ci=20, full=200))
+    traffic = Traffic(harness, random.Random(0), count(ci=10, full=200))
     answers: dict[str, Finished] = {}
     while traffic.left:
         answers |= harness.run(on_step=traffic.on_step)
