@@ -85,89 +85,115 @@ int64_t check_record(
 namespace {
 
 // Records and bytes of a long row lie everywhere in a pool that no cache holds, so that a
-// row is checked in blocks: while one is compared, the sampled bytes of the next and the
-// records of the one behind it are on their way.
+// row is checked in blocks, three of which are under way: with every element that is
+// compared, the sampled bytes of one in the next block are sent for, and the records of one
+// in the block behind it. Sent for a block at once, they would wait for each other.
 constexpr int64_t kBlock = 32;
 
 struct Block {
-  int64_t begin, count;  // elements of the row
-  bool in_range;         // all slots are in the pool and beyond the scratch page
+  int64_t begin = 0, count = 0;  // elements of the row
+  bool in_range = false;         // all slots are in the pool and beyond the scratch page
   int64_t slots[kBlock];
   const int64_t *k[kBlock], *v[kBlock];  // the sampled words
   const uint64_t *k_keys[kBlock], *v_keys[kBlock];
 };
 
+// Lineage of the last element that was compared; bits of `wrong` say that some element
+// before it is not beyond doubt.
+struct Chain {
+  uint64_t lineage, wrong;
+};
+
 class Scan {
  public:
   Scan(const VerifyArgs& args, int64_t row)
-      : a_(args), r_(row), salt_(args.rows.salt(row)), first_(args.table.first ? args.table.first[row] : 0) {}
+      : a_(args),
+        head_(args.state.head),
+        tail_(args.state.tail),
+        r_(row),
+        salt_(args.rows.salt(row)),
+        first_(args.table.first ? args.table.first[row] : 0),
+        samples_(args.bytes.mode == kPartial) {}
 
-  // Looks up the slots of elements begin .. begin + count - 1 and sends for their records.
-  void fetch_records(Block& b, int64_t begin, int64_t count) const {
-    const State& s = a_.state;
+  // Looks up the slots of elements begin .. begin + count - 1.
+  void start(Block& b, int64_t begin, int64_t count) const {
     b.begin = begin;
     b.count = count;
     a_.table.slots(r_, begin, count, b.slots);
     b.in_range = true;
     for (int64_t j = 0; j < count; j++) b.in_range &= is_readable(b.slots[j]);
-    if (!b.in_range) return;
-    for (int64_t j = 0; j < count; j++) {
-      __builtin_prefetch(s.tail + b.slots[j] * 4);
-      __builtin_prefetch(s.head + b.slots[j] * 4);
-    }
   }
 
-  // Sends for the bytes that `partial` covers of the block's slots.
-  void fetch_bytes(Block& b) const {
+  void fetch_records(const Block& b, int64_t j) const {
+    __builtin_prefetch(tail_ + b.slots[j] * 4);
+    __builtin_prefetch(head_ + b.slots[j] * 4);
+  }
+
+  // Sends for the bytes that `partial` covers.
+  void fetch_bytes(Block& b, int64_t j) const {
     const Bytes& bytes = a_.bytes;
-    if (bytes.mode != kPartial || !b.in_range) return;
-    for (int64_t j = 0; j < b.count; j++) {
-      const int64_t slot = b.slots[j];
-      const Sample at = sample_of(bytes, a_.state.tail[slot * 4 + 1]);
-      b.k[j] = bytes.k.at(slot, at.layer) + at.k_word;
-      b.v[j] = bytes.v.at(slot, at.layer) + at.v_word;
-      b.k_keys[j] = bytes.k.keys + at.layer * bytes.k.count + at.k_word;
-      b.v_keys[j] = bytes.v.keys + at.layer * bytes.v.count + at.v_word;
-      __builtin_prefetch(b.k[j]);
-      __builtin_prefetch(b.v[j]);
-    }
+    const int64_t slot = b.slots[j];
+    const Sample at = sample_of(bytes, tail_[slot * 4 + 1]);
+    b.k[j] = bytes.k.at(slot, at.layer) + at.k_word;
+    b.v[j] = bytes.v.at(slot, at.layer) + at.v_word;
+    b.k_keys[j] = bytes.k.keys + at.layer * bytes.k.count + at.k_word;
+    b.v_keys[j] = bytes.v.keys + at.layer * bytes.v.count + at.v_word;
+    __builtin_prefetch(b.k[j]);
+    __builtin_prefetch(b.v[j]);
   }
 
-  // Whether every element of the block, all of the prefix, is beyond doubt: what nearly
-  // every block is. Anything unusual is left to `check_record`. `previous`: slot of the
-  // element before the block.
-  bool is_sound(const Block& b, int64_t previous) const {
-    const State& s = a_.state;
-    const int64_t p0 = first_ + b.begin;
-    if (!b.in_range) return false;
-    uint64_t parent = a_.rows.seed(r_), wrong = 0;
-    if (p0 > 0) {
-      if (b.begin == 0 || !is_readable(previous)) return false;
-      wrong = s.tail[previous * 4] == kPoison;
-      parent = (uint64_t)s.tail[previous * 4 + 1];
-    }
-    const bool hashed = a_.bytes.mode == kPartial;
-    for (int64_t j = 0; j < b.count; j++) {
-      const int64_t *tail = s.tail + b.slots[j] * 4, *head = s.head + b.slots[j] * 4;
-      // Poison stands for position -1, which no element has.
-      wrong |= (uint64_t)((tail[0] >> 32) ^ (p0 + j));
-      wrong |= (uint64_t)((tail[0] ^ head[0]) | (tail[1] ^ head[1]) | (tail[3] ^ head[3]));
-      wrong |= (parent + term_of(tail[0], salt_)) ^ (uint64_t)tail[1];
-      parent = (uint64_t)tail[1];
-      if (!hashed) continue;
+  // What a block's elements are compared from; `previous`: slot of the element before it.
+  Chain open(const Block& b, int64_t previous) const {
+    if (!b.in_range) return {0, 1};
+    if (first_ + b.begin == 0) return {a_.rows.seed(r_), 0};
+    if (b.begin == 0 || !is_readable(previous)) return {0, 1};
+    return {(uint64_t)tail_[previous * 4 + 1], tail_[previous * 4] == kPoison};
+  }
+
+  void compare(const Block& b, int64_t j, Chain& chain) const {
+    const int64_t *tail = tail_ + b.slots[j] * 4, *head = head_ + b.slots[j] * 4;
+    // Poison stands for position -1, which no element has.
+    uint64_t wrong = (uint64_t)((tail[0] >> 32) ^ (first_ + b.begin + j));
+    wrong |= (uint64_t)((tail[0] ^ head[0]) | (tail[1] ^ head[1]) | (tail[3] ^ head[3]));
+    wrong |= (chain.lineage + term_of(tail[0], salt_)) ^ (uint64_t)tail[1];
+    chain.lineage = (uint64_t)tail[1];
+    if (samples_) {
       const uint64_t k = mix64((uint64_t)b.k[j][0] ^ b.k_keys[j][0]) +
                          mix64((uint64_t)b.k[j][1] ^ b.k_keys[j][1]);
       const uint64_t v = mix64((uint64_t)b.v[j][0] ^ b.v_keys[j][0]) +
                          mix64((uint64_t)b.v[j][1] ^ b.v_keys[j][1]);
       wrong |= ((k & (uint64_t)kTokenMask) | (v << 32)) ^ (uint64_t)tail[2];
     }
-    if (!a_.slots.data) return wrong == 0;
-    const int64_t req = a_.rows.req_rows[r_];
+    chain.wrong |= wrong;
+  }
+
+  // Whether every element of the block, all of the prefix, is beyond doubt: what nearly
+  // every block is. Anything unusual is left to `check_record`.
+  bool is_sound(const Block& b, const Chain& chain) const {
+    if (!a_.slots.data) return chain.wrong == 0;
+    const int64_t req = a_.rows.req_rows[r_], p0 = first_ + b.begin;
+    uint64_t wrong = chain.wrong;
     for (int64_t j = 0; j < b.count; j++)
       wrong |= (uint64_t)(b.slots[j] ^ a_.slots.at(req, column_of(a_.rows, r_, p0 + j)));
     if (p0 + b.count == a_.rows.prefix_lens[r_])
-      wrong |= parent ^ (uint64_t)s.expected_lineage[a_.rows.lineage_row(r_)];
+      wrong |= chain.lineage ^ (uint64_t)a_.state.expected_lineage[a_.rows.lineage_row(r_)];
     return wrong == 0;
+  }
+
+  // Takes a step with each of the three blocks: records of `incoming`, bytes of `sampled`,
+  // and the comparison of `due`, whose outcome it returns.
+  bool advance(
+      const Block& incoming, Block& sampled, const Block& due, int64_t previous) const {
+    const int64_t records = incoming.in_range ? incoming.count : 0;
+    const int64_t bytes = samples_ && sampled.in_range ? sampled.count : 0;
+    Chain chain = open(due, previous);
+    const int64_t compared = chain.wrong ? 0 : due.count;
+    for (int64_t j = 0; j < kBlock; j++) {
+      if (j < records) fetch_records(incoming, j);
+      if (j < bytes) fetch_bytes(sampled, j);
+      if (j < compared) compare(due, j, chain);
+    }
+    return is_sound(due, chain);
   }
 
  private:
@@ -176,9 +202,11 @@ class Scan {
   }
 
   const VerifyArgs& a_;
+  const int64_t *head_, *tail_;
   int64_t r_;
   uint64_t salt_;
   int64_t first_;
+  bool samples_;
 };
 
 // What one element adds to the counters.
@@ -232,16 +260,14 @@ void check_blocks(
   const int64_t count = (end + kBlock - 1) / kBlock;
   int64_t previous = -1;
   for (int64_t n = 0; n < count + 2; n++) {
-    if (n < count) {
-      const int64_t begin = n * kBlock;
-      scan.fetch_records(blocks[n % 3], begin, std::min(kBlock, end - begin));
-    }
-    if (n >= 1 && n - 1 < count) scan.fetch_bytes(blocks[(n - 1) % 3]);
+    Block &incoming = blocks[n % 3], &due = blocks[(n + 1) % 3];
+    const int64_t begin = n * kBlock;
+    scan.start(incoming, begin, std::max<int64_t>(std::min(kBlock, end - begin), 0));
+    const bool is_sound = scan.advance(incoming, blocks[(n + 2) % 3], due, previous);
     if (n < 2) continue;
-    const Block& b = blocks[(n - 2) % 3];
-    if (scan.is_sound(b, previous)) seen.visited += b.count;
-    else check_elements(a, site, r, b.begin, b.begin + b.count, previous, seen);
-    previous = b.slots[b.count - 1];
+    if (is_sound) seen.visited += due.count;
+    else check_elements(a, site, r, due.begin, due.begin + due.count, previous, seen);
+    previous = due.slots[due.count - 1];
   }
 }
 

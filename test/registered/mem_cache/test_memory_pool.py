@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.memory_pool import (
     TransferDescriptor,
     kv_bytes_per_token,
 )
+from sglang.srt.utils.memory import host_zeros
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
 
@@ -250,3 +251,25 @@ def test_sizes_are_checked_and_counted() -> None:
 
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))
+
+
+class TestHostZeros:
+    # Below and above what huge pages are for; neither a multiple of anything.
+    @pytest.mark.parametrize("rows", [3, 12_289])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_zeros_that_outlive_their_first_name(
+        self, rows: int, dtype: torch.dtype
+    ) -> None:
+        whole = host_zeros((2, rows, 7, 13), dtype)
+        assert whole.shape == (2, rows, 7, 13)
+        assert whole.dtype is dtype and whole.is_contiguous()
+        assert not whole.any()
+        last = whole[1]
+        del whole
+        last[-1] = 1
+        assert last.sum(dtype=torch.float64) == 7 * 13
+
+    def test_two_share_no_memory(self) -> None:
+        one, other = (host_zeros((3 << 20,), torch.uint8) for _ in range(2))
+        one.fill_(1)
+        assert not other.any()

@@ -131,11 +131,12 @@ def _extract_forward_batch(
     Raises:
         RuntimeError: there is none, or more than one.
     """
-    found = [
-        value for value in (*args, *kwargs.values()) if isinstance(value, ForwardBatch)
-    ]
-    if len(found) != 1:
+    found, count = None, 0
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, ForwardBatch):
+            found, count = value, count + 1
+    if found is None or count != 1:
         raise RuntimeError(
-            f"a model forward got {len(found)} ForwardBatch arguments, expected one"
+            f"a model forward got {count} ForwardBatch arguments, expected one"
         )
-    return found[0]
+    return found

@@ -46,10 +46,11 @@ class CanaryLaunchCapacities:
         Raises:
             RuntimeError: more rows than were announced; says so.
         """
-        if forward_batch.num_rows > self.max_rows:
+        rows = forward_batch.req_pool_indices.shape[0]
+        if rows > self.max_rows:
             raise RuntimeError(
-                f"a forward of {forward_batch.num_rows} rows, but the KV canary was "
-                f"set up for {self.max_rows}"
+                f"a forward of {rows} rows, but the KV canary was set up for "
+                f"{self.max_rows}"
             )
 
 

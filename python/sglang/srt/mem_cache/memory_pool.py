@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from sglang.srt.layers.ops.dispatch import triton_ops, use_triton
 from sglang.srt.mem_cache.page_ledger import IntArray
+from sglang.srt.utils.memory import host_zeros
 
 Ints = Sequence[int] | IntArray
 OnMove = Callable[[torch.Tensor, torch.Tensor], None]
@@ -350,11 +351,15 @@ class MHATokenToKVPool(KVCache):
         self.head_num = head_num
         self.head_dim = head_dim
         shape = (layer_num, size + page_size, head_num, head_dim)
-        self.k_buffer = torch.zeros(shape, dtype=dtype, device=self.device)
-        self.v_buffer = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.k_buffer, self.v_buffer = self._zeros(shape), self._zeros(shape)
         self._layers = list(
             zip(self.k_buffer.unbind(0), self.v_buffer.unbind(0), strict=True)
         )
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return host_zeros(shape, self.dtype)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._layers[layer_id]

@@ -6,7 +6,7 @@ fields in every mode. Owns no memory and knows no requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -135,7 +135,9 @@ class ForwardBatch:
         return self.input_ids.shape[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen: made for every forward, and frozen fields take twice as long to set.
+# Nothing sets them later.
+@dataclass(slots=True, kw_only=True)
 class KVReadView:
     """What an attention backend is about to read, one per metadata group.
 
@@ -154,6 +156,7 @@ class KVReadView:
         first_position: int64 [R] | None.
         prev_slots: int64 [R] | None, slot of the token before element 0, -1: none; for
             views of no forward (a sweep).
+        entry_size: elements that one entry of the table stands for.
     """
 
     read_lens: torch.Tensor
@@ -165,6 +168,7 @@ class KVReadView:
     page_indices: torch.Tensor | None = None
     first_position: torch.Tensor | None = None
     prev_slots: torch.Tensor | None = None
+    entry_size: int = field(init=False)
 
     def __post_init__(self) -> None:
         is_paged = self.page_table is not None
@@ -177,6 +181,7 @@ class KVReadView:
             )
         if self.page_size < 1:
             raise ValueError(f"KVReadView: page_size={self.page_size} is not positive")
+        self.entry_size = 1 if self.slot_indices is not None else self.page_size
 
     @property
     def entries(self) -> torch.Tensor:
@@ -185,8 +190,3 @@ class KVReadView:
             if part is not None:
                 return part
         raise AssertionError("checked at construction")
-
-    @property
-    def entry_size(self) -> int:
-        """Elements that one entry of the table stands for."""
-        return 1 if self.slot_indices is not None else self.page_size

@@ -1,7 +1,10 @@
-"""How much memory this machine can still give."""
+"""How much memory this machine can still give, and memory in huge pages."""
 
 from __future__ import annotations
 
+import math
+import mmap
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -9,6 +12,7 @@ import torch
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_MAX = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_CURRENT = Path("/sys/fs/cgroup/memory.current")
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 def available_host_bytes() -> int:
@@ -26,6 +30,28 @@ def available_device_bytes(device: str) -> int:
         return available_host_bytes()
     free, _ = torch.cuda.mem_get_info()
     return free
+
+
+def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU, in huge pages where they are large and the kernel has some:
+    what is read here and there otherwise costs a page walk each time.
+
+    Raises:
+        OSError: there is not so much memory.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if size < _HUGE_PAGE_BYTES or advice is None:
+        return torch.zeros(shape, dtype=dtype)
+    # The tensor keeps the mapping. It need not begin at a huge page.
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    mapping = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=private)
+    with suppress(OSError):  # A kernel without them: ordinary pages do.
+        mapping.madvise(advice)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    begin = -memory.data_ptr() % _HUGE_PAGE_BYTES
+    # Written once, so that what the machine lacks is missed now.
+    return memory[begin : begin + size].view(dtype).view(shape).zero_()
 
 
 def _meminfo_available() -> int:

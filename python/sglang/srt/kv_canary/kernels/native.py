@@ -15,12 +15,13 @@ from sglang.srt.model_executor.forward_batch_info import KVReadView
 
 
 def table_tensors(table: KVReadView) -> list[Tensor | None]:
+    indptr, slots = table.indptr, table.slot_indices
     return [
         table.read_lens,
         table.page_table,
         table.row_index,
-        None if table.indptr is None else table.indptr.long(),
-        table.page_indices if table.slot_indices is None else table.slot_indices,
+        None if indptr is None else indptr.long(),
+        table.page_indices if slots is None else slots,
         table.first_position,
         table.prev_slots,
     ]

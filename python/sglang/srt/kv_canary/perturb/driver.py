@@ -36,6 +36,8 @@ class PerturbDriver:
 
     Attributes:
         is_draft: whether it damages a draft's pool.
+        is_idle: nothing will be planted and nothing is to be repaired, so that
+            `before_forward`, `before_step` and `after_forward` need no call.
         planted: what was planted so far.
     """
 
@@ -61,6 +63,8 @@ class PerturbDriver:
             )
             if chance > 0
         }
+        self._has_chances = bool(self._chances) or perturb.next_token_swap > 0
+        self.is_idle = not self._has_chances
 
     def attach(self, cache: BasePrefixCache) -> None:
         self._cache = cache
@@ -77,6 +81,7 @@ class PerturbDriver:
             )
         self._rng = random.Random(seed)
         self._armed.append(name)
+        self.is_idle = False
         if name in _INJECTORS and _INJECTORS[name].when is When.ON_MOVE:
             self._target.buffers.mover.tamper = self._on_move
 
@@ -100,6 +105,9 @@ class PerturbDriver:
             self._repair(self._undo)
         self._plant(forward_batch, When.AFTER_FORWARD)
         self._forwards += 1
+        self.is_idle = not (
+            self._has_chances or self._armed or self._undo or self._undo_step
+        )
 
     def _on_move(self, dst: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
         moves = Moves(dst=dst, src=src)

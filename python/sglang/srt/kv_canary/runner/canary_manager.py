@@ -69,6 +69,8 @@ TAIL_BESIDE_HEAD = True
 """Whether the tail write of a model with a stack runs beside the model's head. That of
 a small plain decode step does not: there it costs more than it hides."""
 
+_TAIL_LAUNCHES = int(Counter.TAIL_LAUNCHES)
+
 # The tokens of a running request by its serial; None: it is not running.
 TokensOf = Callable[[int], Sequence[int] | None]
 
@@ -95,6 +97,8 @@ class CanaryManager:
         book: requests by serial; the scheduler adds them.
         reporter: what was found so far.
         perturb: fault injection.
+        forward_scopes: `with_active_single_forward_manager` of each forward.
+        active: whose forward is open.
     """
 
     def __init__(
@@ -118,8 +122,10 @@ class CanaryManager:
         self._group = group
         self._state = target.buffers.state
         self._managers = [SingleForwardManager(target, i) for i in range(num_managers)]
-        self._forward_scopes = [_ForwardScope(self, i) for i in range(num_managers)]
-        self._active: SingleForwardManager | None = None
+        self.forward_scopes = [
+            _ForwardScope(self, manager) for manager in self._managers
+        ]
+        self.active: SingleForwardManager | None = None
         self._side = (
             SideStream(torch.cuda.Stream()) if self._state.head.is_cuda else None
         )
@@ -187,7 +193,7 @@ class CanaryManager:
         self, index: int
     ) -> AbstractContextManager[None]:
         """Around one model forward, graph capture included."""
-        return self._forward_scopes[index]
+        return self.forward_scopes[index]
 
     def _open_launch(self, indices: Sequence[int], forward_batch: ForwardBatch) -> None:
         if self._launched is not None:
@@ -202,7 +208,8 @@ class CanaryManager:
             for i in indices:
                 self._managers[i].pre_ops_outside_graph(forward_batch)
             if self._is_init_finished:
-                self.perturb.before_forward(forward_batch)
+                if not self.perturb.is_idle:
+                    self.perturb.before_forward(forward_batch)
                 if self._sweeper is not None:
                     self._sweep_if_due(self._sweeper)
         except BaseException:
@@ -219,15 +226,8 @@ class CanaryManager:
             self._managers[i].post_ops_outside_graph(forward_batch)
         if self._is_init_finished:
             self._forwards += 1
-            self.perturb.after_forward(forward_batch)
-
-    def _activate(self, index: int) -> None:
-        if self._active is not None:
-            raise RuntimeError("KV canary: a forward is already open; they do not nest")
-        self._active = self._managers[index]
-
-    def _deactivate(self) -> None:
-        self._active = None
+            if not self.perturb.is_idle:
+                self.perturb.after_forward(forward_batch)
 
     def pre_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
         """Before the model: what its attention is about to read, and where it writes.
@@ -235,10 +235,12 @@ class CanaryManager:
         Raises:
             AssertionError: outside `with_active_single_forward_manager`.
         """
-        current = self._current()
+        current = self.active or self._current()
         backend = get_forward_context().attn_backend
-        if self._launched is not None and self._is_init_finished:
-            self.perturb.before_step(forward_batch, step=current.index, backend=backend)
+        perturb = self.perturb
+        is_live = self._launched is not None and self._is_init_finished
+        if is_live and not perturb.is_idle:
+            perturb.before_step(forward_batch, step=current.index, backend=backend)
         views = backend.read_view(forward_batch)
         if self._side is None or forward_batch.num_tokens < BESIDE_FROM_TOKENS:
             current.pre_ops_maybe_inside_graph(forward_batch, views)
@@ -270,16 +272,18 @@ class CanaryManager:
         """After the model: what it wrote, unless `with_tail_behind` looked at it."""
         if self._side is not None:
             self._side.join()
-        if not self._has_tail:
-            self._current().post_ops_maybe_inside_graph(forward_batch)
-        self._has_tail = False
+            if self._has_tail:
+                self._has_tail = False
+                return
+        current = self.active or self._current()
+        current.post_ops_maybe_inside_graph(forward_batch)
 
     def _current(self) -> SingleForwardManager:
-        if self._active is None:
+        if self.active is None:
             raise AssertionError(
                 "KV canary: a model forward outside with_active_single_forward_manager"
             )
-        return self._active
+        return self.active
 
     def _flush_freed(self) -> None:
         """Poison what was freed since the last launch, in stream order."""
@@ -300,6 +304,8 @@ class CanaryManager:
         self, forward_batch: ForwardBatch, token_ids: Tensor
     ) -> Tensor:
         """The sampled tokens [R], as the oracle and the fault injection want them."""
+        if self.perturb.is_idle and not self.target.config.use_token_oracle:
+            return token_ids
         return self.perturb.tokens(forward_batch, token_ids)
 
     def finish_step(self, forward_batch: ForwardBatch) -> Tensor:
@@ -354,7 +360,7 @@ class CanaryManager:
             RuntimeError: the canary does not run.
         """
         counters = counters_of(words)
-        if counters[Counter.TAIL_LAUNCHES] == self._counters[Counter.TAIL_LAUNCHES]:
+        if counters[_TAIL_LAUNCHES] == self._counters[_TAIL_LAUNCHES]:
             raise RuntimeError(
                 "the KV canary is not running: no tail launch since the last result, "
                 "whose findings came again"
@@ -480,15 +486,17 @@ class _LaunchScope:
 class _ForwardScope:
     """`CanaryManager.with_active_single_forward_manager`."""
 
-    def __init__(self, manager: CanaryManager, index: int) -> None:
+    def __init__(self, manager: CanaryManager, forward: SingleForwardManager) -> None:
         self._manager = manager
-        self._index = index
+        self._forward = forward
 
     def __enter__(self) -> None:
-        self._manager._activate(self._index)
+        if self._manager.active is not None:
+            raise RuntimeError("KV canary: a forward is already open; they do not nest")
+        self._manager.active = self._forward
 
     def __exit__(self, *rest: object) -> None:
-        self._manager._deactivate()
+        self._manager.active = None
 
 
 class CanaryScopes:
@@ -500,12 +508,10 @@ class CanaryScopes:
     def launch(
         self, *, forward_batch: ForwardBatch, steps: Sequence[int]
     ) -> AbstractContextManager[None]:
-        return self._manager.with_ops_outside_graph(
-            single_forward_indices=steps, maybe_inaccurate_forward_batch=forward_batch
-        )
+        return _LaunchScope(self._manager, steps, forward_batch)
 
     def step(self, index: int) -> AbstractContextManager[None]:
-        return self._manager.with_active_single_forward_manager(index)
+        return self._manager.forward_scopes[index]
 
 
 def context_tuple(

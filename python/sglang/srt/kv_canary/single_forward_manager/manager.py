@@ -78,13 +78,17 @@ class SingleForwardManager:
     def __init__(self, target: CanaryTarget, index: int) -> None:
         self._target = target
         self.index = index
-        self._is_open = False
-        # The batch that was looked at last, and its rows.
-        self._last: tuple[ForwardBatch, CanaryRows] | None = None
+        self._is_draft = target.is_draft
+        # Of the forward that is open.
+        self._rows: CanaryRows | None = None
         state, capacities = target.buffers.state, target.buffers.capacities
         # Always the same memory, because graphs write it.
         self._findings = state.counters.new_zeros(STATUS_WORDS + capacities.max_rows)
         self._findings_of: dict[int, Tensor] = {}
+        self._kinds = dict(_KINDS)
+        if target.is_draft:
+            self._kinds[ForwardMode.DECODE] = WriterKind.DRAFT
+        self._knows_inputs = target.config.check_write_inputs and not target.is_draft
         # Behind the rows of requests.
         self._branch_lineages = torch.arange(
             capacities.req_rows,
@@ -95,22 +99,12 @@ class SingleForwardManager:
     def findings(self, forward_batch: ForwardBatch) -> Tensor:
         """int64 [STATUS_WORDS + R] of the forward that ended last, whose live rows are
         those of `forward_batch`; true until the next forward writes its own."""
-        count = forward_batch.num_rows
+        count = forward_batch.req_pool_indices.shape[0]
         findings = self._findings_of.get(count)
         if findings is None:
             findings = self._findings[: STATUS_WORDS + count]
             self._findings_of[count] = findings
         return findings
-
-    def rows_of(self, forward_batch: ForwardBatch) -> CanaryRows:
-        """`rows_of`, made once for all launches over the same batch."""
-        if self._last is None or self._last[0] is not forward_batch:
-            if self._target.is_draft:
-                rows = self._draft_rows(forward_batch)
-            else:
-                rows = rows_of(forward_batch, tree_depth=self._target.tree_depth)
-            self._last = forward_batch, rows
-        return self._last[1]
 
     def _draft_rows(self, forward_batch: ForwardBatch) -> CanaryRows:
         """A draft's lineages begin with a seed, and each branch has one of its own."""
@@ -147,11 +141,15 @@ class SingleForwardManager:
         self, forward_batch: ForwardBatch, views: Sequence[KVReadView]
     ) -> None:
         """Before the model: verify what it will read, write the head records."""
-        target, rows = self._target, self.rows_of(forward_batch)
-        self._is_open = True
+        target, is_draft = self._target, self._is_draft
+        if is_draft:
+            rows = self._draft_rows(forward_batch)
+        else:
+            rows = rows_of(forward_batch, tree_depth=target.tree_depth)
+        self._rows = rows
         state, config = target.buffers.state, target.config
         pool = target.req_to_token_pool
-        is_branch = target.is_draft and forward_batch.forward_mode.is_decode
+        is_branch = is_draft and forward_batch.forward_mode.is_decode
         # What branches hold beyond the first step is in no table.
         has_tokens = config.check_read_tokens and not (is_branch and self.index)
         tokens = pool.token_table if has_tokens else None
@@ -176,48 +174,37 @@ class SingleForwardManager:
             tokens=tokens,
             token_offset=offset,
             page_size=target.page_size,
-            writer_kind=self._kind(forward_batch),
+            writer_kind=self._kinds[forward_batch.forward_mode],
             manager=self.index,
-            oracle=self._oracle(forward_batch),
+            oracle=self._oracle(forward_batch) if self._knows_inputs else None,
             # A draft's inputs are proposals, or what the target's were before.
-            published=None if target.is_draft else pool.token_table,
+            published=None if is_draft else pool.token_table,
         )
 
     def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
         """After the model: write the tail records over the bytes it stored."""
-        target = self._target
-        if not self._is_open:
+        target, rows, is_draft = self._target, self._rows, self._is_draft
+        if rows is None:
             raise AssertionError("KV canary: no pre_ops before these post_ops")
-        self._is_open = False
-        rows = self.rows_of(forward_batch)
-        ends_step = not target.is_draft and forward_batch.forward_mode in _ENDS_STEP
+        self._rows = None
+        ends_step = not is_draft and forward_batch.forward_mode in _ENDS_STEP
         write_tail(
             target.buffers.state,
             rows,
             fingerprint=target.buffers.fingerprint,
             page_size=target.page_size,
-            writer_kind=self._kind(forward_batch),
+            writer_kind=self._kinds[forward_batch.forward_mode],
             manager=self.index,
-            advance=target.is_draft or ends_step,
+            advance=is_draft or ends_step,
             findings=self._findings if ends_step else None,
         )
-
-    def _kind(self, forward_batch: ForwardBatch) -> WriterKind:
-        mode = forward_batch.forward_mode
-        if self._target.is_draft and mode.is_decode:
-            return WriterKind.DRAFT
-        return _KINDS[mode]
 
     def post_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
         """Nothing to do on the host: findings travel with the result."""
 
     def _oracle(self, forward_batch: ForwardBatch) -> tuple[Tensor, Tensor] | None:
         """Tokens and positions that a decode must have as its inputs (tests)."""
-        if not (
-            self._target.config.check_write_inputs
-            and forward_batch.forward_mode.is_decode
-            and not self._target.is_draft
-        ):
+        if not forward_batch.forward_mode.is_decode:
             return None
         positions = forward_batch.prefix_lens
         tokens = oracle_tokens(

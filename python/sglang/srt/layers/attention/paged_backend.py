@@ -117,14 +117,13 @@ class PagedAttnBackend(AttentionBackend):
         """Nothing to fill, for the same reason."""
 
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
-        is_partial = self._reads_new(forward_batch)
+        reads_new = self._reads_new(forward_batch)
+        batch = forward_batch
         view = KVReadView(
-            read_lens=forward_batch.prefix_lens
-            if is_partial
-            else forward_batch.seq_lens,
+            read_lens=batch.prefix_lens if reads_new else batch.seq_lens,
             page_size=self._page_size,
             page_table=self.page_table,
-            row_index=self._row_index(forward_batch),
+            row_index=self._row_index(batch),
         )
         return (view,)
 
