@@ -6,6 +6,8 @@ Tensors are float32, bfloat16 or float16 on the CPU unless said; sums are float3
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,11 +27,9 @@ _packed_linear = _OPS.packed_linear.default._op
 _exp = _OPS.exp.default._op
 _canary_verify = _OPS.canary_verify.default._op
 _canary_write_head = _OPS.canary_write_head.default._op
-_canary_write_tail = _OPS.canary_write_tail.default._op
 _canary_poison = _OPS.canary_poison.default._op
 _canary_gather_findings = _OPS.canary_gather_findings.default._op
 _canary_finish_step = _OPS.canary_finish_step.default._op
-_canary_before_model = _OPS.canary_before_model.default._op
 _tree_top_k = _OPS.tree_top_k.default._op
 _tree_select = _OPS.tree_select.default._op
 _tree_build = _OPS.tree_build.default._op
@@ -230,23 +230,21 @@ def canary_write_head(
     )
 
 
-def canary_write_tail(
-    state: Tensor,
-    rows: list[Tensor | None],
-    k_words: Tensor | None,
-    v_words: Tensor | None,
-    findings: Tensor | None,
-    numbers: list[int],
-) -> None:
-    """Compare the head records with this forward, write the tail records, advance the
-    clock.
+# Every forward runs these two: the frame of a Python function would cost it about 2 us.
+canary_before_model: Callable[..., None] = _OPS.canary_before_model.default._op
+"""`canary_verify`, then `canary_write_head`.
 
-    Args:
-        findings: int64, filled as by `canary_gather_findings`.
-        numbers: as in `canary_write_head`, and whether lineages advance before
-            that, as by `canary_finish_step`.
-    """
-    _canary_write_tail(state, rows, k_words, v_words, findings, numbers)
+Args: state, rows, table, k_words, v_words, req_to_token, tokens, published,
+    oracle_tokens, oracle_positions as theirs; numbers: those of verify, the writer kind
+    and the page size of writes.
+"""
+canary_write_tail: Callable[..., None] = _OPS.canary_write_tail.default._op
+"""Compare the head records with this forward, write the tail records, step the clock.
+
+Args: state, rows, k_words, v_words as theirs; findings: int64 or None, filled as by
+    `canary_gather_findings`; numbers: as in `canary_write_head`, and whether lineages
+    advance before that, as by `canary_finish_step`.
+"""
 
 
 def canary_poison(state: Tensor, slots: Tensor, n_live: Tensor | None) -> None:
@@ -285,36 +283,6 @@ def set_simd_level(name: str) -> None:
         RuntimeError: unknown name, or the processor does not have it.
     """
     _OPS.set_simd_level.default(name)
-
-
-def canary_before_model(
-    state: Tensor,
-    rows: list[Tensor | None],
-    table: list[Tensor | None],
-    k_words: Tensor | None,
-    v_words: Tensor | None,
-    req_to_token: Tensor,
-    tokens: Tensor | None,
-    published: Tensor | None,
-    oracle_tokens: Tensor | None,
-    oracle_positions: Tensor | None,
-    numbers: list[int],
-) -> None:
-    """`canary_verify`, then `canary_write_head`; `numbers` are those of verify, the
-    writer kind and the page size of writes."""
-    _canary_before_model(
-        state,
-        rows,
-        table,
-        k_words,
-        v_words,
-        req_to_token,
-        tokens,
-        published,
-        oracle_tokens,
-        oracle_positions,
-        numbers,
-    )
 
 
 def tree_top_k(logits: Tensor, probs: Tensor, ids: Tensor) -> None:

@@ -41,7 +41,7 @@ FAULTY_RANK = """
 import time
 
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.kv_canary.perturb.driver import PerturbDriver
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.runner.violation_reporter import ViolationReporter
 from sglang.srt.managers import scheduler_main
 
@@ -53,17 +53,16 @@ def write_slowly(self, folder, document):
 
 ViolationReporter._write = write_slowly
 
-before_forward, forwards = PerturbDriver.before_forward, []
+open_launch, launches = CanaryManager._open_launch, []
 
-def on_one_rank(self, forward_batch):
-    if self.is_draft != {is_draft}:
-        return before_forward(self, forward_batch)
-    forwards.append(None)
-    if get_tp_group().rank == {rank} and len(forwards) == {forward}:
-        self.arm({fault!r}, seed=1)
-    before_forward(self, forward_batch)
+def on_one_rank(self, indices, forward_batch):
+    if self._is_init_finished and self.perturb.is_draft == {is_draft}:
+        launches.append(None)
+        if get_tp_group().rank == {rank} and len(launches) == {forward}:
+            self.perturb.arm({fault!r}, seed=1)
+    open_launch(self, indices, forward_batch)
 
-PerturbDriver.before_forward = on_one_rank
+CanaryManager._open_launch = on_one_rank
 scheduler_main.main()
 """
 

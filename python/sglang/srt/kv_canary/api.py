@@ -114,7 +114,7 @@ def _with_canary_bracketing(
     def bracketed(*args: Any, **kwargs: Any) -> Any:
         forward_batch = _extract_forward_batch(args, kwargs)
         manager.pre_ops_maybe_inside_graph(forward_batch)
-        if stack is not None:
+        if stack is not None and manager.side is not None:
             kwargs["stack"] = manager.with_tail_behind(kwargs.get("stack") or stack)
         output = forward(*args, **kwargs)
         manager.post_ops_maybe_inside_graph(forward_batch)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -46,7 +45,6 @@ from sglang.srt.managers.schedule_policy import (
 )
 from sglang.srt.managers.scheduler_components.canary_gate import (
     CanaryGate,
-    ReportingFailures,
 )
 from sglang.srt.managers.scheduler_components.grammar_queue import GrammarQueue
 from sglang.srt.managers.scheduler_components.output_streamer import OutputStreamer
@@ -162,9 +160,6 @@ class Scheduler:
         self.max_in_flight = 1 if has_overlap else 0
         self._by_rid: dict[str, Req] = {}
         self._canary = self._create_canary_gate()
-        self._reporting_failures: AbstractContextManager[None] = (
-            nullcontext() if self._canary is None else ReportingFailures(self._canary)
-        )
         self._is_shut_down = False
         self._idle_checked = True
 
@@ -317,12 +312,16 @@ class Scheduler:
 
     def _launch(self, batch: ScheduleBatch) -> InFlight:
         launched = batch.record()
-        if self._canary is not None:
-            self._canary.before_launch(batch)
+        if self._canary is not None and self._canary.frees_early:
+            self._canary.free_early(batch)
         if self._inputs.are_compared:
             self._inputs.remember(len(batch), int(launched.ends.sum()))
-        with self._watchdog.guard(), self._reporting_failures:
-            return InFlight(launched, self._run(batch))
+        with self._watchdog.guard():
+            try:
+                return InFlight(launched, self._run(batch))
+            except Exception as error:
+                self._explain(error)
+                raise
 
     def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         grammars, worker = self._grammars, self.worker
@@ -338,14 +337,27 @@ class Scheduler:
 
     def _process(self, done: InFlight) -> None:
         # The canary may be the first to wait for the device.
-        with self._watchdog.guard(), self._reporting_failures:
-            if self._canary is not None:
-                self._canary.inspect(done.result)
-            processed = self._results.process(done.launched, done.result)
+        with self._watchdog.guard():
+            try:
+                if self._canary is not None:
+                    self._canary.inspect(done.result)
+                processed = self._results.process(done.launched, done.result)
+            except Exception as error:
+                self._explain(error)
+                raise
         if self._inputs.are_compared:
             self._inputs.remember(*(req.tokens[-1] for req in processed.reqs))
         self._stats.on_tokens(processed.num_generated)
         self._streamer.send(processed.reqs)
+
+    def _explain(self, error: Exception) -> None:
+        """What the canary found before a launch or a result failed.
+
+        Raises:
+            CanaryViolation: it found something and its mode is `raise`.
+        """
+        if self._canary is not None:
+            self._canary.fail(error)
 
     def _on_idle(self) -> None:
         """Once per idle period: nothing runs, so every slot must be free or cached."""

@@ -157,6 +157,8 @@ class KVReadView:
         prev_slots: int64 [R] | None, slot of the token before element 0, -1: none; for
             views of no forward (a sweep).
         entry_size: elements that one entry of the table stands for.
+        tensors: read_lens, page_table, row_index, indptr, slot_indices or
+            page_indices, first_position, prev_slots: for the native ops.
     """
 
     read_lens: torch.Tensor
@@ -169,6 +171,7 @@ class KVReadView:
     first_position: torch.Tensor | None = None
     prev_slots: torch.Tensor | None = None
     entry_size: int = field(init=False)
+    tensors: list[torch.Tensor | None] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         is_paged = self.page_table is not None
@@ -181,7 +184,17 @@ class KVReadView:
             )
         if self.page_size < 1:
             raise ValueError(f"KVReadView: page_size={self.page_size} is not positive")
-        self.entry_size = 1 if self.slot_indices is not None else self.page_size
+        slots = self.slot_indices
+        self.entry_size = self.page_size if slots is None else 1
+        self.tensors = [
+            self.read_lens,
+            self.page_table,
+            self.row_index,
+            self.indptr,
+            self.page_indices if slots is None else slots,
+            self.first_position,
+            self.prev_slots,
+        ]
 
     @property
     def entries(self) -> torch.Tensor:

@@ -91,7 +91,8 @@ def before_model(
 ) -> None:
     """`verify`, then `write_head`, with their arguments, in one launch: on the CPU one
     after the other, in Triton at once (`triton_before.py`)."""
-    module = _of(state, native, None)
+    # Every forward comes by here and by `write_tail`: one call less where it counts.
+    module: Any = native if use_native(state.head) else _of(state, native, None)
     if module is not None:
         module.before_model(
             state,
@@ -198,7 +199,9 @@ def write_tail(
         raise ValueError("write_tail: lineages of a tree; use finish_step")
     if findings is not None and not advance:
         raise ValueError("write_tail: findings are those of a forward that advances")
-    _of(state, native, reference_write).write_tail(
+    is_native = use_native(state.head)
+    module: Any = native if is_native else _of(state, native, reference_write)
+    module.write_tail(
         state,
         rows,
         fingerprint,

@@ -14,17 +14,11 @@ from sglang.srt.layers.ops.dispatch import native
 from sglang.srt.model_executor.forward_batch_info import KVReadView
 
 
-def table_tensors(table: KVReadView) -> list[Tensor | None]:
-    indptr, slots = table.indptr, table.slot_indices
-    return [
-        table.read_lens,
-        table.page_table,
-        table.row_index,
-        None if indptr is None else indptr.long(),
-        table.page_indices if slots is None else slots,
-        table.first_position,
-        table.prev_slots,
-    ]
+def _flat(table: list[Tensor | None]) -> list[Tensor | None]:
+    """A table without pages, its indptr (the fourth) as the ops want it."""
+    indptr = table[3]
+    assert indptr is not None
+    return [*table[:3], indptr.long(), *table[4:]]
 
 
 def verify(
@@ -41,7 +35,7 @@ def verify(
     native.canary_verify(
         state.arena,
         rows.tensors,
-        table_tensors(table),
+        table.tensors if table.indptr is None else _flat(table.tensors),
         fingerprint.k_words,
         fingerprint.v_words,
         req_to_token,
@@ -77,7 +71,7 @@ def before_model(
     native.canary_before_model(
         state.arena,
         rows.tensors,
-        table_tensors(table),
+        table.tensors if table.indptr is None else _flat(table.tensors),
         fingerprint.k_words,
         fingerprint.v_words,
         req_to_token,

@@ -18,14 +18,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
-from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS, counters_of, is_clean
+from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS, is_clean
 from sglang.srt.kv_canary.kernels.launches import (
     finish_step,
     gather_findings,
@@ -78,12 +78,8 @@ TokensOf = Callable[[int], Sequence[int] | None]
 REMEMBERED_LAUNCHES = 1024
 
 
-class _Launched(NamedTuple):
-    """A launch: number of its first forward on the device, how many it runs."""
-
-    clock: int
-    forwards: int
-    mode: ForwardMode
+# A launch: number of its first forward on the device, how many it runs, their mode.
+_Launched = tuple[int, int, ForwardMode]
 
 
 class CanaryManager:
@@ -99,6 +95,7 @@ class CanaryManager:
         perturb: fault injection.
         forward_scopes: `with_active_single_forward_manager` of each forward.
         active: whose forward is open.
+        side: the stream of launches beside the model; None on the CPU.
     """
 
     def __init__(
@@ -126,7 +123,7 @@ class CanaryManager:
             _ForwardScope(self, manager) for manager in self._managers
         ]
         self.active: SingleForwardManager | None = None
-        self._side = (
+        self.side = (
             SideStream(torch.cuda.Stream()) if self._state.head.is_cuda else None
         )
         self._has_tail = False
@@ -200,7 +197,7 @@ class CanaryManager:
             raise RuntimeError("KV canary: a launch is already open; they do not nest")
         self._launched = forward_batch
         mode = forward_batch.forward_mode
-        self._launches.append(_Launched(self._clock, len(indices), mode))
+        self._launches.append((self._clock, len(indices), mode))
         self._clock += len(indices)
         try:
             if self._freed:
@@ -242,17 +239,18 @@ class CanaryManager:
         if is_live and not perturb.is_idle:
             perturb.before_step(forward_batch, step=current.index, backend=backend)
         views = backend.read_view(forward_batch)
-        if self._side is None or forward_batch.num_tokens < BESIDE_FROM_TOKENS:
+        if self.side is None or forward_batch.num_tokens < BESIDE_FROM_TOKENS:
             current.pre_ops_maybe_inside_graph(forward_batch, views)
             return
         # Beside the model: it writes other slots than verify reads, and no records.
-        with self._side.fork():
+        with self.side.fork():
             current.pre_ops_maybe_inside_graph(forward_batch, views)
 
     def with_tail_behind(self, stack: Callable[..., Any]) -> Callable[..., Any]:
-        """A model's layer stack (`StackedModel.forward_stack`), and on a GPU behind it
-        the launch after the model, beside its head: that writes no KV."""
-        side, is_draft = self._side, self.target.is_draft
+        """A model's layer stack (`StackedModel.forward_stack`), and behind it, beside
+        the model's head, which writes no KV, the launch after the model; only where
+        there is a side stream."""
+        side, is_draft = self.side, self.target.is_draft
         if side is None or not TAIL_BESIDE_HEAD:
             return stack
 
@@ -270,8 +268,8 @@ class CanaryManager:
 
     def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
         """After the model: what it wrote, unless `with_tail_behind` looked at it."""
-        if self._side is not None:
-            self._side.join()
+        if self.side is not None:
+            self.side.join()
             if self._has_tail:
                 self._has_tail = False
                 return
@@ -359,7 +357,7 @@ class CanaryManager:
         Raises:
             RuntimeError: the canary does not run.
         """
-        counters = counters_of(words)
+        counters = words[1:STATUS_WORDS]
         if counters[_TAIL_LAUNCHES] == self._counters[_TAIL_LAUNCHES]:
             raise RuntimeError(
                 "the KV canary is not running: no tail launch since the last result, "
@@ -387,8 +385,8 @@ class CanaryManager:
     def drain(self, *, owner_of: OwnerOf, tokens_of: TokensOf) -> list[Violation]:
         """Report what is in the ring now, also in the middle of a forward that failed;
         waits for the device, and for no other rank."""
-        if self._side is not None:
-            self._side.join()
+        if self.side is not None:
+            self.side.join()
         return self._drain(owner_of, tokens_of)
 
     def _drain(self, owner_of: OwnerOf, tokens_of: TokensOf) -> list[Violation]:
@@ -429,9 +427,12 @@ class CanaryManager:
 
     def _branch_of(self, violation: Violation) -> dict[str, int]:
         launch = self._launch_of(violation.forward)
-        if launch is None or not launch.mode.is_decode or violation.branch < 0:
+        if launch is None or violation.branch < 0:
             return {}
-        step = violation.forward - launch.clock
+        clock, _, mode = launch
+        if not mode.is_decode:
+            return {}
+        step = violation.forward - clock
         return {"step": step, "branch": violation.branch % self.target.topk}
 
     def _mode_of(self, violation: Violation) -> str | None:
@@ -439,11 +440,12 @@ class CanaryManager:
         if violation.launch == Launch.SWEEP.name.lower():
             return violation.launch
         launch = self._launch_of(violation.forward)
-        return None if launch is None else launch.mode.name.lower()
+        return None if launch is None else launch[-1].name.lower()
 
     def _launch_of(self, forward: int) -> _Launched | None:
         for launch in reversed(self._launches):
-            if 0 <= forward - launch.clock < launch.forwards:
+            clock, forwards, _ = launch
+            if 0 <= forward - clock < forwards:
                 return launch
         return None
 
@@ -504,6 +506,7 @@ class CanaryScopes:
 
     def __init__(self, manager: CanaryManager) -> None:
         self._manager = manager
+        self._forward_scopes = manager.forward_scopes
 
     def launch(
         self, *, forward_batch: ForwardBatch, steps: Sequence[int]
@@ -511,7 +514,7 @@ class CanaryScopes:
         return _LaunchScope(self._manager, steps, forward_batch)
 
     def step(self, index: int) -> AbstractContextManager[None]:
-        return self._manager.forward_scopes[index]
+        return self._forward_scopes[index]
 
 
 def context_tuple(

@@ -93,6 +93,9 @@ class CanaryGate:
     requests: all requests that are not finished.
     group: the ranks. Each checks its own part of the KV cache; `incidents` and
         `add_stats` speak of all of them, so that all of them must call these.
+
+    Attributes:
+        frees_early: whether launches are to be announced (`free_early`).
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class CanaryGate:
         self._cache = cache
         self._requests = requests
         self._group = group
-        self._frees_early = self.manager.config.fault_point == EARLY_FREE
+        self.frees_early = self.manager.config.fault_point == EARLY_FREE
         self._freed_early: set[int] = set()
         for manager in managers:
             manager.attach_radix_cache(cache)
@@ -117,15 +120,13 @@ class CanaryGate:
         """Remember a request, so that a report can name it."""
         self.manager.book.add(req.serial, req.rid)
 
-    def before_launch(self, batch: ScheduleBatch) -> None:
+    def free_early(self, batch: ScheduleBatch) -> None:
         """Fault point EARLY_FREE: the pages of a request that is about to run for the
         last time are freed and owned again, one step too early.
 
         The ledger keeps them, as it would after the second half of that, so that
         nothing but the records suffers.
         """
-        if not self._frees_early:
-            return
         for req in batch.reqs:
             is_last = batch.forward_mode.is_decode and not req.decodes_on
             if is_last and req.serial not in self._freed_early:
@@ -142,8 +143,10 @@ class CanaryGate:
             CanaryViolation: something is wrong and the mode is `raise`.
         """
         # A prefill's result knows nothing of the draft yet.
-        pools = zip(self._managers, result.findings, strict=False)
-        found = [manager for manager, words in pools if manager.take(words)]
+        found = []
+        for manager, words in zip(self._managers, result.findings, strict=False):
+            if manager.take(words):
+                found.append(manager)
         if found:
             self._report(found)
 
@@ -162,12 +165,14 @@ class CanaryGate:
     def fail(self, error: Exception) -> None:
         """`error` may have come before its step's findings reached the host: from a
         forward that met the damage itself, say. What was found before is reported all
-        the same.
+        the same. Not behind a violation: that was reported.
 
         Raises:
             CanaryViolation: there was something and the mode is `raise`; its cause is
                 `error`.
         """
+        if isinstance(error, CanaryViolation):
+            return
         found, config = self._drain_after(error), self.manager.config
         if found and config.mode is CanaryMode.RAISE:
             raise as_error(
@@ -229,24 +234,3 @@ class CanaryGate:
         return next(
             (req.tokens for req in self._requests() if req.serial == serial), None
         )
-
-
-class ReportingFailures:
-    """Around launches and results: `CanaryGate.fail` for what fails in them."""
-
-    # A class and not a generator: a step that waits for its result notices.
-
-    def __init__(self, gate: CanaryGate) -> None:
-        self._gate = gate
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        *rest: object,
-    ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, CanaryViolation):
-            self._gate.fail(error)
