@@ -16,7 +16,7 @@ using Numbers = std::vector<int64_t>;
 
 // Time of one thread, for the decision to split; measured within a factor 2.
 constexpr double kMicrosecondsPerElement = 4e-2;
-constexpr double kMicrosecondsPerWord = 2e-3;
+constexpr double kMicrosecondsPerWord = 1e-3;
 
 template <class T>
 T* vector_data(
@@ -193,6 +193,7 @@ canary::Bytes bytes_of(
   bytes.v = words_of(op, "v_words", *v, slots);
   SGLK_CHECK(v->size(0) == k->size(0), op, "v_words", *v, "the layers of k_words");
   bytes.layers = k->size(0);
+  bytes.hash_words = kernels().hash_words;
   return bytes;
 }
 

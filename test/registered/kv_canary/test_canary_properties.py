@@ -33,7 +33,7 @@ from sglang.test.scale import count
 register_cpu_ci(est_time=60, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
 
-SEEDS = range(count(ci=6, full=80))
+SEEDS = range(count(ci=6, full=50))
 OTHERS = backends()[1:]
 
 

@@ -168,20 +168,19 @@ struct Words {
 struct Bytes {
   int64_t mode, layers, period;
   Words k, v;
+  // That of the SIMD level in use (kernels.h), for all words of a slot and layer.
+  uint64_t (*hash_words)(const int64_t* words, const uint64_t* keys, int64_t count);
 };
 
 inline uint64_t key_of(int64_t layer, int64_t index) {
   return mix64((uint64_t)layer << 32 | (uint64_t)index);
 }
 
-inline uint64_t sum_words(
-    const Words& w, int64_t slot, int64_t layer, int64_t first, int64_t count) {
-  const int64_t* at = w.at(slot, layer);
-  const uint64_t* keys = w.keys + layer * w.count;
-  uint64_t sum = 0;
-  for (int64_t i = first; i < first + count; i++)
-    sum += mix64((uint64_t)at[i] ^ keys[i]);
-  return sum;
+// Two words of a slot, from `first` on.
+inline uint64_t sum_sample(const Words& w, int64_t slot, int64_t layer, int64_t first) {
+  const int64_t* at = w.at(slot, layer) + first;
+  const uint64_t* keys = w.keys + layer * w.count + first;
+  return mix64((uint64_t)at[0] ^ keys[0]) + mix64((uint64_t)at[1] ^ keys[1]);
 }
 
 // Where `partial` looks: two words of K and of V.
@@ -202,12 +201,15 @@ inline int64_t fingerprint(const Bytes& bytes, int64_t slot, int64_t lineage) {
   uint64_t k = 0, v = 0;
   if (bytes.mode == kPartial) {
     const Sample at = sample_of(bytes, lineage);
-    k = sum_words(bytes.k, slot, at.layer, at.k_word, 2);
-    v = sum_words(bytes.v, slot, at.layer, at.v_word, 2);
+    k = sum_sample(bytes.k, slot, at.layer, at.k_word);
+    v = sum_sample(bytes.v, slot, at.layer, at.v_word);
   } else if (bytes.mode != kNoBytes) {
     for (int64_t layer = 0; layer < bytes.layers; layer++) {
-      k += sum_words(bytes.k, slot, layer, 0, bytes.k.count);
-      v += sum_words(bytes.v, slot, layer, 0, bytes.v.count);
+      const auto sum = [&](const Words& w) {
+        return bytes.hash_words(w.at(slot, layer), w.keys + layer * w.count, w.count);
+      };
+      k += sum(bytes.k);
+      v += sum(bytes.v);
     }
   }
   return (int64_t)((k & kTokenMask) | (v << 32));

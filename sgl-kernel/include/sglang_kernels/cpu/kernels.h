@@ -144,6 +144,9 @@ struct KernelTable {
       int64_t unit_end);
 
   void (*exp)(const float* x, float* y, int64_t n);
+
+  // Sum of mix64(word ^ key), modulo 2^64: part of a canary's fingerprint.
+  uint64_t (*hash_words)(const int64_t* words, const uint64_t* keys, int64_t count);
 };
 
 const KernelTable& baseline_kernels();

@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "hash.h"
 #include "pointwise.h"
 
 namespace sglk {
@@ -27,6 +28,7 @@ constexpr KernelTable make_table(const char* name) {
       linear_units,
       linear,
       exp_array,
+      hash_words,
   };
 }
 

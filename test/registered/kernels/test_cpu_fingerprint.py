@@ -1,0 +1,91 @@
+"""Fingerprints of whole slots on the CPU: every SIMD level, any number of words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sglang.srt.kv_canary.kernels.records import WriterKind
+from sglang.srt.kv_canary.kernels.state import (
+    CanaryRows,
+    FingerprintMode,
+    create_fingerprint,
+    create_state,
+)
+from sglang.srt.layers.ops import dispatch
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=3, suite="cpu")
+
+pytestmark = pytest.mark.skipif(
+    not dispatch.native_available(), reason="the native CPU kernels are not installed"
+)
+# Bytes of a slot and layer in chunks of 16: around one and two registers of each level.
+CHUNKS = [1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 64, 65]
+SLOTS = 5
+
+
+@pytest.fixture(params=["avx512", "avx2", "baseline"])
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    from sglang_kernels import ops
+
+    try:
+        ops.set_simd_level(request.param)
+    except RuntimeError:
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    ops.set_simd_level("auto")
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_equals_the_reference(level: str, chunks: int) -> None:
+    from sglang.srt.kv_canary.kernels import native, reference_write
+
+    torch.manual_seed(chunks)
+    # V has other words than K, in rows with a gap between them.
+    k = torch.randint(-128, 128, (3, SLOTS, 16 * chunks), dtype=torch.int8)
+    v = torch.randint(-128, 128, (3, SLOTS, 48), dtype=torch.int8)[..., :32]
+    fingerprint = create_fingerprint(FingerprintMode.ALL, k_buffer=k, v_buffer=v)
+    new = SLOTS - 1
+    rows = CanaryRows(
+        req_rows=torch.tensor([1]),
+        prefix_lens=torch.tensor([0]),
+        extend_lens=torch.tensor([new]),
+        qo_indptr=torch.tensor([0, new]),
+        input_ids=torch.arange(10, 10 + new),
+        positions=torch.arange(new),
+        out_cache_loc=torch.arange(1, SLOTS),
+        serials=torch.tensor([7]),
+        salts=torch.tensor([8]),
+    )
+    written = []
+    for module in (reference_write, native):
+        state = create_state(
+            num_slots=SLOTS, req_rows=2, ring_capacity=8, num_managers=1, device="cpu"
+        )
+        module.write_head(
+            state,
+            rows,
+            req_to_token=None,
+            page_size=1,
+            writer_kind=WriterKind.EXTEND,
+            manager=-1,
+            oracle=None,
+            published=None,
+        )
+        module.write_tail(
+            state,
+            rows,
+            fingerprint,
+            page_size=1,
+            writer_kind=WriterKind.EXTEND,
+            manager=-1,
+            advance=False,
+            findings=None,
+        )
+        assert int(state.ring_count) == 0
+        written.append(state.tail)
+    assert torch.equal(*written)
+    assert len(set(written[0][1:, 2].tolist())) == new
