@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -179,30 +177,6 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     )
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine a second thread stalls every call for milliseconds."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@contextmanager
-def simd_level(name: str) -> Iterator[None]:
-    from sglang_kernels import ops
-
-    try:
-        ops.set_simd_level(name)
-    except RuntimeError:
-        pytest.skip(f"this processor has no {name}")
-    try:
-        yield
-    finally:
-        ops.set_simd_level("auto")
-
-
-LEVELS = ["avx512", "avx2", "baseline"]
 SHAPES = [
     # heads, dim, page size
     ((1, 1), 8, 1),
@@ -222,54 +196,50 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_extend_and_decode_match_reference(
     level: str, dtype: torch.dtype, shape: tuple[tuple[int, int], int, int]
 ) -> None:
     heads, dim, page_size = shape
-    with simd_level(level):
-        for seed, (prefix, new) in enumerate(LENGTHS):
-            problem = make_problem(
-                prefix=prefix,
-                new=new,
-                heads=heads,
-                dim=dim,
-                page_size=page_size,
-                dtype=dtype,
-                seed=seed,
-            )
-            for window in (-1, 1, 16, 300):
-                result = problem.extend(window=window)
-                assert_close(result, problem.extend(window=window, ref=True))
-                assert torch.equal(result, problem.token_by_token(window=window))
+    for seed, (prefix, new) in enumerate(LENGTHS):
+        problem = make_problem(
+            prefix=prefix,
+            new=new,
+            heads=heads,
+            dim=dim,
+            page_size=page_size,
+            dtype=dtype,
+            seed=seed,
+        )
+        for window in (-1, 1, 16, 300):
+            result = problem.extend(window=window)
+            assert_close(result, problem.extend(window=window, ref=True))
+            assert torch.equal(result, problem.token_by_token(window=window))
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tree_mask_matches_reference(
     level: str, dtype: torch.dtype, shape: tuple[tuple[int, int], int, int]
 ) -> None:
     heads, dim, page_size = shape
-    with simd_level(level):
-        for nodes in (1, 8, 33):
-            prefix = [0, 3, 250, 256, 511]
-            problem = make_problem(
-                prefix=prefix,
-                new=[nodes] * len(prefix),
-                heads=heads,
-                dim=dim,
-                page_size=page_size,
-                dtype=dtype,
-                seed=nodes,
-            )
-            mask = random_tree(len(prefix), nodes, seed=nodes)
-            assert_close(
-                problem.extend(tree_mask=mask),
-                problem.extend(tree_mask=mask, ref=True),
-            )
+    for nodes in (1, 8, 33):
+        prefix = [0, 3, 250, 256, 511]
+        problem = make_problem(
+            prefix=prefix,
+            new=[nodes] * len(prefix),
+            heads=heads,
+            dim=dim,
+            page_size=page_size,
+            dtype=dtype,
+            seed=nodes,
+        )
+        mask = random_tree(len(prefix), nodes, seed=nodes)
+        assert_close(
+            problem.extend(tree_mask=mask),
+            problem.extend(tree_mask=mask, ref=True),
+        )
 
 
 def test_random_problems_match_reference() -> None:
@@ -391,90 +361,82 @@ def test_no_rows_and_empty_rows() -> None:
         assert bool(out[1].abs().sum() > 0)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_one_nan_that_is_read_gives_nan(level: str, dtype: torch.dtype) -> None:
     """Every element of a long row in turn, in K and in V."""
-    with simd_level(level):
-        problem = make_problem(prefix=[599], new=[1], heads=(4, 2), dim=64, dtype=dtype)
-        slots = problem.slots(0)
-        lens = torch.tensor([600])
-        for element in range(0, 600, count(ci=13, full=1)):
-            for cache in (problem.k_cache, problem.v_cache):
-                slot = slots[element]
-                before = cache[slot, 1, 5].clone()
-                cache[slot, 1, 5] = NAN
-                for out in (
-                    problem.extend(),
-                    problem.decode(lens, problem.row_index, problem.q),
-                ):
-                    # Query heads 2 and 3 read KV head 1; the others must not notice.
-                    bad = out[0].isnan()
-                    if cache is problem.k_cache:
-                        assert bool(bad[2:].all())
-                    else:
-                        assert bool(bad[2:, 5].all())
-                        assert not bool(bad[2:, :5].any())
-                    assert not bool(bad[:2].any())
-                cache[slot, 1, 5] = before
+    problem = make_problem(prefix=[599], new=[1], heads=(4, 2), dim=64, dtype=dtype)
+    slots = problem.slots(0)
+    lens = torch.tensor([600])
+    for element in range(0, 600, count(ci=13, full=1)):
+        for cache in (problem.k_cache, problem.v_cache):
+            slot = slots[element]
+            before = cache[slot, 1, 5].clone()
+            cache[slot, 1, 5] = NAN
+            for out in (
+                problem.extend(),
+                problem.decode(lens, problem.row_index, problem.q),
+            ):
+                # Query heads 2 and 3 read KV head 1; the others must not notice.
+                bad = out[0].isnan()
+                if cache is problem.k_cache:
+                    assert bool(bad[2:].all())
+                else:
+                    assert bool(bad[2:, 5].all())
+                    assert not bool(bad[2:, :5].any())
+                assert not bool(bad[:2].any())
+            cache[slot, 1, 5] = before
 
 
-@pytest.mark.parametrize("level", LEVELS)
 def test_nan_in_query_gives_nan(level: str) -> None:
-    with simd_level(level):
-        problem = make_problem(prefix=[40], new=[3])
-        problem.q[1, 2, 3] = NAN
-        bad = problem.extend().isnan()
-        assert bool(bad[1, 2].all())
-        bad[1, 2] = False
-        assert not bool(bad.any())
+    problem = make_problem(prefix=[40], new=[3])
+    problem.q[1, 2, 3] = NAN
+    bad = problem.extend().isnan()
+    assert bool(bad[1, 2].all())
+    bad[1, 2] = False
+    assert not bool(bad.any())
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("window", [-1, 40, 290])
 def test_nan_outside_the_attended_set_changes_nothing(
     level: str, dtype: torch.dtype, window: int
 ) -> None:
-    with simd_level(level):
-        prefix, new = 200, 150
-        problem = make_problem(
-            prefix=[prefix], new=[new], heads=(4, 2), dim=64, dtype=dtype
-        )
-        clean = problem.extend(window=window)
-        slots = problem.slots(0)
-        for element in (0, 100, 161, 199, 200, 255, 256, 300, 349):
-            k, v = problem.k_cache.clone(), problem.v_cache.clone()
-            problem.k_cache[slots[element]] = NAN
-            problem.v_cache[slots[element]] = NAN
-            dirty = problem.extend(window=window)
-            own = prefix + torch.arange(new)
-            reads = (own >= element) & ((own < element + window) | (window < 0))
-            assert bool(dirty[reads].isnan().all())
-            assert torch.equal(dirty[~reads], clean[~reads])
-            problem.k_cache.copy_(k)
-            problem.v_cache.copy_(v)
+    prefix, new = 200, 150
+    problem = make_problem(
+        prefix=[prefix], new=[new], heads=(4, 2), dim=64, dtype=dtype
+    )
+    clean = problem.extend(window=window)
+    slots = problem.slots(0)
+    for element in (0, 100, 161, 199, 200, 255, 256, 300, 349):
+        k, v = problem.k_cache.clone(), problem.v_cache.clone()
+        problem.k_cache[slots[element]] = NAN
+        problem.v_cache[slots[element]] = NAN
+        dirty = problem.extend(window=window)
+        own = prefix + torch.arange(new)
+        reads = (own >= element) & ((own < element + window) | (window < 0))
+        assert bool(dirty[reads].isnan().all())
+        assert torch.equal(dirty[~reads], clean[~reads])
+        problem.k_cache.copy_(k)
+        problem.v_cache.copy_(v)
 
 
-@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("prefix", [0, 250])
 def test_nan_outside_the_tree_mask_changes_nothing(level: str, prefix: int) -> None:
-    with simd_level(level):
-        nodes = 16
-        problem = make_problem(prefix=[prefix], new=[nodes])
-        mask = random_tree(1, nodes, seed=3)
-        clean = problem.extend(tree_mask=mask)
-        slots = problem.slots(0)
-        for node in range(nodes):
-            k, v = problem.k_cache.clone(), problem.v_cache.clone()
-            problem.k_cache[slots[prefix + node]] = NAN
-            problem.v_cache[slots[prefix + node]] = NAN
-            dirty = problem.extend(tree_mask=mask)
-            reads = mask[0, :, node]
-            assert bool(dirty[reads].isnan().all())
-            assert torch.equal(dirty[~reads], clean[~reads])
-            problem.k_cache.copy_(k)
-            problem.v_cache.copy_(v)
+    nodes = 16
+    problem = make_problem(prefix=[prefix], new=[nodes])
+    mask = random_tree(1, nodes, seed=3)
+    clean = problem.extend(tree_mask=mask)
+    slots = problem.slots(0)
+    for node in range(nodes):
+        k, v = problem.k_cache.clone(), problem.v_cache.clone()
+        problem.k_cache[slots[prefix + node]] = NAN
+        problem.v_cache[slots[prefix + node]] = NAN
+        dirty = problem.extend(tree_mask=mask)
+        reads = mask[0, :, node]
+        assert bool(dirty[reads].isnan().all())
+        assert torch.equal(dirty[~reads], clean[~reads])
+        problem.k_cache.copy_(k)
+        problem.v_cache.copy_(v)
 
 
 def test_chain_mask_equals_causal() -> None:

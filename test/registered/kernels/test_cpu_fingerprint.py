@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -25,18 +23,6 @@ pytestmark = pytest.mark.skipif(
 # Bytes of a slot and layer in chunks of 16: around one and two registers of each level.
 CHUNKS = [1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 64, 65]
 SLOTS = 5
-
-
-@pytest.fixture(params=["avx512", "avx2", "baseline"])
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    from sglang_kernels import ops
-
-    try:
-        ops.set_simd_level(request.param)
-    except RuntimeError:
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    ops.set_simd_level("auto")
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,30 +14,8 @@ register_cpu_ci(est_time=8, suite="cpu")
 needs_native = pytest.mark.skipif(
     not dispatch.native_available(), reason="the native CPU kernels are not installed"
 )
-LEVELS = ["avx512", "avx2", "baseline"]
 SHAPES = [(1, 1), (31, 7), (32, 64), (33, 320), (96, 100), (320, 321), (500, 40)]
 ROWS = [0, 1, 2, 3, 5, 8, 12, 13, 16, 17, 31, 70]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine a second thread stalls every call for milliseconds."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    from sglang_kernels import ops
-
-    try:
-        ops.set_simd_level(request.param)
-    except RuntimeError:
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    ops.set_simd_level("auto")
 
 
 def make(n: int, k: int, *, exact: bool, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,32 +11,15 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=8, suite="cpu")
 
-pytestmark = pytest.mark.skipif(
-    not dispatch.native_available(), reason="the native CPU kernels are not installed"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not dispatch.native_available(),
+        reason="the native CPU kernels are not installed",
+    ),
+    pytest.mark.usefixtures("level"),
+]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On a busy machine a second thread stalls every call for milliseconds."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(params=["avx512", "avx2", "baseline"], autouse=True)
-def level(request: pytest.FixtureRequest) -> Iterator[None]:
-    from sglang_kernels import ops
-
-    try:
-        ops.set_simd_level(request.param)
-    except RuntimeError:
-        pytest.skip(f"this processor has no {request.param}")
-    yield
-    ops.set_simd_level("auto")
 
 
 def assert_close(actual: Tensor, expected: Tensor, *, rounds: int = 1) -> None:
