@@ -43,9 +43,7 @@ from sglang.srt.managers.schedule_policy import (
     PrefillAdder,
     PrefillBudget,
 )
-from sglang.srt.managers.scheduler_components.canary_gate import (
-    CanaryGate,
-)
+from sglang.srt.managers.scheduler_components.canary_gate import CanaryGate
 from sglang.srt.managers.scheduler_components.grammar_queue import GrammarQueue
 from sglang.srt.managers.scheduler_components.output_streamer import OutputStreamer
 from sglang.srt.managers.scheduler_components.request_factory import (
