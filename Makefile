@@ -12,9 +12,9 @@ venv: $(VENV)/.installed
 # Byte code is compiled at the end, on all cores, without what nothing here imports; some
 # packages hold files of newer Pythons.
 NEVER_IMPORTED := transformers/models/(?!auto|llama|qwen)|/torch/testing/|/(pip|mypy|mypyc|networkx)/
-$(VENV)/.installed: pyproject.toml constraints.txt sgl-kernel/pyproject.toml $(shell find sgl-kernel -name '*.cpp' -o -name '*.h' 2>/dev/null)
+$(VENV)/.installed: pyproject.toml constraints.txt kv-canary/pyproject.toml sgl-kernel/pyproject.toml $(shell find sgl-kernel -name '*.cpp' -o -name '*.h' 2>/dev/null)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ./kv-canary --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --no-build-isolation --force-reinstall ./sgl-kernel
 	$(BIN)/python -m compileall -q -j 0 -x '$(NEVER_IMPORTED)' $(VENV)/lib > /dev/null || true
 	touch $@

@@ -39,7 +39,7 @@ import torch
 from bench_spec import Tree
 from model_shapes import SHAPES, write_draft_shape, write_shape
 
-from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS
+from kv_canary.records import NUM_COUNTERS
 from sglang.srt.kv_canary.runner import canary_manager
 from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.scheduler import Scheduler

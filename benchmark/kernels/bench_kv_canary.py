@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,16 +20,18 @@ import torch
 from cuda_timing import bandwidths, graph_us
 from torch import Tensor
 
-from sglang.srt.kv_canary.kernels import launches
-from sglang.srt.kv_canary.kernels.records import WriterKind
-from sglang.srt.kv_canary.kernels.state import (
-    CanaryRows,
+from kv_canary import launches
+from kv_canary.checks import PoolChecks
+from kv_canary.layout import (
     Fingerprint,
     FingerprintMode,
+    LayerGroup,
+    PoolLayout,
     create_fingerprint,
-    create_state,
 )
-from sglang.srt.model_executor.forward_batch_info import KVReadView
+from kv_canary.records import WriterKind
+from kv_canary.state import create_state
+from kv_canary.view import ForwardView, KVReadView
 
 Call = Callable[[], object]
 CUDA = torch.cuda.is_available()
@@ -65,11 +68,11 @@ class Pool:
         self.tokens = torch.randint(0, 100_000, (batch + 1, used), device=DEVICE)
         self.salts = torch.arange(batch, device=DEVICE) * 77
 
-    def rows(self, prefix: int, extend: int) -> CanaryRows:
+    def rows(self, prefix: int, extend: int) -> ForwardView:
         span = slice(prefix, prefix + extend)
         counts = torch.arange(self.batch + 1, device=DEVICE)
         ones = torch.ones_like(self.salts)
-        return CanaryRows(
+        return ForwardView(
             req_rows=counts[1:],
             prefix_lens=ones * prefix,
             extend_lens=ones * extend,
@@ -83,40 +86,22 @@ class Pool:
             qo_indptr=None if extend == 1 else counts * extend,
         )
 
-    def table(self, rows: CanaryRows) -> KVReadView:
+    def table(self, rows: ForwardView) -> KVReadView:
         return KVReadView(
             read_lens=rows.prefix_lens + rows.extend_lens,
             page_table=self.req_to_token,
             row_index=rows.req_rows,
         )
 
-    def calls(self, rows: CanaryRows) -> tuple[Call, Call, Call]:
+    def calls(self, rows: ForwardView) -> tuple[Call, Call, Call]:
         """(verify, head, tail) of the forward with these rows."""
-        kind = WriterKind.EXTEND
-        verify = partial(
-            launches.verify,
-            self.state,
-            rows,
-            self.table(rows),
-            fingerprint=self.fingerprint,
-            req_to_token=self.req_to_token,
+        view = replace(rows, writer_kind=WriterKind.EXTEND)
+        checks = PoolChecks(
+            fingerprint=self.fingerprint, req_to_token=self.req_to_token
         )
-        head = partial(
-            launches.write_head,
-            self.state,
-            rows,
-            req_to_token=self.req_to_token,
-            page_size=1,
-            writer_kind=kind,
-        )
-        tail = partial(
-            launches.write_tail,
-            self.state,
-            rows,
-            fingerprint=self.fingerprint,
-            page_size=1,
-            writer_kind=kind,
-        )
+        verify = partial(launches.verify, self.state, view, checks, self.table(rows))
+        head = partial(launches.write_head, self.state, view, checks)
+        tail = partial(launches.write_tail, self.state, view, checks)
         return verify, head, tail
 
 
@@ -157,9 +142,8 @@ def bench(
     mode: FingerprintMode, buffers: tuple[Tensor, Tensor], limit: float
 ) -> list[dict[str, Any]]:
     k, v = buffers
-    fingerprint = create_fingerprint(
-        mode, k_buffer=k, v_buffer=v, rotation_period=PERIOD
-    )
+    layout = PoolLayout(groups=(LayerGroup(name="full", k=k, v=v),))
+    fingerprint = create_fingerprint(mode, layout, rotation_period=PERIOD)
     dirt = torch.empty(256 << 20 if CUDA else 1, dtype=torch.uint8, device=DEVICE)
     found = []
     shapes = [(batch, CONTEXT - 1, 1) for batch in BATCHES] + [(1, 0, EXTEND)]

@@ -1,4 +1,4 @@
-"""What every test finds as if it were the first of its process."""
+"""State of the process that every test finds as if it were the first."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import logging
 
 import pytest
 
-from sglang.srt.utils.logging import ROOT
+from sglang.srt.utils.logging import ROOTS
 
 
 @pytest.fixture(autouse=True)
 def logging_reaches_pytest() -> None:
     """An engine in an earlier test sent the log to stderr, past pytest's capture."""
-    logger = logging.getLogger(ROOT)
-    logger.handlers.clear()
-    logger.propagate = True
-    logger.setLevel(logging.NOTSET)
+    for name in ROOTS:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(logging.NOTSET)

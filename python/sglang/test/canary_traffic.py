@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from kv_canary.reporter import CanaryViolation
+from kv_canary.sweep import SweepRun
 from sglang.srt.kv_canary.perturb.driver import Planted
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-from sglang.srt.kv_canary.runner.sweep import Sweeper, SweepRun
-from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
+from sglang.srt.kv_canary.runner.sweep import Sweeper
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.test.harness import EngineHarness
@@ -86,7 +87,7 @@ class ForwardLog:
     rids: dict[int, str] = field(default_factory=dict)
 
     def note(self, batch: ForwardBatch) -> None:
-        pool, book = self.manager.target.req_to_token_pool, self.manager.book
+        pool, book = self.manager.target.req_to_token_pool, self.manager.serials
         parts = zip(
             batch.req_pool_indices.tolist(),
             batch.req_serial.tolist(),
@@ -138,9 +139,7 @@ def logged(harness: EngineHarness) -> Iterator[ForwardLog]:
 
 
 def canary_of(harness: EngineHarness) -> CanaryManager:
-    manager = harness.scheduler.worker.model_runner.canary_manager
-    assert manager is not None
-    return manager
+    return harness.scheduler.worker.canary_managers()[0]
 
 
 def plant(model: Path, name: str, *, seed: int, **server_args: Any) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from kv_canary.violation import Owner
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.kv_canary.kernels.records import lineage_of
-from sglang.srt.kv_canary.runner.violation import Owner
+from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.common import extend_rows
@@ -24,6 +25,14 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 from sglang.test.scale import with_canary
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Row:
+    """A request as the canary sees it."""
+
+    tokens: array[int]
+    salt: int = 0
 
 
 class ForwardHarness:
@@ -44,8 +53,10 @@ class ForwardHarness:
             server_args=args,
             model_config=ModelConfig.from_folder(model),
             is_draft_worker=is_draft_worker,
+            watcher_bytes_per_slot=watcher_bytes_per_slot(args),
         )
         self.runner.initialize()
+        self.canary = install_canary(server_args=args, model_runner=self.runner)
         self.pool = self.runner.req_to_token_pool
         self.cache = ChunkCache(req_pool=self.pool, allocator=self.runner.allocator)
         self._tokens: dict[int, list[int]] = {}
@@ -100,7 +111,7 @@ class ForwardHarness:
         The output may be views of a graph's memory: see `CudaGraphRunner.replay`.
         """
         output = self.runner.forward(batch)
-        manager = self.runner.canary_manager
+        manager = self.canary
         if manager is not None and manager.take(manager.finish_step(batch).tolist()):
             manager.report(
                 owner_of=lambda slot: Owner("unknown"),
@@ -129,6 +140,10 @@ class ForwardHarness:
             known = torch.tensor(self._tokens[row])
             self.pool.write_tokens([row], [0], [len(known)], known)
         zeros = torch.zeros(len(rows), dtype=torch.int64)
+        if self.canary is not None and mode is ForwardMode.EXTEND:
+            owners = [_Row(tokens=array("q", self._tokens[row])) for row in rows]
+            indices = torch.tensor(rows, device=self.runner.device)
+            self.canary.expect_prefixes(owners, starts, indices)
         batch = ForwardBatch(
             forward_mode=mode,
             input_ids=torch.tensor(
@@ -152,12 +167,6 @@ class ForwardHarness:
             bootstrap_room_ids_int=zeros - 1,
             qo_indptr=None if mode.is_decode else indptr,
             lens_cpu=HostLens(prefix_lens=starts, extend_lens=lens.tolist()),
-            prefix_lineages=torch.tensor(
-                [
-                    lineage_of(self._tokens[row][:start], 0)
-                    for row, start, _ in intervals
-                ]
-            ),
             logits_rows=None if mode.is_decode else indptr[1:] - 1,
         )
         return _on_device(batch, self.runner.device)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from kv_canary.reporter import CanaryViolation
 from sglang.srt.kv_canary.perturb.driver import Planted
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
@@ -73,7 +73,7 @@ class PoolLog:
         step = self._step() if is_step else None
         rows = []
         for i, (row, serial, prefix, extend) in enumerate(parts):
-            rid = self.manager.book.rid(serial) if row else None
+            rid = self.manager.serials.rid(serial) if row else None
             if rid is not None:
                 self.rids[serial] = rid
             columns = list(range(prefix + extend))

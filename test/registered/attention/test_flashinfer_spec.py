@@ -24,8 +24,8 @@ from attention_world import (
 from flashinfer_stand_in import stand_in
 from torch import Tensor
 
+from kv_canary.reporter import CanaryViolation
 from sglang.srt.environ import envs
-from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
 from sglang.srt.layers.attention.base_attn_backend import (
     AttentionBackend,
     DraftDecodeBackend,

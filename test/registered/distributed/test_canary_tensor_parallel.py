@@ -42,7 +42,7 @@ import time
 
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-from sglang.srt.kv_canary.runner.violation_reporter import ViolationReporter
+from kv_canary.reporter import ViolationReporter
 from sglang.srt.managers import scheduler_main
 
 write = ViolationReporter._write

@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.kv_canary.kernels.records import WriterKind
-from sglang.srt.kv_canary.kernels.state import (
-    CanaryRows,
-    FingerprintMode,
-    create_fingerprint,
-    create_state,
-)
+from kv_canary.checks import PoolChecks
+from kv_canary.layout import FingerprintMode, LayerGroup, PoolLayout, create_fingerprint
+from kv_canary.records import WriterKind
+from kv_canary.state import create_state
+from kv_canary.view import ForwardView
 from sglang.srt.layers.ops import dispatch
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -27,15 +25,16 @@ SLOTS = 5
 
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_equals_the_reference(level: str, chunks: int) -> None:
-    from sglang.srt.kv_canary.kernels import native, reference_write
+    from kv_canary.kernels import native, reference_write
 
     torch.manual_seed(chunks)
     # V has other words than K, in rows with a gap between them.
     k = torch.randint(-128, 128, (3, SLOTS, 16 * chunks), dtype=torch.int8)
     v = torch.randint(-128, 128, (3, SLOTS, 48), dtype=torch.int8)[..., :32]
-    fingerprint = create_fingerprint(FingerprintMode.ALL, k_buffer=k, v_buffer=v)
+    layout = PoolLayout(groups=(LayerGroup(name="full", k=k, v=v),))
+    checks = PoolChecks(fingerprint=create_fingerprint(FingerprintMode.ALL, layout))
     new = SLOTS - 1
-    rows = CanaryRows(
+    rows = ForwardView(
         req_rows=torch.tensor([1]),
         prefix_lens=torch.tensor([0]),
         extend_lens=torch.tensor([new]),
@@ -45,32 +44,15 @@ def test_equals_the_reference(level: str, chunks: int) -> None:
         out_cache_loc=torch.arange(1, SLOTS),
         serials=torch.tensor([7]),
         salts=torch.tensor([8]),
+        writer_kind=WriterKind.EXTEND,
     )
     written = []
     for module in (reference_write, native):
         state = create_state(
             num_slots=SLOTS, req_rows=2, ring_capacity=8, num_managers=1, device="cpu"
         )
-        module.write_head(
-            state,
-            rows,
-            req_to_token=None,
-            page_size=1,
-            writer_kind=WriterKind.EXTEND,
-            manager=-1,
-            oracle=None,
-            published=None,
-        )
-        module.write_tail(
-            state,
-            rows,
-            fingerprint,
-            page_size=1,
-            writer_kind=WriterKind.EXTEND,
-            manager=-1,
-            advance=False,
-            findings=None,
-        )
+        module.write_head(state, rows, checks)
+        module.write_tail(state, rows, checks, False, None)
         assert int(state.ring_count) == 0
         written.append(state.tail)
     assert torch.equal(*written)

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -25,18 +26,14 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang.srt.kv_canary.kernels import triton_launch
-from sglang.srt.kv_canary.kernels.records import WriterKind
-from sglang.srt.kv_canary.kernels.state import (
-    CanaryRows,
-    CanaryState,
-    Fingerprint,
-    FingerprintMode,
-    create_state,
-)
-from sglang.srt.kv_canary.kernels.triton_args import state_args
-from sglang.srt.kv_canary.kernels.triton_common import told_to_all
-from sglang.srt.model_executor.forward_batch_info import KVReadView
+from kv_canary.checks import PoolChecks
+from kv_canary.kernels import triton_launch
+from kv_canary.kernels.triton_args import state_args
+from kv_canary.kernels.triton_common import told_to_all
+from kv_canary.layout import Fingerprint, FingerprintMode
+from kv_canary.records import WriterKind
+from kv_canary.state import CanaryState, create_state
+from kv_canary.view import ForwardView, KVReadView
 from sglang.test.scale import sampled
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -86,8 +83,8 @@ def ints(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.int32)
 
 
-def create_rows(*, tokens: int = ROWS, **fields: Any) -> CanaryRows:
-    return CanaryRows(
+def create_rows(*, tokens: int = ROWS, **fields: Any) -> ForwardView:
+    return ForwardView(
         req_rows=longs(),
         prefix_lens=longs(),
         extend_lens=longs(),
@@ -100,15 +97,15 @@ def create_rows(*, tokens: int = ROWS, **fields: Any) -> CanaryRows:
     )
 
 
-def decode_rows() -> CanaryRows:
+def decode_rows() -> ForwardView:
     return create_rows()
 
 
-def extend_rows(**fields: Any) -> CanaryRows:
+def extend_rows(**fields: Any) -> ForwardView:
     return create_rows(tokens=600, qo_indptr=longs(ROWS + 1), **fields)
 
 
-def branch_rows() -> CanaryRows:
+def branch_rows() -> ForwardView:
     """Branches of a draft, which go on from lineages of their own."""
     return create_rows(
         seed_table=longs(8),
@@ -178,58 +175,55 @@ def pool_of(mode: FingerprintMode) -> Fingerprint:
 
 def launch_reads(mode: FingerprintMode, view: str, rows: str) -> None:
     tokens = ints(8, WIDTH + 1) if view == "window" else None
-    triton_launch.before_model(
-        create_canary(),
+    forward = replace(
         ALL_ROWS[rows],
-        VIEWS[view],
-        pool_of(mode),
-        req_to_token=ints(8, WIDTH),
-        tokens=tokens,
-        token_offset=1,
-        page_size=VIEWS[view].page_size,
+        reads=[VIEWS[view]],
         writer_kind=WriterKind.DECODE,
         manager=0,
         oracle=(longs(), longs()) if view == "flat" else None,
+    )
+    checks = PoolChecks(
+        page_size=VIEWS[view].page_size,
+        fingerprint=pool_of(mode),
+        req_to_token=ints(8, WIDTH),
+        tokens=tokens,
+        token_offset=1,
         published=ints(8, WIDTH) if view != "window" else None,
     )
+    triton_launch.before_model(create_canary(), forward, checks)
 
 
 def launch_verify(mode: FingerprintMode, view: KVReadView) -> None:
-    triton_launch.verify(
-        create_canary(),
-        ALL_ROWS["decode"],
-        view,
-        pool_of(mode),
+    checks = PoolChecks(
+        fingerprint=pool_of(mode),
         req_to_token=None if view is SWEEP else ints(8, WIDTH),
-        tokens=None,
-        token_offset=0,
-        manager=0,
     )
+    forward = replace(ALL_ROWS["decode"], manager=0)
+    triton_launch.verify(create_canary(), forward, checks, view)
 
 
 def launch_head(rows: str) -> None:
-    triton_launch.write_head(
-        create_canary(),
+    forward = replace(
         ALL_ROWS[rows],
-        req_to_token=ints(8, WIDTH),
-        page_size=16,
         writer_kind=WriterKind.EXTEND,
         manager=0,
         oracle=(longs(600), longs(600)) if rows == "extend" else None,
+    )
+    checks = PoolChecks(
+        page_size=16,
+        req_to_token=ints(8, WIDTH),
         published=ints(8, WIDTH) if rows in ("decode", "tree") else None,
     )
+    triton_launch.write_head(create_canary(), forward, checks)
 
 
 def launch_tail(mode: FingerprintMode, rows: str) -> None:
     triton_launch.write_tail(
         create_canary(),
-        ALL_ROWS[rows],
-        pool_of(mode),
-        page_size=16,
-        writer_kind=WriterKind.EXTEND,
-        manager=0,
-        advance=rows != "tree",
-        findings=longs(64) if rows in ("decode", "extend") else None,
+        replace(ALL_ROWS[rows], writer_kind=WriterKind.EXTEND, manager=0),
+        PoolChecks(page_size=16, fingerprint=pool_of(mode)),
+        rows != "tree",
+        longs(64) if rows in ("decode", "extend") else None,
     )
 
 
@@ -249,7 +243,7 @@ def launches() -> Iterator[tuple[str, Any]]:
         dst = longs(moves)
         yield (
             f"move {moves}",
-            lambda dst=dst: triton_launch.move_records(state, dst=dst, src=dst),
+            lambda dst=dst: triton_launch.move_records(state, dst, dst),
         )
     rows = ALL_ROWS["draft extend"]
     yield "finish", lambda: triton_launch.finish_step(state, rows, longs(64))

@@ -14,28 +14,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sglang.srt.kv_canary.kernels import native, reference, reference_write
-from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS
-from sglang.srt.kv_canary.kernels.records import (
+from kv_canary.checks import PoolChecks
+from kv_canary.findings import STATUS_WORDS
+from kv_canary.kernels import native, reference, reference_write
+from kv_canary.layout import (
+    Fingerprint,
+    FingerprintMode,
+    LayerGroup,
+    PoolLayout,
+    create_fingerprint,
+)
+from kv_canary.records import (
     Reason,
     Ring,
     WriterKind,
     draft_seed,
     extend_lineage,
 )
-from sglang.srt.kv_canary.kernels.state import (
-    CanaryRows,
-    CanaryState,
-    Fingerprint,
-    FingerprintMode,
-    create_fingerprint,
-    create_state,
-)
+from kv_canary.state import CanaryState, create_state
+from kv_canary.view import ForwardView, KVReadView
 from sglang.srt.layers.ops import dispatch
-from sglang.srt.model_executor.forward_batch_info import KVReadView
 
 try:
-    from sglang.srt.kv_canary.kernels import triton_launch
+    from kv_canary.kernels import triton_launch
 except ImportError:
     triton_launch = None  # type: ignore[assignment]
 
@@ -110,8 +111,11 @@ class World:
         self.serials = [self.random.getrandbits(40) for _ in range(n)]
         self.k = torch.randn(LAYERS, self.num_slots, HEADS, DIM).to(DEVICE)
         self.v = torch.randn(LAYERS, self.num_slots, HEADS, DIM).to(DEVICE)
+        group = LayerGroup(name="full", k=self.k, v=self.v)
         self.fingerprint: Fingerprint = create_fingerprint(
-            self.mode, k_buffer=self.k, v_buffer=self.v, rotation_period=self.period
+            self.mode,
+            PoolLayout(groups=(group,), page_size=self.page_size),
+            rotation_period=self.period,
         )
         self.state = create_state(
             num_slots=self.num_slots,
@@ -164,7 +168,7 @@ class World:
         extends: list[int],
         prefixes: list[int] | None = None,
         pad: int = 0,
-    ) -> CanaryRows:
+    ) -> ForwardView:
         """The next forward, chains; `pad` padded rows stand at the end."""
         prefixes = prefixes or self.lens
         new = [
@@ -175,7 +179,7 @@ class World:
         indptr = [sum(extends[:i]) for i in range(len(extends) + 1)]
         total = indptr[-1]
         zeros, n = [0] * pad, len(prefixes)
-        return CanaryRows(
+        return ForwardView(
             req_rows=long([i + 1 for i in range(n)] + zeros),
             prefix_lens=long(prefixes + [7] * pad),
             extend_lens=long(extends + [1] * pad),
@@ -196,7 +200,7 @@ class World:
 
     def table(
         self,
-        rows: CanaryRows,
+        rows: ForwardView,
         *,
         flat: bool = False,
         window: int | None = None,
@@ -248,29 +252,37 @@ class World:
         self,
         backend: Backend,
         state: CanaryState,
-        rows: CanaryRows,
+        rows: ForwardView,
         table: KVReadView,
         *,
         tokens: Tensor | None = None,
         manager: int = -1,
         sweep: bool = False,
     ) -> None:
-        backend.read.verify(
-            state,
-            rows,
-            table,
-            self.fingerprint,
+        view = dataclasses.replace(rows, manager=manager)
+        backend.read.verify(state, view, self.checks(tokens=tokens, sweep=sweep), table)
+
+    def checks(
+        self,
+        *,
+        tokens: Tensor | None = None,
+        published: Tensor | None = None,
+        sweep: bool = False,
+    ) -> PoolChecks:
+        return PoolChecks(
+            page_size=self.page_size,
+            fingerprint=self.fingerprint,
             req_to_token=None if sweep else self.req_to_token,
             tokens=tokens,
             token_offset=self.offset,
-            manager=manager,
+            published=published,
         )
 
     def write(
         self,
         backend: Backend,
         state: CanaryState,
-        rows: CanaryRows,
+        rows: ForwardView,
         kind: WriterKind = WriterKind.DECODE,
         *,
         manager: int = -1,
@@ -292,25 +304,21 @@ class World:
         self,
         backend: Backend,
         state: CanaryState,
-        rows: CanaryRows,
+        rows: ForwardView,
         kind: WriterKind = WriterKind.DECODE,
         *,
         manager: int = -1,
         oracle: tuple[Tensor, Tensor] | None = None,
         published: Tensor | None = None,
     ) -> None:
-        backend.write.write_head(
-            state,
-            rows,
-            req_to_token=self.req_to_token,
-            page_size=self.page_size,
-            writer_kind=kind,
-            manager=manager,
-            oracle=oracle,
-            published=published,
+        view = dataclasses.replace(
+            rows, writer_kind=kind, manager=manager, oracle=oracle
         )
+        backend.write.write_head(state, view, self.checks(published=published))
 
-    def advance(self, backend: Backend, state: CanaryState, rows: CanaryRows) -> Tensor:
+    def advance(
+        self, backend: Backend, state: CanaryState, rows: ForwardView
+    ) -> Tensor:
         """Lineages behind the new tokens; the findings."""
         findings = long([0] * (STATUS_WORDS + rows.num_rows))
         backend.write.finish_step(state, rows, findings)
@@ -320,20 +328,12 @@ class World:
         self,
         backend: Backend,
         state: CanaryState,
-        rows: CanaryRows,
+        rows: ForwardView,
         kind: WriterKind = WriterKind.DECODE,
         *,
         manager: int = -1,
         advance: bool = False,
         findings: Tensor | None = None,
     ) -> None:
-        backend.write.write_tail(
-            state,
-            rows,
-            self.fingerprint,
-            page_size=self.page_size,
-            writer_kind=kind,
-            manager=manager,
-            advance=advance,
-            findings=findings,
-        )
+        view = dataclasses.replace(rows, writer_kind=kind, manager=manager)
+        backend.write.write_tail(state, view, self.checks(), advance, findings)

@@ -12,9 +12,16 @@ import pytest
 import torch
 from canary_world import Backend, World, backends, entries, findings, long
 
-from sglang.srt.kv_canary.kernels import launches
-from sglang.srt.kv_canary.kernels.finish import counters_of, verdicts_of
-from sglang.srt.kv_canary.kernels.records import (
+from kv_canary import launches
+from kv_canary.findings import counters_of, verdicts_of
+from kv_canary.layout import (
+    Fingerprint,
+    FingerprintMode,
+    LayerGroup,
+    PoolLayout,
+    create_fingerprint,
+)
+from kv_canary.records import (
     Counter,
     Launch,
     Phase,
@@ -24,16 +31,9 @@ from sglang.srt.kv_canary.kernels.records import (
     unpack_word0,
     unpack_word3,
 )
-from sglang.srt.kv_canary.kernels.state import (
-    CanaryRows,
-    Fingerprint,
-    FingerprintMode,
-    check_view_layout,
-    create_fingerprint,
-    create_state,
-)
+from kv_canary.state import create_state
+from kv_canary.view import ForwardView, KVReadView
 from sglang.srt.layers.ops import dispatch
-from sglang.srt.model_executor.forward_batch_info import KVReadView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count, sampled
 
@@ -49,7 +49,7 @@ def world(**options: object) -> World:
     return World(lens=LENS, **options)  # type: ignore[arg-type]
 
 
-def decode(w: World) -> CanaryRows:
+def decode(w: World) -> ForwardView:
     return w.rows(extends=[1] * len(w.lens), pad=1)
 
 
@@ -212,7 +212,7 @@ def test_flipped_bytes(backend: Backend, mode: FingerprintMode) -> None:
     assert found % 2**32 == computed % 2**32 and found >> 32 != computed >> 32
 
 
-def step(backend: Backend, w: World, rows: CanaryRows) -> None:
+def step(backend: Backend, w: World, rows: ForwardView) -> None:
     """A forward whose new tokens all stay."""
     w.verify(backend, w.state, rows, w.table(rows))
     w.write(backend, w.state, rows)
@@ -525,19 +525,19 @@ def test_both_checks_before_the_model_in_one_call() -> None:
                 w.state.tail[w.slot(2, 9), 1] += 1
                 rows.out_cache_loc[1] = w.slot(0, 2)
                 oracle = (rows.input_ids + 1, rows.positions)
-            common = {"req_to_token": w.req_to_token, "manager": 1}
-            write = {
-                "page_size": 4,
-                "writer_kind": WriterKind.DECODE,
-                "oracle": oracle,
-            }
-            read = {"fingerprint": w.fingerprint, "tokens": w.tokens}
-            table = w.table(rows)
+            view = dataclasses.replace(
+                rows,
+                reads=[w.table(rows)],
+                manager=1,
+                writer_kind=WriterKind.DECODE,
+                oracle=oracle,
+            )
+            checks = w.checks(tokens=w.tokens)
             if joint:
-                launches.before_model(w.state, rows, table, **common, **read, **write)
+                launches.before_model(w.state, view, checks)
             else:
-                launches.verify(w.state, rows, table, **common, **read)
-                launches.write_head(w.state, rows, **common, **write)
+                launches.verify(w.state, view, checks, view.reads[0])
+                launches.write_head(w.state, view, checks)
             states.append(w.state)
         first, second = states
         assert entries(first) == entries(second)
@@ -583,7 +583,7 @@ def test_tree_nodes_have_their_ancestors_lineage(backend: Backend) -> None:
     chain = dataclasses.replace(rows, parent_index=None)
     for path, node in (((0, 1, 3), 3), ((0, 2), 2), ((0,), 0)):
         picked = long(list(path))
-        one = CanaryRows(
+        one = ForwardView(
             req_rows=chain.req_rows[:1],
             prefix_lens=chain.prefix_lens[:1],
             extend_lens=long([len(path)]),
@@ -599,7 +599,7 @@ def test_tree_nodes_have_their_ancestors_lineage(backend: Backend) -> None:
         assert int(w.state.expected_lineage[1]) == lineages[node]
 
 
-def tree(w: World) -> CanaryRows:
+def tree(w: World) -> ForwardView:
     """Two children of a root, and a child of each, both with one token.
 
     0 - 1 - 3
@@ -674,7 +674,7 @@ def test_sweep(backend: Backend) -> None:
     w.k[1, slots[2], 0, 0] += 1
     w.req_to_token.zero_()
     w.state.expected_lineage.zero_()
-    one = CanaryRows(
+    one = ForwardView(
         req_rows=long([1]),
         prefix_lens=long([9]),
         extend_lens=long([0]),
@@ -718,7 +718,7 @@ def test_moves_keep_a_row_healthy(backend: Backend) -> None:
         buffer[:, dst] = buffer[:, src].clone()
     w.req_to_token[3, 3:12] = dst.int()
     write = backend.write if backend.name == "triton" else backends()[0].write
-    write.move_records(w.state, dst=dst, src=src)
+    write.move_records(w.state, dst, src)
     rows = decode(w)
     w.verify(backend, w.state, rows, w.table(rows))
     assert findings(w.state) == []
@@ -729,12 +729,11 @@ def test_launches_dispatch_and_refuse() -> None:
     rows = decode(w)
     for force in (False, True):
         with dispatch.force_reference() if force else nullcontext():
-            launches.verify(
-                w.state, rows, w.table(rows), req_to_token=w.req_to_token, manager=0
-            )
-            options = {"page_size": 1, "writer_kind": WriterKind.DECODE, "manager": 0}
-            launches.write_head(w.state, rows, req_to_token=w.req_to_token, **options)
-            launches.write_tail(w.state, rows, **options)
+            view = dataclasses.replace(rows, manager=0, writer_kind=WriterKind.DECODE)
+            checks = w.checks()
+            launches.verify(w.state, view, checks, w.table(rows))
+            launches.write_head(w.state, view, checks)
+            launches.write_tail(w.state, view, checks)
     assert findings(w.state) == [] and not w.state.phase.any()
     launches.set_lineage(w.state, long([2, 3]), long([7, 8]))
     assert w.state.expected_lineage[2:4].tolist() == [7, 8]
@@ -753,10 +752,10 @@ def test_launches_dispatch_and_refuse() -> None:
         tree = dataclasses.replace(rows, parent_index=rows.positions, max_depth=1)
         launches.finish_step(w.state, tree)
     with pytest.raises(ValueError, match="lineages of a tree"):
-        launches.write_tail(w.state, tree, **options, advance=True)
+        launches.write_tail(w.state, tree, checks, advance=True)
     with pytest.raises(ValueError, match="advances"):
         out = rows.positions
-        launches.write_tail(w.state, rows, **options, findings=out)
+        launches.write_tail(w.state, rows, checks, findings=out)
     with pytest.raises(ValueError, match="either seeds or seed_table"):
         one = rows.positions
         dataclasses.replace(rows, seeds=one, seed_table=one)
@@ -764,11 +763,12 @@ def test_launches_dispatch_and_refuse() -> None:
         odd = torch.zeros(8, dtype=torch.int64)[::2]
         dataclasses.replace(rows, positions=odd).check_layout()
     with pytest.raises(ValueError, match="read_lens is torch.int32"):
-        view = KVReadView(read_lens=rows.positions.int(), page_table=w.req_to_token)
-        check_view_layout(view)
+        lens = rows.positions.int()
+        KVReadView(read_lens=lens, page_table=w.req_to_token).check_layout()
     with pytest.raises(ValueError, match="16"):
         odd = torch.zeros(2, 5, 3)
-        create_fingerprint(FingerprintMode.ALL, k_buffer=odd, v_buffer=odd)
+        layout = PoolLayout(groups=(LayerGroup(name="full", k=odd, v=odd),))
+        create_fingerprint(FingerprintMode.ALL, layout)
     with pytest.raises(ValueError, match="page_table"):
         KVReadView(read_lens=long([1]))
     with pytest.raises(ValueError, match="ring_capacity"):

@@ -18,15 +18,12 @@ from canary_world import (
 )
 from torch import Tensor
 
-from sglang.srt.kv_canary.kernels import reference
-from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS, counters_of, verdicts_of
-from sglang.srt.kv_canary.kernels.records import WriterKind
-from sglang.srt.kv_canary.kernels.state import (
-    CanaryRows,
-    CanaryState,
-    FingerprintMode,
-)
-from sglang.srt.model_executor.forward_batch_info import KVReadView
+from kv_canary.findings import STATUS_WORDS, counters_of, verdicts_of
+from kv_canary.kernels import reference
+from kv_canary.layout import FingerprintMode
+from kv_canary.records import WriterKind
+from kv_canary.state import CanaryState
+from kv_canary.view import ForwardView, KVReadView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
 
@@ -61,7 +58,7 @@ def world_of(rng: random.Random, seed: int) -> World:
     )
 
 
-def with_tree(rng: random.Random, rows: CanaryRows, extends: list[int]) -> CanaryRows:
+def with_tree(rng: random.Random, rows: ForwardView, extends: list[int]) -> ForwardView:
     parents, start = [], 0
     positions = rows.positions.tolist()
     for prefix, extend in zip(rows.prefix_lens.tolist(), extends, strict=False):
@@ -78,7 +75,7 @@ def with_tree(rng: random.Random, rows: CanaryRows, extends: list[int]) -> Canar
 
 
 def damage(
-    rng: random.Random, world: World, rows: CanaryRows, table: KVReadView
+    rng: random.Random, world: World, rows: ForwardView, table: KVReadView
 ) -> None:
     """Spoil a few things in place; slots stay different from each other."""
     state = world.state
@@ -119,7 +116,7 @@ class Case:
     """A damaged world and what is done to it."""
 
     world: World
-    rows: CanaryRows
+    rows: ForwardView
     table: KVReadView
     is_tree: bool
     sweep: bool
@@ -189,7 +186,7 @@ def case_of(rng: random.Random, seed: int) -> Case:
     )
 
 
-def as_draft(rng: random.Random, rows: CanaryRows) -> CanaryRows:
+def as_draft(rng: random.Random, rows: ForwardView) -> ForwardView:
     """Sometimes with seeds by request, lineages published elsewhere, and accepted
     tokens."""
     chosen: dict[str, Tensor] = {}
@@ -292,20 +289,15 @@ def test_before_model_equals_the_reference(
         return
     world, rows, manager = case.world, case.rows, case.manager
     state, due = world.state.clone(), world.state.clone()
-    backend.read.before_model(
-        state,
+    view = dataclasses.replace(
         rows,
-        case.table,
-        world.fingerprint,
-        req_to_token=world.req_to_token,
-        tokens=case.tokens,
-        token_offset=world.offset,
-        page_size=world.page_size,
+        reads=[case.table],
         writer_kind=case.kind,
         manager=manager,
         oracle=case.oracle,
-        published=case.published,
     )
+    checks = world.checks(tokens=case.tokens, published=case.published)
+    backend.read.before_model(state, view, checks)
     first = backends()[0]
     world.verify(first, due, rows, case.table, tokens=case.tokens, manager=manager)
     world.head(
@@ -344,7 +336,7 @@ def test_books_equal_the_reference(backend: Backend, seed: int) -> None:
         ended = long([99] * (STATUS_WORDS + others.num_rows + 1))
         one.write.poison(state, slots, long([rng_live]))
         write = one.write if one.name == "triton" else backends()[0].write
-        write.move_records(state, dst=some[:23], src=some[17:])
+        write.move_records(state, some[:23], some[17:])
         one.write.gather_findings(state, req_rows, out)
         world.advance(one, state, rows)
         one.write.finish_step(state, others, ended)

@@ -8,8 +8,9 @@ from canary_world import DEVICE, Backend, backends, long
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS
-from sglang.srt.kv_canary.kernels.records import (
+from kv_canary.findings import STATUS_WORDS
+from kv_canary.hashing import MASK64, mix64_int, to_signed64
+from kv_canary.records import (
     NUM_COUNTERS,
     RING_WORDS,
     Reason,
@@ -29,8 +30,8 @@ from sglang.srt.kv_canary.kernels.records import (
     unpack_word0,
     unpack_word3,
 )
-from sglang.srt.kv_canary.kernels.state import CanaryRows, create_state
-from sglang.srt.utils.hashing import MASK64, mix64_int, to_signed64
+from kv_canary.state import create_state
+from kv_canary.view import ForwardView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=20, suite="cpu")
@@ -87,7 +88,7 @@ def test_lineages_of_the_kernels(backend: Backend) -> None:
         )
         n = len(ids)
         places = list(range(start, start + n))
-        rows = CanaryRows(
+        rows = ForwardView(
             req_rows=long([2]),
             prefix_lens=long([0]),
             extend_lens=long([n]),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
+from kv_canary.reporter import CanaryViolation
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.canary_traffic import CONTEXT, VOCAB, Outcome, canary_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.kv_canary.kernels.records import Counter
+from kv_canary.records import Counter
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from kv_canary.records import NUM_COUNTERS, Counter
+from kv_canary.reporter import CanaryViolation
+from kv_canary.violation import Owner
 from sglang.srt.distributed.parallel_state import (
     TensorParallelGroup,
     tensor_parallel_group,
 )
-from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS, Counter
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
-from sglang.srt.kv_canary.runner.violation import Owner
-from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
 from sglang.srt.managers.scheduler_components.build import _for_clients
 from sglang.srt.managers.scheduler_components.canary_gate import SlotBooks
 from sglang.srt.model_executor.forward_batch_info import (

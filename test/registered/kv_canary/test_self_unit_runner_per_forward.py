@@ -13,17 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.distributed.parallel_state import (
-    TensorParallelGroup,
-)
-from sglang.srt.kv_canary.api import (
-    _extract_forward_batch,
-    _patch_model_forward,
-    _with_canary_bracketing,
-)
-from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
-from sglang.srt.kv_canary.kernels.finish import is_clean
-from sglang.srt.kv_canary.kernels.records import (
+from kv_canary.findings import is_clean
+from kv_canary.records import (
     NUM_COUNTERS,
     POISON_WORD,
     Counter,
@@ -34,16 +25,24 @@ from sglang.srt.kv_canary.kernels.records import (
     lineage_of,
     unpack_word3,
 )
-from sglang.srt.kv_canary.kernels.state import CanaryState
+from kv_canary.state import CanaryState
+from kv_canary.violation import parse_entry
+from sglang.srt.distributed.parallel_state import (
+    TensorParallelGroup,
+)
+from sglang.srt.kv_canary.api import (
+    _extract_forward_batch,
+    _patch_model_forward,
+    _with_canary_bracketing,
+)
+from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang.srt.kv_canary.runner import health_checker
 from sglang.srt.kv_canary.runner.canary_manager import (
     CanaryManager,
-    CanaryScopes,
     context_tuple,
 )
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
-from sglang.srt.kv_canary.runner.violation import parse_entry
 from sglang.srt.kv_canary.single_forward_manager import manager as forward_manager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
 from sglang.srt.model_executor.forward_batch_info import (
@@ -69,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def canary_of(harness: ForwardHarness) -> CanaryManager:
-    manager = harness.runner.canary_manager
+    manager = harness.canary
     assert manager is not None
     return manager
 
@@ -113,9 +112,8 @@ def finish(manager: CanaryManager, batch: ForwardBatch) -> list[int]:
 
 
 def decode_batch(harness: ForwardHarness, *rows: int) -> ForwardBatch:
-    """One more token of each row; as in the engine, the host sends no lineages."""
-    batch = harness.prepare(DECODE, [(row, None) for row in rows])
-    return dataclasses.replace(batch, prefix_lineages=None)
+    """One more token of each row."""
+    return harness.prepare(DECODE, [(row, None) for row in rows])
 
 
 def with_padded_row(batch: ForwardBatch, device: str) -> ForwardBatch:
@@ -162,7 +160,7 @@ def phases(state: CanaryState) -> list[int]:
 class TestManagerPerForward:
     """One forward: what is set before it, what runs around it, what is left."""
 
-    def test_order_of_launches(
+    def test_per_forward_orchestrates_plan_head_tail(
         self, harness: ForwardHarness, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Verify and head, the model, tail; the phase word follows."""
@@ -177,7 +175,7 @@ class TestManagerPerForward:
 
             return call
 
-        for name in ("before_model", "write_tail", "set_lineage"):
+        for name in ("before_model", "write_tail"):
             function = getattr(forward_manager, name)
             monkeypatch.setattr(forward_manager, name, recorded(name, function))
         backend = harness.runner.attn_backend
@@ -189,7 +187,7 @@ class TestManagerPerForward:
             ("layer", Phase.AFTER_HEAD),
             ("write_tail", Phase.IDLE),
         ]
-        assert events == [("set_lineage", Phase.IDLE), *around]
+        assert events == around
         events.clear()
         harness.run(decode_batch(harness, *rows))
         assert events == around
@@ -248,8 +246,7 @@ class TestManagerPerForward:
         row = harness.new_row(list(range(20)))
         harness.run(harness.prepare(EXTEND, [(row, 8)]))
         batch = harness.prepare(EXTEND, [(row, 19)])
-        assert batch.prefix_lineages is not None
-        batch = dataclasses.replace(batch, prefix_lineages=batch.prefix_lineages + 1)
+        canary_of(harness).target.buffers.state.expected_lineage[row] += 1
         (found,) = findings(harness, batch)
         assert found["reasons"] == ["verify_token"]
         assert (found["position"], found["request_row"]) == (7, row)
@@ -437,18 +434,14 @@ class TestLaunchEndpointsPerForward:
         manager = canary_of(harness)
         (row,) = prefilled(harness, 3)
         batch = decode_batch(harness, row)
-        scopes = CanaryScopes(manager)
+        launch, step = context_tuple(manager, index=0, forward_batch=batch)
         with (
-            scopes.launch(forward_batch=batch, steps=(0,)),
+            launch,
             pytest.raises(RuntimeError, match="launch is already open"),
-            scopes.launch(forward_batch=batch, steps=(0,)),
+            launch,
         ):
             pass
-        with (
-            scopes.step(0),
-            pytest.raises(RuntimeError, match="forward is already open"),
-            scopes.step(0),
-        ):
+        with step, pytest.raises(RuntimeError, match="forward is already open"), step:
             pass
         assert findings(harness, batch) == []
 
@@ -640,7 +633,7 @@ class TestCanaryManagerActiveSingleForwardManagerDispatch:
         )
         manager = CanaryManager(target, num_managers=2, group=TensorParallelGroup())
         _patch_model_forward(runner.model, manager)
-        runner.scopes = CanaryScopes(manager)
+        runner.scopes = manager
         return harness, manager
 
     @staticmethod

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kv_canary.reporter import CanaryViolation
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang.srt.kv_canary.runner.sweep import Sweeper
-from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
 from sglang.srt.mem_cache.allocator import create_allocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache

@@ -11,9 +11,9 @@ from typing import Any, TextIO
 
 import pytest
 
-from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
-from sglang.srt.kv_canary.explain import MEANING, NONE, POISON, SWEEP, explain
-from sglang.srt.kv_canary.kernels.records import (
+from kv_canary import reporter as violation_reporter
+from kv_canary.explain import MEANING, NONE, POISON, SWEEP, explain
+from kv_canary.records import (
     POISON_WORD,
     SERIAL_MASK,
     TOKEN_MASK,
@@ -25,13 +25,14 @@ from sglang.srt.kv_canary.kernels.records import (
     pack_word3,
     reason_labels,
 )
-from sglang.srt.kv_canary.runner import violation_reporter
-from sglang.srt.kv_canary.runner.serial_book import REMEMBERED, SerialBook
-from sglang.srt.kv_canary.runner.violation import Owner, Violation, parse_entry
-from sglang.srt.kv_canary.runner.violation_reporter import (
+from kv_canary.reporter import (
     ViolationReporter,
     as_error,
 )
+from kv_canary.serials import REMEMBERED, SerialMap
+from kv_canary.violation import Owner, Violation, parse_entry
+from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
+from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")
@@ -71,11 +72,11 @@ def violation(page_size: int = 4, **changes: int) -> Violation:
 def reporter(
     *, rank: int = 0, reader: str = "reader", **config: Any
 ) -> ViolationReporter:
-    book = SerialBook()
-    book.add(READER, reader)
-    book.add(WRITER, "writer")
+    serials = SerialMap()
+    serials.add(READER, reader)
+    serials.add(WRITER, "writer")
     settings = CanaryConfig(mode=CanaryMode.RAISE, real_data=RealData.ALL, **config)
-    return ViolationReporter(settings, page_size=4, book=book, rank=rank)
+    return create_reporter(settings, page_size=4, serials=serials, rank=rank)
 
 
 def owner_of(slot: int) -> Owner:
@@ -376,7 +377,7 @@ T  rank 1  forward 42 (decode)  mode raise, real data all
 
 1. aliased with request writer
    request   "reader" (target pool, found by verify, batch row 1)
-   where     position 12, slot 77, page 19; by the books: owner of 77
+   where     position 12, slot 77, page 19; held by: owner of 77
    because   the token's history is not the one that this row expects [verify_lineage]
    because   the prefix is not the request's own tokens [verify_token]
    expected  position 12, lineage 0x0000000000000001, slot 78, fingerprint \
@@ -398,7 +399,7 @@ def test_explain(tmp_path: Path) -> None:
 GOLDEN_RUN = """\
 1 to 3. use after free
    request   "reader" (target pool, found by verify, batch row 1)
-   where     positions 12 to 14, slots 78 to 80, pages 19 to 20; by the books: owner
+   where     positions 12 to 14, slots 78 to 80, pages 19 to 20; held by: owner
    because   the slot held nothing when it was read [verify_freed]
    found     a freed slot: its last owner was request "writer", it was freed before \
 forward 40
@@ -446,11 +447,11 @@ def test_explain_shows_tokens_where_the_report_has_them(tmp_path: Path) -> None:
 def test_explain_prints_no_control_characters() -> None:
     """Whatever a client calls its request: no line is forged, no terminal steered."""
     evil = "x\n2. nothing is wrong\x1b[2J\u2028\ud800\x9b1m"
-    book = SerialBook()
-    book.add(READER, evil)
-    book.add(WRITER, evil)
+    serials = SerialMap()
+    serials.add(READER, evil)
+    serials.add(WRITER, evil)
     settings = CanaryConfig(mode=CanaryMode.LOG, real_data=RealData.ALL)
-    report = ViolationReporter(settings, page_size=4, book=book)
+    report = create_reporter(settings, page_size=4, serials=serials)
     report.report([entry()], dropped=0, owner_of=lambda slot: Owner(f"request {evil}"))
     document = json.loads(json.dumps(report.incidents[0]))
     text = explain(document)
@@ -494,18 +495,18 @@ def test_the_error_of_raise_is_all_lines() -> None:
 # -- serials -----------------------------------------------------------------------
 
 
-def test_the_book_forgets_the_oldest() -> None:
-    book = SerialBook()
+def test_the_map_forgets_the_oldest() -> None:
+    serials = SerialMap()
     for serial in range(REMEMBERED):
-        book.add(serial, f"r{serial}")
-    assert book.rid(0) == "r0"
-    book.add(0, "again")  # is the newest now
-    book.add(REMEMBERED, "one more")
-    assert book.rid(0) == "again"
-    assert book.rid(1) is None
-    assert book.rid(2) == "r2"
-    assert book.rid(REMEMBERED) == "one more"
-    assert book.rid(REMEMBERED + SERIAL_MASK + 1) == "one more"
+        serials.add(serial, f"r{serial}")
+    assert serials.rid(0) == "r0"
+    serials.add(0, "again")  # is the newest now
+    serials.add(REMEMBERED, "one more")
+    assert serials.rid(0) == "again"
+    assert serials.rid(1) is None
+    assert serials.rid(2) == "r2"
+    assert serials.rid(REMEMBERED) == "one more"
+    assert serials.rid(REMEMBERED + SERIAL_MASK + 1) == "one more"
 
 
 def test_violations_are_errors_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.kv_canary.explain import explain
+from kv_canary.explain import explain
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.models.mock_oracle import next_tokens

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.kv_canary.kernels.records import reason_labels
+from kv_canary.records import reason_labels
+from kv_canary.reporter import CanaryViolation
+from kv_canary.view import KVReadView
 from sglang.srt.kv_canary.perturb.damage import Damage
 from sglang.srt.kv_canary.perturb.injectors import INJECTORS
 from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
-from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
 from sglang.srt.layers.attention.branch_lists import BranchLists
 from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVReadView
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.srt.speculative.ops.slots import SlotRows
 from sglang.srt.utils.fault_points import (

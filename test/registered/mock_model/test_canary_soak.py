@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang.srt.kv_canary.kernels.records import Counter
+from kv_canary.records import Counter
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.test.canary_traffic import CONTEXT, VOCAB, canary_of

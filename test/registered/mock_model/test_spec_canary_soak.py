@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang.srt.kv_canary.kernels.records import Counter
+from kv_canary.records import Counter
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo

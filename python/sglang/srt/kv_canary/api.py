@@ -1,4 +1,7 @@
-"""Installs the canary on a model runner."""
+"""Installs the canary on a model runner.
+
+The worker that owns the runner calls it; the runner knows scopes and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.kv_canary.config import CanaryConfig
+from sglang.srt.kv_canary.capacities import bytes_per_slot
+from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager, CanaryScopes
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -23,16 +27,16 @@ def install_canary(
     *,
     server_args: ServerArgs,
     model_runner: ModelRunner,
-    companion: CanaryManager | None = None,
+    target_canary: CanaryManager | None = None,
 ) -> CanaryManager | None:
     """Check the KV cache of `model_runner` from now on.
 
-    Call it once its pools and its attention backend are there and before any graph is
-    captured.
+    For the worker that owns the runner to call, once pools and attention backend are
+    there and before any graph is captured.
 
     Args:
-        companion: the target's manager, for a draft worker: without it a draft worker's
-            pool is not checked, so that none ever is by accident.
+        target_canary: the target's manager, for a draft worker: without it a draft
+            worker's pool is not checked, so that none ever is by accident.
 
     Returns:
         None where the canary is off, or the runner serves a draft worker of nobody.
@@ -42,9 +46,9 @@ def install_canary(
     """
     config = CanaryConfig.from_server_args(server_args)
     is_draft = model_runner.is_draft_worker
-    if not config.is_on or (is_draft and companion is None):
+    if not config.is_on or (is_draft and target_canary is None):
         return None
-    pool, req_pool = model_runner.kv_pool, model_runner.req_to_token_pool
+    pool, req_to_token_pool = model_runner.kv_pool, model_runner.req_to_token_pool
     topk, num_managers, tree_depth = 1, 1, 0
     if is_draft:
         shape = server_args.tree_shape
@@ -56,17 +60,17 @@ def install_canary(
         config=config,
         device=pool.device,
         kv_token_id_vs_position_offset=int(is_draft),
-        req_rows=req_pool.size + 1,
-        max_rows=req_pool.size * topk,
+        req_rows=req_to_token_pool.size + 1,
+        max_rows=req_to_token_pool.size * topk,
         num_managers=num_managers,
-        num_branches=req_pool.size * topk if is_draft else 0,
+        num_branches=req_to_token_pool.size * topk if is_draft else 0,
     )
-    seeds = buffers.state.expected_lineage.new_zeros(req_pool.size + 1)
+    seeds = buffers.state.expected_lineage.new_zeros(req_to_token_pool.size + 1)
     manager = CanaryManager(
         CanaryTarget(
             config=config,
             buffers=buffers,
-            req_to_token_pool=req_pool,
+            req_to_token_pool=req_to_token_pool,
             kv_pool=pool,
             attn_backend=model_runner.attn_backend,
             page_size=model_runner.page_size,
@@ -77,12 +81,17 @@ def install_canary(
         ),
         num_managers=num_managers,
         group=get_tp_group(),
-        companion=companion,
+        target_canary=target_canary,
     )
     model_runner.allocator.register_on_free(manager.on_free)
     _patch_model_forward(model_runner.model, manager)
-    model_runner.scopes = CanaryScopes(manager)
+    model_runner.scopes = model_runner.canary_manager = manager
     return manager
+
+
+def watcher_bytes_per_slot(server_args: ServerArgs) -> int:
+    """Device memory that the canary will keep per KV slot; 0 while it is off."""
+    return 0 if server_args.kv_canary == CanaryMode.NONE.value else bytes_per_slot()
 
 
 def _patch_model_forward(model: nn.Module, manager: CanaryManager) -> None:
@@ -107,15 +116,15 @@ def _with_canary_bracketing(
     """`forward` between the launches before and after it.
 
     Args:
-        stack: what `forward` runs before its head unless it is given another `stack`;
-            None: it has no such argument.
+        stack: runs in `forward` before its head unless `forward` is given another
+            `stack`; None: it has no such argument.
     """
 
     def bracketed(*args: Any, **kwargs: Any) -> Any:
         forward_batch = _extract_forward_batch(args, kwargs)
         manager.pre_ops_maybe_inside_graph(forward_batch)
         if stack is not None and manager.side is not None:
-            kwargs["stack"] = manager.with_tail_behind(kwargs.get("stack") or stack)
+            kwargs["stack"] = manager.with_tail_after(kwargs.get("stack") or stack)
         output = forward(*args, **kwargs)
         manager.post_ops_maybe_inside_graph(forward_batch)
         return output

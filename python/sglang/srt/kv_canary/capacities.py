@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.kv_canary.kernels.records import RECORD_WORDS, RING_WORDS
+from kv_canary.records import RECORD_WORDS, RING_WORDS
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 WORD_BYTES = 8
@@ -14,7 +14,9 @@ RECORDS_PER_SLOT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryLaunchCapacities:
-    """Fields:
+    """Sizes that a launch may not exceed.
+
+    Fields:
     num_slots: slots of the pool, scratch page included.
     req_rows: rows of `req_to_token`, padding row included.
     max_rows: rows of one forward at most.
@@ -55,5 +57,5 @@ class CanaryLaunchCapacities:
 
 
 def bytes_per_slot() -> int:
-    """What the canary adds to each KV slot."""
+    """Bytes that the canary adds to each KV slot."""
     return RECORDS_PER_SLOT * RECORD_WORDS * WORD_BYTES

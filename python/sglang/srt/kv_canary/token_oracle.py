@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang.srt.utils.hashing import MASK64, mix64, mix64_int
+from kv_canary.hashing import MASK64, mix64, mix64_int
 
 
 def oracle_token(rid_hash: int, position: int, *, vocab_size: int) -> int:

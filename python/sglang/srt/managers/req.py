@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.constrained.base_grammar import Grammar
-from sglang.srt.kv_canary.kernels.records import draft_seed, extend_lineage
 from sglang.srt.layers.logprobs import HostLogprob
 from sglang.srt.managers.io_struct import FinishReason, GenerateReq
 from sglang.srt.managers.stop_matcher import StopMatcher
@@ -114,11 +113,6 @@ class Req:
         self.hidden_states: list[list[float]] = []
         self._hidden_until = 0
 
-        # Of how many tokens the KV canary's lineage is known, and the lineage; in the
-        # target's pool, and in a draft's.
-        self._lineage = (0, 0)
-        self._draft_lineage = (0, 0)
-
         # What was sent already.
         self.sent_tokens = 0
         self.sent_input_logprobs = False
@@ -148,37 +142,6 @@ class Req:
     def remaining_new_tokens(self) -> int:
         """Tokens that it may still sample."""
         return max(self.max_total_len - len(self.tokens), 0)
-
-    def lineage(self, length: int) -> int:
-        """Lineage of the first `length` tokens, as the KV canary knows it."""
-        known, value = self._lineage
-        if length < known:
-            known, value = 0, 0
-        if length > known:
-            value = extend_lineage(
-                value,
-                np.frombuffer(self.tokens, dtype=np.int64)[known:length],
-                start_position=known,
-                salt=self.salt,
-            )
-            self._lineage = (length, value)
-        return value
-
-    def draft_lineage(self, length: int) -> int:
-        """Lineage of the first `length` slots of a draft's pool, where slot p holds
-        token p + 1."""
-        known, value = self._draft_lineage
-        if length < known or known == 0:
-            known, value = 0, draft_seed(self.tokens[0], self.salt)
-        if length > known:
-            value = extend_lineage(
-                value,
-                np.frombuffer(self.tokens, dtype=np.int64)[known + 1 : length + 1],
-                start_position=known,
-                salt=self.salt,
-            )
-            self._draft_lineage = (length, value)
-        return value
 
     def cacheable_prefix_len(self) -> int:
         """Tokens that a prefix match may cover.

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang.srt.kv_canary.kernels.records import draft_seed
 from sglang.srt.layers.logprobs import LogprobRequest
 from sglang.srt.managers.req import Req
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -31,7 +30,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.speculative.eagle_info_v2 import DraftLineages, EagleDraftInput
+from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 
 NO_BOOTSTRAP_ROOM = -1
 
@@ -48,7 +47,6 @@ class BatchEnvironment:
     cache: BasePrefixCache
     vocab_size: int
     needs_host_lens: bool
-    needs_lineages: bool = False
     decode_reserve: int = 0
 
     @property
@@ -353,7 +351,6 @@ class ScheduleBatch:
             rids_int=rids_int,
             bootstrap_room_ids_int=rooms,
             qo_indptr=self._upload(qo_indptr),
-            prefix_lineages=self._prefix_lineages(starts),
             lens_cpu=self._host_lens(),
             logits_rows=self._upload(qo_indptr[1:] - 1),
             input_logprobs=_input_logprob_spans(spans),
@@ -382,26 +379,10 @@ class ScheduleBatch:
             values=self._upload(np.concatenate(values)),
         )
 
-    def _prefix_lineages(self, starts: Sequence[int]) -> torch.Tensor | None:
-        if not self.env.needs_lineages:
-            return None
-        values = [
-            req.lineage(start) for req, start in zip(self.reqs, starts, strict=True)
-        ]
-        return self._upload(np.array(values, dtype=np.int64))
-
-    def draft_lineages(self) -> DraftLineages | None:
-        """What the canary of a draft's pool must know of the prefixes and their
-        beginnings, as `_prefix_lineages` of the target's."""
-        if not self.env.needs_lineages:
-            return None
-        starts = self._prefix_lens.tolist()
-        values = [
-            [r.draft_lineage(n) for r, n in zip(self.reqs, starts, strict=True)],
-            [draft_seed(r.tokens[0], r.salt) for r in self.reqs],
-        ]
-        prefixes, seeds = self._upload(np.array(values, dtype=np.int64)).unbind()
-        return DraftLineages(prefixes=prefixes, seeds=seeds)
+    def prefix_lens(self) -> list[int]:
+        """Tokens per request that have KV before the prepared prefill."""
+        lens: list[int] = self._prefix_lens.tolist()
+        return lens
 
     def _host_lens(self) -> HostLens | None:
         if not self.env.needs_host_lens:

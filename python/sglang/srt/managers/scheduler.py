@@ -123,7 +123,6 @@ class Scheduler:
         self.env = BatchEnvironment(
             cache=self.cache,
             vocab_size=self.model_config.vocab_size,
-            needs_lineages=runner.canary_manager is not None,
             needs_host_lens=runner.attn_backend.capabilities.needs_cpu_seq_lens,
             decode_reserve=decode_reserve(server_args),
         )

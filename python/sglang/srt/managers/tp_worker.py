@@ -9,13 +9,14 @@ from torch import Tensor
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprobs import LogprobResult
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.server_args import ServerArgs
@@ -60,10 +61,18 @@ class TpModelWorker:
 
     Args:
         model_runner: initialised.
+        canary: installed on it, or None.
     """
 
-    def __init__(self, *, server_args: ServerArgs, model_runner: ModelRunner) -> None:
+    def __init__(
+        self,
+        *,
+        server_args: ServerArgs,
+        model_runner: ModelRunner,
+        canary: CanaryManager | None = None,
+    ) -> None:
         self.model_runner = model_runner
+        self._canary = canary
         self.sampler = Sampler(server_args.sampling_backend or "pytorch")
         self._group = get_tp_group()
 
@@ -76,19 +85,23 @@ class TpModelWorker:
         Raises:
             ValueError: bad weights or impossible memory.
         """
-        runner = ModelRunner(server_args=server_args, model_config=model_config)
+        runner = ModelRunner(
+            server_args=server_args,
+            model_config=model_config,
+            watcher_bytes_per_slot=watcher_bytes_per_slot(server_args),
+        )
         runner.initialize()
+        canary = install_canary(server_args=server_args, model_runner=runner)
         # The largest graphs first: the others fit into their memory.
         runner.init_piecewise_cuda_graphs()
         runner.init_cuda_graphs()
-        if runner.canary_manager is not None:
-            runner.canary_manager.mark_init_finished()
-        return cls(server_args=server_args, model_runner=runner)
+        if canary is not None:
+            canary.mark_init_finished()
+        return cls(server_args=server_args, model_runner=runner, canary=canary)
 
     def canary_managers(self) -> list[CanaryManager]:
-        """What checks the KV pools; empty while the canary is off."""
-        manager = self.model_runner.canary_manager
-        return [] if manager is None else [manager]
+        """The canaries of the KV pools; empty while they are off."""
+        return [] if self._canary is None else [self._canary]
 
     def forward_batch_generation(
         self, batch: ScheduleBatch, sampling_info: SamplingBatchInfo
@@ -100,6 +113,11 @@ class TpModelWorker:
         """The same, given the forward, whose results stay on the device."""
         sampling_info = forward_batch.sampling_info
         assert sampling_info is not None
+        canary = self._canary
+        if canary is not None and forward_batch.forward_mode is ForwardMode.EXTEND:
+            canary.expect_prefixes(
+                batch.reqs, batch.prefix_lens(), forward_batch.req_pool_indices
+            )
         output = self.model_runner.forward(forward_batch)
         sampled = self.sampler(
             output.next_token_logits,
@@ -112,7 +130,7 @@ class TpModelWorker:
             # All ranks see the same logits and the same noise, but not every sum over
             # a distribution on a GPU has the same bits twice.
             self._group.broadcast(sampled.token_ids)
-        token_ids, canary = sampled.token_ids, self.model_runner.canary_manager
+        token_ids = sampled.token_ids
         if canary is not None:
             token_ids = canary.tamper_with_tokens(forward_batch, token_ids)
         self._publish(forward_batch, batch, token_ids)

@@ -1,4 +1,4 @@
-"""What one model forward works on: the batch, and how attention reads the KV cache.
+"""The batch that one model forward works on.
 
 `ForwardBatch` is immutable for the forward that runs it, and carries the same canonical
 fields in every mode. Owns no memory and knows no requests.
@@ -6,7 +6,7 @@ fields in every mode. Owns no memory and knows no requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -95,8 +95,6 @@ class ForwardBatch:
         the last prefix token (trees).
     tree_mask: bool [R, D, D] or None; which new tokens a new token sees (trees).
     req_serial, salt, rids_int, bootstrap_room_ids_int: int64 [R]; request identity.
-    prefix_lineages: int64 [R] or None; lineage of each row's prefix, from the host's
-        tokens (EXTEND while the KV canary is on).
     logits_rows: int64 [R] or None; token rows that need logits, None: all.
     input_logprobs: prompt spans that need logprobs.
     input_embeds: what replaces the embeddings of some tokens, or None.
@@ -118,7 +116,6 @@ class ForwardBatch:
     lens_cpu: HostLens | None = None
     parent_index: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None
-    prefix_lineages: torch.Tensor | None = None
     logits_rows: torch.Tensor | None = None
     input_logprobs: tuple[InputLogprobSpan, ...] = ()
     input_embeds: InputEmbeds | None = None
@@ -133,73 +130,3 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return self.input_ids.shape[0]
-
-
-# Not frozen: made for every forward, and frozen fields take twice as long to set.
-# Nothing sets them later.
-@dataclass(slots=True, kw_only=True)
-class KVReadView:
-    """What an attention backend is about to read, one per metadata group.
-
-    Element i of row r holds position `first_position[r] + i` (0 where None). Its slot
-    is `page_table[row_index[r], i // page_size] + i % page_size` (the table's entries
-    are first slots of pages; `row_index` None: r itself), or, without a table,
-    `slot_indices[indptr[r] + i]`, or, where a backend reads page numbers,
-    `page_indices[indptr[r] + i // page_size] * page_size + i % page_size`. What lies
-    behind the last row's indices is not read, and what lies beyond the table is an
-    unreadable slot.
-
-    Fields:
-        read_lens: int64 [R], elements of a row.
-        page_table: int32 [rows, columns], any strides; row_index: int64 [R] | None.
-        indptr: int32 or int64 [R + 1]; slot_indices, page_indices: int32 or int64 [N].
-        first_position: int64 [R] | None.
-        prev_slots: int64 [R] | None, slot of the token before element 0, -1: none; for
-            views of no forward (a sweep).
-        entry_size: elements that one entry of the table stands for.
-        tensors: read_lens, page_table, row_index, indptr, slot_indices or
-            page_indices, first_position, prev_slots: for the native ops.
-    """
-
-    read_lens: torch.Tensor
-    page_size: int = 1
-    page_table: torch.Tensor | None = None
-    row_index: torch.Tensor | None = None
-    indptr: torch.Tensor | None = None
-    slot_indices: torch.Tensor | None = None
-    page_indices: torch.Tensor | None = None
-    first_position: torch.Tensor | None = None
-    prev_slots: torch.Tensor | None = None
-    entry_size: int = field(init=False)
-    tensors: list[torch.Tensor | None] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        is_paged = self.page_table is not None
-        is_flat = (self.slot_indices is None) != (self.page_indices is None)
-        has_indptr = self.indptr is not None
-        if is_paged == has_indptr or is_flat != has_indptr:
-            raise ValueError(
-                "KVReadView: give either page_table, or indptr with slot_indices or "
-                "page_indices"
-            )
-        if self.page_size < 1:
-            raise ValueError(f"KVReadView: page_size={self.page_size} is not positive")
-        slots = self.slot_indices
-        self.entry_size = self.page_size if slots is None else 1
-        self.tensors = [
-            self.read_lens,
-            self.page_table,
-            self.row_index,
-            self.indptr,
-            self.page_indices if slots is None else slots,
-            self.first_position,
-            self.prev_slots,
-        ]
-
-    @property
-    def entries(self) -> torch.Tensor:
-        """The one table that is given."""
-        for part in (self.page_table, self.slot_indices, self.page_indices):
-            if part is not None:
-                return part
-        raise AssertionError("checked at construction")

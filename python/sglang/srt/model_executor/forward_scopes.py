@@ -1,7 +1,7 @@
 """The hooks around model forwards.
 
-`ModelRunner.scopes` is `NullScopes` until `install_canary` replaces it, so that no
-caller asks whether anything is installed.
+`ModelRunner.scopes` is `NullScopes` until something that watches forwards, such as the
+KV canary, is installed in its place, so that no caller asks whether anything is.
 """
 
 from __future__ import annotations
@@ -14,24 +14,42 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class ForwardScopes(Protocol):
-    def launch(
-        self, *, forward_batch: ForwardBatch, steps: Sequence[int]
-    ) -> AbstractContextManager[None]:
-        """Around a whole launch, outside any graph; `steps` will be entered in it."""
+    """Watches the forwards of one model runner."""
 
-    def step(self, index: int) -> AbstractContextManager[None]:
-        """Around one model forward, graph capture included."""
+    def with_ops_outside_graph(
+        self,
+        *,
+        single_forward_indices: Sequence[int],
+        maybe_inaccurate_forward_batch: ForwardBatch,
+    ) -> AbstractContextManager[None]:
+        """Around a whole launch, outside any graph.
+
+        Args:
+            single_forward_indices: forwards that the launch will run.
+            maybe_inaccurate_forward_batch: the live batch; a graph reads its own
+                padded copy.
+        """
+
+    def with_active_single_forward_manager(
+        self, index: int
+    ) -> AbstractContextManager[None]:
+        """Around one model forward of a launch, graph capture included."""
 
 
 class NullScopes:
-    """Does nothing."""
+    """Watches nothing."""
 
     _nothing = nullcontext()
 
-    def launch(
-        self, *, forward_batch: ForwardBatch, steps: Sequence[int]
+    def with_ops_outside_graph(
+        self,
+        *,
+        single_forward_indices: Sequence[int],
+        maybe_inaccurate_forward_batch: ForwardBatch,
     ) -> AbstractContextManager[None]:
         return self._nothing
 
-    def step(self, index: int) -> AbstractContextManager[None]:
+    def with_active_single_forward_manager(
+        self, index: int
+    ) -> AbstractContextManager[None]:
         return self._nothing

@@ -11,8 +11,6 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.kv_canary.api import install_canary
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -56,8 +54,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
     and then `init_memory`, where another model takes memory in between.
 
     Attributes:
-        scopes: hooks around forwards; the canary replaces them.
-        canary_manager: what checks this runner's KV cache, or None.
+        scopes: hooks around forwards.
+        canary_manager: the KV canary that is installed as `scopes`, or None.
         is_draft_worker: whether the model drafts for another one.
         spec_algorithm: name of the speculative algorithm, or None.
     """
@@ -72,8 +70,14 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         model_config: ModelConfig,
         is_draft_worker: bool = False,
         dtype: torch.dtype | None = None,
+        watcher_bytes_per_slot: int = 0,
     ) -> None:
-        """`dtype`: None: by --dtype and the checkpoint."""
+        """
+        Args:
+            dtype: None: by --dtype and the checkpoint.
+            watcher_bytes_per_slot: device memory that whoever watches the KV pool will
+                keep per slot.
+        """
         assert server_args.page_size is not None
         self.server_args = server_args
         self.model_config = model_config
@@ -82,13 +86,15 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.device = server_args.device
         self.dtype = dtype or self._resolve_dtype()
         self.page_size = server_args.page_size
+        self.watcher_bytes_per_slot = watcher_bytes_per_slot
         self.scopes: ForwardScopes = NullScopes()
         # Set by init_cuda_graphs, which whoever owns the runner calls when everything
         # that graphs read is in place.
         self.graph_runner: CudaGraphRunner | None = None
         # Set by init_piecewise_cuda_graphs, likewise.
         self.prefill_graph_runner: BreakableCudaGraphRunner | None = None
-        self.canary_manager: CanaryManager | None = None
+        # Set by whoever installs a canary.
+        self.canary_manager: ForwardScopes | None = None
 
     def _resolve_dtype(self) -> torch.dtype:
         """--dtype, or what the checkpoint was stored in; float32 becomes bfloat16."""
@@ -139,14 +145,12 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         *,
         shared: SharedPools | None = None,
         companion: Companion = NO_COMPANION,
-        companion_canary: CanaryManager | None = None,
     ) -> None:
         """Build the pools and the attention backend.
 
         Args:
             shared: rows and slots of the target, for a draft worker.
             companion: what a draft worker will keep.
-            companion_canary: the target's, for a draft worker.
 
         Raises:
             ValueError: impossible memory; names the flag.
@@ -158,11 +162,6 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             self.server_args.attention_backend,
             req_to_token_pool=self.req_to_token_pool,
             kv_pool=self.kv_pool,
-        )
-        self.canary_manager = install_canary(
-            server_args=self.server_args,
-            model_runner=self,
-            companion=companion_canary,
         )
         logger.info(
             "Loaded %s (%s, %s) with %d KV slots in %.1f s",
@@ -248,7 +247,10 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         """One launch of the model over `forward_batch`, as a graph where one fits."""
         with (
             torch.inference_mode(),
-            self.scopes.launch(forward_batch=forward_batch, steps=(0,)),
+            self.scopes.with_ops_outside_graph(
+                single_forward_indices=(0,),
+                maybe_inaccurate_forward_batch=forward_batch,
+            ),
         ):
             runner = self.graph_runner
             if runner is not None and runner.can_run(forward_batch):
@@ -280,7 +282,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         with (
             torch.inference_mode(),
             forward_context(context),
-            self.scopes.step(step),
+            self.scopes.with_active_single_forward_manager(step),
         ):
             output: LogitsProcessorOutput = self.model(
                 forward_batch.input_ids,

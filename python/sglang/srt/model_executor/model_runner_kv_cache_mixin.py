@@ -11,7 +11,6 @@ from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import divide_kv_heads
-from sglang.srt.kv_canary.capacities import bytes_per_slot
 from sglang.srt.managers.utils import decode_reserve
 from sglang.srt.mem_cache.allocator import BaseAllocator, create_allocator
 from sglang.srt.mem_cache.memory_pool import (
@@ -61,6 +60,7 @@ class ModelRunnerKVCacheMixin:
     is_draft_worker: bool
     page_size: int
     free_bytes_at_start: int
+    watcher_bytes_per_slot: int
     req_to_token_pool: ReqToTokenPool
     kv_pool: MHATokenToKVPool
     allocator: BaseAllocator
@@ -172,7 +172,7 @@ class ModelRunnerKVCacheMixin:
         return available // get_tp_group().size if self.device == "cpu" else available
 
     def bytes_per_kv_slot(self) -> int:
-        """Device memory of one slot: K and V of all layers, and what checks them."""
+        """Device memory of one slot: K and V of all layers, and records about it."""
         config = self.model_config
         kv_bytes = kv_bytes_per_token(
             layer_num=config.num_layers,
@@ -180,8 +180,7 @@ class ModelRunnerKVCacheMixin:
             head_dim=config.head_dim,
             dtype=self.dtype,
         )
-        has_canary = self.server_args.kv_canary != "none"
-        return kv_bytes + (bytes_per_slot() if has_canary else 0)
+        return kv_bytes + self.watcher_bytes_per_slot
 
     def _pool_size(self, companion: Companion) -> int:
         """KV slots, a multiple of the page size."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kv_canary.hashing import mix64
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -15,7 +16,6 @@ from sglang.srt.models import mock_draft_math, mock_math
 from sglang.srt.models.draft import DraftModel, target_hidden_states
 from sglang.srt.models.mock import MockAttention, load_codes
 from sglang.srt.models.stack import StackOutput
-from sglang.srt.utils.hashing import mix64
 
 _SPOILT = 0x5BAD
 

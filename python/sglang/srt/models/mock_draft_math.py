@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kv_canary.hashing import mix64
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.models import mock_math
-from sglang.srt.utils.hashing import mix64
 
 SOURCES = ("attention", "hidden")
 ACCEPTANCE = (0.6, 0.3, 0.1)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kv_canary.hashing import mix64
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.utils.hashing import mix64
 
 NUM_LAYERS = 2
 NUM_HEADS = 8

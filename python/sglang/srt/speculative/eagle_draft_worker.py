@@ -21,6 +21,8 @@ from torch import Tensor
 
 from sglang.srt.configs.draft_config import layers_to_capture
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import (
@@ -51,7 +53,6 @@ from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
 )
 from sglang.srt.speculative.eagle_info_v2 import (
     BranchColumns,
-    DraftLineages,
     EagleDraftInput,
     duplicate_prefix_tail_to_draft_branches,
 )
@@ -72,10 +73,13 @@ from sglang.srt.utils.fault_points import EARLY_POSITIONS, is_reverted
 
 
 class EagleDraftWorker:
-    """Args:
-    target: its weights are loaded, its memory is not built yet.
+    """The draft model's half of an iteration.
+
+    Args:
+        target: its weights are loaded, its memory is not built yet.
 
     Attributes:
+        canary: of the draft's pool, or None.
         draft_runner: of the draft model.
         workspace, relay: tensors of an iteration, and between iterations; from
             `init_memory` on.
@@ -107,7 +111,10 @@ class EagleDraftWorker:
             model_config=model_config,
             is_draft_worker=True,
             dtype=target.dtype,
+            watcher_bytes_per_slot=watcher_bytes_per_slot(server_args),
         )
+        # Set by init_memory, where the target has one.
+        self.canary: CanaryManager | None = None
         self.draft_runner.load_weights()
         self._hot_token_ids = hot = self._load_hot_token_ids()
         vocab_size = target.model_config.vocab_size if hot is None else len(hot)
@@ -146,13 +153,22 @@ class EagleDraftWorker:
             rows_per_request=max(shape.topk, shape.accept_width),
         )
 
-    def init_memory(self) -> None:
-        """Share the target's rows and slots; build the rest."""
+    def init_memory(self, *, target_canary: CanaryManager | None) -> None:
+        """Share the target's rows and slots; build the rest.
+
+        Args:
+            target_canary: of the target's pool; the draft's pool is checked where that
+                one is.
+        """
         target, runner = self._target, self.draft_runner
         rows: ReqToTokenPool = target.req_to_token_pool
         runner.init_memory(
             shared=SharedPools(rows, target.allocator),
-            companion_canary=target.canary_manager,
+        )
+        self.canary = install_canary(
+            server_args=self._server_args,
+            model_runner=runner,
+            target_canary=target_canary,
         )
         self.workspace = EagleWorkspace(
             shape=self._shape,
@@ -252,8 +268,9 @@ class EagleDraftWorker:
             seq_lens: their KV lengths on the host, where the backend needs them.
         """
         part, graphs = self.workspace.rows(count), self._draft_graphs
-        with self.draft_runner.scopes.launch(
-            forward_batch=self._first_step(part), steps=range(self._shape.num_steps - 1)
+        with self.draft_runner.scopes.with_ops_outside_graph(
+            single_forward_indices=range(self._shape.num_steps - 1),
+            maybe_inaccurate_forward_batch=self._first_step(part),
         ):
             if graphs is not None and graphs.can_run(count):
                 graphs.replay(count, seq_lens=seq_lens)
@@ -371,7 +388,7 @@ class EagleDraftWorker:
 
     def _branch_columns(self, part: WorkspaceRows) -> BranchColumns | None:
         """For the KV canary; None while it is off."""
-        if self.draft_runner.canary_manager is None:
+        if self.canary is None:
             return None
         count = part.count * self._shape.topk
         shift_from, shift = part.seq_lens.new_empty(2, count).unbind()
@@ -391,7 +408,6 @@ class EagleDraftWorker:
         forward_batch: ForwardBatch,
         hidden: Tensor | None,
         *,
-        lineages: DraftLineages | None = None,
         tails: Tensor | None = None,
     ) -> None:
         """The draft's KV of the tokens that the target has just prefilled.
@@ -399,7 +415,6 @@ class EagleDraftWorker:
         Args:
             forward_batch: the target's; the tokens behind it are published already.
             hidden: [T, width], the target's hidden states.
-            lineages: of the rows, while the KV canary is on.
             tails: int64 [R], put in the place of the token behind each row (fault
                 points).
         """
@@ -418,11 +433,7 @@ class EagleDraftWorker:
                 input_logprobs=(),
                 sampling_info=None,
                 capture_hidden_mode=self._hidden_mode,
-                prefix_lineages=None if lineages is None else lineages.prefixes,
-                spec_info=EagleDraftInput(
-                    hidden_states=hidden,
-                    seeds=None if lineages is None else lineages.seeds,
-                ),
+                spec_info=EagleDraftInput(hidden_states=hidden),
             )
         )
         self._stash(forward_batch.req_pool_indices, output)
@@ -434,7 +445,9 @@ class EagleDraftWorker:
         workspace, S + 1 rows each whatever was accepted."""
         runner, graphs = self.draft_runner, self._extend_graphs
         batch = self.extend_batch(self.workspace.rows(count), seq_lens=seq_lens)
-        with runner.scopes.launch(forward_batch=batch, steps=(0,)):
+        with runner.scopes.with_ops_outside_graph(
+            single_forward_indices=(0,), maybe_inaccurate_forward_batch=batch
+        ):
             if graphs is not None and graphs.can_run(count):
                 graphs.replay(count, seq_lens=seq_lens)
                 return

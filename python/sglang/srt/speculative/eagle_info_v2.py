@@ -19,14 +19,6 @@ from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.ops.slots import SlotRows, duplicate_prefix_tail
 
 
-class DraftLineages(NamedTuple):
-    """What the KV canary must know of a draft's rows beforehand, int64 [R] each:
-    lineage of the prefix, and before position 0."""
-
-    prefixes: Tensor
-    seeds: Tensor
-
-
 class BranchColumns(NamedTuple):
     """Where the KV elements of draft branches stand in their request's row, int64
     [b * K] each: element e in column e below `shift_from`, else in e + `shift`."""
@@ -45,13 +37,11 @@ class EagleDraftInput:
         columns: of the branches, in a draft step.
         accept_lens: int64 [R], new tokens that stay, in the extend after verification;
             None: all.
-        seeds: int64 [R], lineages before position 0, in a prefill.
     """
 
     hidden_states: Tensor | None
     columns: BranchColumns | None = None
     accept_lens: Tensor | None = None
-    seeds: Tensor | None = None
 
     @staticmethod
     def prepare_for_decode(

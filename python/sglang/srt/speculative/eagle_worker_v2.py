@@ -20,6 +20,7 @@ from torch import Tensor
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.environ import envs
+from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker, to_host
@@ -68,7 +69,11 @@ class EAGLEWorkerV2:
             ValueError: target or draft cannot be loaded, do not fit each other, or do
                 not fit into memory.
         """
-        target = ModelRunner(server_args=server_args, model_config=model_config)
+        target = ModelRunner(
+            server_args=server_args,
+            model_config=model_config,
+            watcher_bytes_per_slot=watcher_bytes_per_slot(server_args),
+        )
         target.load_weights()
         draft = EagleDraftWorker(
             server_args=server_args,
@@ -76,7 +81,8 @@ class EAGLEWorkerV2:
             target=target,
         )
         target.init_memory(companion=draft.companion())
-        draft.init_memory()
+        canary = install_canary(server_args=server_args, model_runner=target)
+        draft.init_memory(target_canary=canary)
         draft.init_lm_head()
         target.init_piecewise_cuda_graphs(capture_hidden_mode=draft.target_hidden_mode)
         draft.init_piecewise_cuda_graphs()
@@ -86,9 +92,11 @@ class EAGLEWorkerV2:
         draft.init_cuda_graphs()
         self.model_runner = target
         self.draft_worker = draft
+        self.target_worker = TpModelWorker(
+            server_args=server_args, model_runner=target, canary=canary
+        )
         for manager in self.canary_managers():
             manager.mark_init_finished()
-        self.target_worker = TpModelWorker(server_args=server_args, model_runner=target)
         self._shape = server_args.tree_shape
         self._thresholds = AcceptThresholds(
             single=server_args.speculative_accept_threshold_single,
@@ -137,10 +145,13 @@ class EAGLEWorkerV2:
             logprobs=done.logprobs,
             input_logprobs=done.output.input_logprobs,
         )
+        if draft.canary is not None:
+            draft.canary.expect_prefixes(
+                batch.reqs, batch.prefix_lens(), forward_batch.req_pool_indices
+            )
         draft._draft_extend_for_prefill(
             forward_batch,
             done.output.hidden_states,
-            lineages=batch.draft_lineages(),
             tails=self._wrong_tails(batch, done.token_ids),
         )
         return result
@@ -278,9 +289,8 @@ class EAGLEWorkerV2:
 
     def canary_managers(self) -> list[CanaryManager]:
         """Of the target's pool and of the draft's; empty while the canary is off."""
-        runners = (self.model_runner, self.draft_worker.draft_runner)
-        found = [runner.canary_manager for runner in runners]
-        return [manager for manager in found if manager is not None]
+        found, draft = self.target_worker.canary_managers(), self.draft_worker.canary
+        return found if draft is None else [*found, draft]
 
     def _accepted_rows(self, part: WorkspaceRows) -> ForwardBatch:
         """The tokens whose KV stays: the root and the accepted drafts."""

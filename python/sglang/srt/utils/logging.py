@@ -5,25 +5,26 @@ from __future__ import annotations
 import logging
 import sys
 
-ROOT = "sglang"
+ROOTS = ("sglang", "kv_canary")
 FORMAT = "[%(asctime)s] %(levelname)s %(message)s"
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 def configure_logging(level: str) -> None:
-    """Send the loggers below `sglang`, and uvicorn's warnings, to stderr in one format.
+    """Send the loggers of engine and canary, and uvicorn's warnings, to stderr in one
+    format.
 
     Args:
         level: a name of `server_args.LOG_LEVELS`. Calling again changes the level only.
     """
-    logger = logging.getLogger(ROOT)
-    if not logger.handlers:
+    loggers = [logging.getLogger(name) for name in ROOTS]
+    if not loggers[0].handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter(FORMAT, DATE_FORMAT))
-        logger.addHandler(handler)
-        logger.propagate = False
         uvicorn = logging.getLogger("uvicorn")
-        uvicorn.addHandler(handler)
-        uvicorn.propagate = False
+        for logger in (*loggers, uvicorn):
+            logger.addHandler(handler)
+            logger.propagate = False
         uvicorn.setLevel(logging.WARNING)
-    logger.setLevel(level.upper())
+    for logger in loggers:
+        logger.setLevel(level.upper())

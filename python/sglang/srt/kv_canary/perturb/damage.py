@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sglang.srt.kv_canary.kernels.records import sample_place
-from sglang.srt.kv_canary.kernels.state import CanaryState, FingerprintMode
+from kv_canary.perturb import flip_bytes
+from kv_canary.state import CanaryState
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -119,18 +119,6 @@ class Scene:
     def flip_kv(self, slot: int) -> None:
         """Change bytes of K or V of `slot`: within the sample where only that is
         fingerprinted, anywhere else otherwise."""
-        fingerprint = self.target.buffers.fingerprint
-        words = self.rng.choice((fingerprint.k_words, fingerprint.v_words))
-        if words is None:
-            buffers = self.target.kv_pool.canary_sources()
-            words = self.rng.choice(buffers).buffer.flatten(2).view(torch.uint8)
-            words[0, slot, 0] ^= 0x40
-            return
-        layers, _, count = words.shape
-        layer, word = self.rng.randrange(layers), self.rng.randrange(count)
-        if fingerprint.mode is FingerprintMode.PARTIAL:
-            lineage = self.state.tail[slot, 1:2]
-            place = sample_place(lineage, layers=layers, chunks=count // 2)
-            layer = int(place[0])
-            word = 2 * int(place[1]) + self.rng.randrange(2)
-        words[layer, slot, word] ^= 1 << self.rng.randrange(62)
+        buffers = self.target.buffers
+        group = buffers.layout.groups[0]
+        flip_bytes(buffers.state, buffers.fingerprint, group, slot, self.rng)

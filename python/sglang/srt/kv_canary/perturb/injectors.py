@@ -13,8 +13,9 @@ from enum import Enum
 import numpy as np
 import torch
 
-from sglang.srt.kv_canary.kernels.launches import move_records, poison
-from sglang.srt.kv_canary.kernels.records import POISON_WORD, Reason, unpack_word0
+from kv_canary.launches import move_records, poison
+from kv_canary.perturb import flip_record as corrupt_record
+from kv_canary.records import POISON_WORD, Reason, unpack_word0
 from sglang.srt.kv_canary.perturb.damage import Damage, Scene, Victim
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -161,8 +162,7 @@ def flip_record(scene: Scene) -> Damage | None:
     """A word of a record that this forward reads."""
     for victim in scene.victims():
         position = scene.rng.randrange(victim.prefix_len)
-        word = scene.rng.choice((0, 1, 3))
-        scene.state.tail[victim.slots[position], word] ^= 1 << scene.rng.randrange(20)
+        corrupt_record(scene.state, victim.slots[position], scene.rng)
         return _at(victim, position)
     return None
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang.srt.kv_canary.kernels.launches import poison
-from sglang.srt.kv_canary.kernels.records import (
+from kv_canary.launches import poison
+from kv_canary.records import (
     Reason,
     unpack_word0,
     unpack_word3,

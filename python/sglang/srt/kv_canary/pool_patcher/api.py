@@ -1,7 +1,7 @@
 """Attaches the canary's records to a KV pool.
 
-A registry of adapters by pool class: what can be fingerprinted, and how records follow
-the bytes when slots move or travel.
+A registry of adapters by pool class: the layout that the core sees, and how records
+follow the bytes when slots move or travel.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
-from sglang.srt.kv_canary.config import CanaryConfig, RealData
-from sglang.srt.kv_canary.kernels.launches import move_records
-from sglang.srt.kv_canary.kernels.records import RECORD_WORDS
-from sglang.srt.kv_canary.kernels.state import (
-    CanaryState,
+from kv_canary.launches import move_records
+from kv_canary.layout import (
     Fingerprint,
     FingerprintMode,
+    LayerGroup,
+    PoolLayout,
     create_fingerprint,
-    create_state,
 )
+from kv_canary.records import RECORD_WORDS
+from kv_canary.state import CanaryState, create_state
+from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
+from sglang.srt.kv_canary.config import CanaryConfig, RealData
 from sglang.srt.mem_cache.memory_pool import (
     KVCache,
     MHATokenToKVPool,
@@ -57,14 +58,16 @@ class RecordMover:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryBuffers:
-    """What belongs to one pool.
+    """The canary's side of one pool.
 
     Fields:
-        mover: what takes records along with moved bytes.
+        layout: the pool as the core sees it.
+        mover: takes records along with moved bytes.
         kv_token_id_vs_position_offset: the slot of position p holds token p + this:
             0 in a target's pool, 1 in a draft's.
     """
 
+    layout: PoolLayout
     state: CanaryState
     fingerprint: Fingerprint
     capacities: CanaryLaunchCapacities
@@ -72,27 +75,24 @@ class CanaryBuffers:
     kv_token_id_vs_position_offset: int
 
 
-def _mha_fingerprint(pool: KVCache, config: CanaryConfig) -> Fingerprint:
+def _mha_layout(pool: KVCache) -> PoolLayout:
     assert isinstance(pool, MHATokenToKVPool)
-    return create_fingerprint(
-        _MODES[config.real_data],
-        k_buffer=pool.k_buffer,
-        v_buffer=pool.v_buffer,
-        rotation_period=config.rotation_steps,
-    )
+    group = LayerGroup(name="full", k=pool.k_buffer, v=pool.v_buffer)
+    return PoolLayout(groups=(group,), page_size=pool.page_size)
 
 
-# Exact pool class -> its fingerprint. A class that is not here is refused by name.
-_ADAPTERS: dict[type[KVCache], Callable[[KVCache, CanaryConfig], Fingerprint]] = {
-    MHATokenToKVPool: _mha_fingerprint,
+def _fingerprint_of(layout: PoolLayout, config: CanaryConfig) -> Fingerprint:
+    mode = _MODES[config.real_data]
+    try:
+        return create_fingerprint(mode, layout, rotation_period=config.rotation_steps)
+    except ValueError as error:
+        raise ValueError(f"{error}. Use --kv-canary-real-data none") from error
+
+
+# Exact pool class -> its layout. A class that is not here is refused by name.
+_ADAPTERS: dict[type[KVCache], Callable[[KVCache], PoolLayout]] = {
+    MHATokenToKVPool: _mha_layout,
 }
-
-
-def register_adapter(
-    pool_class: type[KVCache], adapter: Callable[[KVCache, CanaryConfig], Fingerprint]
-) -> None:
-    """Let the canary work on pools of exactly this class."""
-    _ADAPTERS[pool_class] = adapter
 
 
 def attach_canary_buffers(
@@ -125,8 +125,9 @@ def attach_canary_buffers(
             f"--kv-canary {config.mode.value} cannot check a {type(pool).__name__}; it "
             f"knows {known}. Use --kv-canary none"
         )
+    layout = adapter(pool)
     capacities = CanaryLaunchCapacities(
-        num_slots=pool.size + pool.page_size,
+        num_slots=layout.num_slots,
         req_rows=req_rows,
         max_rows=max_rows,
         ring_capacity=config.ring_capacity,
@@ -153,8 +154,9 @@ def attach_canary_buffers(
         ),
     )
     return CanaryBuffers(
+        layout=layout,
         state=state,
-        fingerprint=adapter(pool, config),
+        fingerprint=_fingerprint_of(layout, config),
         capacities=capacities,
         mover=mover,
         kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,

@@ -6,7 +6,7 @@ with_ops_outside_graph            poison what was freed, lineages, faults, sweep
     pre_ops_maybe_inside_graph    verify and head; on a GPU beside a large model step
     (the model)
     post_ops_maybe_inside_graph   tail: records, lineages, findings; on a GPU beside
-                                  the model's head (`with_tail_behind`)
+                                  the model's head (`with_tail_after`)
 finish_step                       findings travel with the tokens, in one copy
 take, report                      on the host: in `raise` mode stop
 ```
@@ -23,15 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang.srt.distributed.parallel_state import TensorParallelGroup
-from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
-from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS, is_clean
-from sglang.srt.kv_canary.kernels.launches import (
-    finish_step,
-    gather_findings,
-    poison,
-)
-from sglang.srt.kv_canary.kernels.records import (
+from kv_canary.findings import STATUS_WORDS, is_clean
+from kv_canary.launches import finish_step, gather_findings, poison, set_lineage
+from kv_canary.records import (
     FIRST_CLOCK,
     NUM_COUNTERS,
     POISON_WORD,
@@ -39,21 +33,21 @@ from sglang.srt.kv_canary.kernels.records import (
     Launch,
     unpack_word0,
 )
+from kv_canary.reporter import OwnerOf, ViolationReporter, as_error
+from kv_canary.serials import SerialMap
+from kv_canary.violation import POOLS, Violation
+from sglang.srt.distributed.parallel_state import TensorParallelGroup
+from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
+from sglang.srt.kv_canary.lineages import PrefixLineages, TokenOwner
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
-from sglang.srt.kv_canary.runner.serial_book import SerialBook
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
 from sglang.srt.kv_canary.runner.sweep import Sweeper
-from sglang.srt.kv_canary.runner.violation import POOLS, Violation
-from sglang.srt.kv_canary.runner.violation_reporter import (
-    OwnerOf,
-    ViolationReporter,
-    as_error,
-)
+from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
 from sglang.srt.kv_canary.single_forward_manager.manager import (
     CanaryTarget,
     SingleForwardManager,
-    rows_of,
+    view_of,
 )
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -83,17 +77,18 @@ _Launched = tuple[int, int, ForwardMode]
 
 
 class CanaryManager:
-    """Args:
-    target: what its forwards share.
+    """Checks the KV pool of one worker.
+
+    Args:
+    target: shared by its forwards.
     num_managers: forwards of one launch.
     group: ranks that must come to the same verdicts.
-    companion: the target's manager, whose reports those of a draft's pool join.
+    target_canary: the target's manager, whose reports those of a draft's pool join.
 
     Attributes:
-        book: requests by serial; the scheduler adds them.
-        reporter: what was found so far.
+        serials: requests by serial; the scheduler adds them.
+        reporter: of everything found so far.
         perturb: fault injection.
-        forward_scopes: `with_active_single_forward_manager` of each forward.
         active: whose forward is open.
         side: the stream of launches beside the model; None on the CPU.
     """
@@ -104,22 +99,25 @@ class CanaryManager:
         *,
         num_managers: int = 1,
         group: TensorParallelGroup,
-        companion: CanaryManager | None = None,
+        target_canary: CanaryManager | None = None,
     ) -> None:
         config = target.config
         self.target = target
-        self.book: SerialBook = SerialBook() if companion is None else companion.book
-        self.reporter: ViolationReporter = (
-            ViolationReporter(
-                config, page_size=target.page_size, book=self.book, rank=group.rank
+        if target_canary is None:
+            self.serials = SerialMap()
+            self.reporter: ViolationReporter = create_reporter(
+                config,
+                page_size=target.page_size,
+                serials=self.serials,
+                rank=group.rank,
             )
-            if companion is None
-            else companion.reporter
-        )
+        else:
+            self.serials = target_canary.serials
+            self.reporter = target_canary.reporter
         self._group = group
         self._state = target.buffers.state
         self._managers = [SingleForwardManager(target, i) for i in range(num_managers)]
-        self.forward_scopes = [
+        self._forward_scopes = [
             _ForwardScope(self, manager) for manager in self._managers
         ]
         self.active: SingleForwardManager | None = None
@@ -130,6 +128,7 @@ class CanaryManager:
         self._launched: ForwardBatch | None = None
         self._is_init_finished = False
         self._freed: list[Tensor] = []
+        self._lineages = PrefixLineages(is_draft=target.is_draft)
         self._sweeper: Sweeper | None = None
         # Number of the next forward on the device, and the newest launches.
         self._clock = FIRST_CLOCK
@@ -161,6 +160,27 @@ class CanaryManager:
                 is_draft=self.target.is_draft,
             )
 
+    def expect_prefixes(
+        self,
+        owners: Sequence[TokenOwner],
+        prefix_lens: Sequence[int],
+        req_pool_indices: Tensor,
+    ) -> None:
+        """The prefixes that the next prefill goes on from, by the host's tokens: of
+        `owners[i]` the first `prefix_lens[i]`, in row `req_pool_indices[i]` ([R] int64,
+        on the device)."""
+        values = [
+            [
+                self._lineages.prefix(owner, length)
+                for owner, length in zip(owners, prefix_lens, strict=True)
+            ],
+            [self._lineages.seed(owner) for owner in owners],
+        ]
+        lineages, seeds = self._upload(torch.tensor(values)).unbind()
+        set_lineage(self._state, req_pool_indices, lineages)
+        if self.target.seeds is not None:
+            self.target.seeds.index_copy_(0, req_pool_indices, seeds)
+
     def mark_init_finished(self) -> None:
         """All graphs are captured: faults, sweeps and health checks may begin."""
         self._is_init_finished = True
@@ -190,7 +210,7 @@ class CanaryManager:
         self, index: int
     ) -> AbstractContextManager[None]:
         """Around one model forward, graph capture included."""
-        return self.forward_scopes[index]
+        return self._forward_scopes[index]
 
     def _open_launch(self, indices: Sequence[int], forward_batch: ForwardBatch) -> None:
         if self._launched is not None:
@@ -227,7 +247,7 @@ class CanaryManager:
                 self.perturb.after_forward(forward_batch)
 
     def pre_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
-        """Before the model: what its attention is about to read, and where it writes.
+        """Before the model: check the slots that its attention reads and writes.
 
         Raises:
             AssertionError: outside `with_active_single_forward_manager`.
@@ -246,8 +266,8 @@ class CanaryManager:
         with self.side.fork():
             current.pre_ops_maybe_inside_graph(forward_batch, views)
 
-    def with_tail_behind(self, stack: Callable[..., Any]) -> Callable[..., Any]:
-        """A model's layer stack (`StackedModel.forward_stack`), and behind it, beside
+    def with_tail_after(self, stack: Callable[..., Any]) -> Callable[..., Any]:
+        """A model's layer stack (`StackedModel.forward_stack`), and after it, beside
         the model's head, which writes no KV, the launch after the model; only where
         there is a side stream."""
         side, is_draft = self.side, self.target.is_draft
@@ -267,7 +287,7 @@ class CanaryManager:
         return run
 
     def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
-        """After the model: what it wrote, unless `with_tail_behind` looked at it."""
+        """After the model: record its writes, unless `with_tail_after` did."""
         if self.side is not None:
             self.side.join()
             if self._has_tail:
@@ -287,10 +307,13 @@ class CanaryManager:
         """Poison what was freed since the last launch, in stream order."""
         freed, self._freed = self._freed, []
         slots = freed[0] if len(freed) == 1 else torch.cat(freed)
-        device = self._state.head.device
-        if device.type != "cpu":
-            slots = slots.pin_memory().to(device, non_blocking=True)
-        poison(self._state, slots)
+        poison(self._state, self._upload(slots))
+
+    def _upload(self, host: Tensor) -> Tensor:
+        """To the pool's device, in stream order."""
+        if self._state.is_cpu:
+            return host
+        return host.pin_memory().to(self._state.head.device, non_blocking=True)
 
     def _sweep_if_due(self, sweeper: Sweeper) -> None:
         if self._forwards % self.config.sweep_interval == 0:
@@ -327,7 +350,7 @@ class CanaryManager:
         Returns:
             int64 [STATUS_WORDS + R] on the device.
         """
-        findings = finish_step(self._state, rows_of(accepted))
+        findings = finish_step(self._state, view_of(accepted))
         if self._group.size > 1:
             self._combine(findings)
         return findings
@@ -369,10 +392,10 @@ class CanaryManager:
         return not is_clean(words)
 
     def report(self, *, owner_of: OwnerOf, tokens_of: TokensOf) -> None:
-        """What `take` found.
+        """Report the findings that `take` saw.
 
         Args:
-            owner_of: who holds a slot by the host's books.
+            owner_of: who holds a slot by the host's records.
             tokens_of: the tokens of a request by serial, None: not running.
 
         Raises:
@@ -501,22 +524,6 @@ class _ForwardScope:
         self._manager.active = None
 
 
-class CanaryScopes:
-    """The hooks that `ModelRunner.scopes` calls."""
-
-    def __init__(self, manager: CanaryManager) -> None:
-        self._manager = manager
-        self._forward_scopes = manager.forward_scopes
-
-    def launch(
-        self, *, forward_batch: ForwardBatch, steps: Sequence[int]
-    ) -> AbstractContextManager[None]:
-        return _LaunchScope(self._manager, steps, forward_batch)
-
-    def step(self, index: int) -> AbstractContextManager[None]:
-        return self._forward_scopes[index]
-
-
 def context_tuple(
     manager: CanaryManager | None, *, index: int, forward_batch: ForwardBatch
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -524,8 +531,10 @@ def context_tuple(
     without a manager."""
     if manager is None:
         return nullcontext(), nullcontext()
-    scopes = CanaryScopes(manager)
     return (
-        scopes.launch(forward_batch=forward_batch, steps=(index,)),
-        scopes.step(index),
+        manager.with_ops_outside_graph(
+            single_forward_indices=(index,),
+            maybe_inaccurate_forward_batch=forward_batch,
+        ),
+        manager.with_active_single_forward_manager(index),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang.srt.kv_canary.kernels.records import Counter
+from kv_canary.records import Counter
 
 WARM_UP_FORWARDS = 100
 CHECK_EVERY = 100

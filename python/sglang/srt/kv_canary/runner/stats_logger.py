@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from sglang.srt.kv_canary.kernels.records import Counter
+from kv_canary.records import Counter
 
 logger = logging.getLogger(__name__)
 

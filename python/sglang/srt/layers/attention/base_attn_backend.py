@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from kv_canary.view import KVReadView
 from sglang.srt.configs.attention_backends import (
     ATTENTION_BACKENDS,
     AttentionBackendCapabilities,
 )
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVReadView
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

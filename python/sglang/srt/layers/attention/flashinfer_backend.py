@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kv_canary.view import KVReadView
 from sglang.srt.layers.attention.base_attn_backend import (
     AttentionBackend,
     DraftDecodeBackend,
@@ -42,7 +43,6 @@ from sglang.srt.layers.ops.rope import rope_store_kv
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
-    KVReadView,
 )
 
 if TYPE_CHECKING:

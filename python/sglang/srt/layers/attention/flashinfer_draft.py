@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kv_canary.view import KVReadView
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.branch_lists import BranchLists, HostOffsets
 from sglang.srt.layers.attention.flashinfer_plan import LayerShape
@@ -22,7 +23,7 @@ from sglang.srt.layers.attention.flashinfer_wrappers import (
 )
 from sglang.srt.layers.attention.paged_backend import store_kv
 from sglang.srt.layers.ops.rope import rope_store_kv
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVReadView
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kv_canary.view import KVReadView
 from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
 from sglang.srt.layers.attention.base_attn_backend import (
     AttentionBackend,
@@ -28,7 +29,7 @@ from sglang.srt.layers.ops.attention import (
 )
 from sglang.srt.layers.ops.dispatch import native_available
 from sglang.srt.layers.ops.rope import rope_store_kv, rope_store_kv_ref
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, KVReadView
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.ops.slots import SlotRows, branch_table
 from sglang.srt.utils.fault_points import SHORT_BRANCH_TABLE, is_reverted

@@ -6,38 +6,25 @@ that imports Triton. It knows nothing of any op.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import importlib
 from typing import Any
 
 import torch
 
+from kv_canary import op
+from kv_canary.op import force_reference, native_available
 from sglang.srt.environ import envs
 
-logger = logging.getLogger(__name__)
+__all__ = ["force_reference", "native_available"]
 
-_INSTALL_HINT = (
-    "CPU ops run on their torch references, which are several times slower. "
-    "For the native kernels install a C++17 compiler (g++) and then run "
-    "`pip install --no-build-isolation ./sgl-kernel`."
-)
-
-
-def _import_native() -> tuple[Any, str]:
-    """The native ops, or None and the reason why they are not used."""
-    if not envs.SGLANG_NATIVE_KERNELS.get():
-        return None, "SGLANG_NATIVE_KERNELS=0"
-    try:
-        import sglang_kernels.ops as native_ops
-    except ImportError as error:
-        return None, str(error)
-    return native_ops, ""
-
+if not envs.SGLANG_NATIVE_KERNELS.get():
+    op.switch_off_native("SGLANG_NATIVE_KERNELS=0")
 
 # `sglang_kernels.ops`; None where it is not installed or switched off. To be used only
 # where `use_native` says so.
-native, _reason = _import_native()
+native: Any = (
+    importlib.import_module("sglang_kernels.ops") if op.native_available() else None
+)
 
 
 def _import_triton() -> tuple[Any, str]:
@@ -55,27 +42,13 @@ def _import_triton() -> tuple[Any, str]:
 # where `use_triton` says so.
 triton_ops, _triton_reason = _import_triton()
 
-_enabled = native is not None
-_triton_enabled = triton_ops is not None
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning(message)
-
 
 def use_native(tensor: torch.Tensor) -> bool:
     """Whether ops on `tensor` run natively: it lies on the CPU and the kernels exist.
 
     The first time a CPU tensor falls back for want of the kernels, one warning says so.
     """
-    if _enabled:
-        return tensor.is_cpu
-    if native is None and tensor.is_cpu:
-        _warn_once(f"Native CPU kernels are not used ({_reason}). {_INSTALL_HINT}")
-    return False
+    return tensor.is_cpu and op.native_available(warn=True)
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
@@ -84,29 +57,4 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
     The first time a CUDA tensor falls back for want of Triton, one warning says so.
     """
-    if _triton_enabled:
-        return tensor.is_cuda
-    if triton_ops is None and tensor.is_cuda:
-        _warn_once(
-            f"Triton kernels are not used ({_triton_reason}): CUDA ops run on their "
-            "torch references, which are several times slower. "
-            "Install them with `pip install triton`."
-        )
-    return False
-
-
-def native_available() -> bool:
-    """Whether the native kernels are installed, switched on and not forced off."""
-    return _enabled
-
-
-@contextmanager
-def force_reference() -> Iterator[None]:
-    """Inside, every op takes its torch reference. For tests and benchmarks."""
-    global _enabled, _triton_enabled
-    before = _enabled, _triton_enabled
-    _enabled = _triton_enabled = False
-    try:
-        yield
-    finally:
-        _enabled, _triton_enabled = before
+    return tensor.is_cuda and triton_ops is not None and op.triton_available(warn=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
+from kv_canary.reporter import CanaryViolation
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group, init_tensor_parallel
-from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
 from sglang.srt.managers.io_struct import EngineFailed, SchedulerReady
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_addresses import SchedulerAddresses

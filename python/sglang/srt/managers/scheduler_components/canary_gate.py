@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kv_canary.records import Counter
+from kv_canary.reporter import CanaryViolation, as_error
+from kv_canary.violation import Owner, Violation
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.kv_canary.config import CanaryMode
-from sglang.srt.kv_canary.kernels.records import Counter
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-from sglang.srt.kv_canary.runner.violation import Owner, Violation
-from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation, as_error
 from sglang.srt.managers.io_struct import SchedulerStats
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -89,7 +89,7 @@ class SlotBooks:
 class CanaryGate:
     """Args:
     managers: of the target's pool and, where there is one, of the draft's; they share
-        book and reporter.
+        serials and reporter.
     requests: all requests that are not finished.
     group: the ranks. Each checks its own part of the KV cache; `incidents` and
         `add_stats` speak of all of them, so that all of them must call these.
@@ -118,7 +118,7 @@ class CanaryGate:
 
     def admit(self, req: Req) -> None:
         """Remember a request, so that a report can name it."""
-        self.manager.book.add(req.serial, req.rid)
+        self.manager.serials.add(req.serial, req.rid)
 
     def free_early(self, batch: ScheduleBatch) -> None:
         """Fault point EARLY_FREE: the pages of a request that is about to run for the

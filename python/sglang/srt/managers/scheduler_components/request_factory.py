@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kv_canary.hashing import mix64_int
 from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.stop_matcher import StopMatcher
 from sglang.srt.sampling.sampling_params import MAX_SEED
 from sglang.srt.utils.detokenizer import IncrementalDetokenizer
-from sglang.srt.utils.hashing import mix64_int
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.srt.kv_canary.kernels.records import Counter, Phase, Reason
-from sglang.srt.kv_canary.kernels.triton_common import (
+from kv_canary.kernels.triton_common import (
     LOW_HALF,
     NONE,
     POISON,
@@ -34,6 +33,7 @@ from sglang.srt.kv_canary.kernels.triton_common import (
     term_of,
     told_to_all,
 )
+from kv_canary.records import Counter, Phase, Reason
 
 LINEAGE = tl.constexpr(int(Reason.VERIFY_LINEAGE))
 POSITION = tl.constexpr(int(Reason.VERIFY_POSITION))

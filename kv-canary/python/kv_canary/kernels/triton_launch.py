@@ -5,17 +5,9 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 
-from sglang.srt.kv_canary.kernels.records import Launch, WriterKind
-from sglang.srt.kv_canary.kernels.state import (
-    NO_FINGERPRINT,
-    CanaryRows,
-    CanaryState,
-    Fingerprint,
-    FingerprintMode,
-)
-from sglang.srt.kv_canary.kernels.triton_args import (
+from kv_canary.checks import PoolChecks
+from kv_canary.kernels.triton_args import (
     Ends,
-    Oracle,
     Table,
     byte_args,
     end_args,
@@ -26,15 +18,18 @@ from sglang.srt.kv_canary.kernels.triton_args import (
     state_args,
     table_args,
 )
-from sglang.srt.kv_canary.kernels.triton_before import before_kernel
-from sglang.srt.kv_canary.kernels.triton_books import (
+from kv_canary.kernels.triton_before import before_kernel
+from kv_canary.kernels.triton_books import (
     finish_kernel,
     move_kernel,
     poison_kernel,
 )
-from sglang.srt.kv_canary.kernels.triton_verify import verify_kernel
-from sglang.srt.kv_canary.kernels.triton_write import write_kernel
-from sglang.srt.model_executor.forward_batch_info import KVReadView
+from kv_canary.kernels.triton_verify import verify_kernel
+from kv_canary.kernels.triton_write import write_kernel
+from kv_canary.layout import NO_FINGERPRINT, Fingerprint, FingerprintMode
+from kv_canary.records import Launch
+from kv_canary.state import CanaryState
+from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 
 MAX_MOVES = 1024
 """Moves that one program can hold in registers."""
@@ -74,55 +69,35 @@ def _tag(state: CanaryState, launch: Launch, manager: int) -> int:
 
 def verify(
     state: CanaryState,
-    rows: CanaryRows,
+    view: ForwardView,
+    checks: PoolChecks,
     table: KVReadView,
-    fingerprint: Fingerprint,
-    *,
-    req_to_token: Tensor | None,
-    tokens: Tensor | None,
-    token_offset: int,
-    manager: int,
+    steps_phase: bool = True,
 ) -> None:
-    reads = _reads(state, rows, table, fingerprint, req_to_token, manager)
-    verify_kernel[(max(rows.num_rows, 1), _read_splits(rows, table, fingerprint))](
+    manager = view.manager if steps_phase else NO_MANAGER
+    verify_kernel[
+        (max(view.num_rows, 1), _read_splits(view, table, checks.fingerprint))
+    ](
         state=state_args(state),
-        rows=row_args(rows),
-        columns=table_args(req_to_token),
-        tokens=table_args(tokens, offset=token_offset),
-        **reads,
+        rows=row_args(view),
+        **_reads(state, view, checks, table, manager),
         num_warps=4,
     )
 
 
-def before_model(
-    state: CanaryState,
-    rows: CanaryRows,
-    table: KVReadView,
-    fingerprint: Fingerprint,
-    *,
-    req_to_token: Tensor,
-    tokens: Tensor | None,
-    token_offset: int,
-    page_size: int,
-    writer_kind: WriterKind,
-    manager: int,
-    oracle: tuple[Tensor, Tensor] | None,
-    published: Tensor | None,
-) -> None:
+def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
     """Both checks in one launch: the first programs of a row verify, the rest write."""
-    verify_splits = _read_splits(rows, table, fingerprint)
-    block, _, write_splits = _write_shape(rows, FingerprintMode.NONE)
-    reads = _reads(state, rows, table, fingerprint, req_to_token, manager)
-    before_kernel[(max(rows.num_rows, 1), verify_splits + write_splits)](
+    table, manager = view.reads[0], view.manager
+    verify_splits = _read_splits(view, table, checks.fingerprint)
+    block, _, write_splits = _write_shape(view, FingerprintMode.NONE)
+    before_kernel[(max(view.num_rows, 1), verify_splits + write_splits)](
         state=state_args(state),
-        rows=row_args(rows),
-        columns=table_args(req_to_token),
-        tokens=table_args(tokens, offset=token_offset),
-        oracle=oracle_args(oracle),
-        published=table_args(published),
-        **reads,
-        page_size=page_size,
-        kind=int(writer_kind),
+        rows=row_args(view),
+        oracle=oracle_args(view.oracle),
+        published=table_args(checks.published),
+        **_reads(state, view, checks, table, manager),
+        page_size=checks.page_size,
+        kind=int(view.writer_kind),
         head_tag=_tag(state, Launch.HEAD, manager),
         verify_splits=verify_splits,
         HEAD_BLOCK=block,
@@ -130,7 +105,7 @@ def before_model(
     )
 
 
-def _read_splits(rows: CanaryRows, table: KVReadView, source: Fingerprint) -> int:
+def _read_splits(rows: ForwardView, table: KVReadView, source: Fingerprint) -> int:
     """Programs of a row that verify."""
     block, _ = verify_block(source.mode)
     elements = table.entries.shape[-1] * table.entry_size
@@ -139,128 +114,104 @@ def _read_splits(rows: CanaryRows, table: KVReadView, source: Fingerprint) -> in
 
 def _reads(
     state: CanaryState,
-    rows: CanaryRows,
+    view: ForwardView,
+    checks: PoolChecks,
     table: KVReadView,
-    source: Fingerprint,
-    req_to_token: Tensor | None,
     manager: int,
 ) -> dict[str, object]:
-    """What verify is told of the reads, and in which tiles it looks at them."""
-    block, chunk = verify_block(source.mode)
-    launch = Launch.SWEEP if req_to_token is None else Launch.VERIFY
+    """Arguments of verify about the reads, and the tiles in which it looks at them."""
+    block, chunk = verify_block(checks.fingerprint.mode)
+    launch = Launch.SWEEP if checks.req_to_token is None else Launch.VERIFY
     return {
+        "columns": table_args(checks.req_to_token),
+        "tokens": table_args(checks.tokens, offset=checks.token_offset),
         "reads": read_args(table),
-        "data": byte_args(source),
-        "num_rows": rows.num_rows,
-        "num_tokens": rows.num_tokens,
+        "data": byte_args(checks.fingerprint),
+        "num_rows": view.num_rows,
+        "num_tokens": view.num_tokens,
         "table_rows": table.entries.shape[0],
         "table_columns": table.entries.shape[-1],
-        "max_depth": rows.max_depth,
+        "max_depth": view.max_depth,
         "manager": manager,
         "tag": _tag(state, launch, manager),
         "PAGE_SIZE": table.page_size,
         "ENTRY_SIZE": table.entry_size,
-        "HASHING": hashing_of(source, chunk=chunk),
+        "HASHING": hashing_of(checks.fingerprint, chunk=chunk),
         "BLOCK": block,
     }
 
 
-def write_head(
-    state: CanaryState,
-    rows: CanaryRows,
-    *,
-    req_to_token: Tensor | None,
-    page_size: int,
-    writer_kind: WriterKind,
-    manager: int,
-    oracle: tuple[Tensor, Tensor] | None,
-    published: Tensor | None,
-) -> None:
+def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
     _write(
         state,
-        rows,
+        view,
         NO_FINGERPRINT,
         Launch.HEAD,
-        columns=table_args(req_to_token),
-        oracle=oracle_args(oracle),
-        published=table_args(published),
+        columns=table_args(checks.req_to_token),
+        published=table_args(checks.published),
         ends=None,
-        page_size=page_size,
-        writer_kind=writer_kind,
-        manager=manager,
-        advance=False,
+        page_size=checks.page_size,
     )
 
 
 def write_tail(
     state: CanaryState,
-    rows: CanaryRows,
-    fingerprint: Fingerprint,
-    *,
-    page_size: int,
-    writer_kind: WriterKind,
-    manager: int,
+    view: ForwardView,
+    checks: PoolChecks,
     advance: bool,
     findings: Tensor | None,
 ) -> None:
-    if advance and rows.num_rows > state.next_lineage.shape[0]:
-        raise ValueError(f"write_tail: {rows.num_rows} rows, and scratch for fewer")
+    if advance and view.num_rows > state.next_lineage.shape[0]:
+        raise ValueError(f"write_tail: {view.num_rows} rows, and scratch for fewer")
     _write(
         state,
-        rows,
-        fingerprint,
+        view,
+        checks.fingerprint,
         Launch.TAIL,
         columns=None,
-        oracle=None,
         published=None,
-        ends=end_args(rows, findings) if advance else None,
-        page_size=page_size,
-        writer_kind=writer_kind,
-        manager=manager,
-        advance=advance,
+        ends=end_args(view, findings) if advance else None,
+        page_size=checks.page_size,
     )
 
 
 def _write(
     state: CanaryState,
-    rows: CanaryRows,
+    view: ForwardView,
     source: Fingerprint,
     launch: Launch,
     *,
     columns: Table | None,
-    oracle: Oracle | None,
     published: Table | None,
     ends: Ends | None,
     page_size: int,
-    writer_kind: WriterKind,
-    manager: int,
-    advance: bool,
 ) -> None:
-    block, chunk, splits = _write_shape(rows, source.mode)
-    write_kernel[(max(rows.num_rows, 1), splits)](
+    is_tail = launch is Launch.TAIL
+    block, chunk, splits = _write_shape(view, source.mode)
+    write_kernel[(max(view.num_rows, 1), splits)](
         state=state_args(state),
-        rows=row_args(rows),
+        rows=row_args(view),
         columns=columns,
         data=byte_args(source),
-        oracle=oracle,
+        oracle=None if is_tail else oracle_args(view.oracle),
         published=published,
         ends=ends,
-        num_rows=rows.num_rows,
-        num_tokens=rows.num_tokens,
+        num_rows=view.num_rows,
+        num_tokens=view.num_tokens,
         page_size=page_size,
-        max_depth=rows.max_depth,
-        kind=int(writer_kind),
-        manager=manager,
-        tag=_tag(state, launch, manager),
-        IS_TAIL=launch is Launch.TAIL,
-        ADVANCES=advance,
+        max_depth=view.max_depth,
+        kind=int(view.writer_kind),
+        manager=view.manager,
+        tag=_tag(state, launch, view.manager),
+        IS_TAIL=is_tail,
+        ADVANCES=ends is not None,
         HASHING=hashing_of(source, chunk=chunk),
         BLOCK=block,
-        num_warps=1 if rows.qo_indptr is None and chunk == 1 else 4,
+        num_warps=1 if view.qo_indptr is None and chunk == 1 else 4,
     )
 
 
-def _write_shape(rows: CanaryRows, mode: FingerprintMode) -> tuple[int, int, int]:
+def _write_shape(rows: ForwardView, mode: FingerprintMode) -> tuple[int, int, int]:
     """(tokens of a program, words hashed at a time, programs of a row)."""
     one_token = rows.qo_indptr is None
     block, chunk = write_block(mode, one_token=one_token)
@@ -283,7 +234,7 @@ def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
     )
 
 
-def move_records(state: CanaryState, *, dst: Tensor, src: Tensor) -> None:
+def move_records(state: CanaryState, dst: Tensor, src: Tensor) -> None:
     """More than `MAX_MOVES` go through a copy in torch, which allocates."""
     count = dst.numel()
     if count > MAX_MOVES:
@@ -295,13 +246,13 @@ def move_records(state: CanaryState, *, dst: Tensor, src: Tensor) -> None:
     )
 
 
-def finish_step(state: CanaryState, rows: CanaryRows, findings: Tensor) -> None:
-    _finish(state, rows, findings, advance=True)
+def finish_step(state: CanaryState, view: ForwardView, findings: Tensor) -> None:
+    _finish(state, view, findings, advance=True)
 
 
 def gather_findings(state: CanaryState, req_rows: Tensor, findings: Tensor) -> None:
     # Nothing is read of the rows but `req_rows`.
-    rows = CanaryRows(
+    rows = ForwardView(
         req_rows=req_rows,
         prefix_lens=req_rows,
         extend_lens=req_rows,
@@ -315,7 +266,7 @@ def gather_findings(state: CanaryState, req_rows: Tensor, findings: Tensor) -> N
 
 
 def _finish(
-    state: CanaryState, rows: CanaryRows, findings: Tensor, *, advance: bool
+    state: CanaryState, rows: ForwardView, findings: Tensor, *, advance: bool
 ) -> None:
     finish_kernel[(max(rows.num_rows, 1),)](
         state=state_args(state),

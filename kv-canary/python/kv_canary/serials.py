@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from sglang.srt.kv_canary.kernels.records import SERIAL_MASK
+from kv_canary.records import SERIAL_MASK
 
 REMEMBERED = 65_536
 
 
-class SerialBook:
+class SerialMap:
     """The last `REMEMBERED` requests, by serial modulo 2^24."""
 
     def __init__(self) -> None:
         self._rids: dict[int, str] = {}
 
     def add(self, serial: int, rid: str) -> None:
-        """Remember a request; the oldest goes when the book is full."""
+        """Remember a request; the oldest goes when the map is full."""
         key = serial & SERIAL_MASK
         self._rids.pop(key, None)
         self._rids[key] = rid

@@ -8,8 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sglang.srt.kv_canary.kernels.finish import STATUS_WORDS
-from sglang.srt.kv_canary.kernels.records import (
+from kv_canary.checks import PoolChecks
+from kv_canary.findings import STATUS_WORDS
+from kv_canary.kernels.reference import (
+    Report,
+    columns_of,
+    fingerprints,
+    look_up,
+    row_starts,
+    seeds_of,
+    verify,
+)
+from kv_canary.records import (
     CLOCK_MASK,
     CLOCK_SHIFT,
     POISON_WORD,
@@ -24,15 +34,8 @@ from sglang.srt.kv_canary.kernels.records import (
     pack_word0_tensor,
     pack_word3_tensor,
 )
-from sglang.srt.kv_canary.kernels.reference import (
-    Report,
-    columns_of,
-    fingerprints,
-    look_up,
-    row_starts,
-    seeds_of,
-)
-from sglang.srt.kv_canary.kernels.state import CanaryRows, CanaryState, Fingerprint
+from kv_canary.state import CanaryState
+from kv_canary.view import ForwardView
 
 
 class _NewTokens(NamedTuple):
@@ -46,13 +49,13 @@ class _NewTokens(NamedTuple):
     word3: Tensor
 
 
-def _base_lineages(state: CanaryState, rows: CanaryRows) -> Tensor:
+def _base_lineages(state: CanaryState, rows: ForwardView) -> Tensor:
     lineage_rows = rows.req_rows if rows.lineage_rows is None else rows.lineage_rows
     known = state.expected_lineage[lineage_rows]
     return torch.where(rows.prefix_lens > 0, known, seeds_of(rows))
 
 
-def _new_tokens(state: CanaryState, rows: CanaryRows, kind: int) -> _NewTokens:
+def _new_tokens(state: CanaryState, rows: ForwardView, kind: int) -> _NewTokens:
     starts, counts = row_starts(rows)
     row = torch.repeat_interleave(counts)
     ends = counts.cumsum(0)
@@ -73,7 +76,7 @@ def _new_tokens(state: CanaryState, rows: CanaryRows, kind: int) -> _NewTokens:
 
 
 def _ancestor_sums(
-    rows: CanaryRows, starts: Tensor, counts: Tensor, index: Tensor, terms: Tensor
+    rows: ForwardView, starts: Tensor, counts: Tensor, index: Tensor, terms: Tensor
 ) -> Tensor:
     assert rows.parent_index is not None
     of_token = terms.new_zeros(rows.num_tokens)
@@ -87,7 +90,7 @@ def _ancestor_sums(
     return total
 
 
-def _padded_writes(rows: CanaryRows, page_size: int) -> dict[Ring, Tensor]:
+def _padded_writes(rows: ForwardView, page_size: int) -> dict[Ring, Tensor]:
     """What padded rows write: all they may write is scratch."""
     place = torch.arange(rows.num_tokens, device=rows.positions.device)
     row = place
@@ -108,7 +111,7 @@ def _padded_writes(rows: CanaryRows, page_size: int) -> dict[Ring, Tensor]:
 
 
 def _is_own_prefix(
-    rows: CanaryRows, new: _NewTokens, req_to_token: Tensor, slot: Tensor, old: Tensor
+    rows: ForwardView, new: _NewTokens, req_to_token: Tensor, slot: Tensor, old: Tensor
 ) -> Tensor:
     """Whether the row reads the slots [n] as part of its prefix, by their records."""
     position = old[:, 0] >> 32
@@ -118,7 +121,7 @@ def _is_own_prefix(
 
 
 def _check_published(
-    rows: CanaryRows, new: _NewTokens, published: Tensor, kind: WriterKind
+    rows: ForwardView, new: _NewTokens, published: Tensor, kind: WriterKind
 ) -> tuple[Tensor, Tensor]:
     """(reasons, word 0 that was due) of the new tokens that have been published; what a
     verification reads behind its roots are proposals."""
@@ -134,17 +137,24 @@ def _check_published(
     return reasons, pack_word0_tensor(token, due)
 
 
-def write_head(
-    state: CanaryState,
-    rows: CanaryRows,
-    *,
-    req_to_token: Tensor | None,
-    page_size: int,
-    writer_kind: WriterKind,
-    manager: int,
-    oracle: tuple[Tensor, Tensor] | None,
-    published: Tensor | None,
-) -> None:
+def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
+    """`verify` of the first of `view.reads`, then `write_head`: on the CPU one after
+    the other, in Triton at once (`triton_before.py`)."""
+    verify(state, view, checks, view.reads[0])
+    write_head(state, view, checks)
+
+
+def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
+    """Check where the new tokens will be written and write their head records.
+
+    Lineages start from `expected_lineage`, or from the seed where the prefix is empty.
+    Without `checks.req_to_token` slots are not compared with columns; the j-th new
+    token of a row belongs in column `prefix_lens` + j. The phase AFTER_VERIFY becomes
+    AFTER_HEAD.
+    """
+    rows, manager, writer_kind = view, view.manager, view.writer_kind
+    page_size, req_to_token = checks.page_size, checks.req_to_token
+    published, oracle = checks.published, view.oracle
     report = Report(state, Launch.HEAD, manager)
     report.step_phase(manager, Phase.AFTER_VERIFY, Phase.AFTER_HEAD)
     state.counters[Counter.HEAD_LAUNCHES] += 1
@@ -205,15 +215,13 @@ def write_head(
 
 def write_tail(
     state: CanaryState,
-    rows: CanaryRows,
-    fingerprint: Fingerprint,
-    *,
-    page_size: int,
-    writer_kind: WriterKind,
-    manager: int,
+    view: ForwardView,
+    checks: PoolChecks,
     advance: bool,
     findings: Tensor | None,
 ) -> None:
+    rows, manager, page_size = view, view.manager, checks.page_size
+    writer_kind, fingerprint = view.writer_kind, checks.fingerprint
     report = Report(state, Launch.TAIL, manager)
     report.step_phase(manager, Phase.AFTER_HEAD, Phase.IDLE)
     state.counters[Counter.TAIL_LAUNCHES] += 1
@@ -267,7 +275,7 @@ def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
         records[known, 3] = word3
 
 
-def move_records(state: CanaryState, *, dst: Tensor, src: Tensor) -> None:
+def move_records(state: CanaryState, dst: Tensor, src: Tensor) -> None:
     for records in (state.head, state.tail):
         records.index_copy_(0, dst, records.index_select(0, src))
 
@@ -281,7 +289,7 @@ def gather_findings(state: CanaryState, req_rows: Tensor, findings: Tensor) -> N
     state.verdict[req_rows[live]] = 0
 
 
-def _advance_lineage(state: CanaryState, rows: CanaryRows) -> None:
+def _advance_lineage(state: CanaryState, rows: ForwardView) -> None:
     if rows.stay_lens is not None:
         _, counts = row_starts(rows)
         staying = torch.minimum(rows.stay_lens, counts)
@@ -301,6 +309,6 @@ def _advance_lineage(state: CanaryState, rows: CanaryRows) -> None:
     state.expected_lineage[published[live]] = values[live]
 
 
-def finish_step(state: CanaryState, rows: CanaryRows, findings: Tensor) -> None:
-    _advance_lineage(state, rows)
-    gather_findings(state, rows.req_rows, findings)
+def finish_step(state: CanaryState, view: ForwardView, findings: Tensor) -> None:
+    _advance_lineage(state, view)
+    gather_findings(state, view.req_rows, findings)

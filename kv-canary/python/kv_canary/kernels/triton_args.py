@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sglang.srt.kv_canary.kernels import state as canary
-from sglang.srt.kv_canary.kernels.state import check_view_layout
-from sglang.srt.model_executor.forward_batch_info import KVReadView
+from kv_canary.layout import Fingerprint
+from kv_canary.state import CanaryState
+from kv_canary.view import ForwardView, KVReadView
 
 
 class State(NamedTuple):
@@ -36,7 +36,7 @@ class State(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """`CanaryRows` without what concerns the end of a forward."""
+    """`ForwardView` without what concerns the end of a forward."""
 
     req_rows: Tensor
     prefix_lens: Tensor
@@ -121,7 +121,7 @@ class Hashing(NamedTuple):
     chunk: int
 
 
-def state_args(state: canary.CanaryState) -> State:
+def state_args(state: CanaryState) -> State:
     return State(
         head=state.head,
         tail=state.tail,
@@ -139,7 +139,7 @@ def state_args(state: canary.CanaryState) -> State:
     )
 
 
-def row_args(rows: canary.CanaryRows) -> Rows:
+def row_args(rows: ForwardView) -> Rows:
     rows.check_layout()
     # A launch without rows runs one program, which loads shifts of row 0 unmasked.
     has_shift = rows.num_rows > 0
@@ -162,7 +162,7 @@ def row_args(rows: canary.CanaryRows) -> Rows:
     )
 
 
-def end_args(rows: canary.CanaryRows, findings: Tensor | None) -> Ends:
+def end_args(rows: ForwardView, findings: Tensor | None) -> Ends:
     return Ends(
         publish_rows=rows.publish_rows, stay_lens=rows.stay_lens, findings=findings
     )
@@ -175,7 +175,7 @@ def table_args(table: Tensor | None, *, offset: int = 0) -> Table | None:
 
 
 def read_args(view: KVReadView) -> Reads:
-    check_view_layout(view)
+    view.check_layout()
     entries = view.entries
     return Reads(
         read_lens=view.read_lens,
@@ -189,7 +189,7 @@ def read_args(view: KVReadView) -> Reads:
     )
 
 
-def byte_args(source: canary.Fingerprint) -> Bytes | None:
+def byte_args(source: Fingerprint) -> Bytes | None:
     k, v = source.k_words, source.v_words
     if k is None or v is None:
         return None
@@ -204,7 +204,7 @@ def byte_args(source: canary.Fingerprint) -> Bytes | None:
     )
 
 
-def hashing_of(source: canary.Fingerprint, *, chunk: int) -> Hashing:
+def hashing_of(source: Fingerprint, *, chunk: int) -> Hashing:
     k, v = source.k_words, source.v_words
     if k is None or v is None:
         return Hashing(mode=int(source.mode), layers=1, k_words=2, v_words=2, chunk=1)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from sglang.srt.utils.hashing import MASK64, mix64, mix64_int, to_signed64
+from kv_canary.hashing import MASK64, mix64, mix64_array, mix64_int, to_signed64
 
 RECORD_WORDS = 4
 POISON_WORD = -1
@@ -203,20 +203,13 @@ def extend_lineage(
     words = (values & np.uint64(TOKEN_MASK)) | (
         positions.astype(np.uint64) << np.uint64(32)
     )
-    terms = _mix64_array(_mix64_array(words) ^ np.uint64(salt_key(salt) & MASK64))
+    terms = mix64_array(mix64_array(words) ^ np.uint64(salt_key(salt) & MASK64))
     return to_signed64((previous + int(terms.sum(dtype=np.uint64))) & MASK64)
 
 
 def lineage_of(tokens: list[int] | npt.NDArray[np.int64], salt: int) -> int:
     """Lineage of a request whose tokens stand at positions 0, 1, ..."""
     return extend_lineage(0, tokens, start_position=0, salt=salt)
-
-
-def _mix64_array(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
-    return mixed
 
 
 def pack_word0_tensor(tokens: Tensor, positions: Tensor) -> Tensor:

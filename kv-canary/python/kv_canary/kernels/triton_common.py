@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.srt.kv_canary.kernels import records
-from sglang.srt.kv_canary.kernels.records import Reason
+from kv_canary import records
+from kv_canary.records import Reason
 
 MUL_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 MUL_2 = tl.constexpr(0x94D049BB133111EB)

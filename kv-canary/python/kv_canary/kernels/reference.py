@@ -8,7 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang.srt.kv_canary.kernels.records import (
+from kv_canary.checks import PoolChecks
+from kv_canary.hashing import mix64
+from kv_canary.layout import Fingerprint, FingerprintMode
+from kv_canary.records import (
     POISON_WORD,
     RING_WORDS,
     TOKEN_MASK,
@@ -22,18 +25,11 @@ from sglang.srt.kv_canary.kernels.records import (
     pack_word0_tensor,
     sample_place,
 )
-from sglang.srt.kv_canary.kernels.state import (
-    NO_MANAGER,
-    CanaryRows,
-    CanaryState,
-    Fingerprint,
-    FingerprintMode,
-)
-from sglang.srt.model_executor.forward_batch_info import KVReadView
-from sglang.srt.utils.hashing import mix64
+from kv_canary.state import CanaryState
+from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 
 
-def seeds_of(rows: CanaryRows) -> Tensor:
+def seeds_of(rows: ForwardView) -> Tensor:
     """Lineages before position 0 of rows [R]."""
     if rows.seed_table is not None:
         return rows.seed_table[rows.req_rows]
@@ -111,7 +107,7 @@ def _word_sums(
     return mix64(words[:, slots] ^ keys[:, None]).sum(dim=(0, 2))
 
 
-def columns_of(rows: CanaryRows, row: Tensor, positions: Tensor) -> Tensor:
+def columns_of(rows: ForwardView, row: Tensor, positions: Tensor) -> Tensor:
     """Columns of `req_to_token` in which positions of batch rows stand."""
     if rows.shift_from is None or rows.column_shift is None:
         return positions
@@ -127,7 +123,7 @@ def look_up(matrix: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     return torch.where(inside, matrix[rows, columns * inside].to(torch.int64), -1)
 
 
-def row_starts(rows: CanaryRows) -> tuple[Tensor, Tensor]:
+def row_starts(rows: ForwardView) -> tuple[Tensor, Tensor]:
     """(first new token, number of new tokens) of each row, cut where [T] ends."""
     if rows.qo_indptr is None:
         starts = torch.arange(rows.num_rows, device=rows.req_rows.device)
@@ -154,15 +150,26 @@ def _slots_of(table: KVReadView, row: Tensor, element: Tensor) -> Tensor:
 
 def verify(
     state: CanaryState,
-    rows: CanaryRows,
+    view: ForwardView,
+    checks: PoolChecks,
     table: KVReadView,
-    fingerprint: Fingerprint,
-    *,
-    req_to_token: Tensor | None,
-    tokens: Tensor | None,
-    token_offset: int,
-    manager: int,
+    steps_phase: bool = True,
 ) -> None:
+    """Check every slot that is about to be read; each finding is a ring entry and bits
+    in the verdict of its request row.
+
+    Elements below `prefix_lens` are compared with their records, the others with
+    `out_cache_loc`. A row whose elements end before its prefix, or among its new
+    tokens, is a READ_SET at the position where they end, with slot -1.
+
+    Args:
+        table: one of `view.reads`.
+        steps_phase: whether the phase of `view.manager` must be IDLE and becomes
+            AFTER_VERIFY.
+    """
+    rows, fingerprint, req_to_token = view, checks.fingerprint, checks.req_to_token
+    tokens, token_offset = checks.tokens, checks.token_offset
+    manager = view.manager if steps_phase else NO_MANAGER
     sweep = req_to_token is None
     report = Report(state, Launch.SWEEP if sweep else Launch.VERIFY, manager)
     report.step_phase(manager, Phase.IDLE, Phase.AFTER_VERIFY)
@@ -236,7 +243,7 @@ def verify(
 
 def _check_records(
     state: CanaryState,
-    rows: CanaryRows,
+    rows: ForwardView,
     table: KVReadView,
     fingerprint: Fingerprint,
     columns: dict[Ring, Tensor],

@@ -12,7 +12,7 @@ reasons, 0 where nothing is wrong. On the host they are a list of words.
 
 from __future__ import annotations
 
-from sglang.srt.kv_canary.kernels.records import NUM_COUNTERS
+from kv_canary.records import NUM_COUNTERS
 
 STATUS_WORDS = 1 + NUM_COUNTERS
 """Words of findings before the verdicts."""

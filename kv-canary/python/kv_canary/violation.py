@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sglang.srt.kv_canary.kernels.records import (
+from kv_canary.records import (
     POISON_WORD,
     SERIAL_MASK,
     Launch,

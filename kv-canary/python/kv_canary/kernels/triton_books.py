@@ -7,20 +7,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.srt.kv_canary.kernels.records import WriterKind
-from sglang.srt.kv_canary.kernels.triton_common import (
+from kv_canary.kernels.triton_common import (
     POISON,
     pack_word3,
     salt_of,
     start_of,
 )
-from sglang.srt.kv_canary.kernels.triton_write import (
+from kv_canary.kernels.triton_write import (
     base_of,
     published_row_of,
     sum_of_terms,
     take_status,
     take_verdicts,
 )
+from kv_canary.records import WriterKind
 
 POISON_KIND = tl.constexpr(int(WriterKind.POISON))
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.srt.kv_canary.kernels.triton_verify import verify_program
-from sglang.srt.kv_canary.kernels.triton_write import AFTER_HEAD, write_program
+from kv_canary.kernels.triton_verify import verify_program
+from kv_canary.kernels.triton_write import AFTER_HEAD, write_program
 
 
 @triton.jit(

@@ -13,14 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.srt.kv_canary.kernels.records import (
-    NUM_COUNTERS,
-    Counter,
-    Phase,
-    Reason,
-    WriterKind,
-)
-from sglang.srt.kv_canary.kernels.triton_common import (
+from kv_canary.kernels.triton_common import (
     CLOCK_MASK,
     CLOCK_SHIFT,
     NONE,
@@ -39,6 +32,13 @@ from sglang.srt.kv_canary.kernels.triton_common import (
     step_phase,
     term_of,
     told_to_all,
+)
+from kv_canary.records import (
+    NUM_COUNTERS,
+    Counter,
+    Phase,
+    Reason,
+    WriterKind,
 )
 
 FOREIGN = tl.constexpr(int(Reason.WRITE_FOREIGN))

@@ -1,0 +1,108 @@
+"""The canary of one pool, for an engine that has no adapter of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from kv_canary import launches
+from kv_canary.checks import PoolChecks
+from kv_canary.layout import FingerprintMode, PoolLayout, create_fingerprint
+from kv_canary.records import lineage_of
+from kv_canary.reporter import ReportOptions, ViolationReporter, as_error
+from kv_canary.serials import SerialMap
+from kv_canary.state import create_state
+from kv_canary.view import ForwardView
+from kv_canary.violation import Violation
+
+
+class Canary:
+    """Records for every slot of a pool, checked by each forward.
+
+    Args:
+        layout: of the pool.
+        req_to_token: int32 [requests + 1, W], slots by request row and position; row 0
+            is for padding.
+        mode: bytes that are fingerprinted.
+        options: how violations are reported.
+        ring_capacity: violations that are kept between two calls of `violations`.
+
+    Attributes:
+        serials: requests by serial; whoever admits a request adds it.
+        reporter: of everything found so far.
+
+    Raises:
+        ValueError: the pool's bytes cannot be fingerprinted, or a size is impossible.
+    """
+
+    def __init__(
+        self,
+        layout: PoolLayout,
+        *,
+        req_to_token: Tensor,
+        mode: FingerprintMode = FingerprintMode.PARTIAL,
+        options: ReportOptions | None = None,
+        ring_capacity: int = 1024,
+    ) -> None:
+        self._state = create_state(
+            num_slots=layout.num_slots,
+            req_rows=req_to_token.shape[0],
+            ring_capacity=ring_capacity,
+            num_managers=1,
+            device=layout.device,
+        )
+        self._checks = PoolChecks(
+            page_size=layout.page_size,
+            fingerprint=create_fingerprint(mode, layout),
+            req_to_token=req_to_token,
+        )
+        self._options = options or ReportOptions()
+        self.serials = SerialMap()
+        self.reporter = ViolationReporter(
+            self._options, page_size=layout.page_size, serials=self.serials
+        )
+
+    def expect_prefix(self, req_row: int, tokens: Sequence[int], salt: int = 0) -> None:
+        """The next forward of `req_row` goes on after these tokens, which another
+        request or an earlier one of this row has written."""
+        row = torch.tensor([req_row], device=self._state.head.device)
+        lineage = torch.tensor([lineage_of(list(tokens), salt)]).to(row.device)
+        launches.set_lineage(self._state, row, lineage)
+
+    @contextmanager
+    def forward(self, view: ForwardView) -> Iterator[None]:
+        """Around a model forward without a tree: check the slots of `view.reads`, then
+        record the new tokens' slots over the bytes that were stored."""
+        launches.before_model(self._state, view, self._checks)
+        yield
+        launches.write_tail(self._state, view, self._checks, advance=True)
+
+    def free(self, slots: Tensor) -> None:
+        """Slots [n] int64 of nobody from now on: who reads them before somebody writes
+        them is reported."""
+        launches.poison(self._state, slots)
+
+    def move(self, *, dst: Tensor, src: Tensor) -> None:
+        """The bytes of slots `src` are in `dst` now ([n] int64 each): the records
+        follow."""
+        launches.move_records(self._state, dst=dst, src=src)
+
+    def violations(self) -> list[Violation]:
+        """Everything found since the last call, logged and kept; waits for the
+        device."""
+        count, capacity = int(self._state.ring_count), self._state.ring.shape[0]
+        entries = self._state.ring[: min(count, capacity)].tolist()
+        self._state.ring_count.zero_()
+        return self.reporter.report(entries, dropped=max(count - capacity, 0))
+
+    def raise_violations(self) -> None:
+        """
+        Raises:
+            CanaryViolation: something was found since the last call.
+        """
+        found = self.violations()
+        if found:
+            raise as_error(found, with_tokens=self._options.with_tokens)

@@ -1,0 +1,34 @@
+"""The tables of one pool that its launches compare a forward with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kv_canary.layout import NO_FINGERPRINT, Fingerprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolChecks:
+    """The same for every forward of a pool; a None leaves its check out.
+
+    Fields:
+        page_size: slots below it are scratch; padded rows write nothing else.
+        fingerprint: the bytes that are hashed.
+        req_to_token: int32 [req_rows, W], slots by request row and position, what
+            READ_SET and WRITE_FOREIGN expect. None, for a sweep: rows (any `req_rows`
+            but 0) belong to no request, so that columns and `expected_lineage` are not
+            compared and findings go to verdict 0.
+        tokens: int32 [req_rows, W'], tokens by position, negative: not known. The slot
+            of position p holds token p + `token_offset`.
+        published: int32 [req_rows, W'], tokens by position that inputs must be (of a
+            verification the roots); negative: not known.
+    """
+
+    page_size: int = 1
+    fingerprint: Fingerprint = NO_FINGERPRINT
+    req_to_token: Tensor | None = None
+    tokens: Tensor | None = None
+    token_offset: int = 0
+    published: Tensor | None = None

@@ -1,0 +1,150 @@
+"""The canary's launches: each runs natively, as a Triton kernel, or in torch.
+
+Per forward: `before_model` (verify and head write), the model, `write_tail`; `verify`
+alone serves sweeps. None allocates memory that outlives it or waits for the device,
+except in torch. Knows no requests and no pools.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kv_canary.checks import PoolChecks
+from kv_canary.findings import STATUS_WORDS
+from kv_canary.kernels import reference, reference_write
+from kv_canary.op import Op
+from kv_canary.state import CanaryState
+from kv_canary.view import ForwardView
+
+_NATIVE = "kv_canary.kernels.native:"
+_TRITON = "kv_canary.kernels.triton_launch:"
+
+verify = Op(
+    reference=reference.verify,
+    native=_NATIVE + "verify",
+    triton=_TRITON + "verify",
+)
+write_head = Op(
+    reference=reference_write.write_head,
+    native=_NATIVE + "write_head",
+    triton=_TRITON + "write_head",
+)
+_before_model = Op(
+    reference=reference_write.before_model,
+    native=_NATIVE + "before_model",
+    triton=_TRITON + "before_model",
+)
+_write_tail = Op(
+    reference=reference_write.write_tail,
+    native=_NATIVE + "write_tail",
+    triton=_TRITON + "write_tail",
+)
+_poison = Op(
+    reference=reference_write.poison,
+    native=_NATIVE + "poison",
+    triton=_TRITON + "poison",
+)
+_move_records = Op(
+    reference=reference_write.move_records, triton=_TRITON + "move_records"
+)
+_finish_step = Op(
+    reference=reference_write.finish_step,
+    native=_NATIVE + "finish_step",
+    triton=_TRITON + "finish_step",
+)
+_gather_findings = Op(
+    reference=reference_write.gather_findings,
+    native=_NATIVE + "gather_findings",
+    triton=_TRITON + "gather_findings",
+)
+
+
+def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
+    """Verify every one of `view.reads`, then write the head records; the first of the
+    reads and the head write are one launch, which steps the phase."""
+    if len(view.reads) > 1:
+        for table in view.reads[1:]:
+            verify(state, view, checks, table, steps_phase=False)
+    _before_model(state, view, checks)
+
+
+def write_tail(
+    state: CanaryState,
+    view: ForwardView,
+    checks: PoolChecks,
+    *,
+    advance: bool = False,
+    findings: Tensor | None = None,
+) -> None:
+    """After the model: check that the head records are still this forward's, write the
+    tail records with fingerprints of the bytes, advance the clock.
+
+    `view` and `checks` must be those of `before_model`, and `expected_lineage`
+    unchanged since. The phase AFTER_HEAD becomes IDLE.
+
+    Args:
+        advance: in the end the launch also advances the rows' lineages, as
+            `finish_step` does.
+        findings: int64 [>= STATUS_WORDS + R], filled by `gather_findings` after that;
+            the rows must differ. None: `finish_step` does both, as for trees.
+
+    Raises:
+        ValueError: `advance` with a tree, whose accepted path is not known yet, or
+            findings without `advance`.
+    """
+    if advance and view.parent_index is not None:
+        raise ValueError("write_tail: lineages of a tree; use finish_step")
+    if findings is not None and not advance:
+        raise ValueError("write_tail: findings are those of a forward that advances")
+    _write_tail(state, view, checks, advance, findings)
+
+
+def poison(state: CanaryState, slots: Tensor, *, n_live: Tensor | None = None) -> None:
+    """Poison slots [n] int64, or the first `n_live` [1] int64 of them. A slot that is
+    poisoned already keeps its first freeing step; ids outside the pool are skipped."""
+    if slots.numel():
+        _poison(state, slots, n_live)
+
+
+def move_records(state: CanaryState, *, dst: Tensor, src: Tensor) -> None:
+    """records[dst] = records[src], int64 [n] each, as if all was read first. dst may
+    repeat only with equal sources; ids must lie in the pool."""
+    if dst.numel():
+        _move_records(state, dst, src)
+
+
+def set_lineage(state: CanaryState, rows: Tensor, values: Tensor) -> None:
+    """expected_lineage[rows] = values, int64 [n] each, from the host's tokens."""
+    state.expected_lineage.index_copy_(0, rows, values)
+
+
+def finish_step(state: CanaryState, view: ForwardView) -> Tensor:
+    """The end of a forward whose tail was written without one: the rows' lineages
+    advance over their new tokens, or those that stay (from the seed where the prefix is
+    empty), then `gather_findings` of the rows. For whoever publishes tokens. No row may
+    read a lineage that another one writes.
+
+    Raises:
+        ValueError: `view` has a tree; only an accepted path has a lineage.
+    """
+    if view.parent_index is not None:
+        raise ValueError("finish_step: view.parent_index must be None")
+    findings = _new_findings(state, view.num_rows)
+    _finish_step(state, view, findings)
+    return findings
+
+
+def gather_findings(state: CanaryState, req_rows: Tensor) -> Tensor:
+    """Findings about request rows [R] int64, whose verdicts are cleared. Row 0 may
+    repeat: it yields 0 and keeps its verdict. Other rows must differ.
+
+    Returns:
+        int64 [STATUS_WORDS + R] on the device; ring and counters stay.
+    """
+    findings = _new_findings(state, len(req_rows))
+    _gather_findings(state, req_rows, findings)
+    return findings
+
+
+def _new_findings(state: CanaryState, rows: int) -> Tensor:
+    return state.counters.new_empty(STATUS_WORDS + rows)

@@ -1,0 +1,236 @@
+"""Turns ring entries into log lines, incidents and counts, each damage once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections import Counter as CountsOf
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kv_canary.records import SERIAL_MASK, Ring, unpack_word3
+from kv_canary.serials import SerialMap
+from kv_canary.violation import Owner, Violation, parse_entry
+
+logger = logging.getLogger(__name__)
+
+KEPT_INCIDENTS = 64
+# More are counted in the document; every one has its line in the log.
+VIOLATIONS_PER_INCIDENT = 64
+REMEMBERED_KEYS = 65_536
+
+# Who holds a slot by the host's records.
+OwnerOf = Callable[[int], Owner]
+# A forward's mode by name, or "sweep"; None: not known any more.
+ModeOf = Callable[[Violation], str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """How violations are reported.
+
+    Fields:
+        mode, real_data: names for incident documents.
+        folder: one JSON file per incident, or None.
+        with_tokens: whether reports hold token ids.
+        max_files: of this process; 0: no limit. max_files_option: its name for users.
+        ring_capacity: entries of the ring. ring_capacity_option: its name for users.
+    """
+
+    mode: str = "log"
+    real_data: str = "partial"
+    folder: Path | None = None
+    with_tokens: bool = False
+    max_files: int = 1000
+    max_files_option: str = "max_files"
+    ring_capacity: int = 0
+    ring_capacity_option: str = "ring_capacity"
+
+
+class CanaryViolation(RuntimeError):
+    """The KV cache is not what it must be; the text is the report.
+
+    Attributes:
+        public: what any client may see of it; empty where another rank found it.
+        is_alone: whether this rank failed by itself, in the middle of a step: the
+            others need not stop in the same one.
+    """
+
+    def __init__(self, text: str, *, public: str, is_alone: bool = False) -> None:
+        super().__init__(text)
+        self.public = public
+        self.is_alone = is_alone
+
+
+class ViolationReporter:
+    """The violations of this process, each damage once.
+
+    Args:
+        page_size: slots of a page.
+        serials: the requests by serial.
+        rank: of this process among those that serve one model.
+
+    Attributes:
+        counts: violations by reason label.
+        total: all of them.
+        incidents: the newest documents, newest last.
+    """
+
+    def __init__(
+        self,
+        options: ReportOptions,
+        *,
+        page_size: int,
+        serials: SerialMap,
+        rank: int = 0,
+    ) -> None:
+        self._options = options
+        self._page_size = page_size
+        self._serials = serials
+        self._rank = rank
+        self._seen: OrderedDict[tuple[str, int, int, int, int], None] = OrderedDict()
+        self.counts: CountsOf[str] = CountsOf()
+        self.total = 0
+        self._files = 0
+        self.incidents: deque[dict[str, Any]] = deque(maxlen=KEPT_INCIDENTS)
+
+    def report(
+        self,
+        entries: Iterable[Sequence[int]],
+        *,
+        dropped: int = 0,
+        owner_of: OwnerOf = lambda slot: Owner("unknown"),
+        mode_of: ModeOf = lambda violation: None,
+        details: Callable[[Violation], dict[str, Any]] = lambda violation: {},
+    ) -> list[Violation]:
+        """Log, count and keep what is new; returns it.
+
+        Args:
+            entries: rows of the ring.
+            dropped: entries that found no place in it.
+            owner_of: who holds a slot by the host's records.
+            mode_of: of the forward that found it.
+            details: what the host can add to an incident.
+        """
+        new = [v for v in map(self._parse, entries) if self._is_new(v)]
+        fresh = [dataclasses.replace(v, owner=owner_of(v.slot)) for v in new]
+        for violation in fresh:
+            logger.error("%s", violation.line(with_tokens=self._options.with_tokens))
+            self.total += 1
+            self.counts.update(violation.labels)
+        if dropped:
+            logger.error(
+                "kv_canary: %d more violations did not fit the ring (%s=%d)",
+                dropped,
+                self._options.ring_capacity_option,
+                self._options.ring_capacity,
+            )
+        if fresh:
+            self._keep(fresh, dropped, mode_of, details)
+        return fresh
+
+    def _parse(self, entry: Sequence[int]) -> Violation:
+        serials = (entry[Ring.SERIAL], unpack_word3(entry[Ring.FOUND_WORD3]).serial)
+        known = {s & SERIAL_MASK: self._serials.rid(s) for s in serials}
+        return parse_entry(entry, page_size=self._page_size, rid_of=known)
+
+    def _is_new(self, violation: Violation) -> bool:
+        if violation.key in self._seen:
+            return False
+        self._seen[violation.key] = None
+        if len(self._seen) > REMEMBERED_KEYS:
+            self._seen.popitem(last=False)
+        return True
+
+    def _keep(
+        self,
+        fresh: list[Violation],
+        dropped: int,
+        mode_of: ModeOf,
+        details: Callable[[Violation], dict[str, Any]],
+    ) -> None:
+        with_tokens = self._options.with_tokens
+        document = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "mode": self._options.mode,
+            "real_data": self._options.real_data,
+            "rank": self._rank,
+            "forward": fresh[0].forward,
+            "forward_mode": mode_of(fresh[0]),
+            "dropped": dropped + max(len(fresh) - VIOLATIONS_PER_INCIDENT, 0),
+            "violations": [
+                {
+                    **violation.document(with_tokens=with_tokens),
+                    "forward_mode": mode_of(violation),
+                    **details(violation),
+                }
+                for violation in _for_incident(fresh)
+            ],
+        }
+        self.incidents.append(document)
+        if self._options.folder is not None and self._may_write():
+            self._write(self._options.folder, document)
+
+    def _may_write(self) -> bool:
+        """One cached slot may be hit, and reported, for as long as the server runs."""
+        limit = self._options.max_files
+        self._files += 1
+        if limit and self._files == limit + 1:
+            logger.error(
+                "kv_canary: %d incident files are written, no more follow (%s); the "
+                "log goes on",
+                limit,
+                self._options.max_files_option,
+            )
+        return not limit or self._files <= limit
+
+    def _write(self, folder: Path, document: dict[str, Any]) -> None:
+        """Under its name the file is whole: a reader may look while it is written, and
+        the process may be killed."""
+        name = (
+            f"kv_canary-{time.time_ns()}-rank{self._rank}-forward"
+            f"{document['forward']}.json"
+        )
+        begun = folder / f".{name}.part"
+        try:
+            descriptor = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(document, file, indent=2)
+            begun.rename(folder / name)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                begun.unlink(missing_ok=True)
+            logger.error("kv_canary: cannot write %s: %s", folder / name, error)
+
+
+def _for_incident(fresh: list[Violation]) -> list[Violation]:
+    """The violations that an incident holds: the first of each request, then others."""
+    firsts: dict[int, Violation] = {}
+    for violation in fresh:
+        firsts.setdefault(violation.serial, violation)
+    chosen = list(firsts.values())
+    taken = {id(violation) for violation in chosen}
+    chosen += [violation for violation in fresh if id(violation) not in taken]
+    return chosen[:VIOLATIONS_PER_INCIDENT]
+
+
+def as_error(
+    violations: Sequence[Violation], *, with_tokens: bool, is_alone: bool = False
+) -> CanaryViolation:
+    """The error of the mode `raise`; of no violations: another rank found some."""
+    if not violations:
+        return CanaryViolation(
+            "kv_canary violation: found by another rank; see its log", public=""
+        )
+    return CanaryViolation(
+        "\n".join(v.line(with_tokens=with_tokens) for v in violations),
+        public="\n".join(v.public_line() for v in violations[:VIOLATIONS_PER_INCIDENT]),
+        is_alone=is_alone,
+    )

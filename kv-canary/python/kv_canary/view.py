@@ -1,0 +1,235 @@
+"""One forward as the canary sees it: rows, new tokens, and the slots that are read.
+
+Holds tensors and checks their shapes; launches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kv_canary.records import WriterKind
+
+NO_MANAGER = -1
+"""Manager of a launch that is no step of a forward: it leaves all phases alone."""
+
+
+# Not frozen: made for every forward, and frozen fields take twice as long to set.
+# Nothing sets them later.
+@dataclass(slots=True, kw_only=True)
+class KVReadView:
+    """The slots that attention is about to read, one view per metadata group.
+
+    Element i of row r holds position `first_position[r] + i` (0 where None). Its slot
+    is `page_table[row_index[r], i // page_size] + i % page_size` (the table's entries
+    are first slots of pages; `row_index` None: r itself), or, without a table,
+    `slot_indices[indptr[r] + i]`, or, where a backend reads page numbers,
+    `page_indices[indptr[r] + i // page_size] * page_size + i % page_size`. Indices
+    after those of the last row are not read, and elements beyond the table are
+    unreadable slots.
+
+    Fields:
+        read_lens: int64 [R], elements of a row.
+        page_table: int32 [rows, columns], any strides; row_index: int64 [R] | None.
+        indptr: int32 or int64 [R + 1]; slot_indices, page_indices: int32 or int64 [N].
+        first_position: int64 [R] | None.
+        prev_slots: int64 [R] | None, slot of the token before element 0, -1: none; for
+            views of no forward (a sweep).
+        entry_size: elements that one entry of the table covers.
+        tensors: read_lens, page_table, row_index, indptr, slot_indices or
+            page_indices, first_position, prev_slots: for the native ops.
+    """
+
+    read_lens: Tensor
+    page_size: int = 1
+    page_table: Tensor | None = None
+    row_index: Tensor | None = None
+    indptr: Tensor | None = None
+    slot_indices: Tensor | None = None
+    page_indices: Tensor | None = None
+    first_position: Tensor | None = None
+    prev_slots: Tensor | None = None
+    entry_size: int = field(init=False)
+    tensors: list[Tensor | None] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        is_paged = self.page_table is not None
+        is_flat = (self.slot_indices is None) != (self.page_indices is None)
+        has_indptr = self.indptr is not None
+        if is_paged == has_indptr or is_flat != has_indptr:
+            raise ValueError(
+                "KVReadView: give either page_table, or indptr with slot_indices or "
+                "page_indices"
+            )
+        if self.page_size < 1:
+            raise ValueError(f"KVReadView: page_size={self.page_size} is not positive")
+        slots = self.slot_indices
+        self.entry_size = self.page_size if slots is None else 1
+        self.tensors = [
+            self.read_lens,
+            self.page_table,
+            self.row_index,
+            self.indptr,
+            self.page_indices if slots is None else slots,
+            self.first_position,
+            self.prev_slots,
+        ]
+
+    @property
+    def entries(self) -> Tensor:
+        """The one table that is given."""
+        for table in (self.page_table, self.slot_indices, self.page_indices):
+            if table is not None:
+                return table
+        raise AssertionError("checked at construction")
+
+    def check_layout(self) -> None:
+        """For kernels that index raw memory, where another layout would be misread.
+
+        Raises:
+            ValueError: a tensor is no contiguous int64 vector.
+        """
+        require_vectors(
+            "KVReadView",
+            read_lens=self.read_lens,
+            row_index=self.row_index,
+            first_position=self.first_position,
+            prev_slots=self.prev_slots,
+        )
+
+
+def _declared(length: str, *, at_end: bool = False) -> dict[str, Any]:
+    """Metadata of a tensor of `ForwardView`: its length in words of the native ops'
+    checks, and whether only the launch that ends a forward reads it."""
+    return {"length": length, "at_end": at_end}
+
+
+# Not frozen for the same reason as `KVReadView`.
+@dataclass(slots=True, kw_only=True)
+class ForwardView:
+    """R rows of a forward and their T new tokens; int64, contiguous.
+
+    The tensors are declared here and nowhere else: the list for the native ops, the
+    layout check, the tuple of the Triton kernels and the indices in C++ follow from
+    their order and metadata.
+
+    Fields:
+        req_rows: [R], rows of the request table; 0: padded, skipped everywhere. Trusted
+            to lie in the tables, like `lineage_rows`.
+        prefix_lens, extend_lens: [R], tokens before this forward and of it.
+        input_ids, positions: [T].
+        out_cache_loc: [T], slots that the new tokens are written to.
+        serials: [R], numbers of the requests, never reused; salts: [R], of their cache
+            namespaces.
+        qo_indptr: [R + 1], offsets of the rows in [T]; None: one token per row.
+        parent_index: [T] | None, for trees: place in [T] of a token's parent, -1: the
+            row's last prefix token.
+        seeds: [R] | None, lineage before position 0; seed_table: [req_rows] | None,
+            the same by request row. Neither: 0.
+        lineage_rows: [R] | None, rows of `expected_lineage` that these rows go on from;
+            None: `req_rows`.
+        shift_from, column_shift: [R] | None, for draft branches: position p is in
+            column p of the request table below `shift_from`, else in p +
+            `column_shift`.
+        publish_rows: [R] | None, rows of `expected_lineage` that get the lineages
+            after the new tokens; None: the ones they are computed from.
+        stay_lens: [R] | None, new tokens that these cover, the first of `extend_lens`;
+            None: all.
+        reads: the slots that attention reads; empty where nothing is verified.
+        writer_kind: who writes the new tokens.
+        manager: which forward of a launch this is, whose phase its launches step.
+        oracle: (tokens, positions), [T] each, that the inputs must equal; negative: not
+            known. For tests.
+        max_depth: ancestors that are walked in a tree, and tokens of it after the root
+            that can be accepted.
+        tensors: all of them in this order, for the native ops.
+    """
+
+    req_rows: Tensor = field(metadata=_declared("rows"))
+    prefix_lens: Tensor = field(metadata=_declared("rows"))
+    extend_lens: Tensor = field(metadata=_declared("rows"))
+    input_ids: Tensor = field(metadata=_declared("tokens"))
+    positions: Tensor = field(metadata=_declared("tokens"))
+    out_cache_loc: Tensor = field(metadata=_declared("tokens"))
+    serials: Tensor = field(metadata=_declared("rows"))
+    salts: Tensor = field(metadata=_declared("rows"))
+    qo_indptr: Tensor | None = field(default=None, metadata=_declared("rows + 1"))
+    parent_index: Tensor | None = field(default=None, metadata=_declared("tokens"))
+    seeds: Tensor | None = field(default=None, metadata=_declared("rows"))
+    lineage_rows: Tensor | None = field(default=None, metadata=_declared("rows"))
+    shift_from: Tensor | None = field(default=None, metadata=_declared("rows"))
+    column_shift: Tensor | None = field(default=None, metadata=_declared("rows"))
+    publish_rows: Tensor | None = field(
+        default=None, metadata=_declared("rows", at_end=True)
+    )
+    stay_lens: Tensor | None = field(
+        default=None, metadata=_declared("rows", at_end=True)
+    )
+    seed_table: Tensor | None = field(default=None, metadata=_declared("any"))
+    reads: Sequence[KVReadView] = ()
+    writer_kind: WriterKind = WriterKind.NONE
+    manager: int = NO_MANAGER
+    oracle: tuple[Tensor, Tensor] | None = None
+    max_depth: int = 0
+    # Made once and not by each launch of a forward.
+    tensors: list[Tensor | None] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if (self.shift_from is None) != (self.column_shift is None):
+            raise ValueError("ForwardView: shift_from and column_shift go together")
+        if self.seeds is not None and self.seed_table is not None:
+            raise ValueError("ForwardView: give either seeds or seed_table")
+        if self.parent_index is not None and self.max_depth < 1:
+            raise ValueError("ForwardView: a tree without max_depth")
+        self.tensors = list(_tensors_of(self))
+
+    def check_layout(self) -> None:
+        """For kernels that index raw memory, where another layout would be misread.
+
+        Raises:
+            ValueError: a tensor is no contiguous int64 vector.
+        """
+        require_vectors(
+            "ForwardView", **dict(zip(TENSOR_NAMES, self.tensors, strict=True))
+        )
+
+    def max_advance(self, extend_lens: Tensor) -> Tensor:
+        """By how much the rows' prefixes can grow in this forward, [R]."""
+        if self.parent_index is None:
+            return extend_lens
+        return extend_lens.clamp(max=self.max_depth + 1)
+
+    @property
+    def num_rows(self) -> int:
+        return self.req_rows.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+
+TENSOR_FIELDS = tuple(f for f in fields(ForwardView) if f.metadata)
+"""The tensors of a `ForwardView`, in order, with their metadata."""
+
+TENSOR_NAMES = tuple(f.name for f in TENSOR_FIELDS)
+_tensors_of = attrgetter(*TENSOR_NAMES)
+
+
+def require_vectors(owner: str, **tensors: Tensor | None) -> None:
+    """
+    Raises:
+        ValueError: one of them is no contiguous int64 vector; names it.
+    """
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if t.dtype is not torch.int64 or t.dim() != 1 or not t.is_contiguous():
+            raise ValueError(
+                f"{owner}: {name} is {t.dtype} of shape {list(t.shape)} and strides "
+                f"{list(t.stride())}; it must be a contiguous int64 vector"
+            )

@@ -1,0 +1,53 @@
+"""Lineages of requests' prefixes, from the tokens that the host knows."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from kv_canary.records import draft_seed, extend_lineage
+
+
+class TokenOwner(Protocol):
+    """A request: its tokens so far, and the salt of its cache namespace."""
+
+    tokens: array[int]
+    salt: int
+
+
+class PrefixLineages:
+    """Lineages in one pool, each token counted once while its request lives.
+
+    Args:
+        is_draft: of a draft's pool, where slot p holds token p + 1.
+    """
+
+    def __init__(self, *, is_draft: bool) -> None:
+        self._offset = int(is_draft)
+        # Of how many slots the lineage is known, and the lineage.
+        self._known: WeakKeyDictionary[TokenOwner, tuple[int, int]] = (
+            WeakKeyDictionary()
+        )
+
+    def seed(self, owner: TokenOwner) -> int:
+        """Lineage before position 0."""
+        return draft_seed(owner.tokens[0], owner.salt) if self._offset else 0
+
+    def prefix(self, owner: TokenOwner, length: int) -> int:
+        """Lineage of the first `length` slots."""
+        known, value = self._known.get(owner, (0, 0))
+        if known == 0 or length < known:
+            known, value = 0, self.seed(owner)
+        if length > known:
+            tokens = np.frombuffer(owner.tokens, dtype=np.int64)
+            value = extend_lineage(
+                value,
+                tokens[known + self._offset : length + self._offset],
+                start_position=known,
+                salt=owner.salt,
+            )
+            self._known[owner] = (length, value)
+        return value
