@@ -93,13 +93,41 @@ def layer_of(module: str) -> int:
     raise SystemExit(f"{module}: no layer; add it to LAYERS in scripts/check_layers.py")
 
 
-def imports_of(path: Path, known: set[str]) -> set[str]:
-    """Modules of this tree that `path` imports at run time, at any depth of nesting."""
+def modules_of(root: Path, package: str = "sglang") -> dict[str, Path]:
+    """Dotted name -> file of every module of `package`, which lies below `root`."""
+    return {
+        ".".join(p.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): p
+        for p in sorted((root / package).rglob("*.py"))
+    }
+
+
+def import_graph(
+    files: dict[str, Path], *, with_type_only: bool = False
+) -> dict[str, set[str]]:
+    """Module -> the others of `files` that it imports."""
+    known = set(files)
+    return {
+        name: imports_of(path, known, with_type_only=with_type_only) - {name}
+        for name, path in files.items()
+    }
+
+
+def imports_of(
+    path: Path, known: set[str], *, with_type_only: bool = False
+) -> set[str]:
+    """Modules of this tree that `path` imports at run time, at any depth of nesting.
+
+    Args:
+        with_type_only: those under `if TYPE_CHECKING` as well.
+    """
     found: set[str] = set()
     pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        is_type_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(
+            node.test
+        )
+        if is_type_only and not with_type_only:
             pending.extend(node.orelse)
             continue
         if isinstance(node, ast.Import):
@@ -149,14 +177,33 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
+def find_circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of two or more modules."""
+    reach = {module: reachable(graph, module) for module in graph}
+    found, done = [], set()
+    for module in sorted(graph):
+        if module in done or module not in reach[module]:
+            continue
+        circle = sorted(other for other in reach[module] if module in reach[other])
+        done.update(circle)
+        found.append(circle)
+    return found
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    """The modules that `start` reaches by one import or more."""
+    seen: set[str] = set()
+    pending = [start]
+    while pending:
+        for other in graph[pending.pop()] - seen:
+            seen.add(other)
+            pending.append(other)
+    return seen
+
+
 def main() -> int:
-    files = {
-        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
-        for p in sorted((ROOT / "sglang").rglob("*.py"))
-    }
-    graph = {
-        name: imports_of(path, set(files)) - {name} for name, path in files.items()
-    }
+    files = modules_of(ROOT)
+    graph = import_graph(files)
     problems = []
     for module, others in graph.items():
         for other in sorted(others):
