@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import openai
 import pytest
 from live_server import CONTEXT, Server
+from openai_world import KEY
 
 from sglang.test.tiny_models import write_mock_model
 
@@ -33,3 +35,10 @@ def start_server(mock_model: Path) -> Iterator[Callable[..., Server]]:
     yield start
     for server in servers:
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of the module's own `server`."""
+    with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as made:
+        yield made

@@ -1,4 +1,4 @@
-"""What the tests of the CPU kernels share: SIMD levels, and one thread."""
+"""Fixtures of the CPU kernels' tests: SIMD levels, and one thread."""
 
 from __future__ import annotations
 

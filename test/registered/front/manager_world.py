@@ -1,0 +1,92 @@
+"""A TokenizerManager and the scheduler that a test plays for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchOutput,
+    FinishReason,
+    GenerateReq,
+    RequestOutput,
+    SchedulerReady,
+    SchedulerRequest,
+    decode_request,
+    encode,
+)
+from sglang.srt.managers.prompt_request import PromptRequest
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.metrics.front_metrics import FrontMetrics
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import load_tokenizer
+from sglang.srt.utils.paths import bundled_demo_model_path
+
+FOLDER = str(bundled_demo_model_path())
+TOKENIZER = load_tokenizer(FOLDER)
+READY = SchedulerReady(
+    context_len=100, max_req_input_len=99, max_total_num_tokens=1000, vocab_size=4096
+)
+LENGTH = FinishReason(type="length", length=1)
+
+
+class Wire:
+    """A TokenizerManager whose scheduler is played by the test.
+
+    Every message crosses the encoding.
+
+    Attributes:
+        sent: messages to the scheduler, in order.
+    """
+
+    def __init__(self, *, tokenizer: Any = TOKENIZER, **flags: Any) -> None:
+        self.sent: list[SchedulerRequest] = []
+        args = ServerArgs(model_path=FOLDER, **flags)
+        self.manager = TokenizerManager(
+            server_args=args,
+            tokenizer=tokenizer,
+            send=lambda ms: self.sent.extend(decode_request(encode(m)) for m in ms),
+            metrics=FrontMetrics("m"),
+        )
+        self.manager.set_ready(READY)
+
+    def generated(self) -> list[GenerateReq]:
+        return [m for m in self.sent if isinstance(m, GenerateReq)]
+
+    def aborted(self) -> list[str]:
+        return [m.rid for m in self.sent if isinstance(m, AbortReq)]
+
+    def answer(
+        self,
+        rid: str,
+        ids: list[int],
+        finish: FinishReason | None = LENGTH,
+        **fields: Any,
+    ) -> None:
+        output = RequestOutput(
+            rid=rid,
+            output_ids=ids,
+            prompt_tokens=1,
+            completion_tokens=len(ids),
+            cached_tokens=0,
+            finish_reason=finish,
+            **fields,
+        )
+        self.manager.receive(BatchOutput(outputs=[output]))
+
+
+def prompt(
+    text: str | list[int] = "x", params: dict[str, Any] | None = None, **fields: Any
+) -> PromptRequest:
+    return PromptRequest(
+        prompt=text,
+        sampling_params=SamplingParams(**({"max_new_tokens": 5} | (params or {}))),
+        **fields,
+    )
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 20))

@@ -1,0 +1,194 @@
+"""TokenizerManager: requests that wait for room, and an engine that starts, drains or
+dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from manager_world import FOLDER, TOKENIZER, Wire, prompt, run
+
+from sglang.srt.managers.errors import (
+    BadRequest,
+    EngineFailure,
+    Unavailable,
+)
+from sglang.srt.managers.io_struct import (
+    FinishReason,
+    FlushCacheReq,
+    FlushCacheRsp,
+)
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.server_args import ServerArgs
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=3, suite="cpu")
+
+
+def test_beyond_the_capacity_requests_get_503() -> None:
+    async def work() -> None:
+        wire = Wire(max_queued_requests=2, max_running_requests=1)
+        for i in range(3):
+            await wire.manager.submit([prompt(rid=str(i))])
+        with pytest.raises(Unavailable, match="3 requests are in flight"):
+            await wire.manager.submit([prompt()])
+        wire.answer("0", [1])
+        await wire.manager.submit([prompt()])
+        with pytest.raises(BadRequest, match="asks for 4 outputs, but at most 3"):
+            await wire.manager.submit([prompt("x", {"n": 4})])
+
+    run(work())
+
+
+def test_waiting_for_room_sends_the_rest_later() -> None:
+    async def work() -> None:
+        wire = Wire(max_queued_requests=3, max_running_requests=1)
+        prompts = [prompt([i + 1], rid=str(i)) for i in range(10)]
+        group = await wire.manager.submit(prompts, wait_for_room=True)
+        results = asyncio.create_task(wire.manager.results(group))
+        answered = 0
+        while answered < 10:
+            await asyncio.sleep(0)
+            sent = wire.generated()
+            assert len(sent) - answered <= 3
+            for request in sent[answered:]:
+                wire.answer(request.rid, list(request.input_ids))
+                answered += 1
+        assert [u.output_ids for u in await results] == [[i + 1] for i in range(10)]
+
+    run(work())
+
+
+def test_abandoning_a_waiting_group_stops_the_feeding() -> None:
+    async def work() -> None:
+        wire = Wire(max_queued_requests=2, max_running_requests=1)
+        prompts = [prompt(rid=str(i)) for i in range(6)]
+        group = await wire.manager.submit(prompts, wait_for_room=True)
+        await asyncio.sleep(0)
+        wire.manager.release(group)
+        for request in wire.generated():
+            wire.answer(request.rid, [], FinishReason(type="abort", status_code=499))
+        await asyncio.sleep(0)
+        assert len(wire.generated()) == 2
+        assert wire.manager.num_in_flight == 0
+
+    run(work())
+
+
+def test_an_abort_reaches_requests_that_were_not_sent_yet() -> None:
+    async def work() -> None:
+        wire = Wire(max_queued_requests=2, max_running_requests=1)
+        prompts = [prompt(rid=str(i)) for i in range(6)]
+        group = await wire.manager.submit(prompts, wait_for_room=True)
+        await asyncio.sleep(0)
+        wire.manager.abort("4")
+        wire.manager.abort(abort_all=True)
+        gone = FinishReason(type="abort", message="aborted", status_code=499)
+        for rid in ("0", "1"):
+            wire.answer(rid, [], gone)
+        results = await wire.manager.results(group)
+        reasons = [update.finish_reason for update in results]
+        assert [reason and reason.type for reason in reasons] == ["abort"] * 6
+        assert len(wire.generated()) == 2
+        assert wire.manager.num_in_flight == 0
+
+    run(work())
+
+
+def test_a_dead_engine_fails_everything_with_a_logged_id(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work() -> None:
+        wire = Wire(max_queued_requests=2, max_running_requests=1)
+        one = await wire.manager.submit([prompt(rid="a")])
+        many = await wire.manager.submit(
+            [prompt(rid=str(i)) for i in range(5)], wait_for_room=True
+        )
+        call = asyncio.create_task(wire.manager.flush_cache())
+        await asyncio.sleep(0)
+        failure = wire.manager.set_dead("the scheduler process died")
+        for group in (one, many):
+            with pytest.raises(EngineFailure) as caught:
+                await wire.manager.results(group)
+            assert caught.value is failure
+        with pytest.raises(EngineFailure):
+            await call
+        with pytest.raises(EngineFailure):
+            await wire.manager.submit([prompt()])
+        error_id = failure.message.split("error id ")[1].rstrip(")")
+        assert error_id in caplog.text
+        assert not wire.aborted()
+
+    with caplog.at_level(logging.ERROR, logger="sglang"):
+        logging.getLogger("sglang").propagate = True
+        run(work())
+
+
+def test_what_came_before_the_engine_failed_is_read_first() -> None:
+    """Also by a reader that was busy when both came."""
+
+    async def work() -> None:
+        wire = Wire()
+        group = await wire.manager.submit([prompt(rid="a", stream=True)])
+        wire.answer("a", [1], None)
+        read: list[int] = []
+        with pytest.raises(EngineFailure):
+            async for updates in wire.manager.updates(group):
+                read += [token for update in updates for token in update.output_ids]
+                if read == [1]:
+                    wire.answer("a", [2], None)
+                    wire.manager.set_dead("the scheduler failed")
+        assert read == [1, 2]
+
+    run(work())
+
+
+def test_draining_refuses_new_requests_and_waits_for_the_old() -> None:
+    async def work() -> None:
+        wire = Wire()
+        group = await wire.manager.submit([prompt(rid="a")])
+        wire.manager.set_draining()
+        with pytest.raises(Unavailable, match="shutting down"):
+            await wire.manager.submit([prompt()])
+        assert not await wire.manager.wait_idle(0.01)
+        waiting = asyncio.create_task(wire.manager.wait_idle(5))
+        await asyncio.sleep(0)
+        wire.answer("a", [1])
+        assert await waiting
+        assert len(await wire.manager.results(group)) == 1
+
+    run(work())
+
+
+def test_requests_before_the_engine_is_ready_get_503() -> None:
+    async def work() -> None:
+        args = ServerArgs(model_path=FOLDER)
+        manager = TokenizerManager(
+            server_args=args, tokenizer=TOKENIZER, send=lambda messages: None
+        )
+        with pytest.raises(Unavailable, match="starting"):
+            await manager.submit([prompt()])
+
+    run(work())
+
+
+def test_control_calls_find_their_answers_and_time_out() -> None:
+    async def work() -> None:
+        wire = Wire()
+        first = asyncio.create_task(wire.manager.flush_cache())
+        second = asyncio.create_task(wire.manager.flush_cache())
+        await asyncio.sleep(0)
+        ids = [m.call_id for m in wire.sent if isinstance(m, FlushCacheReq)]
+        wire.manager.receive(FlushCacheRsp(call_id=ids[1], success=False))
+        wire.manager.receive(FlushCacheRsp(call_id=ids[0], success=True))
+        wire.manager.receive(FlushCacheRsp(call_id=99, success=True))
+        assert (await first, await second) == (True, False)
+        with pytest.raises(Unavailable, match="did not answer"):
+            await wire.manager.scheduler_stats(0.01)
+
+    run(work())
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
