@@ -35,34 +35,37 @@ FORWARD = 12
 # Rank 0 has the say; a fault elsewhere must reach it.
 RANKS = sampled([1, 0], key=type, ci=2 if DEVICE == "cuda" else 1)
 
-# A rank's process: plants one fault when its own turn has come, and is slow to write
-# down what it found.
+# A rank's process: plants one fault in forward number `forward`, and is slow to report
+# its findings. A driver that is never idle is called before every forward.
 FAULTY_RANK = """
 import time
 
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+from sglang.srt.kv_canary.perturb.driver import PerturbDriver
 from kv_canary.reporter import ViolationReporter
 from sglang.srt.managers import scheduler_main
 
-write = ViolationReporter._write
+report = ViolationReporter.report
 
-def write_slowly(self, folder, document):
-    time.sleep(1.0)
-    write(self, folder, document)
+def report_slowly(self, entries, **options):
+    entries = list(entries)
+    if entries and not self.incidents:
+        time.sleep(1.0)
+    return report(self, entries, **options)
 
-ViolationReporter._write = write_slowly
+ViolationReporter.report = report_slowly
 
-open_launch, launches = CanaryManager._open_launch, []
+before_forward, forwards = PerturbDriver.before_forward, []
 
-def on_one_rank(self, indices, forward_batch):
-    if self._is_init_finished and self.perturb.is_draft == {is_draft}:
-        launches.append(None)
-        if get_tp_group().rank == {rank} and len(launches) == {forward}:
-            self.perturb.arm({fault!r}, seed=1)
-    open_launch(self, indices, forward_batch)
+def on_one_rank(self, forward_batch):
+    if self.is_draft == {is_draft}:
+        forwards.append(None)
+        if get_tp_group().rank == {rank} and len(forwards) == {forward}:
+            self.arm({fault!r}, seed=1)
+    before_forward(self, forward_batch)
 
-CanaryManager._open_launch = on_one_rank
+PerturbDriver.before_forward = on_one_rank
+PerturbDriver.is_idle = property(lambda self: False, lambda self, is_idle: None)
 scheduler_main.main()
 """
 
@@ -161,7 +164,7 @@ def test_a_fault_on_one_rank_stops_both(
     reason: str,
 ) -> None:
     engine = start_faulty(rank=rank, fault=fault, kv_canary_report_dir=str(tmp_path))
-    pids = engine._host.core.process.pids
+    pids = engine.scheduler_pids
     said: list[int] = []
     with pytest.raises(EngineFailure, match="kv_canary violation: ") as failure:
         answers: Any = engine.generate(
@@ -242,7 +245,7 @@ def test_a_fault_in_one_rank_s_draft_pool_stops_both(
         speculative_eagle_topk=4,
         speculative_num_draft_tokens=12,
     )
-    pids = engine._host.core.process.pids
+    pids = engine.scheduler_pids
     said: list[int] = []
     with pytest.raises(EngineFailure, match="kv_canary violation: ") as failure:
         answers: Any = engine.generate(

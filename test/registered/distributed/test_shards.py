@@ -1,8 +1,7 @@
-"""What each rank holds of a model, and the pieces that keep ranks alike."""
+"""The part of a model that each rank holds, and the pieces that keep ranks alike."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from collections import deque
@@ -26,7 +25,6 @@ from sglang.srt.distributed.partition import (
     divide_kv_heads,
     divide_padded,
 )
-from sglang.srt.managers import scheduler_process
 from sglang.srt.managers.io_struct import (
     AbortReq,
     GenerateReq,
@@ -35,6 +33,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO, NullIO
 from sglang.srt.managers.scheduler_components.step_inputs import StepInputs
+from sglang.srt.managers.scheduler_process import GLOO_INTERFACE, SchedulerProcess
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -296,18 +295,19 @@ def test_a_manager_without_threads_compiles_when_told() -> None:
     manager.submit("e", "regex", "x")
     manager.compile_now("e")
     assert backend.sources == ["x"]
-    assert manager.num_waiting() == 0 and not manager._jobs
+    assert (manager.num_waiting(), manager.num_compiling()) == (0, 0)
 
 
 # -- collectives -------------------------------------------------------------------
 
 RANK = """
-import os, sys, time
+import json, os, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch
 from sglang.srt.distributed.parallel_state import init_tensor_parallel
-rank, size, store = int(sys.argv[1]), 3, Path(sys.argv[2])
+rank, size, store = json.loads(sys.stdin.readline())["rank"], 3, Path(FOLDER, "store")
+log = open(Path(FOLDER, f"rank{rank}"), "w")
 group = init_tensor_parallel(rank=rank, size=size, device="cpu", store=store)
 assert (group.rank, group.size, group.is_leader) == (rank, size, rank == 0)
 for length in (0, 1, 8183, 8184, 8185, 30000):
@@ -333,10 +333,11 @@ if rank == 0:
     try:
         group.meet(timedelta(seconds=0.2))
     except RuntimeError:
-        print("alone")
+        print("alone", file=log)
 else:
     time.sleep(1.0)
-print("done")
+print("done", file=log)
+log.close()
 """
 
 
@@ -345,22 +346,16 @@ def test_collectives_of_three_processes(
 ) -> None:
     """Messages of every length; nothing listens but on the loopback interface; a wait
     for ranks that do not come ends."""
-    monkeypatch.delenv(scheduler_process.GLOO_INTERFACE, raising=False)
-    script = textwrap.dedent(RANK)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", script, str(i), str(tmp_path / "s")],
-            stdout=subprocess.PIPE,
-            env=scheduler_process._environment(1),
-            text=True,
-        )
-        for i in range(3)
-    ]
-    assert [rank.communicate(timeout=60)[0] for rank in ranks] == [
-        "alone\ndone\n",
-        "done\n",
-        "done\n",
-    ]
+    monkeypatch.delenv(GLOO_INTERFACE, raising=False)
+    script = f"FOLDER = {str(tmp_path)!r}\n" + textwrap.dedent(RANK)
+    process = SchedulerProcess.start(
+        ServerArgs(tp_size=3, device="cpu"),
+        num_threads=3,
+        command=(sys.executable, "-W", "error", "-c", script),
+    )
+    assert process.stop(60)
+    said = [path.read_text() for path in sorted(tmp_path.glob("rank*"))]
+    assert said == ["alone\ndone\n", "done\n", "done\n"]
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ def test_penalties_stops_and_seeds_are_the_same_twice(engine: sglang.Engine) -> 
 def test_the_death_of_a_follower_ends_the_engine(tmp_path: Path) -> None:
     model = write_mock_model(tmp_path, vocab_size=300)
     engine = sglang.Engine(model_path=str(model), tp_size=2, log_level="critical")
-    leader, follower = engine._host.core.process.pids
+    leader, follower = engine.scheduler_pids
     os.kill(follower, signal.SIGKILL)
     with pytest.raises(EngineFailure, match="scheduler (process died|failed)"):
         engine.generate("x", GREEDY | {"max_new_tokens": 200})
@@ -294,7 +294,7 @@ def test_the_parents_death_ends_all_ranks(tmp_path: Path) -> None:
     script = (
         "import sglang, os\n"
         f"engine = sglang.Engine(model_path={str(model)!r}, tp_size=2)\n"
-        "print(*engine._host.core.process.pids, flush=True)\n"
+        "print(*engine.scheduler_pids, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     result = subprocess.run(

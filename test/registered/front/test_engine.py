@@ -47,7 +47,8 @@ def ids(answer: Any) -> list[int]:
 
 
 def scheduler_pid(engine: sglang.Engine) -> int:
-    return engine._host.core.process.pid
+    (pid,) = engine.scheduler_pids
+    return pid
 
 
 def test_one_prompt_and_a_list(engine: sglang.Engine) -> None:
@@ -223,7 +224,7 @@ def test_a_plain_script_needs_no_main_guard_and_leaves_nothing(
         import sglang
         engine = sglang.Engine(model_path={str(model)!r})
         print(len(engine.generate("hi", {{"max_new_tokens": 3}})["output_ids"]))
-        print(engine._host.core.process.pid)
+        print(*engine.scheduler_pids)
         """)
     )
     result = subprocess.run(

@@ -23,11 +23,13 @@ TEXT = "def f(x):\n    return x + 1  # żółw 漢字 🙂 e\u0301\n"
 DEMO = load_tokenizer(str(bundled_demo_model_path()))
 
 
+PIECES = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+PIECES += ["▁", "▁hello", "hello", "▁w", "or", "ld", "a", "漢"]
+
+
 def sentencepiece_like() -> Tokenizer:
-    """Pieces with byte fallback, as Llama 2 has them."""
-    pieces = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += ["▁", "▁hello", "hello", "▁w", "or", "ld", "a", "漢"]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
+    """`PIECES` with byte fallback, as Llama 2 has them."""
+    vocab = {piece: i for i, piece in enumerate(PIECES)}
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
     )
@@ -80,7 +82,7 @@ def test_an_output_that_stops_inside_a_character_shows_it_at_the_end() -> None:
 
 def test_byte_fallback_pieces_keep_leading_spaces() -> None:
     tokenizer = sentencepiece_like()
-    ids = [tokenizer._backend.token_to_id(p) for p in ("▁hello", "▁w", "or", "ld")]
+    ids = [PIECES.index(piece) for piece in ("▁hello", "▁w", "or", "ld")]
     ids += [3 + byte for byte in "字".encode()]
     assert joined(tokenizer, ids, skip=True) == " hello world字"
     assert joined(tokenizer, [0, *ids, 1], skip=True) == " hello world字"

@@ -349,7 +349,7 @@ DAMAGES = {
     "namespace": "wrong namespace",
     "lock": "locked more than parent",
     "age": "newer than parent",
-    "count": "evictable",
+    "count": "cache counts",
     "free": "are free",
     "queue": "wrong queue mark",
 }
@@ -377,11 +377,11 @@ def damaged(change: str | None) -> RadixCache:
     elif change == "age":
         node.last_access = 10**9
     elif change == "count":
-        cache._evictable += 2
+        first.lock_ref = 1  # not by `inc_lock_ref`, which counts it
     elif change == "free":
         cache.allocator.free(torch.from_numpy(node.slots))
     elif change == "queue":
-        cache._queue.clear()
+        node.queued = False
     return cache
 
 

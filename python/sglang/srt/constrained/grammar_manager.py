@@ -134,6 +134,10 @@ class GrammarManager:
         """Requests submitted and not returned by `poll` yet."""
         return len(self._key_of) + len(self._ready)
 
+    def num_compiling(self) -> int:
+        """Sources being compiled or waiting for it, requests that left included."""
+        return len(self._jobs)
+
     def shutdown(self) -> None:
         """Let the threads end after the compilation they are in; close the backend."""
         for _ in self._threads:

@@ -68,6 +68,12 @@ class Engine:
         """The shared front; its methods belong to the engine's own loop."""
         return self._host.core.manager
 
+    @property
+    def scheduler_pids(self) -> list[int]:
+        """Process ids of the scheduler by tensor parallel rank, for profilers and
+        monitors; constant for the engine's life."""
+        return list(self._host.core.process.pids)
+
     # -- generation ----------------------------------------------------------------
 
     def generate(
