@@ -1,4 +1,4 @@
-"""What the benchmarks compute with: metrics, reports, datasets, wires, workers."""
+"""The parts of the benchmarks: metrics, reports, datasets, wires, workers."""
 
 from __future__ import annotations
 

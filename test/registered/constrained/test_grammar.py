@@ -27,7 +27,7 @@ EOS_IDS = [0, 2]
 
 
 def allowed_ids(grammar: LLGuidanceGrammar) -> list[int]:
-    """What `apply_vocab_mask` leaves of equal logits."""
+    """Tokens that `apply_vocab_mask` leaves of equal logits."""
     mask = torch.randint(-(2**31), 2**31 - 1, (1, 14), dtype=torch.int32)
     grammar.fill_mask(mask[0])
     logits = apply_vocab_mask(torch.zeros(1, VOCAB_SIZE), mask)

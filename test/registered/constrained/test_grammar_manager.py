@@ -185,7 +185,7 @@ def test_waiting_is_bounded(slow: SlowBackend) -> None:
     found = poll_until(manager, 2)
     assert str(found["a"]) == "regex was not compiled within 0.05 seconds"
     assert isinstance(found["b"], ValueError)
-    # What was compiled too late serves the next request.
+    # A grammar that was compiled too late serves the next request.
     slow.go.set()
     deadline = time.monotonic() + 30
     while len(slow.compiled) < 2 and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The tools behind the drafts: attention of chains, the acceptance measure against
+"""The tools that train the drafts: attention of chains, the acceptance measure against
 drafting for real, text that the target writes, and heads that the engine loads."""
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def test_sampled_rows_differ_and_planned_tokens_stay() -> None:
 def real_chain(
     head: DraftHead, draft_ids: Tensor | None, ids: Tensor, states: Tensor, steps: int
 ) -> list[int]:
-    """Drafts behind the root ids[-1] by feeding the head its own tokens."""
+    """Drafts after the root ids[-1] by feeding the head its own tokens."""
     drafted: list[int] = []
     for _ in range(steps):
         fed = torch.cat((ids, torch.tensor([drafted], dtype=torch.int64)), 1)
@@ -245,7 +245,7 @@ def test_the_target_is_a_perfect_draft_of_itself() -> None:
     report = measure(text, model_matcher(target, device=CPU), rows=1)
     lengths = report["accept_length"]
     assert isinstance(lengths, dict)
-    # 23 tokens behind the first: 5 whole runs of 4 and 3; 3 whole runs of 6 and 5.
+    # 23 tokens after the first: 5 whole runs of 4 and 3; 3 whole runs of 6 and 5.
     assert lengths == {"3": round(46 / 12, 4), "5": round(46 / 8, 4)}
     assert report["right_by_depth"] == [1.0] * 5
 

@@ -1,5 +1,5 @@
-"""The tools behind the model: corpus rules, chat samples, packing, and the measure of
-completions that parse."""
+"""The tools that train the model: corpus rules, chat samples, packing, and the measure
+of completions that parse."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_original_text_is_cut_at_the_end_of_its_function() -> None:
         rest = SOURCE[len(case.prompt) :]
         for is_truncated in (False, True):
             if rest == case.reference and is_truncated:
-                continue  # nothing behind the function shows that it has ended
+                continue  # nothing after the function shows that it has ended
             cut = cut_completion(case, rest, is_truncated=is_truncated)
             assert cut.is_closed and cut.text == case.reference
             assert does_parse(case, cut)

@@ -94,7 +94,7 @@ def test_a_vocabulary_is_covered_once(full: int, size: int) -> None:
 def expected_part(
     name: str, full: torch.Tensor, config: ModelConfig, *, rank: int, size: int
 ) -> torch.Tensor:
-    """What rank `rank` must hold of the one-rank parameter `full`, cut by hand."""
+    """The part of the one-rank parameter `full` for `rank`, cut by hand."""
     dim = config.head_dim
     q_heads = config.num_heads // size
     kv_heads = max(config.num_kv_heads // size, 1)

@@ -39,7 +39,7 @@ def family(folder: Path, name: str) -> dict[str, Any]:
     if name == "qwen3":
         write_tiny_model(folder, "Qwen3ForCausalLM", vocab_size=VOCAB)
         return {"model_path": str(folder)}
-    # Biases behind the sums over ranks, a shared table, and weights that each rank
+    # Biases after the sums over ranks, a shared table, and weights that each rank
     # draws.
     write_tiny_model(
         folder,

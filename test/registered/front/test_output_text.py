@@ -147,11 +147,11 @@ def test_a_stop_without_new_text_is_no_match() -> None:
         # A match that was ignored does not hide the next one.
         ("a.*?b", ["ab", "x", "a", "b"], ["ab", None, None, "ab"]),
         ("a+", ["a", "x", "a"], ["a", None, "a"]),
-        # Empty matches are none, whatever stands behind them.
+        # Empty matches are none, whatever follows them.
         ("x*", ["a", "b", "x"], [None, None, "x"]),
         ("(ab)?", ["x", "a", "b"], [None, None, "ab"]),
         ("$", ["a", "b"], [None, None]),
-        # What stands before the text that is searched still counts.
+        # Text before the one that is searched still counts.
         ("^x", ["x", "x"], ["x", None]),
         ("(?m)^x", ["x", "x", "\n", "x"], ["x", None, None, "x"]),
         (r"\pL", ["é"], ["é"]),

@@ -268,7 +268,7 @@ def test_unknown_paths_methods_and_models(server: Server) -> None:
 def test_millions_of_entries_are_refused_by_their_number(
     server: Server, path: str, field: str, entries: list[str], message: str
 ) -> None:
-    """What remains is the time of reading the body."""
+    """The time that remains is that of reading the body."""
     joined = ",".join(entries)
     body = f'{{"{field}": [{joined}]}}'
     if field == "sampling_params":

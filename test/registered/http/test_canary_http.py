@@ -1,4 +1,4 @@
-"""What users of a server see of a damaged KV cache: log lines, incidents, errors."""
+"""A damaged KV cache as users of a server see it: log lines, incidents, errors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Memory of whole requests: chunks, decode with reserve, finish, abort, leak checks.
 
-A dict from slot to content stands for the KV bytes, so that a row that points to the
+A dict from slot to content models the KV bytes, so that a row that points to the
 wrong slot is seen whatever the bookkeeping says.
 """
 
@@ -123,7 +123,7 @@ class RequestMachine(RuleBasedStateMachine):
         )
 
     def truth(self, req: Req, position: int) -> object:
-        """What the slot of a position must hold: everything it depends on."""
+        """Expected content of the slot of a position: everything it depends on."""
         end = position + (2 if self.bigram else 1)
         return req.namespace, position, tuple(req.tokens[:end])
 

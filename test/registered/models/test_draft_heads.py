@@ -169,7 +169,7 @@ class Reference:
 
 
 class Drafter:
-    """The engine's draft model behind a harness, with the target's parts."""
+    """The engine's draft model in a harness, with the target's parts."""
 
     def __init__(self, folder, target, **args):
         self.harness = ForwardHarness(folder, is_draft_worker=True, **args)
