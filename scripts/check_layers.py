@@ -1,8 +1,8 @@
 """Checks the layer table: a module imports modules of its own or of lower layers.
 
-Reads the imports of every file below `python/sglang` with `ast` (type-only imports are
-exempt), reports upward edges and import cycles, and prints the longest files. Exit code
-1 on a breach.
+Reads the imports of every file of `sglang` and of `kv_canary` with `ast` (type-only
+imports are exempt, except through a wall), reports upward edges, import cycles and
+imports through walls, and prints the longest files. Exit code 1 on a breach.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent / "python"
+REPO = Path(__file__).resolve().parent.parent
+# Source root -> package in it.
+PACKAGES = (("python", "sglang"), ("kv-canary/python", "kv_canary"))
 MAX_FILE_LINES = 800
 USUAL_FILE_LINES = 300
 
@@ -46,7 +49,6 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
             "srt.sampling.row_ops",
             "srt.speculative.ops",
             "srt.speculative.triton_ops",
-            "srt.kv_canary.kernels",
             "srt.model_executor.graph_capture",
             "srt.model_executor.graph_backends",
         ),
@@ -77,12 +79,57 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (10, ("srt.managers",)),
     (11, ("srt.entrypoints", "launch_server", "bench_", "__main__", "")),
 )
+# Below all layers of the engine.
+CORE = "kv_canary"
+CORE_LAYER = -1
 # Packages of one layer that must not know each other.
 STRANGERS = (("srt.kv_canary", "srt.models"), ("srt.kv_canary", "srt.model_loader"))
 
 
+class Wall(NamedTuple):
+    """Modules below `inside` import nothing below `outside`, not even for types, but
+    what is in `doors`."""
+
+    inside: str
+    outside: str
+    doors: tuple[str, ...] = ()
+
+
+# `Op` and `mix64` are tools that happen to live in the core.
+TOOLS = ("kv_canary.op", "kv_canary.hashing")
+WALLS = (
+    Wall("kv_canary", "sglang"),
+    *(
+        Wall(inside, canary, TOOLS)
+        for inside in (
+            "sglang.srt.model_executor",
+            "sglang.srt.mem_cache",
+            "sglang.srt.managers.req",
+            "sglang.srt.managers.schedule_batch",
+        )
+        for canary in ("kv_canary", "sglang.srt.kv_canary")
+    ),
+)
+
+
+def is_below(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(prefix + ".")
+
+
+def goes_through_wall(module: str, other: str) -> bool:
+    """Whether `module` may not import `other`, whatever their layers."""
+    return any(
+        is_below(module, wall.inside)
+        and is_below(other, wall.outside)
+        and other not in wall.doors
+        for wall in WALLS
+    )
+
+
 def layer_of(module: str) -> int:
-    """Layer of `module`, a dotted name that starts with `sglang`."""
+    """Layer of `module`, a dotted name of the engine or of the core."""
+    if is_below(module, CORE):
+        return CORE_LAYER
     name = module.removeprefix("sglang").removeprefix(".")
     for layer, prefixes in LAYERS:
         for prefix in prefixes:
@@ -202,9 +249,17 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def main() -> int:
-    files = modules_of(ROOT)
+    files: dict[str, Path] = {}
+    for root, package in PACKAGES:
+        files |= modules_of(REPO / root, package)
     graph = import_graph(files)
     problems = []
+    for module, others in import_graph(files, with_type_only=True).items():
+        problems += [
+            f"{module} must not import {other}, nor its types"
+            for other in sorted(others)
+            if goes_through_wall(module, other)
+        ]
     for module, others in graph.items():
         for other in sorted(others):
             if layer_of(other) > layer_of(module):

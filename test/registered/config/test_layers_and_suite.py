@@ -40,6 +40,7 @@ def test_the_tree_respects_the_layers():
 @pytest.mark.parametrize(
     ("lower", "upper"),
     [
+        ("kv_canary.launches", "sglang.srt.environ"),
         ("sglang.srt.environ", "sglang.srt.server_args"),
         ("sglang.srt.server_args", "sglang.srt.layers.ops.norm"),
         ("sglang.srt.mem_cache.allocator", "sglang.srt.layers.linear"),
@@ -51,6 +52,23 @@ def test_the_tree_respects_the_layers():
 )
 def test_order_of_layers(lower, upper):
     assert check_layers.layer_of(lower) < check_layers.layer_of(upper)
+
+
+@pytest.mark.parametrize(
+    ("module", "other", "is_forbidden"),
+    [
+        ("kv_canary.launches", "sglang.srt.environ", True),
+        ("kv_canary.launches", "kv_canary.op", False),
+        ("sglang.srt.model_executor.model_runner", "kv_canary.view", True),
+        ("sglang.srt.model_executor.model_runner", "sglang.srt.kv_canary.api", True),
+        ("sglang.srt.mem_cache.memory_pool", "kv_canary.op", False),
+        ("sglang.srt.managers.req", "kv_canary.records", True),
+        ("sglang.srt.managers.request_state", "kv_canary.records", False),
+        ("sglang.srt.managers.tp_worker", "sglang.srt.kv_canary.api", False),
+    ],
+)
+def test_walls(module, other, is_forbidden):
+    assert check_layers.goes_through_wall(module, other) is is_forbidden
 
 
 def test_strangers_and_cycles_are_found():
