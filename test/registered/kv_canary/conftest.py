@@ -4,8 +4,28 @@ the first import of triton."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+from sglang.test.forward_harness import ForwardHarness  # noqa: E402
+from sglang.test.tiny_models import write_mock_model  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mock model; files with other needs have a fixture of this name themselves."""
+    return write_mock_model(tmp_path_factory.mktemp("mock"))
+
+
+@pytest.fixture
+def harness(model: Path) -> ForwardHarness:
+    """Forwards of the mock model under a canary in mode `log`."""
+    built = ForwardHarness(model, slots=512, kv_canary="log", kv_canary_real_data="all")
+    assert built.canary is not None
+    built.canary.mark_init_finished()
+    return built

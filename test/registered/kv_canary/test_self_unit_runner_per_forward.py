@@ -1,21 +1,27 @@
-"""The canary around forwards: order, scopes, dispatch, health, moved records."""
+"""The canary around forwards: order, scopes, dispatch."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from manager_world import (
+    canary_of,
+    decode_batch,
+    findings,
+    finish,
+    phases,
+    prefilled,
+    reasons,
+    with_padded_row,
+)
 
 from kv_canary.findings import is_clean
 from kv_canary.records import (
-    NUM_COUNTERS,
     POISON_WORD,
     Counter,
     Phase,
@@ -25,7 +31,6 @@ from kv_canary.records import (
     lineage_of,
     unpack_word3,
 )
-from kv_canary.state import CanaryState
 from kv_canary.violation import parse_entry
 from sglang.srt.distributed.parallel_state import (
     TensorParallelGroup,
@@ -37,124 +42,24 @@ from sglang.srt.kv_canary.api import (
 )
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
-from sglang.srt.kv_canary.runner import health_checker
 from sglang.srt.kv_canary.runner.canary_manager import (
     CanaryManager,
     context_tuple,
 )
-from sglang.srt.kv_canary.runner.health_checker import HealthChecker
 from sglang.srt.kv_canary.single_forward_manager import manager as forward_manager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
-    HostLens,
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.model_executor.graph_capture import SideStream
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
-from sglang.test.tiny_models import write_mock_model
 
-register_cpu_ci(est_time=10, suite="cpu")
-register_cuda_ci(est_time=20, suite="cuda")
+register_cpu_ci(est_time=8, suite="cpu")
+register_cuda_ci(est_time=12, suite="cuda")
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mock_model(tmp_path_factory.mktemp("mock"))
-
-
-def canary_of(harness: ForwardHarness) -> CanaryManager:
-    manager = harness.canary
-    assert manager is not None
-    return manager
-
-
-@pytest.fixture
-def harness(model: Path) -> ForwardHarness:
-    """In mode `log`; its runs go through `findings`."""
-    built = ForwardHarness(model, slots=512, kv_canary="log", kv_canary_real_data="all")
-    canary_of(built).mark_init_finished()
-    return built
-
-
-def findings(harness: ForwardHarness, batch: ForwardBatch) -> list[dict[str, Any]]:
-    """Run a forward; what it reports, as incident documents."""
-    reporter = canary_of(harness).reporter
-    before = len(reporter.incidents)
-    harness.run(batch)
-    new = list(reporter.incidents)[before:]
-    return [found for incident in new for found in incident["violations"]]
-
-
-def reasons(harness: ForwardHarness, batch: ForwardBatch) -> set[str]:
-    return {r for found in findings(harness, batch) for r in found["reasons"]}
-
-
-def prefilled(harness: ForwardHarness, *lengths: int) -> list[int]:
-    """Rows of these lengths, one token of each still to be decoded."""
-    rng = random.Random(sum(lengths))
-    rows = [
-        harness.new_row([rng.randrange(1000) for _ in range(length + 1)])
-        for length in lengths
-    ]
-    batch = harness.prepare(EXTEND, list(zip(rows, lengths, strict=True)))
-    assert findings(harness, batch) == []
-    return rows
-
-
-def finish(manager: CanaryManager, batch: ForwardBatch) -> list[int]:
-    """End a step: what it found, on the host."""
-    return manager.finish_step(batch).tolist()
-
-
-def decode_batch(harness: ForwardHarness, *rows: int) -> ForwardBatch:
-    """One more token of each row."""
-    return harness.prepare(DECODE, [(row, None) for row in rows])
-
-
-def with_padded_row(batch: ForwardBatch, device: str) -> ForwardBatch:
-    """A decode batch and one row as graphs pad it."""
-    padding = {"extend_lens": 1, "seq_lens": 1, "bootstrap_room_ids_int": -1}
-    names = (
-        "input_ids",
-        "positions",
-        "out_cache_loc",
-        "req_pool_indices",
-        "prefix_lens",
-        "extend_lens",
-        "seq_lens",
-        "req_serial",
-        "salt",
-        "rids_int",
-        "bootstrap_room_ids_int",
-    )
-    padded: dict[str, Any] = {
-        name: torch.cat(
-            (
-                getattr(batch, name),
-                torch.tensor([padding.get(name, 0)], device=device),
-            )
-        )
-        for name in names
-    }
-    lens = batch.lens_cpu
-    assert lens is not None
-    lens = HostLens(
-        prefix_lens=[*lens.prefix_lens, 0], extend_lens=[*lens.extend_lens, 1]
-    )
-    return dataclasses.replace(batch, lens_cpu=lens, **padded)
-
-
-def phases(state: CanaryState) -> list[int]:
-    """The phase words, once the launches beside the model are through."""
-    if state.phase.is_cuda:
-        torch.cuda.synchronize()
-    found: list[int] = state.phase.tolist()
-    return found
 
 
 class TestManagerPerForward:
@@ -317,19 +222,6 @@ class TestManagerPerForward:
         harness.release(first)
         assert prefilled(harness, 400, 100)
 
-    def test_padded_rows_are_silent(self, harness: ForwardHarness) -> None:
-        rows = prefilled(harness, 9, 4)
-        manager = canary_of(harness)
-        state = manager.target.buffers.state
-        before = manager.counters
-        batch = decode_batch(harness, *rows)
-        batch = with_padded_row(batch, harness.runner.device)
-        assert findings(harness, batch) == []
-        verified = manager.counters[Counter.VERIFIED_SLOTS]
-        assert verified - before[Counter.VERIFIED_SLOTS] == 13
-        for records in (state.head, state.tail):
-            assert int(records[0, 0]) == POISON_WORD
-
     def test_a_live_row_on_the_scratch_page_is_not(
         self, harness: ForwardHarness
     ) -> None:
@@ -366,69 +258,23 @@ class TestManagerPerForward:
             harness.runner.forward(batch)
 
 
-class TestRecordsFollowTheBytes:
-    """Moves and transfers."""
-
-    def test_moved_slots_stay_true(self, harness: ForwardHarness) -> None:
-        (row,) = prefilled(harness, 12)
-        pool = harness.runner.kv_pool
-        fresh = harness.runner.allocator.alloc(4)
-        assert fresh is not None
-        src = harness.pool.row_slots(row, 5, 9)
-        pool.move_kv_cache(fresh.to(pool.device), src.to(pool.device))
-        harness.pool.write(row, 5, fresh)
-        harness.runner.allocator.free(src)
-        assert findings(harness, decode_batch(harness, row)) == []
-
-    @pytest.mark.parametrize("left_behind", ["records", "bytes"])
-    def test_half_a_move_is_found(
-        self, harness: ForwardHarness, left_behind: str
-    ) -> None:
-        (row,) = prefilled(harness, 12)
-        pool = harness.runner.kv_pool
-        fresh = harness.runner.allocator.alloc(1)
-        assert fresh is not None
-        dst = fresh.to(pool.device)
-        src = harness.pool.row_slots(row, 5, 6).to(pool.device)
-        if left_behind == "records":
-            pool._move(dst, src)
-        else:
-            for hook in pool._on_move:
-                hook(dst, src)
-        harness.pool.write(row, 5, fresh)
-        found = reasons(harness, decode_batch(harness, row))
-        expected = "verify_freed" if left_behind == "records" else "verify_real_kv"
-        assert expected in found
-
-    def test_transfers_send_head_first_and_tail_last(
-        self, harness: ForwardHarness
-    ) -> None:
-        pool = harness.runner.kv_pool
-        state = canary_of(harness).target.buffers.state
-        first, *own, last = pool.transfer_descriptors()
-        assert (first.name, last.name) == ("canary.head", "canary.tail")
-        assert first.buffer is state.head
-        assert last.buffer is state.tail
-        assert first.bytes_per_slot == last.bytes_per_slot == 32
-        assert len(own) == 2 * pool.layer_num
-        assert not any("canary" in descriptor.name for descriptor in own)
-
-    def test_a_transfer_that_stops_halfway_is_torn(
-        self, harness: ForwardHarness
-    ) -> None:
-        """The receiver's slot was used before; head and some layers arrive."""
-        (row, source) = prefilled(harness, 8, 8)
-        slots = harness.pool.row_slots(row, 0, 8).tolist()
-        others = harness.pool.row_slots(source, 0, 8).tolist()
-        for descriptor in harness.runner.kv_pool.transfer_descriptors()[:2]:
-            descriptor.buffer[slots[3]] = descriptor.buffer[others[3]]
-        (found,) = findings(harness, decode_batch(harness, row))
-        assert "verify_torn" in found["reasons"]
-        assert (found["slot"], found["position"]) == (slots[3], 3)
-
-
 class TestLaunchEndpointsPerForward:
     """The scopes, and what stands between a model and its forward."""
+
+    def test_launch_endpoints_per_forward_keeps_padded_token_tensors(
+        self, harness: ForwardHarness
+    ) -> None:
+        rows = prefilled(harness, 9, 4)
+        manager = canary_of(harness)
+        state = manager.target.buffers.state
+        before = manager.counters
+        batch = decode_batch(harness, *rows)
+        batch = with_padded_row(batch, harness.runner.device)
+        assert findings(harness, batch) == []
+        verified = manager.counters[Counter.VERIFIED_SLOTS]
+        assert verified - before[Counter.VERIFIED_SLOTS] == 13
+        for records in (state.head, state.tail):
+            assert int(records[0, 0]) == POISON_WORD
 
     def test_launches_do_not_nest(self, harness: ForwardHarness) -> None:
         manager = canary_of(harness)
@@ -465,23 +311,6 @@ class TestLaunchEndpointsPerForward:
         with launch, step:
             pass
 
-    def test_a_forward_outside_its_scope_is_an_assertion(
-        self, harness: ForwardHarness
-    ) -> None:
-        manager = canary_of(harness)
-        (row,) = prefilled(harness, 3)
-        batch = decode_batch(harness, row)
-        context = ForwardContext(attn_backend=harness.runner.attn_backend)
-        harness.runner.attn_backend.init_eager(batch)
-        message = "outside with_active_single_forward_manager"
-        with forward_context(context):
-            with pytest.raises(AssertionError, match=message):
-                manager.pre_ops_maybe_inside_graph(batch)
-            with pytest.raises(AssertionError, match=message):
-                manager.post_ops_maybe_inside_graph(batch)
-            with pytest.raises(AssertionError, match=message), torch.inference_mode():
-                harness.runner.model(batch.input_ids, batch.positions, batch)
-
     def test_the_batch_among_the_arguments(self, harness: ForwardHarness) -> None:
         (row,) = prefilled(harness, 3)
         batch = decode_batch(harness, row)
@@ -515,93 +344,6 @@ class TestLaunchEndpointsPerForward:
         harness.append(row, 7)
         assert "verify_freed" in reasons(harness, decode_batch(harness, row))
         assert manager.num_forwards == 1
-
-
-def skip_the_tail(harness: ForwardHarness) -> None:
-    """From now on the model runs without the launch behind it."""
-    manager, model = canary_of(harness), harness.runner.model
-    forward: Callable[..., Any] = type(model).forward
-
-    def halfway(*args: Any, **kwargs: Any) -> Any:
-        manager.pre_ops_maybe_inside_graph(_extract_forward_batch(args, kwargs))
-        return forward(model, *args, **kwargs)
-
-    model.__dict__["forward"] = halfway
-
-
-class TestHealth:
-    """The canary cannot be silently off."""
-
-    @pytest.mark.parametrize("mode", ["log", "raise"])
-    def test_a_skipped_tail_stops_at_once(self, model: Path, mode: str) -> None:
-        """Nothing of a forward whose findings were not written is believed."""
-        harness = ForwardHarness(model, slots=512, kv_canary=mode)
-        row = harness.new_row([1] * 40)
-        harness.run(harness.prepare(EXTEND, [(row, 5)]))
-        for _ in range(3):
-            harness.run(decode_batch(harness, row))
-        skip_the_tail(harness)
-        with pytest.raises(RuntimeError, match="not running: no tail launch"):
-            harness.run(decode_batch(harness, row))
-
-    def test_a_launch_out_of_order_is_a_phase_breach(
-        self, harness: ForwardHarness
-    ) -> None:
-        row = harness.new_row([1] * 40)
-        harness.run(harness.prepare(EXTEND, [(row, 5)]))
-        canary_of(harness).target.buffers.state.phase.fill_(Phase.AFTER_HEAD)
-        (found,) = findings(harness, decode_batch(harness, row))
-        assert found["reasons"] == ["phase"]
-
-    @pytest.mark.parametrize(
-        "counter",
-        [Counter.VERIFY_LAUNCHES, Counter.HEAD_LAUNCHES, Counter.TAIL_LAUNCHES],
-    )
-    def test_each_launch_is_watched(self, counter: Counter) -> None:
-        def result(step: int) -> list[int]:
-            counters = [step] * NUM_COUNTERS
-            counters[counter] = min(step, 250)
-            return counters
-
-        checker = HealthChecker()
-        for step in range(1, 300):
-            checker.on_result(result(step))
-        with pytest.raises(RuntimeError, match=f"{counter.name.lower()} advanced"):
-            for step in range(300, 400):
-                checker.on_result(result(step))
-
-    def test_warm_up_is_not_judged(self) -> None:
-        checker = HealthChecker()
-        for _ in range(health_checker.WARM_UP_FORWARDS):
-            checker.on_result([0] * NUM_COUNTERS)
-
-
-class TestStats:
-    """The periodic line."""
-
-    def test_of_a_running_canary(
-        self,
-        model: Path,
-        caplog: pytest.LogCaptureFixture,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        monkeypatch.setenv("SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS", "5")
-        harness = ForwardHarness(model, slots=512, kv_canary="raise")
-        caplog.set_level(logging.INFO)
-        row = harness.new_row([1] * 20)
-        harness.run(harness.prepare(EXTEND, [(row, 4)]))
-        for _ in range(9):
-            harness.run(decode_batch(harness, row))
-        lines = [
-            record.getMessage()
-            for record in caplog.records
-            if record.getMessage().startswith("[canary]")
-        ]
-        assert lines == [
-            f"[canary] step={step} protected_tokens={protected} sweep_passes=0 "
-            "violations=0 launch_tags_active=verify,head,tail pool=target"
-            for step, protected in ((5, sum(range(4, 8))), (10, sum(range(4, 13))))
-        ]
 
 
 class TestCanaryManagerActiveSingleForwardManagerDispatch:
@@ -650,7 +392,24 @@ class TestCanaryManagerActiveSingleForwardManagerDispatch:
         ):
             runner.model(batch.input_ids, batch.positions, batch)
 
-    def test_each_forward_goes_to_the_active_one(
+    def test_pre_ops_maybe_inside_graph_asserts_outside_bracket(
+        self, harness: ForwardHarness
+    ) -> None:
+        manager = canary_of(harness)
+        (row,) = prefilled(harness, 3)
+        batch = decode_batch(harness, row)
+        context = ForwardContext(attn_backend=harness.runner.attn_backend)
+        harness.runner.attn_backend.init_eager(batch)
+        message = "outside with_active_single_forward_manager"
+        with forward_context(context):
+            with pytest.raises(AssertionError, match=message):
+                manager.pre_ops_maybe_inside_graph(batch)
+            with pytest.raises(AssertionError, match=message):
+                manager.post_ops_maybe_inside_graph(batch)
+            with pytest.raises(AssertionError, match=message), torch.inference_mode():
+                harness.runner.model(batch.input_ids, batch.positions, batch)
+
+    def test_pre_ops_maybe_inside_graph_dispatches_to_bracketed_sfm(
         self, two: tuple[ForwardHarness, CanaryManager]
     ) -> None:
         harness, manager = two
@@ -726,52 +485,6 @@ class TestCanaryManagerActiveSingleForwardManagerDispatch:
             with pytest.raises(KeyError):
                 bracketed("fail", batch)
             assert phases(state) == [Phase.AFTER_HEAD, 0]
-
-
-class LoggedStream:
-    """A stream that notes when it waits for another."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self._log = name, log
-
-    def wait_stream(self, other: LoggedStream) -> None:
-        self._log.append(f"{self.name} waits for {other.name}")
-
-
-@pytest.mark.parametrize("mode", [EXTEND, DECODE], ids=lambda mode: mode.name)
-def test_the_tail_runs_beside_the_head(
-    harness: ForwardHarness, mode: ForwardMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a stream that has seen the stack's last layer, and that is waited for; behind
-    the head of a small decode step."""
-    log: list[str] = []
-    manager, model = canary_of(harness), harness.runner.model
-    main, side = LoggedStream("main", log), LoggedStream("side", log)
-    forked = SideStream(side, current=lambda: main, entering=lambda _: nullcontext())
-    (row,) = prefilled(harness, 9)
-    one = manager._managers[0]
-    monkeypatch.setattr(manager, "side", forked)
-
-    def note(owner: object, name: str) -> None:
-        function = getattr(owner, name)
-        monkeypatch.setattr(
-            owner, name, lambda *args: (log.append(name), function(*args))[1]
-        )
-
-    note(one, "post_ops_maybe_inside_graph")
-    note(model, "forward_head")
-    if mode is DECODE:
-        assert findings(harness, decode_batch(harness, row)) == []
-        assert log == ["forward_head", "post_ops_maybe_inside_graph"]
-        return
-    batch = harness.prepare(EXTEND, [(harness.new_row(list(range(7))), 7)])
-    assert findings(harness, batch) == []
-    assert log == [
-        "side waits for main",
-        "post_ops_maybe_inside_graph",
-        "forward_head",
-        "main waits for side",
-    ]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,147 @@
+"""`explain`: the text of an incident."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from violation_world import (
+    READER,
+    WRITER,
+    entry,
+    incident,
+    owner_of,
+    reporter,
+)
+
+from kv_canary.explain import NONE, POISON, SWEEP, explain
+from kv_canary.records import (
+    Launch,
+    Reason,
+    WriterKind,
+    pack_word3,
+)
+from kv_canary.serials import SerialMap
+from kv_canary.violation import Owner
+from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
+from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=3, suite="cpu")
+
+GOLDEN_TEXT = """\
+T  rank 1  forward 42 (decode)  mode raise, real data all
+1 violation(s)
+
+1. aliased with request writer
+   request   "reader" (target pool, found by verify, batch row 1)
+   where     position 12, slot 77, page 19; held by: owner of 77
+   because   the token's history is not the one that this row expects [verify_lineage]
+   because   the prefix is not the request's own tokens [verify_token]
+   expected  position 12, lineage 0x0000000000000001, slot 78, fingerprint \
+0xfffffffffffffffe
+   found     position 12, lineage 0xffffffffffffffff, fingerprint \
+0x00000000000000ab, written by decode of request "writer" in forward 40
+   first     position 8 is the first whose record is not the request's token"""
+
+
+def test_explain(tmp_path: Path) -> None:
+    document = incident(tmp_path, with_tokens=False)
+    assert explain(document | {"time": "T"}) == GOLDEN_TEXT
+    more = explain(document | {"dropped": 3})
+    assert "1 violation(s), 3 more not recorded" in more
+    old = explain(document | {"forward_mode": None})
+    assert "  forward 42 (of unknown mode)  mode raise" in old
+
+
+GOLDEN_RUN = """\
+1 to 3. use after free
+   request   "reader" (target pool, found by verify, batch row 1)
+   where     positions 12 to 14, slots 78 to 80, pages 19 to 20; held by: owner
+   because   the slot held nothing when it was read [verify_freed]
+   found     a freed slot: its last owner was request "writer", it was freed before \
+forward 40
+
+4. use after free
+"""
+
+
+def test_explain_knows_the_kinds_by_name() -> None:
+    kinds = (WriterKind.POISON, WriterKind.NONE)
+    assert [kind.name.lower() for kind in kinds] == [POISON, NONE]
+    assert Launch.SWEEP.name.lower() == SWEEP
+
+
+def test_explain_puts_consecutive_positions_together(tmp_path: Path) -> None:
+    poison = pack_word3(40, WriterKind.POISON, WRITER)
+    freed = {"REASONS": Reason.VERIFY_FREED, "FOUND_WORD3": poison}
+    places = [(78, 12), (79, 13), (80, 14), (90, 20)]
+    entries = [entry(SLOT=s, POSITION=p, **freed) for s, p in places]
+    report = reporter(report_dir=tmp_path)
+    report.report(entries, dropped=0, owner_of=lambda slot: Owner("owner"))
+    text = explain(report.incidents[0])
+    assert GOLDEN_RUN in text
+    assert "4 violation(s)" in text
+
+
+def test_explain_says_what_a_sweep_looked_at(tmp_path: Path) -> None:
+    """Not the number of the run of cached slots."""
+    report = reporter(report_dir=tmp_path)
+    swept = entry(TAG=Launch.SWEEP, SERIAL=0, BATCH_ROW=3, EXPECTED_SLOT=-1)
+    (found,) = report.report([swept], dropped=0, owner_of=owner_of)
+    assert found.branch == -1
+    text = explain(report.incidents[0])
+    assert "no request (target pool, found by sweep, prefix cache)" in text
+    phase = entry(REASONS=Reason.PHASE, SERIAL=0, BATCH_ROW=-1, POSITION=-1, SLOT=-1)
+    report.report([phase], dropped=0, owner_of=owner_of)
+    assert "found by verify, no row)" in explain(report.incidents[1])
+
+
+def test_explain_shows_tokens_where_the_report_has_them(tmp_path: Path) -> None:
+    text = explain(incident(tmp_path, with_tokens=True))
+    assert "found     token 101, position 12" in text
+
+
+def test_explain_prints_no_control_characters() -> None:
+    """Whatever a client calls its request: no line is forged, no terminal steered."""
+    evil = "x\n2. nothing is wrong\x1b[2J\u2028\ud800\x9b1m"
+    serials = SerialMap()
+    serials.add(READER, evil)
+    serials.add(WRITER, evil)
+    settings = CanaryConfig(mode=CanaryMode.LOG, real_data=RealData.ALL)
+    report = create_reporter(settings, page_size=4, serials=serials)
+    report.report([entry()], dropped=0, owner_of=lambda slot: Owner(f"request {evil}"))
+    document = json.loads(json.dumps(report.incidents[0]))
+    text = explain(document)
+    assert text.isascii() and text.replace("\n", "").isprintable()
+    assert len(text.splitlines()) == len(GOLDEN_TEXT.splitlines()) - 1
+    assert f"   request   {json.dumps(evil)} (target" in text
+    assert f"decode of request {json.dumps(evil)} in" in text
+
+
+def test_explain_command(tmp_path: Path) -> None:
+    document = incident(tmp_path, with_tokens=False)
+    (file,) = tmp_path.iterdir()
+    bad = tmp_path / "bad.json"
+
+    def run(*files: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "sglang.srt.kv_canary.explain"]
+        return subprocess.run(
+            [*command, *files], capture_output=True, text=True, timeout=60
+        )
+
+    good = run(file)
+    assert (good.returncode, good.stderr) == (0, "")
+    assert good.stdout == explain(document) + "\n"
+    for content in (b"[]", b"{", b"\xff\xfe{}", b'{"violations": [1]}'):
+        bad.write_bytes(content)
+        wrong = run(bad)
+        assert wrong.returncode == 1
+        assert wrong.stderr.startswith(f"{bad}: not an incident file: ")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))

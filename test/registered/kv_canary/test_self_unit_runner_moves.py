@@ -1,0 +1,88 @@
+"""Records of slots whose bytes move or travel."""
+
+from __future__ import annotations
+
+import pytest
+from manager_world import (
+    canary_of,
+    decode_batch,
+    findings,
+    prefilled,
+    reasons,
+)
+
+from sglang.srt.model_executor.forward_batch_info import (
+    ForwardMode,
+)
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.forward_harness import ForwardHarness
+
+register_cpu_ci(est_time=3, suite="cpu")
+register_cuda_ci(est_time=5, suite="cuda")
+
+EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
+
+
+class TestRecordsFollowTheBytes:
+    """Moves and transfers."""
+
+    def test_moved_slots_stay_true(self, harness: ForwardHarness) -> None:
+        (row,) = prefilled(harness, 12)
+        pool = harness.runner.kv_pool
+        fresh = harness.runner.allocator.alloc(4)
+        assert fresh is not None
+        src = harness.pool.row_slots(row, 5, 9)
+        pool.move_kv_cache(fresh.to(pool.device), src.to(pool.device))
+        harness.pool.write(row, 5, fresh)
+        harness.runner.allocator.free(src)
+        assert findings(harness, decode_batch(harness, row)) == []
+
+    @pytest.mark.parametrize("left_behind", ["records", "bytes"])
+    def test_half_a_move_is_found(
+        self, harness: ForwardHarness, left_behind: str
+    ) -> None:
+        (row,) = prefilled(harness, 12)
+        pool = harness.runner.kv_pool
+        fresh = harness.runner.allocator.alloc(1)
+        assert fresh is not None
+        dst = fresh.to(pool.device)
+        src = harness.pool.row_slots(row, 5, 6).to(pool.device)
+        if left_behind == "records":
+            pool._move(dst, src)
+        else:
+            for hook in pool._on_move:
+                hook(dst, src)
+        harness.pool.write(row, 5, fresh)
+        found = reasons(harness, decode_batch(harness, row))
+        expected = "verify_freed" if left_behind == "records" else "verify_real_kv"
+        assert expected in found
+
+    def test_transfers_send_head_first_and_tail_last(
+        self, harness: ForwardHarness
+    ) -> None:
+        pool = harness.runner.kv_pool
+        state = canary_of(harness).target.buffers.state
+        first, *own, last = pool.transfer_descriptors()
+        assert (first.name, last.name) == ("canary.head", "canary.tail")
+        assert first.buffer is state.head
+        assert last.buffer is state.tail
+        assert first.bytes_per_slot == last.bytes_per_slot == 32
+        assert len(own) == 2 * pool.layer_num
+        assert not any("canary" in descriptor.name for descriptor in own)
+
+    def test_a_transfer_that_stops_halfway_is_torn(
+        self, harness: ForwardHarness
+    ) -> None:
+        """The receiver's slot was used before; head and some layers arrive."""
+        (row, source) = prefilled(harness, 8, 8)
+        slots = harness.pool.row_slots(row, 0, 8).tolist()
+        others = harness.pool.row_slots(source, 0, 8).tolist()
+        for descriptor in harness.runner.kv_pool.transfer_descriptors()[:2]:
+            descriptor.buffer[slots[3]] = descriptor.buffer[others[3]]
+        (found,) = findings(harness, decode_batch(harness, row))
+        assert "verify_torn" in found["reasons"]
+        assert (found["slot"], found["position"]) == (slots[3], 3)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
