@@ -326,8 +326,10 @@ def main() -> None:
         dtype=plain.runner.dtype,
         captures_attention=plain.runner.attn_backend.capabilities.captures_prefill,
     )
+    graphs = plain.graphs
+    segments = graphs.segmented.num_segments + graphs.whole.num_segments
     print(
-        f"{plain.graphs.num_segments} segments captured in {plain.capture_s:.1f} s, "
+        f"{segments} segments captured in {plain.capture_s:.1f} s, "
         f"{plain.graph_bytes / 2**30:.2f} GiB ({planned / 2**30:.2f} planned), backend "
         f"{plain.runner.attn_backend.name}"
     )
