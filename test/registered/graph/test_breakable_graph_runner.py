@@ -255,8 +255,9 @@ def test_the_canary_sees_a_damaged_prefix_before_a_replay(models):
     row = harness.new_row(random_tokens(random.Random(0), 24))
     harness.extend([(row, 12)])
     assert graphs.num_replays == 1
-    slot = harness.pool.row_slots(row, 5, 6)
-    harness.runner.kv_pool.get_kv_buffer(1)[0][slot.to(harness.runner.device)] += 1
+    runner = harness.runner
+    slot = harness.pool.row_slots(row, 5, 6).to(runner.device)
+    runner.token_to_kv_pool.get_kv_buffer(1)[0][slot] += 1
     with pytest.raises(Exception, match="verify_real_kv"):
         harness.extend([(row, 24)])
 

@@ -374,7 +374,7 @@ class TestRecordsFollowTheBytes:
 
     def test_moved_slots_stay_true(self, harness: ForwardHarness) -> None:
         (row,) = prefilled(harness, 12)
-        pool = harness.runner.kv_pool
+        pool = harness.runner.token_to_kv_pool
         fresh = harness.runner.allocator.alloc(4)
         assert fresh is not None
         src = harness.pool.row_slots(row, 5, 9)
@@ -388,7 +388,7 @@ class TestRecordsFollowTheBytes:
         self, harness: ForwardHarness, left_behind: str
     ) -> None:
         (row,) = prefilled(harness, 12)
-        pool = harness.runner.kv_pool
+        pool = harness.runner.token_to_kv_pool
         fresh = harness.runner.allocator.alloc(1)
         assert fresh is not None
         dst = fresh.to(pool.device)
@@ -406,7 +406,7 @@ class TestRecordsFollowTheBytes:
     def test_transfers_send_head_first_and_tail_last(
         self, harness: ForwardHarness
     ) -> None:
-        pool = harness.runner.kv_pool
+        pool = harness.runner.token_to_kv_pool
         state = canary_of(harness).target.buffers.state
         first, *own, last = pool.transfer_descriptors()
         assert (first.name, last.name) == ("canary.head", "canary.tail")
@@ -423,7 +423,7 @@ class TestRecordsFollowTheBytes:
         (row, source) = prefilled(harness, 8, 8)
         slots = harness.pool.row_slots(row, 0, 8).tolist()
         others = harness.pool.row_slots(source, 0, 8).tolist()
-        for descriptor in harness.runner.kv_pool.transfer_descriptors()[:2]:
+        for descriptor in harness.runner.token_to_kv_pool.transfer_descriptors()[:2]:
             descriptor.buffer[slots[3]] = descriptor.buffer[others[3]]
         (found,) = findings(harness, decode_batch(harness, row))
         assert "verify_torn" in found["reasons"]
@@ -621,7 +621,7 @@ class TestCanaryManagerActiveSingleForwardManagerDispatch:
         config = CanaryConfig(mode=CanaryMode.LOG, real_data=RealData.ALL)
         rows = runner.req_to_token_pool.size
         buffers = attach_canary_buffers(
-            pool=runner.kv_pool,
+            pool=runner.token_to_kv_pool,
             config=config,
             device=runner.device,
             kv_token_id_vs_position_offset=0,
@@ -633,7 +633,7 @@ class TestCanaryManagerActiveSingleForwardManagerDispatch:
             config=config,
             buffers=buffers,
             req_to_token_pool=runner.req_to_token_pool,
-            kv_pool=runner.kv_pool,
+            kv_pool=runner.token_to_kv_pool,
             attn_backend=runner.attn_backend,
             page_size=runner.page_size,
             vocab_size=runner.model_config.vocab_size,

@@ -53,7 +53,7 @@ TORCH_DTYPES = {
 
 class ModelRunner(ModelRunnerKVCacheMixin):
     """Runs forwards of one model; `initialize` must be called first, or `load_weights`
-    and then `init_memory`, where another model takes memory in between.
+    and then `init_memory_pool`, where another model takes memory in between.
 
     Attributes:
         scopes: hooks around forwards; the canary replaces them.
@@ -105,7 +105,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             ValueError: bad weights or impossible memory; names the flag or the tensor.
         """
         self.load_weights()
-        self.init_memory()
+        self.init_memory_pool()
 
     def load_weights(self) -> None:
         """
@@ -134,7 +134,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 device=self.device,
             )
 
-    def init_memory(
+    def init_memory_pool(
         self,
         *,
         shared: SharedPools | None = None,
@@ -157,7 +157,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.attn_backend = create_attention_backend(
             self.server_args.attention_backend,
             req_to_token_pool=self.req_to_token_pool,
-            kv_pool=self.kv_pool,
+            kv_pool=self.token_to_kv_pool,
         )
         self.canary_manager = install_canary(
             server_args=self.server_args,
@@ -245,21 +245,23 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             )
 
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
-        """One launch of the model over `forward_batch`, as a graph where one fits."""
+        """One launch of the model over `forward_batch`."""
         with (
             torch.inference_mode(),
             self.scopes.launch(forward_batch=forward_batch, steps=(0,)),
         ):
-            runner = self.graph_runner
-            if runner is not None and runner.can_run(forward_batch):
-                return runner.replay(forward_batch)
-            prefill = self.prefill_graph_runner
-            if prefill is not None:
-                output = prefill.try_replay(forward_batch)
-                if output is not None:
-                    return output
-            self.attn_backend.init_eager(forward_batch)
-            return self.run_model(forward_batch)
+            return self._forward_raw(forward_batch)
+
+    def _forward_raw(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+        """Replay a decode graph or a prefill graph where one fits; else run eagerly."""
+        decode, prefill = self.graph_runner, self.prefill_graph_runner
+        if decode is not None and decode.can_run(forward_batch):
+            return decode.replay(forward_batch)
+        output = None if prefill is None else prefill.try_replay(forward_batch)
+        if output is not None:
+            return output
+        self.attn_backend.init_eager(forward_batch)
+        return self.run_model(forward_batch)
 
     def run_model(
         self,

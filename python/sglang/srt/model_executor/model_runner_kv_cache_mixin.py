@@ -62,7 +62,7 @@ class ModelRunnerKVCacheMixin:
     page_size: int
     free_bytes_at_start: int
     req_to_token_pool: ReqToTokenPool
-    kv_pool: MHATokenToKVPool
+    token_to_kv_pool: MHATokenToKVPool
     allocator: BaseAllocator
     max_total_num_tokens: int
 
@@ -152,7 +152,7 @@ class ModelRunnerKVCacheMixin:
             shared = SharedPools(rows, allocator)
         self.req_to_token_pool, self.allocator = shared
         self.max_total_num_tokens = self.allocator.size
-        self.kv_pool = MHATokenToKVPool(
+        self.token_to_kv_pool = MHATokenToKVPool(
             size=self.max_total_num_tokens,
             page_size=self.page_size,
             dtype=self.dtype,

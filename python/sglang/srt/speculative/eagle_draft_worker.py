@@ -78,7 +78,7 @@ class EagleDraftWorker:
     Attributes:
         draft_runner: of the draft model.
         workspace, relay: tensors of an iteration, and between iterations; from
-            `init_memory` on.
+            `init_memory_pool` on.
         no_lens: host lengths of a batch of padding, as the backend needs them.
     """
 
@@ -146,11 +146,11 @@ class EagleDraftWorker:
             rows_per_request=max(shape.topk, shape.accept_width),
         )
 
-    def init_memory(self) -> None:
+    def init_memory_pool(self) -> None:
         """Share the target's rows and slots; build the rest."""
         target, runner = self._target, self.draft_runner
         rows: ReqToTokenPool = target.req_to_token_pool
-        runner.init_memory(
+        runner.init_memory_pool(
             shared=SharedPools(rows, target.allocator),
             companion_canary=target.canary_manager,
         )
@@ -281,7 +281,7 @@ class EagleDraftWorker:
             draft_out_cache_loc(slot_rows, layout=self._layout, out=part.draft_slots)
             if self._needs_tails:
                 duplicate_prefix_tail_to_draft_branches(
-                    self.draft_runner.kv_pool,
+                    self.draft_runner.token_to_kv_pool,
                     slot_rows,
                     layout=self._layout,
                     src=part.tail_src,

@@ -75,8 +75,8 @@ class EAGLEWorkerV2:
             model_config=draft_model_config(server_args, model_config),
             target=target,
         )
-        target.init_memory(companion=draft.companion())
-        draft.init_memory()
+        target.init_memory_pool(companion=draft.companion())
+        draft.init_memory_pool()
         draft.init_lm_head()
         target.init_piecewise_cuda_graphs(capture_hidden_mode=draft.target_hidden_mode)
         draft.init_piecewise_cuda_graphs()
@@ -259,7 +259,9 @@ class EAGLEWorkerV2:
                 src=part.move_src,
                 dst=part.move_dst,
             )
-            self.model_runner.kv_pool.move_kv_cache(part.move_dst, part.move_src)
+            self.model_runner.token_to_kv_pool.move_kv_cache(
+                part.move_dst, part.move_src
+            )
         if part.hidden_states is not None:
             assert hidden is not None
             rows = part.node_rows.view(-1)
