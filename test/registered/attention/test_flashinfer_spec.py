@@ -244,7 +244,6 @@ class DraftPhase:
             req_serial=zeros,
             salt=zeros,
             rids_int=zeros,
-            bootstrap_room_ids_int=zeros,
         )
 
     def run(self, draft: DraftDecodeBackend, *, is_paged: bool) -> None:

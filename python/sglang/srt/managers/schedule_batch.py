@@ -33,8 +33,6 @@ from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.eagle_info_v2 import DraftLineages, EagleDraftInput
 
-NO_BOOTSTRAP_ROOM = -1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEnvironment:
@@ -114,7 +112,6 @@ class ScheduleBatch:
                 [r.serial for r in self.reqs],
                 [r.salt for r in self.reqs],
                 [r.rid_hash for r in self.reqs],
-                [NO_BOOTSTRAP_ROOM] * len(self.reqs),
             ],
             dtype=np.int64,
         )
@@ -251,7 +248,7 @@ class ScheduleBatch:
         return True
 
     def identity(self) -> torch.Tensor:
-        """int64 [5, R] on the device, the fields of `RowIdentity`."""
+        """int64 [4, R] on the device, the fields of `RowIdentity`."""
         return torch.cat((self.req_pool_indices[None], self._identity))
 
     def known_lens(self) -> list[int] | None:
@@ -302,7 +299,7 @@ class ScheduleBatch:
     def _decode_forward_batch(self, sampling_info: SamplingBatchInfo) -> ForwardBatch:
         positions = self._prefix_lens_device
         table = self.env.cache.req_pool.token_table
-        serial, salt, rids_int, rooms = self._identity.unbind()
+        serial, salt, rids_int = self._identity.unbind()
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             input_ids=table[self.req_pool_indices, positions].long(),
@@ -315,7 +312,6 @@ class ScheduleBatch:
             req_serial=serial,
             salt=salt,
             rids_int=rids_int,
-            bootstrap_room_ids_int=rooms,
             lens_cpu=self._host_lens(),
             capture_hidden_mode=self._capture_mode(CaptureHiddenMode.LAST),
             sampling_info=sampling_info,
@@ -338,7 +334,7 @@ class ScheduleBatch:
         extend_lens = self.lens - self._prefix_lens
         qo_indptr = np.zeros(len(spans) + 1, dtype=np.int64)
         np.cumsum(extend_lens, out=qo_indptr[1:])
-        serial, salt, rids_int, rooms = self._identity.unbind()
+        serial, salt, rids_int = self._identity.unbind()
         return ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             input_ids=ids,
@@ -351,7 +347,6 @@ class ScheduleBatch:
             req_serial=serial,
             salt=salt,
             rids_int=rids_int,
-            bootstrap_room_ids_int=rooms,
             qo_indptr=self._upload(qo_indptr),
             prefix_lineages=self._prefix_lineages(starts),
             lens_cpu=self._host_lens(),

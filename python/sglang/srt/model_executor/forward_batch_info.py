@@ -1,4 +1,4 @@
-"""What one model forward works on: the batch, and how attention reads the KV cache.
+"""The inputs of one model forward: the batch, and how attention reads the KV cache.
 
 `ForwardBatch` is immutable for the forward that runs it, and carries the same canonical
 fields in every mode. Owns no memory and knows no requests.
@@ -72,8 +72,8 @@ class InputEmbeds:
     """Embeddings that requests brought instead of tokens.
 
     Fields:
-    rows: int64 [N]; which of the T new tokens they stand for, ascending.
-    values: floating point [N, H].
+        rows: int64 [N]; the new tokens that they replace, of T, ascending.
+        values: floating point [N, H].
     """
 
     rows: torch.Tensor
@@ -82,24 +82,25 @@ class InputEmbeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """R rows (requests, or requests x top-k in draft decode), T new tokens.
+    """A batch of R rows (requests, or requests x top-k in draft decode) with T new
+    tokens.
 
     Fields:
-    input_ids, positions, out_cache_loc: int64 [T]; row after row.
-    req_pool_indices: int64 [R]; row of `req_to_token`, 0 is padding.
-    prefix_lens, extend_lens: int64 [R]; tokens already in KV, tokens written now;
-        `seq_lens` is their sum in every mode.
-    qo_indptr: int64 [R + 1]; offsets of the rows in [T]; None in DECODE (one each).
-    lens_cpu: host copies, only if the backend needs them.
-    parent_index: int64 [T] or None; parent of a new token among the new tokens, -1 for
-        the last prefix token (trees).
-    tree_mask: bool [R, D, D] or None; which new tokens a new token sees (trees).
-    req_serial, salt, rids_int, bootstrap_room_ids_int: int64 [R]; request identity.
-    prefix_lineages: int64 [R] or None; lineage of each row's prefix, from the host's
-        tokens (EXTEND while the KV canary is on).
-    logits_rows: int64 [R] or None; token rows that need logits, None: all.
-    input_logprobs: prompt spans that need logprobs.
-    input_embeds: what replaces the embeddings of some tokens, or None.
+        input_ids, positions, out_cache_loc: int64 [T]; row after row.
+        req_pool_indices: int64 [R]; row of `req_to_token`, 0 is padding.
+        prefix_lens, extend_lens: int64 [R]; tokens already in KV, tokens written now;
+            `seq_lens` is their sum in every mode.
+        qo_indptr: int64 [R + 1]; offsets of the rows in [T]; None in DECODE (one each).
+        lens_cpu: host copies, only if the backend needs them.
+        parent_index: int64 [T] or None; parent of a new token among the new tokens, -1
+            for the last prefix token (trees).
+        tree_mask: bool [R, D, D] or None; the new tokens that a new token sees (trees).
+        req_serial, salt, rids_int: int64 [R]; request identity.
+        prefix_lineages: int64 [R] or None; lineage of each row's prefix, from the
+            host's tokens (EXTEND while the KV canary is on).
+        logits_rows: int64 [R] or None; token rows that need logits, None: all.
+        input_logprobs: prompt spans that need logprobs.
+        input_embeds: embeddings that replace those of some tokens, or None.
     """
 
     forward_mode: ForwardMode
@@ -113,7 +114,6 @@ class ForwardBatch:
     req_serial: torch.Tensor
     salt: torch.Tensor
     rids_int: torch.Tensor
-    bootstrap_room_ids_int: torch.Tensor
     qo_indptr: torch.Tensor | None = None
     lens_cpu: HostLens | None = None
     parent_index: torch.Tensor | None = None
@@ -139,15 +139,14 @@ class ForwardBatch:
 # Nothing sets them later.
 @dataclass(slots=True, kw_only=True)
 class KVReadView:
-    """What an attention backend is about to read, one per metadata group.
+    """The slots that an attention backend is about to read, one per metadata group.
 
     Element i of row r holds position `first_position[r] + i` (0 where None). Its slot
     is `page_table[row_index[r], i // page_size] + i % page_size` (the table's entries
     are first slots of pages; `row_index` None: r itself), or, without a table,
     `slot_indices[indptr[r] + i]`, or, where a backend reads page numbers,
-    `page_indices[indptr[r] + i // page_size] * page_size + i % page_size`. What lies
-    behind the last row's indices is not read, and what lies beyond the table is an
-    unreadable slot.
+    `page_indices[indptr[r] + i // page_size] * page_size + i % page_size`. Indices
+    after those of the last row are not read, and a slot beyond the table is unreadable.
 
     Fields:
         read_lens: int64 [R], elements of a row.
@@ -156,7 +155,7 @@ class KVReadView:
         first_position: int64 [R] | None.
         prev_slots: int64 [R] | None, slot of the token before element 0, -1: none; for
             views of no forward (a sweep).
-        entry_size: elements that one entry of the table stands for.
+        entry_size: elements per entry of the table.
         tensors: read_lens, page_table, row_index, indptr, slot_indices or
             page_indices, first_position, prev_slots: for the native ops.
     """

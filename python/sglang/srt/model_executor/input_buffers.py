@@ -29,7 +29,6 @@ _DECODE_FIELDS: dict[str, int] = {
     "req_serial": 0,
     "salt": 0,
     "rids_int": 0,
-    "bootstrap_room_ids_int": -1,
 }
 
 # Prefill fields with a value per token; padding is 0 in all of them.
@@ -190,7 +189,6 @@ class PrefillInputs:
             req_serial=unused,
             salt=unused,
             rids_int=unused,
-            bootstrap_room_ids_int=unused,
             capture_hidden_mode=capture_hidden_mode,
             **views,
         )

@@ -298,7 +298,7 @@ class EAGLEWorkerV2:
             extend_lens=part.result.accept_lens,
             seq_lens=part.seq_lens + part.result.accept_lens,
             qo_indptr=self.draft_worker.extend_offsets(part.count),
-            **part.who()._asdict(),
+            **part.row_identity()._asdict(),
         )
 
     def _to_host(
