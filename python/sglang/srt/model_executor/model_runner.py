@@ -28,8 +28,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.forward_scopes import ForwardScopes, NullScopes
 from sglang.srt.model_executor.input_buffers import GraphInputs
 from sglang.srt.model_executor.memory_plan import (
-    NO_COMPANION,
-    Companion,
+    NO_DRAFT_MEMORY,
+    DraftMemory,
     explain_out_of_memory,
 )
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import (
@@ -57,7 +57,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
 
     Attributes:
         scopes: hooks around forwards; the canary replaces them.
-        canary_manager: what checks this runner's KV cache, or None.
+        canary_manager: checks this runner's KV cache, or None.
         is_draft_worker: whether the model drafts for another one.
         spec_algorithm: name of the speculative algorithm, or None.
     """
@@ -138,21 +138,21 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self,
         *,
         shared: SharedPools | None = None,
-        companion: Companion = NO_COMPANION,
+        draft_memory: DraftMemory = NO_DRAFT_MEMORY,
         companion_canary: CanaryManager | None = None,
     ) -> None:
         """Build the pools and the attention backend.
 
         Args:
             shared: rows and slots of the target, for a draft worker.
-            companion: what a draft worker will keep.
+            draft_memory: of a draft worker whose target this is.
             companion_canary: the target's, for a draft worker.
 
         Raises:
             ValueError: impossible memory; names the flag.
         """
         with explain_out_of_memory("building the KV pool", self.server_args):
-            self._init_pools(shared=shared, companion=companion)
+            self._init_pools(shared=shared, draft_memory=draft_memory)
         assert self.server_args.attention_backend is not None
         self.attn_backend = create_attention_backend(
             self.server_args.attention_backend,
@@ -207,7 +207,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         free_before = available_device_bytes(self.device)
         with explain_out_of_memory(f"capturing {what}", self.server_args):
             yield
-        # What the warm-ups left is not the graphs'.
+        # Memory that the warm-ups left is not the graphs'.
         torch.cuda.empty_cache()
         logger.info(
             "The %s took %.2f GiB; %.2f GiB were set aside",

@@ -29,10 +29,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     HostLens,
 )
-from sglang.srt.model_executor.memory_plan import (
-    Companion,
-    draft_graph_bytes,
-)
+from sglang.srt.model_executor.memory_plan import DraftMemory, draft_graph_bytes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import SharedPools
 from sglang.srt.models.draft import DraftModel
@@ -128,10 +125,10 @@ class EagleDraftWorker:
 
     # -- set-up --------------------------------------------------------------------
 
-    def companion(self) -> Companion:
-        """What this worker will keep beside the target; before any pool is built."""
+    def memory(self) -> DraftMemory:
+        """Device memory that this worker will take; called before any pool is built."""
         runner = self.draft_runner
-        return Companion(
+        return DraftMemory(
             bytes_per_slot=runner.bytes_per_kv_slot(),
             graph_bytes=runner.prefill_graph_bytes() + self._draft_graph_bytes(),
         )

@@ -75,7 +75,7 @@ class EAGLEWorkerV2:
             model_config=draft_model_config(server_args, model_config),
             target=target,
         )
-        target.init_memory_pool(companion=draft.companion())
+        target.init_memory_pool(draft_memory=draft.memory())
         draft.init_memory_pool()
         draft.init_lm_head()
         target.init_piecewise_cuda_graphs(capture_hidden_mode=draft.target_hidden_mode)
