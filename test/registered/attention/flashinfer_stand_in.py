@@ -19,11 +19,11 @@ from torch import Tensor
 
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.graph_backends import RecordingBackend
 from sglang.srt.speculative import (
     eagle_draft_cuda_graph_runner,
     eagle_draft_extend_cuda_graph_runner,
 )
+from sglang.test.recording_backend import RecordingBackend
 
 _PACKAGE = "sglang.srt.layers.attention"
 _MODULES = ("flashinfer_backend", "flashinfer_draft", "flashinfer_wrappers")

@@ -24,7 +24,6 @@ from sglang.srt.model_executor.forward_batch_info import (
     InputEmbeds,
     InputLogprobSpan,
 )
-from sglang.srt.model_executor.graph_backends import RecordingBackend
 from sglang.srt.model_executor.graph_capture import is_capturing
 from sglang.srt.model_executor.memory_plan import (
     MAX_HEAD_GRAPH_TOKENS,
@@ -36,6 +35,7 @@ from sglang.srt.models.mock_oracle import next_tokens
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
+from sglang.test.recording_backend import RecordingBackend
 from sglang.test.scale import count, is_full
 from sglang.test.tiny_models import (
     write_mock_draft,
