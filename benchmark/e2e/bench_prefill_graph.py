@@ -40,7 +40,6 @@ from sglang.srt.model_executor.breakable_cuda_graph_runner import (
 )
 from sglang.srt.model_executor.cuda_graph_runner import cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.model_executor.graph_backends import RecordingBackend
 from sglang.srt.model_executor.memory_plan import prefill_graph_bytes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -48,6 +47,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.utils.memory import available_device_bytes
 from sglang.test.forward_harness import ForwardHarness
+from sglang.test.recording_backend import RecordingBackend
 from sglang.test.tiny_models import write_tiny_eagle, write_tiny_model
 
 WARM_UPS = 3
@@ -326,8 +326,10 @@ def main() -> None:
         dtype=plain.runner.dtype,
         captures_attention=plain.runner.attn_backend.capabilities.captures_prefill,
     )
+    graphs = plain.graphs
+    segments = graphs.segmented.num_segments + graphs.whole.num_segments
     print(
-        f"{plain.graphs.num_segments} segments captured in {plain.capture_s:.1f} s, "
+        f"{segments} segments captured in {plain.capture_s:.1f} s, "
         f"{plain.graph_bytes / 2**30:.2f} GiB ({planned / 2**30:.2f} planned), backend "
         f"{plain.runner.attn_backend.name}"
     )

@@ -22,8 +22,6 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.paths import resolve_model_folder
 
-NO_BOOTSTRAP_ROOM = -1
-
 
 class ForwardRunner:
     """One batch at a time: `prefill`, any number of `decode`, `release`.
@@ -151,7 +149,6 @@ class ForwardRunner:
             req_serial=rows,
             salt=zeros,
             rids_int=zeros,
-            bootstrap_room_ids_int=torch.full_like(rows, NO_BOOTSTRAP_ROOM),
             qo_indptr=None if is_decode else indptr,
             lens_cpu=HostLens(prefix_lens=starts, extend_lens=counts)
             if needs_host_lens

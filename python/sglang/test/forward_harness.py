@@ -164,7 +164,6 @@ class ForwardHarness:
             req_serial=torch.tensor(rows),
             salt=zeros,
             rids_int=zeros,
-            bootstrap_room_ids_int=zeros - 1,
             qo_indptr=None if mode.is_decode else indptr,
             lens_cpu=HostLens(prefix_lens=starts, extend_lens=lens.tolist()),
             logits_rows=None if mode.is_decode else indptr[1:] - 1,

@@ -147,7 +147,6 @@ def make_problem(
         req_serial=identity,
         salt=identity,
         rids_int=identity,
-        bootstrap_room_ids_int=identity,
         qo_indptr=torch.nn.functional.pad(new.cumsum(0), (1, 0)),
         lens_cpu=HostLens(prefix_lens=prefix_lens, extend_lens=lens),
         tree_mask=random_trees(count, tree_nodes, rng) if tree_nodes else None,

@@ -19,8 +19,11 @@ from torch import Tensor
 
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.graph_backends import RecordingBackend
-from sglang.srt.speculative.workspace_graphs import WorkspaceGraphs
+from sglang.srt.speculative import (
+    eagle_draft_cuda_graph_runner,
+    eagle_draft_extend_cuda_graph_runner,
+)
+from sglang.test.recording_backend import RecordingBackend
 
 _PACKAGE = "sglang.srt.layers.attention"
 _MODULES = ("flashinfer_backend", "flashinfer_draft", "flashinfer_wrappers")
@@ -212,9 +215,13 @@ def stand_in() -> Iterator[None]:
             ATTENTION_BACKENDS["flashinfer"], devices=frozenset({"cpu"})
         )
         patch.setitem(ATTENTION_BACKENDS, "flashinfer", able)
-        for runner in (CudaGraphRunner, WorkspaceGraphs):
-            defaults = runner.__init__.__kwdefaults__
-            patch.setitem(defaults, "make_backend", RecordingBackend)
+        defaults = CudaGraphRunner.__init__.__kwdefaults__
+        patch.setitem(defaults, "make_backend", RecordingBackend)
+        for runners in (
+            eagle_draft_cuda_graph_runner,
+            eagle_draft_extend_cuda_graph_runner,
+        ):
+            patch.setattr(runners, "cuda_graph_backend", RecordingBackend)
         yield
         for name in _MODULES:
             sys.modules.pop(f"{_PACKAGE}.{name}", None)

@@ -35,7 +35,6 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.cuda_graph_runner import cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.model_executor.graph_backends import RecordingBackend
 from sglang.srt.model_executor.graph_capture import BreakableGraph, capture_graph
 from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.eagle_info_v2 import (
@@ -46,6 +45,7 @@ from sglang.srt.utils.fault_points import SHORT_BRANCH_TABLE, SMALL_INDEX_BUFFER
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_traffic import Traffic, check
+from sglang.test.recording_backend import RecordingBackend
 from sglang.test.scale import count, is_full
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
@@ -244,7 +244,6 @@ class DraftPhase:
             req_serial=zeros,
             salt=zeros,
             rids_int=zeros,
-            bootstrap_room_ids_int=zeros,
         )
 
     def run(self, draft: DraftDecodeBackend, *, is_paged: bool) -> None:

@@ -24,7 +24,6 @@ from sglang.srt.model_executor.forward_batch_info import (
     InputEmbeds,
     InputLogprobSpan,
 )
-from sglang.srt.model_executor.graph_backends import RecordingBackend
 from sglang.srt.model_executor.graph_capture import is_capturing
 from sglang.srt.model_executor.memory_plan import (
     MAX_HEAD_GRAPH_TOKENS,
@@ -36,6 +35,7 @@ from sglang.srt.models.mock_oracle import next_tokens
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
+from sglang.test.recording_backend import RecordingBackend
 from sglang.test.scale import count, is_full
 from sglang.test.tiny_models import (
     write_mock_draft,
@@ -244,7 +244,7 @@ def test_one_request_is_one_graph_where_attention_is_captured(
 
 
 def whole_replays(graphs):
-    return sum(g.num_replays for key, g in graphs._graphs.items() if key.is_whole)
+    return graphs.whole.num_replays
 
 
 def test_the_canary_sees_a_damaged_prefix_before_a_replay(models):
@@ -255,8 +255,9 @@ def test_the_canary_sees_a_damaged_prefix_before_a_replay(models):
     row = harness.new_row(random_tokens(random.Random(0), 24))
     harness.extend([(row, 12)])
     assert graphs.num_replays == 1
-    slot = harness.pool.row_slots(row, 5, 6)
-    harness.runner.kv_pool.get_kv_buffer(1)[0][slot.to(harness.runner.device)] += 1
+    runner = harness.runner
+    slot = harness.pool.row_slots(row, 5, 6).to(runner.device)
+    runner.token_to_kv_pool.get_kv_buffer(1)[0][slot] += 1
     with pytest.raises(Exception, match="verify_real_kv"):
         harness.extend([(row, 24)])
 
@@ -279,22 +280,23 @@ def test_steps_alternate_and_captures_are_over(models):
     assert not is_capturing()
     # Two layers: embedding .. store, attend, .. store, attend, .. norm; twice. And a
     # graph of one request for each count.
-    assert graphs.num_segments == 6 + 2
+    assert graphs.segmented.num_segments == 6
+    assert graphs.whole.num_segments == 2
 
 
 def test_everything_a_graph_reads_is_owned(models):
     """Catalogue case 42: buckets must not take each other's inputs for free memory."""
     harness = ForwardHarness(models["LlamaForCausalLM"], dtype="float32")
     graphs = make_graphs(harness, token_counts=[4, 8])
-    owned = [weakref.ref(t) for g in graphs._graphs.values() for t in g.owned]
-    inputs = weakref.ref(graphs._inputs)
+    bare = [*graphs.segmented.graphs, *graphs.whole.graphs]
+    owned = [weakref.ref(t) for graph in bare for t in graph.owned]
+    inputs = weakref.ref(graphs._inputs.block)
     assert inputs in owned
-    bare = graphs._graphs
     del graphs
     gc.collect()
     assert all(reference() is not None for reference in owned)
     with torch.inference_mode():
-        for graph in bare.values():
+        for graph in bare:
             graph.replay()
 
 
@@ -372,14 +374,13 @@ def test_refusals_are_counted_by_reason(models):
         "too_many_tokens": long,
     }
     for reason, refused_batch in refused.items():
-        assert not graphs.can_run(refused_batch)
+        assert graphs.refusal(refused_batch) == reason
         with torch.inference_mode():
             assert graphs.try_replay(refused_batch) is None
         assert graphs.fallbacks[reason] == 1
-    assert graphs.can_run(batch)
+    assert graphs.refusal(batch) is None
     for mode in set(ForwardMode) - {ForwardMode.EXTEND}:
         other = dataclasses.replace(batch, forward_mode=mode)
-        assert not graphs.can_run(other)
         assert graphs.try_replay(other) is None
     assert sum(graphs.fallbacks.values()) == len(refused)
     harness.runner.model.capture_layers([1])
@@ -396,8 +397,8 @@ def test_wasteful_padding_is_refused(models):
         rows = [harness.new_row([1] * 500) for _ in range(3)]
         ends = [500, 500, tokens - 1000] if tokens > 1000 else [500, 400, 100]
         batch = harness.prepare(ForwardMode.EXTEND, list(zip(rows, ends, strict=True)))
-        assert graphs.can_run(batch) is is_taken
-        assert free.can_run(batch)
+        assert graphs.refusal(batch) == (None if is_taken else "padding")
+        assert free.refusal(batch) is None
         release([(row, 0) for row in rows], harness)
 
 

@@ -12,10 +12,10 @@ from sglang.srt.model_executor.cuda_graph_runner import (
     cuda_graph_backend,
 )
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
-from sglang.srt.model_executor.graph_backends import RecordingBackend
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
+from sglang.test.recording_backend import RecordingBackend
 from sglang.test.tiny_models import write_mock_model, write_tiny_model
 
 register_cpu_ci(est_time=12, suite="cpu")

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from sglang.srt.model_executor.graph_backends import CudaGraphBackend, RecordingBackend
+from sglang.srt.model_executor.graph_backends import CudaGraphBackend
 from sglang.srt.model_executor.graph_capture import (
     SideStream,
     capture_graph,
@@ -16,6 +16,7 @@ from sglang.srt.model_executor.graph_capture import (
     is_capturing,
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.recording_backend import RecordingBackend
 
 register_cpu_ci(est_time=3, suite="cpu")
 register_cuda_ci(est_time=10, suite="cuda")

@@ -13,9 +13,9 @@ from sglang.srt.model_executor.memory_plan import (
     GRAPH_BYTES,
     KERNEL_BYTES,
     MAX_WHOLE_TOKENS,
-    NO_COMPANION,
+    NO_DRAFT_MEMORY,
     SEGMENT_BYTES,
-    Companion,
+    DraftMemory,
     decode_graph_sizes,
     default_batch_sizes,
     draft_graph_bytes,
@@ -107,7 +107,7 @@ def test_draft_graphs_share_what_lives_during_a_step(model):
 
 
 def test_a_draft_takes_slots_from_the_target(model, monkeypatch):
-    """What a companion keeps per slot and beside the slots is gone from the pool."""
+    """Memory of a draft, per slot and beside the slots, is gone from the pool."""
     runner = ForwardHarness(model, slots=64).runner
     args = dataclasses.replace(
         runner.server_args, max_total_tokens=None, mem_fraction_static=0.5
@@ -119,10 +119,10 @@ def test_a_draft_takes_slots_from_the_target(model, monkeypatch):
     available = graphs + 10_000 * each
     monkeypatch.setattr(runner, "_available_bytes", lambda: available)
     monkeypatch.setattr(runner, "free_bytes_at_start", 0)
-    alone = runner._pool_size(NO_COMPANION)
+    alone = runner._pool_size(NO_DRAFT_MEMORY)
     assert alone == 10_000 - runner.page_size
-    assert runner._pool_size(Companion(graph_bytes=1000 * each)) == alone - 1000
-    assert runner._pool_size(Companion(bytes_per_slot=each)) == (alone + 1) // 2 - 1
+    assert runner._pool_size(DraftMemory(graph_bytes=1000 * each)) == alone - 1000
+    assert runner._pool_size(DraftMemory(bytes_per_slot=each)) == (alone + 1) // 2 - 1
 
 
 def test_a_capture_says_what_it_took(model, caplog):

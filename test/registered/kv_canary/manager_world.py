@@ -65,7 +65,7 @@ def decode_batch(harness: ForwardHarness, *rows: int) -> ForwardBatch:
 
 def with_padded_row(batch: ForwardBatch, device: str) -> ForwardBatch:
     """A decode batch and one row as graphs pad it."""
-    padding = {"extend_lens": 1, "seq_lens": 1, "bootstrap_room_ids_int": -1}
+    padding = {"extend_lens": 1, "seq_lens": 1}
     names = (
         "input_ids",
         "positions",
@@ -77,7 +77,6 @@ def with_padded_row(batch: ForwardBatch, device: str) -> ForwardBatch:
         "req_serial",
         "salt",
         "rids_int",
-        "bootstrap_room_ids_int",
     )
     padded: dict[str, Any] = {
         name: torch.cat(

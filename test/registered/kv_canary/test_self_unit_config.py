@@ -250,7 +250,7 @@ def test_a_pool_that_cannot_be_fingerprinted_is_refused(tmp_path: Path) -> None:
     """A slot must be runs of 16 bytes: 7 channels of bfloat16 are 14."""
     odd = write_mock_model(tmp_path)
     runner = ForwardHarness(odd, kv_canary="none").runner
-    pool = runner.kv_pool
+    pool = runner.token_to_kv_pool
     pool.k_buffer = pool.k_buffer[..., :1, :7].clone()
     pool.v_buffer = pool.v_buffer[..., :1, :7].clone()
     args = ServerArgs(device=runner.device, kv_canary="log")
@@ -271,7 +271,9 @@ def test_off_and_draft_workers_get_none(model: Path) -> None:
     runner.is_draft_worker = True
     assert install_canary(server_args=on, model_runner=runner) is None
     assert (runner.model.forward, runner.scopes) == (forward, scopes)
-    assert not any("canary" in d.name for d in runner.kv_pool.transfer_descriptors())
+    assert not any(
+        "canary" in d.name for d in runner.token_to_kv_pool.transfer_descriptors()
+    )
     runner.is_draft_worker = False
     manager = install_canary(server_args=on, model_runner=runner)
     assert manager is not None

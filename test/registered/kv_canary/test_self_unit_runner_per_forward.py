@@ -356,7 +356,7 @@ class TestCanaryManagerActiveSingleForwardManagerDispatch:
         config = CanaryConfig(mode=CanaryMode.LOG, real_data=RealData.ALL)
         rows = runner.req_to_token_pool.size
         buffers = attach_canary_buffers(
-            pool=runner.kv_pool,
+            pool=runner.token_to_kv_pool,
             config=config,
             device=runner.device,
             kv_token_id_vs_position_offset=0,
@@ -368,7 +368,7 @@ class TestCanaryManagerActiveSingleForwardManagerDispatch:
             config=config,
             buffers=buffers,
             req_to_token_pool=runner.req_to_token_pool,
-            kv_pool=runner.kv_pool,
+            kv_pool=runner.token_to_kv_pool,
             attn_backend=runner.attn_backend,
             page_size=runner.page_size,
             vocab_size=runner.model_config.vocab_size,

@@ -194,7 +194,7 @@ def test_damaged_slots_change_the_proposals(
         place = rng.randrange(length)
         slot = int(pair.draft.pool.row_slots(row, place, place + 1))
         other = int(pair.draft.pool.row_slots(stranger, 5, 6))
-        k, v = pair.draft.runner.kv_pool.get_kv_buffer(trial % 2)
+        k, v = pair.draft.runner.token_to_kv_pool.get_kv_buffer(trial % 2)
         SLOT_DAMAGES[damage](k, v, slot, other)
         tokens.append(rng.randrange(VOCAB))
         pair.draft.append(row, tokens[-1])

@@ -160,7 +160,9 @@ def test_every_damaged_slot_changes_the_output(folder, backend, damage):
         position = rng.randrange(length)
         slot = int(harness.pool.row_slots(row, position, position + 1))
         foreign = int(harness.pool.row_slots(stranger, 5, 6))
-        k, v = harness.runner.kv_pool.get_kv_buffer(trial % mock_math.NUM_LAYERS)
+        k, v = harness.runner.token_to_kv_pool.get_kv_buffer(
+            trial % mock_math.NUM_LAYERS
+        )
         DAMAGES[damage](k, v, slot, foreign)
         harness.append(row, rng.randrange(VOCAB))
         token = argmax(harness.forward(ForwardMode.DECODE, [(row, None)]))[0]

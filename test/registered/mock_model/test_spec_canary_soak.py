@@ -239,12 +239,13 @@ def test_graphs_ran(folder: Path, model: Path) -> None:
     )
     serve(harness, seed=2, requests=20)
     worker = worker_of(harness)
-    runners = (
+    draft = worker.draft_worker
+    replayed = (
         worker.model_runner.graph_runner,
-        worker.draft_worker._draft_graphs,
-        worker.draft_worker._extend_graphs,
+        draft._draft_graphs.graphs,
+        draft._extend_graphs.graphs,
     )
-    assert all(runner is not None and runner.num_replays for runner in runners)
+    assert all(graphs.num_replays for graphs in replayed)
 
 
 if __name__ == "__main__":

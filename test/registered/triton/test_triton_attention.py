@@ -394,7 +394,6 @@ def test_the_backend_reads_what_its_view_says(new: int, is_partial: bool) -> Non
         req_serial=zeros,
         salt=zeros,
         rids_int=zeros,
-        bootstrap_room_ids_int=zeros,
         qo_indptr=torch.arange(rows + 1, device=DEVICE) * new,
     )
     layer = RadixAttention(

@@ -48,7 +48,8 @@ def install_canary(
     is_draft = model_runner.is_draft_worker
     if not config.is_on or (is_draft and target_canary is None):
         return None
-    pool, req_to_token_pool = model_runner.kv_pool, model_runner.req_to_token_pool
+    pool = model_runner.token_to_kv_pool
+    req_to_token_pool = model_runner.req_to_token_pool
     topk, num_managers, tree_depth = 1, 1, 0
     if is_draft:
         shape = server_args.tree_shape

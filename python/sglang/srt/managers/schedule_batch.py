@@ -32,8 +32,6 @@ from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 
-NO_BOOTSTRAP_ROOM = -1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEnvironment:
@@ -112,7 +110,6 @@ class ScheduleBatch:
                 [r.serial for r in self.reqs],
                 [r.salt for r in self.reqs],
                 [r.rid_hash for r in self.reqs],
-                [NO_BOOTSTRAP_ROOM] * len(self.reqs),
             ],
             dtype=np.int64,
         )
@@ -249,7 +246,7 @@ class ScheduleBatch:
         return True
 
     def identity(self) -> torch.Tensor:
-        """int64 [5, R] on the device, the fields of `RowIdentity`."""
+        """int64 [4, R] on the device, the fields of `RowIdentity`."""
         return torch.cat((self.req_pool_indices[None], self._identity))
 
     def known_lens(self) -> list[int] | None:
@@ -300,7 +297,7 @@ class ScheduleBatch:
     def _decode_forward_batch(self, sampling_info: SamplingBatchInfo) -> ForwardBatch:
         positions = self._prefix_lens_device
         table = self.env.cache.req_pool.token_table
-        serial, salt, rids_int, rooms = self._identity.unbind()
+        serial, salt, rids_int = self._identity.unbind()
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             input_ids=table[self.req_pool_indices, positions].long(),
@@ -313,7 +310,6 @@ class ScheduleBatch:
             req_serial=serial,
             salt=salt,
             rids_int=rids_int,
-            bootstrap_room_ids_int=rooms,
             lens_cpu=self._host_lens(),
             capture_hidden_mode=self._capture_mode(CaptureHiddenMode.LAST),
             sampling_info=sampling_info,
@@ -336,7 +332,7 @@ class ScheduleBatch:
         extend_lens = self.lens - self._prefix_lens
         qo_indptr = np.zeros(len(spans) + 1, dtype=np.int64)
         np.cumsum(extend_lens, out=qo_indptr[1:])
-        serial, salt, rids_int, rooms = self._identity.unbind()
+        serial, salt, rids_int = self._identity.unbind()
         return ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             input_ids=ids,
@@ -349,7 +345,6 @@ class ScheduleBatch:
             req_serial=serial,
             salt=salt,
             rids_int=rids_int,
-            bootstrap_room_ids_int=rooms,
             qo_indptr=self._upload(qo_indptr),
             lens_cpu=self._host_lens(),
             logits_rows=self._upload(qo_indptr[1:] - 1),

@@ -24,7 +24,7 @@ from sglang.srt.model_executor.graph_capture import eager_break, is_capturing
 
 @dataclass(slots=True, kw_only=True)
 class _Shared:
-    """What all layers of one shape use, one after the other.
+    """Buffers of all layers of one shape, which use them one after the other.
 
     Fields:
         layer: any layer of the shape.
@@ -43,8 +43,10 @@ class _Shared:
 
 
 class LiveAttention:
-    """The `AttentionBreaks` of one model. The buffers are its own, outside of the
-    graphs' pool, so that no capture can reuse them while a break still holds them.
+    """The `AttentionBreaks` of one model.
+
+    It owns the buffers, outside of the graphs' pool, so that no capture can reuse them
+    while a break still holds them.
 
     Args:
         max_tokens: tokens of the largest graph.
@@ -69,7 +71,7 @@ class LiveAttention:
         self._is_captured = False
 
     def buffers(self) -> list[Tensor]:
-        """What segments read and write."""
+        """All buffers that segments read and write."""
         return [
             t for shared in self._by_shape.values() for t in (shared.qkv, shared.out)
         ]
@@ -89,15 +91,15 @@ class LiveAttention:
             self._live = None
 
     def clear_padding(self, tokens: int, padded: int) -> None:
-        """Before a replay: what follows attention reads zeros behind the live tokens.
-        Attention writes the live ones alone, in every layer, so that zeros stay."""
+        """Zero the outputs of padding before a replay. Attention writes the live tokens
+        alone, in every layer, so that the zeros stay."""
         if tokens < padded:
             for shared in self._by_shape.values():
                 shared.out[tokens:padded].zero_()
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Inside, attention is no break but a part of what is captured."""
+        """Inside, attention is captured with its segment instead of being a break."""
         self._is_captured = True
         try:
             yield

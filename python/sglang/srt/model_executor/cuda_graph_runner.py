@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
-import logging
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
-
-import torch
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import (
@@ -17,17 +13,12 @@ from sglang.srt.model_executor.forward_batch_info import (
     HostLens,
 )
 from sglang.srt.model_executor.graph_backends import CudaGraphBackend, GraphMemoryPool
-from sglang.srt.model_executor.graph_capture import (
-    BreakableGraph,
-    SegmentBackend,
-    capture_graph,
-)
+from sglang.srt.model_executor.graph_capture import BreakableGraph, SegmentBackend
+from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
 from sglang.srt.model_executor.input_buffers import GraphInputBuffers, GraphInputs
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-logger = logging.getLogger(__name__)
 
 WARM_UPS = 2
 NO_LIVE_ROWS = HostLens(prefix_lens=[], extend_lens=[])
@@ -46,20 +37,25 @@ def set_global_graph_memory_pool(pool: GraphMemoryPool) -> None:
 
 
 def cuda_graph_backend() -> SegmentBackend:
-    """Captures into the pool that all runners share."""
+    """A backend that captures into the pool of all runners."""
     backend = CudaGraphBackend(get_global_graph_memory_pool())
     set_global_graph_memory_pool(backend.pool)
     return backend
 
 
 class CudaGraphRunner:
-    """Args:
-    model_runner: whose forwards are captured.
-    inputs: what they read; None: plain decode.
-    batch_sizes: padded sizes, each a graph.
-    make_backend: captures segments; tests pass a recorder that needs no GPU.
+    """Replays forwards of a fixed number of tokens per request.
 
-    The hidden-state mode is fixed here, so nothing is ever captured again at run time.
+    Args:
+        model_runner: whose forwards are captured.
+        inputs: their static inputs; None: plain decode.
+        batch_sizes: padded sizes, a graph for each.
+        capture_hidden_mode: of these forwards. It is fixed here, so that nothing is
+            captured again at run time.
+        make_backend: captures segments; tests pass a recorder that needs no GPU.
+
+    Attributes:
+        tokens_per_row: new tokens of each request.
     """
 
     def __init__(
@@ -72,29 +68,24 @@ class CudaGraphRunner:
         make_backend: Callable[[], SegmentBackend] = cuda_graph_backend,
     ) -> None:
         self._runner = model_runner
-        self._sizes = sorted(batch_sizes)
-        self._hidden_mode = capture_hidden_mode
-        self._make_backend = make_backend
         self._inputs = inputs or GraphInputBuffers(
-            max_rows=self._sizes[-1], device=model_runner.device
+            max_rows=max(batch_sizes), device=model_runner.device
         )
-        self._graphs: dict[int, BreakableGraph] = {}
-        self._capture()
-
-    @property
-    def tokens_per_row(self) -> int:
-        """New tokens of each row."""
-        return self._inputs.tokens_per_row
+        self.tokens_per_row = self._inputs.tokens_per_row
+        self.capture_hidden_mode = capture_hidden_mode
+        self._backend = make_backend()
+        self._static_batches: dict[int, ForwardBatch] = {}
+        self._graphs = self._capture(batch_sizes)
 
     @property
     def num_replays(self) -> int:
-        return sum(graph.num_replays for graph in self._graphs.values())
+        return self._graphs.num_replays
 
     def can_run(self, forward_batch: ForwardBatch) -> bool:
         return (
             forward_batch.forward_mode is self._inputs.forward_mode
-            and forward_batch.num_rows <= self._sizes[-1]
-            and forward_batch.capture_hidden_mode is self._hidden_mode
+            and forward_batch.num_rows <= self._graphs.largest
+            and forward_batch.capture_hidden_mode is self.capture_hidden_mode
         )
 
     def replay(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
@@ -103,14 +94,15 @@ class CudaGraphRunner:
         The result is views of the graph's memory, valid until the next replay on this
         stream: whatever must outlive it is copied by work enqueued before that.
         """
-        rows = forward_batch.num_rows
-        size = self._sizes[bisect.bisect_left(self._sizes, rows)]
+        rows, lens_cpu = forward_batch.num_rows, forward_batch.lens_cpu
+        size, graph = self._graphs.serving(rows)
         self._inputs.populate(forward_batch)
-        static = self._inputs.static_batch(
-            size, self._hidden_mode, lens_cpu=forward_batch.lens_cpu
-        )
+        static = self._static_batches[size]
+        if lens_cpu is not None:
+            static = self._inputs.static_batch(
+                size, self.capture_hidden_mode, lens_cpu=lens_cpu
+            )
         self._runner.attn_backend.init_replay(static)
-        graph = self._graphs[size]
         graph.replay()
         output: LogitsProcessorOutput = graph.outputs
         hidden, tokens = output.hidden_states, rows * self.tokens_per_row
@@ -120,29 +112,22 @@ class CudaGraphRunner:
             input_logprobs={},
         )
 
-    def _capture(self) -> None:
-        """Largest first, so that the smaller graphs fit into its memory."""
-        began = time.perf_counter()
-        for size in reversed(self._sizes):
-            self._graphs[size] = self._capture_graph(size)
-        logger.info(
-            "Captured %d %s graphs (batch sizes up to %d) in %.1f s",
-            len(self._sizes),
+    def _capture(self, batch_sizes: list[int]) -> GraphSet[int]:
+        return GraphSet(
             self._inputs.forward_mode.name.lower(),
-            self._sizes[-1],
-            time.perf_counter() - began,
+            batch_sizes,
+            size_of=int,
+            capture=self._capture_graph,
         )
 
     def _capture_graph(self, size: int) -> BreakableGraph:
         static = self._inputs.static_batch(
-            size, self._hidden_mode, lens_cpu=NO_LIVE_ROWS
+            size, self.capture_hidden_mode, lens_cpu=NO_LIVE_ROWS
         )
+        self._static_batches[size] = static
         self._runner.attn_backend.init_capture(static, size)
-        for _ in range(WARM_UPS):
-            self.run_once(static)
-        with torch.inference_mode(), capture_graph(self._make_backend()) as graph:
-            graph.outputs = self.run_once(static)
-        return graph
+        run = partial(self.run_once, static)
+        return capture_warm(run, backend=self._backend, warm_ups=WARM_UPS)
 
     def run_once(self, static: ForwardBatch) -> LogitsProcessorOutput:
         """One model forward over the static batch, inside the scope of its step."""

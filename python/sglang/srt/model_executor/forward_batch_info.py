@@ -72,8 +72,8 @@ class InputEmbeds:
     """Embeddings that requests brought instead of tokens.
 
     Fields:
-    rows: int64 [N]; which of the T new tokens they stand for, ascending.
-    values: floating point [N, H].
+        rows: int64 [N]; the new tokens that they replace, of T, ascending.
+        values: floating point [N, H].
     """
 
     rows: torch.Tensor
@@ -82,22 +82,23 @@ class InputEmbeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """R rows (requests, or requests x top-k in draft decode), T new tokens.
+    """A batch of R rows (requests, or requests x top-k in draft decode) with T new
+    tokens.
 
     Fields:
-    input_ids, positions, out_cache_loc: int64 [T]; row after row.
-    req_pool_indices: int64 [R]; row of `req_to_token`, 0 is padding.
-    prefix_lens, extend_lens: int64 [R]; tokens already in KV, tokens written now;
-        `seq_lens` is their sum in every mode.
-    qo_indptr: int64 [R + 1]; offsets of the rows in [T]; None in DECODE (one each).
-    lens_cpu: host copies, only if the backend needs them.
-    parent_index: int64 [T] or None; parent of a new token among the new tokens, -1 for
-        the last prefix token (trees).
-    tree_mask: bool [R, D, D] or None; which new tokens a new token sees (trees).
-    req_serial, salt, rids_int, bootstrap_room_ids_int: int64 [R]; request identity.
-    logits_rows: int64 [R] or None; token rows that need logits, None: all.
-    input_logprobs: prompt spans that need logprobs.
-    input_embeds: what replaces the embeddings of some tokens, or None.
+        input_ids, positions, out_cache_loc: int64 [T]; row after row.
+        req_pool_indices: int64 [R]; row of `req_to_token`, 0 is padding.
+        prefix_lens, extend_lens: int64 [R]; tokens already in KV, tokens written now;
+            `seq_lens` is their sum in every mode.
+        qo_indptr: int64 [R + 1]; offsets of the rows in [T]; None in DECODE (one each).
+        lens_cpu: host copies, only if the backend needs them.
+        parent_index: int64 [T] or None; parent of a new token among the new tokens, -1
+            for the last prefix token (trees).
+        tree_mask: bool [R, D, D] or None; the new tokens that a new token sees (trees).
+        req_serial, salt, rids_int: int64 [R]; request identity.
+        logits_rows: int64 [R] or None; token rows that need logits, None: all.
+        input_logprobs: prompt spans that need logprobs.
+        input_embeds: embeddings that replace those of some tokens, or None.
     """
 
     forward_mode: ForwardMode
@@ -111,7 +112,6 @@ class ForwardBatch:
     req_serial: torch.Tensor
     salt: torch.Tensor
     rids_int: torch.Tensor
-    bootstrap_room_ids_int: torch.Tensor
     qo_indptr: torch.Tensor | None = None
     lens_cpu: HostLens | None = None
     parent_index: torch.Tensor | None = None

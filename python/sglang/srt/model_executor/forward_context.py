@@ -33,9 +33,11 @@ class AttentionBreaks(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
-    """Fields:
-    attn_backend: what attention runs on.
-    attention_breaks: set while the stack is captured with attention outside of it.
+    """The state that layers read from the forward that runs.
+
+    Fields:
+        attn_backend: backend of its attention.
+        attention_breaks: set while the stack is captured with attention outside of it.
     """
 
     attn_backend: AttentionBackend

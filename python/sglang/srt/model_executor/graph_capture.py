@@ -4,15 +4,15 @@
 capture:   | segment 0 | break 0 | segment 1 | break 1 | ... | segment n |
 replay:      launch      call      launch      call              launch
 ```
-What runs between two breaks is captured by a backend; a break is a Python callable that
-runs at capture and again at every replay. All graph runners stand on this module. It
-knows nothing of models, batches or attention.
+A backend captures the code between two breaks; a break is a Python callable that runs
+at capture and again at every replay. All graph runners use this module. It knows
+nothing of models, batches or attention.
 
 Rules of a break, checked where they can be:
 * it writes its result in place, into memory that was allocated before it, because the
   next segment has captured that address;
-* what changes between replays must be a tensor, or be read from live state inside the
-  callable: a captured Python number would be stale.
+* a value that changes between replays must be a tensor, or be read from live state
+  inside the callable: a captured Python number would be stale.
 Tensors that a graph reads are owned by it (`own`), so that no later capture can reuse
 their memory. Work on a side stream is forked through `SideStream`: a segment cannot end
 while one of its streams is still forked, so that a break joins it first.
@@ -62,12 +62,12 @@ class EagerBreak:
 
 @dataclass(slots=True)
 class BreakableGraph:
-    """What a capture produced.
+    """The result of a capture.
 
     Attributes:
         steps: segments and breaks in order; it begins and ends with a segment.
         owned: tensors that the segments read or write from outside the pool.
-        outputs: whatever the caller stored as the result of the captured code.
+        outputs: result of the captured code, stored by the caller.
     """
 
     steps: list[Segment | EagerBreak] = field(default_factory=list)
@@ -102,7 +102,7 @@ def _bound(step: Segment | EagerBreak) -> Callable[[], object]:
 
 
 class Stream(Protocol):
-    """What `SideStream` asks of a device stream."""
+    """A device stream as `SideStream` needs it."""
 
     def wait_stream(self, stream: Any) -> None: ...
 
@@ -130,7 +130,7 @@ class SideStream:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """Run the body on the side stream, behind what the current one holds now."""
+        """Run the body on the side stream, after all work of the current one."""
         self._stream.wait_stream(self._current())
         self._is_forked = True
         if _active is not None and self not in _active.forked:

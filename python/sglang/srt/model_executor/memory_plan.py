@@ -1,8 +1,8 @@
-"""What the static share of device memory is spent on beside weights and KV slots.
+"""Estimates of the static device memory beside weights and KV slots: the graphs.
 
 `--mem-fraction-static` covers weights, captured graphs, workspaces and the KV pool; the
 rest stays free for the activations of prefill. The graphs are captured after the pool
-is built, so their size is foretold here; the log says afterwards what they took.
+is built, so their size is estimated here; the log says afterwards what they took.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def graph_bytes(
 ) -> int:
     """Memory that the decode graphs of these sizes will take.
 
-    Each keeps its logits; what else lives during a forward is shared, the largest
-    size's being the largest.
+    Each keeps its logits; other tensors of a forward share memory, the largest size's
+    being the largest.
     """
     if not sizes:
         return 0
@@ -108,8 +108,8 @@ def prefill_graph_bytes(
 ) -> int:
     """Memory that the prefill graphs of these token counts will take.
 
-    Each has a segment per layer and one more; what lives during a forward is shared,
-    and so are the inputs and outputs of attention and of the stack.
+    Each has a segment per layer and one more; the tensors of a forward share memory,
+    and so do the inputs and outputs of attention and of the stack.
 
     Args:
         captures_attention: there are those of `whole_token_counts`, too, each as large
@@ -138,8 +138,8 @@ def draft_graph_bytes(
     """Memory that the graphs of a draft's phase and of its extends will take, one of
     each per size.
 
-    What they leave stands in the workspace; logits and activations live during a step
-    and are shared.
+    Their results are written to the workspace; logits and activations live during a
+    step and are shared.
 
     Args:
         rows_per_request: branches of a step, or tokens of an extend.
@@ -153,19 +153,19 @@ def draft_graph_bytes(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Companion:
-    """What a draft worker keeps in device memory beside its target.
+class DraftMemory:
+    """Device memory that a draft worker will take beside its target.
 
     Fields:
-        bytes_per_slot: KV, and what checks it.
-        graph_bytes: its graphs, foretold.
+        bytes_per_slot: KV and its check records.
+        graph_bytes: an estimate of its graphs.
     """
 
     bytes_per_slot: int = 0
     graph_bytes: int = 0
 
 
-NO_COMPANION = Companion()
+NO_DRAFT_MEMORY = DraftMemory()
 
 
 @contextmanager

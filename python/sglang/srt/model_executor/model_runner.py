@@ -26,8 +26,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.forward_scopes import ForwardScopes, NullScopes
 from sglang.srt.model_executor.input_buffers import GraphInputs
 from sglang.srt.model_executor.memory_plan import (
-    NO_COMPANION,
-    Companion,
+    NO_DRAFT_MEMORY,
+    DraftMemory,
     explain_out_of_memory,
 )
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import (
@@ -51,7 +51,7 @@ TORCH_DTYPES = {
 
 class ModelRunner(ModelRunnerKVCacheMixin):
     """Runs forwards of one model; `initialize` must be called first, or `load_weights`
-    and then `init_memory`, where another model takes memory in between.
+    and then `init_memory_pool`, where another model takes memory in between.
 
     Attributes:
         scopes: hooks around forwards.
@@ -111,7 +111,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             ValueError: bad weights or impossible memory; names the flag or the tensor.
         """
         self.load_weights()
-        self.init_memory()
+        self.init_memory_pool()
 
     def load_weights(self) -> None:
         """
@@ -140,28 +140,28 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 device=self.device,
             )
 
-    def init_memory(
+    def init_memory_pool(
         self,
         *,
         shared: SharedPools | None = None,
-        companion: Companion = NO_COMPANION,
+        draft_memory: DraftMemory = NO_DRAFT_MEMORY,
     ) -> None:
         """Build the pools and the attention backend.
 
         Args:
             shared: rows and slots of the target, for a draft worker.
-            companion: what a draft worker will keep.
+            draft_memory: of a draft worker whose target this is.
 
         Raises:
             ValueError: impossible memory; names the flag.
         """
         with explain_out_of_memory("building the KV pool", self.server_args):
-            self._init_pools(shared=shared, companion=companion)
+            self._init_pools(shared=shared, draft_memory=draft_memory)
         assert self.server_args.attention_backend is not None
         self.attn_backend = create_attention_backend(
             self.server_args.attention_backend,
             req_to_token_pool=self.req_to_token_pool,
-            kv_pool=self.kv_pool,
+            kv_pool=self.token_to_kv_pool,
         )
         logger.info(
             "Loaded %s (%s, %s) with %d KV slots in %.1f s",
@@ -206,7 +206,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         free_before = available_device_bytes(self.device)
         with explain_out_of_memory(f"capturing {what}", self.server_args):
             yield
-        # What the warm-ups left is not the graphs'.
+        # Memory that the warm-ups left is not the graphs'.
         torch.cuda.empty_cache()
         logger.info(
             "The %s took %.2f GiB; %.2f GiB were set aside",
@@ -244,7 +244,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             )
 
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
-        """One launch of the model over `forward_batch`, as a graph where one fits."""
+        """One launch of the model over `forward_batch`."""
         with (
             torch.inference_mode(),
             self.scopes.with_ops_outside_graph(
@@ -252,16 +252,18 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 maybe_inaccurate_forward_batch=forward_batch,
             ),
         ):
-            runner = self.graph_runner
-            if runner is not None and runner.can_run(forward_batch):
-                return runner.replay(forward_batch)
-            prefill = self.prefill_graph_runner
-            if prefill is not None:
-                output = prefill.try_replay(forward_batch)
-                if output is not None:
-                    return output
-            self.attn_backend.init_eager(forward_batch)
-            return self.run_model(forward_batch)
+            return self._forward_raw(forward_batch)
+
+    def _forward_raw(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+        """Replay a decode graph or a prefill graph where one fits; else run eagerly."""
+        decode, prefill = self.graph_runner, self.prefill_graph_runner
+        if decode is not None and decode.can_run(forward_batch):
+            return decode.replay(forward_batch)
+        output = None if prefill is None else prefill.try_replay(forward_batch)
+        if output is not None:
+            return output
+        self.attn_backend.init_eager(forward_batch)
+        return self.run_model(forward_batch)
 
     def run_model(
         self,

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 from sglang.srt.model_executor.memory_plan import (
     MAX_HEAD_GRAPH_TOKENS,
-    Companion,
+    DraftMemory,
     decode_graph_sizes,
     graph_bytes,
     prefill_graph_bytes,
@@ -42,8 +42,8 @@ ROW_HEADROOM = 4
 
 
 class SharedPools(NamedTuple):
-    """What a draft worker shares with its target: the same slot id addresses a row of
-    either KV pool."""
+    """Pools that a draft worker shares with its target: the same slot id addresses a
+    row of either KV pool."""
 
     req_to_token_pool: ReqToTokenPool
     allocator: BaseAllocator
@@ -62,7 +62,7 @@ class ModelRunnerKVCacheMixin:
     free_bytes_at_start: int
     watcher_bytes_per_slot: int
     req_to_token_pool: ReqToTokenPool
-    kv_pool: MHATokenToKVPool
+    token_to_kv_pool: MHATokenToKVPool
     allocator: BaseAllocator
     max_total_num_tokens: int
 
@@ -96,7 +96,7 @@ class ModelRunnerKVCacheMixin:
         )
 
     def decode_graph_bytes(self) -> int:
-        """What is set aside for the decode graphs, those of verifications included."""
+        """Memory set aside for the decode graphs, those of verifications included."""
         args = self.server_args
         tokens = args.tree_shape.num_draft_tokens if args.speculative_algorithm else 1
         return graph_bytes(
@@ -107,7 +107,7 @@ class ModelRunnerKVCacheMixin:
         )
 
     def prefill_graph_bytes(self) -> int:
-        """What is set aside for the prefill graphs."""
+        """Memory set aside for the prefill graphs."""
         backend = self.server_args.attention_backend
         assert backend is not None
         return prefill_graph_bytes(
@@ -131,7 +131,9 @@ class ModelRunnerKVCacheMixin:
             limits.append(MAX_HEAD_GRAPH_TOKENS)
         return prefill_token_counts(min(limit for limit in limits if limit > 0))
 
-    def _init_pools(self, *, shared: SharedPools | None, companion: Companion) -> None:
+    def _init_pools(
+        self, *, shared: SharedPools | None, draft_memory: DraftMemory
+    ) -> None:
         """Build rows, slots and KV bytes; with `shared`, the KV bytes only.
 
         Raises:
@@ -141,7 +143,7 @@ class ModelRunnerKVCacheMixin:
         assert args.max_running_requests is not None
         if shared is None:
             # Every rank keeps the KV of its heads in the same slots.
-            size = get_tp_group().min_int(self._pool_size(companion))
+            size = get_tp_group().min_int(self._pool_size(draft_memory))
             rows = ReqToTokenPool(
                 size=args.max_running_requests,
                 row_width=self.row_width(),
@@ -152,7 +154,7 @@ class ModelRunnerKVCacheMixin:
             shared = SharedPools(rows, allocator)
         self.req_to_token_pool, self.allocator = shared
         self.max_total_num_tokens = self.allocator.size
-        self.kv_pool = MHATokenToKVPool(
+        self.token_to_kv_pool = MHATokenToKVPool(
             size=self.max_total_num_tokens,
             page_size=self.page_size,
             dtype=self.dtype,
@@ -182,10 +184,10 @@ class ModelRunnerKVCacheMixin:
         )
         return kv_bytes + self.watcher_bytes_per_slot
 
-    def _pool_size(self, companion: Companion) -> int:
+    def _pool_size(self, draft_memory: DraftMemory) -> int:
         """KV slots, a multiple of the page size."""
         args, config = self.server_args, self.model_config
-        per_token = self.bytes_per_kv_slot() + companion.bytes_per_slot
+        per_token = self.bytes_per_kv_slot() + draft_memory.bytes_per_slot
         available = self._available_bytes()
         if args.max_total_tokens is not None:
             if args.max_total_tokens * per_token > available:
@@ -196,10 +198,10 @@ class ModelRunnerKVCacheMixin:
                 )
             return args.max_total_tokens
         assert args.mem_fraction_static is not None
-        # What is not static stays free for the activations of prefill.
+        # The rest stays free for the activations of prefill.
         kept_free = int(self.free_bytes_at_start * (1 - args.mem_fraction_static))
         kept_free += self.decode_graph_bytes() + self.prefill_graph_bytes()
-        kept_free += companion.graph_bytes
+        kept_free += draft_memory.graph_bytes
         size = max(available - kept_free, 0) // per_token
         size -= self.page_size  # the scratch page
         if self.device == "cpu":

@@ -1,24 +1,56 @@
-"""The whole draft phase, S - 1 forwards, choices and tree, as one graph per size."""
+"""The whole draft phase as graphs: S - 1 forwards, choices and tree, one graph per
+padded number of requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sglang.srt.speculative.workspace_graphs import WorkspaceGraphs
+from sglang.srt.model_executor.cuda_graph_runner import WARM_UPS, cuda_graph_backend
+from sglang.srt.model_executor.graph_capture import BreakableGraph
+from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
 
 if TYPE_CHECKING:
     from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
 
 
-class EAGLEDraftCudaGraphRunner(WorkspaceGraphs):
+class EAGLEDraftCudaGraphRunner:
+    """Replays draft phases; reads and writes the worker's workspace in place.
+
+    Args:
+        worker: whose draft phase is captured.
+        batch_sizes: padded numbers of requests, a graph for each.
+
+    Attributes:
+        graphs: by padded number of requests.
+    """
+
     def __init__(self, worker: EagleDraftWorker, *, batch_sizes: list[int]) -> None:
-        def prepare(size: int) -> Callable[[], None]:
-            worker.plan_draft(worker.no_lens, graph_rows=size)
-            return partial(worker.draft_forward, worker.workspace.rows(size))
+        self._worker = worker
+        self._backend = cuda_graph_backend()
+        self.graphs = GraphSet(
+            "draft", batch_sizes, size_of=int, capture=self._capture_graph
+        )
 
-        def plan(size: int, seq_lens: Sequence[int] | None) -> None:
-            worker.plan_draft(seq_lens, graph_rows=size)
+    def can_run(self, bs: int) -> bool:
+        return bs <= self.graphs.largest
 
-        super().__init__("draft phase", prepare, plan=plan, batch_sizes=batch_sizes)
+    def replay(self, bs: int, *, seq_lens: Sequence[int] | None = None) -> None:
+        """Run the smallest graph for `bs` requests.
+
+        Args:
+            seq_lens: their KV lengths on the host, where the backend needs them.
+        """
+        size, graph = self.graphs.serving(bs)
+        self._worker.plan_draft(seq_lens, graph_rows=size)
+        graph.replay()
+
+    def _capture_graph(self, size: int) -> BreakableGraph:
+        self._worker.plan_draft(self._worker.no_lens, graph_rows=size)
+        run = partial(self.run_once, size)
+        return capture_warm(run, backend=self._backend, warm_ups=WARM_UPS)
+
+    def run_once(self, size: int) -> None:
+        """One draft phase over the first `size` rows of the workspace."""
+        self._worker.draft_forward(self._worker.workspace.rows(size))

@@ -1,36 +1,73 @@
-"""The draft extend after verification, the choice of the row that counts and of its
-candidates included, as one graph per size."""
+"""The draft extend after verification as graphs, one per padded number of requests.
+
+A graph includes the choice of the row that counts and of its candidates.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+from sglang.srt.model_executor.cuda_graph_runner import WARM_UPS, cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.speculative.workspace_graphs import WorkspaceGraphs
+from sglang.srt.model_executor.graph_capture import BreakableGraph
+from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
 
 if TYPE_CHECKING:
     from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
+    from sglang.srt.speculative.workspace import WorkspaceRows
 
 
-class EAGLEDraftExtendCudaGraphRunner(WorkspaceGraphs):
+class EAGLEDraftExtendCudaGraphRunner:
+    """Replays draft extends; reads and writes the worker's workspace in place.
+
+    Args:
+        worker: whose extends are captured.
+        batch_sizes: padded numbers of requests, a graph for each.
+
+    Attributes:
+        graphs: by padded number of requests.
+    """
+
     def __init__(self, worker: EagleDraftWorker, *, batch_sizes: list[int]) -> None:
-        batches: dict[int, ForwardBatch] = {}
-        attention = worker.draft_runner.attn_backend
+        self._worker = worker
+        self._attn_backend = worker.draft_runner.attn_backend
+        self._backend = cuda_graph_backend()
+        self._static_batches: dict[int, ForwardBatch] = {}
+        self.graphs = GraphSet(
+            "draft extend", batch_sizes, size_of=int, capture=self._capture_graph
+        )
 
-        def prepare(size: int) -> Callable[[], None]:
-            part = worker.workspace.rows(size)
-            batch = worker.extend_batch(part, seq_lens=worker.no_lens)
-            batches[size] = batch
-            attention.init_capture(batch, size)
-            return lambda: worker.extend_forward(worker.extend_batch(part))
+    def can_run(self, bs: int) -> bool:
+        return bs <= self.graphs.largest
 
-        def plan(size: int, seq_lens: Sequence[int] | None) -> None:
-            # Of the batch of the capture, metadata reads what lies in the workspace:
-            # rows and lengths. Its positions and slots are those of then.
-            lens_cpu = worker.extend_lens(seq_lens, count=size)
-            live = dataclasses.replace(batches[size], lens_cpu=lens_cpu)
-            attention.init_replay(live)
+    def replay(self, bs: int, *, seq_lens: Sequence[int] | None = None) -> None:
+        """Run the smallest graph for `bs` requests.
 
-        super().__init__("draft extend", prepare, plan=plan, batch_sizes=batch_sizes)
+        Args:
+            seq_lens: their KV lengths on the host, where the backend needs them.
+        """
+        size, graph = self.graphs.serving(bs)
+        # Metadata reads rows and lengths, which are views of the workspace; positions
+        # and slots are those of the capture and are not read.
+        static = dataclasses.replace(
+            self._static_batches[size],
+            lens_cpu=self._worker.extend_lens(seq_lens, count=size),
+        )
+        self._attn_backend.init_replay(static)
+        graph.replay()
+
+    def _capture_graph(self, size: int) -> BreakableGraph:
+        worker = self._worker
+        part = worker.workspace.rows(size)
+        static = worker.extend_batch(part, seq_lens=worker.no_lens)
+        self._static_batches[size] = static
+        self._attn_backend.init_capture(static, size)
+        run = partial(self.run_once, part)
+        return capture_warm(run, backend=self._backend, warm_ups=WARM_UPS)
+
+    def run_once(self, part: WorkspaceRows) -> None:
+        """One draft extend over these rows of the workspace."""
+        self._worker.extend_forward(self._worker.extend_batch(part))

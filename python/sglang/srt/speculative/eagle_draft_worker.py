@@ -31,10 +31,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
     HostLens,
 )
-from sglang.srt.model_executor.memory_plan import (
-    Companion,
-    draft_graph_bytes,
-)
+from sglang.srt.model_executor.memory_plan import DraftMemory, draft_graph_bytes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import SharedPools
 from sglang.srt.models.draft import DraftModel
@@ -82,7 +79,7 @@ class EagleDraftWorker:
         canary: of the draft's pool, or None.
         draft_runner: of the draft model.
         workspace, relay: tensors of an iteration, and between iterations; from
-            `init_memory` on.
+            `init_memory_pool` on.
         no_lens: host lengths of a batch of padding, as the backend needs them.
     """
 
@@ -113,7 +110,7 @@ class EagleDraftWorker:
             dtype=target.dtype,
             watcher_bytes_per_slot=watcher_bytes_per_slot(server_args),
         )
-        # Set by init_memory, where the target has one.
+        # Set by init_memory_pool, where the target has one.
         self.canary: CanaryManager | None = None
         self.draft_runner.load_weights()
         self._hot_token_ids = hot = self._load_hot_token_ids()
@@ -135,10 +132,10 @@ class EagleDraftWorker:
 
     # -- set-up --------------------------------------------------------------------
 
-    def companion(self) -> Companion:
-        """What this worker will keep beside the target; before any pool is built."""
+    def memory(self) -> DraftMemory:
+        """Device memory that this worker will take; called before any pool is built."""
         runner = self.draft_runner
-        return Companion(
+        return DraftMemory(
             bytes_per_slot=runner.bytes_per_kv_slot(),
             graph_bytes=runner.prefill_graph_bytes() + self._draft_graph_bytes(),
         )
@@ -153,7 +150,7 @@ class EagleDraftWorker:
             rows_per_request=max(shape.topk, shape.accept_width),
         )
 
-    def init_memory(self, *, target_canary: CanaryManager | None) -> None:
+    def init_memory_pool(self, *, target_canary: CanaryManager | None) -> None:
         """Share the target's rows and slots; build the rest.
 
         Args:
@@ -162,7 +159,7 @@ class EagleDraftWorker:
         """
         target, runner = self._target, self.draft_runner
         rows: ReqToTokenPool = target.req_to_token_pool
-        runner.init_memory(
+        runner.init_memory_pool(
             shared=SharedPools(rows, target.allocator),
         )
         self.canary = install_canary(
@@ -298,7 +295,7 @@ class EagleDraftWorker:
             draft_out_cache_loc(slot_rows, layout=self._layout, out=part.draft_slots)
             if self._needs_tails:
                 duplicate_prefix_tail_to_draft_branches(
-                    self.draft_runner.kv_pool,
+                    self.draft_runner.token_to_kv_pool,
                     slot_rows,
                     layout=self._layout,
                     src=part.tail_src,
@@ -325,7 +322,7 @@ class EagleDraftWorker:
             prefix_lens=part.seq_lens,
             extend_lens=self._ones[: part.count],
             seq_lens=part.seq_lens,
-            **part.who()._asdict(),
+            **part.row_identity()._asdict(),
         )
 
     def _run_levels(self, part: WorkspaceRows, seq_lens: Sequence[int] | None) -> None:
@@ -480,7 +477,7 @@ class EagleDraftWorker:
             spec_info=EagleDraftInput(
                 hidden_states=part.hidden_states, accept_lens=part.result.accept_lens
             ),
-            **part.who()._asdict(),
+            **part.row_identity()._asdict(),
         )
 
     def extend_lens(

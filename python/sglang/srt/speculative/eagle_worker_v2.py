@@ -80,9 +80,9 @@ class EAGLEWorkerV2:
             model_config=draft_model_config(server_args, model_config),
             target=target,
         )
-        target.init_memory(companion=draft.companion())
+        target.init_memory_pool(draft_memory=draft.memory())
         canary = install_canary(server_args=server_args, model_runner=target)
-        draft.init_memory(target_canary=canary)
+        draft.init_memory_pool(target_canary=canary)
         draft.init_lm_head()
         target.init_piecewise_cuda_graphs(capture_hidden_mode=draft.target_hidden_mode)
         draft.init_piecewise_cuda_graphs()
@@ -270,7 +270,9 @@ class EAGLEWorkerV2:
                 src=part.move_src,
                 dst=part.move_dst,
             )
-            self.model_runner.kv_pool.move_kv_cache(part.move_dst, part.move_src)
+            self.model_runner.token_to_kv_pool.move_kv_cache(
+                part.move_dst, part.move_src
+            )
         if part.hidden_states is not None:
             assert hidden is not None
             rows = part.node_rows.view(-1)
@@ -306,7 +308,7 @@ class EAGLEWorkerV2:
             extend_lens=part.result.accept_lens,
             seq_lens=part.seq_lens + part.result.accept_lens,
             qo_indptr=self.draft_worker.extend_offsets(part.count),
-            **part.who()._asdict(),
+            **part.row_identity()._asdict(),
         )
 
     def _to_host(

@@ -3,7 +3,7 @@
 Every phase reads and writes them in place, whether it runs eagerly or as a graph, so
 that captured graphs hold their addresses and nothing has to be copied between phases.
 A batch of b requests uses the first b rows; a graph of a larger size sees padding
-behind them: request row 0, no KV.
+after them: request row 0, no KV.
 
 `EagleWorkspace` is also the static input of the target's verify graphs.
 """
@@ -27,21 +27,14 @@ from sglang.srt.speculative.draft_layout import BranchLayout, TreeShape
 from sglang.srt.speculative.ops.buffers import DraftLevels, DraftTree, VerifyResult
 from sglang.srt.speculative.ops.slots import SlotRows
 
-NO_BOOTSTRAP_ROOM = -1
-
 
 class RowIdentity(NamedTuple):
-    """Who the requests of a batch are, int64 [b] each."""
+    """Identity of the requests of a batch, int64 [b] each."""
 
     req_pool_indices: Tensor
     req_serial: Tensor
     salt: Tensor
     rids_int: Tensor
-    bootstrap_room_ids_int: Tensor
-
-
-# Of each field of `RowIdentity`.
-_PADDING = (0, 0, 0, 0, NO_BOOTSTRAP_ROOM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +42,8 @@ class WorkspaceRows:
     """The first b rows of a workspace; views.
 
     Fields:
-        identity: int64 [5, b], the fields of `RowIdentity`.
+        identity: int64 [4, b], the fields of `RowIdentity`.
         seq_lens: int64 [b], tokens with KV when the iteration began.
-        node_ends: int64 [b], seq_lens + D.
         node_ends: int64 [b], seq_lens + D.
         levels, tree, result: of the b requests.
         draft_slots: int64 [S, b * K], where draft step s writes.
@@ -85,16 +77,17 @@ class WorkspaceRows:
     def count(self) -> int:
         return len(self.seq_lens)
 
-    def who(self) -> RowIdentity:
+    def row_identity(self) -> RowIdentity:
         return RowIdentity(*self.identity.unbind())
 
 
 class EagleWorkspace:
-    """Args:
-    max_rows: requests of a batch at most.
-    hidden_size: width of the hidden states that the target's verification returns and
-        the draft extend reads; None where the draft reads none.
-    layout: of the draft branches.
+    """The tensors of iterations of up to `max_rows` requests.
+
+    Args:
+        layout: of the draft branches.
+        hidden_size: width of the hidden states that the target's verification returns
+            and the draft extend reads; None where the draft reads none.
 
     Attributes:
         shape: of the trees.
@@ -122,8 +115,7 @@ class EagleWorkspace:
             return torch.zeros(size, dtype=torch.int64, device=device)
 
         width = shape.accept_width
-        self._padding = torch.tensor(_PADDING, device=device)[:, None]
-        self._identity = self._padding.repeat(1, max_rows)
+        self._identity = longs(len(RowIdentity._fields), max_rows)
         self._filled = 0
         self._seq_lens = longs(max_rows)
         self._node_ends = longs(max_rows)
@@ -179,11 +171,11 @@ class EagleWorkspace:
         )
 
     def begin(self, identity: Tensor) -> None:
-        """Put the requests of an iteration (int64 [5, b], on the device) into the first
-        rows; what an earlier, larger batch left behind them becomes padding."""
+        """Put the requests of an iteration (int64 [4, b], on the device) into the first
+        rows; rows after them that an earlier, larger batch filled become padding."""
         count = identity.shape[1]
         if count < self._filled:
-            self._identity[:, count : self._filled] = self._padding
+            self._identity[:, count : self._filled] = 0
         self._filled = count
         self._identity[:, :count] = identity
 
@@ -218,7 +210,7 @@ class EagleWorkspace:
             tree_mask=part.tree.mask if is_tree else None,
             lens_cpu=lens_cpu,
             capture_hidden_mode=capture_hidden_mode,
-            **part.who()._asdict(),
+            **part.row_identity()._asdict(),
         )
 
     def populate(self, forward_batch: ForwardBatch) -> None:

@@ -1,0 +1,96 @@
+"""The captured graphs of one kind of forward, and the choice among them.
+
+Every graph runner owns one or two sets. Knows keys, padded sizes and graphs; knows no
+models, batches or attention.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+import torch
+
+from sglang.srt.model_executor.graph_capture import (
+    BreakableGraph,
+    SegmentBackend,
+    capture_graph,
+)
+
+logger = logging.getLogger(__name__)
+
+K = TypeVar("K")
+
+
+class GraphSet(Generic[K]):
+    """One graph per key, all captured when the set is made.
+
+    Args:
+        name: of the forwards, for the log.
+        keys: one per graph, in any order.
+        size_of: rows or tokens that the graph of a key computes, padding included.
+        capture: makes the graph of a key. The largest is captured first, so that the
+            smaller graphs fit into its memory.
+
+    Attributes:
+        graphs: by ascending size.
+        largest: rows or tokens of the largest graph; 0 without graphs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        keys: Iterable[K],
+        *,
+        size_of: Callable[[K], int],
+        capture: Callable[[K], BreakableGraph],
+    ) -> None:
+        began = time.perf_counter()
+        ascending = sorted(keys, key=size_of)
+        with torch.inference_mode():
+            captured = [(key, capture(key)) for key in reversed(ascending)]
+        self._entries = captured[::-1]
+        self._sizes = [size_of(key) for key in ascending]
+        self.graphs = [graph for _, graph in self._entries]
+        self.largest = max(self._sizes, default=0)
+        if self.graphs:
+            logger.info(
+                "Captured %d %s graphs (sizes up to %d, %d segments) in %.1f s",
+                len(self.graphs),
+                name,
+                self.largest,
+                self.num_segments,
+                time.perf_counter() - began,
+            )
+
+    def serving(self, count: int) -> tuple[K, BreakableGraph]:
+        """The smallest graph for `count` rows or tokens, at most `largest`, and its
+        key."""
+        return self._entries[bisect.bisect_left(self._sizes, count)]
+
+    @property
+    def num_replays(self) -> int:
+        return sum(graph.num_replays for graph in self.graphs)
+
+    @property
+    def num_segments(self) -> int:
+        return sum(graph.num_breaks + 1 for graph in self.graphs)
+
+
+def capture_warm(
+    run: Callable[[], object], *, backend: SegmentBackend, warm_ups: int
+) -> BreakableGraph:
+    """Capture a call of `run`; the graph's outputs are its result.
+
+    Args:
+        warm_ups: calls before the capture. They load the kernels and allocate memory
+            that is kept for good; a capture may do neither.
+    """
+    for _ in range(warm_ups):
+        run()
+    with capture_graph(backend) as graph:
+        graph.outputs = run()
+    return graph
