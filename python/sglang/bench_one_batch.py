@@ -36,6 +36,8 @@ from sglang.srt.arg_groups.arg_parser import (
     Arg,
     FlagParser,
     add_fields,
+    check_values,
+    flag_name,
     from_namespace,
 )
 from sglang.srt.server_args import ServerArgs
@@ -76,20 +78,17 @@ class BenchArgs:
     ] = None
     seed: Annotated[int, Arg("Seed of the prompts.")] = 1
     log_decode_step: Annotated[
-        int, Arg("Print the latency of every so many decode steps; 0: none.")
+        int, Arg("Print the latency of every so many decode steps; 0: none.", low=0)
     ] = 0
 
     def __post_init__(self) -> None:
+        check_values(self)
         for name in ("batch_size", "input_len", "output_len"):
             values = getattr(self, name)
             if values is not None and (not values or min(values) < 1):
                 raise ValueError(
-                    f"--{name.replace('_', '-')} {values} must hold numbers from 1 on"
+                    f"{flag_name(name)} {values} must hold numbers from 1 on"
                 )
-        if self.log_decode_step < 0:
-            raise ValueError(
-                f"--log-decode-step {self.log_decode_step} must be at least 0"
-            )
 
     def shapes(self) -> list[tuple[int, int, int]]:
         """Every (batch size, input length, output length)."""

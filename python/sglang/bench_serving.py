@@ -16,8 +16,6 @@ from typing import Annotated
 from sglang.bench_utils.datasets import (
     BenchRequest,
     DatasetArgs,
-    check_choice,
-    flag,
     make_requests,
 )
 from sglang.bench_utils.http_load import LoadClient, Pace, progress_bar, run_load
@@ -71,9 +69,11 @@ class BenchArgs(DatasetArgs):
         float, Arg("Mean requests per second (Poisson); inf: all at once.")
     ] = float("inf")
     max_concurrency: Annotated[
-        int | None, Arg("Requests in flight at most; unset: no bound.")
+        int | None, Arg("Requests in flight at most; unset: no bound.", low=1)
     ] = None
-    warmup_requests: Annotated[int, Arg("Requests before the measured ones.")] = 1
+    warmup_requests: Annotated[
+        int, Arg("Requests before the measured ones.", low=0)
+    ] = 1
     flush_cache: Annotated[
         bool, Arg("Empty the server's prefix cache before measuring.")
     ] = False
@@ -98,13 +98,8 @@ class BenchArgs(DatasetArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("--backend", self.backend, tuple(BACKENDS))
         if not self.request_rate > 0.0:
             raise ValueError(f"--request-rate {self.request_rate} must be above 0")
-        for name, low in (("max_concurrency", 1), ("warmup_requests", 0)):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ValueError(f"{flag(name)} {value} must be at least {low}")
         if self.tokenize_prompt and self.backend == "sglang-oai-chat":
             raise ValueError(
                 "--tokenize-prompt does not work with --backend sglang-oai-chat: chat "

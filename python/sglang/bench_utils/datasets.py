@@ -5,7 +5,6 @@ Text comes from the Python standard library's own source, which every machine ha
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
-from sglang.srt.arg_groups.arg_parser import Arg
+from sglang.srt.arg_groups.arg_parser import Arg, check_values
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 DATASETS = ("random", "random-ids", "generated-shared-prefix")
@@ -47,47 +46,28 @@ class DatasetArgs:
             DATASETS,
         ),
     ] = "random"
-    num_prompts: Annotated[int, Arg("Requests (random, random-ids).")] = 1000
-    seed: Annotated[int, Arg("Seed of everything that is drawn.")] = 1
-    random_input_len: Annotated[int, Arg("Longest prompt, in tokens.")] = 1024
-    random_output_len: Annotated[int, Arg("Longest output, in tokens.")] = 1024
+    num_prompts: Annotated[int, Arg("Requests (random, random-ids).", low=1)] = 1000
+    seed: Annotated[int, Arg("Seed of everything that is drawn.", low=0)] = 1
+    random_input_len: Annotated[int, Arg("Longest prompt, in tokens.", low=1)] = 1024
+    random_output_len: Annotated[int, Arg("Longest output, in tokens.", low=1)] = 1024
     random_range_ratio: Annotated[
         float, Arg("Shortest length as a share of the longest.")
     ] = 0.0
-    gsp_num_groups: Annotated[int, Arg("Groups that share a prefix.")] = 64
-    gsp_prompts_per_group: Annotated[int, Arg("Prompts in a group.")] = 16
-    gsp_system_prompt_len: Annotated[int, Arg("Tokens of a shared prefix.")] = 1024
-    gsp_question_len: Annotated[int, Arg("Tokens of a prompt's own part.")] = 128
-    gsp_output_len: Annotated[int, Arg("Tokens to generate.")] = 256
+    gsp_num_groups: Annotated[int, Arg("Groups that share a prefix.", low=1)] = 64
+    gsp_prompts_per_group: Annotated[int, Arg("Prompts in a group.", low=1)] = 16
+    gsp_system_prompt_len: Annotated[int, Arg("Tokens of a shared prefix.", low=1)] = (
+        1024
+    )
+    gsp_question_len: Annotated[int, Arg("Tokens of a prompt's own part.", low=1)] = 128
+    gsp_output_len: Annotated[int, Arg("Tokens to generate.", low=1)] = 256
 
     def __post_init__(self) -> None:
-        check_choice("--dataset-name", self.dataset_name, DATASETS)
-        for field in dataclasses.fields(DatasetArgs):
-            value = getattr(self, field.name)
-            low = _LOWER_BOUNDS.get(field.name, 1)
-            if isinstance(value, int) and value < low:
-                raise ValueError(f"{flag(field.name)} {value} must be at least {low}")
+        check_values(self)
         if not 0.0 <= self.random_range_ratio <= 1.0:
             raise ValueError(
                 f"--random-range-ratio {self.random_range_ratio} must lie between 0 "
                 "and 1"
             )
-
-
-_LOWER_BOUNDS = {"seed": 0}
-
-
-def flag(field_name: str) -> str:
-    """`num_prompts` -> `--num-prompts`."""
-    return "--" + field_name.replace("_", "-")
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise a ValueError that names the flag, unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(
-            f"{name} {value!r} is unknown; choose from {', '.join(choices)}"
-        )
 
 
 def make_requests(args: DatasetArgs, tokenizer: Tokenizer) -> list[BenchRequest]:

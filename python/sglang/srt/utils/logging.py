@@ -14,7 +14,7 @@ def configure_logging(level: str) -> None:
     """Send the loggers below `sglang`, and uvicorn's warnings, to stderr in one format.
 
     Args:
-        level: a name of `server_args.LOG_LEVELS`. Calling again changes the level only.
+        level: a value of `--log-level`. Calling again changes the level only.
     """
     logger = logging.getLogger(ROOT)
     if not logger.handlers:
