@@ -1,4 +1,4 @@
-"""One log format for every process of the engine."""
+"""The log format of every process of the engine."""
 
 from __future__ import annotations
 
