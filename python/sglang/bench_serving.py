@@ -1,4 +1,4 @@
-"""`python -m sglang.bench_serving`: load on a running server, as its clients see it.
+"""`python -m sglang.bench_serving`: load on a running server, measured by its clients.
 
 Time to first token, inter-token latency, end-to-end latency, throughput.
 """
@@ -113,7 +113,8 @@ class BenchArgs(DatasetArgs):
 
 
 def parse_args(argv: Sequence[str] | None = None) -> BenchArgs:
-    """
+    """Parse the flags `argv` (None: those of this process).
+
     Raises:
         ValueError: a bad value; names the flag.
     """
@@ -126,10 +127,10 @@ def parse_args(argv: Sequence[str] | None = None) -> BenchArgs:
 
 
 async def run_benchmark(args: BenchArgs) -> tuple[Json, list[RequestRecord]]:
-    """The report, and each request's record.
+    """Run the dataset; return the report and each request's record.
 
     Raises:
-        ValueError: no server there, it refuses the warm-up, or a flag is wrong.
+        ValueError: no server is there, it refuses the warm-up, or a flag is wrong.
     """
     extra = parse_json_object("--extra-request-body", args.extra_request_body)
     async with LoadClient(
@@ -207,7 +208,7 @@ async def _tokenizer_path(client: LoadClient) -> str:
 
 
 def details(records: Sequence[RequestRecord]) -> Json:
-    """Each request's figures, as columns."""
+    """Return each request's figures, as columns."""
     return {
         "input_lens": [r.prompt_tokens for r in records],
         "output_lens": [r.output_tokens for r in records],
@@ -236,7 +237,7 @@ def print_table(report: Json) -> None:
 
 
 def print_errors(records: Sequence[RequestRecord]) -> None:
-    """The most frequent errors, to stderr."""
+    """Print the most frequent errors to stderr."""
     errors = Counter(r.error for r in records if r.error is not None)
     for message, count in errors.most_common(SHOWN_ERRORS):
         print(f"{count} request(s) failed: {message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Prompts to load an engine with: drawn from a seed, nothing is downloaded.
+"""Prompts for benchmarks: drawn from a seed, nothing is downloaded.
 
 Text comes from the Python standard library's own source, which every machine has.
 """
@@ -17,13 +17,13 @@ from sglang.srt.arg_groups.arg_parser import Arg, check_values
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 DATASETS = ("random", "random-ids", "generated-shared-prefix")
-# How much text is tokenized to find a number of tokens; more where that was too little.
+# Characters tokenized per wanted token; more if that yields too few tokens.
 CHARS_PER_TOKEN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest:
-    """One prompt, in both forms, and how many tokens to generate.
+    """One prompt, as text and as tokens, and the number of tokens to generate.
 
     `ids_only`: random tokens, whose text would be tokenized differently.
     """
@@ -71,18 +71,18 @@ class DatasetArgs:
 
 
 def make_requests(args: DatasetArgs, tokenizer: Tokenizer) -> list[BenchRequest]:
-    """The requests of the dataset that `args` names; the same for the same seed."""
+    """Build the requests of the dataset that `args` names; same seed, same requests."""
     rng = random.Random(args.seed)
     return _BUILDERS[args.dataset_name](args, tokenizer, rng)
 
 
 def draw_length(rng: random.Random, longest: int, range_ratio: float) -> int:
-    """Uniform in `[longest * range_ratio, longest]`, at least 1."""
+    """Draw a length uniformly from `[longest * range_ratio, longest]`, at least 1."""
     return rng.randint(max(int(longest * range_ratio), 1), longest)
 
 
 def text_ids(tokenizer: Tokenizer, rng: random.Random, count: int) -> list[int]:
-    """`count` tokens of source code from a random place."""
+    """Return `count` tokens of source code from a random position."""
     text, wanted = "", 0
     while True:
         wanted += count * CHARS_PER_TOKEN
@@ -94,10 +94,10 @@ def text_ids(tokenizer: Tokenizer, rng: random.Random, count: int) -> list[int]:
             return ids[:count]
 
 
-def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Text that a server tokenizes to at most as many tokens as `ids` has.
+def decode_no_longer(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return a text that a server tokenizes to at most as many tokens as `ids` has.
 
-    A cut through the middle of a word may be tokenized differently from its pieces.
+    The text of a word that is cut in the middle may have more tokens than its ids.
     """
     kept = list(ids)
     while True:
@@ -113,7 +113,7 @@ def _random_text(
 ) -> list[BenchRequest]:
     requests = []
     for prompt_len, output_len in _lengths(args, rng):
-        text = text_of(tokenizer, text_ids(tokenizer, rng, prompt_len))
+        text = decode_no_longer(tokenizer, text_ids(tokenizer, rng, prompt_len))
         requests.append(_from_text(text, tokenizer, output_len))
     return requests
 
@@ -139,13 +139,13 @@ def _random_ids(
 def _shared_prefix(
     args: DatasetArgs, tokenizer: Tokenizer, rng: random.Random
 ) -> list[BenchRequest]:
-    """Groups in random order, so that the members of a group arrive apart."""
+    """Build groups, shuffled so that the members of a group arrive apart."""
     requests = []
     for _ in range(args.gsp_num_groups):
         prefix = text_ids(tokenizer, rng, args.gsp_system_prompt_len)
         for _ in range(args.gsp_prompts_per_group):
             question = text_ids(tokenizer, rng, args.gsp_question_len)
-            text = text_of(tokenizer, prefix + question)
+            text = decode_no_longer(tokenizer, prefix + question)
             requests.append(_from_text(text, tokenizer, args.gsp_output_len))
     rng.shuffle(requests)
     return requests
@@ -178,6 +178,6 @@ def _from_text(text: str, tokenizer: Tokenizer, output_len: int) -> BenchRequest
 
 @lru_cache(maxsize=1)
 def _source_files() -> list[Path]:
-    """Modules of the standard library that hold a page of text or more."""
+    """Return the modules of the standard library of a page of text or more."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return [path for path in sorted(folder.glob("*.py")) if path.stat().st_size > 4096]
