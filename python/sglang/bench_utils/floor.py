@@ -79,7 +79,7 @@ def weight_bytes_per_step(model: nn.Module) -> int:
 
 
 def floor_report(weight_bytes: int, bandwidth: Bandwidth) -> Json:
-    """Return milliseconds and tokens/s of a batch-1 step that only reads its weights."""
+    """Return the time and tokens/s of a batch-1 step that only reads its weights."""
     seconds = rate(weight_bytes, bandwidth.read_gb_s * 1e9)
     resident = rate(weight_bytes, bandwidth.resident_read_gb_s * 1e9)
     return {

@@ -83,7 +83,7 @@ class ForwardRunner:
         )
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Run one step on `tokens` int64 [R]; return the most likely next tokens [R]."""
+        """Run one step on `tokens` int64 [R]; return the likeliest next tokens [R]."""
         return self._forward(ForwardMode.DECODE, tokens, [1] * len(self._rows))
 
     def release(self) -> None:
