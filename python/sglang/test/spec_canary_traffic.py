@@ -258,7 +258,7 @@ def plant_in(
     tree: tuple[int, int, int],
     **server_args: Any,
 ) -> SpecOutcome:
-    """Serve mock requests in mode `raise`, plant the fault in `pool`, run to its end."""
+    """Serve mock requests in mode `raise`, plant the fault, run to the report."""
     harness = speculating(model, draft, tree=tree, **server_args)
     manager = canaries_of(harness)[pool]
     traffic = SpecTraffic(harness, seed=seed)
