@@ -1,4 +1,4 @@
-"""Checks the layer table: a module imports modules of its own or of lower layers.
+"""Check of the layer table: a module imports modules of its own or of lower layers.
 
 Reads the imports of every file below `python/sglang` with `ast` (type-only imports are
 exempt), reports upward edges and import cycles, and prints the longest files. Exit code
@@ -77,12 +77,12 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (10, ("srt.managers",)),
     (11, ("srt.entrypoints", "launch_server", "bench_", "__main__", "")),
 )
-# Packages of one layer that must not know each other.
+# Packages of one layer that must not import each other.
 STRANGERS = (("srt.kv_canary", "srt.models"), ("srt.kv_canary", "srt.model_loader"))
 
 
 def layer_of(module: str) -> int:
-    """Layer of `module`, a dotted name that starts with `sglang`."""
+    """Return the layer of `module`, a dotted name that starts with `sglang`."""
     name = module.removeprefix("sglang").removeprefix(".")
     for layer, prefixes in LAYERS:
         for prefix in prefixes:
@@ -94,7 +94,7 @@ def layer_of(module: str) -> int:
 
 
 def imports_of(path: Path, known: set[str]) -> set[str]:
-    """Modules of this tree that `path` imports at run time, at any depth of nesting."""
+    """Return the modules of this tree that `path` imports at run time, at any depth."""
     found: set[str] = set()
     pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while pending:
@@ -123,7 +123,7 @@ def is_stranger(module: str, other: str) -> bool:
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Some import cycle as a list of modules, or an empty list."""
+    """Return some import cycle as a list of modules, or an empty list."""
     state: dict[str, int] = {}
     path: list[str] = []
 
