@@ -25,16 +25,6 @@ def ensure_available(cache: BasePrefixCache, num_slots: int) -> bool:
     return cache.evict(missing) >= missing
 
 
-def alloc_with_eviction(cache: BasePrefixCache, num_slots: int) -> torch.Tensor | None:
-    """Allocate whole pages, evicting cached prefixes if needed.
-
-    None, with nothing evicted, if even that is not enough.
-    """
-    if not ensure_available(cache, num_slots):
-        return None
-    return cache.allocator.alloc(num_slots)
-
-
 def extend_rows(
     cache: BasePrefixCache, *, rows: Lens, prefix_lens: Lens, seq_lens: Lens
 ) -> torch.Tensor | None:
