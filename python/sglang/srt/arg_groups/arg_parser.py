@@ -89,13 +89,14 @@ def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
         parser.add_argument(declared.flag, *declared.arg.aliases, **_options(declared))
 
 
-def check_values(args: Any) -> None:
+def check_values(args: object) -> None:
     """Check every declared field of the dataclass `args` against its `Arg`.
 
     Raises:
         ValueError: names the flag, its value and what is admitted.
     """
-    for declared in declared_fields(type(args)):
+    cls: type = type(args)
+    for declared in declared_fields(cls):
         value = getattr(args, declared.field.name)
         if value is not None:
             _check_value(declared.flag, value, declared.arg)
