@@ -1,4 +1,4 @@
-"""Checks the layer table: a module imports modules of its own or of lower layers.
+"""Check of the layer table: a module imports modules of its own or of lower layers.
 
 Reads the imports of every file of `sglang` and of `kv_canary` with `ast` (type-only
 imports are exempt, except through a wall), reports upward edges, import cycles and
@@ -198,7 +198,7 @@ def is_stranger(module: str, other: str) -> bool:
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Some import cycle as a list of modules, or an empty list."""
+    """Return some import cycle as a list of modules, or an empty list."""
     state: dict[str, int] = {}
     path: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Writes `docs/server_arguments.md` from the fields of `ServerArgs`.
+"""Write `docs/server_arguments.md` from the fields of `ServerArgs`.
 
 `--check` writes nothing and exits 1 where the page is not up to date.
 """
@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
-import typing
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "python"))
 
-from sglang.srt.arg_groups.arg_parser import Arg  # noqa: E402
+from sglang.srt.arg_groups.arg_parser import Declared, declared_fields  # noqa: E402
 from sglang.srt.environ import Envs, EnvVar  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
@@ -38,22 +36,28 @@ ENVIRONMENT_HEAD = """
 
 
 def render() -> str:
-    hints = typing.get_type_hints(ServerArgs, include_extras=True)
-    rows = []
-    for field in dataclasses.fields(ServerArgs):
-        kind, arg = typing.get_args(hints[field.name])[:2]
-        assert isinstance(arg, Arg)
-        flags = ("--" + field.name.replace("_", "-"), *arg.aliases)
-        names = " ".join(f"`{flag}`" for flag in flags)
-        default = "unset" if field.default is None else f"`{field.default}`"
-        values = " ".join(f"`{c}`" for c in arg.choices or ()) or _kind_name(kind)
-        rows.append(f"| {names} | {default} | {values} | {arg.help} |\n")
+    """Return the text of the page."""
+    flags = "".join(_flag_row(declared) for declared in declared_fields(ServerArgs))
     variables = [v for v in vars(Envs).values() if isinstance(v, EnvVar)]
     environment = [f"| `{v.name}` | `{v.default}` | {v.doc} |\n" for v in variables]
-    return HEAD + "".join(rows) + ENVIRONMENT_HEAD + "".join(environment)
+    return HEAD + flags + ENVIRONMENT_HEAD + "".join(environment)
+
+
+def _flag_row(declared: Declared) -> str:
+    arg, default = declared.arg, declared.field.default
+    names = " ".join(f"`{flag}`" for flag in (declared.flag, *arg.aliases))
+    shown = "unset" if default is None else f"`{default}`"
+    values = " ".join(f"`{c}`" for c in arg.choices or ()) or _kind_name(declared.kind)
+    bounds = "".join(
+        f", {word} {bound}"
+        for word, bound in (("at least", arg.low), ("at most", arg.high))
+        if bound is not None
+    )
+    return f"| {names} | {shown} | {values}{bounds} | {arg.help} |\n"
 
 
 def _kind_name(kind: object) -> str:
+    """Return the type as the page shows it: `switch`, `int`, `list[int]`."""
     if kind is bool:
         return "switch"
     return str(kind).replace("<class '", "").replace("'>", "").replace(" | None", "")

@@ -1,4 +1,4 @@
-"""What the KV canary costs: pairs of steps with and without it, in one process.
+"""Overhead of the KV canary: pairs of steps with and without it, in one process.
 
 python benchmark/e2e/bench_canary.py --measure decode prefill
 
@@ -50,7 +50,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.draft_layout import alloc_len_per_decode
 
 WARM_STEPS = 16
-# What --measure runs: flags of this script.
+# Measurements of --measure, as flags of this script.
 MEASUREMENTS: dict[str, list[str]] = {
     "decode": ["--prefill"],
     "prefill": ["--batch-size", "--pairs", "1"],
@@ -72,7 +72,7 @@ CONFIDENCE_TAIL = 0.025
 
 
 class Side:
-    """One scheduler and what it is asked."""
+    """One scheduler and the requests sent to it."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Side:
         self.io.responses.clear()
 
     def stop(self) -> None:
-        """End what runs, however much it was asked for."""
+        """Abort all running requests."""
         for req in list(self.scheduler._by_rid.values()):
             req.abort_message = "measured"
         self.drain()
@@ -144,12 +144,14 @@ class Side:
             self.scheduler.step()
 
     def block(self, steps: int) -> float:
-        """Seconds of one decode step, over a block."""
+        """Return the mean seconds of a decode step over a block."""
         return timed(lambda: [self.scheduler.step() for _ in range(steps)]) / steps
 
     def fill_cache(self) -> int:
-        """Prompts of one token's answer until the prefix cache holds nearly all slots;
-        how many it holds. They do not share prefixes with what is asked later."""
+        """Run one-token requests until the prefix cache holds nearly all slots.
+
+        They share no prefixes with later requests. Returns the cached slots.
+        """
         cache, generator = self.scheduler.cache, torch.Generator().manual_seed(99)
         length = min(4096, self.slots // 8)
         for _ in range(self.slots * 9 // 10 // length):
@@ -162,7 +164,7 @@ class Side:
         return timed(self.drain)
 
     def throughput(self, requests: int, seed: int) -> float:
-        """Seconds for random requests at once, outputs and inputs of 100 to 1,024."""
+        """Return the seconds of random requests, 100 to 1,024 tokens in and out."""
         rng = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         for _ in range(requests):
@@ -178,7 +180,7 @@ clock = CLOCKS["wall"]
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds of `work` by the chosen clock."""
+    """Return the seconds of `work` by the chosen clock."""
     synchronize()
     began = clock()
     work()
@@ -192,7 +194,7 @@ def synchronize() -> None:
 
 
 def paired(off: list[float], on: list[float]) -> dict[str, float]:
-    """Overhead in percent: the median of the pairs and its 95 % interval."""
+    """Return the overhead in percent: the median of the pairs and its 95 % interval."""
     ratios = sorted(b / a - 1 for a, b in zip(off, on, strict=True))
     n, tail, below = len(ratios), 0.0, 0
     probability = 0.5**n
@@ -212,7 +214,7 @@ def paired(off: list[float], on: list[float]) -> dict[str, float]:
 
 
 def alternate(sides: tuple[Side, Side], pairs: int, measure: Any) -> dict[str, float]:
-    """`measure(side, i)` in turns, the order of the two changing from pair to pair."""
+    """Run `measure(side, i)` in turns, alternating the order from pair to pair."""
     times: tuple[list[float], list[float]] = ([], [])
     for i in range(pairs):
         for k in (0, 1) if i % 2 == 0 else (1, 0):
@@ -221,14 +223,14 @@ def alternate(sides: tuple[Side, Side], pairs: int, measure: Any) -> dict[str, f
 
 
 def main() -> None:
-    args, rest = parser_of_measurements().parse_known_args()
+    args, rest = measurements_parser().parse_known_args()
     if args.measure:
         run_measurements(args.measure, rest, limit=args.limit)
     else:
         compare(parse_args())
 
 
-def parser_of_measurements() -> argparse.ArgumentParser:
+def measurements_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     names = [*MEASUREMENTS, "all-of-them"]
     parser.add_argument("--measure", nargs="+", choices=names, default=[])
@@ -240,7 +242,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[parser_of_measurements()],
+        parents=[measurements_parser()],
     )
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument(
@@ -275,7 +277,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def run_measurements(names: list[str], flags: list[str], *, limit: float) -> None:
-    """Every measurement in a process of its own; this one loads nothing."""
+    """Run every measurement in a process of its own; this one loads nothing."""
     wanted = list(MEASUREMENTS) if "all-of-them" in names else names
     began, documents = time.perf_counter(), {}
     for name in wanted:
@@ -304,10 +306,12 @@ Show = Callable[[str, dict[str, float]], None]
 def measure_steps(
     args: argparse.Namespace, folder: Path, show: Show
 ) -> tuple[list[int], list[int]]:
-    """Paired decode steps, prefills and batches; the canary's counters, and what the
-    prefix caches held."""
+    """Measure paired decode steps, prefills and batches.
+
+    Also returns the canary's counters and the sizes of the prefix caches.
+    """
     new = WARM_STEPS + args.block * args.pairs + 96
-    # Requests of the throughput have about 1,130 tokens; a full cache lies beside them.
+    # Requests of the throughput have about 1,130 tokens, in addition to a full cache.
     # Both sides of the 8B shape have to fit into one GPU.
     requests = args.requests if args.throughput else 0
     args.max_running = max(*args.batch_size, requests, 1)
@@ -357,7 +361,7 @@ def measure_steps(
 def measure_trees(
     args: argparse.Namespace, folder: Path, show: Show
 ) -> tuple[list[int], list[int]]:
-    """Paired cycles of each tree; the canary's counters, summed over both pools."""
+    """Measure paired cycles of each tree; sum the canary's counters over both pools."""
     draft = args.draft_model_path or write_draft_shape(
         args.shape, Path(tempfile.mkdtemp())
     )
@@ -407,7 +411,7 @@ def measure_trees(
 
 
 def compare(args: argparse.Namespace) -> None:
-    """One process, two schedulers, what the flags ask for."""
+    """Compare two schedulers in this process, as the flags specify."""
     global clock
     clock = CLOCKS[args.clock]
     if args.beside != "auto":

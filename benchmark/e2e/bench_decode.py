@@ -3,7 +3,7 @@
 python benchmark/e2e/bench_decode.py --shape Llama-3.1-8B --batch-size 1 16 64 256
 
 Requests of --input-len tokens are prefilled, then decode together; a step is the time
-between two rounds of the scheduler loop once all of them run. Beside it: the host's
+between two rounds of the scheduler loop once all of them run. Also shown: the host's
 time without waiting for the device, the floor from the bytes of weights and KV over the
 read bandwidth measured in the same run, and the step's matrix products alone.
 The last line is one JSON document.
@@ -53,7 +53,7 @@ class WaitClock:
 
 
 def read_bandwidth() -> float:
-    """Bytes per second of summing 8 GiB, best of 5."""
+    """Return the bytes per second of summing 8 GiB, best of 5."""
     data = torch.empty(2**32, dtype=torch.float16, device="cuda").zero_()
     best = 0.0
     for _ in range(5):
@@ -67,7 +67,7 @@ def read_bandwidth() -> float:
 
 
 def gemm_ms(shape: dict[str, Any], rows: int) -> float:
-    """The matrix products of one decode step alone, through cuBLAS in a graph."""
+    """Time the matrix products of one decode step alone, through cuBLAS in a graph."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     head_dim = shape["head_dim"]
     q = shape["num_attention_heads"] * head_dim

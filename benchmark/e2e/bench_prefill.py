@@ -3,7 +3,7 @@
 python benchmark/e2e/bench_prefill.py --shape Llama-3.1-8B --case 64x1024 1x8192
 
 A case is requests x prompt tokens, one new token each, no shared prefix; its time runs
-from the first scheduler round to the last result. Beside it the floor: the flops of the
+from the first scheduler round to the last result. Also shown is the floor: flops of the
 model's products and causal attention over the matrix rate measured in the same run.
 The last line is one JSON document.
 """
@@ -30,7 +30,7 @@ from sglang.srt.server_args import ServerArgs
 
 
 def matrix_rate() -> float:
-    """bf16 flops per second of an 8192-cubed product of random data, median of 10."""
+    """Return the bf16 flops/s of an 8192-cubed random product, median of 10."""
     a, b = (torch.randn(8192, 8192, device="cuda").bfloat16() for _ in range(2))
     times = []
     for _ in range(13):
@@ -44,7 +44,7 @@ def matrix_rate() -> float:
 
 
 def prefill_flops(shape: dict[str, Any], rows: int, length: int) -> float:
-    """Products of all tokens, causal attention, and the head for one token a row."""
+    """Count all tokens' products, causal attention, and the head of one token a row."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     q = shape["num_attention_heads"] * shape["head_dim"]
     kv = shape["num_key_value_heads"] * shape["head_dim"]
@@ -58,7 +58,7 @@ def prefill_flops(shape: dict[str, Any], rows: int, length: int) -> float:
 def run_case(
     scheduler: Scheduler, io: ListIO, rows: int, length: int, seed: int
 ) -> float:
-    """Seconds from the first round to the last answer."""
+    """Return the seconds from the first round to the last answer."""
     generator = torch.Generator().manual_seed(seed)
     vocab = scheduler.model_config.vocab_size
     ids = torch.randint(0, vocab, (rows, length), generator=generator).tolist()

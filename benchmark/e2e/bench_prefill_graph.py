@@ -100,7 +100,9 @@ class Side:
         self.graph_bytes = before - available_device_bytes(args.device)
 
     @classmethod
-    def of_target(cls, args: argparse.Namespace, folder: Path, *, canary: bool) -> Side:
+    def for_target(
+        cls, args: argparse.Namespace, folder: Path, *, canary: bool
+    ) -> Side:
         harness = ForwardHarness(
             folder,
             slots=sum(args.tokens) + len(args.tokens),
@@ -116,9 +118,11 @@ class Side:
         return side
 
     @classmethod
-    def of_draft(cls, args: argparse.Namespace, folder: Path, *, canary: bool) -> Side:
-        """The batches are those that a scheduler gave the draft; its requests stay, so
-        that their slots do."""
+    def for_draft(cls, args: argparse.Namespace, folder: Path, *, canary: bool) -> Side:
+        """Create a side from the batches that a scheduler gives the draft.
+
+        The scheduler's requests are kept, so that their slots are.
+        """
         io = ListIO()
         draft = (
             write_draft_shape(args.shape, folder / "draft")
@@ -169,7 +173,7 @@ class Side:
         return cls(args, runner, batches, **drafter.prefill_graph_options())
 
     def measure(self, tokens: int, *, replayed: bool) -> tuple[float, float]:
-        """(ms until the device is done, ms until the call returns)."""
+        """Return (ms until the device is done, ms until the call returns)."""
         batch, runner = self.batches[tokens], self.runner
         runner.prefill_graph_runner = self.graphs if replayed else None
         synchronize()
@@ -182,7 +186,7 @@ class Side:
         return (time.perf_counter() - began) * 1e3, (launched - began) * 1e3
 
     def check(self) -> None:
-        """Every replay was one, and the canary found nothing."""
+        """Check that every replay was one and the canary found nothing."""
         assert not self.graphs.fallbacks, self.graphs.fallbacks
         manager = self.runner.canary_manager
         if manager is not None:
@@ -198,7 +202,7 @@ def synchronize() -> None:
 
 
 def gemm_ms(side: Side, tokens: int) -> float:
-    """The matrix products of a prompt alone: all layers, and the head for one token."""
+    """Time a prompt's matrix products alone: all layers, and the head for one token."""
     model = side.runner.model
     weights = [
         module.weight
@@ -226,7 +230,7 @@ def gemm_ms(side: Side, tokens: int) -> float:
 
 
 def graph_ms(run: Callable[[], None]) -> float:
-    """Median milliseconds of `run` captured as one graph."""
+    """Return the median milliseconds of `run` captured as one graph."""
     with torch.inference_mode():
         run()
         synchronize()
@@ -245,8 +249,7 @@ def graph_ms(run: Callable[[], None]) -> float:
 
 
 def weights_read(runner: ModelRunner) -> int:
-    """Bytes of the weights that a prefill reads whole: all but the embedding, whoever
-    owns it."""
+    """Return the bytes of weights that a prefill reads whole: all but the embedding."""
     # A draft head is a stack of its own, a target has one.
     model = runner.model
     embedding = getattr(model, "model", model).embed_tokens.weight
@@ -266,7 +269,7 @@ VARIANTS = {
 def compare(
     sides: tuple[Side, Side], tokens: int, *, seconds: float
 ) -> dict[str, float]:
-    """Medians of the variants, taking turns in changing order for about `seconds`."""
+    """Return medians of the variants, run in alternating order for about `seconds`."""
     names = list(VARIANTS)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     longest = 0.0
@@ -316,7 +319,7 @@ def main() -> None:
     else:
         args.shape = "tiny"
         write_tiny_model(folder, "LlamaForCausalLM", max_position_embeddings=16384)
-    make = Side.of_draft if args.draft else Side.of_target
+    make = Side.for_draft if args.draft else Side.for_target
     sides = make(args, folder, canary=False), make(args, folder, canary=True)
     plain = sides[0]
     weight_bytes = weights_read(plain.runner)

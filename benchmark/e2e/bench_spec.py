@@ -66,7 +66,7 @@ class Tree(NamedTuple):
 def in_scheduler(
     measure: Callable[[Scheduler, ListIO], Result], **flags: Any
 ) -> Result:
-    """`measure` with a scheduler of this process, whose memory is then given back."""
+    """Run `measure` with a scheduler in this process; free its memory afterwards."""
     io = ListIO()
     try:
         return measure(build_scheduler(ServerArgs(**flags), io), io)
@@ -87,8 +87,10 @@ def submit(io: ListIO, rid: str, ids: list[int], new_tokens: int) -> None:
 def step_ms(
     scheduler: Scheduler, io: ListIO, *, rows: int, input_len: int, steps: int
 ) -> dict[str, float]:
-    """Median round of the scheduler loop while all requests decode, and their
-    throughput."""
+    """Measure the median round of the scheduler loop while all requests decode.
+
+    Also returns their throughput.
+    """
     vocab = scheduler.model_config.vocab_size
     generator = torch.Generator().manual_seed(rows)
     room = (
@@ -183,7 +185,7 @@ def cycle(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def heldout_prompts(path: Path, count: int) -> list[list[int]]:
-    """The first tokens of held-out files."""
+    """Return the first tokens of held-out files."""
     tokenizer = load_tokenizer(str(bundled_demo_model_path()))
     prompts = []
     with path.open(encoding="utf-8") as reader:
@@ -208,7 +210,7 @@ def generate(
     prompts: list[list[int]],
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """All prompts, `--concurrency` at a time."""
+    """Run all prompts, `--concurrency` at a time."""
     outputs: dict[str, list[int]] = {}
     verified = gained = 0
     submit(io, "warm-up", prompts[0], 16)

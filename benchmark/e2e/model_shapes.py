@@ -1,4 +1,4 @@
-"""Writes config.json folders of real model shapes, for dummy weights: no downloads."""
+"""config.json folders of real model shapes, for dummy weights: no downloads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """`folder` with the config.json of `name`; serve it with --load-format dummy."""
+    """Write the config.json of `name`; serve `folder` with --load-format dummy."""
     folder.mkdir(parents=True, exist_ok=True)
     config = SHAPES[name] | {"eos_token_id": SHAPES[name]["vocab_size"] - 1}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -74,7 +74,7 @@ def write_shape(name: str, folder: Path) -> Path:
 
 
 def write_draft_shape(name: str, folder: Path, *, draft_vocab: int = 32000) -> Path:
-    """`folder` with the config.json of an EAGLE3 head of one layer for `name`."""
+    """Write the config.json of an EAGLE3 head of one layer for `name`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = SHAPES[name] | {
         "architectures": ["LlamaForCausalLMEagle3"],

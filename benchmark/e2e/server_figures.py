@@ -1,4 +1,4 @@
-"""What the server delivers over HTTP on this machine, with its default threads.
+"""Performance of the server over HTTP on this machine, with its default threads.
 
 python benchmark/e2e/server_figures.py [--model-path PATH] [--rounds 5]
 Start-up time, time to first token at idle against the bare forward, decode speed of one
@@ -42,7 +42,7 @@ WARM_UP_ROUND = -1
 OPTIONS = BodyOptions(model="", stream=True, ignore_eos=True, send_ids=True)
 
 
-def requests_of(workload: Workload) -> list[BenchRequest]:
+def to_requests(workload: Workload) -> list[BenchRequest]:
     return [
         BenchRequest(text="", input_ids=prompt, output_len=output_len)
         for prompt, output_len in zip(
@@ -54,13 +54,13 @@ def requests_of(workload: Workload) -> list[BenchRequest]:
 async def measure(
     server: LocalServer, forward: Worker, workloads: Workloads, *, rounds: int
 ) -> Json:
-    """All figures of a running server.
+    """Measure all figures of a running server.
 
     Raises:
         ValueError: a request failed.
     """
     async with LoadClient(server.url, backend="sglang") as client:
-        await _load(client, requests_of(workloads.equal(WARM_UP_ROUND)))
+        await _load(client, to_requests(workloads.equal(WARM_UP_ROUND)))
         first = {}
         for length in FIRST_TOKEN_LENS:
             labels = range(rounds * FIRST_TOKEN_SAMPLES)
@@ -70,9 +70,9 @@ async def measure(
             first[str(length)] = await _first_token(client, forward, workload)
         single, concurrent = [], []
         for round_ in range(rounds):
-            sequential = requests_of(workloads.sequential(round_, count=1))
+            sequential = to_requests(workloads.sequential(round_, count=1))
             single.append(await _load(client, sequential))
-            concurrent.append(await _load(client, requests_of(workloads.mixed(round_))))
+            concurrent.append(await _load(client, to_requests(workloads.mixed(round_))))
     return {
         "ready_seconds": server.ready_seconds,
         "first_token": first,
@@ -82,7 +82,7 @@ async def measure(
 
 
 async def _load(client: LoadClient, requests: Sequence[BenchRequest]) -> float:
-    """Output tokens per second of `requests`, all at once."""
+    """Return the output tokens per second of `requests`, all at once."""
     records, seconds = await run_load(client, requests, options=OPTIONS, pace=Pace())
     errors = [record.error for record in records if record.error is not None]
     if errors:
@@ -91,9 +91,9 @@ async def _load(client: LoadClient, requests: Sequence[BenchRequest]) -> float:
 
 
 async def _first_token(client: LoadClient, forward: Worker, workload: Workload) -> Json:
-    """Medians in milliseconds, through HTTP and of the bare forward, in turn."""
+    """Measure medians in ms, through HTTP and of the bare forward, in turn."""
     through_http, bare = [], []
-    requests = requests_of(workload)
+    requests = to_requests(workload)
     forward.call("prefill", prompt=requests[0].input_ids)
     for request in requests:
         time.sleep(PAUSE_SECONDS)
@@ -155,7 +155,8 @@ def print_table(report: Json) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """
+    """Parse the flags `argv` (None: those of this process).
+
     Raises:
         ValueError: a bad value; names the flag.
     """

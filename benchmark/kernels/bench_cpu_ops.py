@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def best_us(function: Callable[[], object], *, budget_s: float = 0.15) -> float:
-    """Best time of one call in microseconds, over several timed bursts."""
+    """Return the best time of one call in microseconds, over several timed bursts."""
     function()
     begin = time.perf_counter()
     function()
@@ -160,7 +160,7 @@ def pointwise_rows(tokens: int) -> list[Row]:
 
 
 def bench_overhead() -> list[Row]:
-    """One call through the op layer on one tiny row: what Python and checks cost."""
+    """Time a call on a tiny row through the op layer: cost of Python and checks."""
     x = torch.randn(1, 32)
     weight = torch.ones(32)
     out = torch.empty(1, 32)

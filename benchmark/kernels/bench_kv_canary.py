@@ -1,8 +1,8 @@
 """Speed of the KV canary's launches (verify, head, tail) per batch and mode.
 
 python benchmark/kernels/bench_kv_canary.py [--modes none,partial,rotate,all]
-On CUDA the calls stand in one graph, each behind a write that empties L2, whose time is
-taken off again; bytes are compared with the copy rate of the same run. Without CUDA the
+On CUDA the calls are in one graph, each after a write that empties L2, whose time is
+subtracted; bytes are compared with the copy rate of the same run. Without CUDA the
 native ops run on a small pool. Prints tables, and as the last line one JSON object.
 """
 
@@ -106,7 +106,7 @@ class Pool:
 
 
 def call_us(calls: Sequence[Call], cold: Call) -> float:
-    """us that the last of `calls` takes on a cold cache, after the others."""
+    """Return the us of the last of `calls` on a cold cache, after the others."""
     with_all = [step for call in calls for step in (cold, call)]
     without = with_all[:-1]
     if CUDA:

@@ -2,8 +2,8 @@
 
 python benchmark/kernels/bench_tree_ops.py [--batch 1,16] [--vocab 32000]
 One row per op, batch and tree shape (topk x steps x draft tokens), in microseconds per
-call: on CUDA of a graph, on the CPU of the wall clock, with the torch reference beside
-it. Prints a table, and as the last line one JSON object with every measurement.
+call: on CUDA of a graph, on the CPU of the wall clock, next to the torch reference.
+Prints a table, and as the last line one JSON object with every measurement.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PAGE_SIZE, PREFIX = 64, 1024
 
 
 def wall_us(call: Call) -> float:
-    """Median microseconds of a call, each sample at least a millisecond long."""
+    """Return median microseconds of a call, from samples of at least a millisecond."""
     call()
     begin = time.perf_counter()
     call()

@@ -1,4 +1,4 @@
-"""Speed of the Triton attention kernels, beside the copy and matrix rates of the GPU.
+"""Speed of the Triton attention kernels, next to the GPU's copy and matrix rates.
 
 python benchmark/kernels/bench_triton_attention.py [--only decode,extend] [--sweep]
 Prints tables, and as the last line one JSON object with every measurement. `--sweep`
@@ -70,12 +70,12 @@ DENSE_CANDIDATES = [
     (128, 128, 128, 8, 3),
     (128, 128, 64, 8, 3),
 ]
-# KV bytes that consecutive launches go through, so that none finds its own in the L2.
+# KV bytes that consecutive launches cycle through, so that none has its own in L2.
 COLD_BYTES = 400 << 20
 
 
 def median_us(launches: Sequence[Callable[[], object]], *, replays: int = 15) -> float:
-    """Median over replays of one CUDA graph of all launches: microseconds of one."""
+    """Return the us of one launch: median over replays of a CUDA graph of all."""
     for launch in launches[:2]:
         launch()
     torch.cuda.synchronize()
@@ -96,7 +96,7 @@ def median_us(launches: Sequence[Callable[[], object]], *, replays: int = 15) ->
 
 
 def ceilings() -> Row:
-    """Copy bandwidth (read + write) and bf16 matrix rate of this GPU, now."""
+    """Measure copy bandwidth (read + write) and bf16 matrix rate of this GPU."""
     source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     copy_us = median_us([lambda: torch.neg(source, out=target)] * 2)
@@ -111,7 +111,7 @@ def ceilings() -> Row:
 
 
 def make_tables(rows: int, length: int, page_size: int) -> Tensor:
-    """[rows, length / page_size] int32: shuffled pages, each of one row."""
+    """Make int32 [rows, length / page_size] of shuffled pages, each of one row."""
     pages = rows * length // page_size
     table = torch.randperm(pages, device="cuda", dtype=torch.int32) * page_size
     return table.view(rows, -1)
@@ -123,7 +123,7 @@ def make_cache(slots: int) -> Tensor:
 
 
 def decode_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Row:
-    """One shape: time, bytes of K and V over time, and the part of the copy rate."""
+    """Measure one shape: time, bytes of K and V over time, share of the copy rate."""
     kv_bytes = 2 * rows * context * KV_HEADS * HEAD_DIM * 2
     pools = min(max(-(-COLD_BYTES // kv_bytes), 2), 64)
     q = torch.randn(rows, Q_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
@@ -180,7 +180,7 @@ def extend_row(
     *,
     has_inputs: bool = True,
 ) -> Row:
-    """One shape: time, flops of attended pairs over time, part of the matrix rate.
+    """Measure one shape: time, attention flops over time, share of the matrix rate.
 
     New K and V are views into one tensor, as models leave them; without `has_inputs`
     they come from the pool.

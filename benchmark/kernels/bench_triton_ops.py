@@ -75,7 +75,7 @@ class Table:
 
 
 def turns(make: Callable[[], Call], nbytes: int) -> float:
-    """us per call; `make` binds a call to fresh inputs of `nbytes` each time."""
+    """Return us per call; `make` binds a call to fresh inputs of `nbytes` each."""
     return graph_us([make() for _ in range(copies_for(nbytes, most=40))])
 
 
@@ -195,7 +195,7 @@ def sampling_rows(table: Table, rows: int, dtype: torch.dtype) -> None:
 
 
 def ours(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
-    """What the engine runs: the table's kernel, or cuBLAS."""
+    """Multiply as the engine does: the table's kernel, or cuBLAS."""
     if gated:
         return linear_ops.linear_silu_and_mul(x, weight)
     return linear_ops.linear(x, weight)
@@ -221,7 +221,7 @@ def bench_gemm(table: Table) -> None:
 
 
 def bench_step(table: Table) -> None:
-    """Norms and products of one Llama-3.1-8B decode step, without attention."""
+    """Time norms and products of a Llama-3.1-8B decode step, without attention."""
     layers = [
         {name: weights(n, k, 1)[0] for name, (n, k, _) in LLAMA.items() if n < VOCAB}
         for _ in range(32)

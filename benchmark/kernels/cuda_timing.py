@@ -1,4 +1,4 @@
-"""Times CUDA work inside graphs, on inputs that the cache does not hold."""
+"""Timing of CUDA work inside graphs, on inputs that the cache does not hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ L2_BYTES = 64 << 20
 
 
 def graph_us(calls: Sequence[Callable[[], object]], *, replays: int = 15) -> float:
-    """Median microseconds per call of one graph of `calls`, one after the other."""
+    """Return median microseconds per call of one graph of `calls` in sequence."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -38,12 +38,12 @@ def graph_us(calls: Sequence[Callable[[], object]], *, replays: int = 15) -> flo
 
 
 def copies_for(nbytes: int, *, most: int = 64) -> int:
-    """How many inputs of `nbytes` must take turns so that none stays in L2."""
+    """Return how many inputs of `nbytes` must alternate so that none stays in L2."""
     return max(2, min(most, -(-6 * L2_BYTES // max(nbytes, 1))))
 
 
 def weights(n: int, k: int, copies: int) -> list[Tensor]:
-    """`copies` random bfloat16 matrices [n, k], of about unit-variance products."""
+    """Return `copies` random bfloat16 [n, k] matrices, products near unit variance."""
     return [
         torch.randn(n, k, device="cuda", dtype=torch.bfloat16).mul_(k**-0.5)
         for _ in range(copies)
@@ -51,7 +51,7 @@ def weights(n: int, k: int, copies: int) -> list[Tensor]:
 
 
 def bandwidths() -> dict[str, float]:
-    """Measured GB/s of a copy (read + write) and of reading alone."""
+    """Measure the GB/s of a copy (read + write) and of reading alone."""
     source = torch.randn(1 << 30, device="cuda")
     target = torch.empty_like(source)
     # A product by one: the copy engine that copy_ takes in a graph is slower.

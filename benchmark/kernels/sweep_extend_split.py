@@ -1,4 +1,4 @@
-"""Searches tiles and splits of short extends for the table `extend_table.py`.
+"""Search of tiles and splits of short extends for the table `extend_table.py`.
 
 python benchmark/kernels/sweep_extend_split.py --budget 110 --out sweep_extend.json
 Compiles the variants in parallel processes, checks and times each in CUDA graphs.
@@ -37,11 +37,11 @@ from sglang.srt.layers.ops.attention import extend_attention_ref
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64  # Llama-3.1-8B
 GROUP = Q_HEADS // KV_HEADS
 ROWS, PREFIXES = (1, 4, 16, 48), (1088, 8192)
-# KV bytes that consecutive launches go through, so that none finds its own in the L2.
+# KV bytes that consecutive launches cycle through, so that none has its own in L2.
 COLD_BYTES = 160 << 20
 TARGETS = (132, 264, 396, 528, 1056, 2112)
 MAX_ERROR = 2e-2
-# What served these shapes before the split kernels: few queries of a row, many.
+# Tiles of the unsplit kernels, the baseline: for few queries of a row, for many.
 UNSPLIT = {16: (64, 128, 4, 2, True, 32), 256: (64, 64, 4, 3, False, 32)}
 LONG_TILES = [
     (block_m, block_n, warps, stages, is_late, masked_n)
@@ -101,8 +101,10 @@ class Case(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """A tile with splits; without splits, the kernel of long rows. No tile: new K and V
-    from the inputs."""
+    """A tile with splits; without splits, the kernel of long rows.
+
+    No tile: new K and V come from the inputs.
+    """
 
     tile: ExtendTile | None
     splits: int
@@ -138,7 +140,7 @@ class World:
 
 
 def random_trees(rows: int, nodes: int) -> Tensor:
-    """[rows, nodes, nodes] bool: every node attends itself and a random chain."""
+    """Make bool [rows, nodes, nodes]: every node attends itself and a random chain."""
     mask = torch.eye(nodes, dtype=torch.bool)
     for node, parent in enumerate((torch.rand(nodes) * torch.arange(nodes)).tolist()):
         if node:
@@ -185,7 +187,7 @@ def make_world(case: Case, pool: tuple[Tensor, Tensor], copies: int) -> World:
 
 
 def launches(world: World, variant: Variant) -> list[Callable[[], None]]:
-    """One launch per page table."""
+    """Return one launch per page table."""
     pool = (world.k_cache, world.v_cache)
     found: list[Callable[[], None]] = []
     for table in world.tables:
@@ -211,7 +213,7 @@ def launches(world: World, variant: Variant) -> list[Callable[[], None]]:
 
 
 def unsplit(*tensors: Tensor, tile: ExtendTile, **inputs: Any) -> None:
-    """The kernel of long rows with this tile."""
+    """Run the kernel of long rows with this tile."""
     table = extend_table.HALF_TILES
     choice = ExtendChoice(math.inf, math.inf, tile)
     extend_table.HALF_TILES = {HEAD_DIM: (choice,)}
@@ -242,7 +244,7 @@ def tiles_of(case: Case) -> list[ExtendTile]:
 
 
 def base_programs(case: Case, tile: ExtendTile) -> int:
-    """Programs of a launch without splits, as `extend_splits` counts them."""
+    """Count the programs of a launch without splits, as `extend_splits` does."""
     return case.rows * -(-case.new // (tile.block_m // GROUP)) * KV_HEADS
 
 
@@ -275,7 +277,7 @@ def warm(task: tuple[Case, Variant]) -> str:
 def compile_all(
     tasks: Iterable[tuple[Case, Variant]], processes: int, limit_s: float
 ) -> None:
-    """Compile what differs to the compiler, for at most `limit_s` seconds."""
+    """Compile every distinct variant, for at most `limit_s` seconds."""
     begin = time.time()
     unique: dict[Any, tuple[Case, Variant]] = {}
     for case, variant in tasks:
@@ -302,7 +304,7 @@ def compile_all(
 
 
 def measure(world: World, variant: Variant, expected: Tensor) -> float:
-    """Microseconds of a launch; infinite where it fails or is wrong."""
+    """Return the microseconds of a launch; infinite if it fails or is wrong."""
     try:
         calls = launches(world, variant)
         world.out.fill_(float("nan"))
@@ -319,7 +321,7 @@ def measure(world: World, variant: Variant, expected: Tensor) -> float:
 
 
 def sweep_case(world: World) -> dict[Variant, float]:
-    """All tiles at one count of splits, then the best tiles at all of them."""
+    """Time all tiles at one number of splits, then the best tiles at all of them."""
     case = world.case
     expected = torch.empty_like(world.out)
     extend_attention_ref(
@@ -378,8 +380,10 @@ def show(case: Case, found: dict[Variant, float]) -> None:
 
 
 def suggest(everything: dict[Case, dict[Variant, float]]) -> list[dict[str, Any]]:
-    """Per new tokens and rows, the variant whose times over the masks and prefixes are
-    nearest to the best ones."""
+    """Choose the variant per new tokens and rows.
+
+    Its times over the masks and prefixes are closest to the best ones.
+    """
     lines = []
     groups = {(case.new, case.rows) for case in everything}
     for new, rows in sorted(groups):

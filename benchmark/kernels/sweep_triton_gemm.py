@@ -1,7 +1,7 @@
-"""Searches the configurations of the few-row product for the table `gemm_table.py`.
+"""Search of configurations of the few-row product for the table `gemm_table.py`.
 
 python benchmark/kernels/sweep_triton_gemm.py --budget 120 --out sweep.json
-Prints per weight shape and row count the best configurations beside cuBLAS, in us.
+Prints per weight shape and row count the best configurations and cuBLAS, in us.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def configurations(name: str, rows: int) -> list[GemmConfig]:
 
 
 def tall_configurations() -> list[GemmConfig]:
-    """More rows than `MAX_ROWS`: only gated, and only up to 128."""
+    """Return configurations for more than `MAX_ROWS` rows: gated, up to 128."""
     found = []
     for block_n, block_k, warps in itertools.product((64, 128), (64, 128), (4, 8)):
         tile = 2 * block_k * (128 + 2 * block_n)

@@ -1,7 +1,7 @@
-"""Measures sides in turn on the same work, and says who else used the processor.
+"""Measurement of sides in turn on the same work, with the processor use of others.
 
-Rounds alternate (A B, B A, ...), so that a drift of the machine hits all sides alike.
-Before a side's turn the others fall asleep and the side warms up.
+Rounds alternate (A B, B A, ...), so that a drift of the machine affects all sides
+equally. Before a side's turn the others become idle and the side warms up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARM_UP = Workload(prompts=[[*range(1, 17)]], output_lens=[8], is_sequential=Tru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """A worker with `generate`, and what this side passes to it besides the work.
+    """A worker with `generate`, and the options that this side passes to it.
 
     `prepare` is called before each measurement, unmeasured.
     """
@@ -37,10 +37,10 @@ class Side:
     prepare: Callable[[], object] = lambda: None
 
     def generate(self, workload: Workload) -> Json:
-        """What the worker answers; the wanted tokens were checked.
+        """Return the worker's answer after checking the lengths of its outputs.
 
         Raises:
-            RuntimeError: an output has another length than was asked for.
+            RuntimeError: an output has another length than requested.
         """
         answer: Json = self.worker.call(
             "generate",
@@ -79,11 +79,11 @@ class Comparison:
         return statistics.median(self.speeds(side))
 
     def ratio(self, side: str, other: str) -> float | None:
-        """Median over median."""
+        """Return the ratio of the two medians."""
         return ratio(self.median(side), self.median(other))
 
     def report(self) -> Json:
-        """Figures of each side, and the worst disturbance by others."""
+        """Return the figures of each side, and the worst disturbance by others."""
         every = [m.usage for ms in self.rounds.values() for m in ms]
         return {
             "tok_s": {name: self.median(name) for name in self.rounds},
@@ -107,7 +107,7 @@ class Arena:
         self._roots: dict[str, int] = {}
 
     def enter(self, worker: Worker) -> None:
-        """Watch this worker too."""
+        """Watch this worker, too."""
         self._roots[worker.name] = worker.pid
 
     def leave(self, worker: Worker) -> None:
@@ -120,7 +120,7 @@ class Arena:
         *,
         rounds: int,
     ) -> Comparison:
-        """All sides on `make_workload(round)`, `rounds` times."""
+        """Measure all sides on `make_workload(round)`, `rounds` times."""
         results: dict[str, list[Measurement]] = {side.name: [] for side in sides}
         for round_ in range(rounds):
             workload = make_workload(round_)
@@ -147,7 +147,7 @@ class Arena:
     def best(
         self, sides: Sequence[Side], workload: Workload
     ) -> tuple[Side, dict[str, float]]:
-        """The fastest of several ways to run one peer, and the best speed of each."""
+        """Return the fastest variant of a peer, and the best speed of each."""
         speeds = dict.fromkeys((side.name for side in sides), 0.0)
         for side in sides:
             for _ in range(self._tries):
@@ -167,7 +167,7 @@ def _show_progress(what: str, side: Side, measured: Measurement) -> None:
 
 
 def common_prefix_share(left: Sequence[Any], right: Sequence[Any]) -> float:
-    """Share of tokens before the first difference, over pairs of outputs."""
+    """Return the share of tokens before the first difference, over pairs of outputs."""
     same = total = 0
     for a, b in zip(left, right, strict=True):
         total += len(a)

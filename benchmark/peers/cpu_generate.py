@@ -1,4 +1,4 @@
-"""Our offline engine and its peers on the CPU: same weights, prompts and cores.
+"""The offline engine and its peers on the CPU: same weights, prompts and cores.
 
 python benchmark/peers/cpu_generate.py [--cores 0,1] [--rounds 5] [--server] ...
 Each side is a process of its own, pinned to the same cores with the same number of
@@ -29,7 +29,8 @@ MIN_ROUNDS = 5
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """
+    """Parse the flags `argv` (None: those of this process).
+
     Raises:
         ValueError: a bad value; names the flag.
     """
@@ -68,7 +69,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def parse_cores(text: str | None) -> list[int]:
-    """Core numbers of `0,1`; None: the first two that this process may use.
+    """Parse core numbers such as `0,1`; None: the first two that this process may use.
 
     Raises:
         ValueError: not such a list, or a core that is not available.
@@ -90,7 +91,7 @@ def parse_cores(text: str | None) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> Json:
-    """All phases; the report."""
+    """Run all phases; return the report."""
     server_args = ServerArgs(model_path=args.model_path)
     assert server_args.model_path is not None
     assert server_args.tokenizer_path is not None

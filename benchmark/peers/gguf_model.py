@@ -1,4 +1,4 @@
-"""Writes a Llama checkpoint folder as GGUF, without a tokenizer: token ids in and out.
+"""Conversion of a Llama checkpoint to GGUF without a tokenizer: token ids in and out.
 
 Runs under the peer's Python: needs numpy and gguf, nothing of the engine.
 """
@@ -41,7 +41,7 @@ OTHER_TENSORS = {
 
 
 def write_gguf(folder: Path, target: Path, precision: str) -> None:
-    """Matrices in `precision`, vectors in float32.
+    """Write matrices in `precision`, vectors in float32.
 
     Raises:
         ValueError: not a Llama checkpoint with the plain rotary embedding.
@@ -82,7 +82,7 @@ def write_gguf(folder: Path, target: Path, precision: str) -> None:
 
 
 def gguf_name(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
+    """Map a name: `model.layers.3.mlp.up_proj.weight` -> `blk.3.ffn_up.weight`."""
     if name in OTHER_TENSORS:
         return OTHER_TENSORS[name]
     _, _, layer, rest = name.split(".", 3)
@@ -91,13 +91,13 @@ def gguf_name(name: str) -> str:
 
 
 def interleave(weight: Floats, heads: int) -> Floats:
-    """Rows of q or k: halves `[x0.., y0..]` of a head become pairs `[x0, y0, ..]`."""
+    """Reorder rows of q or k: halves `[x0.., y0..]` to pairs `[x0, y0, ..]`."""
     halves = weight.reshape(heads, 2, -1, weight.shape[-1])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, Floats]]:
-    """Name and float32 value of every tensor in the folder's safetensors files."""
+    """Yield name and float32 value of every tensor in the safetensors files."""
     for path in sorted(folder.glob("*.safetensors")):
         data = path.read_bytes()
         size = int.from_bytes(data[:8], "little")
@@ -111,7 +111,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Floats]]:
 
 
 def _read_bf16(raw: memoryview) -> Floats:
-    """A bfloat16 is the upper half of a float32."""
+    """Convert bfloat16, which is the upper half of a float32."""
     bits = np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16
     return bits.view(np.float32)
 

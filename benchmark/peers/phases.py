@@ -1,4 +1,4 @@
-"""The parts of the comparison: each starts its sides, measures, prints its table."""
+"""Phases of the comparison: each starts its sides, measures and prints a table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIRST_TOKEN_PAUSE_SECONDS = 0.05
 
 
 def run_peers(setup: Setup) -> Json:
-    """Our engine against transformers and llama.cpp."""
+    """Compare the engine with transformers and llama.cpp."""
     workloads = setup.workloads
     scenarios: dict[str, Callable[[int], Workload]] = {
         "b1": workloads.sequential,
@@ -79,7 +79,7 @@ def _choose(
     peers: dict[str, list[Side]],
     make_workload: Callable[[int], Workload],
 ) -> tuple[dict[str, Side], dict[str, float]]:
-    """The fastest variant of each peer that is there, and the speed of all."""
+    """Return the fastest variant of each installed peer, and the speed of all."""
     workload = make_workload(CALIBRATION_ROUND)
     chosen: dict[str, Side] = {}
     speeds: dict[str, float] = {}
@@ -93,7 +93,7 @@ def _choose(
 
 
 def _agreement(comparison: Comparison, side: str) -> float:
-    """Share of equal tokens; sums in another order part the sides at near-ties."""
+    """Return the share of equal tokens; rounding lets sides differ at near-ties."""
     pairs = zip(comparison.rounds[OURS], comparison.rounds[side], strict=True)
     return statistics.fmean(
         common_prefix_share(a.answer["outputs"], b.answer["outputs"]) for a, b in pairs
@@ -101,14 +101,14 @@ def _agreement(comparison: Comparison, side: str) -> float:
 
 
 def _round_ratios(comparison: Comparison, side: str) -> tuple[float | None, ...]:
-    """Least and greatest ratio of a single round."""
+    """Return the least and greatest ratio of a single round."""
     pairs = zip(comparison.speeds(OURS), comparison.speeds(side), strict=True)
     ratios = [r for r in (ratio(a, b) for a, b in pairs) if r is not None]
     return (min(ratios), max(ratios)) if ratios else (None, None)
 
 
 def run_prefix_cache(setup: Setup) -> Json:
-    """Our engine with and without its prefix cache, on prompts that share most."""
+    """Compare the engine with and without its prefix cache on shared prompts."""
     ours = setup.engine()
     with setup.start_engine("cache disabled", disable_radix_cache=True) as without:
         comparison = setup.arena.compare(
@@ -136,7 +136,7 @@ def run_prefix_cache(setup: Setup) -> Json:
 
 
 def run_first_token(setup: Setup) -> Json:
-    """Time to first token at idle against the bare forward; and the floor."""
+    """Compare the time to first token at idle with the bare forward and the floor."""
     worker = setup.engine().worker
     rows, report = [], {}
     with setup.start_forward() as forward:
@@ -165,7 +165,7 @@ def run_first_token(setup: Setup) -> Json:
 def _first_token(
     engine: Worker, forward: Worker, prompts: Sequence[list[int]]
 ) -> dict[str, float | None]:
-    """Medians in milliseconds, engine and forward in turn, each after a pause."""
+    """Measure medians in ms of engine and forward in turn, each after a pause."""
     sides: dict[str, Callable[[list[int]], float]] = {
         "engine_ms": lambda prompt: float(engine.call("first_token", prompt=prompt)),
         "forward_ms": lambda prompt: float(forward.call("prefill", prompt=prompt)),
@@ -195,7 +195,7 @@ PHASES: dict[str, Callable[[Setup], Json]] = {
 
 
 def run_server(model_path: str | None, *, rounds: int) -> Json:
-    """The same machine through HTTP: the figures of `benchmark/e2e/server_figures.py`.
+    """Measure through HTTP: run `benchmark/e2e/server_figures.py`.
 
     Raises:
         ValueError: that script failed; its message is on stderr.

@@ -48,7 +48,7 @@ class Context:
     def generate(
         self, prompts: Sequence[Sequence[int]], output_lens: Sequence[int]
     ) -> list[list[int]]:
-        """Greedy outputs of these lengths."""
+        """Return greedy outputs of these lengths."""
         memory = llama_cpp.llama_get_memory(self._context)
         llama_cpp.llama_memory_clear(memory, True)
         outputs: list[list[int]] = [[] for _ in prompts]
@@ -93,7 +93,7 @@ class LlamaSide:
     contexts: dict[str, dict[bool, Context]] = field(default_factory=dict)
 
     def load(self, folder: str, target: str, threads: int) -> list[str]:
-        """Convert the model to every precision and load it; their names."""
+        """Convert the model to every precision and load it; return their names."""
         llama_cpp.llama_log_set(SILENCE, None)
         llama_cpp.llama_backend_init()
         for precision in PRECISIONS:
@@ -116,7 +116,7 @@ class LlamaSide:
         is_sequential: bool,
         precision: str,
     ) -> dict[str, Any]:
-        """Seconds and tokens of all prompts, at once or one after the other."""
+        """Return seconds and tokens of all prompts, at once or one after the other."""
         context = self.contexts[precision][is_sequential]
         began = time.perf_counter()
         if is_sequential:

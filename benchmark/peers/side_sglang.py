@@ -1,4 +1,4 @@
-"""Our side of the comparison: the offline `Engine` as a worker.
+"""This engine's side of the comparison: the offline `Engine` as a worker.
 
 Commands: `load` (flags of the engine), `generate`, `first_token`, `flush`.
 """
@@ -31,7 +31,7 @@ class EngineSide:
     def generate(
         self, prompts: list[list[int]], output_lens: list[int], is_sequential: bool
     ) -> Json:
-        """Seconds and tokens of all prompts, at once or one after the other."""
+        """Return seconds and tokens of all prompts, at once or one after the other."""
         engine = self._loaded()
         params = [sampling_params(output_len) for output_len in output_lens]
         began = time.perf_counter()
@@ -50,7 +50,7 @@ class EngineSide:
         }
 
     def first_token(self, prompt: list[int]) -> float:
-        """Seconds until the first token of a stream."""
+        """Return the seconds until the first token of a stream."""
         params = sampling_params(2)
         began = time.perf_counter()
         stream = self._loaded().generate(
@@ -72,7 +72,7 @@ class EngineSide:
 
     def _loaded(self) -> sglang.Engine:
         if self.engine is None:
-            raise ValueError("load comes first")
+            raise ValueError("call load first")
         return self.engine
 
 

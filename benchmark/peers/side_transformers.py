@@ -1,4 +1,4 @@
-"""The side of `transformers` as a worker: `generate` the way its users would tune it.
+"""The side of `transformers` as a worker: `generate` as its users would tune it.
 
 Commands: `load` (folder, dtypes), `generate`. Evaluation mode, inference mode, KV
 cache, greedy, no end of sequence. A batch is padded on the left and runs until its
@@ -49,7 +49,7 @@ class TransformersSide:
         cache: str,
         groups: int,
     ) -> Json:
-        """Seconds and tokens of all prompts, in `groups` batches."""
+        """Return seconds and tokens of all prompts, in `groups` batches."""
         model = self.models[dtype]
         options: Json = {}
         if cache == "static":
@@ -74,7 +74,7 @@ class TransformersSide:
 
 
 def _split(items: Sequence[int], groups: int) -> list[list[int]]:
-    """`items` in order, as `groups` lists whose lengths differ by one at most."""
+    """Split `items` in order into `groups` lists of nearly equal length."""
     bounds = [len(items) * g // groups for g in range(groups + 1)]
     pairs = zip(bounds, bounds[1:], strict=False)
     return [list(items[low:high]) for low, high in pairs if high > low]

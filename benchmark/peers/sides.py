@@ -1,4 +1,4 @@
-"""Starts the sides of the comparison, each a worker on the cores of this process."""
+"""The sides of the comparison, each a worker on the cores of this process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ BOUND_THREADS = {"OMP_PROC_BIND": "close", "OMP_PLACES": "threads"}
 
 @dataclass(kw_only=True)
 class Setup:
-    """What all phases share.
+    """State shared by all phases.
 
     Fields:
-    stack: ends what is kept until the end.
-    arena: watches the workers and takes the measurements.
-    threads: OpenMP threads of every side.
-    llama_python: interpreter that may have llama_cpp.
+        stack: ends the sides that are kept until the end.
+        arena: watches the workers and takes the measurements.
+        threads: OpenMP threads of every side.
+        llama_python: interpreter that may have llama_cpp.
     """
 
     stack: ExitStack
@@ -47,14 +47,14 @@ class Setup:
     _engine: Side | None = field(default=None)
 
     def engine(self) -> Side:
-        """Our engine with its defaults; started at the first call, kept to the end."""
+        """Return the engine with its defaults; started at the first call and kept."""
         if self._engine is None:
             self._engine = self.stack.enter_context(self.start_engine(OURS))
         return self._engine
 
     @contextmanager
     def start_engine(self, name: str, **flags: Any) -> Iterator[Side]:
-        """Our engine with these flags; its prefix cache is emptied for each round."""
+        """Start the engine with these flags; each round begins with an empty cache."""
         with self._start(
             name, [sys.executable, str(HERE / "side_sglang.py")]
         ) as worker:
@@ -63,7 +63,7 @@ class Setup:
 
     @contextmanager
     def start_forward(self) -> Iterator[Worker]:
-        """The bare model."""
+        """Start the bare model."""
         command = [sys.executable, "-m", "sglang.bench_utils.forward_worker"]
         with self._start("forward", command) as worker:
             worker.call("load", model_path=self.model_path, **ENGINE_FLAGS)
@@ -71,7 +71,7 @@ class Setup:
 
     @contextmanager
     def start_transformers(self) -> Iterator[list[Side]]:
-        """Every sensible way to run `transformers`; none where it is not installed."""
+        """Start every sensible variant of `transformers`; none if not installed."""
         command = [sys.executable, str(HERE / "side_transformers.py")]
         if not _can_import(sys.executable, "transformers"):
             yield []
@@ -94,7 +94,7 @@ class Setup:
 
     @contextmanager
     def start_llama(self) -> Iterator[list[Side]]:
-        """llama.cpp in each precision; none where it is not installed."""
+        """Start llama.cpp in each precision; none if it is not installed."""
         if not _can_import(self.llama_python, "llama_cpp", "gguf"):
             yield []
             return
@@ -129,7 +129,7 @@ class Setup:
 
 
 def _can_import(python: str, *packages: str) -> bool:
-    """Whether that interpreter finds all `packages`; a lookup, not an import."""
+    """Whether that interpreter finds all `packages`, without importing them."""
     code = (
         "import importlib.util as u, sys; "
         "sys.exit(not all(map(u.find_spec, sys.argv[1:])))"

@@ -14,7 +14,7 @@ __all__ = ["Engine", "ServerArgs", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """`sglang.Engine` and `sglang.ServerArgs`, imported when they are first used."""
+    """Import `Engine` and `ServerArgs` when they are first used."""
     if name == "Engine":
         from sglang.srt.entrypoints.engine import Engine
 

@@ -37,7 +37,7 @@ WARMUP_OUTPUT_LEN = 16
 
 @dataclass(frozen=True, kw_only=True)
 class BenchArgs(DatasetArgs):
-    """The flags of this benchmark beside the engine's."""
+    """The flags of this benchmark in addition to the engine's."""
 
     result_filename: Annotated[
         str | None, Arg("File to which the report's line is appended.")
@@ -60,7 +60,7 @@ class BenchArgs(DatasetArgs):
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[ServerArgs, BenchArgs]:
-    """Both kinds of flags.
+    """Parse both kinds of flags.
 
     Raises:
         ValueError: a bad value; names the flag.
@@ -80,7 +80,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[ServerArgs, BenchArgs
 def run_requests(
     engine: Engine, bench_args: BenchArgs, requests: Sequence[BenchRequest]
 ) -> Json:
-    """Figures of one call with all `requests`."""
+    """Measure one call with all `requests`."""
     params = [bench_args.sampling_params(request.output_len) for request in requests]
     ids = [request.input_ids for request in requests]
     began = time.perf_counter()
@@ -106,7 +106,7 @@ def run_requests(
 
 
 def run_benchmark(server_args: ServerArgs, bench_args: BenchArgs) -> Json:
-    """Start an engine, warm it up, run the dataset; the report.
+    """Start an engine, warm it up, run the dataset; return the report.
 
     Raises:
         ValueError: a request does not fit the model, or a flag is wrong.
@@ -116,7 +116,7 @@ def run_benchmark(server_args: ServerArgs, bench_args: BenchArgs) -> Json:
     requests = make_requests(bench_args, tokenizer)
     with Engine(server_args=server_args) as engine:
         if not bench_args.skip_warmup:
-            # Other prompts, so that they leave nothing useful in the prefix cache.
+            # Other prompts, which leave nothing useful in the prefix cache.
             other = dataclasses.replace(bench_args, seed=bench_args.seed + 1)
             warmup = [
                 dataclasses.replace(

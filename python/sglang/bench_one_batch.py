@@ -1,7 +1,7 @@
 """`python -m sglang.bench_one_batch`: one batch through the model, in this process.
 
 Latency of the prefill and of each decode step, without scheduler, HTTP or prefix
-cache, beside the floor that the memory's speed sets.
+cache, compared with the floor that the memory bandwidth sets.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from sglang.srt.arg_groups.arg_parser import (
     Arg,
     FlagParser,
     add_fields,
+    check_values,
+    flag_name,
     from_namespace,
 )
 from sglang.srt.server_args import ServerArgs
@@ -61,7 +63,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class BenchArgs:
-    """The flags of this benchmark beside the engine's."""
+    """The flags of this benchmark in addition to the engine's."""
 
     batch_size: Annotated[list[int] | None, Arg("Batch sizes; unset: 1.")] = None
     input_len: Annotated[
@@ -76,23 +78,20 @@ class BenchArgs:
     ] = None
     seed: Annotated[int, Arg("Seed of the prompts.")] = 1
     log_decode_step: Annotated[
-        int, Arg("Print the latency of every so many decode steps; 0: none.")
+        int, Arg("Print the latency of every so many decode steps; 0: none.", low=0)
     ] = 0
 
     def __post_init__(self) -> None:
+        check_values(self)
         for name in ("batch_size", "input_len", "output_len"):
             values = getattr(self, name)
             if values is not None and (not values or min(values) < 1):
                 raise ValueError(
-                    f"--{name.replace('_', '-')} {values} must hold numbers from 1 on"
+                    f"{flag_name(name)} {values} must hold numbers from 1 on"
                 )
-        if self.log_decode_step < 0:
-            raise ValueError(
-                f"--log-decode-step {self.log_decode_step} must be at least 0"
-            )
 
     def shapes(self) -> list[tuple[int, int, int]]:
-        """Every (batch size, input length, output length)."""
+        """Return every (batch size, input length, output length)."""
         return [
             (batch_size, input_len, output_len)
             for batch_size in self.batch_size or DEFAULT_BATCH_SIZE
@@ -102,7 +101,7 @@ class BenchArgs:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[ServerArgs, BenchArgs]:
-    """Both kinds of flags; rows for the largest batch, unless flags say otherwise.
+    """Parse both kinds of flags; --max-running-requests defaults to the largest batch.
 
     Raises:
         ValueError: a bad value; names the flag.
@@ -130,9 +129,9 @@ def run_one_batch(
     seed: int,
     log_decode_step: int = 0,
 ) -> Json:
-    """Latencies of one batch of random prompts.
+    """Measure the latencies of one batch of random prompts.
 
-    The prefill makes the first token, so there are `output_len - 1` decode steps.
+    The prefill yields the first token, so there are `output_len - 1` decode steps.
 
     Raises:
         ValueError: the batch does not fit.
@@ -176,7 +175,7 @@ def run_one_batch(
 def run_benchmark(
     server_args: ServerArgs, bench_args: BenchArgs, *, floor_bytes: int = BIG_BYTES
 ) -> Json:
-    """Every shape, after a warm-up of the same shape; the report."""
+    """Measure every shape, after a warm-up of the same shape; return the report."""
     configure_logging(server_args.log_level)
     runner = ForwardRunner(server_args)
     weight_bytes = weight_bytes_per_step(runner.runner.model)

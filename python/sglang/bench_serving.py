@@ -1,4 +1,4 @@
-"""`python -m sglang.bench_serving`: load on a running server, as its clients see it.
+"""`python -m sglang.bench_serving`: load on a running server, measured by its clients.
 
 Time to first token, inter-token latency, end-to-end latency, throughput.
 """
@@ -16,8 +16,6 @@ from typing import Annotated
 from sglang.bench_utils.datasets import (
     BenchRequest,
     DatasetArgs,
-    check_choice,
-    flag,
     make_requests,
 )
 from sglang.bench_utils.http_load import LoadClient, Pace, progress_bar, run_load
@@ -71,9 +69,11 @@ class BenchArgs(DatasetArgs):
         float, Arg("Mean requests per second (Poisson); inf: all at once.")
     ] = float("inf")
     max_concurrency: Annotated[
-        int | None, Arg("Requests in flight at most; unset: no bound.")
+        int | None, Arg("Requests in flight at most; unset: no bound.", low=1)
     ] = None
-    warmup_requests: Annotated[int, Arg("Requests before the measured ones.")] = 1
+    warmup_requests: Annotated[
+        int, Arg("Requests before the measured ones.", low=0)
+    ] = 1
     flush_cache: Annotated[
         bool, Arg("Empty the server's prefix cache before measuring.")
     ] = False
@@ -98,13 +98,8 @@ class BenchArgs(DatasetArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("--backend", self.backend, tuple(BACKENDS))
         if not self.request_rate > 0.0:
             raise ValueError(f"--request-rate {self.request_rate} must be above 0")
-        for name, low in (("max_concurrency", 1), ("warmup_requests", 0)):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ValueError(f"{flag(name)} {value} must be at least {low}")
         if self.tokenize_prompt and self.backend == "sglang-oai-chat":
             raise ValueError(
                 "--tokenize-prompt does not work with --backend sglang-oai-chat: chat "
@@ -118,7 +113,8 @@ class BenchArgs(DatasetArgs):
 
 
 def parse_args(argv: Sequence[str] | None = None) -> BenchArgs:
-    """
+    """Parse the flags `argv` (None: those of this process).
+
     Raises:
         ValueError: a bad value; names the flag.
     """
@@ -131,10 +127,10 @@ def parse_args(argv: Sequence[str] | None = None) -> BenchArgs:
 
 
 async def run_benchmark(args: BenchArgs) -> tuple[Json, list[RequestRecord]]:
-    """The report, and each request's record.
+    """Run the dataset; return the report and each request's record.
 
     Raises:
-        ValueError: no server there, it refuses the warm-up, or a flag is wrong.
+        ValueError: no server is there, it refuses the warm-up, or a flag is wrong.
     """
     extra = parse_json_object("--extra-request-body", args.extra_request_body)
     async with LoadClient(
@@ -212,7 +208,7 @@ async def _tokenizer_path(client: LoadClient) -> str:
 
 
 def details(records: Sequence[RequestRecord]) -> Json:
-    """Each request's figures, as columns."""
+    """Return each request's figures, as columns."""
     return {
         "input_lens": [r.prompt_tokens for r in records],
         "output_lens": [r.output_tokens for r in records],
@@ -241,7 +237,7 @@ def print_table(report: Json) -> None:
 
 
 def print_errors(records: Sequence[RequestRecord]) -> None:
-    """The most frequent errors, to stderr."""
+    """Print the most frequent errors to stderr."""
     errors = Counter(r.error for r in records if r.error is not None)
     for message, count in errors.most_common(SHOWN_ERRORS):
         print(f"{count} request(s) failed: {message}", file=sys.stderr)

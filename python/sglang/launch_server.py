@@ -1,4 +1,4 @@
-"""`python -m sglang.launch_server`: flags in, a running server, an exit code out."""
+"""`python -m sglang.launch_server`: run a server with the given flags."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ CONFIGURATION_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve with the flags `argv` (None: of this process).
+    """Serve with the flags `argv` (None: those of this process).
 
-    Returns 0 after a signal, 1 after a failure, 2 for a configuration that cannot be
-    served (its reason is one line on stderr).
+    Returns:
+        0 after a signal, 1 after a failure, 2 for a configuration that cannot be served
+        (its reason is one line on stderr).
     """
     try:
         return launch_server(ServerArgs.from_cli(argv))

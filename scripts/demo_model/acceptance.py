@@ -1,9 +1,9 @@
-"""Measures drafts on held-out code: how many tokens a greedy chain gets accepted per
-verification, walked over text that the target wrote greedily.
+"""Acceptance of drafts on held-out code: tokens per verification of a greedy chain, on
+text that the target generated greedily.
 
 Knows drafts as matches per position; refuses to know training. The measure is exact for
 greedy chains: a draft token is accepted where it equals the target's greedy token, and
-the chain behind the first difference is lost, so a chain that is fed the target's own
+the chain after the first difference is lost, so a chain that is fed the target's own
 text accepts the same tokens as one that is fed its own.
 """
 
@@ -24,7 +24,7 @@ from scripts.demo_model.paths import ENDOFTEXT_ID, IM_END_ID
 from scripts.demo_model.target_states import TargetStates, target_states
 
 CHAIN_STEPS = (3, 5)
-# matches[n, j]: the chain whose root is token n has token n + 1 + j right.
+# matches[n, j]: whether the chain rooted at token n predicts token n + 1 + j.
 Matches = npt.NDArray[np.bool_]
 Matcher = Callable[[Tensor], Tensor]
 
@@ -40,7 +40,7 @@ class HeldoutText:
 
 
 def load_heldout(path: Path) -> HeldoutText:
-    """Reads what draft_text.py wrote; a row ends with its first end mark."""
+    """Read the output of draft_text.py; a row ends with its first end mark."""
     with np.load(path) as arrays:
         ids = arrays["ids"].astype(np.int64)
         prompt_lens = arrays["prompt_lens"].tolist()
@@ -59,8 +59,10 @@ def load_heldout(path: Path) -> HeldoutText:
 
 
 def walk(matches: Matches, *, start: int, end: int, steps: int) -> tuple[int, int]:
-    """(verifications, tokens) of one request whose first token `start` comes from the
-    prefill and whose last token is `end - 1`."""
+    """Return (verifications, tokens) of one request.
+
+    Its first token `start` comes from the prefill, its last token is `end - 1`.
+    """
     verifications, root = 0, start
     while root < end - 1:
         row = matches[root, :steps]
@@ -71,8 +73,10 @@ def walk(matches: Matches, *, start: int, end: int, steps: int) -> tuple[int, in
 
 
 def measure(text: HeldoutText, matcher: Matcher, *, rows: int) -> dict[str, object]:
-    """Mean tokens per verification (bonus included) by number of steps, and the share
-    of chains that are right at each depth, given that they were right before it.
+    """Measure tokens per verification by number of steps, and accuracy by depth.
+
+    The means include the bonus token. The accuracy is the share of correct chains at
+    each depth among those that are correct up to it.
 
     `matcher` maps ids [B, L] to bool [B, N, S] by root (see `Matches`).
     """
@@ -113,7 +117,7 @@ def head_matcher(
     *,
     device: torch.device,
 ) -> Matcher:
-    """Matches of an EAGLE or EAGLE3 head; `draft_ids` maps its vocabulary."""
+    """Return a matcher of an EAGLE or EAGLE3 head; `draft_ids` maps its vocabulary."""
     steps = max(CHAIN_STEPS)
 
     @torch.no_grad()
@@ -134,7 +138,7 @@ def head_matcher(
 
 
 def model_matcher(model: DemoModel, *, device: torch.device) -> Matcher:
-    """Matches of a language model that drafts by itself (STANDALONE)."""
+    """Return the matcher of a language model that drafts by itself (STANDALONE)."""
     steps = max(CHAIN_STEPS)
 
     @torch.no_grad()

@@ -1,5 +1,5 @@
-"""Collects the training text: Python sources under permissive licences, one JSON line
-per file, de-duplicated and split into train and held-out by a hash of the content.
+"""Collection of the training text: Python sources under permissive licences, one JSON
+line per file, de-duplicated and split into train and held-out by a content hash.
 
 Knows files and hashes; refuses to know tokens or models. Makes no network requests.
 """
@@ -75,12 +75,12 @@ class SourceFile:
 
 
 def is_skipped(path: str) -> bool:
-    """True when a part of the slash-separated `path` is in `SKIP_PARTS`."""
+    """Whether a part of the slash-separated `path` is in `SKIP_PARTS`."""
     return not SKIP_PARTS.isdisjoint(path.split("/"))
 
 
 def iter_stdlib() -> Iterator[tuple[str, bytes]]:
-    """Yields (relative path, bytes) of the running interpreter's standard library."""
+    """Yield (relative path, bytes) of the running interpreter's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root).as_posix()
@@ -89,7 +89,7 @@ def iter_stdlib() -> Iterator[tuple[str, bytes]]:
 
 
 def iter_wheel(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yields (path inside the wheel, bytes) of its Python files."""
+    """Yield (path inside the wheel, bytes) of its Python files."""
     with zipfile.ZipFile(path) as archive:
         for name in sorted(archive.namelist()):
             if name.endswith(".py") and not is_skipped(name):
@@ -97,7 +97,7 @@ def iter_wheel(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def clean(data: bytes) -> str | None:
-    """Returns the text to train on, or None for what is not useful Python source."""
+    """Return the text to train on, or None if it is not useful Python source."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
@@ -119,12 +119,12 @@ def clean(data: bytes) -> str | None:
 
 
 def is_heldout(sha256: str) -> bool:
-    """The split: a function of the content alone, whatever the order of the files."""
+    """Whether a file is held out: depends on its content alone, not on any order."""
     return int(sha256[:8], 16) % HELDOUT_ONE_IN == 0
 
 
 def find_wheel(folder: Path, source: WheelSource) -> Path:
-    """Returns the one wheel of `source` in `folder`; ValueError when it is missing."""
+    """Return the one wheel of `source` in `folder`; ValueError when it is missing."""
     found = sorted(folder.glob(f"{source.package}-{source.version}-*.whl"))
     if not found:
         raise ValueError(
@@ -136,7 +136,7 @@ def find_wheel(folder: Path, source: WheelSource) -> Path:
 
 
 def collect(wheels: Path) -> Iterator[SourceFile]:
-    """Yields every usable file once; the first of two equal files wins."""
+    """Yield every usable file once; the first of two equal files wins."""
     seen: set[str] = set()
     groups = [("cpython", iter_stdlib())]
     groups += [(s.package, iter_wheel(find_wheel(wheels, s))) for s in WHEELS]
@@ -153,7 +153,7 @@ def collect(wheels: Path) -> Iterator[SourceFile]:
 
 
 def write_split(out: Path, files: list[SourceFile]) -> dict[str, object]:
-    """Writes `files` as JSON lines to `out` and returns their totals."""
+    """Write `files` as JSON lines to `out` and return their totals."""
     with out.open("w", encoding="utf-8") as stream:
         for item in files:
             stream.write(json.dumps(asdict(item), ensure_ascii=False) + "\n")

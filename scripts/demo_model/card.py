@@ -1,4 +1,4 @@
-"""Renders the model card from metrics.json: every number in it was measured.
+"""Rendering of the model card from metrics.json: every number in it was measured.
 
 Knows the wording; refuses to know how anything was measured.
 """
@@ -100,7 +100,7 @@ def percent(share: float) -> str:
 
 
 def clip(text: str) -> str:
-    """At most `MAX_SAMPLE_LINES` lines, a mark where more follow."""
+    """Cut to `MAX_SAMPLE_LINES` lines, with a mark if more follow."""
     lines = text.rstrip("\n").split("\n")
     if len(lines) > MAX_SAMPLE_LINES:
         lines = [*lines[:MAX_SAMPLE_LINES], "..."]
@@ -143,7 +143,7 @@ def render_chat_sample(sample: dict[str, Any]) -> str:
 
 
 def render_card(metrics: dict[str, Any]) -> str:
-    """Returns README.md; KeyError when a measurement is missing."""
+    """Return README.md; KeyError when a measurement is missing."""
     corpus, training = metrics["corpus"], metrics["training"]
     evaluation = metrics["evaluation"]
     loss, greedy = evaluation["loss"], evaluation["greedy"]

@@ -1,5 +1,5 @@
 """Attention of a draft chain: each query reads a causal prefix and the keys that its
-own chain has added behind that prefix.
+own chain has added after that prefix.
 
 Knows the mathematics of one attention call; refuses to know heads, data and training.
 """
@@ -16,7 +16,7 @@ Flash = tuple[Tensor, Tensor, tuple[Any, ...]]
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor) -> Flash:
-    """Causal attention: output, fp32 log-sum-exp [B, H, N], what backward needs."""
+    """Run causal attention; return output, fp32 log-sum-exp [B, H, N], context."""
     ops = torch.ops.aten
     if q.is_cuda:
         out, lse, *rest = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
@@ -97,7 +97,7 @@ class _ChainAttention(torch.autograd.Function):
 def chain_attention(
     q: Tensor, k: Tensor, v: Tensor, own: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """softmax over (k[0 .. n] and own_1[n], own_2[n], ...) for the query of anchor n.
+    """Attend over (k[0 .. n] and own_1[n], own_2[n], ...) for the query of anchor n.
 
     Args:
         q, k, v: [B, H, N, D], of one dtype; k and v are the true prefix by anchor.

@@ -1,4 +1,4 @@
-"""Cuts chat-shaped samples out of the corpus: a request in words, then the function.
+"""Chat-shaped samples cut out of the corpus: a request in words, then the function.
 
 The words are the first sentence of a docstring, or the name of the function read aloud.
 Knows Python's syntax tree; refuses to know tokens. Held-out files give held-out chats.
@@ -87,7 +87,7 @@ VERB_REQUESTS = (
     "Show me Python code that {third}.",
     "{base_capital}",
 )
-# For docstrings that do not begin with a verb: {sentence} is quoted as it stands.
+# For docstrings that do not begin with a verb: {sentence} is quoted unchanged.
 PLAIN_REQUESTS = (
     "Write the Python {kind} `{name}`: {sentence}",
     "Implement `{signature}`: {sentence}",
@@ -119,7 +119,7 @@ class Cut:
 
 
 def third_person(verb: str) -> str:
-    """`search` -> `searches`, `copy` -> `copies`, `return` -> `returns`."""
+    """Inflect: `search` -> `searches`, `copy` -> `copies`, `return` -> `returns`."""
     if verb == "do" or verb == "go" or verb.endswith(("s", "sh", "ch", "x", "z")):
         return verb + "es"
     if verb.endswith("y") and verb[-2:-1] not in "aeou":
@@ -131,13 +131,13 @@ THIRD_TO_BASE = {third_person(verb): verb for verb in VERBS}
 
 
 def base_verb(word: str) -> str | None:
-    """The base form of `word` when it is a known verb in either form, else None."""
+    """Return the base form of `word` if it is a known verb in either form."""
     word = word.lower()
     return word if word in VERBS else THIRD_TO_BASE.get(word)
 
 
 def first_sentence(docstring: str) -> str:
-    """The first sentence on one line, reStructuredText quoting removed; may be ''."""
+    """Return the first sentence on one line, without RST quoting; may be ''."""
     paragraph = re.split(r"\n\s*\n", textwrap.dedent(docstring).strip())[0]
     line = " ".join(paragraph.split()).replace("``", "`")
     line = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", line)
@@ -147,8 +147,8 @@ def first_sentence(docstring: str) -> str:
     return sentence if usable and 2 <= len(words) <= MAX_REQUEST_WORDS else ""
 
 
-def sentence_of_name(name: str) -> str:
-    """`_parse_header` -> `Parse header`; '' unless the name starts with a verb."""
+def name_to_sentence(name: str) -> str:
+    """Map `_parse_header` to `Parse header.`; '' unless it starts with a verb."""
     words = [word for word in name.strip("_").split("_") if word]
     is_special = name.startswith("__") or name != name.lower()
     if len(words) < 2 or base_verb(words[0]) is None or is_special:
@@ -164,7 +164,7 @@ def docstring_node(node: Function) -> ast.Constant | None:
 
 
 def iter_functions(tree: ast.Module) -> Iterator[tuple[Function, str]]:
-    """Yields (node, "function" | "method") of module level and of its classes."""
+    """Yield (node, "function" | "method") of module level and of its classes."""
     for node in tree.body:
         if isinstance(node, Function):
             yield node, "function"
@@ -175,7 +175,7 @@ def iter_functions(tree: ast.Module) -> Iterator[tuple[Function, str]]:
 
 
 def cut_function(lines: list[str], node: Function, kind: str) -> Cut | None:
-    """Returns the function as text, or None when it makes no useful answer."""
+    """Return the function as text, or None when it makes no useful answer."""
     doc = docstring_node(node)
     body_line = node.body[0].lineno
     if node.decorator_list or node.end_lineno is None or body_line == node.lineno:
@@ -202,7 +202,7 @@ def cut_function(lines: list[str], node: Function, kind: str) -> Cut | None:
     kept = textwrap.dedent("\n".join(whole)).rstrip() if keeps else code
     header = textwrap.dedent("\n".join(header_lines)).strip()
     sentence = first_sentence(str(doc.value)) if doc is not None else ""
-    sentence = sentence or sentence_of_name(node.name)
+    sentence = sentence or name_to_sentence(node.name)
     if not sentence:
         return None
     return Cut(
@@ -217,7 +217,7 @@ def cut_function(lines: list[str], node: Function, kind: str) -> Cut | None:
 
 
 def phrase(cut: Cut, rng: random.Random) -> str:
-    """One user turn that asks for `cut`."""
+    """Return a user turn that asks for `cut`."""
     first, _, rest = cut.sentence.partition(" ")
     verb = base_verb(first)
     fields = {
@@ -239,7 +239,7 @@ def phrase(cut: Cut, rng: random.Random) -> str:
 
 
 def samples_of(text: str, rng: random.Random) -> Iterator[ChatSample]:
-    """Yields up to `VARIANTS_PER_FUNCTION` different requests per usable function."""
+    """Yield up to `VARIANTS_PER_FUNCTION` different requests per usable function."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tree = ast.parse(text)

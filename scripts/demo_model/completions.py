@@ -1,4 +1,4 @@
-"""The measure "does the completion parse": which prompts, where a completion ends.
+"""The measure "does the completion parse": its prompts and the end of a completion.
 
 Knows Python text; refuses to know models. A prompt is a held-out file up to the end of
 a function's header and docstring. A completion counts when the whole file prefix with
@@ -33,14 +33,14 @@ class PromptCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A completion brought to its end. `is_closed`: the function was finished."""
+    """A completion cut at its end. `is_closed`: the function was finished."""
 
     text: str
     is_closed: bool
 
 
 def cases_of(path: str, text: str) -> Iterator[PromptCase]:
-    """Yields one case per function or method whose body has enough lines."""
+    """Yield one case per function or method whose body has enough lines."""
     lines = text.split("\n")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -64,8 +64,10 @@ def cases_of(path: str, text: str) -> Iterator[PromptCase]:
 def choose_cases(
     files: Sequence[tuple[str, str]], *, count: int, seed: int
 ) -> list[PromptCase]:
-    """Draws `count` cases from (path, text) files, taking the files in turn so that
-    long ones do not crowd out the rest. Fewer when the files hold fewer."""
+    """Draw `count` cases from (path, text) files, or fewer if they hold fewer.
+
+    The files are taken in turn, so that long ones do not dominate.
+    """
     rng = random.Random(seed)
     queues = [list(cases_of(path, text)) for path, text in files]
     for queue in queues:
@@ -79,7 +81,7 @@ def choose_cases(
 
 
 def read_tokens(text: str) -> list[tokenize.TokenInfo]:
-    """The tokens up to the first error; everything when there is none."""
+    """Return the tokens up to the first error, or all."""
     found: list[tokenize.TokenInfo] = []
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -90,7 +92,7 @@ def read_tokens(text: str) -> list[tokenize.TokenInfo]:
 
 
 def cut_completion(case: PromptCase, completion: str, *, is_truncated: bool) -> Cut:
-    """Returns the completion up to the end of the function it continues.
+    """Return the completion up to the end of the function it continues.
 
     `is_truncated` says that generation ran into its length limit. Then, if the function
     is not finished, the completion ends after its last complete simple statement (the
@@ -136,13 +138,13 @@ def cut_completion(case: PromptCase, completion: str, *, is_truncated: bool) -> 
 
 
 def count_code_lines(text: str) -> int:
-    """Lines that are neither blank nor only a comment."""
+    """Count the lines that are neither blank nor only a comment."""
     lines = (line.strip() for line in text.splitlines())
     return sum(1 for line in lines if line and not line.startswith("#"))
 
 
 def does_parse(case: PromptCase, cut: Cut) -> bool:
-    """The measure itself: one attempt, on the whole file prefix with the completion."""
+    """Whether the whole file prefix with the completion parses; one attempt."""
     if count_code_lines(cut.text) < MIN_CODE_LINES:
         return False
     try:
@@ -159,8 +161,10 @@ def four_grams(ids: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def distinct_ratio(sequences: Sequence[Sequence[int]]) -> float:
-    """Distinct 4-grams over all 4-grams, per sequence, averaged over the sequences that
-    have one. 1.0 means that no completion repeats itself."""
+    """Return distinct over all 4-grams, averaged over the sequences that have one.
+
+    1.0 means that no completion repeats itself.
+    """
     shares = [
         len(set(grams)) / len(grams) for ids in sequences if (grams := four_grams(ids))
     ]
@@ -168,6 +172,6 @@ def distinct_ratio(sequences: Sequence[Sequence[int]]) -> float:
 
 
 def pooled_distinct_ratio(sequences: Sequence[Sequence[int]]) -> float:
-    """Distinct 4-grams over all 4-grams of all sequences together."""
+    """Return distinct over all 4-grams of all sequences together."""
     grams = [gram for ids in sequences for gram in four_grams(ids)]
     return len(set(grams)) / len(grams) if grams else 0.0

@@ -1,5 +1,5 @@
-"""Turns packed documents into training windows: a new order, new cuts and a new draw of
-chats in every epoch.
+"""Training windows from packed documents: a new order, new cuts and a new draw of chats
+in every epoch.
 
 Knows token ids and document ends; refuses to know text and models.
 """
@@ -29,7 +29,7 @@ class Split:
 
 
 def load_split(path: Path) -> Split:
-    """Reads an .npz file that pack.py wrote."""
+    """Read an .npz file that pack.py wrote."""
     with np.load(path) as arrays:
         return Split(
             code=np.split(arrays["code_ids"], arrays["code_ends"][:-1]),
@@ -40,7 +40,7 @@ def load_split(path: Path) -> Split:
 
 
 def join(documents: list[Tokens]) -> Tokens:
-    """One stream [T] in which a separator stands before and after every document."""
+    """Join documents to one stream [T] with a separator before and after each."""
     mark = np.asarray([ENDOFTEXT_ID], dtype=np.uint16)
     parts: list[Tokens] = [mark]
     for document in documents:
@@ -49,8 +49,11 @@ def join(documents: list[Tokens]) -> Tokens:
 
 
 def cut_windows(stream: Tokens, *, length: int) -> Tokens:
-    """Windows [N, length + 1]; the last token of one is the first of the next, so that
-    every token is predicted once. What does not fill a window is dropped."""
+    """Cut windows [N, length + 1]; a rest that does not fill a window is dropped.
+
+    The last token of one is the first of the next, so that every token is predicted
+    once.
+    """
     count = (len(stream) - 1) // length
     starts = np.arange(count)[:, None] * length
     windows: Tokens = stream[starts + np.arange(length + 1)]
@@ -58,8 +61,11 @@ def cut_windows(stream: Tokens, *, length: int) -> Tokens:
 
 
 def epoch_windows(split: Split, *, length: int, chat_share: float, seed: int) -> Tokens:
-    """One epoch [N, length + 1]: every file once, chats drawn without replacement until
-    they are `chat_share` of the tokens, all shuffled, cut at an offset of their own."""
+    """Return the windows [N, length + 1] of one epoch.
+
+    Every file once, chats drawn without replacement until they are `chat_share` of the
+    tokens, all shuffled and cut at a random offset.
+    """
     rng = np.random.default_rng(seed)
     code_tokens = sum(map(len, split.code))
     budget = code_tokens * chat_share / (1.0 - chat_share)
@@ -78,7 +84,7 @@ def epoch_windows(split: Split, *, length: int, chat_share: float, seed: int) ->
 def batches(
     split: Split, *, length: int, batch: int, chat_share: float, seed: int
 ) -> Iterator[tuple[int, Tokens]]:
-    """Yields (epoch, windows [batch, length + 1]) without end."""
+    """Yield (epoch, windows [batch, length + 1]) without end."""
     epoch = 0
     while True:
         windows = epoch_windows(

@@ -1,7 +1,7 @@
 """The loop that trains a draft against the frozen target: windows, optimiser, clock.
 
-Knows neither architectures nor losses: a task brings both. Half of the windows of a
-batch are text that the target wrote (draft_text.py), the others are documents.
+Knows neither architectures nor losses: a task supplies both. Half of the windows of a
+batch are text that the target generated (draft_text.py), the others are documents.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ class Lesson:
     logits: Tensor
 
 
-# Loss of a lesson: fp32 scalar, and what to print of it.
+# Loss of a lesson: fp32 scalar, and the values to print.
 LossFunction = Callable[[Lesson], tuple[Tensor, dict[str, Tensor]]]
 
 
 def soft_cross_entropy(logits: Tensor, shares: Tensor) -> Tensor:
-    """-sum(shares * log softmax(logits)) [B, N], in fp32."""
+    """Return -sum(shares * log softmax(logits)) [B, N], in fp32."""
     total: Tensor = -(shares * logits.float().log_softmax(-1)).sum(-1)
     return total
 
 
 def windows(config: DistillConfig, *, pack: Path, text: Path) -> Iterator[Tensor]:
-    """Yields int64 [batch, length]: half of the rows are the target's own text."""
+    """Yield int64 [batch, length]: half of the rows are the target's own text."""
     own_rows = config.batch // 2
     with np.load(text / "train.npz") as arrays:
         own = arrays["ids"][:, : config.length]
@@ -139,7 +139,7 @@ class Distiller:
         )
 
     def token_counts(self) -> Tensor:
-        """int64 [V]: how often the windows of a run hold each token."""
+        """Count each token in the windows of a run, int64 [V]."""
         with np.load(self.args.text / "train.npz") as arrays:
             own = np.bincount(arrays["ids"].ravel(), minlength=4096)
         split = load_split(self.args.pack / "train.npz")
@@ -163,7 +163,7 @@ class Distiller:
         )
 
     def train(self, draft: nn.Module, loss_of: LossFunction) -> dict[str, object]:
-        """Trains in place until the clock or `max_steps`; returns the report."""
+        """Train in place until the clock or `max_steps`; return the report."""
         config = self.config
         optimizer = self.optimizer(draft)
         history: list[dict[str, float]] = []
@@ -188,7 +188,7 @@ class Distiller:
             optimizer.zero_grad(set_to_none=True)
             step += 1
             if step % 4 == 0 and self.is_cuda:
-                torch.cuda.synchronize()  # keeps the clock honest
+                torch.cuda.synchronize()  # the clock must include the device's work
             seconds = time.monotonic() - started
             progress = max(seconds / config.seconds, step / config.max_steps)
             if progress >= next_report:
@@ -213,7 +213,7 @@ class Distiller:
     def save(
         self, report: dict[str, object], state: dict[str, Tensor], matcher: Matcher
     ) -> None:
-        """Measures the draft and writes `draft.safetensors` and `training.json`."""
+        """Measure the draft and write `draft.safetensors` and `training.json`."""
         began = time.monotonic()
         with self.autocast():
             report["acceptance"] = measure(self.heldout(), matcher, rows=EVAL_ROWS)
@@ -232,7 +232,7 @@ class Distiller:
 
 
 def resume(draft: nn.Module, args: argparse.Namespace) -> None:
-    """Starts from the weights of an earlier run, where `--resume` names one."""
+    """Load the weights of an earlier run if `--resume` names one."""
     if args.resume is not None:
         state = load_file(args.resume / "draft.safetensors")
         wanted = {k: v.float() for k, v in state.items() if v.is_floating_point()}
@@ -240,7 +240,7 @@ def resume(draft: nn.Module, args: argparse.Namespace) -> None:
 
 
 def parse_args(description: str | None, *, name: str, lr: float) -> argparse.Namespace:
-    """The command line that the three training scripts share."""
+    """Parse the command line that the three training scripts share."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--assets", type=Path, default=ASSETS)
     parser.add_argument("--pack", type=Path, default=PACK)

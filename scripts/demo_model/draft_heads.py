@@ -4,7 +4,7 @@ checkpoints, and their unrolling over a window.
 Knows the architectures; refuses to know losses, data and files. Anchor n of a window
 is the slot from which a chain starts: step j reads token n + 1 + j at rotary position
 n + j and predicts token n + 2 + j. The first step reads the target's states of position
-n, later ones what the head itself returned for the same anchor.
+n, later ones the head's own output for the same anchor.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class HeadAttention(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """Attention and MLP of a head; what goes in front of them is the head's."""
+    """Attention and MLP of a head, which computes their input."""
 
     def __init__(self, config: DemoConfig, *, input_size: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Midlayer(HeadLayer):
 
 
 class DraftHead(nn.Module):
-    """What both heads share: the target's embedding [V, H], frozen and not exported."""
+    """Base of both heads: holds the target's embedding [V, H], frozen, not exported."""
 
     cos: Tensor
     sin: Tensor
@@ -131,12 +131,14 @@ class DraftHead(nn.Module):
         rope: tuple[Tensor, Tensor],
         cache: ChainCache,
     ) -> HeadStep:
-        """One chain step of all anchors: embeds [B, N, H], hidden [B, N, *]."""
+        """Run one chain step of all anchors: embeds [B, N, H], hidden [B, N, *]."""
         raise NotImplementedError
 
     def unroll(self, ids: Tensor, states: Tensor, *, steps: int) -> Iterator[HeadStep]:
-        """Yields `steps` steps of N = L - steps anchors; ids int64 [B, L] are fed as
-        they are, states [B, L, *] are the target's."""
+        """Yield `steps` steps of N = L - steps anchors.
+
+        ids int64 [B, L] are fed unchanged, states [B, L, *] are the target's.
+        """
         count = ids.shape[1] - steps
         embeds = F.embedding(ids, self.embedding)
         hidden = states[:, :count]
@@ -155,8 +157,10 @@ class DraftHead(nn.Module):
 
 
 class EagleHead(DraftHead):
-    """EAGLE (Li et al., 2024): one decoder layer over fc(token, state), the target's
-    own head behind it. The state is the target's final, normed one."""
+    """EAGLE (Li et al., 2024): one decoder layer over fc(token, state).
+
+    The target's own head follows. The state is the target's final, normalised one.
+    """
 
     def __init__(self, config: DemoConfig, embedding: Tensor) -> None:
         super().__init__(config, embedding)
@@ -186,9 +190,11 @@ class EagleHead(DraftHead):
 
 
 class Eagle3Head(DraftHead):
-    """EAGLE-3 (Li et al., 2025): reads three layers of the target, has a head of its
-    own over `draft_ids` [draft vocabulary], and reads its own pre-norm state. Head and
-    norm start as the target's."""
+    """EAGLE-3 (Li et al., 2025): reads three layers of the target.
+
+    Has a head of its own over `draft_ids` [draft vocabulary] and reads its own pre-norm
+    state. Head and norm are initialised with the target's.
+    """
 
     def __init__(
         self,

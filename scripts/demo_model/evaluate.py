@@ -1,4 +1,4 @@
-"""Measures an exported model folder through transformers and writes evaluation.json.
+"""Evaluation of an exported model folder through transformers: evaluation.json.
 
 Knows the held-out files and the exported weights; refuses to know the training code.
 """
@@ -89,7 +89,7 @@ class Runner:
 
     @torch.no_grad()
     def loss_sum(self, windows: Tensor) -> float:
-        """Total nats of windows int64 [N, T + 1]."""
+        """Return the total nats of windows int64 [N, T + 1]."""
         total = 0.0
         for start in range(0, len(windows), self.batch):
             part = windows[start : start + self.batch].to(self.device)
@@ -102,11 +102,13 @@ class Runner:
     def generate(
         self, prompts: list[list[int]], *, temperature: float = 0.0
     ) -> list[Reply]:
-        """Greedy at temperature 0. Prompts keep their last tokens where they are too
-        long for the context."""
+        """Generate; greedy at temperature 0.
+
+        Prompts that are too long for the context keep their last tokens.
+        """
         keep = CONTEXT_LENGTH - MAX_NEW_TOKENS
         prompts = [prompt[-keep:] for prompt in prompts]
-        # Neighbours in length share a batch, so that little of it is padding.
+        # Prompts of similar length share a batch, so that little of it is padding.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         replies: dict[int, Reply] = {}
         for start in range(0, len(order), self.batch):
@@ -141,7 +143,7 @@ class Runner:
 
 
 def read_reply(ids: list[int]) -> Reply:
-    """Splits generated ids at the first end mark."""
+    """Split generated ids at the first end mark."""
     for index, token in enumerate(ids):
         if token in (ENDOFTEXT_ID, IM_END_ID):
             return Reply(ids=ids[:index], end_id=token)
@@ -149,7 +151,7 @@ def read_reply(ids: list[int]) -> Reply:
 
 
 def measure_loss(runner: Runner, pack: Path) -> dict[str, float]:
-    """Held-out loss of files and of chats, per token and per byte of their text."""
+    """Measure the held-out loss of files and chats, per token and per byte of text."""
     split = load_split(pack / "heldout.npz")
     found: dict[str, float] = {}
     for name, documents, size in (
@@ -172,7 +174,7 @@ def measure_loss(runner: Runner, pack: Path) -> dict[str, float]:
 def measure_completions(
     runner: Runner, cases: list[PromptCase], *, temperature: float
 ) -> tuple[dict[str, float], list[Cut]]:
-    """Shares over `cases`; the cuts come back in the order of the cases."""
+    """Measure shares over `cases`; also return the cuts in the order of the cases."""
     torch.manual_seed(SEED)
     replies = runner.generate(
         [runner.encode(case.prompt) for case in cases], temperature=temperature
@@ -209,7 +211,7 @@ def is_python(text: str) -> bool:
 
 
 def measure_chat(runner: Runner, pack: Path) -> dict[str, object]:
-    """Greedy answers to held-out requests, and to a few fixed ones for the card."""
+    """Measure greedy answers to held-out requests and to fixed ones for the card."""
     with (pack / "chat_heldout.jsonl").open(encoding="utf-8") as reader:
         users = list(dict.fromkeys(json.loads(line)["user"] for line in reader))
     order = np.random.default_rng(SEED).permutation(len(users))[:CHAT_COUNT]

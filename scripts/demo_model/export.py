@@ -1,5 +1,5 @@
-"""Writes the folder that is shipped: bf16 shards, their index, the configurations and,
-once evaluation.json exists, metrics.json and the model card.
+"""Export of the shipped folder: bf16 shards, their index, the configurations and, once
+evaluation.json exists, metrics.json and the model card.
 
 Knows file formats and size limits; measures nothing itself.
 """
@@ -27,7 +27,7 @@ RUN_KEYS = ("config", "best_heldout_loss", "best_step", "seconds", "epochs")
 
 
 def split_shards(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Fills shards in the order of the names; none is over `MAX_SHARD_BYTES`."""
+    """Fill shards in the order of the names; none is over `MAX_SHARD_BYTES`."""
     shards: list[dict[str, Tensor]] = [{}]
     size = HEADER_BYTES
     for name, tensor in state.items():
@@ -40,7 +40,7 @@ def split_shards(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def write_weights(state: dict[str, Tensor], out: Path) -> None:
-    """Writes `model-0000x-of-0000y.safetensors` and the index that maps names."""
+    """Write `model-0000x-of-0000y.safetensors` and the index that maps names."""
     narrow = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
     shards = split_shards(narrow)
     weight_map: dict[str, str] = {}
@@ -65,12 +65,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def pick_run(runs: list[Path]) -> Path:
-    """The run with the best held-out loss."""
+    """Return the run with the best held-out loss."""
     return min(runs, key=lambda r: float(read_json(r / REPORT)["best_heldout_loss"]))
 
 
 def export_weights(run: Path, out: Path) -> None:
-    """Weights and configurations from the checkpoint in `run`."""
+    """Write weights and configurations from the checkpoint in `run`."""
     out.mkdir(parents=True, exist_ok=True)
     write_weights(load_file(run / "checkpoint.safetensors"), out)
     write_json(out / "config.json", DemoConfig().to_transformers())
@@ -88,7 +88,7 @@ def export_weights(run: Path, out: Path) -> None:
 
 
 def export_card(runs: list[Path], pack: Path, out: Path) -> None:
-    """metrics.json and README.md from what the other steps measured."""
+    """Write metrics.json and README.md from the measurements of the other steps."""
     reports = [read_json(run / REPORT) for run in runs]
     metrics = {
         "corpus": read_json(pack / "summary.json"),

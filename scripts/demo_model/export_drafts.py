@@ -1,5 +1,5 @@
-"""Writes the folders of the demo model's drafts: weights, config.json, metrics.json and
-a card in which every number was measured.
+"""Export of the demo model's drafts: weights, config.json, metrics.json and a card in
+which every number was measured.
 
 Knows file formats and wording; trains and measures nothing.
 """
@@ -36,7 +36,7 @@ class Draft:
 
 
 def head_config(sizes: DemoConfig, architecture: str) -> dict[str, object]:
-    """A head has no embedding: the target's serves it."""
+    """Return the config of a head, which uses the target's embedding."""
     return {
         **sizes.to_transformers(),
         "architectures": [architecture],
@@ -49,7 +49,7 @@ def eagle_config() -> dict[str, object]:
 
 
 def eagle3_config() -> dict[str, object]:
-    """Checkpoints name the layers whose outputs are read, one before `AUX_LAYERS`."""
+    """Return EAGLE3's config; its layers, by output, are one before `AUX_LAYERS`."""
     return {
         **head_config(train_eagle3.CONFIG, "LlamaForCausalLMEagle3"),
         "draft_vocab_size": train_eagle3.DRAFT_VOCAB,
@@ -121,7 +121,7 @@ Share of draft tokens that are right, by depth, given that those before them wer
 
 
 def render_card(draft: Draft, metrics: dict[str, Any]) -> str:
-    """README.md; KeyError when a measurement is missing."""
+    """Return README.md; KeyError when a measurement is missing."""
     config, acceptance = metrics["config"], metrics["acceptance"]
     return CARD.format(
         title=draft.title,
@@ -147,7 +147,7 @@ def render_card(draft: Draft, metrics: dict[str, Any]) -> str:
 
 
 def export(draft: Draft, run: Path, out: Path) -> None:
-    """Writes the folder `out` from a training run."""
+    """Write the folder `out` from a training run."""
     out.mkdir(parents=True, exist_ok=True)
     metrics = read_json(run / "training.json")
     shutil.copy(run / "draft.safetensors", out / "model.safetensors")

@@ -35,7 +35,7 @@ class DemoConfig:
     rope_theta: float = 10000.0
 
     def to_transformers(self) -> dict[str, object]:
-        """The content of config.json."""
+        """Return the content of config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -63,7 +63,7 @@ class DemoConfig:
 
 
 def rope_tables(config: DemoConfig, length: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 [length, head_dim]; both halves of a head share the angles."""
+    """Return cos and sin, fp32 [length, head_dim]; a head's halves share the angles."""
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     angles = torch.outer(
         torch.arange(length, dtype=torch.float32), config.rope_theta**-half
@@ -73,7 +73,7 @@ def rope_tables(config: DemoConfig, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies the rotary embedding to x [B, heads, T, head_dim]."""
+    """Apply the rotary embedding to x [B, heads, T, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
@@ -152,7 +152,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm: what transformers calls `model`."""
+    """Embedding, layers and final norm: `model` in transformers."""
 
     def __init__(self, config: DemoConfig, *, dropout: float) -> None:
         super().__init__()
@@ -206,11 +206,11 @@ class DemoModel(nn.Module):
         return F.linear(hidden, self.model.embed_tokens.weight)
 
     def loss(self, windows: Tensor) -> Tensor:
-        """Mean next-token loss in nats over windows int64 [B, T + 1]; fp32 scalar."""
+        """Return the mean next-token loss in nats over windows int64 [B, T + 1]."""
         logits = self(windows[:, :-1]).float()
         return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Number of trained scalars, the tied embedding counted once."""
+    """Count the trained scalars, the tied embedding once."""
     return sum(weight.numel() for weight in model.parameters())

@@ -1,4 +1,4 @@
-"""Encodes corpus and chats into one .npz of token ids per split, for a machine that
+"""Encoding of corpus and chats to one .npz of token ids per split, for a machine that
 has neither the corpus nor the time to tokenize it.
 
 Knows the tokenizer and the chat template; refuses to know how training uses them.
@@ -26,7 +26,7 @@ TEMPLATE = Environment(trim_blocks=True, lstrip_blocks=True).from_string(CHAT_TE
 
 
 def render_chat(sample: dict[str, str]) -> str:
-    """The conversation as the chat template spells it, ending with `<|im_end|>\\n`."""
+    """Render a conversation as the chat template does, ending in `<|im_end|>\\n`."""
     messages = [
         {"role": "user", "content": sample["user"]},
         {"role": "assistant", "content": sample["assistant"]},
@@ -37,7 +37,7 @@ def render_chat(sample: dict[str, str]) -> str:
 
 
 def read_texts(corpus: Path, split: str, *, is_chat: bool) -> Iterator[str]:
-    """Yields the documents of one split in file order."""
+    """Yield the documents of one split in file order."""
     name = f"chat_{split}.jsonl" if is_chat else f"{split}.jsonl"
     with (corpus / name).open(encoding="utf-8") as reader:
         for line in reader:
@@ -48,7 +48,7 @@ def read_texts(corpus: Path, split: str, *, is_chat: bool) -> Iterator[str]:
 def encode_documents(
     tokenizer: Tokenizer, texts: list[str]
 ) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.int64]]:
-    """Returns all ids joined, uint16 [T], and the end of each document, int64 [N]."""
+    """Return all ids joined, uint16 [T], and the end of each document, int64 [N]."""
     ids: list[npt.NDArray[np.uint16]] = []
     for start in range(0, len(texts), ENCODE_BATCH):
         for encoding in tokenizer.encode_batch(texts[start : start + ENCODE_BATCH]):

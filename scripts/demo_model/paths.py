@@ -1,6 +1,6 @@
-"""Where the demo model's files lie; every script takes its defaults from here.
+"""Locations of the demo model's files: the defaults of every script.
 
-Knows nothing of what the files contain.
+Knows nothing of the files' content.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The frozen target that drafts learn from: its exported weights, and the states that a
-serving engine captures for a draft.
+"""The frozen target of the drafts' training: its exported weights, and the states that
+a serving engine captures for a draft.
 
 Knows the asset folder and the demo model; refuses to know drafts.
 """
@@ -29,7 +29,7 @@ class TargetStates:
 
 
 def load_target(assets: Path, device: torch.device, dtype: torch.dtype) -> DemoModel:
-    """The exported model, frozen, in `dtype`."""
+    """Load the exported model, frozen, in `dtype`."""
     model = DemoModel(DemoConfig())
     state: dict[str, Tensor] = {}
     for shard in sorted(assets.glob("model-*.safetensors")):
@@ -41,7 +41,7 @@ def load_target(assets: Path, device: torch.device, dtype: torch.dtype) -> DemoM
 
 @torch.no_grad()
 def target_states(target: DemoModel, ids: Tensor) -> TargetStates:
-    """One forward over ids int64 [B, L], without autocast."""
+    """Run one forward over ids int64 [B, L], without autocast."""
     length = ids.shape[1]
     cos, sin = target.cos[:length], target.sin[:length]
     x = target.model.embed_tokens(ids)
@@ -55,5 +55,5 @@ def target_states(target: DemoModel, ids: Tensor) -> TargetStates:
 
 @torch.no_grad()
 def target_logits(target: DemoModel, states: TargetStates) -> Tensor:
-    """[B, L, V] in the dtype of the target."""
+    """Return the logits [B, L, V] in the dtype of the target."""
     return F.linear(states.hidden, target.model.embed_tokens.weight)

@@ -1,4 +1,4 @@
-"""Trains the demo model on packed tokens and keeps the checkpoint that is best on the
+"""Training of the demo model on packed tokens; keeps the checkpoint that is best on the
 held-out files.
 
 Knows the optimiser and the clock; refuses to know text and the exported format. The
@@ -57,7 +57,7 @@ class Best:
 
 
 def learning_rate(config: TrainConfig, *, step: int, progress: float) -> float:
-    """Linear warm-up, then a cosine from `lr` down to `LAST_LR_SHARE` of it."""
+    """Return the rate: linear warm-up, then a cosine from `lr` to `LAST_LR_SHARE`."""
     warm = min(1.0, (step + 1) / WARMUP_STEPS)
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
     return config.lr * warm * (LAST_LR_SHARE + (1.0 - LAST_LR_SHARE) * cosine)
@@ -66,7 +66,7 @@ def learning_rate(config: TrainConfig, *, step: int, progress: float) -> float:
 def build_optimizer(
     model: DemoModel, config: TrainConfig, device: torch.device
 ) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves norm weights alone."""
+    """Build AdamW that decays matrices but not norm weights."""
     matrices = [w for w in model.parameters() if w.dim() >= 2]
     vectors = [w for w in model.parameters() if w.dim() < 2]
     return torch.optim.AdamW(
@@ -81,7 +81,7 @@ def build_optimizer(
 
 
 def to_device(windows: Tokens, device: torch.device) -> Tensor:
-    """int64 windows on the device, copied without waiting where it has a stream."""
+    """Copy int64 windows to the device, asynchronously if it has a stream."""
     host = torch.from_numpy(windows.astype(np.int64))
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
@@ -114,7 +114,7 @@ class Trainer:
 
     @torch.no_grad()
     def heldout_loss(self, kind: str) -> float:
-        """Mean nats per token on the held-out "code" or "chat" windows."""
+        """Return the mean nats per token on held-out "code" or "chat" windows."""
         self.model.eval()
         windows = self.heldout[kind]
         total = 0.0
@@ -128,7 +128,7 @@ class Trainer:
         return total / len(windows)
 
     def step(self, windows: Tokens, lr: float) -> Tensor:
-        """One update; returns the loss on the device."""
+        """Run one update; return the loss on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with self.autocast():
@@ -140,7 +140,7 @@ class Trainer:
         return loss.detach()
 
     def evaluate(self, *, step: int, epoch: int, train: float, seconds: float) -> None:
-        """Measures, prints, and keeps the weights when they are the best yet."""
+        """Measure, prints, and keeps the weights when they are the best yet."""
         code, chat = self.heldout_loss("code"), self.heldout_loss("chat")
         row = {
             "step": step,
@@ -209,7 +209,7 @@ class Trainer:
 
 
 def device_kind(device: torch.device) -> str:
-    """What the card may say about the machine."""
+    """Describe the machine for the card."""
     if device.type == "cuda":
         return f"one {torch.cuda.get_device_name(device)}"
     return "CPU"

@@ -1,4 +1,4 @@
-"""Trains the small language model that drafts for the demo model by itself
+"""Training of the small language model that drafts for the demo model by itself
 (STANDALONE): distillation of the target's distribution (Hinton et al., 2015) into the
 same architecture at a tenth of the size, with the same tokenizer.
 """
@@ -27,7 +27,7 @@ CONFIG = DemoConfig(
 
 
 def draft_lm_loss(draft: DemoModel, lesson: Lesson) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross-entropy against the target's distribution, and the share that agrees."""
+    """Return cross-entropy against the target's distribution, and the agreement."""
     logits = draft(lesson.ids)
     loss = soft_cross_entropy(logits, lesson.logits.float().softmax(-1)).mean()
     right = logits.argmax(-1) == lesson.logits.argmax(-1)

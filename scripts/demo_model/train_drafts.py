@@ -1,7 +1,7 @@
-"""Trains the three drafts side by side on one machine within a given time: the target
-writes its text once, then each draft is trained in a process of its own.
+"""Training of the three drafts side by side on one machine within a given time: the
+target generates its text once, then each draft is trained in a process of its own.
 
-Knows the order and the clock; refuses to know what the scripts do.
+Knows the order and the clock, not the content of the scripts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TASKS = {
     "train_eagle": ("eagle", 0.8),
     "train_draft_lm": ("draft", 0.55),
 }
-# Loading before and measuring behind the training.
+# Seconds for loading before the training and measuring after it.
 MARGIN_SECONDS = 18.0
 
 

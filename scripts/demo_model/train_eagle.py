@@ -1,10 +1,10 @@
-"""Trains the demo model's EAGLE head (Li et al., "EAGLE: Speculative Sampling Requires
-Rethinking Feature Uncertainty", 2024).
+"""Training of the demo model's EAGLE head (Li et al., "EAGLE: Speculative Sampling
+Requires Rethinking Feature Uncertainty", 2024).
 
 The loss is the paper's: smooth L1 on the target's next state and cross-entropy against
 the target's distribution, with uniform noise on the states that are fed. It is summed
 over a few steps in which the head reads its own state (the training-time test of
-EAGLE-3), because a head that only saw true states loses its way behind the first step.
+EAGLE-3), because a head that only saw true states diverges after the first step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOISE = 0.1
 
 
 def eagle_loss(head: EagleHead, lesson: Lesson) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum over the steps, and the accuracy of each."""
+    """Return the sum over the steps, and the accuracy of each."""
     hidden = lesson.states.hidden
     shares = lesson.logits.float().softmax(-1)
     best = lesson.logits.argmax(-1)

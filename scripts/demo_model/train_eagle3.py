@@ -1,9 +1,9 @@
-"""Trains the demo model's EAGLE3 head (Li et al., "EAGLE-3: Scaling up Inference
+"""Training of the demo model's EAGLE3 head (Li et al., "EAGLE-3: Scaling up Inference
 Acceleration of Large Language Models via Training-Time Test", 2025).
 
 The loss is the paper's: cross-entropy against the target's distribution restricted to
 the draft vocabulary, summed over steps in which the head reads its own state and
-attends to what its own chain wrote; no regression of states.
+attends to the KV of its own chain; no regression of states.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ STEP_DECAY = 0.8
 
 
 def choose_draft_ids(counts: Tensor) -> Tensor:
-    """The most frequent tokens, ascending: int64 [DRAFT_VOCAB]."""
+    """Return the most frequent tokens, ascending: int64 [DRAFT_VOCAB]."""
     return counts.topk(DRAFT_VOCAB).indices.sort().values
 
 
 def vocabulary_maps(draft_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """d2t int64 [draft], differences to the own index; t2d bool [vocab]."""
+    """Return d2t int64 [draft], target id minus draft id, and t2d bool [vocab]."""
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[draft_ids] = True
     return {"d2t": draft_ids - torch.arange(len(draft_ids)), "t2d": t2d}
 
 
 def read_draft_ids(run: Path) -> Tensor:
-    """`choose_draft_ids` of an earlier run."""
+    """Return the draft ids of an earlier run."""
     d2t = load_file(run / "draft.safetensors")["d2t"]
     return d2t + torch.arange(len(d2t))
 
@@ -52,8 +52,10 @@ def read_draft_ids(run: Path) -> Tensor:
 def eagle3_loss(
     head: Eagle3Head, draft_ids: Tensor, lesson: Lesson
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The sum over the steps, and the accuracy of each. A position whose best token is
-    outside the draft vocabulary teaches nothing."""
+    """Return the sum over the steps, and the accuracy of each.
+
+    A position whose best token is outside the draft vocabulary has no loss.
+    """
     shares = lesson.logits[..., draft_ids].float().softmax(-1)
     best = lesson.logits.argmax(-1)
     is_known = torch.isin(best, draft_ids)
@@ -73,7 +75,7 @@ def main() -> None:
     args = parse_args(__doc__, name="eagle3", lr=2e-3)
     distiller = Distiller(args, unroll=UNROLL)
     counts = distiller.token_counts()
-    # The rows of a resumed head stay those of its tokens.
+    # A resumed head keeps the draft ids of its rows.
     draft_ids = read_draft_ids(args.resume) if args.resume else choose_draft_ids(counts)
     on_device = draft_ids.to(distiller.device)
     head = Eagle3Head(

@@ -1,4 +1,4 @@
-"""Trains the byte-level BPE tokenizer and writes tokenizer.json and
+"""Training of the byte-level BPE tokenizer; writes tokenizer.json and
 tokenizer_config.json, chat template included, into the asset folder.
 
 Knows the text of the training split only; refuses to know the model.
@@ -23,9 +23,9 @@ from scripts.demo_model.paths import (
 
 VOCAB_SIZE = 4096
 CONTEXT_LENGTH = 2048
-# Words may take one leading sign ("(self", "_name", " return"), digits stand alone so
-# that no vocabulary is spent on numbers, and signs may take the line break behind them.
-# What remains of an indentation is one token after the line break.
+# Words may take one leading sign ("(self", "_name", " return"), digits are separate so
+# that no vocabulary is spent on numbers, and signs may take the line break after them.
+# The rest of an indentation is one token after the line break.
 WORD_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -45,7 +45,7 @@ CHAT_TEMPLATE = (
 
 
 def iter_text(corpus: Path) -> Iterator[str]:
-    """Yields the training files and, for the words of requests, the user turns."""
+    """Yield the training files and, for the words of requests, the user turns."""
     with (corpus / "train.jsonl").open(encoding="utf-8") as reader:
         for line in reader:
             yield json.loads(line)["text"]
@@ -55,7 +55,7 @@ def iter_text(corpus: Path) -> Iterator[str]:
 
 
 def train(corpus: Path) -> Tokenizer:
-    """Returns the trained tokenizer; ids 0.. are `SPECIAL_TOKENS` in their order."""
+    """Return the trained tokenizer; ids 0.. are `SPECIAL_TOKENS` in their order."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -75,7 +75,7 @@ def train(corpus: Path) -> Tokenizer:
 
 
 def tokenizer_config() -> dict[str, object]:
-    """What transformers and serving engines read beside tokenizer.json."""
+    """Return tokenizer_config.json, for transformers and serving engines."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": CONTEXT_LENGTH,

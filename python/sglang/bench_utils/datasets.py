@@ -1,11 +1,10 @@
-"""Prompts to load an engine with: drawn from a seed, nothing is downloaded.
+"""Prompts for benchmarks: drawn from a seed, nothing is downloaded.
 
 Text comes from the Python standard library's own source, which every machine has.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -14,17 +13,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
-from sglang.srt.arg_groups.arg_parser import Arg
+from sglang.srt.arg_groups.arg_parser import Arg, check_values
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 DATASETS = ("random", "random-ids", "generated-shared-prefix")
-# How much text is tokenized to find a number of tokens; more where that was too little.
+# Characters tokenized per wanted token; more if that yields too few tokens.
 CHARS_PER_TOKEN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest:
-    """One prompt, in both forms, and how many tokens to generate.
+    """One prompt, as text and as tokens, and the number of tokens to generate.
 
     `ids_only`: random tokens, whose text would be tokenized differently.
     """
@@ -47,26 +46,23 @@ class DatasetArgs:
             DATASETS,
         ),
     ] = "random"
-    num_prompts: Annotated[int, Arg("Requests (random, random-ids).")] = 1000
-    seed: Annotated[int, Arg("Seed of everything that is drawn.")] = 1
-    random_input_len: Annotated[int, Arg("Longest prompt, in tokens.")] = 1024
-    random_output_len: Annotated[int, Arg("Longest output, in tokens.")] = 1024
+    num_prompts: Annotated[int, Arg("Requests (random, random-ids).", low=1)] = 1000
+    seed: Annotated[int, Arg("Seed of everything that is drawn.", low=0)] = 1
+    random_input_len: Annotated[int, Arg("Longest prompt, in tokens.", low=1)] = 1024
+    random_output_len: Annotated[int, Arg("Longest output, in tokens.", low=1)] = 1024
     random_range_ratio: Annotated[
         float, Arg("Shortest length as a share of the longest.")
     ] = 0.0
-    gsp_num_groups: Annotated[int, Arg("Groups that share a prefix.")] = 64
-    gsp_prompts_per_group: Annotated[int, Arg("Prompts in a group.")] = 16
-    gsp_system_prompt_len: Annotated[int, Arg("Tokens of a shared prefix.")] = 1024
-    gsp_question_len: Annotated[int, Arg("Tokens of a prompt's own part.")] = 128
-    gsp_output_len: Annotated[int, Arg("Tokens to generate.")] = 256
+    gsp_num_groups: Annotated[int, Arg("Groups that share a prefix.", low=1)] = 64
+    gsp_prompts_per_group: Annotated[int, Arg("Prompts in a group.", low=1)] = 16
+    gsp_system_prompt_len: Annotated[int, Arg("Tokens of a shared prefix.", low=1)] = (
+        1024
+    )
+    gsp_question_len: Annotated[int, Arg("Tokens of a prompt's own part.", low=1)] = 128
+    gsp_output_len: Annotated[int, Arg("Tokens to generate.", low=1)] = 256
 
     def __post_init__(self) -> None:
-        check_choice("--dataset-name", self.dataset_name, DATASETS)
-        for field in dataclasses.fields(DatasetArgs):
-            value = getattr(self, field.name)
-            low = _LOWER_BOUNDS.get(field.name, 1)
-            if isinstance(value, int) and value < low:
-                raise ValueError(f"{flag(field.name)} {value} must be at least {low}")
+        check_values(self)
         if not 0.0 <= self.random_range_ratio <= 1.0:
             raise ValueError(
                 f"--random-range-ratio {self.random_range_ratio} must lie between 0 "
@@ -74,35 +70,19 @@ class DatasetArgs:
             )
 
 
-_LOWER_BOUNDS = {"seed": 0}
-
-
-def flag(field_name: str) -> str:
-    """`num_prompts` -> `--num-prompts`."""
-    return "--" + field_name.replace("_", "-")
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise a ValueError that names the flag, unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(
-            f"{name} {value!r} is unknown; choose from {', '.join(choices)}"
-        )
-
-
 def make_requests(args: DatasetArgs, tokenizer: Tokenizer) -> list[BenchRequest]:
-    """The requests of the dataset that `args` names; the same for the same seed."""
+    """Build the requests of the dataset that `args` names; same seed, same requests."""
     rng = random.Random(args.seed)
     return _BUILDERS[args.dataset_name](args, tokenizer, rng)
 
 
 def draw_length(rng: random.Random, longest: int, range_ratio: float) -> int:
-    """Uniform in `[longest * range_ratio, longest]`, at least 1."""
+    """Draw a length uniformly from `[longest * range_ratio, longest]`, at least 1."""
     return rng.randint(max(int(longest * range_ratio), 1), longest)
 
 
 def text_ids(tokenizer: Tokenizer, rng: random.Random, count: int) -> list[int]:
-    """`count` tokens of source code from a random place."""
+    """Return `count` tokens of source code from a random position."""
     text, wanted = "", 0
     while True:
         wanted += count * CHARS_PER_TOKEN
@@ -114,10 +94,10 @@ def text_ids(tokenizer: Tokenizer, rng: random.Random, count: int) -> list[int]:
             return ids[:count]
 
 
-def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Text that a server tokenizes to at most as many tokens as `ids` has.
+def decode_no_longer(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return a text that a server tokenizes to at most as many tokens as `ids` has.
 
-    A cut through the middle of a word may be tokenized differently from its pieces.
+    The text of a word that is cut in the middle may have more tokens than its ids.
     """
     kept = list(ids)
     while True:
@@ -133,7 +113,7 @@ def _random_text(
 ) -> list[BenchRequest]:
     requests = []
     for prompt_len, output_len in _lengths(args, rng):
-        text = text_of(tokenizer, text_ids(tokenizer, rng, prompt_len))
+        text = decode_no_longer(tokenizer, text_ids(tokenizer, rng, prompt_len))
         requests.append(_from_text(text, tokenizer, output_len))
     return requests
 
@@ -159,13 +139,13 @@ def _random_ids(
 def _shared_prefix(
     args: DatasetArgs, tokenizer: Tokenizer, rng: random.Random
 ) -> list[BenchRequest]:
-    """Groups in random order, so that the members of a group arrive apart."""
+    """Build groups, shuffled so that the members of a group arrive apart."""
     requests = []
     for _ in range(args.gsp_num_groups):
         prefix = text_ids(tokenizer, rng, args.gsp_system_prompt_len)
         for _ in range(args.gsp_prompts_per_group):
             question = text_ids(tokenizer, rng, args.gsp_question_len)
-            text = text_of(tokenizer, prefix + question)
+            text = decode_no_longer(tokenizer, prefix + question)
             requests.append(_from_text(text, tokenizer, args.gsp_output_len))
     rng.shuffle(requests)
     return requests
@@ -198,6 +178,6 @@ def _from_text(text: str, tokenizer: Tokenizer, output_len: int) -> BenchRequest
 
 @lru_cache(maxsize=1)
 def _source_files() -> list[Path]:
-    """Modules of the standard library that hold a page of text or more."""
+    """Return the modules of the standard library of a page of text or more."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     return [path for path in sorted(folder.glob("*.py")) if path.stat().st_size > 4096]

@@ -1,7 +1,7 @@
-"""The floor under a decode step: the bytes of the weights over the memory's speed.
+"""Lower bound of a decode step: the bytes of the weights over the memory bandwidth.
 
-Weights that stay in a cache are read faster than the floor says; the speed of reading a
-buffer of the weights' own size is measured too, so that this shows.
+Weights that stay in a cache are read faster than this bound; so the bandwidth of a
+buffer of the weights' own size is measured, too.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MIN_RUNS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
-    """GB/s (1e9 bytes), best of several runs, with the threads of this process.
+    """Bandwidth in GB/s (1e9 bytes), best of several runs, with this process's threads.
 
     Fields:
-    read_gb_s: reading a buffer that no cache holds.
-    copy_gb_s: bytes read plus bytes written while copying one.
-    resident_read_gb_s: reading a buffer of the weights' size again and again.
+        read_gb_s: reading a buffer that no cache holds.
+        copy_gb_s: bytes read plus bytes written while copying one.
+        resident_read_gb_s: reading a buffer of the weights' size repeatedly.
     """
 
     read_gb_s: float
@@ -44,7 +44,7 @@ def measure_bandwidth(
     big_bytes: int = BIG_BYTES,
     budget_seconds: float = BUDGET_SECONDS,
 ) -> Bandwidth:
-    """Measure on the CPU; each of the three takes about `budget_seconds`."""
+    """Measure the three bandwidths of the CPU, for about `budget_seconds` each."""
     source = torch.ones(big_bytes // 4)
     target = torch.empty_like(source)
     resident = torch.ones(max(weight_bytes // 4, 1))
@@ -60,7 +60,7 @@ def measure_bandwidth(
 
 
 def weight_bytes_per_step(model: nn.Module) -> int:
-    """Bytes of weights that one decode step reads, in the form in which they are kept.
+    """Return the bytes of weights that one decode step reads, as stored.
 
     The embedding table does not count: a step reads single rows of it. The head does.
     """
@@ -79,7 +79,7 @@ def weight_bytes_per_step(model: nn.Module) -> int:
 
 
 def floor_report(weight_bytes: int, bandwidth: Bandwidth) -> Json:
-    """Milliseconds and tokens/s of a batch-1 step that only reads its weights."""
+    """Return the time and tokens/s of a batch-1 step that only reads its weights."""
     seconds = rate(weight_bytes, bandwidth.read_gb_s * 1e9)
     resident = rate(weight_bytes, bandwidth.resident_read_gb_s * 1e9)
     return {

@@ -1,6 +1,6 @@
 """A model runner without a scheduler: one fixed batch, forward by forward.
 
-Shows what the model alone costs: no queue, no sampling but argmax, no prefix cache.
+Measures the cost of the model alone: no queue, argmax sampling only, no prefix cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sglang.srt.utils.paths import resolve_model_folder
 
 
 class ForwardRunner:
-    """One batch at a time: `prefill`, any number of `decode`, `release`.
+    """Runs one batch at a time: `prefill`, any number of `decode`, `release`.
 
     Raises:
         ValueError: the model cannot be loaded, or memory does not suffice.
@@ -81,7 +81,7 @@ class ForwardRunner:
         )
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """One step: `tokens` int64 [R] in, the most likely next tokens [R] out."""
+        """Run one step on `tokens` int64 [R]; return the likeliest next tokens [R]."""
         return self._forward(ForwardMode.DECODE, tokens, [1] * len(self._rows))
 
     def release(self) -> None:
@@ -92,7 +92,7 @@ class ForwardRunner:
         self._rows, self._lens = [], []
 
     def synchronize(self) -> None:
-        """Wait for the device, so that a clock read afterwards means something."""
+        """Wait for the device, so that a clock read afterwards includes its work."""
         if self.runner.device == "cuda":
             torch.cuda.synchronize()
 
@@ -103,7 +103,7 @@ class ForwardRunner:
     def _prepare(
         self, mode: ForwardMode, tokens: Tensor, counts: list[int]
     ) -> ForwardBatch:
-        """Take slots for `counts` more tokens of each row and describe the forward."""
+        """Allocate slots for `counts` more tokens per row; build the forward batch."""
         starts = self._lens
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         slots = None

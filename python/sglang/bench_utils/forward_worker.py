@@ -22,7 +22,7 @@ from sglang.srt.server_args import ServerArgs
 
 @dataclass
 class ForwardSide:
-    """Holds the model once `load` was called."""
+    """The bare model as one side of a comparison; `load` creates it."""
 
     runner: ForwardRunner | None = None
 
@@ -30,7 +30,7 @@ class ForwardSide:
         self.runner = ForwardRunner(ServerArgs(log_level="error", **flags))
 
     def prefill(self, prompt: list[int]) -> float:
-        """Seconds of the forward over `prompt`, the first token included."""
+        """Return the seconds of the forward over `prompt`, the first token included."""
         runner = self._loaded()
         began = time.perf_counter()
         runner.prefill([prompt])
@@ -40,13 +40,13 @@ class ForwardSide:
         return seconds
 
     def floor(self) -> Json:
-        """The floor of a decode step; see `floor_report`."""
+        """Return the floor of a decode step; see `floor_report`."""
         weight_bytes = weight_bytes_per_step(self._loaded().runner.model)
         return floor_report(weight_bytes, measure_bandwidth(weight_bytes))
 
     def _loaded(self) -> ForwardRunner:
         if self.runner is None:
-            raise ValueError("load comes first")
+            raise ValueError("call load first")
         return self.runner
 
 

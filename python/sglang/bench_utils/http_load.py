@@ -1,4 +1,4 @@
-"""Sends requests to a server at a given pace and records what comes back.
+"""A client that sends requests at a given pace and records their answers.
 
 Owns the network side of the serving benchmark; needs aiohttp (extra `bench`).
 """
@@ -38,13 +38,14 @@ REQUEST_TIMEOUT_SECONDS = 6 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How requests arrive.
+    """Arrival process of the requests.
 
     Fields:
-    request_rate: mean arrivals per second of a Poisson process; infinity: all at once.
-    max_concurrency: requests in flight at most; None: no bound. A request that waits
-        for its turn is not sent yet, and its times start when it is.
-    seed: of the arrival times.
+        request_rate: mean arrivals per second of a Poisson process; infinity: all at
+            once.
+        max_concurrency: requests in flight at most; None: no bound. A request that
+            waits for its turn is not sent yet, and its times start when it is.
+        seed: of the arrival times.
     """
 
     request_rate: float = float("inf")
@@ -52,7 +53,7 @@ class Pace:
     seed: int = 0
 
     def arrivals(self, count: int) -> list[float]:
-        """Seconds after the start at which each of `count` requests arrives."""
+        """Return the seconds after the start at which each of `count` arrives."""
         if self.request_rate == float("inf"):
             return [0.0] * count
         rng, now, times = random.Random(self.seed), 0.0, []
@@ -63,7 +64,7 @@ class Pace:
 
 
 class LoadClient:
-    """One HTTP session with one server. An async context manager.
+    """One HTTP session with one server; an async context manager.
 
     Args:
         base_url: such as `http://127.0.0.1:30000`.
@@ -104,10 +105,10 @@ class LoadClient:
         return self._session
 
     async def get_json(self, path: str) -> Json | None:
-        """The JSON object at `path`; None where the server has no such path.
+        """Return the JSON object at `path`; None where the server has no such path.
 
         Raises:
-            ValueError: nobody listens there, or the answer is an error.
+            ValueError: no server is there, or its answer is an error.
         """
         try:
             async with self.session.get(
@@ -144,7 +145,7 @@ class LoadClient:
         raise ValueError(f"--flush-cache: {self._base_url} refuses: {message}")
 
     async def send(self, request: BenchRequest, options: BodyOptions) -> RequestRecord:
-        """One request to its end; a failure is recorded, not raised."""
+        """Send one request and await its end; a failure is recorded, not raised."""
         record = RequestRecord()
         url = self._base_url + self._backend.path
         body = self._backend.body(request, options)
@@ -162,7 +163,7 @@ class LoadClient:
                 else:
                     answer = parse_event(await response.read())
                     self._backend.read(answer, record, clock, time.perf_counter())
-                    # The tokens of a whole answer have no times of their own.
+                    # The tokens of a whole answer have no individual times.
                     record.ttft, record.itl = None, []
         except (OSError, asyncio.TimeoutError, WireError) as error:
             record.error = f"{type(error).__name__}: {error}"
@@ -180,7 +181,7 @@ async def run_load(
     pace: Pace,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
 ) -> tuple[list[RequestRecord], float]:
-    """Send all; their records in order, and the seconds until the last one's end."""
+    """Send all requests; return their records in order, and the total seconds."""
     turn = (
         contextlib.nullcontext()
         if pace.max_concurrency is None
@@ -206,7 +207,7 @@ async def run_load(
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, is_hidden: bool) -> Iterator[Callable[[], None]]:
-    """A bar on stderr; call the result once per request.
+    """Show a bar on stderr; call the result once per request.
 
     Raises:
         ValueError: tqdm is not installed.

@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks share: exit codes, and optional packages."""
+"""Helpers of the benchmarks' command lines: exit codes, flags, optional packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLUSH_PAUSE_SECONDS = 0.02
 
 
 def run_cli(run: Callable[[], int]) -> int:
-    """Exit code of `run`, or 2 with one line on stderr for a ValueError."""
+    """Return the exit code of `run`; 2, with one line on stderr, for a ValueError."""
     try:
         return run()
     except ValueError as error:
@@ -25,7 +25,7 @@ def run_cli(run: Callable[[], int]) -> int:
 
 
 def parse_json_object(name: str, text: str | None) -> dict[str, Any]:
-    """The JSON object in the flag `name`; empty where it is unset.
+    """Parse the JSON object in the flag `name`; empty where it is unset.
 
     Raises:
         ValueError: not a JSON object; names the flag.
@@ -42,7 +42,7 @@ def parse_json_object(name: str, text: str | None) -> dict[str, Any]:
 
 
 def import_extra(name: str) -> ModuleType:
-    """A package of the extra `bench`.
+    """Import a package of the extra `bench`.
 
     Raises:
         ValueError: it is not installed; names the extra.
@@ -57,9 +57,9 @@ def import_extra(name: str) -> ModuleType:
 
 
 def flush_when_idle(flush: Callable[[], bool]) -> None:
-    """Empty a prefix cache just after the last answer.
+    """Empty a prefix cache right after the last answer.
 
-    An engine may need another moment until it counts as idle.
+    An engine may need another moment until it is idle.
 
     Raises:
         RuntimeError: `flush` still returns False after two seconds.

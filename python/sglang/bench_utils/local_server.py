@@ -1,4 +1,4 @@
-"""A server started for a benchmark on this machine, and stopped after it."""
+"""A server on this machine for the duration of a benchmark."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ STOP_SECONDS = 20.0
 
 
 class LocalServer:
-    """`python -m sglang.launch_server` on a free port of 127.0.0.1. A context manager
-    that waits until the server is ready and stops it at the end.
+    """`python -m sglang.launch_server` on a free port of 127.0.0.1.
+
+    A context manager that waits until the server is ready and stops it at the end.
 
     Args:
         flags: further flags of the server.
@@ -48,7 +49,7 @@ class LocalServer:
 
     def __enter__(self) -> LocalServer:
         began = time.perf_counter()
-        # The server's own output belongs to stderr: stdout ends in the report.
+        # The server's own output goes to stderr: stdout ends in the report.
         self._process = subprocess.Popen(
             self._command, env=self._environment, stdout=sys.stderr
         )

@@ -1,6 +1,6 @@
-"""Who used the processor while something was measured.
+"""Processor use by side and by other processes during a measurement.
 
-A comparison is fair only where the waiting side slept and nobody else computed.
+A comparison is fair only if the waiting sides slept and no other process computed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang.bench_utils.report import rate
 
 _PROC = Path("/proc")
 _TICKS = os.sysconf("SC_CLK_TCK")
-# Fields of /proc/<pid>/stat behind the command's closing parenthesis.
+# Fields of /proc/<pid>/stat after the command's closing parenthesis.
 _PPID, _UTIME, _STIME = 1, 11, 12
 # Fields of a cpu line of /proc/stat: user nice system idle iowait irq softirq steal.
 _IDLE_FIELDS = (3, 4)
@@ -27,9 +27,9 @@ class Usage:
     """Mean number of cores in use over a measurement.
 
     Fields:
-    active: by the side that was measured.
-    waiting: by the sides that were not.
-    foreign: by everything else on the watched cores.
+        active: by the side that was measured.
+        waiting: by the sides that were not.
+        foreign: by everything else on the watched cores.
     """
 
     active: float
@@ -53,7 +53,7 @@ class LoadWatch:
         self._used = _used_seconds(roots)
 
     def usage(self, active: str) -> Usage:
-        """Cores in use since the creation; `active` is the side that was measured."""
+        """Return the use since the creation; `active` is the side that was measured."""
         wall = time.perf_counter() - self._began
         busy = _busy_seconds(self._cores) - self._busy
         used = {
@@ -69,7 +69,7 @@ class LoadWatch:
 
 
 def _busy_seconds(cores: Collection[int]) -> float:
-    """Seconds that `cores` were not idle since the machine started, all together."""
+    """Return the total seconds that `cores` were busy since the machine started."""
     names = {f"cpu{core}" for core in cores}
     ticks = 0
     for line in (_PROC / "stat").read_text(encoding="ascii").splitlines():
@@ -81,7 +81,7 @@ def _busy_seconds(cores: Collection[int]) -> float:
 
 
 def _used_seconds(roots: Mapping[str, int]) -> dict[str, float]:
-    """Processor seconds of each tree's living processes."""
+    """Return the processor seconds of each tree's living processes."""
     parents: dict[int, int] = {}
     seconds: dict[int, float] = {}
     for path in _PROC.iterdir():

@@ -1,6 +1,6 @@
-"""Latencies and throughput of a set of requests, from what a client saw of each.
+"""Latencies and throughput of a set of requests, from the client's records.
 
-Pure arithmetic: knows neither clocks nor wires.
+Pure arithmetic: knows neither clocks nor protocols.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ PERCENTILES = (90, 95, 99)
 
 @dataclass(kw_only=True)
 class RequestRecord:
-    """One request as its client saw it; times in seconds.
+    """One request as its client measured it; times in seconds.
 
     Fields:
-    prompt_tokens, output_tokens: counted by the server where it reports them.
-    latency: from sending to the last byte.
-    ttft: from sending to the first token; None where the answer was not streamed.
-    cached_tokens: None where the server does not report it.
-    itl: one entry per token after the first; tokens that came together share their gap.
-    error: why it failed; the times of a failed request do not count.
+        prompt_tokens, output_tokens: counted by the server where it reports them.
+        latency: from sending to the last byte.
+        ttft: from sending to the first token; None where the answer was not streamed.
+        cached_tokens: None where the server does not report it.
+        itl: one entry per token after the first; tokens that arrived together share
+            their gap.
+        error: reason of a failure; the times of a failed request do not count.
     """
 
     prompt_tokens: int = 0
@@ -58,13 +59,13 @@ class StreamClock:
         self._last = began
 
     def on_tokens(self, count: int, now: float) -> None:
-        """`count` new tokens arrived at `now`; zero or fewer are ignored."""
+        """Record `count` new tokens at `now`; zero or fewer are ignored."""
         if count <= 0:
             return
         record = self._record
         if record.ttft is None:
             record.ttft = now - self._began
-            # The first chunk's further tokens came without a gap of their own.
+            # Further tokens of the first chunk arrived without a gap.
             count -= 1
             record.itl += [0.0] * count
         else:
@@ -74,7 +75,7 @@ class StreamClock:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the closest ranks; 0.0 for no values."""
+    """Interpolate linearly between the closest ranks; 0.0 for no values."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -85,9 +86,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def spread_ms(name: str, values: Sequence[float]) -> Json:
-    """`{mean,median,std,p90,p95,p99,max}_<name>_ms` of values in seconds.
+    """Return `{mean,median,std,p90,p95,p99,max}_<name>_ms` of values in seconds.
 
-    All of them are None where there are no values.
+    All of them are None if there are no values.
     """
     if not values:
         names = ("mean", "median", "std", *(f"p{p}" for p in PERCENTILES), "max")
@@ -103,10 +104,10 @@ def spread_ms(name: str, values: Sequence[float]) -> Json:
 
 
 def summarize(records: Sequence[RequestRecord], *, duration: float) -> Json:
-    """Figures of a run of `duration` seconds; failed requests are counted apart.
+    """Return the figures of a run of `duration` seconds; failed requests only count.
 
     `concurrency` is the mean number of requests in flight, `cache_hit_rate` the share
-    of prompt tokens that the server had cached (None where it does not say).
+    of prompt tokens that the server had cached (None where it does not report it).
     """
     done = [record for record in records if record.error is None]
     inputs = sum(record.prompt_tokens for record in done)

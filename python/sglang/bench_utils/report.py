@@ -1,4 +1,4 @@
-"""How every benchmark reports: a table for people, then one JSON document in one line.
+"""Output of every benchmark: a table for people, then one JSON document in one line.
 
 Knows no benchmark. Imports neither torch nor an engine.
 """
@@ -22,17 +22,17 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def rate(count: float, seconds: float) -> float:
-    """`count / seconds`; 0.0 where no time passed, so that nobody divides by zero."""
+    """Return `count / seconds`; 0.0, not a division by zero, if no time passed."""
     return count / seconds if seconds > 0.0 else 0.0
 
 
 def ratio(value: float, base: float) -> float | None:
-    """`value / base`; None where there is nothing to compare with."""
+    """Return `value / base`; None if there is nothing to compare with."""
     return value / base if base > 0.0 and math.isfinite(value / base) else None
 
 
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Align columns: the first to the left, the others to the right."""
     cells = [list(columns), *([_cell(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
@@ -62,9 +62,9 @@ def print_report(
 
 
 def provenance() -> Json:
-    """What a figure depends on besides the code under test; names no host.
+    """Return the commit, date, machine and Python of a figure; names no host.
 
-    `commit` has "-dirty" at its end where the tree differs from it.
+    `commit` ends in "-dirty" if the tree differs from it.
     """
     return {
         "commit": _commit(),
@@ -75,7 +75,7 @@ def provenance() -> Json:
 
 
 def cpu_model() -> str:
-    """The processor's name for itself."""
+    """Return the processor's model name."""
     for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

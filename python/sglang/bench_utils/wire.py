@@ -1,6 +1,6 @@
-"""What each backend of the serving benchmark sends, and how it reads the answer.
+"""Request bodies and answer parsers of the serving benchmark's backends.
 
-Knows the wires, not the network: bodies out, parsed events in.
+Knows the formats, not the network: bodies out, parsed events in.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ DONE = b"[DONE]"
 
 
 class WireError(RuntimeError):
-    """The server answered with something else than what its wire promises."""
+    """The server's answer does not have the expected format, or is an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyOptions:
-    """What all requests of a run have in common.
+    """Options of all requests of a run.
 
-    `send_ids`: token ids instead of text, where the wire can carry them.
+    `send_ids`: token ids instead of text, where the format admits them.
     """
 
     model: str
@@ -42,7 +42,7 @@ EventReader = Callable[[Json, RequestRecord, StreamClock, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """`read` takes one event (or the whole answer): what is new in it, and when."""
+    """One request format. `read` records the new content of an event or an answer."""
 
     path: str
     body: Callable[[BenchRequest, BodyOptions], Json]
@@ -106,7 +106,7 @@ def _openai_body(request: BenchRequest, options: BodyOptions, own: Json) -> Json
 def _read_generate(
     event: Json, record: RequestRecord, clock: StreamClock, now: float
 ) -> None:
-    """Everything in an event is cumulative."""
+    """Record an event of `/generate`, all of whose fields are cumulative."""
     meta = event["meta_info"]
     reason = meta["finish_reason"]
     if reason is not None and reason["type"] == "abort":
@@ -122,10 +122,10 @@ def _read_generate(
 def _read_openai(
     event: Json, record: RequestRecord, clock: StreamClock, now: float
 ) -> None:
-    """A chunk with text counts as one token, until `usage` tells the number."""
+    """Record a chunk; text counts as one token until `usage` gives the number."""
     for choice in event.get("choices", ()):
-        part = choice.get("delta") or choice.get("message") or choice
-        text = part.get("text") or part.get("content")
+        holder = choice.get("delta") or choice.get("message") or choice
+        text = holder.get("text") or holder.get("content")
         if text:
             record.text += text
             record.output_tokens += 1
@@ -150,7 +150,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 async def sse_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[Json]:
-    """Events of a server-sent stream, up to `[DONE]`.
+    """Yield the events of a server-sent stream, up to `[DONE]`.
 
     Raises:
         WireError: an event is an error, or the stream ends before `[DONE]`.
@@ -170,7 +170,7 @@ async def sse_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[Json]:
 
 
 def parse_event(data: bytes) -> Json:
-    """The JSON object of one event or of a whole answer.
+    """Parse the JSON object of one event or of a whole answer.
 
     Raises:
         WireError: not a JSON object, or an error object.
@@ -187,6 +187,6 @@ def parse_event(data: bytes) -> Json:
 
 
 def error_message(event: Json) -> str:
-    """The message of an error object."""
+    """Return the message of an error object."""
     error = event["error"]
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)

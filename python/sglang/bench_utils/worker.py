@@ -1,8 +1,7 @@
-"""One side of a comparison as a process of its own, told what to do line by line.
+"""One side of a comparison as a process of its own that executes commands line by line.
 
-A side's libraries, thread pools and memory stay away from the others', and a side that
-is not asked anything sleeps in a read. Standard library only: a side may run under
-another Python than ours.
+A side's libraries, thread pools and memory are separate from the others', and an idle
+side sleeps in a read. Standard library only: a side may run under another Python.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ Handler = Callable[..., Any]
 
 
 class WorkerError(RuntimeError):
-    """The worker failed; its own message."""
+    """The worker failed; carries its own message."""
 
 
 class Worker:
-    """A child that runs `serve`. A context manager that ends it.
+    """A child process that runs `serve`; a context manager that ends it.
 
     Args:
         name: for messages.
         command: program and arguments.
-        environment: of the child, whole.
+        environment: the complete environment of the child.
 
     Attributes:
         pid: the child's process id.
@@ -54,7 +53,7 @@ class Worker:
         self.pid = self._process.pid
 
     def call(self, command: str, **arguments: Any) -> Any:
-        """Run a command there and wait for what it returns.
+        """Run a command in the child and return its result.
 
         Raises:
             WorkerError: it raised, or the process ended.
@@ -65,7 +64,7 @@ class Worker:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # the missing answer tells it
+            pass  # the missing answer is reported below
         answer = self._process.stdout.readline()
         if not answer:
             raise WorkerError(
@@ -78,7 +77,7 @@ class Worker:
         return content["result"]
 
     def close(self) -> None:
-        """End of input tells the child to leave."""
+        """Close the child's input, which ends it, and wait for its exit."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:
@@ -103,7 +102,7 @@ class Worker:
 def worker_environment(
     base: Mapping[str, str], *, threads: int, **extra: str
 ) -> dict[str, str]:
-    """`base` with the number of OpenMP threads set and this package importable."""
+    """Return `base` with OpenMP's thread number set and this package importable."""
     package_root = str(Path(__file__).resolve().parents[2])
     paths = [path for path in (package_root, base.get("PYTHONPATH")) if path]
     return {
@@ -117,7 +116,7 @@ def worker_environment(
 def serve(handlers: Mapping[str, Handler]) -> None:
     """Answer commands from stdin until it closes: the child's main function.
 
-    What libraries print to stdout goes to stderr, so that it cannot be taken for an
+    Output of libraries to stdout goes to stderr, so that it cannot be mistaken for an
     answer.
     """
     answers = os.fdopen(os.dup(STDOUT), "w", encoding="utf-8")

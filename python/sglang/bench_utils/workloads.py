@@ -1,7 +1,7 @@
-"""What engines are asked when they are compared: fixed lengths, fresh text.
+"""Workloads for comparisons of engines: fixed lengths, fresh text.
 
-All rounds have the same lengths, from a seed of their own. Their texts differ, so that
-no prefix cache helps.
+All rounds have the same lengths, from a separate seed. Their texts differ, so that no
+prefix cache helps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from sglang.bench_utils.datasets import draw_length, text_ids
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-# All lengths times this, to see that a benchmark works; its figures mean nothing then.
+# Factor of all lengths in a quick run, which checks that a benchmark works; its figures
+# are meaningless.
 QUICK_SCALE = 0.05
 LENGTH_SEED = 20
 CONCURRENT = 16
@@ -28,8 +29,9 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Prompts and how many tokens to generate for each; asked all at once, or one by
-    one (`is_sequential`).
+    """Prompts and the number of tokens to generate for each.
+
+    All are sent at once, or one by one (`is_sequential`).
     """
 
     prompts: list[list[int]]
@@ -41,7 +43,7 @@ class Workload:
         return sum(self.output_lens)
 
 
-# Batch 1, mixed lengths, and equal lengths: the last has no padding to lose to.
+# Batch 1, mixed lengths, and equal lengths, which need no padding.
 SEQUENTIAL = Lengths(prompt=(32, 64), output=(128, 128))
 MIXED = Lengths(prompt=(32, 256), output=(32, 128))
 EQUAL = Lengths(prompt=(64, 64), output=(64, 64))
@@ -83,7 +85,7 @@ class Workloads:
         return Workload(prompts=prompts, output_lens=outputs)
 
     def prompt(self, label: str, length: int) -> list[int]:
-        """One prompt that no other label has."""
+        """Return a prompt that is unique to `label`."""
         rng = random.Random(f"prompt {self._seed} {label}")
         return text_ids(self._tokenizer, rng, self._scaled(length))
 
@@ -96,13 +98,13 @@ class Workloads:
         count: int,
         is_sequential: bool = False,
     ) -> Workload:
-        of_lengths = random.Random(f"{name} {LENGTH_SEED}")
-        of_text = random.Random(f"{name} {self._seed} {round_}")
+        length_rng = random.Random(f"{name} {LENGTH_SEED}")
+        text_rng = random.Random(f"{name} {self._seed} {round_}")
         prompts, outputs = [], []
         for _ in range(count):
-            prompt_len = self._scaled(_between(of_lengths, lengths.prompt))
-            prompts.append(text_ids(self._tokenizer, of_text, prompt_len))
-            outputs.append(self._scaled(_between(of_lengths, lengths.output)))
+            prompt_len = self._scaled(_between(length_rng, lengths.prompt))
+            prompts.append(text_ids(self._tokenizer, text_rng, prompt_len))
+            outputs.append(self._scaled(_between(length_rng, lengths.output)))
         return Workload(
             prompts=prompts, output_lens=outputs, is_sequential=is_sequential
         )

@@ -27,8 +27,7 @@ def _parse_bool(text: str) -> bool:
 
 
 class EnvVar(Generic[T]):
-    """One typed variable; read at every `get`, so that tests and children see
-    changes."""
+    """A typed variable, read at every `get` so that tests and children see changes."""
 
     def __init__(
         self, name: str, default: T, parse: Callable[[str], T], doc: str
@@ -39,7 +38,7 @@ class EnvVar(Generic[T]):
         self._parse = parse
 
     def get(self) -> T:
-        """The parsed value, or the default where the variable is unset.
+        """Return the parsed value, or the default where the variable is unset.
 
         Raises:
             ValueError: the text cannot be parsed; names the variable and the text.
@@ -57,7 +56,7 @@ class EnvVar(Generic[T]):
 
     @contextmanager
     def override(self, value: T) -> Iterator[None]:
-        """Set the variable for this process and its children, then restore it."""
+        """Set the variable for this process and its children; restore it on exit."""
         before = os.environ.get(self.name)
         os.environ[self.name] = str(int(value) if isinstance(value, bool) else value)
         try:
@@ -104,7 +103,8 @@ class Envs:
         "SGLANG_KV_CANARY_RING_CAPACITY",
         1024,
         int,
-        "Violations that the device keeps between two results; more are counted only.",
+        "Violations that the device keeps between two results; further ones are only "
+        "counted.",
     )
     SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS = EnvVar(
         "SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS",
@@ -147,7 +147,7 @@ class Envs:
         "SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE",
         False,
         _parse_bool,
-        "Sample what the token oracle says instead of what the logits say (tests).",
+        "Sample the tokens of the token oracle instead of the logits (tests).",
     )
     SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL = EnvVar(
         "SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL",
@@ -210,7 +210,7 @@ class Envs:
         0.0,
         float,
         "Benchmarks of speculative decoding with --load-format dummy: accept this many "
-        "tokens per verification on average, whatever the target says, with the KV "
+        "tokens per verification on average, whatever the target predicts, with the KV "
         "canary off; 0: off.",
     )
     SGLANG_CI = EnvVar("CI", False, _parse_bool, "Set by CI machines.")
@@ -220,5 +220,5 @@ envs = Envs()
 
 
 def child_environment(**extra: str) -> dict[str, str]:
-    """A copy of this process's environment for a child, with `extra` on top."""
+    """Return a copy of this process's environment for a child, updated by `extra`."""
     return {**os.environ, **extra}

@@ -17,6 +17,7 @@ from sglang.srt.arg_groups.arg_parser import (
     Arg,
     FlagParser,
     add_fields,
+    check_values,
     from_namespace,
 )
 from sglang.srt.arg_groups.canary_hook import handle_kv_canary
@@ -34,23 +35,15 @@ from sglang.srt.configs.attention_backends import (
     check_available,
     supported_names,
 )
-from sglang.srt.speculative.draft_layout import TreeShape
+from sglang.srt.speculative.draft_layout import MAX_TOP_K, TreeShape
 from sglang.srt.utils.devices import cuda_device_count
 from sglang.srt.utils.paths import bundled_demo_model_path
-
-DTYPES = ("auto", "float32", "float", "bfloat16", "half", "float16")
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
-SCHEDULE_POLICIES = ("fcfs", "lpm")
-GRAMMAR_BACKENDS = ("llguidance", "none")
-SPECULATIVE_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
-CANARY_MODES = ("none", "log", "raise", "heal")
-CANARY_REAL_DATA = ("none", "partial", "rotate", "all")
-LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-DISAGGREGATION_MODES = ("null", "prefill", "decode")
 
 
 @dataclasses.dataclass(kw_only=True)
 class ServerArgs:
+    """Every flag of the server and argument of `Engine`, resolved once."""
+
     # Model and tokenizer
     model_path: Annotated[
         str | None,
@@ -66,14 +59,14 @@ class ServerArgs:
         str,
         Arg(
             "How weights are read; dummy: random values of the real shapes.",
-            LOAD_FORMATS,
+            ("auto", "safetensors", "dummy"),
         ),
     ] = "auto"
     trust_remote_code: Annotated[
         bool, Arg("Refused: code from a checkpoint is never run.")
     ] = False
     context_length: Annotated[
-        int | None, Arg("Longest prompt + output; unset: the model's own.")
+        int | None, Arg("Longest prompt + output; unset: the model's own.", low=1)
     ] = None
     served_model_name: Annotated[
         str | None, Arg("Name in /v1/models; unset: the model path, or demo.")
@@ -85,13 +78,18 @@ class ServerArgs:
     # Device and numerics
     device: Annotated[str, Arg("Device to run on.", ("auto", "cpu", "cuda"))] = "auto"
     dtype: Annotated[
-        str, Arg("Compute and KV type; auto: float32 on the CPU.", DTYPES)
+        str,
+        Arg(
+            "Compute and KV type; auto: float32 on the CPU.",
+            ("auto", "float32", "float", "bfloat16", "half", "float16"),
+        ),
     ] = "auto"
     tp_size: Annotated[
         int,
         Arg(
             "Tensor parallel ranks: one process and, on CUDA, one GPU each.",
             aliases=("--tp", "--tensor-parallel-size"),
+            low=1,
         ),
     ] = 1
     attention_backend: Annotated[
@@ -105,10 +103,10 @@ class ServerArgs:
         str | None, Arg("Sampling backend; unset: pytorch.", ("pytorch",))
     ] = None
     grammar_backend: Annotated[
-        str, Arg("Engine of constrained decoding.", GRAMMAR_BACKENDS)
+        str, Arg("Engine of constrained decoding.", ("llguidance", "none"))
     ] = "llguidance"
     random_seed: Annotated[
-        int | None, Arg("Seed of requests that bring none; unset: drawn at start.")
+        int | None, Arg("Seed of requests without one; unset: drawn at start.")
     ] = None
 
     # Memory
@@ -117,12 +115,12 @@ class ServerArgs:
         Arg("Share of free memory for weights, KV cache and graphs; unset: by device."),
     ] = None
     max_total_tokens: Annotated[
-        int | None, Arg("KV slots; unset: from --mem-fraction-static.")
+        int | None, Arg("KV slots; unset: from --mem-fraction-static.", low=1)
     ] = None
     max_running_requests: Annotated[
-        int | None, Arg("Requests in one batch; unset: by device.")
+        int | None, Arg("Requests in one batch; unset: by device.", low=1)
     ] = None
-    page_size: Annotated[int | None, Arg("Tokens per KV page; unset: 1.")] = None
+    page_size: Annotated[int | None, Arg("Tokens per KV page; unset: 1.", low=1)] = None
     disable_radix_cache: Annotated[
         bool, Arg("Do not share prefixes between requests.")
     ] = False
@@ -133,29 +131,35 @@ class ServerArgs:
         Arg("Longest prefill of one forward; -1: no chunks; unset: by device."),
     ] = None
     max_prefill_tokens: Annotated[
-        int, Arg("Tokens that one prefill batch may hold.")
+        int, Arg("Tokens that one prefill batch may hold.", low=1)
     ] = 16384
     max_queued_requests: Annotated[
-        int, Arg("Requests that may wait; beyond it 503 with Retry-After.")
+        int, Arg("Requests that may wait; beyond it 503 with Retry-After.", low=1)
     ] = 4096
     schedule_policy: Annotated[
-        str, Arg("Order of the waiting queue.", SCHEDULE_POLICIES)
+        str, Arg("Order of the waiting queue.", ("fcfs", "lpm"))
     ] = "fcfs"
     schedule_conservativeness: Annotated[
-        float, Arg("Larger values admit fewer requests and retract less.")
+        float, Arg("Larger values admit fewer requests and retract less.", low=0.0)
     ] = 1.0
     disable_overlap_schedule: Annotated[
         bool, Arg("Process a step's result before the next step is launched.")
     ] = False
-    stream_interval: Annotated[int, Arg("Tokens between two stream messages.")] = 1
+    stream_interval: Annotated[
+        int, Arg("Tokens between two stream messages.", low=1)
+    ] = 1
     watchdog_timeout: Annotated[
-        float, Arg("Seconds after which a forward that does not end stops the server.")
+        float,
+        Arg(
+            "Seconds after which a forward that does not end stops the server.",
+            low=0.001,
+        ),
     ] = 300.0
 
     # CUDA graphs
     disable_cuda_graph: Annotated[bool, Arg("Run decode without CUDA graphs.")] = False
     cuda_graph_max_bs: Annotated[
-        int | None, Arg("Largest batch with a CUDA graph.")
+        int | None, Arg("Largest batch with a CUDA graph.", low=1)
     ] = None
     cuda_graph_bs: Annotated[
         list[int] | None, Arg("Batch sizes with a CUDA graph.")
@@ -170,7 +174,7 @@ class ServerArgs:
 
     # HTTP
     host: Annotated[str, Arg("Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Arg("Port to listen on.")] = 30000
+    port: Annotated[int, Arg("Port to listen on.", low=0, high=65535)] = 30000
     api_key: Annotated[
         str | None,
         Arg(
@@ -187,33 +191,38 @@ class ServerArgs:
     enable_metrics: Annotated[bool, Arg("Serve Prometheus metrics at /metrics.")] = (
         False
     )
-    log_level: Annotated[str, Arg("Log level.", LOG_LEVELS)] = "info"
+    log_level: Annotated[
+        str, Arg("Log level.", ("debug", "info", "warning", "error", "critical"))
+    ] = "info"
     log_requests: Annotated[bool, Arg("Log each request and its answer.")] = False
     decode_log_interval: Annotated[
-        int, Arg("Decode steps between two log lines of the scheduler.")
+        int, Arg("Decode steps between two log lines of the scheduler.", low=1)
     ] = 400
     disaggregation_mode: Annotated[
         str,
         Arg(
             "Role in prefill/decode disaggregation; prefill: at most one new token per "
             "request.",
-            DISAGGREGATION_MODES,
+            ("null", "prefill", "decode"),
         ),
     ] = "null"
 
     # Speculative decoding
     speculative_algorithm: Annotated[
-        str | None, Arg("Speculative decoding algorithm.", SPECULATIVE_ALGORITHMS)
+        str | None,
+        Arg("Speculative decoding algorithm.", ("EAGLE", "EAGLE3", "STANDALONE")),
     ] = None
     speculative_draft_model_path: Annotated[
         str | None, Arg("Folder of the draft model.")
     ] = None
-    speculative_num_steps: Annotated[int | None, Arg("Depth of the draft.")] = None
+    speculative_num_steps: Annotated[int | None, Arg("Depth of the draft.", low=1)] = (
+        None
+    )
     speculative_eagle_topk: Annotated[
-        int | None, Arg("Branches kept per draft step.")
+        int | None, Arg("Branches kept per draft step.", low=1, high=MAX_TOP_K)
     ] = None
     speculative_num_draft_tokens: Annotated[
-        int | None, Arg("Nodes verified at once, root included.")
+        int | None, Arg("Nodes verified at once, root included.", low=1)
     ] = None
     speculative_token_map: Annotated[
         str | None, Arg("File of the draft vocabulary's token ids.")
@@ -228,10 +237,14 @@ class ServerArgs:
     # KV canary
     kv_canary: Annotated[
         str,
-        Arg("Check the KV cache while serving; heal is refused as yet.", CANARY_MODES),
+        Arg(
+            "Check the KV cache while serving; heal is refused as yet.",
+            ("none", "log", "raise", "heal"),
+        ),
     ] = "none"
     kv_canary_real_data: Annotated[
-        str, Arg("Which KV bytes are fingerprinted.", CANARY_REAL_DATA)
+        str,
+        Arg("Which KV bytes are fingerprinted.", ("none", "partial", "rotate", "all")),
     ] = "partial"
     kv_canary_sweep_interval: Annotated[
         int, Arg("Steps between sweeps of cached slots; 0: off.")
@@ -244,11 +257,11 @@ class ServerArgs:
     ] = False
 
     def __post_init__(self) -> None:
+        self._handle_refused()
+        check_values(self)
         for step in (
-            self._handle_refused,
             self._handle_model,
             self._handle_device,
-            self._handle_numbers,
             self._handle_memory,
             self._handle_scheduling,
             self._handle_attention_backend,
@@ -277,13 +290,6 @@ class ServerArgs:
                 "--disaggregation-mode decode is not available in this version: there "
                 "is no transfer of KV yet; use prefill, or remove the flag"
             )
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value is not None and value not in choices:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} {value!r} is unknown; "
-                    f"choose from {', '.join(choices)}"
-                )
 
     def _handle_model(self) -> None:
         if self.model_path is None:
@@ -318,16 +324,6 @@ class ServerArgs:
         self.sampling_backend = self.sampling_backend or "pytorch"
         if self.random_seed is None:
             self.random_seed = random.SystemRandom().randrange(2**31)
-
-    def _handle_numbers(self) -> None:
-        for name, low in _LOWER_BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} {value} must be at least {low}"
-                )
-        if self.port > 65535:
-            raise ValueError(f"--port {self.port} must be at most 65535")
 
     def _handle_memory(self) -> None:
         if self.mem_fraction_static is None:
@@ -392,7 +388,7 @@ class ServerArgs:
 
     @property
     def tree_shape(self) -> TreeShape:
-        """Numbers of a draft tree; only with --speculative-algorithm.
+        """Shape of the draft tree; only with --speculative-algorithm.
 
         A chain is a tree with top-k 1.
         """
@@ -420,48 +416,19 @@ class ServerArgs:
 
     @classmethod
     def parser(cls, prog: str = "python -m sglang.launch_server") -> FlagParser:
+        """Return the parser of every flag."""
         parser = FlagParser(prog=prog, description="Serve a language model over HTTP.")
         add_fields(parser, cls)
         return parser
 
     def url(self) -> str:
+        """Return the address at which this host reaches the server."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
 _CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 8192}
 _MAX_RUNNING_REQUESTS = {"cpu": 64, "cuda": 256}
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "load_format": LOAD_FORMATS,
-    "device": ("auto", "cpu", "cuda"),
-    "dtype": DTYPES,
-    "attention_backend": tuple(ATTENTION_BACKENDS),
-    "sampling_backend": ("pytorch",),
-    "grammar_backend": GRAMMAR_BACKENDS,
-    "schedule_policy": SCHEDULE_POLICIES,
-    "log_level": LOG_LEVELS,
-    "disaggregation_mode": DISAGGREGATION_MODES,
-    "speculative_algorithm": SPECULATIVE_ALGORITHMS,
-    "kv_canary": CANARY_MODES,
-    "kv_canary_real_data": CANARY_REAL_DATA,
-}
-
-_LOWER_BOUNDS: dict[str, float] = {
-    "context_length": 1,
-    "tp_size": 1,
-    "max_total_tokens": 1,
-    "max_running_requests": 1,
-    "page_size": 1,
-    "max_prefill_tokens": 1,
-    "max_queued_requests": 1,
-    "schedule_conservativeness": 0.0,
-    "stream_interval": 1,
-    "watchdog_timeout": 0.001,
-    "decode_log_interval": 1,
-    "cuda_graph_max_bs": 1,
-    "port": 0,
-}
 
 
 def _ceil_align(value: int, unit: int) -> int:

@@ -1,4 +1,4 @@
-"""Runs an engine until a planted fault is reported, for the canary's tests."""
+"""Run of an engine until a planted fault is reported, for the canary's tests."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ WARM_STEPS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row of a forward by the host's books: slots[:prefix_len] are read, the others
-    written."""
+    """A row of a forward by the host's records.
+
+    slots[:prefix_len] are read, the others written.
+    """
 
     rid: str | None
     prefix_len: int
@@ -36,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """What one forward was given. `swept`: slots of the sweep pass before it."""
+    """Input of one forward. `swept`: slots of the sweep pass before it."""
 
     clock: int
     is_decode: bool
@@ -46,21 +48,23 @@ class Forward:
     def reads(self, slots: Collection[int]) -> bool:
         """Whether it, or the sweep before it, reads any of `slots`."""
         wanted = set(slots)
-        parts = [row.slots[: row.prefix_len] for row in self.rows]
-        return any(wanted.intersection(part) for part in (*parts, self.swept))
+        prefixes = [row.slots[: row.prefix_len] for row in self.rows]
+        return any(wanted.intersection(slots) for slots in (*prefixes, self.swept))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Fields:
-    planted: the fault.
-    violations: of the incident that stopped the engine, as JSON objects.
-    forward: which forward found it.
-    text: the error of the mode `raise`.
-    asked, said: prompts, and the tokens that clients had got, by request.
-    rids: requests by serial.
-    forwards: all that were launched.
-    cached: slots that the prefix cache held at the end.
+    """A run that ended in a report.
+
+    Fields:
+        planted: the fault.
+        violations: of the incident that stopped the engine, as JSON objects.
+        forward: number of the forward that found it.
+        text: the error of the mode `raise`.
+        asked, said: prompts, and the tokens that clients had received, by request.
+        rids: requests by serial.
+        forwards: all that were launched.
+        cached: slots that the prefix cache held at the end.
     """
 
     planted: Planted
@@ -79,8 +83,7 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class ForwardLog:
-    """Writes down what the forwards of an engine are given, before any fault of theirs
-    is planted."""
+    """Records the inputs of an engine's forwards, before a fault is planted in them."""
 
     manager: CanaryManager
     forwards: list[Forward] = field(default_factory=list)
@@ -112,14 +115,14 @@ class ForwardLog:
         )
 
     def note_sweep(self, runs: list[SweepRun]) -> list[SweepRun]:
-        """A pass runs inside of the forward that was noted last."""
+        """Record a sweep pass, which runs inside of the last recorded forward."""
         self.forwards[-1].swept.extend(int(s) for run in runs for s in run.slots)
         return runs
 
 
 @contextmanager
 def logged(harness: EngineHarness) -> Iterator[ForwardLog]:
-    """The log of what `harness` launches while it is open."""
+    """Log the forwards that `harness` launches within the context."""
     log = ForwardLog(manager=canary_of(harness))
     runner = harness.scheduler.worker.model_runner
     forward, next_runs = runner.forward, Sweeper.next_runs

@@ -1,4 +1,4 @@
-"""Drives a model runner forward by forward, without a scheduler, for tests."""
+"""A model runner driven forward by forward, without a scheduler, for tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Row:
 
 
 class ForwardHarness:
-    """Rows of tokens, how many of them have KV, and one forward at a time."""
+    """Keeps rows of tokens and how many of them have KV; runs one forward at a time."""
 
     def __init__(
         self,
@@ -65,8 +65,7 @@ class ForwardHarness:
     def new_row(
         self, tokens: Sequence[int], *, borrow: tuple[int, int] | None = None
     ) -> int:
-        """A row with these tokens; `borrow` (row, n) takes the first n slots of
-        another."""
+        """Allocate a row for these tokens; `borrow` (row, n) shares another's slots."""
         rows = self.pool.alloc(1)
         assert rows is not None
         row = rows[0]
@@ -91,13 +90,13 @@ class ForwardHarness:
         self._tokens[row].append(token)
 
     def extend(self, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Prefill each (row, end); logits of the last token of each, float32 [R, V]."""
+        """Prefill each (row, end); return the last tokens' logits, float32 [R, V]."""
         return self.forward(ForwardMode.EXTEND, spans)
 
     def forward(
         self, mode: ForwardMode, spans: Sequence[tuple[int, int | None]]
     ) -> torch.Tensor:
-        """Run (row, end); end None: one token more."""
+        """Run each (row, end) and return the logits; end None: one more token."""
         return self.forward_output(mode, spans).next_token_logits
 
     def forward_output(
@@ -106,7 +105,7 @@ class ForwardHarness:
         return self.run(self.prepare(mode, spans))
 
     def run(self, batch: ForwardBatch) -> LogitsProcessorOutput:
-        """Run a prepared forward; where the KV canary is on it must find nothing.
+        """Run a prepared forward; the KV canary, if on, must find nothing.
 
         The output may be views of a graph's memory: see `CudaGraphRunner.replay`.
         """
@@ -122,7 +121,7 @@ class ForwardHarness:
     def prepare(
         self, mode: ForwardMode, spans: Sequence[tuple[int, int | None]]
     ) -> ForwardBatch:
-        """Take the slots and describe the forward."""
+        """Allocate the slots and build the forward batch."""
         rows = [row for row, _ in spans]
         starts = [self._written[row] for row in rows]
         ends = [

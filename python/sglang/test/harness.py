@@ -1,4 +1,4 @@
-"""Runs a scheduler in this process, for tests: requests in, finished requests out."""
+"""A scheduler in this process, for tests: requests in, finished requests out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARED_GPU_CHUNK = 512
 
 @dataclass
 class Finished:
-    """What a client would have seen of one request."""
+    """All output of one request, as a client receives it."""
 
     output_ids: list[int] = field(default_factory=list)
     messages: int = 0
@@ -52,7 +52,7 @@ class EngineHarness:
     ) -> None:
         self.io = ListIO()
         if torch.cuda.is_available():
-            # Many tests share a GPU: none may take all of its memory, or capture
+            # Many tests share a GPU: none may use all of its memory, or capture
             # prefill graphs of sizes that it never runs.
             server_args.setdefault("max_total_tokens", SHARED_GPU_TOKENS)
             server_args.setdefault("chunked_prefill_size", SHARED_GPU_CHUNK)
@@ -76,7 +76,7 @@ class EngineHarness:
         input_embeds: bytes | None = None,
         **params: Any,
     ) -> str:
-        """Queue a request; greedy unless `params` say otherwise. Returns its rid."""
+        """Queue a request, greedy unless `params` change it; return its rid."""
         rid = rid or f"r{self._next}"
         self._next += 1
         self.io.requests.append(
@@ -101,8 +101,7 @@ class EngineHarness:
     def run(
         self, *, on_step: Callable[[int], None] | None = None, max_steps: int = 100_000
     ) -> dict[str, Finished]:
-        """Step until nothing is left to do (the idle checks run); collect the
-        answers."""
+        """Step until the scheduler is idle (it checks itself); return the answers."""
         for step in range(max_steps):
             if on_step is not None:
                 on_step(step)
@@ -111,13 +110,13 @@ class EngineHarness:
             if not did_something:
                 if not has_more:
                     return self.collect()
-                # A grammar compiles beside the loop, and may take long on a busy
-                # machine: an empty step is no progress, and must not be a fast one.
+                # A grammar compiles in a thread, and may take long on a busy machine:
+                # an empty step is no progress, and must not be a fast one.
                 time.sleep(0.001)
         raise AssertionError(f"not idle after {max_steps} steps")
 
     def collect(self, *, keep: bool = False) -> dict[str, Finished]:
-        """Answers since the last call; `keep` leaves them for the next one."""
+        """Return the answers since the last call; `keep` leaves them for the next."""
         answers: dict[str, Finished] = {}
         for message in self.io.responses:
             if not isinstance(message, BatchOutput):
@@ -138,6 +137,6 @@ class EngineHarness:
         return answers
 
     def generate(self, input_ids: Sequence[int], **options: Any) -> Finished:
-        """One request, alone."""
+        """Run one request alone."""
         rid = self.submit(input_ids, **options)
         return self.run()[rid]

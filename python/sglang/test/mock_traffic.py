@@ -1,4 +1,4 @@
-"""Random traffic for the mock model, and the check of its answers by the oracle."""
+"""Random traffic for the mock model, and the check of the answers by its oracle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang.test.harness import EngineHarness, Finished
 
 @dataclass
 class Expected:
-    """What was asked for."""
+    """A submitted request."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -83,7 +83,7 @@ class Traffic:
 def check(
     expected: dict[str, Expected], answers: dict[str, Finished], *, vocab_size: int
 ) -> None:
-    """Every output is what the oracle says; only aborted requests may be short."""
+    """Check that all outputs equal the oracle's; only aborted requests may be short."""
     assert set(answers) == set(expected)
     for rid, want in expected.items():
         answer = answers[rid]

@@ -1,4 +1,4 @@
-"""How much of a test runs, and whether the KV canary watches it."""
+"""Scale of the tests, and the switch that runs them under the KV canary."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ def is_full() -> bool:
 
 
 def count(*, ci: int, full: int) -> int:
-    """`full` under `make test-full`, else `ci`. Scale changes counts, never
-    assertions."""
+    """Return `full` under `make test-full`, else `ci`.
+
+    Scale changes counts, never assertions.
+    """
     return full if is_full() else ci
 
 
 def sampled(
     variants: Iterable[Variant], *, key: Callable[[Variant], object], ci: int
 ) -> list[Variant]:
-    """All of them under `make test-full`; else of each `key` the first, the last and
-    others between them, `ci` at most."""
+    """Return all variants under `make test-full`, else at most `ci` of each `key`.
+
+    Those are the first, the last and others between them.
+    """
     groups: dict[object, list[Variant]] = {}
     for variant in variants:
         groups.setdefault(key(variant), []).append(variant)
@@ -39,8 +43,7 @@ def sampled(
 
 
 def with_canary(server_args: dict[str, Any]) -> dict[str, Any]:
-    """`server_args` with the canary on where the switch says so and they do not say
-    anything themselves."""
+    """Return `server_args`, with the canary on if the switch is, unless they set it."""
     if not envs.SGLANG_TEST_KV_CANARY.get() or "kv_canary" in server_args:
         return server_args
     has_radix = not server_args.get("disable_radix_cache", False)

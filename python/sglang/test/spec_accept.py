@@ -1,6 +1,4 @@
-"""How many drafts an engine accepts, request by request, beside what the oracle of the
-mock model's drafts predicts.
-"""
+"""Accept lengths of an engine, request by request, compared with the mock oracle's."""
 
 from __future__ import annotations
 
@@ -26,9 +24,9 @@ class Run:
     """The verifications of one request between two prefills.
 
     Fields:
-        start: tokens that had KV when it began.
+        start: tokens that had KV at the beginning.
         accept_lens: of each verification.
-        tokens: all tokens of the request when it ended.
+        tokens: all tokens of the request at the end.
     """
 
     start: int
@@ -37,11 +35,11 @@ class Run:
 
 
 class AcceptRecorder:
-    """Notes what every verification of a scheduler yields, from now on."""
+    """Records the result of every verification of a scheduler from now on."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._process = scheduler._results.process
-        # Request, and how often it had been retracted.
+        # By request id and number of its retractions.
         self.runs: dict[tuple[str, int], Run] = {}
         self.verifications: Counter[str] = Counter()
         self.finished: dict[str, Req] = {}
@@ -76,7 +74,7 @@ class AcceptRecorder:
         return sum(n * times for n, times in lens.items()) / lens.total()
 
     def check_counters(self) -> None:
-        """`spec_verify_ct` and `spec_accept_tokens` are what was seen."""
+        """Check `spec_verify_ct` and `spec_accept_tokens` against the recorded ones."""
         for rid, req in self.finished.items():
             assert req.spec_verify_ct == self.verifications[rid], rid
             assert req.spec_accept_tokens <= req.output_len
@@ -84,9 +82,12 @@ class AcceptRecorder:
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """Fields:
-    lens: histogram of accept lengths. off_first_branch: accepted drafts off the first
-        branch. differing: runs that the oracle does not explain.
+    """Accept lengths of a set of runs.
+
+    Fields:
+        lens: histogram of accept lengths.
+        off_first_branch: accepted drafts off the first branch.
+        differing: runs that the oracle does not explain.
     """
 
     lens: Counter[int]
@@ -97,8 +98,10 @@ class Acceptance:
 def predicted_acceptance(
     recorder: AcceptRecorder, harness: EngineHarness, rids: Sequence[str]
 ) -> Acceptance:
-    """What the mock draft's oracle says to the runs of the requests `rids`, which must
-    be plain greedy ones."""
+    """Compare the runs of the requests `rids` with the mock draft's oracle.
+
+    They must be plain greedy requests.
+    """
     draft = harness.server_args.speculative_draft_model_path
     assert draft is not None
     oracle = DraftOracle(
@@ -126,7 +129,7 @@ def predicted_acceptance(
 def assert_oracle(
     asks: Sequence[Ask], answers: dict[str, Finished], *, vocab_size: int
 ) -> None:
-    """Plain answers are what the mock model's oracle says."""
+    """Check that plain answers equal those of the mock model's oracle."""
     for i, ask in enumerate(asks):
         if not ask.is_plain:
             continue

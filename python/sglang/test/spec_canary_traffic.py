@@ -1,5 +1,7 @@
-"""Runs a speculating engine until a planted fault is reported, and keeps its own books
-of what every forward of both pools reads."""
+"""Run of a speculating engine until a planted fault is reported.
+
+Keeps a record of its own of what every forward of both pools reads.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,11 @@ POOLS = ("target", "draft")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecRow:
-    """A row of a forward by the host's books: slots[:prefix_len] are read, the others
-    written (where a tree is verified, by its nodes in their order)."""
+    """A row of a forward by the host's records.
+
+    slots[:prefix_len] are read, the others written (in a verification by the tree's
+    nodes in their order).
+    """
 
     rid: str | None
     req_row: int
@@ -39,8 +44,11 @@ class SpecRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecForward:
-    """Fields:
-    clock: its number in its pool. step: of a draft phase, or None.
+    """One forward of a pool.
+
+    Fields:
+        clock: its number in its pool.
+        step: its step in a draft phase, or None.
     """
 
     clock: int
@@ -54,7 +62,7 @@ class SpecForward:
 
 @dataclass(kw_only=True)
 class PoolLog:
-    """Writes down the forwards of one pool before anything is planted in them."""
+    """Records the forwards of one pool before anything is planted in them."""
 
     manager: CanaryManager
     layout: BranchLayout | None
@@ -93,7 +101,7 @@ class PoolLog:
         )
 
     def _step(self) -> int:
-        """Draft steps follow one another without a gap."""
+        """Return the number of this draft step; steps follow each other directly."""
         before = self.forwards[-1] if self.forwards else None
         assert self.layout is not None
         if before is None or before.step is None:
@@ -111,13 +119,15 @@ class PoolLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecOutcome:
-    """Fields:
-    planted: the fault, in `pool`.
-    violations: of the incident that stopped the engine, as JSON objects.
-    text: the error of the mode `raise`.
-    logs: by pool.
-    asked: prompts. said: what clients had got.
-    last_messages: what the step that stopped sent to clients.
+    """A run that ended in a report.
+
+    Fields:
+        planted: the fault, in `pool`.
+        violations: of the incident that stopped the engine, as JSON objects.
+        text: the error of the mode `raise`.
+        logs: by pool.
+        asked, said: prompts, and the output that clients had received.
+        last_messages: number of messages that the last step sent to clients.
     """
 
     pool: str
@@ -153,7 +163,7 @@ def canaries_of(harness: EngineHarness) -> dict[str, CanaryManager]:
 
 @contextmanager
 def logged(harness: EngineHarness) -> Iterator[dict[str, PoolLog]]:
-    """The log of each pool while it is open; eager forwards only."""
+    """Log the forwards of each pool within the context; eager forwards only."""
     args = harness.server_args
     assert args.page_size is not None
     layout = BranchLayout(
@@ -185,7 +195,7 @@ def logged(harness: EngineHarness) -> Iterator[dict[str, PoolLog]]:
 def speculating(
     model: Path, draft: Path, *, tree: tuple[int, int, int], **server_args: Any
 ) -> EngineHarness:
-    """An engine that drafts trees of (topk, steps, nodes)."""
+    """Create an engine that drafts trees of (topk, steps, nodes)."""
     topk, steps, nodes = tree
     defaults: dict[str, Any] = {
         "speculative_algorithm": "EAGLE",
@@ -206,8 +216,10 @@ def speculating(
 
 
 class SpecTraffic:
-    """Requests of which some share a prefix, a new one in every third step; the first
-    ones and half of the others run on until the end of a test."""
+    """Requests of which some share a prefix, a new one in every third step.
+
+    The first ones and half of the others run until the end of a test.
+    """
 
     def __init__(self, harness: EngineHarness, *, seed: int) -> None:
         self._harness = harness
@@ -227,7 +239,7 @@ class SpecTraffic:
         ids = head + self._tokens(rng.randrange(30, 36))
         if i % 4 == 3:
             ids = rng.choice(earlier) + ids[:3]
-        # Whoever runs when a fault is planted goes on to read it.
+        # Requests that run when a fault is planted continue, and read it.
         is_long = i % 2 == 0 or i <= WARM_STEPS
         length = rng.randrange(200, 240) if is_long else rng.randrange(8, 30)
         rid = self._harness.submit(
@@ -246,8 +258,7 @@ def plant_in(
     tree: tuple[int, int, int],
     **server_args: Any,
 ) -> SpecOutcome:
-    """Serve mock requests in mode `raise`, plant the fault in `pool`, run until the
-    engine stops."""
+    """Serve mock requests in mode `raise`, plant the fault, run to the report."""
     harness = speculating(model, draft, tree=tree, **server_args)
     manager = canaries_of(harness)[pool]
     traffic = SpecTraffic(harness, seed=seed)

@@ -14,7 +14,7 @@ from typing import Any
 
 MAX_NODES = 64
 
-# Field of `SpecConfig` -> the values that the matrix has.
+# Field of `SpecConfig` -> its values in the matrix.
 LEVELS: dict[str, tuple[Any, ...]] = {
     "algorithm": ("EAGLE", "EAGLE3", "STANDALONE"),
     "topk": (1, 2, 4, 8),
@@ -26,9 +26,9 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "model": ("demo", "mock", "llama", "qwen3"),
     "variant": (False, True),
 }
-# Six runs per model are too few for these.
+# Pairs that are not covered: six runs per model are too few.
 _UNPAIRED = frozenset({("num_steps", "variant"), ("nodes", "variant")})
-# Of the whole matrix.
+# Fields that the whole matrix draws at random.
 _DRAWN = ("nodes", "backend", "overlap", "model", "variant")
 MATRIX_SEED = 0
 
@@ -37,12 +37,16 @@ Pair = tuple[str, Any, str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecConfig:
-    """Fields:
-    nodes: how many draft tokens, of those a tree can have; None for a chain.
-    backend: of attention, on a CPU.
-    model: the demo model, the mock model, or random weights of an architecture.
-    variant: a mock head that reads hidden states instead of its own KV; an EAGLE3 head
-        of a random model with a draft vocabulary. None where there is no such choice.
+    """One configuration of speculative decoding.
+
+    Fields:
+        nodes: number of draft tokens among those that a tree can have; None for a
+            chain.
+        backend: of attention, on a CPU.
+        model: the demo model, the mock model, or random weights of an architecture.
+        variant: a mock head that reads hidden states instead of its own KV; an EAGLE3
+            head of a random model with a draft vocabulary. None where there is no such
+            choice.
     """
 
     algorithm: str
@@ -64,7 +68,7 @@ class SpecConfig:
         return sizes[self.nodes]
 
     def __str__(self) -> str:
-        """As pytest names the test."""
+        """Return the id of the test."""
         order = "overlap" if self.overlap else "in-order"
         variant = "-variant" if self.variant else ""
         tree = f"k{self.topk}-s{self.num_steps}-d{self.num_draft_tokens}"
@@ -74,7 +78,7 @@ class SpecConfig:
         )
 
     def canonical(self) -> SpecConfig:
-        """Without choices that nothing depends on."""
+        """Return this configuration without choices that have no effect."""
         heads = {"mock": ("EAGLE", "EAGLE3"), "demo": ()}.get(self.model, ("EAGLE3",))
         return replace(
             self,
@@ -133,8 +137,10 @@ SAMPLE: tuple[SpecConfig, ...] = tuple(_sample())
 
 
 def whole_matrix() -> list[SpecConfig]:
-    """Every algorithm, top-k, page size and number of steps; what else there is to
-    choose is drawn, so that a run takes minutes and not days."""
+    """Return every algorithm, top-k, page size and number of steps.
+
+    The other fields are drawn, so that a run takes minutes and not days.
+    """
     trees = list(
         itertools.product(
             *(LEVELS[f] for f in ("algorithm", "topk", "page_size", "num_steps"))
@@ -155,7 +161,7 @@ def whole_matrix() -> list[SpecConfig]:
 
 
 def pairs(config: SpecConfig) -> set[Pair]:
-    """Pairs of levels that this configuration exercises."""
+    """Return the pairs of levels that this configuration exercises."""
     return {
         (first, getattr(config, first), second, getattr(config, second))
         for first, second in itertools.combinations(LEVELS, 2)
@@ -166,7 +172,7 @@ def pairs(config: SpecConfig) -> set[Pair]:
 
 
 def possible_pairs() -> set[Pair]:
-    """Pairs of levels that some configuration has."""
+    """Return the pairs of levels that some configuration has."""
     found: set[Pair] = set()
     base = SAMPLE[0]
     kinds = itertools.product(LEVELS["algorithm"], LEVELS["topk"], LEVELS["model"])
@@ -181,7 +187,7 @@ def possible_pairs() -> set[Pair]:
 
 
 def most_covering(configs: Sequence[SpecConfig], count: int) -> list[SpecConfig]:
-    """`count` of them, each the one that adds most pairs to those before."""
+    """Choose `count` of them, each adding most pairs to those before."""
     chosen: list[SpecConfig] = []
     covered: set[Pair] = set()
     left = list(configs)

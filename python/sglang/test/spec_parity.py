@@ -1,5 +1,6 @@
-"""Mixed requests in random order, and what engines with and without speculation must
-agree on: outputs, reasons, logprobs, and no slot lost.
+"""Parity of engines with and without speculation on mixed requests in random order.
+
+Outputs, finish reasons and logprobs must agree, and no slot may be lost.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.common import check_busy
 from sglang.test.harness import EngineHarness, Finished
 
-# Tokens of a request at most.
+# Maximum tokens of a request.
 CONTEXT = 160
-# Two tokens may change places where their logits are this near.
+# Two tokens may swap where their logits are this close.
 TIE = 1e-4
 MAX_EXCUSED = 0.005
 LOGPROB_TOLERANCE = 1e-4
@@ -25,14 +26,14 @@ LOGPROB_TOLERANCE = 1e-4
 
 @dataclass(kw_only=True)
 class Ask:
-    """One request. `options` are those of `EngineHarness.submit`."""
+    """One request; `options` are those of `EngineHarness.submit`."""
 
     prompt: list[int]
     options: dict[str, Any]
     is_plain: bool
 
 
-# What a request may ask for beyond a greedy answer.
+# Options of a request beyond a greedy answer.
 EXTRAS: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 0.7},
     {"presence_penalty": 1.1},
@@ -53,12 +54,14 @@ def make_asks(
     longest: int = CONTEXT,
     new_tokens: int = 12,
 ) -> list[Ask]:
-    """Mixed requests with shared beginnings. Every third asks for one of `EXTRAS`; one
-    in thirty-three goes to the last position of the context.
+    """Draw mixed requests with shared beginnings.
+
+    Every third has one of `EXTRAS`; one in thirty-three extends to the last position of
+    the context.
 
     Args:
-        longest: prompt plus output at most.
-        new_tokens: of a usual answer, at most.
+        longest: maximum of prompt plus output.
+        new_tokens: maximum of a usual answer.
     """
 
     def tokens(length: int) -> list[int]:
@@ -114,7 +117,7 @@ class Traffic:
     def _on_step(self, step: int) -> None:
         rng, scheduler = self.rng, self.harness.scheduler
         if step % self.check_every == 0:
-            check_books(scheduler)
+            check_accounting(scheduler)
         left = len(self.asks) - self.sent
         if left and (rng.random() < 0.4 or not scheduler.has_work()):
             for _ in range(min(left, rng.choice((1, 2, 4, 16)))):
@@ -131,7 +134,7 @@ class Traffic:
 
 
 def live_requests(scheduler: Scheduler) -> list[Req]:
-    """Requests that hold slots, each once."""
+    """Return the requests that hold slots, each once."""
     found: dict[int, Req] = {}
     for batch in (scheduler.running, scheduler._last_prefill):
         for req in batch.reqs if batch is not None else []:
@@ -143,8 +146,8 @@ def live_requests(scheduler: Scheduler) -> list[Req]:
     return [req for req in found.values() if not req.is_finished]
 
 
-def check_books(scheduler: Scheduler) -> None:
-    """Every page has one holder, and every request's books are in order."""
+def check_accounting(scheduler: Scheduler) -> None:
+    """Check that every page has one holder, and the lengths of every request."""
     live = live_requests(scheduler)
     check_busy(scheduler.cache, live)
     for req in live:
@@ -153,7 +156,7 @@ def check_books(scheduler: Scheduler) -> None:
 
 
 def check_no_leak(harness: EngineHarness) -> None:
-    """At idle: every slot is free once the prefix cache is empty."""
+    """Check that every slot is free at idle once the prefix cache is empty."""
     cache = harness.scheduler.cache
     assert harness.scheduler.stats_snapshot().num_used_tokens == 0
     cache.reset()
@@ -169,10 +172,11 @@ def assert_parity(
     aborted: set[str],
     reference: EngineHarness | None,
 ) -> None:
-    """Outputs, reasons and logprobs agree; an aborted request may be short.
+    """Check that outputs, reasons and logprobs agree; an aborted one may be short.
 
     Args:
-        reference: for the margin where outputs differ; None: no excuse counts.
+        reference: engine that yields the margin where outputs differ; None: they must
+            not differ.
     """
     excused = []
     for i, ask in enumerate(asks):
@@ -214,8 +218,7 @@ def difference(rid: str, want: Finished, got: Finished) -> str:
 
 
 def _is_tie(reference: EngineHarness, ask: Ask, want: Finished, got: Finished) -> bool:
-    """Whether a plain request's two best tokens were as good as equal where the outputs
-    part."""
+    """Whether the two best tokens of a plain request tie where the outputs differ."""
     if not ask.is_plain:
         return False
     both = zip(want.output_ids, got.output_ids, strict=False)
@@ -237,7 +240,7 @@ def _is_tie(reference: EngineHarness, ask: Ask, want: Finished, got: Finished) -
 def assert_same_logprobs(
     rid: str, want: Finished, got: Finished, *, is_short: bool = False
 ) -> None:
-    """One entry per output token, each as the other engine has it."""
+    """Check that there is one entry per output token, equal to the other engine's."""
     ours, theirs = _joined(got), _joined(want)
     assert len(ours[0]) == len(got.output_ids), rid
     assert [token for _, token in ours[0]] == got.output_ids, rid
@@ -246,7 +249,7 @@ def assert_same_logprobs(
     _assert_near(rid, ours[0], theirs[0])
     assert len(ours[1]) == len(theirs[1]), rid
     for own, other in zip(ours[1], theirs[1], strict=True):
-        # Tokens that are as good as equal may change places.
+        # Tokens with nearly equal logprobs may swap.
         _assert_near(rid, [(p, 0) for p, _ in own], [(p, 0) for p, _ in other])
     if is_short:
         return

@@ -1,5 +1,4 @@
-"""Beginnings of Python code that the demo model goes on with, for tests that want its
-drafts to be accepted."""
+"""Beginnings of Python code, for tests in which the demo model accepts its drafts."""
 
 from __future__ import annotations
 
@@ -23,6 +22,6 @@ CODE = (
 
 
 def code_prompts() -> list[list[int]]:
-    """Their tokens."""
+    """Return the tokens of `CODE`."""
     tokenizer = load_tokenizer(str(bundled_demo_model_path()))
     return [tokenizer.encode(text) for text in CODE]

@@ -1,5 +1,6 @@
-"""Engines with and without speculation side by side, for tests: models and drafts on
-disk, and one configuration of the matrix run as a whole.
+"""Engines with and without speculation for tests.
+
+Models and drafts on disk, and the run of one configuration of the matrix.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from sglang.test.tiny_models import (
 VOCAB_SIZES = {"demo": 4096, "mock": 1000, "llama": 264, "qwen3": 264}
 SMALL_VOCAB = {"mock": 730, "llama": 150, "qwen3": 150}
 TINY = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Of the weights of a random model's STANDALONE draft: it agrees about every other time.
+# Noise on the weights of a random model's STANDALONE draft, which then agrees in about
+# every other token.
 DRAFT_NOISE = 0.02
 
 
@@ -51,7 +53,7 @@ def device() -> str:
 
 
 class ModelFolders:
-    """Targets and drafts, written when they are first asked for."""
+    """Targets and drafts, written on first use."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -62,7 +64,7 @@ class ModelFolders:
         return self._once(model, lambda folder: self._write_target(model, folder))
 
     def draft(self, config: SpecConfig) -> Path | None:
-        """None: the head that is bundled with the demo model."""
+        """Return the draft's folder; None: the head bundled with the demo model."""
         if config.model == "demo":
             return None
         name = f"{config.model}-{config.algorithm}-{config.variant}"
@@ -110,8 +112,7 @@ class ModelFolders:
 def write_noisy_copy(
     target: Path, folder: Path, architecture: str, *, noise: float = DRAFT_NOISE
 ) -> Path:
-    """A language model that often, but not always, agrees with the tiny model in
-    `target`."""
+    """Write a model that often agrees with the tiny one in `target`."""
     write_tiny_model(folder, architecture, max_position_embeddings=CONTEXT)
     generator = torch.Generator().manual_seed(1)
     weights = {
@@ -124,7 +125,7 @@ def write_noisy_copy(
 
 
 def plain_engine(model: Path, **options: Any) -> EngineHarness:
-    """Without speculation: what the other one is compared to."""
+    """Create the reference engine, without speculation."""
     usual: dict[str, Any] = {
         "device": device(),
         "dtype": "float32",
@@ -141,8 +142,10 @@ def plain_engine(model: Path, **options: Any) -> EngineHarness:
 
 
 def slots_for(config: SpecConfig, *, rows: int = 14) -> int:
-    """KV slots, in whole pages, that keep about `rows` requests going: with more of
-    them, some are retracted."""
+    """Return KV slots, in whole pages, for about `rows` requests at once.
+
+    With more requests some are retracted.
+    """
     reserve = 2 * alloc_len_per_decode(
         page_size=config.page_size,
         topk=config.topk,
@@ -156,7 +159,7 @@ def slots_for(config: SpecConfig, *, rows: int = 14) -> int:
 def spec_engine(
     folders: ModelFolders, config: SpecConfig, **options: Any
 ) -> EngineHarness:
-    """With speculation, a pool that is rather too small, and chunked prefill."""
+    """Create an engine with speculation, a small pool and chunked prefill."""
     draft = folders.draft(config)
     usual: dict[str, Any] = {
         "device": device(),
@@ -185,7 +188,7 @@ def spec_engine(
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Requests, and how the engine without speculation answers them."""
+    """Requests, and the answers of the engine without speculation."""
 
     engine: EngineHarness
     asks: list[Ask]
@@ -193,7 +196,7 @@ class Reference:
 
 
 class References:
-    """One per model, made when it is first asked for."""
+    """One `Reference` per model, created on first use."""
 
     def __init__(self, folders: ModelFolders, *, requests: int = 100) -> None:
         self._folders = folders
@@ -217,8 +220,11 @@ class References:
 def run_configuration(
     folders: ModelFolders, references: References, config: SpecConfig, **options: Any
 ) -> EngineHarness:
-    """Random arrivals and aborts with speculation: outputs as without, counters right,
-    accept lengths of the mock model as its oracle says, and no slot lost."""
+    """Run random arrivals and aborts with speculation and check everything.
+
+    Outputs equal those without it, counters are right, accept lengths of the mock model
+    equal its oracle's, and no slot is lost.
+    """
     reference = references[config.model]
     engine = spec_engine(folders, config, **options)
     recorder = AcceptRecorder(engine.scheduler)
@@ -245,7 +251,6 @@ def run_configuration(
 
 
 def matrix(*models: str) -> list[SpecConfig]:
-    """What a test of these models runs: the sample, or under `make test-full` the whole
-    matrix."""
+    """Return a test's configurations: the sample, or under `make test-full` all."""
     configs = whole_matrix() if is_full() else SAMPLE
     return [config for config in configs if config.model in models]

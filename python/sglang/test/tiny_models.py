@@ -1,4 +1,4 @@
-"""Tiny checkpoints for tests, written on the spot: no downloads.
+"""Tiny checkpoints for tests, generated: no downloads.
 
 Random weights of real architectures, the mock model, and a byte tokenizer.
 """
@@ -36,7 +36,7 @@ TINY: dict[str, Any] = {
     "eos_token_id": EOS_ID,
     "bos_token_id": None,
 }
-# Architecture -> what its config.json says beyond TINY.
+# Architecture -> fields of its config.json in addition to TINY.
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama", "head_dim": 16},
     "Qwen2ForCausalLM": {"model_type": "qwen2"},
@@ -45,7 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """A tokenizer whose token ids are bytes, plus an end-of-text token."""
+    """Write a tokenizer whose token ids are bytes, plus an end-of-text token."""
     alphabet = _byte_alphabet()
     vocab = {alphabet[byte]: byte for byte in range(BYTE_VOCAB)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -62,7 +62,7 @@ def write_byte_tokenizer(folder: Path) -> None:
 def write_tiny_model(
     folder: Path, architecture: str, *, seed: int = 0, **overrides: Any
 ) -> Path:
-    """A folder with config.json, random weights and a byte tokenizer."""
+    """Write a folder with config.json, random weights and a byte tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     config = (
         TINY | FAMILIES[architecture] | {"architectures": [architecture]} | overrides
@@ -79,7 +79,7 @@ def write_tiny_model(
 
 
 def write_mock_model(folder: Path, **overrides: Any) -> Path:
-    """A folder for the mock model; it has no weights."""
+    """Write a folder for the mock model, which has no weights."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["MockForCausalLM"],
@@ -110,10 +110,10 @@ EAGLE_HEADS = {"EAGLE": "LlamaForCausalLMEagle", "EAGLE3": "LlamaForCausalLMEagl
 def write_mock_draft(
     folder: Path, *, kind: str, source: str | None = None, **overrides: Any
 ) -> Path:
-    """A folder for a draft of the mock model: `kind` EAGLE, EAGLE3 or STANDALONE,
-    `source` attention or hidden (see `DraftSettings`).
+    """Write a folder for a draft of the mock model.
 
-    Sizes in `overrides` must be the target's.
+    `kind` is EAGLE, EAGLE3 or STANDALONE, `source` attention or hidden (see
+    `DraftSettings`). Sizes in `overrides` must be the target's.
     """
     captured = {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}
     config = (
@@ -133,8 +133,10 @@ def write_tiny_eagle(
     seed: int = 0,
     **overrides: Any,
 ) -> Path:
-    """A random EAGLE or EAGLE3 head of one layer for the tiny model in `target`, under
-    the names that published checkpoints use."""
+    """Write a random EAGLE or EAGLE3 head of one layer for the tiny model in `target`.
+
+    Its tensors have the names that published checkpoints use.
+    """
     raw = json.loads((target / "config.json").read_text())
     kept = (*TINY, *FAMILIES["LlamaForCausalLM"])
     layers = raw["num_hidden_layers"]
@@ -162,8 +164,10 @@ def write_eagle_files(
 
 
 def eagle_weights(config: dict[str, Any], *, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random tensors of the head that `config` describes; with a draft vocabulary the
-    map to the target's ids."""
+    """Return random tensors of the head that `config` describes.
+
+    With a draft vocabulary they include the map to the target's ids.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: _random(name, shape, generator)
@@ -179,7 +183,7 @@ def eagle_weights(config: dict[str, Any], *, seed: int = 0) -> dict[str, torch.T
 
 
 def eagle_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Checkpoint tensors of an EAGLE or EAGLE3 head, without the vocabulary's map."""
+    """Return the shapes of an EAGLE or EAGLE3 head, without the vocabulary's map."""
     hidden = config["hidden_size"]
     if config["architectures"] == [EAGLE_HEADS["EAGLE"]]:
         shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
@@ -219,7 +223,7 @@ def _eagle_layer_shapes(
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Checkpoint tensors of the architecture that `config` describes."""
+    """Return the shapes of the architecture that `config` describes."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -261,8 +265,7 @@ def _random(
 
 
 def _byte_alphabet() -> list[str]:
-    """The byte-level alphabet: printable bytes as they are, the others from U+0100
-    on."""
+    """Return the byte-level alphabet: printable bytes, the others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(BYTE_VOCAB) if byte not in printable]
     chars = {byte: chr(byte) for byte in printable}

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from sglang.srt.arg_groups.arg_parser import from_namespace
+from sglang.srt.arg_groups.arg_parser import declared_fields, from_namespace
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -187,6 +187,38 @@ def test_refusals_name_flag_value_and_fix(values, words):
         ServerArgs(**values)
     for word in words:
         assert word in str(error.value)
+
+
+BEYOND = [
+    (declared, beyond, side, bound)
+    for declared in declared_fields(ServerArgs)
+    for side, bound, step in (
+        ("least", declared.arg.low, -1),
+        ("most", declared.arg.high, 1),
+    )
+    if bound is not None
+    for beyond in [bound + step]
+]
+
+
+@pytest.mark.parametrize(("declared", "beyond", "side", "bound"), BEYOND)
+def test_bounds_hold_on_the_command_line_and_in_python(declared, beyond, side, bound):
+    message = f"{declared.flag} {beyond} must be at {side} {bound}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        ServerArgs(**{declared.field.name: beyond})
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        ServerArgs.from_cli([f"{declared.flag}={beyond}"])
+
+
+CHOICES = [declared for declared in declared_fields(ServerArgs) if declared.arg.choices]
+
+
+@pytest.mark.parametrize("declared", CHOICES, ids=lambda declared: declared.flag)
+def test_an_unknown_choice_is_refused_in_python(declared):
+    known = ", ".join(declared.arg.choices)
+    message = f"{declared.flag} 'other' is unknown; choose from {known}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        ServerArgs(**{declared.field.name: "other"})
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from scripts.demo_model.build_corpus import clean, is_heldout, is_skipped
 from scripts.demo_model.chat_samples import (
     base_verb,
     first_sentence,
+    name_to_sentence,
     samples_of,
-    sentence_of_name,
     third_person,
 )
 from scripts.demo_model.completions import (
@@ -100,8 +100,8 @@ def test_requests_come_from_docstrings_and_names() -> None:
         "Return `x` twice."
     )
     assert first_sentence(">>> f()") == ""
-    assert sentence_of_name("_parse_header") == "Parse header."
-    assert sentence_of_name("header") == "" and sentence_of_name("__init__") == ""
+    assert name_to_sentence("_parse_header") == "Parse header."
+    assert name_to_sentence("header") == "" and name_to_sentence("__init__") == ""
 
 
 def test_chat_samples_ask_for_what_they_answer() -> None:

@@ -25,7 +25,6 @@ from sglang.srt.mem_cache.allocator import create_allocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.common import (
-    alloc_with_eviction,
     check_busy,
     check_idle,
     ensure_available,
@@ -351,9 +350,9 @@ def test_the_last_free_page_can_be_used() -> None:
     req = grown(cache, [9] * 12)
     assert cache.allocator.available_size() == 0 and cache.total_size() == 0
     assert not ensure_available(cache, 4)
-    assert alloc_with_eviction(cache, 4) is None
     release_req(req, cache=cache)
-    slots = alloc_with_eviction(cache, 8)
+    assert ensure_available(cache, 8)
+    slots = cache.allocator.alloc(8)
     assert slots is not None and len(slots) == 8
     assert cache.total_size() == 4, "evicts only what is missing"
 

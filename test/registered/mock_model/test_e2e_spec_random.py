@@ -13,7 +13,7 @@ from sglang.test.mock_traffic import Expected, Traffic, check
 from sglang.test.scale import count
 from sglang.test.spec_accept import AcceptRecorder, predicted_acceptance
 from sglang.test.spec_matrix import SpecConfig
-from sglang.test.spec_parity import check_books, check_no_leak
+from sglang.test.spec_parity import check_accounting, check_no_leak
 from sglang.test.spec_world import VOCAB_SIZES, ModelFolders, slots_for, spec_engine
 
 register_cpu_ci(est_time=20, suite="cpu")
@@ -61,7 +61,7 @@ def test_random_requests(folders, config):
     def on_step(step):
         traffic.on_step(step)
         if step % 8 == 0:
-            check_books(scheduler)
+            check_accounting(scheduler)
 
     answers = {}
     while traffic.left:

@@ -1,6 +1,8 @@
-"""Generates a command line from the annotated fields of a dataclass.
+"""Flags that are declared once, as annotated fields of a dataclass.
 
-A field declares itself once: `name: Annotated[type, Arg("help")] = default`.
+`name: Annotated[type, Arg("help", choices, low=, high=)] = default` is all that a field
+says; the command line (`add_fields`), the check of values that come from Python
+(`check_values`) and the documentation are derived from it.
 """
 
 from __future__ import annotations
@@ -9,22 +11,44 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from functools import cache
+from typing import Any, NamedTuple, NoReturn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arg:
-    """The command line side of a field. `choices` None means any value; `aliases` are
-    further flags of the same meaning."""
+    """Help text and admitted values of a field.
+
+    A value of None is always admitted: it means that the flag is unset.
+
+    Fields:
+        choices: the admitted values; None: any.
+        aliases: further flags of the same meaning.
+        low, high: inclusive bounds of a number; None: unbounded.
+    """
 
     help: str
     choices: tuple[str, ...] | None = None
+    _: dataclasses.KW_ONLY
     aliases: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+
+
+class Declared(NamedTuple):
+    """A field of a dataclass that is a flag; `kind` is its type without `Annotated`."""
+
+    field: dataclasses.Field[Any]
+    kind: Any
+    arg: Arg
+
+    @property
+    def flag(self) -> str:
+        return flag_name(self.field.name)
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Exact flag names only; an unknown flag is refused, never ignored."""
+    """A parser of exact flag names; an unknown flag is refused, never ignored."""
 
     def __init__(self, *, prog: str, description: str) -> None:
         super().__init__(
@@ -43,32 +67,65 @@ class FlagParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
-    """One `--flag` per field of the dataclass `cls` that carries an `Arg`."""
+def flag_name(field_name: str) -> str:
+    """Return the flag of a field: `num_prompts` -> `--num-prompts`."""
+    return "--" + field_name.replace("_", "-")
+
+
+@cache
+def declared_fields(cls: type) -> tuple[Declared, ...]:
+    """Return the fields of the dataclass `cls` that carry an `Arg`, in their order."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    for field in dataclasses.fields(cls):
-        annotation = hints[field.name]
-        if typing.get_origin(annotation) is not typing.Annotated:
-            continue
-        base, arg = typing.get_args(annotation)[:2]
-        parser.add_argument(
-            "--" + field.name.replace("_", "-"),
-            *arg.aliases,
-            **_options(field, base, arg),
-        )
+    return tuple(
+        Declared(field, *typing.get_args(hints[field.name])[:2])
+        for field in dataclasses.fields(cls)
+        if typing.get_origin(hints[field.name]) is typing.Annotated
+    )
+
+
+def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Add one `--flag` per declared field of the dataclass `cls`."""
+    for declared in declared_fields(cls):
+        parser.add_argument(declared.flag, *declared.arg.aliases, **_options(declared))
+
+
+def check_values(args: object) -> None:
+    """Check every declared field of the dataclass `args` against its `Arg`.
+
+    Raises:
+        ValueError: names the flag, its value and what is admitted.
+    """
+    cls: type = type(args)
+    for declared in declared_fields(cls):
+        value = getattr(args, declared.field.name)
+        if value is not None:
+            _check_value(declared.flag, value, declared.arg)
 
 
 def from_namespace(cls: type, namespace: argparse.Namespace) -> dict[str, Any]:
-    """Constructor arguments of `cls` from what the parser read."""
+    """Return the constructor arguments of `cls` that the parser read."""
     names = {field.name for field in dataclasses.fields(cls) if field.init}
     return {name: value for name, value in vars(namespace).items() if name in names}
 
 
-def _options(field: dataclasses.Field[Any], base: Any, arg: Arg) -> dict[str, Any]:
-    if base is bool:
+def _check_value(flag: str, value: Any, arg: Arg) -> None:
+    if arg.choices is not None and value not in arg.choices:
+        raise ValueError(
+            f"{flag} {value!r} is unknown; choose from {', '.join(arg.choices)}"
+        )
+    if arg.low is not None and value < arg.low:
+        raise ValueError(f"{flag} {value} must be at least {arg.low}")
+    if arg.high is not None and value > arg.high:
+        raise ValueError(f"{flag} {value} must be at most {arg.high}")
+
+
+def _options(declared: Declared) -> dict[str, Any]:
+    """Return the keyword arguments of `add_argument`."""
+    arg = declared.arg
+    if declared.kind is bool:
         return {"action": "store_true", "help": arg.help}
-    options: dict[str, Any] = {"default": field.default, "help": arg.help}
-    kind = _strip_none(base)
+    options: dict[str, Any] = {"default": declared.field.default, "help": arg.help}
+    kind = _strip_none(declared.kind)
     if typing.get_origin(kind) is list:
         options["nargs"] = "+"
         kind = typing.get_args(kind)[0]
@@ -78,9 +135,8 @@ def _options(field: dataclasses.Field[Any], base: Any, arg: Arg) -> dict[str, An
     return options
 
 
-def _strip_none(base: Any) -> Any:
+def _strip_none(kind: Any) -> Any:
     """`X | None` -> `X`."""
-    if typing.get_origin(base) not in (types.UnionType, typing.Union):
-        return base
-    kinds: Sequence[Any] = [k for k in typing.get_args(base) if k is not type(None)]
-    return kinds[0]
+    if typing.get_origin(kind) not in (types.UnionType, typing.Union):
+        return kind
+    return next(k for k in typing.get_args(kind) if k is not type(None))

@@ -9,7 +9,7 @@ from sglang.srt.environ import envs
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-# Modes that are parsed, so that the error can say what is missing.
+# Modes that are parsed but not available, and the fix that the error names.
 _NOT_YET = {"heal": "use --kv-canary raise, which stops at the first violation"}
 
 

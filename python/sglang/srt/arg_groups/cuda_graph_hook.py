@@ -1,4 +1,4 @@
-"""Checks of the CUDA graph flags, and what follows from them."""
+"""Checks and consequences of the CUDA graph flags."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def handle_cuda_graph(server_args: ServerArgs) -> None:
 
 
 def has_prefill_graphs(server_args: ServerArgs) -> bool:
-    """Whether prefill runs as breakable CUDA graphs: wherever they can be captured,
-    unless they are switched off."""
+    """Whether prefill runs as breakable CUDA graphs.
+
+    It does wherever they can be captured, unless they are switched off.
+    """
     return (
         server_args.device == "cuda"
         and _supports_graphs(server_args)
@@ -57,7 +59,11 @@ def _check_breakable(server_args: ServerArgs) -> None:
 
 
 def _handle_prefill_role(server_args: ServerArgs) -> None:
-    """Nothing is decoded, so that decode graphs would only take memory."""
+    """Switch decode graphs off: this role never decodes, they would only take memory.
+
+    Raises:
+        ValueError: a flag asks for decode graphs.
+    """
     if server_args.cuda_graph_bs or server_args.cuda_graph_max_bs:
         flag = "bs" if server_args.cuda_graph_bs else "max-bs"
         raise ValueError(

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.arg_groups.arg_parser import flag_name
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
-from sglang.srt.speculative.draft_layout import MAX_TOP_K
 from sglang.srt.utils.fault_points import reverted
 from sglang.srt.utils.paths import bundled_demo_draft_path, bundled_demo_model_path
 
@@ -24,13 +24,13 @@ _DEPENDENT_FLAGS = (
     "speculative_num_draft_tokens",
     "speculative_token_map",
 )
-# Steps, top-k, draft tokens where the user says nothing.
+# Defaults of (steps, top-k, draft tokens).
 _LLAMA_TREE = (5, 4, 8)
 _OTHER_TREE = (3, 1, 4)
 _LLAMA_TYPES = frozenset({"LlamaForCausalLM"})
-# Requests that a batch of drafts may hold where the user says nothing.
+# Defaults of --max-running-requests with speculative decoding, by device.
 _MAX_RUNNING_REQUESTS = {"cpu": 64, "cuda": 48}
-# The kernels of the CPU are as fast; on a GPU these are the ones that read trees.
+# Backends that verify a draft tree, as errors name them.
 _TREE_BACKENDS = "flashinfer, triton (CUDA), cpu_native, torch_native (CPU)"
 
 
@@ -47,7 +47,7 @@ def handle_speculative(server_args: ServerArgs) -> None:
     for name in _DEPENDENT_FLAGS:
         value = getattr(server_args, name)
         if value is not None:
-            flag = "--" + name.replace("_", "-")
+            flag = flag_name(name)
             raise ValueError(
                 f"{flag} {value} has no effect without --speculative-algorithm; "
                 f"remove {flag}"
@@ -55,12 +55,12 @@ def handle_speculative(server_args: ServerArgs) -> None:
 
 
 def default_max_running_requests(server_args: ServerArgs) -> int:
-    """Of a server that speculates."""
+    """Return the default of --max-running-requests with speculative decoding."""
     return _MAX_RUNNING_REQUESTS[server_args.device]
 
 
 def _handle_eagle_family(server_args: ServerArgs) -> None:
-    """EAGLE, EAGLE3 and STANDALONE.
+    """Resolve the flags of EAGLE, EAGLE3 and STANDALONE.
 
     Raises:
         ValueError: a number, path or backend that cannot be served; names the flag, the
@@ -69,7 +69,7 @@ def _handle_eagle_family(server_args: ServerArgs) -> None:
     _resolve_draft_path(server_args)
     _resolve_tree(server_args)
     _check_backend(server_args)
-    _check_companions(server_args)
+    _check_other_flags(server_args)
 
 
 def _resolve_draft_path(args: ServerArgs) -> None:
@@ -87,16 +87,13 @@ def _resolve_draft_path(args: ServerArgs) -> None:
 
 
 def _resolve_tree(args: ServerArgs) -> None:
-    """Fill in the numbers that are missing, and check that a tree has them."""
-    names = ("num_steps", "eagle_topk", "num_draft_tokens")
-    given = {name: getattr(args, f"speculative_{name}") for name in names}
-    for name, value in given.items():
-        flag = f"--speculative-{name.replace('_', '-')}"
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} {value} must be at least 1")
-    steps, topk, nodes = _with_defaults(args, *given.values())
-    if topk > MAX_TOP_K:
-        raise ValueError(f"--speculative-eagle-topk {topk} must be at most {MAX_TOP_K}")
+    """Fill in the missing numbers of the tree and check that such a tree exists."""
+    steps, topk, nodes = _with_defaults(
+        args,
+        args.speculative_num_steps,
+        args.speculative_eagle_topk,
+        args.speculative_num_draft_tokens,
+    )
     if topk == 1 and nodes != steps + 1:
         logger.warning(
             "--speculative-num-draft-tokens %d becomes %d: a chain (top-k 1) of %d "
@@ -126,7 +123,10 @@ def _resolve_tree(args: ServerArgs) -> None:
 def _with_defaults(
     args: ServerArgs, steps: int | None, topk: int | None, nodes: int | None
 ) -> tuple[int, int, int]:
-    """The default tree where nothing is given; else a chain, as deep as is said."""
+    """Return (steps, top-k, draft tokens).
+
+    The default tree where nothing is given, otherwise a chain unless a top-k is given.
+    """
     if steps is None and topk is None and nodes is None:
         is_llama = _architecture(args) in _LLAMA_TYPES
         return _LLAMA_TREE if is_llama else _OTHER_TREE
@@ -141,7 +141,10 @@ def _with_defaults(
 
 
 def _architecture(args: ServerArgs) -> str | None:
-    """Of the target, where its folder is here; what is wrong with it is said later."""
+    """Return the target's architecture; None where its config cannot be read.
+
+    An unreadable config is reported by the model loader.
+    """
     assert args.model_path is not None
     config = Path(args.model_path) / "config.json"
     try:
@@ -168,8 +171,8 @@ def _check_backend(args: ServerArgs) -> None:
         )
 
 
-def _check_companions(args: ServerArgs) -> None:
-    """Flags that mean something else, or nothing, beside speculation."""
+def _check_other_flags(args: ServerArgs) -> None:
+    """Refuse flags that conflict with, or have no effect on, this algorithm."""
     if args.speculative_token_map is not None:
         if args.speculative_algorithm != "EAGLE":
             raise ValueError(

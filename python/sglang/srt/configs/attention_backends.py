@@ -1,7 +1,7 @@
-"""What each attention backend can do, as data that argument checks may read.
+"""Capabilities of the attention backends, as data that argument checks may read.
 
 The backends themselves are in `layers.attention`; they take their capabilities from
-here, so that both sides ask one table.
+this table.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import NoReturn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackendCapabilities:
-    """Fields:
-    devices: device types that it runs on.
-    supports_speculation: serves drafts and their verification.
-    supports_tree_draft: serves draft trees with top-k > 1.
-    needs_paged_draft_rows: reads whole pages per draft branch when page_size > 1.
-    needs_cpu_seq_lens: its metadata needs lengths on the host.
-    supports_cuda_graph: can be captured and replayed.
-    captures_prefill: attention of a prefill, too: its launches depend on shapes alone,
-        and read nothing but the batch's tensors and the pools.
-    needs_power_of_two_pages: serves no other page sizes.
+    """Capabilities of one attention backend.
+
+    Fields:
+        devices: device types that it runs on.
+        supports_speculation: serves drafts and their verification.
+        supports_tree_draft: serves draft trees with top-k > 1.
+        needs_paged_draft_rows: reads whole pages per draft branch when page_size > 1.
+        needs_cpu_seq_lens: its metadata needs lengths on the host.
+        supports_cuda_graph: can be captured and replayed.
+        captures_prefill: prefill attention can be captured, too: its launches depend
+            on shapes alone and read only the batch's tensors and the pools.
+        needs_power_of_two_pages: serves no other page sizes.
     """
 
     devices: frozenset[str]
@@ -85,7 +87,7 @@ DEFAULT_ATTENTION_BACKEND = {"cpu": "cpu_native", "cuda": "triton"}
 
 
 def supported_names(device: str) -> list[str]:
-    """Backends that run on `device`, sorted."""
+    """Return the backends that run on `device`, sorted."""
     return sorted(
         name
         for name, capabilities in ATTENTION_BACKENDS.items()
@@ -94,18 +96,20 @@ def supported_names(device: str) -> list[str]:
 
 
 def check_available(name: str) -> None:
-    """
+    """Check that this version can serve attention through the backend `name`.
+
     Raises:
-        ValueError: this version cannot serve attention through that backend.
+        ValueError: it cannot.
     """
     if name == "fa3":
         refuse_fa3()
 
 
 def refuse_fa3() -> NoReturn:
-    """
+    """Refuse the backend fa3.
+
     Raises:
-        ValueError: says what is missing, and what to use.
+        ValueError: always; names what is missing and the alternatives.
     """
     instead = "use --attention-backend flashinfer or triton"
     if find_spec("sgl_kernel") is None:

@@ -1,4 +1,4 @@
-"""What the configuration of a draft head says about the hidden states that it reads."""
+"""Hidden states that a draft head reads, from the configuration of the head."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ DEFAULT_NUM_SOURCES = 3
 
 
 def layers_to_capture(draft: ModelConfig, *, num_target_layers: int) -> tuple[int, ...]:
-    """The layers of the target whose inputs an EAGLE3 head reads.
+    """Return the layers of the target whose inputs an EAGLE3 head reads.
 
-    A checkpoint that lists layers means what they return.
+    A checkpoint lists layers whose outputs are read: the inputs of the next ones.
     """
     listed = _eagle_config(draft).get("eagle_aux_hidden_state_layer_ids")
     if listed:
@@ -21,7 +21,7 @@ def layers_to_capture(draft: ModelConfig, *, num_target_layers: int) -> tuple[in
 
 
 def num_hidden_sources(draft: ModelConfig) -> int:
-    """How many hidden states of the target are joined for an EAGLE3 head to read."""
+    """Return how many concatenated hidden states of the target an EAGLE3 head reads."""
     settings = _eagle_config(draft)
     if not settings.get("use_aux_hidden_state", True):
         return 1
@@ -31,7 +31,7 @@ def num_hidden_sources(draft: ModelConfig) -> int:
 
 
 def hidden_source_size(draft: ModelConfig) -> int:
-    """Channels of one of these hidden states."""
+    """Return the channels of one of these hidden states."""
     return int(draft.raw.get("target_hidden_size") or draft.hidden_size)
 
 

@@ -17,8 +17,10 @@ DEFAULT_CONTEXT_LENGTH = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: `rope_type` is default, linear or llama3; `scaling` its
-    numbers."""
+    """Rotary embedding.
+
+    `rope_type` is default, linear or llama3; `scaling` holds the numbers of that type.
+    """
 
     theta: float
     rope_type: str = "default"
@@ -27,11 +29,11 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Fields: sizes in channels, heads or layers; `context_len` in tokens.
+    """Shape and constants of a model.
 
-    `eos_token_ids` joins config.json and generation_config.json. `sliding_window` None
-    means full attention. `raw` is config.json as it stands, for what one model alone
-    needs.
+    Sizes are in channels, heads or layers; `context_len` is in tokens. `eos_token_ids`
+    joins config.json and generation_config.json. `sliding_window` None means full
+    attention. `raw` is the content of config.json, for fields of a single model.
     """
 
     path: Path
@@ -62,8 +64,7 @@ class ModelConfig:
 
         Raises:
             ValueError: a missing or malformed file or field, or a `context_length`
-                beyond
-                what the model was made for; names the file and the field.
+                beyond the model's own; names the file and the field.
         """
         raw = _read_json(folder / "config.json")
         native = int(raw.get("max_position_embeddings", DEFAULT_CONTEXT_LENGTH))
@@ -112,11 +113,11 @@ class ModelConfig:
         )
 
     def with_context(self, context_len: int) -> ModelConfig:
-        """The same model for another context."""
+        """Return the same model with another context length."""
         return dataclasses.replace(self, context_len=context_len)
 
     def with_architecture(self, architecture: str) -> ModelConfig:
-        """The same shape as another class."""
+        """Return the same shape for another model class."""
         return dataclasses.replace(self, architecture=architecture)
 
 
@@ -133,7 +134,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _rope_config(raw: dict[str, Any], folder: Path) -> RopeConfig:
-    """Both spellings: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
+    """Read either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
     numbers = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = float(numbers.pop("rope_theta", raw.get("rope_theta", 10000.0)))
     rope_type = str(numbers.pop("rope_type", numbers.pop("type", "default")))
@@ -166,7 +167,7 @@ _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
 
 
 def _sliding_window(raw: dict[str, Any]) -> int | None:
-    """Qwen configurations carry a window that only `use_sliding_window` turns on."""
+    """Return the window; Qwen's has no effect unless `use_sliding_window` is true."""
     window = raw.get("sliding_window")
     if window is None or not raw.get("use_sliding_window", True):
         return None

@@ -1,6 +1,6 @@
-"""What the engine asks of a grammar library: compile a source, then follow one request.
+"""Protocols of a grammar library: compile a source, then follow one request.
 
-Owns the protocols only. Knows nothing of a library, of threads or of batches.
+Knows nothing of a concrete library, of threads or of batches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Grammar(Protocol):
     """The state of one request inside its grammar. Not thread-safe."""
 
     def accept(self, token_id: int) -> None:
-        """Move on by one token.
+        """Advance by one token.
 
         Raises:
             RuntimeError: the grammar does not allow the token here (the state is as
@@ -38,7 +38,7 @@ class Grammar(Protocol):
         ...
 
     def is_terminated(self) -> bool:
-        """Nothing but EOS may follow, or EOS has been accepted."""
+        """Whether only EOS may follow, or EOS has been accepted."""
         ...
 
     def rollback(self, n_tokens: int) -> None:
@@ -50,7 +50,7 @@ class Grammar(Protocol):
         ...
 
     def fork(self) -> Grammar:
-        """An independent copy of this state."""
+        """Return an independent copy of this state."""
         ...
 
 
@@ -58,17 +58,19 @@ class GrammarBackend(Protocol):
     """Compiles grammars for one tokenizer. `compile` may be called from any thread."""
 
     def compile(self, kind: str, source: str) -> Grammar:
-        """A grammar in its first state; `kind` is "json_schema", "regex" or "ebnf".
+        """Return a grammar in its first state.
+
+        `kind` is "json_schema", "regex" or "ebnf".
 
         Raises:
             ValueError: `source` is not a grammar of this kind, or is too large; the
-                message carries the grammar library's own words.
+                message quotes the grammar library.
             GrammarTimeoutError: it was not compiled in time.
         """
         ...
 
     def compile_checked(self, kind: str, source: str) -> Grammar:
-        """`compile` for a source that it has accepted in another process."""
+        """Compile a source that `compile` has accepted in another process."""
         ...
 
     def fill_eos_mask(self, bitmask_row: torch.Tensor) -> None:

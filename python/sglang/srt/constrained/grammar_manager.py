@@ -36,7 +36,7 @@ class _Job:
 
 
 class GrammarManager:
-    """Grammars of the waiting requests; every method is for the scheduler's thread."""
+    """Compiles the grammars of waiting requests; for the scheduler's thread only."""
 
     def __init__(
         self,
@@ -46,19 +46,21 @@ class GrammarManager:
         timeout_s: float = 30.0,
         n_threads: int = 2,
     ) -> None:
-        """
+        """Start the worker threads.
+
         Args:
             backend: compiles; called from worker threads.
-            max_cached: compiled grammars (and errors) kept, least recently used out.
+            max_cached: compiled grammars and errors kept; the least recently used
+                one is evicted.
             timeout_s: a request waits at most this long for its grammar.
-            n_threads: worker threads; with none, `compile_now` is what compiles.
+            n_threads: worker threads; with 0, only `compile_now` compiles.
         """
         self._backend = backend
         self._timeout_s = timeout_s
         self._max_cached = max_cached
         self._cache: OrderedDict[_Key, _Outcome] = OrderedDict()
         self._jobs: dict[_Key, _Job] = {}
-        self._key_of: dict[str, _Key] = {}
+        self._key_by_rid: dict[str, _Key] = {}
         self._ready: list[tuple[str, _Outcome]] = []
         self._todo: SimpleQueue[_Key | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[_Key, _Outcome]] = SimpleQueue()
@@ -84,26 +86,26 @@ class GrammarManager:
             if self._threads:
                 self._todo.put(key)
         job.waiting[rid] = time.monotonic() + self._timeout_s
-        self._key_of[rid] = key
+        self._key_by_rid[rid] = key
 
     def poll(self) -> list[tuple[str, Grammar | ValueError]]:
-        """(rid, its own grammar or the error) of requests that need not wait longer."""
+        """Return (rid, its own grammar or the error) of requests that are settled."""
         ready, self._ready = self._ready, []
         while not self._done.empty():
             key, outcome = self._done.get()
             self._remember(key, outcome)
             for rid in self._jobs.pop(key, _Job()).waiting:
-                del self._key_of[rid]
+                del self._key_by_rid[rid]
                 ready.append((rid, _fresh(outcome)))
-        if self._key_of:
+        if self._key_by_rid:
             ready.extend(self._expired())
         return ready
 
     def compile_now(self, rid: str) -> Grammar:
-        """The grammar of a waiting request, compiled by the caller where need be.
+        """Return the grammar of a waiting request; compile it in this thread if needed.
 
-        For a manager without threads, when the source is known to be good: the checks
-        that bound its time and memory are left out.
+        For a manager without threads and a source that is known to be good: the checks
+        that bound its time and memory are skipped.
 
         Raises:
             ValueError: it is not a grammar after all.
@@ -112,7 +114,7 @@ class GrammarManager:
             if ready_rid == rid and not isinstance(outcome, ValueError):
                 del self._ready[i]
                 return outcome
-        key = self._key_of[rid]
+        key = self._key_by_rid[rid]
         cached = self._cache.get(key)
         if cached is None or isinstance(cached, ValueError):
             cached = self._backend.compile_checked(*key)
@@ -122,7 +124,7 @@ class GrammarManager:
 
     def cancel(self, rid: str) -> None:
         """Forget a request; its compilation goes on and is cached."""
-        key = self._key_of.pop(rid, None)
+        key = self._key_by_rid.pop(rid, None)
         if key is not None:
             job = self._jobs[key]
             job.waiting.pop(rid)
@@ -131,15 +133,15 @@ class GrammarManager:
         self._ready = [item for item in self._ready if item[0] != rid]
 
     def num_waiting(self) -> int:
-        """Requests submitted and not returned by `poll` yet."""
-        return len(self._key_of) + len(self._ready)
+        """Return the number of requests submitted and not yet returned by `poll`."""
+        return len(self._key_by_rid) + len(self._ready)
 
     def num_compiling(self) -> int:
         """Sources being compiled or waiting for it, requests that left included."""
         return len(self._jobs)
 
     def shutdown(self) -> None:
-        """Let the threads end after the compilation they are in; close the backend."""
+        """End the threads after their current compilation; close the backend."""
         for _ in self._threads:
             self._todo.put(None)
         self._backend.close()
@@ -176,7 +178,7 @@ class GrammarManager:
             except ValueError as error:
                 outcome = error
             except Exception as error:
-                # A dead worker would let every later request wait for nothing.
+                # A dead worker would leave every later request waiting.
                 logger.exception("compiling a %s failed", key[0])
                 outcome = ValueError(f"{key[0]} could not be compiled: {error!r}")
             self._done.put((key, outcome))
@@ -193,12 +195,12 @@ class GrammarManager:
         now = time.monotonic()
         late = [
             rid
-            for rid, key in self._key_of.items()
+            for rid, key in self._key_by_rid.items()
             if self._jobs[key].waiting[rid] < now
         ]
         expired: list[tuple[str, _Outcome]] = []
         for rid in late:
-            key = self._key_of.pop(rid)
+            key = self._key_by_rid.pop(rid)
             del self._jobs[key].waiting[rid]
             message = f"{key[0]} was not compiled within {self._timeout_s:g} seconds"
             expired.append((rid, ValueError(message)))

@@ -1,4 +1,4 @@
-"""The parent's side of the sandbox process that compiles a grammar before we do.
+"""The parent's side of the sandbox process that compiles each grammar first.
 
 Owns one child process. Knows nothing of what a grammar is.
 """
@@ -20,9 +20,9 @@ _SCRIPT = Path(__file__).with_name("llguidance_compiler.py")
 
 
 class GrammarSandbox:
-    """One child process, started at the first check and again after it has died.
+    """One child process, started at the first check and restarted after it has died.
 
-    Belongs to one thread at a time.
+    Used by one thread at a time.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class GrammarSandbox:
             self._child = self._start()
         answer = _ask(self._child, {"kind": kind, "source": source})
         if not answer:
-            code = self._bury(self._child)
+            code = self._reap(self._child)
             if code == -signal.SIGALRM:
                 raise GrammarTimeoutError(
                     f"{kind} is too complex: it was not compiled within "
@@ -69,7 +69,7 @@ class GrammarSandbox:
         """End the child."""
         if self._child is not None:
             self._child.kill()
-            self._bury(self._child)
+            self._reap(self._child)
 
     def _start(self) -> subprocess.Popen[str]:
         child = subprocess.Popen(
@@ -82,19 +82,19 @@ class GrammarSandbox:
             start_new_session=True,
         )
         if not _ask(child, self._setup):
-            code = self._bury(child)
+            code = self._reap(child)
             raise RuntimeError(f"the grammar sandbox did not start: exit code {code}")
         return child
 
-    def _bury(self, child: subprocess.Popen[str]) -> int:
-        """Wait for a child that is dead or dying; its exit code."""
+    def _reap(self, child: subprocess.Popen[str]) -> int:
+        """Wait for a child that is dead or dying; return its exit code."""
         self._child = None
         child.communicate()
         return child.returncode
 
 
 def _ask(child: subprocess.Popen[str], message: dict[str, Any]) -> str:
-    """The child's answer line; "" where it has died."""
+    """Send `message`; return the child's answer line, "" if the child has died."""
     if child.stdin is None or child.stdout is None:
         raise ValueError("the sandbox needs pipes as standard input and output")
     try:

@@ -107,7 +107,8 @@ class LLGuidanceBackend:
         eos_ids: Sequence[int],
         compile_timeout_s: float = 5.0,
     ) -> None:
-        """
+        """Build the tokenizer; sandboxes start at the first compilation.
+
         Args:
             tokenizer: path of a `tokenizer.json`, or its text.
             vocab_size: width of the model's logits; ids beyond the tokenizer's own are

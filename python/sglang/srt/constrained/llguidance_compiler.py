@@ -1,7 +1,7 @@
-"""Sources to llguidance matchers, with the limits that hostile sources need.
+"""Compilation of grammar sources to llguidance matchers, within fixed limits.
 
 Run as a script this file is the sandbox: a child process that compiles first and dies
-where a source takes too long or too much memory (some schemas keep llguidance busy for
+if a source takes too long or too much memory (some schemas keep llguidance busy for
 hours, and a thread cannot be stopped). So it imports nothing but llguidance and the
 standard library. Knows nothing of tensors, requests or batches.
 """
@@ -21,8 +21,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 MAX_SOURCE_CHARS = {"json_schema": 256 * 1024, "regex": 16 * 1024, "ebnf": 64 * 1024}
 MAX_NESTING = 64
 _SANDBOX_MEMORY_BYTES = 4 << 30
-# Tokens that the sandbox walks, so that a source whose limits break at its first steps
-# is refused at once instead of failing while it runs.
+# Tokens that the sandbox walks, so that a source that exceeds a limit within its first
+# steps is refused at once instead of failing while it runs.
 _TRIAL_TOKENS = 3
 
 # `initial_lexer_fuel` bounds the first mask: with llguidance's default of a million,
@@ -48,9 +48,9 @@ _JSON_OPTIONS = {
 def make_tokenizer(
     tokenizer: str, *, vocab_size: int, eos_ids: Sequence[int]
 ) -> llguidance.LLTokenizer:
-    """llguidance's view of a `tokenizer.json`, given as its path or its text.
+    """Build llguidance's tokenizer from the path or the text of a `tokenizer.json`.
 
-    Ids from the tokenizer's size up to `vocab_size` are padding without a text.
+    Ids from the tokenizer's size up to `vocab_size` are padding without text.
 
     Raises:
         ValueError: the tokenizer has more ids than `vocab_size`, or cannot be read.
@@ -63,11 +63,11 @@ def make_tokenizer(
 def compile_matcher(
     tokenizer: llguidance.LLTokenizer, kind: str, source: str
 ) -> llguidance.LLMatcher:
-    """A matcher in its first state.
+    """Compile a source to a matcher in its first state.
 
     Raises:
-        ValueError: unknown `kind`, source too large or not valid, in llguidance's
-        words.
+        ValueError: unknown `kind`, or a source that is too large or invalid; quotes
+            llguidance.
     """
     check_size(kind, source)
     try:
@@ -81,7 +81,7 @@ def compile_matcher(
 
 
 def matcher_error(matcher: llguidance.LLMatcher) -> str:
-    """The error of a matcher without its state dump; "" where there is none."""
+    """Return the error of a matcher without its state dump; "" if there is none."""
     error: str = matcher.get_error()
     for marker in ("<state>", "<non-verbose/>"):
         error = error.split(marker)[0]

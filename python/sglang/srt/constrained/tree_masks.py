@@ -1,4 +1,4 @@
-"""Token masks of the nodes of one draft tree, by a walk that the grammar follows."""
+"""Token masks of the nodes of a draft tree, from a walk of the grammar along it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def fill_tree_masks(
     next_sibling: Sequence[int],
     masks: Tensor,
 ) -> None:
-    """Write what may follow each node that the grammar can reach.
+    """Write the mask of the tokens allowed after each node that the grammar reaches.
 
-    Nodes behind a token that the grammar does not allow keep their mask: verification
-    never gets there.
+    Nodes below a token that the grammar does not allow keep their mask: verification
+    never reaches them.
 
     Args:
         grammar: has accepted the root's token; it is left as it was.
-        tokens: token of each node; the root's is not looked at.
+        tokens: token of each node; the root's is not read.
         next_token, next_sibling: first child and next sibling of each node, or -1.
         masks: int32 [D, words] on the host.
 

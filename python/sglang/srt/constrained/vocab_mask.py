@@ -11,20 +11,20 @@ import torch
 
 
 def mask_words(vocab_size: int) -> int:
-    """int32 words of one row's mask."""
+    """Return the int32 words of one row's mask."""
     return (vocab_size + 31) // 32
 
 
 def allocate_vocab_mask(
     n_rows: int, vocab_size: int, *, pin_memory: bool = False
 ) -> torch.Tensor:
-    """A host mask [n_rows, ceil(vocab_size / 32)] int32 that allows everything."""
+    """Return a host mask [n_rows, ceil(vocab_size / 32)] int32 that allows all ids."""
     shape = (n_rows, mask_words(vocab_size))
     return torch.full(shape, -1, dtype=torch.int32, pin_memory=pin_memory)
 
 
 def apply_vocab_mask(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`logits` [R, V] float32 plus -inf where the bit of `mask` [R, W] is clear.
+    """Return `logits` [R, V] float32, -inf where the bit of `mask` [R, W] is clear.
 
     Returns a new tensor. 32 W must be at least V. NaN stays NaN.
     """

@@ -1,5 +1,4 @@
-"""The tensor parallel group of this process: who it is among the ranks, and how they
-exchange data.
+"""The tensor parallel group of this process: its rank, and the exchange of data.
 
 A module global holds the group, because layers ask for it when they are built; the
 scheduler process installs it before it builds a model. Without one there is a single
@@ -18,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Ranks load checkpoints at different speeds. A forward that hangs is the watchdog's.
+# Ranks load checkpoints at different speeds; the watchdog handles a hanging forward.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 # A message and its length fit here in one broadcast; the rest of a longer one follows.
 MESSAGE_BYTES = 8192
 LENGTH_BYTES = 8
 
-# torch 2.13 gave it a new name and deprecated the one that 2.11 has.
+# torch 2.13 renamed it and deprecated the name of 2.11.
 _all_gather = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -32,10 +31,10 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallelGroup:
-    """Collectives over the ranks; all of them must call the same ones in one order.
+    """Collectives over the ranks; all ranks must call the same ones in the same order.
 
     Tensors on a CUDA device go through NCCL (and may be captured into graphs), those on
-    the host through gloo. With `size` 1 every method returns what it was given.
+    the host through gloo. With `size` 1 every method returns its argument.
 
     Fields:
         rank: of this process, in [0, size).
@@ -47,17 +46,17 @@ class TensorParallelGroup:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is rank 0, which talks to the front and decides."""
+        """Whether this is rank 0, which schedules and communicates with the front."""
         return self.rank == 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the ranks, in place; `x` is contiguous."""
+        """Sum `x` over the ranks, in place; `x` is contiguous."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
-        """x [R, n] of each rank -> [R, size * n], in the order of the ranks."""
+        """Concatenate x [R, n] of all ranks, in rank order: [R, size * n]."""
         if self.size == 1:
             return x
         rows, width = x.shape
@@ -67,13 +66,13 @@ class TensorParallelGroup:
         return by_row.reshape(rows, self.size * width)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's `x`, in place; `x` is contiguous."""
+        """Copy rank 0's `x` to all ranks, in place; `x` is contiguous."""
         if self.size > 1:
             dist.broadcast(x, src=0)
         return x
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's `data` on every rank; the others pass None. Waits on the host."""
+        """Return rank 0's `data`; the other ranks pass None. Waits on the host."""
         if self.size == 1:
             assert data is not None
             return data
@@ -96,8 +95,7 @@ class TensorParallelGroup:
         return received[LENGTH_BYTES:] + tail.numpy().tobytes()
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """The `data` of every rank, in their order, on all of them. Waits on the
-        host."""
+        """Return the `data` of all ranks, in rank order. Waits on the host."""
         if self.size == 1:
             return [data]
         lengths = torch.zeros(self.size, dtype=torch.int64)
@@ -113,7 +111,7 @@ class TensorParallelGroup:
         ]
 
     def min_int(self, value: int) -> int:
-        """The smallest `value` of all ranks. Waits on the host."""
+        """Return the smallest `value` of all ranks. Waits on the host."""
         if self.size == 1:
             return value
         smallest = torch.tensor([value], dtype=torch.int64)
@@ -121,10 +119,10 @@ class TensorParallelGroup:
         return int(smallest)
 
     def meet(self, timeout: timedelta) -> None:
-        """Wait on the host until every rank has come here.
+        """Wait on the host until every rank has called this.
 
         Raises:
-            RuntimeError: one did not come in time, or is gone.
+            RuntimeError: a rank did not call it in time, or has ended.
         """
         if self.size > 1:
             arrival = dist.all_reduce(torch.zeros(1), async_op=True)
@@ -137,14 +135,16 @@ _current = _SINGLE
 
 
 def get_tp_group() -> TensorParallelGroup:
-    """The group that was installed, or one of a single rank."""
+    """Return the installed group, or one of a single rank."""
     return _current
 
 
 @contextlib.contextmanager
 def tensor_parallel_group(group: TensorParallelGroup) -> Iterator[TensorParallelGroup]:
-    """Make `group` current. Tests enter one that has no peers to build one rank's part
-    of a model; its collectives must not be called.
+    """Make `group` current within the context.
+
+    A group without peers serves to build one rank's part of a model; its collectives
+    must not be called.
     """
     global _current
     before, _current = _current, group
@@ -157,16 +157,16 @@ def tensor_parallel_group(group: TensorParallelGroup) -> Iterator[TensorParallel
 def init_tensor_parallel(
     *, rank: int, size: int, device: str, store: Path
 ) -> TensorParallelGroup:
-    """Meet the other ranks and install the group for the life of this process.
+    """Connect to the other ranks and install the group for the life of this process.
 
-    The ranks meet through a file, so that no port is opened for it. On CUDA the current
-    device becomes `rank`, and NCCL is up when this returns: its first call may not
-    happen inside a graph capture.
+    The ranks connect through a file, so that no port is opened for it. On CUDA the
+    current device becomes `rank`, and NCCL is initialised when this returns: its first
+    call must not happen inside a graph capture.
 
     Args:
         device: "cpu" or "cuda".
         store: a file that does not exist yet, the same for all ranks, in a folder that
-            nobody else can write to.
+            no other user can write to.
     """
     global _current
     if size == 1:

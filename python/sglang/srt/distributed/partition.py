@@ -1,4 +1,4 @@
-"""Which part of a model's dimension a rank holds. Arithmetic only."""
+"""Intervals of a model's dimensions that a rank holds. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Part:
         return cls(full=full, start=0, size=full)
 
     def scaled(self, factor: int) -> Part:
-        """The same part where each entry is `factor` entries: heads -> channels."""
+        """Return the same part in entries `factor` times smaller: heads -> channels."""
         return Part(
             full=self.full * factor, start=self.start * factor, size=self.size * factor
         )
 
 
 def divide(full: int, group: TensorParallelGroup, *, what: str) -> Part:
-    """An equal part for every rank.
+    """Return this rank's part of an even division.
 
     Args:
         what: the field of config.json that gives `full`.
@@ -45,10 +45,10 @@ def divide(full: int, group: TensorParallelGroup, *, what: str) -> Part:
 
 
 def divide_kv_heads(full: int, group: TensorParallelGroup) -> Part:
-    """KV heads of a rank: an equal part, or one head that several ranks hold.
+    """Return this rank's KV heads: an equal part, or one head that several ranks hold.
 
     Raises:
-        ValueError: neither comes out even; names both numbers.
+        ValueError: neither is possible evenly; names both numbers.
     """
     if full % group.size == 0:
         return divide(full, group, what="num_key_value_heads")
@@ -62,12 +62,12 @@ def divide_kv_heads(full: int, group: TensorParallelGroup) -> Part:
 
 
 def padded_size(full: int, group: TensorParallelGroup) -> int:
-    """Entries that each rank has room for where `full` need not divide."""
+    """Return the entries that each rank has room for, `full` / size rounded up."""
     return -(-full // group.size)
 
 
 def divide_padded(full: int, group: TensorParallelGroup) -> Part:
-    """The part of a rank that has room for `padded_size`: the last may hold less."""
+    """Return this rank's part of up to `padded_size` entries; the last has fewer."""
     room = padded_size(full, group)
     start = min(group.rank * room, full)
     return Part(full=full, start=start, size=min(room, full - start))

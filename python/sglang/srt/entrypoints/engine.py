@@ -42,7 +42,7 @@ Answer = dict[str, Any]
 class Engine:
     """A running engine. Keyword arguments are the fields of `ServerArgs`.
 
-    Uses all cores for the model, unless OMP_NUM_THREADS says otherwise. `shutdown` (or
+    Uses all cores for the model, unless OMP_NUM_THREADS is set. `shutdown` (or
     leaving a `with` block, or the end of the process) stops it.
 
     Raises:
@@ -65,7 +65,7 @@ class Engine:
 
     @property
     def tokenizer_manager(self) -> TokenizerManager:
-        """The shared front; its methods belong to the engine's own loop."""
+        """The tokenizer manager; its methods must run in the engine's own loop."""
         return self._host.core.manager
 
     @property
@@ -90,8 +90,8 @@ class Engine:
         Args:
             prompt: text; or `input_ids`, the tokens.
             sampling_params: as in `POST /generate`; a list has one entry per prompt.
-            stream: return an iterator over answers that grow; those of a list have an
-                `index`.
+            stream: return an iterator over cumulative answers; those of a list have
+                an `index`.
             options: further fields of `POST /generate`, such as `return_logprob`.
 
         Raises:
@@ -121,7 +121,7 @@ class Engine:
     # -- control -------------------------------------------------------------------
 
     def flush_cache(self) -> bool:
-        """Empty the prefix cache; False where requests run: nothing was flushed."""
+        """Empty the prefix cache; False if requests run and nothing was flushed."""
         return self._host.call(self.tokenizer_manager.flush_cache())
 
     def abort_request(self, rid: str = "", *, abort_all: bool = False) -> None:
@@ -133,7 +133,7 @@ class Engine:
         self._host.call(abort())
 
     def get_server_info(self) -> dict[str, Any]:
-        """Flags, limits, version and the scheduler's numbers of this moment."""
+        """Return the flags, limits, version and current scheduler statistics."""
         stats = self._host.call(self.tokenizer_manager.scheduler_stats())
         limits = self.tokenizer_manager.limits
         return {
@@ -144,8 +144,10 @@ class Engine:
         }
 
     def canary_incidents(self) -> list[dict[str, Any]]:
-        """What the KV canary found, oldest first (`docs/kv_canary.md`); empty while it
-        is off."""
+        """Return the incidents of the KV canary, oldest first; empty while it is off.
+
+        `docs/kv_canary.md` describes their fields.
+        """
         return self._host.call(self.tokenizer_manager.canary_incidents())
 
     def shutdown(self) -> None:
@@ -187,7 +189,7 @@ class Engine:
         )
 
     def _sync_stream(self, answers: AsyncIterator[Answer]) -> Iterator[Answer]:
-        """Asks for one answer at a time: what came meanwhile is merged into it."""
+        """Pull one answer at a time; updates that arrive meanwhile are merged."""
         try:
             while (answer := self._host.call(_next(answers))) is not None:
                 yield answer
@@ -207,7 +209,8 @@ class Engine:
 class _EngineHost:
     """Event loop, its thread, and the engine core that lives there.
 
-    Does not know the `Engine`, so that a forgotten one can be collected and stopped.
+    Holds no reference to the `Engine`, so that an unreferenced one is collected and
+    stopped.
     """
 
     def __init__(self, server_args: ServerArgs) -> None:
@@ -247,7 +250,7 @@ class _EngineHost:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Stop everything."""
+        """Stop the engine core, the loop and its thread."""
         if self._loop.is_closed():
             return
 

@@ -1,4 +1,4 @@
-"""What the routes of one server share."""
+"""State shared by the routes of one server."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from sglang.srt.server_args import ServerArgs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """Fields:
-    server_args: configuration.
-    manager: takes requests.
-    model_name: what clients call the model.
-    started: UNIX time in seconds.
+    """A server as its routes see it.
+
+    Fields:
+        server_args: configuration.
+        manager: takes requests.
+        model_name: name under which clients address the model.
+        started: UNIX time in seconds.
     """
 
     server_args: ServerArgs

@@ -41,7 +41,10 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ParsedGenerate(msgspec.Struct, kw_only=True, frozen=True):
-    """`is_list`: the answer is a list, one entry per output."""
+    """A checked `GenerateRequest`.
+
+    `is_list`: the answer is a list, one entry per output.
+    """
 
     prompts: list[PromptRequest]
     is_list: bool
@@ -52,7 +55,7 @@ class ParsedGenerate(msgspec.Struct, kw_only=True, frozen=True):
 def parse_generate(
     request: GenerateRequest, *, allow_hidden_states: bool
 ) -> ParsedGenerate:
-    """One `PromptRequest` per prompt.
+    """Check a request and split it into one `PromptRequest` per prompt.
 
     Raises:
         BadRequest: names the field and what is wrong.
@@ -74,7 +77,7 @@ def parse_generate(
 
     if is_batch and isinstance(request.rid, str):
         raise BadRequest("rid must be a list where the prompts are one", param="rid")
-    # One for all is read once: it may be large, and the prompts many.
+    # Parameters shared by all prompts are parsed once: they may be large.
     is_shared = not isinstance(request.sampling_params, list)
     shared = parse_sampling_params(nth("sampling_params", 0, {})) if is_shared else None
     parsed = []
@@ -111,7 +114,7 @@ def parse_generate(
 
 
 def parse_sampling_params(raw: dict[str, Any]) -> SamplingParams:
-    """`SamplingParams.from_wire` for the answer of a server.
+    """Parse sampling parameters; errors are those that a server answers.
 
     Raises:
         BadRequest: names the field, the value and the range.
@@ -134,14 +137,14 @@ _OPTIONS = {
 
 
 class _Prompt(NamedTuple):
-    """`embeds`: float32 rows in place of the ids, which then only count them."""
+    """A prompt. `embeds`: float32 rows; the ids then only count them."""
 
     ids: str | list[int]
     embeds: bytes | None = None
 
 
 def _any_prompts(request: GenerateRequest) -> tuple[list[_Prompt], bool]:
-    """The prompts, and whether the client sent a list of them."""
+    """Return the prompts of any kind, and whether the client sent a list of them."""
     if request.input_embeds is not None:
         return _embedded_prompts(request, request.input_embeds)
     prompts, is_batch = _prompts(request)
@@ -151,7 +154,7 @@ def _any_prompts(request: GenerateRequest) -> tuple[list[_Prompt], bool]:
 def _embedded_prompts(
     request: GenerateRequest, embeds: Sequence[Sequence[Any]]
 ) -> tuple[list[_Prompt], bool]:
-    """Prompts of [tokens, hidden_size] floats: one, or a list of them."""
+    """Return the prompts of [tokens, hidden_size] floats: one, or a list of them."""
     if request.text is not None or request.input_ids is not None:
         raise BadRequest(
             "exactly one of text, input_ids and input_embeds must be set",
@@ -182,7 +185,7 @@ def _embedded_prompt(rows: Sequence[Sequence[float]]) -> _Prompt:
 
 
 def _prompts(request: GenerateRequest) -> tuple[list[str | list[int]], bool]:
-    """The prompts, and whether the client sent a list of them."""
+    """Return the texts or token ids, and whether the client sent a list of them."""
     if (request.text is None) == (request.input_ids is None):
         raise BadRequest(
             "exactly one of text, input_ids and input_embeds must be set", param="text"
@@ -197,7 +200,11 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int]], bool]:
 def split_ids(
     ids: Sequence[int | list[int]], *, name: str
 ) -> tuple[list[str | list[int]], bool]:
-    """Token ids of one prompt (a flat list), or of several (a list of lists)."""
+    """Split the token ids of one prompt (a flat list) or several (a list of lists).
+
+    Returns:
+        The prompts, and whether they came as a list of lists.
+    """
     if all(isinstance(entry, list) for entry in ids) and ids:
         return list(ids), True  # type: ignore[arg-type]
     if any(isinstance(entry, list) for entry in ids):
@@ -212,7 +219,7 @@ def _non_empty(prompts: list[str | list[int]], name: str) -> list[str | list[int
 
 
 class GenerateAnswer:
-    """The answer about one output, growing with its updates."""
+    """The cumulative answer for one output."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, with_text: bool) -> None:
         self._tokenizer = tokenizer if with_text else None
@@ -226,7 +233,7 @@ class GenerateAnswer:
         self._hidden_states: list[list[float]] | None = None
 
     def add(self, update: Update) -> dict[str, Any]:
-        """Take news and return the answer so far: everything in it is cumulative."""
+        """Apply an update; return the answer so far, cumulative in every field."""
         self._text += update.text
         self._output_ids += update.output_ids
         self._add_logprobs(update)
@@ -281,7 +288,7 @@ class GenerateAnswer:
 
 
 def finish_dict(reason: FinishReason | None) -> dict[str, Any] | None:
-    """`finish_reason` as the wire shows it; None while the request runs."""
+    """Return the JSON form of `finish_reason`; None while the request runs."""
     if reason is None:
         return None
     if reason.type == "length":

@@ -1,4 +1,4 @@
-"""Bodies in, answers and event streams out: what every HTTP route shares."""
+"""Input and output of all HTTP routes: request bodies, answers, event streams."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
 
 
 async def read_body(request: Request, kind: type[T]) -> T:
-    """The JSON body as a `kind`.
+    """Parse the JSON body as a `kind`.
 
     Raises:
         BadRequest: not UTF-8, not JSON, an unknown field or a wrong type; names it.
@@ -82,18 +82,18 @@ def error_response(error: ApiError) -> Response:
 
 
 def event(content: Any) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 async def whole_results(
     request: Request, manager: TokenizerManager, group: RequestGroup
 ) -> list[Update]:
-    """The group's results; a client that leaves aborts it.
+    """Wait for the group's results; a client that disconnects aborts the group.
 
     Raises:
         ApiError: the answer is this error.
-        ClientDisconnected: there is nobody to answer.
+        ClientDisconnected: the client has left.
     """
     watch = asyncio.create_task(_fail_on_disconnect(request.receive, group))
     try:
@@ -106,8 +106,8 @@ class EventStream(Response):
     """Server-sent events about a group of requests.
 
     The status line waits for the first event: a request that is refused gets a plain
-    error with its status. A later error is an event. A client that leaves aborts the
-    group; one that reads slowly finds news merged.
+    error with its status. A later error is an event. A client that disconnects aborts
+    the group; one that reads slowly gets several updates in one event.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ def create_app(front: Front) -> FastAPI:
     if front.server_args.api_key:
         app.add_middleware(ApiKeyMiddleware, api_key=front.server_args.api_key)
     app.add_middleware(ErrorMiddleware)
-    # Outermost: browsers must be able to read errors, and preflights bring no key.
+    # Outermost: browsers must be able to read errors, and preflights carry no key.
     app.add_middleware(
         CORSMiddleware,
         allow_origins=["*"],
@@ -79,7 +79,7 @@ async def _answer_api_error(request: Request, error: Exception) -> Response:
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods."""
+    """Answer unknown paths and methods."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return error_response(NotFound(f"no such path: {request.url.path}"))
@@ -129,7 +129,7 @@ class _Server:
         self._listener = listener
         self._stop = asyncio.Event()
         self._is_orderly = False
-        self._hurry = asyncio.Event()
+        self._second_signal = asyncio.Event()
         front = Front(
             server_args=server_args,
             manager=core.manager,
@@ -167,7 +167,7 @@ class _Server:
             await serving
             self._core.close()
             if self._is_orderly:
-                # The last word: the scheduler is gone, too, and logs no more.
+                # Printed last: the scheduler has ended and logs nothing more.
                 _say("shut down")
 
     async def _serve_until_end(self) -> int:
@@ -197,7 +197,7 @@ class _Server:
         return 0
 
     async def _drain(self, dying: asyncio.Task[bool]) -> None:
-        """Let what runs finish for a while, then refuse the rest."""
+        """Let running requests finish for a while, then refuse the rest."""
         manager = self._core.manager
         manager.set_draining()
         logger.info(
@@ -206,19 +206,19 @@ class _Server:
             DRAIN_SECONDS,
         )
         idle = asyncio.create_task(manager.wait_idle(DRAIN_SECONDS))
-        hurry = asyncio.create_task(self._hurry.wait())
-        await _first(idle, hurry, dying)
+        second_signal = asyncio.create_task(self._second_signal.wait())
+        await _first(idle, second_signal, dying)
         idle.cancel()
-        hurry.cancel()
+        second_signal.cancel()
         manager.refuse_all("the server is shutting down")
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
-            self._hurry.set()
+            self._second_signal.set()
         self._stop.set()
 
     def _announce(self, ready: SchedulerReady) -> None:
-        # What was imported and loaded stays: the collector need not look at it again.
+        # Imported modules and loaded state are permanent: collections may skip them.
         gc.collect()
         gc.freeze()
         args = self._server_args
@@ -246,7 +246,7 @@ def _complain(text: str) -> None:
 
 
 def _bind(server_args: ServerArgs) -> socket.socket:
-    """A listening address, before anything slow starts.
+    """Bind the address, before anything slow starts.
 
     Raises:
         ValueError: the address cannot be bound.
@@ -268,7 +268,7 @@ def _bind(server_args: ServerArgs) -> socket.socket:
 
 
 def _raise_open_files() -> None:
-    """One connection is one file: use what the hard limit allows."""
+    """Raise the limit of open files: every connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else hard
     wanted = min(wanted, MAX_OPEN_FILES)

@@ -25,7 +25,7 @@ MAX_DRAIN_SECONDS = 10.0
 
 
 class ErrorMiddleware:
-    """Every exception becomes an answer; what nobody foresaw gets an id in the log."""
+    """Turns every exception into an answer; logs an unexpected one with an id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -56,10 +56,10 @@ class ErrorMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Asks all but `OPEN_PATHS` for `Authorization: Bearer <key>`.
+    """Requires `Authorization: Bearer <key>` on all paths but `OPEN_PATHS`.
 
-    Those are for probes and scrapers, as in SGLang; they show neither prompts nor
-    answers.
+    The open ones are for probes and scrapers, as in SGLang; they show neither prompts
+    nor answers.
     """
 
     OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})

@@ -46,6 +46,8 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class NativeRoutes:
+    """Handlers of SGLang's own routes."""
+
     def __init__(self, front: Front) -> None:
         self._front = front
         self._manager = front.manager
@@ -83,7 +85,7 @@ class NativeRoutes:
         return Response()
 
     async def health_generate(self, request: Request) -> Response:
-        """200 once a real request of one token came back."""
+        """Answer 200 after a request for one token has come back."""
         probe = PromptRequest(
             prompt=[0],
             sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0),
@@ -149,12 +151,13 @@ class NativeRoutes:
         try:
             stats = await self._manager.scheduler_stats(SCRAPE_TIMEOUT_SECONDS)
         except ApiError:
-            # A scrape must not fail while the scheduler is busy: latencies are here.
+            # A scrape must not fail while the scheduler is busy: the latencies are
+            # recorded in this process.
             stats = None
         return Response(metrics.render(stats), media_type=CONTENT_TYPE)
 
     async def canary_incidents(self, request: Request) -> Response:
-        """What the KV canary found; 404 while it is off."""
+        """Answer the incidents of the KV canary; 404 while it is off."""
         mode = self._front.server_args.kv_canary
         if mode == "none":
             raise NotFound("start the server with --kv-canary log or raise")
@@ -179,6 +182,6 @@ class NativeRoutes:
 
 
 def public_args(front: Front) -> dict[str, Any]:
-    """The server's flags, without secrets."""
+    """Return the server's flags without secrets."""
     values = dataclasses.asdict(front.server_args)
     return {key: value for key, value in values.items() if key not in SECRET_FIELDS}

@@ -1,7 +1,7 @@
-"""Wires tokenizer, scheduler process and ZeroMQ wire to one TokenizerManager.
+"""Connects tokenizer, scheduler process and ZeroMQ sockets to one TokenizerManager.
 
-What the HTTP server and the offline Engine have in common: start, readiness, the death
-of the scheduler, and the end.
+The HTTP server and the offline Engine share it: start, readiness, an unexpected end of
+the scheduler, and shutdown.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ STOP_SECONDS = 5.0
 
 
 class EngineCore:
-    """One running engine, seen from the front. Created inside the asyncio loop.
+    """One running engine on the front's side. To be created inside the asyncio loop.
 
     Attributes:
         manager: takes requests.
-        died: set once the scheduler ended without being asked to.
+        died: set once the scheduler has ended unexpectedly.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class EngineCore:
         return ready
 
     def close(self) -> None:
-        """Drop what runs, end the scheduler, remove the sockets.
+        """Drop running requests, end the scheduler, remove the sockets.
 
-        Blocks the loop: nothing else is left to do, and threads may not be had any more
-        when the interpreter exits.
+        Blocks the loop: nothing else is left to do, and no thread can be started when
+        the interpreter exits.
         """
         self._is_stopping = True
         is_up = self.manager.phase not in (Phase.STARTING, Phase.DEAD)
@@ -80,8 +80,8 @@ class EngineCore:
         self.manager.close()
         self._client.close()
         # A process that is still loading does not read messages.
-        left = self.process.stop(STOP_SECONDS if is_up else 0.0)
-        if is_up and not left:
+        has_ended = self.process.stop(STOP_SECONDS if is_up else 0.0)
+        if is_up and not has_ended:
             logger.warning(
                 "the scheduler did not leave within %g s; killed", STOP_SECONDS
             )
@@ -99,10 +99,10 @@ class EngineCore:
 def start_engine(
     server_args: ServerArgs, *, num_threads: int
 ) -> tuple[SchedulerProcess, Tokenizer | None]:
-    """Start the scheduler process and, while it loads, read the tokenizer.
+    """Start the scheduler process and read the tokenizer while it loads.
 
     Raises:
-        ValueError: no tokenizer there; the process is gone again.
+        ValueError: there is no tokenizer; the process has been stopped.
     """
     process = SchedulerProcess.start(server_args, num_threads=num_threads)
     try:

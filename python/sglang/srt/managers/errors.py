@@ -1,6 +1,6 @@
-"""Errors that a client sees, with their HTTP status.
+"""Errors that are answered to clients, with their HTTP status.
 
-Raised by the front wherever the reason is known; `entrypoints` turns them into answers.
+The front raises them where the reason is known; `entrypoints` turns them into answers.
 """
 
 from __future__ import annotations
@@ -75,25 +75,25 @@ class Unavailable(ApiError):
 
 
 class EngineFailure(ApiError):
-    """Something broke inside; the same id is in the log."""
+    """An internal failure; the same id is in the log."""
 
     def __init__(self, message: str, *, error_id: str) -> None:
         super().__init__(f"{message} (error id {error_id})")
 
 
 class ClientDisconnected(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has left before its answer was complete."""
 
 
 def log_failure(what: str, *, error: BaseException | None = None) -> EngineFailure:
-    """Log a failure under a fresh id and return the error that tells the client so."""
+    """Log a failure under a fresh id and return the error to answer."""
     error_id = uuid.uuid4().hex[:16]
     logger.error("error id %s: %s", error_id, what, exc_info=error)
     return EngineFailure(what, error_id=error_id)
 
 
-def error_of_abort(status: int, message: str) -> ApiError:
-    """The error for a request that the scheduler ended with an HTTP status."""
+def abort_error(status: int, message: str) -> ApiError:
+    """Return the error for a request that the scheduler ended with an HTTP status."""
     if status == Unavailable.status:
         return Unavailable(message)
     if 400 <= status < 500:

@@ -1,7 +1,7 @@
 """Messages between the HTTP process and the scheduler processes.
 
-msgspec structs, tagged, encoded with msgpack (never pickle). Owns the wire between
-processes; the HTTP wire is in `entrypoints`.
+msgspec structs, tagged, encoded with msgpack (never pickle). Owns the format between
+processes; the HTTP format is in `entrypoints`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class GetIncidentsReq(msgspec.Struct, kw_only=True, tag="get_incidents"):
 
 
 class ShutdownReq(msgspec.Struct, kw_only=True, tag="shutdown"):
-    """Leave the event loop at once; whatever runs is dropped."""
+    """Leave the event loop at once and drop all requests."""
 
 
 SchedulerRequest = (
@@ -95,18 +95,18 @@ SchedulerRequest = (
 
 
 class GrammarDecision(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The grammar of request `rid` is there, or could not be had (`error`)."""
+    """The grammar of request `rid` is compiled, or could not be (`error`)."""
 
     rid: str
     error: str | None = None
 
 
 class StepInput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What one step of the scheduler begins with; rank 0 sends it to the other ranks.
+    """Input of one scheduler step, which rank 0 sends to the other ranks.
 
-    Whatever depends on time or on another thread is decided by rank 0 and travels here.
-    `grammars` were decided before `requests` arrived. `history` is a digest of the
-    steps before: ranks with another one have diverged.
+    Everything that depends on time or on another thread is decided by rank 0 and sent
+    in here. `grammars` were decided before `requests` arrived. `history` is a digest of
+    all earlier steps: ranks with another one have diverged.
     """
 
     requests: list[SchedulerRequest] = []
@@ -115,7 +115,7 @@ class StepInput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """News of one request: tokens since the last message about it.
+    """New output of one request since the last message about it.
 
     `output_ids` is a delta and never holds tokens beyond the finish.
     `completion_tokens` counts all tokens so far. `finish_reason` is set in the last
@@ -139,14 +139,14 @@ class BatchOutput(msgspec.Struct, kw_only=True, tag="batch_output"):
 
 
 class FlushCacheRsp(msgspec.Struct, kw_only=True, tag="flush_cache_rsp"):
-    """`success` is False while requests run or wait: nothing was flushed."""
+    """Result of a flush; `success` is False if requests ran or waited."""
 
     call_id: int
     success: bool
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
-    """Gauges of this moment and counters since start (`*_total` only grow)."""
+    """Current gauges and counters since start (`*_total` only grow)."""
 
     num_running_reqs: int = 0
     num_queue_reqs: int = 0
@@ -179,7 +179,7 @@ class GetStateRsp(msgspec.Struct, kw_only=True, tag="get_state_rsp"):
 
 
 class GetIncidentsRsp(msgspec.Struct, kw_only=True, tag="get_incidents_rsp"):
-    """What the KV canary found, oldest first (`docs/kv_canary.md`)."""
+    """Incidents of the KV canary, oldest first (`docs/kv_canary.md`)."""
 
     call_id: int
     incidents: list[dict[str, Any]]
@@ -197,7 +197,7 @@ SchedulerResponse = (
 
 
 class SchedulerReady(msgspec.Struct, kw_only=True):
-    """What a scheduler process reports once, when it can serve (or why it cannot).
+    """The one report of a scheduler process that it can serve, or why it cannot.
 
     `error` set means that the process exits; the other fields are then meaningless.
     """

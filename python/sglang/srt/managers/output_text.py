@@ -1,7 +1,7 @@
-"""The visible text of one output: stop strings cut off, held back while they may come.
+"""The visible text of one output: stop strings cut off, possible beginnings held back.
 
-The scheduler finds out that a stop string matched; this module decides what of the text
-is shown.
+The scheduler detects that a stop string matched; this module decides which text is
+shown.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class OutputText:
     """Turns the tokens of one output into the pieces of text that may be shown.
 
-    A stop string and everything behind it is never shown, unless `no_stop_trim` is set.
-    Text that matched a `stop_regex` is shown: what to hold back for a pattern has no
-    bound, and streams must equal whole answers.
+    A stop string and everything after it is never shown, unless `no_stop_trim` is set.
+    Text that matched a `stop_regex` is shown: the text to hold back for a pattern has
+    no bound, and streams must equal whole answers.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -35,7 +35,7 @@ class OutputText:
         self._held = ""
 
     def push(self, tokens: Sequence[int], finish: FinishReason | None = None) -> str:
-        """New text that may be shown; with `finish`, all that is left."""
+        """Return the new text that may be shown; with `finish`, all the rest."""
         if finish is not None:
             return self._finish(tokens, finish.matched)
         text = self._held + self._detokenizer.push_many(tokens)
@@ -52,14 +52,14 @@ class OutputText:
         text += self._detokenizer.finish()
         if not isinstance(matched, str) or matched not in self._stops:
             return text
-        # The last token completed the match. The same string may stand earlier, where
+        # The last token completed the match. The same string may occur earlier, where
         # `min_new_tokens` kept it from ending the output.
         at = find_stop(text, matched, known=len(before))
         return text if at < 0 else text[:at]
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins one of `stops`."""
+    """Return the length of the longest suffix of `text` that begins one of `stops`."""
     longest = 0
     for stop in stops:
         for length in range(min(len(stop) - 1, len(text)), longest, -1):

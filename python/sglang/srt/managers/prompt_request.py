@@ -1,4 +1,4 @@
-"""One prompt as the interfaces hand it over, and the checks before it is sent.
+"""One prompt as the interfaces pass it on, and the checks before it is sent.
 
 Every refusal is a `BadRequest` that names the field, the value and the limit.
 """
@@ -21,17 +21,17 @@ MAX_TOP_LOGPROBS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRequest:
-    """A prompt and what is asked about it; `sampling_params.n` outputs.
+    """A prompt and the options of its `sampling_params.n` outputs.
 
     Fields:
-    prompt: text, or token ids.
-    sampling_params: validated by themselves (`SamplingParams.from_wire`).
-    is_length_exact: False where `max_new_tokens` is a default, which shrinks to the
-        room behind the prompt; a number that the client wrote is never changed.
-    add_special_tokens: False where the text has them already (chat templates).
-    rid: None means that one is made up.
-    input_embeds: float32 [tokens, hidden_size] that stand for the prompt, whose ids
-        then only count them.
+        prompt: text, or token ids.
+        sampling_params: already validated (`SamplingParams.from_wire`).
+        is_length_exact: False where `max_new_tokens` is a default, which shrinks to the
+            room after the prompt; a client's own number is never changed.
+        add_special_tokens: False where the text has them already (chat templates).
+        rid: None means that one is generated.
+        input_embeds: float32 [tokens, hidden_size] that replace the prompt, whose ids
+            then only count them.
     """
 
     prompt: str | list[int]
@@ -49,7 +49,7 @@ class PromptRequest:
 
     @property
     def field(self) -> str:
-        """Where `/generate` has the prompt."""
+        """The field of `/generate` that holds the prompt."""
         if self.input_embeds is not None:
             return "input_embeds"
         return "text" if isinstance(self.prompt, str) else "input_ids"
@@ -57,7 +57,7 @@ class PromptRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the running engine can hold, in tokens."""
+    """Capacities of the running engine, in tokens."""
 
     context_len: int
     max_req_input_len: int
@@ -99,7 +99,7 @@ class Limits:
         )
 
     def fit_new_tokens(self, request: PromptRequest, prompt_len: int) -> SamplingParams:
-        """The sampling parameters, with a length that fits behind the prompt."""
+        """Return the sampling parameters with a length that fits after the prompt."""
         params = request.sampling_params
         # Beyond the longest prompt there is room for one token.
         room = self.max_req_input_len + 1 - prompt_len
@@ -107,14 +107,14 @@ class Limits:
             return params
         if request.is_length_exact:
             raise BadRequest(
-                f"max_new_tokens is {params.max_new_tokens}, but behind a prompt of "
+                f"max_new_tokens is {params.max_new_tokens}, but after a prompt of "
                 f"{prompt_len} tokens at most {room} fit (context of "
                 f"{self.context_len} tokens, KV pool of {self.max_total_num_tokens})",
                 param="max_new_tokens",
             )
         if params.min_new_tokens > room:
             raise BadRequest(
-                f"min_new_tokens is {params.min_new_tokens}, but behind a prompt of "
+                f"min_new_tokens is {params.min_new_tokens}, but after a prompt of "
                 f"{prompt_len} tokens at most {room} fit",
                 param="min_new_tokens",
             )
@@ -122,15 +122,17 @@ class Limits:
 
 
 def sampling_error(error: ValueError) -> BadRequest:
-    """The answer to a wrong value in `sampling_params`, whose field comes first in the
-    message."""
+    """Return the answer to a wrong value in `sampling_params`.
+
+    The first word of the message names the field.
+    """
     named = str(error).split(maxsplit=1)[0]
     is_field = named in SamplingParams.__struct_fields__
     return BadRequest(str(error), param=named if is_field else "sampling_params")
 
 
 def check_options(request: PromptRequest) -> None:
-    """Refuse options that no prompt could make right."""
+    """Refuse options that are wrong for any prompt."""
     if request.rid is not None and not 0 < len(request.rid) <= MAX_RID_CHARS:
         raise BadRequest(
             f"rid must have 1 to {MAX_RID_CHARS} characters, got {len(request.rid)}",
@@ -149,7 +151,7 @@ def check_options(request: PromptRequest) -> None:
 def to_wire(
     request: PromptRequest, ids: list[int], limits: Limits
 ) -> list[GenerateReq]:
-    """The `n` messages to the scheduler, checked against the engine's limits."""
+    """Return the `n` messages to the scheduler, checked against the engine's limits."""
     limits.check_prompt(ids, field=request.field)
     params = limits.fit_new_tokens(request, len(ids))
     try:
@@ -186,7 +188,7 @@ def _rid(request: PromptRequest, copy: int) -> str:
 
 
 def _nth_params(params: SamplingParams, copy: int) -> SamplingParams:
-    """Output `copy` of a seeded request draws from the stream of `seed + copy`."""
+    """Return the parameters of output `copy`; a seed becomes `seed + copy`."""
     if copy == 0 or params.sampling_seed is None:
         return params
     seed = (params.sampling_seed + copy) % (MAX_SEED + 1)

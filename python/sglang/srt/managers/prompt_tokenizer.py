@@ -1,4 +1,4 @@
-"""Prompts to token ids, without keeping the event loop from other requests."""
+"""Tokenization of prompts without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 # Texts from this length on are tokenized in a thread: about a millisecond.
 LONG_TEXT_CHARS = 16384
-# Normalizers may merge characters (NFC), so that a text of this many times the longest
-# possible prompt is refused without tokenizing it.
+# Normalizers may merge characters (NFC), so a text is refused untokenized only beyond
+# this many times the longest possible prompt.
 NORMALIZER_SLACK = 4
 
 
 class PromptTokenizer:
-    """`tokenizer` None: token ids only."""
+    """Tokenizes prompts; with `tokenizer` None it accepts token ids only."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -29,10 +29,10 @@ class PromptTokenizer:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def ids(self, prompt: PromptRequest, limits: Limits) -> list[int]:
-        """Token ids of `prompt`.
+        """Return the token ids of `prompt`.
 
         Raises:
-            BadRequest: a text without a tokenizer, or one that can be no prompt.
+            BadRequest: a text without a tokenizer, or one that is too long.
         """
         text = prompt.prompt
         if not isinstance(text, str):
@@ -45,15 +45,15 @@ class PromptTokenizer:
         around = prompt.add_special_tokens
         if len(text) < LONG_TEXT_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=around)
-        if self._is_hopeless(text, limits):
+        if self._is_too_long(text, limits):
             raise limits.too_long(f"{len(text)} characters", field=prompt.field)
         encode = functools.partial(
             self._tokenizer.encode, text, add_special_tokens=around, in_thread=True
         )
         return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
 
-    def _is_hopeless(self, text: str, limits: Limits) -> bool:
-        """Too long whatever its tokens are; known where tokens stand for bytes."""
+    def _is_too_long(self, text: str, limits: Limits) -> bool:
+        """Whether any tokenization is too long; known only if tokens map to bytes."""
         if self._tokenizer is None or self._tokenizer.token_bytes_table is None:
             return False
         longest = limits.max_req_input_len * self._tokenizer.max_token_chars

@@ -1,8 +1,8 @@
-"""What the front knows of requests in flight, and of those that are awaited together.
+"""State of requests in flight on the front's side, and of groups awaited together.
 
-Collects the scheduler's news until somebody takes them: a slow reader finds them
-merged, so that memory stays bounded by the length of the outputs. Belongs to the thread
-of the asyncio loop.
+Collects the scheduler's outputs until they are read: a slow reader gets them merged, so
+that memory stays bounded by the length of the outputs. For the thread of the asyncio
+loop only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang.srt.managers.errors import (
     CLIENT_ABORT_STATUS,
     ApiError,
     EngineFailure,
-    error_of_abort,
+    abort_error,
 )
 from sglang.srt.managers.io_struct import (
     FinishReason,
@@ -29,14 +29,14 @@ from sglang.srt.managers.output_text import OutputText
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """News of one request since the last update about it.
+    """Changes of one request since the last update about it.
 
     Fields:
-    index: place of the request in its group.
-    text, output_ids, logprobs, hidden_states: what is new.
-    prompt_tokens, completion_tokens, cached_tokens: counts so far.
-    finish_reason: set in the last update of a request.
-    e2e_latency: seconds since the request arrived.
+        index: position of the request in its group.
+        text, output_ids, logprobs, hidden_states: the new ones only.
+        prompt_tokens, completion_tokens, cached_tokens: counts so far.
+        finish_reason: set in the last update of a request.
+        e2e_latency: seconds since the request arrived.
     """
 
     index: int
@@ -88,13 +88,13 @@ class RequestState:
         return self.request.stream
 
     def receive(self, output: RequestOutput) -> None:
-        """Keep news of the scheduler and wake whoever waits for them."""
+        """Keep an output of the scheduler and wake the group's reader."""
         self._outputs.append(output)
         self.is_finished = output.finish_reason is not None
         self.group.notify(self, output.finish_reason)
 
     def abort_unsent(self, message: str) -> None:
-        """End a request that the scheduler never heard of."""
+        """End a request that was not sent to the scheduler yet."""
         self.receive(
             RequestOutput(
                 rid=self.rid,
@@ -109,7 +109,7 @@ class RequestState:
         )
 
     def take(self) -> Update:
-        """Everything that arrived since the last call, as one update."""
+        """Return everything that arrived since the last call, as one update."""
         outputs, self._outputs = self._outputs, []
         last = outputs[-1]
         ids = [token for output in outputs for token in output.output_ids]
@@ -153,7 +153,7 @@ class RequestGroup:
         return state
 
     def notify(self, state: RequestState, finish: FinishReason | None) -> None:
-        """`state` has news; `finish` ends it."""
+        """Record that `state` has a new output; `finish` ends it."""
         if self.is_released:
             return
         self._fresh[state.index] = state
@@ -166,23 +166,23 @@ class RequestGroup:
             self._wake.set()
 
     def fail(self, error: Exception) -> None:
-        """Whoever reads gets `error`; the first one wins."""
+        """Raise `error` in the reader; the first error wins."""
         if self._error is None:
             self._error = error
         self._wake.set()
 
     async def updates(self) -> AsyncIterator[list[Update]]:
-        """News of the group as they come, until all its requests have finished.
+        """Yield the group's updates as they arrive, until all requests have finished.
 
         Raises:
             ApiError: a request was refused, or the engine failed.
-            ClientDisconnected: nobody waits any more.
+            ClientDisconnected: the client has left.
         """
         while self._unfinished or self._fresh:
             await self._wake.wait()
             self._wake.clear()
-            # What came before the engine failed is good, and read first: also what came
-            # together with the failure while the reader was busy.
+            # Outputs from before a failure of the engine are valid and yielded first,
+            # even if they arrived together with it while the reader was busy.
             if not self._is_refused():
                 fresh, self._fresh = self._fresh, {}
                 if fresh:
@@ -194,7 +194,7 @@ class RequestGroup:
         return self._error is not None and not isinstance(self._error, EngineFailure)
 
     async def results(self) -> list[Update]:
-        """One update per request, in order, once all have finished.
+        """Return one update per request, in order, once all have finished.
 
         Raises: as `updates`.
         """
@@ -208,11 +208,11 @@ class RequestGroup:
 
 
 def _refusal(finish: FinishReason) -> ApiError | None:
-    """The error behind an abort that the client did not ask for."""
+    """Return the cause of an abort that the client did not request, if it is one."""
     if finish.type != "abort" or finish.status_code in (None, CLIENT_ABORT_STATUS):
         return None
     assert finish.status_code is not None
-    return error_of_abort(finish.status_code, finish.message or "aborted")
+    return abort_error(finish.status_code, finish.message or "aborted")
 
 
 def _merge_logprobs(outputs: Sequence[RequestOutput]) -> LogprobDelta | None:

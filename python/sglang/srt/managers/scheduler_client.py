@@ -1,6 +1,6 @@
-"""The front's end of the ZeroMQ wire to the scheduler, inside an asyncio loop.
+"""The front's ZeroMQ connection to the scheduler, inside an asyncio loop.
 
-Sends and receives `io_struct` messages. Knows nothing of what they mean.
+Sends and receives `io_struct` messages. Knows nothing of their meaning.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
 
 logger = logging.getLogger(__name__)
 
-# Messages handled before other work of the loop gets its turn.
+# Messages handled before the loop continues with other work.
 BURST = 64
 LINGER_MS = 500
 
 
 class SchedulerClient:
-    """Both sockets. All methods belong to the thread of the loop.
+    """Both sockets; all methods must be called in the thread of the loop.
 
     Watches the socket's descriptor directly: a message costs one callback, and an idle
-    wire costs nothing.
+    connection costs nothing.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SchedulerClient:
         self._loop = asyncio.get_running_loop()
         self._descriptor = self._responses.fileno()
         self._loop.add_reader(self._descriptor, self._drain)
-        # The descriptor signals changes only: what came before the watch is asked for.
+        # The descriptor signals changes only: earlier messages must be polled.
         self._loop.call_soon(self._drain)
 
     def send(self, messages: Sequence[SchedulerRequest]) -> None:
@@ -61,7 +61,7 @@ class SchedulerClient:
             self._requests.send_multipart([encode(message) for message in messages])
 
     def close(self) -> None:
-        """Stop watching and close; what was sent gets a moment to arrive."""
+        """Stop watching and close, after a moment for sent messages to arrive."""
         self._loop.remove_reader(self._descriptor)
         self._responses.close()
         self._requests.close(linger=LINGER_MS)
@@ -88,5 +88,5 @@ class SchedulerClient:
         try:
             self._on_message(message)
         except Exception:
-            # One bad message must not stop the wire of all other requests.
+            # One bad message must not stop all other requests.
             logger.exception("a message of the scheduler was not handled")

@@ -1,8 +1,8 @@
 """Main module of a scheduler process; `scheduler_process` starts one per rank.
 
 Reads its configuration from stdin, reports through the inherited descriptor named on
-the command line, and dies as soon as stdin closes: the parent holds the other end, so a
-parent that is killed takes its scheduler along.
+the command line, and exits as soon as stdin closes: the parent holds the other end, so
+the scheduler of a killed parent ends, too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ STORE_NAME = "ranks"
 
 
 def main() -> None:
-    # The front decides when to stop and says so with a message.
+    # The front decides when to stop and sends a message.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config = msgspec.json.decode(_read_line(STDIN))
     addresses = SchedulerAddresses(**config["addresses"])
     threading.Thread(
-        target=_die_with_parent, args=(addresses,), name="lifeline", daemon=True
+        target=_exit_with_parent, args=(addresses,), name="lifeline", daemon=True
     ).start()
     server_args = ServerArgs(**config["server_args"])
     run_scheduler_process(
@@ -43,14 +43,14 @@ def main() -> None:
         store=addresses.folder / STORE_NAME,
     )
     if server_args.tp_size > 1:
-        # NCCL's communicators cannot be taken down while CUDA graphs refer to them, and
-        # there is nothing left to save: the interpreter's own end is skipped.
+        # NCCL's communicators cannot be destroyed while CUDA graphs refer to them, and
+        # there is nothing left to save: the interpreter's finalization is skipped.
         logging.shutdown()
         os._exit(0)
 
 
 def _read_line(descriptor: int) -> bytes:
-    """Unbuffered, so that nothing but the lifeline reads the descriptor later."""
+    """Read a line unbuffered: all later bytes are left to `_exit_with_parent`."""
     line = bytearray()
     while not line.endswith(b"\n"):
         piece = os.read(descriptor, 65536)
@@ -60,7 +60,7 @@ def _read_line(descriptor: int) -> bytes:
     return bytes(line)
 
 
-def _die_with_parent(addresses: SchedulerAddresses) -> None:
+def _exit_with_parent(addresses: SchedulerAddresses) -> None:
     while os.read(STDIN, 4096):
         pass
     shutil.rmtree(addresses.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Finds stop strings and stop patterns in a growing output, token by token."""
+"""Search for stop strings and stop patterns in a growing output, token by token."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sglang.srt.utils.stop_patterns import StopPatterns
 
 
 class StopMatcher:
-    """Watches the text of one request.
+    """Finds stop strings and patterns in the output of one request.
 
-    A match contains text of the newest token: what came earlier was reported then. So a
+    A match contains text of the newest token: earlier ones were reported before. So a
     stop string is searched in the newest text and as many characters before it as can
     begin it.
     """
@@ -29,9 +29,9 @@ class StopMatcher:
         self._text = ""
 
     def push(self, token: int) -> str | None:
-        """The text that matched once `token` is out, or None.
+        """Return the text that matches once `token` is added, or None.
 
-        Stop strings go before patterns: only they are cut off.
+        Stop strings take precedence over patterns: only they are cut off.
         """
         new_text = self._detokenizer.push(token)
         if not new_text:
@@ -49,5 +49,5 @@ class StopMatcher:
 
 
 def find_stop(text: str, stop: str, *, known: int) -> int:
-    """Where `stop` first is in `text` with characters behind `text[:known]`, or -1."""
+    """Return the first index of `stop` that extends beyond `text[:known]`, or -1."""
     return text.find(stop, max(known - len(stop) + 1, 0))

@@ -1,7 +1,7 @@
-"""From chat messages, as OpenAI's API writes them, to the text of a prompt.
+"""Conversion of chat messages in OpenAI's format to the text of a prompt.
 
-Owns which roles and content parts this engine understands; the template itself belongs
-to the tokenizer.
+Owns the roles and content parts that this engine accepts; the tokenizer owns the
+template.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-# Role on the wire -> role that templates know.
+# Role of the API -> role that templates know.
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -32,7 +32,7 @@ class TemplateManager:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, variables: Mapping[str, Any]
     ) -> str:
-        """The prompt of a conversation, ready for the assistant's next words.
+        """Return the prompt of a conversation, up to the assistant's next message.
 
         Args:
             messages: `role` and `content`; content is a string or a list of text parts,

@@ -1,11 +1,11 @@
-"""Allocators: which KV slots are whose. A slot is `page * page_size + offset`.
+"""Allocators: ownership of KV slots. A slot is `page * page_size + offset`.
 
-They keep their books on the host and return host tensors, so that neither allocating
+Their records are on the host and they return host tensors, so that neither allocating
 nor freeing ever waits for a device; they know nothing of requests, caches or KV bytes.
 
 Frees are stream-ordered: a freed page may be allocated again at once, because any later
-writer is enqueued on the forward stream behind the forwards in flight. Pages that
-another stream still holds (a transfer, a host tier) must be kept by their holder and
+writer is enqueued on the forward stream after the forwards in flight. Pages that
+another stream still uses (a transfer, a host tier) must be kept by their holder and
 freed by it when its stream is done.
 """
 
@@ -32,20 +32,20 @@ _MAX_SLOTS = 2**31
 
 
 def host_array(slots: torch.Tensor) -> IntArray:
-    """The int64 numpy view of a 1-D slot tensor; a device tensor costs a sync."""
+    """Return a 1-D slot tensor as int64 in numpy; a device tensor costs a sync."""
     array: IntArray = slots.detach().cpu().numpy()
     return array if array.dtype == np.int64 else array.astype(np.int64)
 
 
 class BaseAllocator(ABC):
-    """Shared books of all allocators: pages, frees, hooks.
+    """Base of all allocators: page ownership, frees, hooks.
 
     Args:
         size: usable slots, a multiple of `page_size`; the KV tensors have
             `size + page_size` rows because page 0 is scratch.
         page_size: slots per page.
 
-    Slots are int64 host tensors. Errors in the caller's books (double free, free of
+    Slots are int64 host tensors. Accounting errors of the caller (double free, free of
     scratch, free out of range, an inconsistent `last_locs`) are RuntimeErrors that name
     slot and page; they are always checked.
     """
@@ -93,17 +93,22 @@ class BaseAllocator(ABC):
 
     @abstractmethod
     def extend_cost(self, prefix_lens: Lens, seq_lens: Lens) -> int:
-        """Slots (a page multiple) that `alloc_extend` takes for these lengths."""
+        """Return the slots (a page multiple) that `alloc_extend` takes for these."""
 
     # -- allocation ----------------------------------------------------------------
 
     def alloc_pages(self, count: int) -> torch.Tensor | None:
-        """First slots of `count` fresh pages, int64 [count]; None if too few."""
+        """Allocate `count` pages; return their first slots, int64 [count].
+
+        None, with nothing taken, if there are too few.
+        """
         pages = self._take(count)
         return None if pages is None else torch.from_numpy(pages * self.page_size)
 
     def alloc(self, num_slots: int) -> torch.Tensor | None:
-        """All slots of fresh pages, int64 [num_slots]; None if there are too few.
+        """Allocate whole pages; return all their slots, int64 [num_slots].
+
+        None, with nothing taken, if there are too few.
 
         Raises:
             ValueError: `num_slots` is not a multiple of the page size.
@@ -114,21 +119,21 @@ class BaseAllocator(ABC):
                 f"page_size={self.page_size}; use alloc_extend for other lengths"
             )
         pages = self._take(num_slots // self.page_size)
-        return None if pages is None else torch.from_numpy(self._slots_of(pages))
+        return None if pages is None else torch.from_numpy(self._page_slots(pages))
 
     @abstractmethod
     def alloc_extend(
         self, *, prefix_lens: Lens, seq_lens: Lens, last_locs: torch.Tensor
     ) -> torch.Tensor | None:
-        """Slots for positions [prefix_len, seq_len) of every request.
+        """Allocate slots for positions [prefix_len, seq_len) of every request.
 
         Each request first fills the page of its last slot, then takes new pages. The
         rest of its last page is owned by it but not returned: it is handed out by the
         next call that continues from there and freed with any slot of that page.
 
         Args:
-            prefix_lens: tokens that own slots already, one per request.
-            seq_lens: tokens that shall own slots, at least the prefix.
+            prefix_lens: tokens that have slots already, one per request.
+            seq_lens: tokens that need slots, at least the prefix.
             last_locs: int64 [requests], the slot of position prefix_len - 1; not read
                 where the prefix is empty or ends at a page boundary.
 
@@ -158,14 +163,17 @@ class BaseAllocator(ABC):
             self._group.append(pages)
 
     def free_group_begin(self) -> None:
-        """Until `free_group_end`, frees are checked at once but take effect together:
-        one batch on the free list, one call of each hook."""
+        """Collect frees until `free_group_end`.
+
+        They are checked at once but take effect together: one batch on the free list,
+        one call of each hook.
+        """
         if self._group is not None:
             raise RuntimeError("free_group_begin: a group is open already")
         self._group = []
 
     def free_group_end(self) -> None:
-        """Give back everything freed since `free_group_begin`."""
+        """Release everything freed since `free_group_begin`."""
         if self._group is None:
             raise RuntimeError("free_group_end: no group is open")
         group, self._group = self._group, None
@@ -185,13 +193,14 @@ class BaseAllocator(ABC):
             self.free_group_end()
 
     def register_on_free(self, hook: OnFree) -> None:
-        """Call `hook(slots)` with all slots (int64, host) of the pages of every free,
-        before any of them can be allocated again."""
+        """Call `hook(slots)` at every free with all slots (int64, host) of the pages.
+
+        The call comes before any of them can be allocated again.
+        """
         self._on_free.append(hook)
 
     def clear(self) -> None:
-        """Forget all owners. For a flush of an idle engine: hooks see the pages that
-        were still owned."""
+        """Free every page, for a flush of an idle engine; hooks see the owned ones."""
         owned = self._ledger.owned_pages()
         self._group = None
         self._ledger.clear()
@@ -205,7 +214,7 @@ class BaseAllocator(ABC):
             raise RuntimeError(f"cannot allocate {count} pages")
         return self._ledger.take(count)
 
-    def _slots_of(self, pages: IntArray) -> IntArray:
+    def _page_slots(self, pages: IntArray) -> IntArray:
         if self.page_size == 1:
             return pages
         slots: IntArray = (pages[:, None] * self.page_size + self._offsets).ravel()
@@ -217,12 +226,12 @@ class BaseAllocator(ABC):
 
     def _notify(self, pages: IntArray) -> None:
         if self._on_free:
-            slots = torch.from_numpy(self._slots_of(pages))
+            slots = torch.from_numpy(self._page_slots(pages))
             for hook in self._on_free:
                 hook(slots)
 
     def _checked_pages(self, slots: IntArray) -> IntArray:
-        """Distinct pages of `slots`, all of them owned; RuntimeError otherwise."""
+        """Return the distinct pages of `slots`; RuntimeError unless all are owned."""
         low, high = self.page_size, self.size + self.page_size
         if slots.min() < low or slots.max() >= high:
             bad = int(slots[(slots < low) | (slots >= high)][0])
@@ -250,7 +259,7 @@ class BaseAllocator(ABC):
 
     @abstractmethod
     def _distinct(self, pages: IntArray) -> IntArray:
-        """`pages` of distinct slots without repetition."""
+        """Return `pages`, which belong to distinct slots, without repetition."""
 
 
 def _int64(lens: Lens) -> IntArray:
@@ -324,7 +333,7 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
         return None if slots is None else torch.from_numpy(slots)
 
     def _extend_by_one(self, last: IntArray, fill: IntArray) -> IntArray | None:
-        """Decode: next to the last slot, or the first slot of a new page."""
+        """Extend each request by one slot (decode): the next one, or of a new page."""
         slots = last + 1
         crossing = np.flatnonzero(fill == 0)
         if len(crossing):
@@ -342,8 +351,11 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
         seq: IntArray,
         lens: IntArray,
     ) -> IntArray | None:
-        """General case: lay out the pages that each request writes to (its tail page
-        if partly filled, then the new ones) and cut one window per request."""
+        """Extend each request by any length.
+
+        Lays out the pages that each request writes to (its tail page if partly filled,
+        then the new ones) and cuts one window per request.
+        """
         has_tail = fill > 0
         touched = self._to_page(seq + (self.page_size - 1)) - prefix_pages
         fresh = touched - has_tail
@@ -358,7 +370,7 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
         is_tail[tails] = True
         layout[tails] = self._to_page(last[has_tail])
         layout[~is_tail] = pages
-        flat = self._slots_of(layout)
+        flat = self._page_slots(layout)
         begin = firsts * self.page_size + fill
         if len(lens) == 1:
             window: IntArray = flat[int(begin[0]) : int(begin[0] + lens[0])].copy()
@@ -372,7 +384,7 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
     def _check_last_locs(
         self, last: IntArray, prefix: IntArray, fill: IntArray
     ) -> None:
-        """A last slot that continues a page must be owned and at the right offset."""
+        """Check that each last slot to continue from is owned and at its offset."""
         pages = self._to_page(last)
         offset_ok = last - pages * self.page_size == fill - 1
         in_range = (pages >= 1) & (pages <= self.num_pages)
@@ -392,7 +404,7 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
 
 
 def create_allocator(*, size: int, page_size: int) -> BaseAllocator:
-    """The allocator for this page size."""
+    """Create the allocator for this page size."""
     if page_size == 1:
         return TokenToKVPoolAllocator(size=size)
     return PagedTokenToKVPoolAllocator(size=size, page_size=page_size)

@@ -1,4 +1,4 @@
-"""What every prefix cache offers, and what it asks of a request.
+"""Interface of the prefix caches, and of a request as they need it.
 
 It owns the meaning of a key, of a match and of the token ranges of a request. It knows
 nothing of scheduling, and reads no device memory.
@@ -56,7 +56,7 @@ class RadixKey:
         return max(count - 1, 0) if self.bigram else count
 
     def elements(self) -> IntArray:
-        """int64 [len(self)], one value per position; equal means shareable."""
+        """Return int64 [len(self)], one value per position; equal means shareable."""
         ids = _int64(self.tokens)
         return (ids[:-1] << 32) | ids[1:] if self.bigram else ids
 
@@ -100,11 +100,11 @@ class CachedRun:
     locked: bool
 
     def positions(self) -> IntArray:
-        """int64 [n], position of each slot."""
+        """Return the position of each slot, int64 [n]."""
         return np.arange(self.start, self.start + len(self.slots), dtype=np.int64)
 
     def previous_slots(self) -> IntArray:
-        """int64 [n], slot of the position before each slot's, -1 before position 0."""
+        """Return the slot of each preceding position, int64 [n]; -1 before 0."""
         previous = np.empty_like(self.slots)
         previous[0] = self.parent_slot
         previous[1:] = self.slots[:-1]
@@ -112,7 +112,7 @@ class CachedRun:
 
 
 class CacheableReq(Protocol):
-    """What a prefix cache needs to know of a request, and what it writes back.
+    """Fields of a request that a prefix cache reads and writes.
 
     Positions of a request's row in `req_to_token`, all intervals half-open:
 
@@ -124,10 +124,10 @@ class CacheableReq(Protocol):
     protected = cache_protected_len, a page multiple; aligned = the cacheable whole
     pages of the committed part (of committed - 1 elements with a bigram key).
 
-    Finished (`cache_finished_req`), with shared = what the tree has after all:
+    Finished (`cache_finished_req`), with shared = the length that the tree already has:
     ```
     [0, protected)          stays the tree's, lock released
-    [protected, shared)     duplicates of what the tree has: freed
+    [protected, shared)     duplicates of the tree's slots: freed
     [shared, aligned)       given to the tree
     [aligned, allocated)    freed, with the rest of the last page
     ```
@@ -165,7 +165,7 @@ class CacheableReq(Protocol):
     last_node: TreeNode | None
 
     def fill_ids(self) -> TokenSeq:
-        """Token ids of the request so far, at least `committed_len` of them."""
+        """Return the request's token ids so far, at least `committed_len` of them."""
 
 
 class BasePrefixCache(ABC):
@@ -173,7 +173,7 @@ class BasePrefixCache(ABC):
 
     Args:
         req_pool: rows to read a finished request's slots from and to remap.
-        allocator: where slots go when the cache gives them up.
+        allocator: takes the slots that the cache frees.
         bigram: key element p is the token pair (p, p + 1); see `RadixKey`.
     """
 
@@ -190,11 +190,11 @@ class BasePrefixCache(ABC):
         self.bigram = bigram
 
     def key(self, tokens: TokenSeq, *, namespace: str | None = None) -> RadixKey:
-        """A key of the kind this cache uses."""
+        """Return a key of the kind that this cache uses."""
         return RadixKey(tokens, namespace, self.bigram)
 
     def shared_len(self, common: int) -> int:
-        """Positions whose slots two requests with `common` leading tokens can share."""
+        """Return how many positions requests with `common` leading tokens can share."""
         pairs = max(common - self.bigram, 0)
         return pairs - pairs % self.page_size
 
@@ -202,25 +202,26 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def match_prefix(self, key: RadixKey) -> MatchResult:
-        """Longest cached prefix in whole pages; counts as an access."""
+        """Find the longest cached prefix in whole pages; counts as an access."""
 
     @abstractmethod
     def match_length(self, key: RadixKey) -> int:
-        """Length `match_prefix` would have, without touching anything."""
+        """Return the length that `match_prefix` would find, without an access."""
 
     @abstractmethod
     def insert(self, key: RadixKey, slots: torch.Tensor) -> int:
         """Give the tree the slots of the whole pages of `key` that it does not have.
 
-        Returns the length, in positions, that it had already: the caller still owns
-        slots[:that] as far as they are its own, and everything past the last page.
+        Returns:
+            The length, in positions, that it already had: the caller keeps its own
+            slots below that length, and everything past the last page.
         """
 
     # -- locks and eviction --------------------------------------------------------
 
     @abstractmethod
     def inc_lock_ref(self, node: TreeNode) -> None:
-        """Protect the path to `node` from eviction; RuntimeError if it is gone."""
+        """Protect the path to `node` from eviction; RuntimeError if it was evicted."""
 
     @abstractmethod
     def dec_lock_ref(self, node: TreeNode) -> None:
@@ -228,19 +229,22 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def evict(self, num_slots: int) -> int:
-        """Free at least `num_slots` unlocked slots, least recently used first, as far
-        as there are any; returns how many were freed."""
+        """Free at least `num_slots` unlocked slots, least recently used first.
+
+        Returns:
+            How many were freed; fewer if there are not so many.
+        """
 
     @abstractmethod
     def evictable_size(self) -> int:
-        """Cached slots that `evict` could free."""
+        """Return the number of cached slots that `evict` could free."""
 
     @abstractmethod
     def protected_size(self) -> int:
-        """Cached slots that running requests rely on."""
+        """Return the number of cached slots that running requests rely on."""
 
     def total_size(self) -> int:
-        """All cached slots."""
+        """Return the number of cached slots."""
         return self.evictable_size() + self.protected_size()
 
     @abstractmethod
@@ -254,7 +258,7 @@ class BasePrefixCache(ABC):
         """Take over or free every slot of `req` (see `CacheableReq`).
 
         Afterwards the request owns nothing: last_node is None, the lengths are 0.
-        Its row is the caller's to free.
+        The caller frees its row.
 
         Raises:
             RuntimeError: the request was released before, or its lengths disagree.
@@ -262,16 +266,16 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def cache_unfinished_req(self, req: CacheableReq) -> None:
-        """Share what `req` has computed so far and go on (see `CacheableReq`)."""
+        """Share what `req`, which continues, has computed (see `CacheableReq`)."""
 
     # -- inspection ----------------------------------------------------------------
 
     @abstractmethod
     def iter_cached_runs(self) -> Iterator[CachedRun]:
-        """Every node, parents before children."""
+        """Yield every node, parents before children."""
 
     def cached_slots(self) -> torch.Tensor:
-        """All cached slots, int64 on the host, in no particular order."""
+        """Return all cached slots, int64 on the host, in no particular order."""
         runs = [run.slots for run in self.iter_cached_runs()]
         if not runs:
             return torch.empty(0, dtype=torch.int64)
@@ -284,7 +288,7 @@ class BasePrefixCache(ABC):
     # -- shared by implementations -------------------------------------------------
 
     def _held_node(self, req: CacheableReq) -> TreeNode:
-        """The lock of a live request, its lengths checked."""
+        """Return the locked node of a live request after checking its lengths."""
         node = req.last_node
         if node is None:
             raise RuntimeError(

@@ -1,6 +1,6 @@
-"""What every caller does with pool, allocator and cache together.
+"""Operations on pool, allocator and prefix cache together.
 
-Evict then allocate, extend the rows of a batch, release a request, balance the books.
+Evict then allocate, extend the rows of a batch, release a request, check for leaks.
 It decides nothing about which request to serve or to drop.
 """
 
@@ -25,14 +25,6 @@ def ensure_available(cache: BasePrefixCache, num_slots: int) -> bool:
     return cache.evict(missing) >= missing
 
 
-def alloc_with_eviction(cache: BasePrefixCache, num_slots: int) -> torch.Tensor | None:
-    """`allocator.alloc(num_slots)`, evicting cached prefixes if need be; None, with
-    nothing evicted, if even that is not enough."""
-    if not ensure_available(cache, num_slots):
-        return None
-    return cache.allocator.alloc(num_slots)
-
-
 def extend_rows(
     cache: BasePrefixCache, *, rows: Lens, prefix_lens: Lens, seq_lens: Lens
 ) -> torch.Tensor | None:
@@ -41,7 +33,7 @@ def extend_rows(
     Args:
         rows: request rows, distinct.
         prefix_lens: positions of each row that hold slots already.
-        seq_lens: positions that shall hold slots, at most the row width.
+        seq_lens: positions that need slots, at most the row width.
 
     Returns:
         int64 [sum(seq_lens - prefix_lens)] on the pool's device, request after request
@@ -76,19 +68,19 @@ def extend_rows(
 
 
 def release_req(req: CacheableReq, *, cache: BasePrefixCache) -> None:
-    """End a request's hold on memory: slots to the cache or free, then its row."""
+    """Release a request's memory: cache or free its slots, then free its row."""
     cache.cache_finished_req(req)
     cache.req_pool.free([req.req_pool_idx])
 
 
 def check_idle(cache: BasePrefixCache, *, fenced: int = 0) -> None:
-    """Leak check of an engine without requests: every slot is free, cached or fenced.
+    """Check an engine without requests for leaks: slots are free, cached or fenced.
 
     Args:
         fenced: slots that another stream still holds.
 
     Raises:
-        RuntimeError: names each term and the difference; or a row or lock is held.
+        RuntimeError: the sum is wrong (names each term), or a row or lock is held.
     """
     allocator, pool = cache.allocator, cache.req_pool
     free, cached = allocator.available_size(), cache.total_size()
@@ -109,8 +101,9 @@ def check_idle(cache: BasePrefixCache, *, fenced: int = 0) -> None:
 
 
 def check_busy(cache: BasePrefixCache, requests: Iterable[CacheableReq]) -> None:
-    """Strict leak check while requests run, O(pool size) on the host: every owned page
-    has exactly one holder, the cache or one request.
+    """Check that every owned page has exactly one holder, the cache or one request.
+
+    For use while requests run; O(pool size) on the host.
 
     Args:
         requests: all requests that hold slots.
@@ -139,5 +132,5 @@ def check_busy(cache: BasePrefixCache, requests: Iterable[CacheableReq]) -> None
 
 
 def usable_size(cache: BasePrefixCache) -> int:
-    """Slots that could be allocated now: free ones and evictable ones."""
+    """Return how many slots could be allocated now: free ones and evictable ones."""
     return cache.allocator.available_size() + cache.evictable_size()

@@ -1,7 +1,7 @@
 """Rows of requests (`ReqToTokenPool`) and the KV bytes (`KVCache`, MHA layout).
 
-They own tensors and nothing else: which slot belongs to whom is the allocator's
-business, what is written is the attention layer's.
+They own tensors and nothing else: the allocator decides who owns a slot, the attention
+layer what is written.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class ReqToTokenPool:
             publishes sampled tokens; there is no host copy.
 
     Row 0 is the padding row: it stays zero, so padded rows read and write the scratch
-    page. Rows 1..size are handed out. A row's columns past what its owner wrote hold
-    whatever the previous owner left.
+    page. Rows 1..size are allocated to requests. Columns that a row's owner has not
+    written hold the values of the previous owner.
 
-    The slots are mirrored on the host, where they are decided: reading a row never
+    The slots are mirrored on the host, where they are allocated: reading a row never
     waits for the device (on the CPU mirror and table are the same memory). Nothing but
     the methods here may write to `req_to_token`. Writes to a device are enqueued on the
-    current stream; the caller orders them behind forwards that still read the row.
+    current stream; the caller orders them after forwards that still read the row.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ReqToTokenPool:
     # -- rows ----------------------------------------------------------------------
 
     def alloc(self, count: int) -> list[int] | None:
-        """`count` rows, latest freed first; None, with nothing taken, if too few."""
+        """Allocate `count` rows, latest freed first; None, none taken, if too few."""
         if count > len(self._free):
             return None
         rows = [self._free.pop() for _ in range(count)]
@@ -83,7 +83,7 @@ class ReqToTokenPool:
         return rows
 
     def free(self, rows: Sequence[int]) -> None:
-        """Give rows back; RuntimeError for one that is not in use."""
+        """Free rows; RuntimeError for one that is not in use."""
         for row in rows:
             if not 0 < row <= self.size or not self._in_use[row]:
                 raise RuntimeError(
@@ -93,18 +93,18 @@ class ReqToTokenPool:
             self._free.append(row)
 
     def available_size(self) -> int:
-        """Rows that can be allocated now."""
+        """Return how many rows can be allocated now."""
         return len(self._free)
 
     def clear(self) -> None:
-        """Make every row free. Contents stay."""
+        """Free every row; contents stay."""
         self._free = list(range(self.size, 0, -1))
         self._in_use = bytearray(self.size + 1)
 
     # -- slots ---------------------------------------------------------------------
 
     def write(self, row: int, start: int, slots: torch.Tensor) -> None:
-        """req_to_token[row, start : start + n] = slots (int64 [n], host)."""
+        """Write req_to_token[row, start : start + n] = slots (int64 [n], host)."""
         self.write_batch([row], [start], [len(slots)], slots)
 
     def write_batch(
@@ -136,7 +136,7 @@ class ReqToTokenPool:
         return moved[1]
 
     def row_slots(self, row: int, start: int, end: int) -> torch.Tensor:
-        """Copy of row[start:end], int64 [end - start] on the host, without a sync."""
+        """Return a copy of row[start:end], int64 on the host, without a sync."""
         if not 0 <= start <= end <= self.row_width:
             raise RuntimeError(
                 f"columns [{start}, {end}) of a row of width {self.row_width}"
@@ -144,8 +144,10 @@ class ReqToTokenPool:
         return torch.from_numpy(self._mirror[row, start:end].astype(np.int64))
 
     def last_locs(self, rows: Ints, lens: Ints) -> torch.Tensor:
-        """Slot of position lens[r] - 1 of each row, int64 [rows] on the host; the value
-        is meaningless where lens[r] is 0."""
+        """Return the slot of position lens[r] - 1 of each row, int64 [rows], host.
+
+        The value is meaningless where lens[r] is 0.
+        """
         columns = np.asarray(lens, dtype=np.int64) - 1
         last = self._mirror[np.asarray(rows, dtype=np.int64), columns]
         return torch.from_numpy(last.astype(np.int64))
@@ -155,7 +157,7 @@ class ReqToTokenPool:
     def write_tokens(
         self, rows: Ints, starts: Ints, lens: Ints, tokens: torch.Tensor
     ) -> None:
-        """token_table[rows[r], starts[r] : starts[r] + lens[r]] = tokens of r.
+        """Write token_table[rows[r], starts[r] : starts[r] + lens[r]] = tokens of r.
 
         Args:
             rows, starts, lens: one per request, on the host.
@@ -170,8 +172,10 @@ class ReqToTokenPool:
 
     @staticmethod
     def _flat_index(rows: Ints, starts: Ints, lens: Ints, width: int) -> IntArray:
-        """int64 [sum(lens)] flat cells of the runs; checks that none leaves its row,
-        where it would silently land in the next one."""
+        """Return the flat cells of the runs, int64 [sum(lens)].
+
+        Checks that no run leaves its row: it would silently continue in the next one.
+        """
         begin = np.asarray(starts, dtype=np.int64)
         sizes = np.asarray(lens, dtype=np.int64)
         ends = begin + sizes
@@ -194,7 +198,7 @@ class ReqToTokenPool:
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Asynchronous copy to the device; the tensor itself if it is there."""
+    """Copy to the device asynchronously; the tensor itself if it is there."""
     if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -222,7 +226,7 @@ class CanarySource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferDescriptor:
-    """A buffer whose slots travel when pages are sent elsewhere.
+    """A buffer whose slots are part of a transfer of pages.
 
     Fields:
         name: unique in its pool, e.g. "k.3".
@@ -270,7 +274,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer, [slots, kv_heads, head_dim] each; views, not copies."""
+        """Return views of a layer's K and V, [slots, kv_heads, head_dim] each."""
 
     @abstractmethod
     def set_kv_buffer(
@@ -284,14 +288,14 @@ class KVCache(ABC):
 
     @abstractmethod
     def canary_sources(self) -> tuple[CanarySource, ...]:
-        """What may be fingerprinted: one source per K and V tensor."""
+        """Return the bytes that may be fingerprinted: one source per K and V tensor."""
 
     @abstractmethod
     def _own_transfer_descriptors(self) -> list[TransferDescriptor]:
-        """This pool's buffers in the order in which they are sent."""
+        """Return this pool's buffers in the order in which they are sent."""
 
     def move_kv_cache(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Copy slots src to dst in all layers, then tell the `on_move` hooks.
+        """Copy slots src to dst in all layers, then call the `on_move` hooks.
 
         Args:
             dst, src: int64 [n], on the device. They may overlap: every source is read
@@ -304,20 +308,24 @@ class KVCache(ABC):
             hook(dst, src)
 
     def register_on_move(self, hook: OnMove) -> None:
-        """Call `hook(dst, src)` after each move, on the same stream, so that records
-        about slots move with the bytes."""
+        """Call `hook(dst, src)` after each move, on the same stream.
+
+        So records about slots can move with the bytes.
+        """
         self._on_move.append(hook)
 
     def add_transfer_bracket(
         self, *, first: TransferDescriptor, last: TransferDescriptor
     ) -> None:
-        """Send `first` before and `last` after everything else, so that a receiver can
-        tell a complete transfer from one that stopped in between."""
+        """Send `first` before and `last` after everything else.
+
+        A receiver can then distinguish a complete transfer from an interrupted one.
+        """
         self._transfer_first.insert(0, first)
         self._transfer_last.append(last)
 
     def transfer_descriptors(self) -> list[TransferDescriptor]:
-        """All buffers of a page in the order in which they must be sent."""
+        """Return all buffers of a page in the order in which they must be sent."""
         own = self._own_transfer_descriptors()
         return [*self._transfer_first, *own, *self._transfer_last]
 
@@ -410,5 +418,5 @@ class MHATokenToKVPool(KVCache):
 def kv_bytes_per_token(
     *, layer_num: int, head_num: int, head_dim: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of K and V of one slot in all layers of an `MHATokenToKVPool`."""
+    """Return the bytes of one slot in all layers of an `MHATokenToKVPool`."""
     return 2 * layer_num * head_num * head_dim * dtype.itemsize

@@ -1,7 +1,7 @@
-"""Who owns which page, and in which order free pages are handed out again.
+"""Ownership of pages, and the order in which free pages are reused.
 
-Pages 1..num_pages are real, page 0 is scratch and never leaves the ledger. Everything
-is host memory; nothing here knows slots, devices or requests.
+Pages 1..num_pages can be allocated; page 0 is scratch and never is. Everything is host
+memory; nothing here knows slots, devices or requests.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class PageLedger:
     """Free stack and ownership bits of `num_pages` pages.
 
     Reuse is last-in first-out by batch: the pages of the latest `give` are taken
-    first, in the order in which they were given, so that a fresh ledger hands out
-    1, 2, 3, ... and a freed run of pages comes back as the same run. Early reuse
-    keeps caches warm and lets a use after free show up soon.
+    first, in the order in which they were given, so that a fresh ledger yields
+    1, 2, 3, ... and a freed run of pages is reused as the same run. Early reuse keeps
+    caches warm and reveals a use after free soon.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -32,7 +32,7 @@ class PageLedger:
 
     @property
     def num_free(self) -> int:
-        """Pages that `take` can hand out now."""
+        """Pages that `take` can allocate now."""
         return self._top
 
     def clear(self) -> None:
@@ -42,7 +42,7 @@ class PageLedger:
         self._top = self.num_pages
 
     def take(self, count: int) -> IntArray | None:
-        """Own `count` pages ([count] int64), or None and no change if too few."""
+        """Take ownership of `count` pages, int64 [count]; None if there are too few."""
         if count > self._top:
             return None
         low = self._top - count
@@ -52,7 +52,7 @@ class PageLedger:
         return pages
 
     def disown(self, pages: IntArray) -> None:
-        """Drop ownership of distinct owned pages; `give` makes them takeable."""
+        """Drop ownership of distinct owned pages; `give` makes them available."""
         self._owned[pages] = False
 
     def give(self, pages: IntArray) -> None:
@@ -62,11 +62,11 @@ class PageLedger:
         self._top = high
 
     def owns(self, pages: IntArray) -> NDArray[np.bool_]:
-        """Per page in range 0..num_pages: is it owned by a caller?"""
+        """Whether each page in 0..num_pages is owned by a caller."""
         return self._owned[pages]
 
     def owned_pages(self) -> IntArray:
-        """All owned pages, ascending."""
+        """Return all owned pages, ascending."""
         return np.flatnonzero(self._owned)
 
 
@@ -77,7 +77,7 @@ class LastSeen:
         self._cell: IntArray = np.zeros(num_values, dtype=np.int64)
 
     def is_last(self, values: IntArray) -> NDArray[np.bool_]:
-        """[n] bool: True where a value occurs for the last time in `values`."""
+        """Return bool [n]: True where a value occurs for the last time in `values`."""
         index = np.arange(len(values), dtype=np.int64)
         self._cell[values] = index
         last: NDArray[np.bool_] = self._cell[values] == index
@@ -85,7 +85,7 @@ class LastSeen:
 
 
 def page_divider(page_size: int) -> Callable[[IntArray], IntArray]:
-    """The cheapest exact `values // page_size` for non-negative int64 arrays."""
+    """Return the fastest exact `values // page_size` for non-negative int64 arrays."""
     if page_size == 1:
         return lambda values: values
     if page_size & (page_size - 1) == 0:

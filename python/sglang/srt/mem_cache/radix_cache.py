@@ -1,7 +1,7 @@
 """Prefix cache: a radix tree over token sequences, shared page by page.
 
-It owns the slots in its nodes and decides which go first when memory is short. It does
-not know who runs, only who holds locks. Time is a counter of accesses, not a clock.
+It owns the slots in its nodes and decides which ones are evicted first. It does not
+know the running requests, only locks. Time is a counter of accesses, not a clock.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 class RadixCache(BasePrefixCache):
     """Radix tree whose edges are runs of whole pages.
 
-    All keys hang below one root. The key of a child is its first page of elements;
+    All keys are below one root. The key of a child is its first page of elements;
     directly below the root also its namespace, so that namespaces never share a node.
     A locked path is locked up to the root, hence no unlocked node has a locked one
     below it, and every unlocked slot can be evicted leaf by leaf.
 
     Eviction takes the least recently used unlocked leaf, from its end, in whole pages
-    and no more than asked for. Its queue is a heap with at most one entry per node,
+    and no more than requested. Its queue is a heap with at most one entry per node,
     corrected when popped.
     """
 
@@ -105,8 +105,10 @@ class RadixCache(BasePrefixCache):
         return present
 
     def _descend(self, key: RadixKey, elements: IntArray) -> tuple[list[TreeNode], int]:
-        """Nodes that spell the longest cached prefix, and its length. Splits the last
-        one if the prefix ends inside it, and marks all as accessed now."""
+        """Return the nodes of the longest cached prefix, and its length.
+
+        Splits the last node if the prefix ends inside it; marks all as accessed now.
+        """
         self._now += 1
         path: list[TreeNode] = []
         node, pos, end = self.root, 0, self._aligned(len(elements))
@@ -136,7 +138,7 @@ class RadixCache(BasePrefixCache):
         return page if pos else (key.namespace, page)
 
     def _common(self, node: TreeNode, elements: IntArray, pos: int, end: int) -> int:
-        """Elements in whole pages that `node` shares with elements[pos:end]."""
+        """Return how many elements, in whole pages, `node` shares with [pos:end]."""
         length = min(len(node.elements), end - pos)
         differs = node.elements[:length] != elements[pos : pos + length]
         first = int(differs.argmax())
@@ -146,8 +148,10 @@ class RadixCache(BasePrefixCache):
         return length - length % self.page_size
 
     def _split(self, node: TreeNode, length: int) -> TreeNode:
-        """Cut `node` after `length` elements; the new upper part is returned, the
-        lower part keeps its identity, and so the handles of those who hold it."""
+        """Cut `node` after `length` elements; return the new upper part.
+
+        The lower part keeps its identity, so that handles to it stay valid.
+        """
         parent = node.parent
         assert parent is not None
         upper = TreeNode(
@@ -169,7 +173,7 @@ class RadixCache(BasePrefixCache):
         return upper
 
     def _replace_child(self, old: TreeNode, new: TreeNode | None) -> None:
-        """Put `new` (same first page) or nothing where `old` hangs."""
+        """Replace `old` in its parent by `new` (same first page) or nothing."""
         parent = old.parent
         assert parent is not None
         page = old.elements[: self.page_size].tobytes()
@@ -219,8 +223,11 @@ class RadixCache(BasePrefixCache):
         return len(slots)
 
     def _cut_leaf(self, leaf: TreeNode, keep: int) -> None:
-        """Drop the leaf, or put a new one with its first `keep` elements in its place:
-        whoever holds the old one without a lock must notice that slots are gone."""
+        """Drop the leaf, or replace it by a new one with its first `keep` elements.
+
+        It is replaced rather than changed because a holder of the old one without a
+        lock must notice that slots are gone.
+        """
         parent = leaf.parent
         assert parent is not None
         if keep == 0:
@@ -322,7 +329,11 @@ class RadixCache(BasePrefixCache):
         return self.key(tokens[: req.committed_len], namespace=req.namespace)
 
     def _insert_row(self, req: CacheableReq) -> tuple[int, int]:
-        """Insert the whole committed pages; (already present, whole-page length)."""
+        """Insert the whole committed pages.
+
+        Returns:
+            (length already present, length in whole pages).
+        """
         key = self._committed_key(req)
         aligned = self._aligned(len(key))
         slots = self.req_pool.row_slots(req.req_pool_idx, 0, aligned)
@@ -338,7 +349,7 @@ class RadixCache(BasePrefixCache):
     # -- inspection ----------------------------------------------------------------
 
     def iter_nodes(self) -> Iterator[TreeNode]:
-        """Every node but the root, parents before children."""
+        """Yield every node but the root, parents before children."""
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()

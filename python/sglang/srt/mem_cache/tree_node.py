@@ -1,6 +1,6 @@
-"""The node of the prefix tree and the handle by which others hold on to it.
+"""The node of the prefix tree, which also serves as a handle to it.
 
-It is plain data; who may change it, and when, is the cache's business.
+Plain data; only the cache changes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prometheus metrics: latencies recorded by the front, the scheduler's own numbers.
+"""Prometheus metrics: latencies recorded by the front, statistics of the scheduler.
 
 Owns the registry and every metric name. Needs neither torch nor a web framework.
 """
@@ -95,7 +95,7 @@ COUNTERS_BY_REASON: dict[str, tuple[str, str]] = {
 
 
 class TimedRequest(Protocol):
-    """What latencies are measured on: times in seconds of the monotonic clock."""
+    """A request whose latencies are measured, in seconds of the monotonic clock."""
 
     arrived: float
     last_output: float | None
@@ -131,7 +131,7 @@ class FrontMetrics:
         )
 
     def on_output(self, request: TimedRequest, output: RequestOutput) -> None:
-        """News of a request."""
+        """Record the latencies of a request's new output."""
         now = time.monotonic()
         new_tokens = len(output.output_ids)
         if request.is_stream and new_tokens:
@@ -146,7 +146,7 @@ class FrontMetrics:
             self._e2e.observe(now - request.arrived)
 
     def render(self, stats: SchedulerStats | None) -> bytes:
-        """The exposition text; without `stats` the scheduler's numbers are left out."""
+        """Return the exposition text; without `stats`, only the front's metrics."""
         self._stats.current = stats
         return generate_latest(self._registry)
 

@@ -1,4 +1,4 @@
-"""Builds a model and fills its weights."""
+"""Construction of a model and loading of its weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_model(
     rope_rows: int,
     device: str = "cpu",
 ) -> CausalLM:
-    """A model in evaluation mode with its weights in `dtype`, packed for `device`.
+    """Build a model in evaluation mode, weights in `dtype`, packed for `device`.
 
     Args:
         load_format: "auto" or "safetensors" read the folder; "dummy" draws values.
@@ -103,11 +103,10 @@ def load_weights(
 
 
 def fill_dummy_weights(model: nn.Module, device: str) -> None:
-    """Random values of a plausible scale, the same at every start; norms are 1 and
-    integers 0.
+    """Fill the weights with random values of a plausible scale, the same each time.
 
-    A rank draws whole tensors and keeps its part of them, so that the model is the same
-    with any --tp-size.
+    Norms are 1 and integers 0. A rank draws whole tensors and keeps its part of them,
+    so that the model is the same with any --tp-size.
     """
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     for name, parameter in _loadable_parameters(model).items():
@@ -124,7 +123,7 @@ def fill_dummy_weights(model: nn.Module, device: str) -> None:
 
 
 def _loadable_parameters(model: nn.Module) -> dict[str, LoadableParameter]:
-    """By name; a shared parameter (tied head) appears once, under its first name."""
+    """Return the parameters by name; a shared one (tied head) under its first name."""
     found: dict[str, LoadableParameter] = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, LoadableParameter), name
@@ -133,7 +132,7 @@ def _loadable_parameters(model: nn.Module) -> dict[str, LoadableParameter]:
 
 
 def _locate(name: str, packed: dict[str, tuple[str, str]]) -> tuple[str, str | None]:
-    """Checkpoint name -> (parameter name, shard)."""
+    """Map a checkpoint name to (parameter name, shard)."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part in packed:
@@ -145,7 +144,7 @@ def _locate(name: str, packed: dict[str, tuple[str, str]]) -> tuple[str, str | N
 def _checkpoint_name(
     name: str, shard: str | None, packed: dict[str, tuple[str, str]]
 ) -> str:
-    """The inverse of `_locate`, for error messages."""
+    """Invert `_locate`, for error messages."""
     for original, (packed_name, packed_shard) in packed.items():
         if shard == packed_shard and packed_name in name.split("."):
             return name.replace(packed_name, original)

@@ -1,4 +1,4 @@
-"""Iterates over the tensors of a checkpoint folder; safetensors only."""
+"""Iteration over the tensors of a checkpoint folder; safetensors only."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ INDEX = "model.safetensors.index.json"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sharded or not.
+    """Return the safetensors files of a checkpoint, sharded or not.
 
     Raises:
-        ValueError: no such file, or the index names a file that is not there.
+        ValueError: no such file, or the index names a missing file.
     """
     index = folder / INDEX
     if index.is_file():
@@ -43,7 +43,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_names(folder: Path) -> frozenset[str]:
-    """The names of all tensors of the checkpoint; reads no data.
+    """Return the names of all tensors of the checkpoint; reads no data.
 
     Raises:
         ValueError: as `weight_files` and `iterate_weights`.
@@ -56,7 +56,7 @@ def tensor_names(folder: Path) -> frozenset[str]:
 
 
 def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor of the checkpoint, one at a time.
+    """Yield (name, tensor) for every tensor of the checkpoint.
 
     Raises:
         ValueError: a file is not a valid safetensors file.

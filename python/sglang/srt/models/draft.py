@@ -1,7 +1,7 @@
-"""What EAGLE and EAGLE3 draft models share: parts that come from the target, the hidden
-states that they read, and the names that published checkpoints use.
+"""Base of the EAGLE and EAGLE3 draft models.
 
-Knows no proposals, trees or workers.
+Owns the modules that come from the target, the hidden states that drafts read and the
+names that published checkpoints use. Knows no proposals, trees or workers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class DraftModel(LoadableModel):
     Attributes:
         algorithm: the --speculative-algorithm that it serves.
         embed_tokens, lm_head: None until the checkpoint or the target gives them.
-        hot_token_ids: int64 [draft vocabulary], the target's id of each draft id, or
-            None where both number alike.
+        hot_token_ids: int64 [draft vocabulary], the target's id of each draft id; None
+            if both vocabularies are the same.
     """
 
     algorithm: ClassVar[str]
@@ -45,8 +45,9 @@ class DraftModel(LoadableModel):
         self.logits_processor = LogitsProcessor()
 
     def set_embed_and_head(self, embed_tokens: VocabEmbedding, lm_head: LMHead) -> None:
-        """Take the target's parts where the checkpoint brought none. Before graphs are
-        captured: they keep the addresses.
+        """Use the target's modules where the checkpoint has none.
+
+        To be called before graphs are captured: they keep the addresses.
 
         Raises:
             ValueError: the target's embedding has another width or vocabulary.
@@ -66,7 +67,7 @@ class DraftModel(LoadableModel):
             self.lm_head = lm_head
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """[T] -> [T, H]."""
+        """Embed token ids: [T] -> [T, H]."""
         assert self.embed_tokens is not None, "set_embed_and_head was not called"
         embedded: Tensor = self.embed_tokens(input_ids)
         return embedded
@@ -74,7 +75,7 @@ class DraftModel(LoadableModel):
     def forward_head(
         self, output: StackOutput, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        """Logits of `hidden` [T, H]; the next step reads `aux` (none: `hidden`)."""
+        """Return the logits of `hidden` [T, H]; the next step reads `aux`, if any."""
         assert self.lm_head is not None, "set_embed_and_head was not called"
         return self.logits_processor(
             output.hidden, self.lm_head, forward_batch, aux_hidden=output.aux or None
@@ -82,7 +83,7 @@ class DraftModel(LoadableModel):
 
 
 def target_hidden_states(forward_batch: ForwardBatch) -> Tensor:
-    """What the head reads, [T, channels]."""
+    """Return the hidden states that the head reads, [T, channels]."""
     assert forward_batch.spec_info is not None
     hidden = forward_batch.spec_info.hidden_states
     assert hidden is not None
@@ -102,5 +103,5 @@ class StateProjection(Linear):
         self._output_size = output_size
 
     def add_bias(self) -> None:
-        """For a checkpoint that has one; before its weights are loaded."""
+        """Add a bias for a checkpoint that has one; before its weights are loaded."""
         self.bias = LoadableParameter.create(torch.empty(self._output_size))

@@ -1,7 +1,7 @@
 """Llama, and the decoder that Qwen2 and Qwen3 share with it.
 
-A model is three parts that a draft model or a graph can take apart: embedding, layer
-stack, head. What differs between the families is data (`DecoderTraits`).
+A model has three parts that a draft model or a graph uses separately: embedding, layer
+stack, head. The differences between the families are data (`DecoderTraits`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SUPPORTED_ACTIVATIONS = ("silu",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderTraits:
-    """What a family fixes beside config.json: biases of q, k, v; per-head norms."""
+    """Properties of a family that config.json lacks: biases of q, k, v; head norms."""
 
     qkv_bias: bool | None = None  # None: config.attention_bias, for o_proj too
     qk_norm: bool = False
 
 
 class DecoderMLP(Module):
-    """down(silu(gate(x)) * up(x))."""
+    """Gated MLP: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -100,8 +100,10 @@ class DecoderAttention(Module):
 
 
 class DecoderBlock(Module):
-    """Attention and MLP; the layer decides what attention reads (`input_size` channels,
-    None: hidden_size).
+    """Attention and MLP.
+
+    The layer determines the input of attention, of `input_size` channels (None:
+    hidden_size).
     """
 
     def __init__(
@@ -127,15 +129,18 @@ class DecoderBlock(Module):
     def run(
         self, x: Tensor, residual: Tensor, forward_batch: ForwardBatch
     ) -> tuple[Tensor | None, Tensor]:
-        """What attention reads [T, input_size] and the stream [T, H], which is changed
-        in place -> as `DecoderLayer.forward`."""
+        """Apply attention to x [T, input_size], then the MLP.
+
+        `residual` [T, H] is the residual stream and is changed in place. Returns as
+        `DecoderLayer.forward`.
+        """
         out = self.self_attn(x, residual, forward_batch)
         x = self.post_attention_layernorm.add_and_norm(out, residual)
         return self.mlp(x, residual), residual
 
 
 class DecoderLayer(DecoderBlock):
-    """A block that reads the normed stream."""
+    """A block that reads the normalised residual stream."""
 
     def __init__(
         self,
@@ -151,9 +156,9 @@ class DecoderLayer(DecoderBlock):
     def forward(
         self, x: Tensor | None, residual: Tensor | None, forward_batch: ForwardBatch
     ) -> tuple[Tensor | None, Tensor]:
-        """(x, residual) [T, H] -> the same; their sum is the stream after this layer.
+        """Return (x, residual) [T, H], whose sum is the stream after this layer.
 
-        `x` None: the residual is the stream. `residual` None: x is, in the first layer.
+        `x` None: `residual` is the stream. `residual` None: `x` is, in the first layer.
         """
         if residual is None:
             assert x is not None
@@ -164,9 +169,10 @@ class DecoderLayer(DecoderBlock):
 
 
 class DecoderModel(Module):
-    """Embedding and layer stack. `layers_to_capture` names the layers whose inputs are
-    returned as auxiliary hidden states (EAGLE3), the number of layers meaning what the
-    last one returns; empty: none.
+    """Embedding and layer stack.
+
+    `layers_to_capture` holds the layers whose inputs are returned as auxiliary hidden
+    states (EAGLE3); the number of layers means the output of the last one.
     """
 
     def __init__(
@@ -187,7 +193,7 @@ class DecoderModel(Module):
     def forward(
         self, input_ids: Tensor, forward_batch: ForwardBatch
     ) -> tuple[Tensor, list[Tensor]]:
-        """Normed hidden states [T, H], and the captured layer inputs [T, H]."""
+        """Return normalised hidden states [T, H] and the captured inputs [T, H]."""
         x = self.embed_tokens(input_ids)
         given = forward_batch.input_embeds
         if given is not None:
@@ -197,7 +203,7 @@ class DecoderModel(Module):
     def forward_layers(
         self, x: Tensor, forward_batch: ForwardBatch
     ) -> tuple[Tensor, list[Tensor]]:
-        """The layer stack alone, from embeddings [T, H]."""
+        """Run the layer stack alone, on embeddings [T, H]."""
         pending: Tensor | None = x
         residual: Tensor | None = None
         aux: list[Tensor] = []
@@ -212,7 +218,7 @@ class DecoderModel(Module):
 
 
 def _stream(pending: Tensor | None, residual: Tensor | None) -> Tensor:
-    """A copy of the stream that a layer is about to read."""
+    """Return a copy of the stream that a layer is about to read."""
     if residual is None or pending is None:
         whole = pending if residual is None else residual
         assert whole is not None
@@ -221,7 +227,7 @@ def _stream(pending: Tensor | None, residual: Tensor | None) -> Tensor:
 
 
 class LoadableModel(StackedModel):
-    """What the loader asks of a model whose weights lie in a checkpoint."""
+    """A model whose weights come from a checkpoint, as the loader needs it."""
 
     config: ModelConfig
     # Checkpoint name of a part -> (parameter that packs it, shard).
@@ -234,14 +240,14 @@ class LoadableModel(StackedModel):
     }
 
     def add_optional_parts(self, names: Iterable[str]) -> None:
-        """Build what only some checkpoints hold; `names` of this one's tensors."""
+        """Build modules that only some checkpoints hold; `names` are this one's."""
 
     def own_name(self, name: str) -> str | None:
-        """The model's name of a checkpoint tensor; None: it is not needed."""
+        """Return the model's name of a checkpoint tensor; None: it is not needed."""
         return name
 
     def finish_loading(self, source: str) -> None:
-        """Check and derive what the weights determine.
+        """Check the weights and derive values from them.
 
         Raises:
             ValueError: the weights contradict the configuration; names `source`.
@@ -249,9 +255,10 @@ class LoadableModel(StackedModel):
 
 
 def check_activation(config: ModelConfig) -> None:
-    """
+    """Check that the activation is implemented.
+
     Raises:
-        ValueError: hidden_act is not supported; names the file and those that are.
+        ValueError: it is not; names the file and the implemented ones.
     """
     if config.hidden_act not in SUPPORTED_ACTIVATIONS:
         raise ValueError(
@@ -261,7 +268,8 @@ def check_activation(config: ModelConfig) -> None:
 
 
 def check_captured_layers(layers: Sequence[int], target: ModelConfig) -> None:
-    """
+    """Check the layers whose hidden states are captured.
+
     Raises:
         ValueError: `layers` do not ascend, or go beyond the number of layers.
     """
@@ -280,7 +288,7 @@ class LlamaForCausalLM(LoadableModel):
     """Llama-type decoder with a language-model head (Touvron et al., 2023).
 
     `model.embed_tokens` and `lm_head` may be replaced after construction (a draft model
-    takes the target's). `rope_rows` positions are tabulated.
+    uses the target's). `rope_rows` positions are tabulated.
     """
 
     traits = DecoderTraits()
@@ -301,7 +309,7 @@ class LlamaForCausalLM(LoadableModel):
         return None if is_copy else name
 
     def embed_and_head(self) -> tuple[VocabEmbedding, LMHead]:
-        """What a draft head may share."""
+        """Return the modules that a draft head may share."""
         return self.model.embed_tokens, self.lm_head
 
     @property
@@ -310,7 +318,7 @@ class LlamaForCausalLM(LoadableModel):
 
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Return the inputs of these layers as hidden states, in ascending order.
-        Before graphs are captured: they keep what was asked for then.
+        To be called before graphs are captured: they keep the layers of that time.
 
         Raises:
             ValueError: not ascending, or beyond the number of layers.

@@ -1,5 +1,7 @@
-"""EAGLE's draft model of Llama-type targets (Li et al., 2024): decoder layers over a
-mix of the next token and the target's final hidden state, the target's head behind.
+"""EAGLE's draft model of Llama-type targets (Li et al., 2024).
+
+Decoder layers over a mix of the next token and the target's final hidden state,
+followed by the target's head.
 """
 
 from __future__ import annotations
@@ -26,20 +28,22 @@ TARGET_PARTS = ("embed_tokens.weight", "lm_head.weight")
 
 
 class EagleFirstLayer(DecoderBlock):
-    """Reads `fc`'s output as it is: there is no input norm."""
+    """Decoder layer that reads `fc`'s output directly: there is no input norm."""
 
     def forward(
         self, x: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
     ) -> tuple[Tensor | None, Tensor]:
-        """x [T, H], overwritten; `residual` is None. As `DecoderLayer.forward`."""
+        """As `DecoderLayer.forward`; x [T, H] is overwritten, `residual` is None."""
         assert residual is None
         return self.run(x, x, forward_batch)
 
 
 class LlamaForCausalLMEagle(DraftModel):
-    """Forward: token p + 1 and the target's normed hidden state [T, H] of position p
-    (`forward_batch.spec_info`) -> logits of token p + 2, and the state that stands for
-    the target's next one.
+    """EAGLE draft model.
+
+    Forward: token p + 1 and the target's normalised hidden state [T, H] of position p
+    (`forward_batch.spec_info`) -> logits of token p + 2, and an estimate of the
+    target's next state.
     """
 
     algorithm = "EAGLE"

@@ -1,6 +1,7 @@
-"""EAGLE3's draft model of Llama-type targets (Li et al., 2025): one layer over the next
-token and hidden states of three layers of the target, with a head of its own over the
-most frequent tokens.
+"""EAGLE3's draft model of Llama-type targets (Li et al., 2025).
+
+One layer over the next token and hidden states of three layers of the target, with a
+head of its own over the most frequent tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _draft_vocab_size(config: ModelConfig) -> int:
 
 
 class Eagle3Layer(DecoderBlock):
-    """Attends over the normed token beside the normed hidden state."""
+    """Layer whose attention reads the token and the hidden state, both normalised."""
 
     def __init__(
         self, config: ModelConfig, traits: DecoderTraits, *, cos_sin_cache: Tensor
@@ -59,7 +60,7 @@ class Eagle3Layer(DecoderBlock):
     def forward(
         self, embedded: Tensor, hidden: Tensor, forward_batch: ForwardBatch
     ) -> tuple[Tensor | None, Tensor]:
-        """[T, H] each; `hidden` is the stream and is changed in place."""
+        """Run the layer on [T, H] each; `hidden`, the stream, is changed in place."""
         x = torch.cat(
             (self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1
         )
@@ -67,7 +68,9 @@ class Eagle3Layer(DecoderBlock):
 
 
 class LlamaForCausalLMEagle3(DraftModel):
-    """Forward: token p + 1 and hidden states of position p (`forward_batch.spec_info`),
+    """EAGLE3 draft model.
+
+    Forward: token p + 1 and hidden states of position p (`forward_batch.spec_info`),
     either the target's [T, sources * H] or those that this model returned [T, H] ->
     logits over the draft vocabulary of token p + 2, and the stream before the final
     norm, which the next step reads.
@@ -118,14 +121,14 @@ class LlamaForCausalLMEagle3(DraftModel):
 
     def own_name(self, name: str) -> str | None:
         own = strip_prefix(name)
-        if own == "t2d":  # says again which tokens d2t reaches
+        if own == "t2d":  # redundant: the tokens that d2t reaches
             return None
         if own.startswith(FIRST_LAYER):
             return MIDLAYER + own.removeprefix(FIRST_LAYER)
         return own
 
     def finish_loading(self, source: str) -> None:
-        """Derive `hot_token_ids`: d2t holds differences to the draft's own ids."""
+        """Derive `hot_token_ids`: d2t holds the target's ids minus the draft's."""
         if self.d2t is None:
             return
         draft_ids = torch.arange(self.draft_vocab_size, device=self.d2t.device)

@@ -1,8 +1,8 @@
-"""The mock model: its next token is an exact function of what attention read.
+"""The mock model: its next token is an exact function of the KV that attention reads.
 
 It has no trained weights and runs through the real backends, pools, scheduler and
-graphs. One wrong, stale or missing KV slot changes its output; `mock_oracle` knows the
-right one. The construction, and why sparse signs survive bf16, is in
+graphs. One wrong, stale or missing KV slot changes its output; `mock_oracle` computes
+the correct one. The construction, and why sparse signs survive bf16, is in
 `docs/mock_model.md`.
 """
 
@@ -27,15 +27,15 @@ from sglang.srt.models.stack import StackedModel, StackOutput
 
 
 def load_codes(module: VocabEmbedding | LMHead, codes: Tensor) -> None:
-    """Fill a table [rows, 512] with `codes` [rows, 12] and zeros behind them."""
-    rows = torch.zeros(len(codes), mock_math.HIDDEN_SIZE)
-    rows[:, : mock_math.TOKEN_BITS] = codes
+    """Fill a table [vocab, 512] with `codes` [vocab, 12], padded with zeros."""
+    table = torch.zeros(len(codes), mock_math.HIDDEN_SIZE)
+    table[:, : mock_math.TOKEN_BITS] = codes
     assert module.weight is not None
-    module.weight.load("codes", rows, None)
+    module.weight.load("codes", table, None)
 
 
 class MockAttention(Module):
-    """Two layers of attention whose queries see all keys alike."""
+    """Two layers of attention with a uniform softmax over all written keys."""
 
     def __init__(self, *, window: int | None = None) -> None:
         super().__init__()
@@ -59,12 +59,12 @@ class MockAttention(Module):
     def forward(
         self, x: Tensor, layer: int, dtype: torch.dtype, forward_batch: ForwardBatch
     ) -> Tensor:
-        """Write the signatures of x [T] int64; the mean [T, 8 * 64] of those read."""
+        """Write the signatures of x [T] int64; return the mean read, [T, 8 * 64]."""
         qkv = self._local_heads(mock_math.qkv(x, layer, dtype))
         return self._group.all_gather_last_dim(self.layers[layer](qkv, forward_batch))
 
     def _local_heads(self, qkv: Tensor) -> Tensor:
-        """The heads of this rank: [T, all q, k, v channels] -> [T, its channels]."""
+        """Select this rank's heads: [T, all q, k, v channels] -> [T, its channels]."""
         if self._group.size == 1:
             return qkv
         sizes = (mock_math.NUM_HEADS, *(mock_math.NUM_KV_HEADS,) * 2)
@@ -75,7 +75,7 @@ class MockAttention(Module):
 
 
 class MockForCausalLM(StackedModel):
-    """2 layers, 8 query and 2 KV heads of 64 channels, hidden 512, no rotation.
+    """The mock model: 2 layers, 8 query and 2 KV heads of 64 channels, no rotation.
 
     config.json: vocab_size up to 4,096, optional `mock_window` (sliding window).
     """
@@ -93,11 +93,11 @@ class MockForCausalLM(StackedModel):
         self.logits_processor = LogitsProcessor()
 
     def embed_and_head(self) -> tuple[VocabEmbedding, LMHead]:
-        """What a draft head may share."""
+        """Return the modules that a draft head may share."""
         return self.embed_tokens, self.lm_head
 
     def fill_weights(self) -> None:
-        """Embedding rows and head rows are the bits of the token id as +1 / -1."""
+        """Fill embedding and head with the bits of each token id as +1 / -1."""
         codes = mock_math.token_codes(self.vocab_size)
         for module in (self.embed_tokens, self.lm_head):
             load_codes(module, codes)

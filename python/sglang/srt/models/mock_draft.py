@@ -1,7 +1,8 @@
-"""Draft heads of the mock model: they know its next token as exactly as it does, and
-propose it with the rank that a table wants. A wrong, stale or missing draft slot or
-hidden state changes what they propose; `mock_draft_oracle` knows the right accept
-lengths.
+"""Draft heads of the mock model.
+
+They compute its next token exactly and propose it with a rank drawn from a table of
+probabilities. A wrong, stale or missing draft slot or hidden state changes their
+proposals; `mock_draft_oracle` computes the correct accept lengths.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ _SPOILT = 0x5BAD
 
 
 class MockForCausalLMEagle(DraftModel):
-    """Forward: token p + 1 and the hidden state [T, 512] of position p, the target's or
+    """EAGLE head of the mock model.
+
+    Forward: token p + 1 and the hidden state [T, 512] of position p, the target's or
     one that this model returned -> logits of token p + 2, and the hidden state of
     position p + 1.
 
-    The row stands at position p and counts p + 1 slots, but its token is number p + 1:
-    its keys take that position, and what the target's position 0 adds is known without
-    its token. A hidden state that is not made of +1 and -1 spoils what is proposed.
+    A row has position p and reads p + 1 slots, but its token is number p + 1: its keys
+    use that position, and the term of the target's position 0 does not depend on its
+    token. A hidden state that does not consist of +1 and -1 corrupts the proposal.
 
     config.json: as the target's, and optionally `mock_draft_source` and
     `mock_acceptance` (see `mock_draft_math.DraftSettings`).
@@ -47,7 +50,7 @@ class MockForCausalLMEagle(DraftModel):
         self.attn = MockAttention()
 
     def fill_weights(self) -> None:
-        """Fill the tables that are this model's own; the others are the target's."""
+        """Fill this model's own tables; the others are the target's."""
 
     def forward_stack(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
@@ -77,16 +80,16 @@ class MockForCausalLMEagle(DraftModel):
     def _folds_before(
         self, forward_batch: ForwardBatch
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """X_0 and X_1 of the position before, and where they can be trusted; [T]."""
+        """Return X_0 and X_1 of the preceding position and their validity, [T] each."""
         return mock_math.read_folds(target_hidden_states(forward_batch))
 
 
 class MockForCausalLMEagle3(MockForCausalLMEagle):
-    """Reads all three captured states of the target, which must agree, or one state
-    that this model returned.
+    """EAGLE3 head of the mock model.
 
-    config.json: optionally `draft_vocab_size`, with which draft id i stands for the
-    target's id (i * odd) mod vocab_size.
+    Reads all three captured states of the target, which must agree, or one state that
+    this model returned. config.json: optionally `draft_vocab_size`, with which draft
+    id i means the target's id (i * odd) mod vocab_size.
     """
 
     algorithm = "EAGLE3"
@@ -122,7 +125,7 @@ class MockForCausalLMEagle3(MockForCausalLMEagle):
 
 
 class MockForCausalLMDraft(MockForCausalLMEagle):
-    """For STANDALONE: tables of its own, and no hidden states are read."""
+    """STANDALONE draft of the mock model: its own tables, and no hidden states."""
 
     algorithm = "STANDALONE"
 
@@ -149,7 +152,7 @@ class MockForCausalLMDraft(MockForCausalLMEagle):
 
 
 def _is_plausible(mean: Tensor, count: Tensor) -> Tensor:
-    """Whether attention read written slots only, as far as its mean tells: bool [T].
+    """Whether attention read written slots only, judged by its mean: bool [T].
 
     A slot never written outweighs all others and leaves a mean of zero; sums of
     signatures are zero in every channel of every head with a chance below 2^-40.
@@ -159,5 +162,5 @@ def _is_plausible(mean: Tensor, count: Tensor) -> Tensor:
 
 
 def _spoil(fold: Tensor, is_bad: Tensor) -> Tensor:
-    """Another number where `is_bad`, one that no oracle predicts."""
+    """Replace `fold` where `is_bad` by a number that no oracle predicts."""
     return fold.where(~is_bad, mix64(fold ^ _SPOILT))

@@ -1,5 +1,7 @@
-"""Arithmetic of the mock model's draft heads, shared by the heads and their oracle: the
-settings, and what a head proposes from the two folds. Knows no attention and no trees.
+"""Arithmetic of the mock model's draft heads, shared by the heads and their oracle.
+
+Owns the settings and the proposal of a head for two given folds. Knows no attention and
+no trees.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from sglang.srt.models import mock_math
 
 SOURCES = ("attention", "hidden")
 ACCEPTANCE = (0.6, 0.3, 0.1)
-# Draft ids walk through the target's in steps of the first fitting number from here on.
+# Draft ids map to the target's in steps of the first suitable number from here on.
 DRAFT_ID_STEP = 617
 MAX_FLIPS = 7
 _DRAW_BITS = 30
@@ -26,13 +28,16 @@ _DRAW_BITS = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
-    """Fields:
-    vocab_size: of the target.
-    draft_vocab_size: draft ids, each the target's id (i * odd) mod vocab_size; None:
-        draft ids are the target's.
-    source: where the state of the history comes from: "attention" over the draft's own
-        KV, or the "hidden" state that the head is given.
-    acceptance: probabilities that the truth has rank 0, a rank of 1 to 7, or is missed.
+    """Settings of a mock draft head.
+
+    Fields:
+        vocab_size: of the target.
+        draft_vocab_size: number of draft ids, each the target's id (i * odd) mod
+            vocab_size; None: draft ids are the target's.
+        source: origin of the state of the history: "attention" over the draft's own
+            KV, or the "hidden" state that the head is given.
+        acceptance: probabilities that the target's next token has rank 0, has a rank
+            of 1 to 7, or is missed.
 
     Raises:
         ValueError: settings that no head has; names the field of config.json.
@@ -64,9 +69,10 @@ class DraftSettings:
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> DraftSettings:
-        """
+        """Read the settings from config.json.
+
         Raises:
-            ValueError: as the class, with the file before it.
+            ValueError: as the class, prefixed with the file.
         """
         raw = config.raw
         try:
@@ -81,11 +87,14 @@ class DraftSettings:
 
     @classmethod
     def from_folder(cls, folder: Path) -> DraftSettings:
-        """As `from_config`."""
+        """Read the settings from `folder/config.json`, as `from_config`."""
         return cls.from_config(ModelConfig.from_folder(folder))
 
     def hot_token_ids(self) -> Tensor | None:
-        """int64 [draft vocabulary], the target's id of each draft id; None: alike."""
+        """Return the target's id of each draft id, int64 [draft vocabulary].
+
+        None: both vocabularies are the same.
+        """
         if self.draft_vocab_size is None:
             return None
         step = next(
@@ -97,7 +106,7 @@ class DraftSettings:
         return torch.arange(self.draft_vocab_size) * step % self.vocab_size
 
     def head_codes(self) -> Tensor:
-        """float32 [proposed vocabulary, 12]: the code of the target's token by row."""
+        """Return the code of each draft id's token, float32 [draft vocabulary, 12]."""
         codes = mock_math.token_codes(self.vocab_size)
         hot = self.hot_token_ids()
         return codes if hot is None else codes[hot]
@@ -105,7 +114,7 @@ class DraftSettings:
 
 @cache
 def first_terms() -> tuple[int, int]:
-    """What position 0 adds to X_0 and X_1: it does not depend on the token."""
+    """Return the terms of position 0 in X_0 and X_1, which no token changes."""
     zero = torch.zeros(1, dtype=torch.int64)
     fold0 = mock_math.term(mock_math.key_layer0(zero, zero), 0)
     fold1 = mock_math.term(mock_math.key_layer1(fold0, zero), 1)
@@ -115,7 +124,7 @@ def first_terms() -> tuple[int, int]:
 def proposal(
     fold0: Tensor, fold1: Tensor, positions: Tensor, settings: DraftSettings
 ) -> tuple[Tensor, Tensor]:
-    """What a head says after tokens that the target has the folds [T] of.
+    """Return the proposal of a head after tokens with the target's folds [T].
 
     Args:
         positions: [T] int64, of the newest of these tokens.
@@ -135,8 +144,9 @@ def proposal(
 
 
 def _flips(draw: Tensor, settings: DraftSettings) -> Tensor:
-    """Bits [T] in which the proposed code differs from the truth: none (rank 0), bit
-    r - 1 (rank r), or the two highest (a miss).
+    """Return the bits [T] in which the proposed code differs from the target's token.
+
+    None (rank 0), bit r - 1 (rank r), or the two highest (a miss).
     """
     width = max((settings.vocab_size - 1).bit_length(), 1)
     first, second, _ = settings.acceptance
@@ -150,7 +160,7 @@ def _flips(draw: Tensor, settings: DraftSettings) -> Tensor:
 
 
 def hidden_state(code: Tensor, weights: Tensor, fold0: Tensor, fold1: Tensor) -> Tensor:
-    """float32 [T, 512]: as the target's, with these weights on the bits of `code`."""
+    """Return the target's hidden state with these bit weights, float32 [T, 512]."""
     out = mock_math.hidden_state(code, fold0, fold1)
     bits = mock_math.TOKEN_BITS
     out[:, :bits] = mock_math.signs(code, bits) * weights

@@ -1,5 +1,6 @@
-"""How many drafts of a mock head each iteration of speculative decoding accepts, from
-tokens alone. Knows the rule of the draft tree, but neither workers nor KV.
+"""The oracle of the mock draft heads: the accept lengths, from tokens alone.
+
+Knows the rule of the draft tree, but neither workers nor KV.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ from sglang.srt.speculative.draft_layout import TreeShape
 from sglang.srt.speculative.ops.buffers import DraftLevels
 from sglang.srt.speculative.ops.tree import select_top_k_ref
 
-# Scores nearer than this, relative to their size, may change places with the rounding
-# of a softmax.
+# Scores closer than this, relative to their size, may swap order under the rounding of
+# a softmax.
 CLOSE = 4e-6
-# Logits that are held at a time.
+# Logits in memory at a time.
 LOGITS_AT_ONCE = 1 << 22
 ROWS_AT_ONCE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One request: `tokens` are the prompt's and the whole output's; the first
-    `prompt_len` are the prompt's."""
+    """A request's tokens: `prompt_len` of the prompt, then the whole output."""
 
     tokens: Sequence[int]
     prompt_len: int
@@ -35,7 +35,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the iterations of one request gain.
+    """Predicted iterations of one request.
 
     Fields:
         accept_lens: tokens of each iteration, 1 .. S + 1, the bonus included. The last
@@ -51,8 +51,9 @@ class Prediction:
     is_close: tuple[bool, ...]
 
     def explains(self, accept_lens: Sequence[int]) -> bool:
-        """Whether these are the predicted lengths, but for close iterations. Meant for
-        a prediction that followed `accept_lens`.
+        """Whether these are the predicted lengths, except in close iterations.
+
+        Meant for a prediction that followed `accept_lens`.
         """
         return len(accept_lens) == len(self.accept_lens) and all(
             found == expected or is_close
@@ -64,8 +65,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOracle:
-    """Predicts accept lengths. Assumes greedy decoding, the same shape throughout, one
-    prefill that gives the first token, and no end of a request but by length.
+    """Predicts accept lengths.
+
+    Assumes greedy decoding, the same tree shape throughout, one prefill that gives the
+    first token, and requests that end by length only.
 
     Fields:
         shape: K, S and D of the trees.
@@ -83,24 +86,24 @@ class DraftOracle:
         *,
         followed: Sequence[Sequence[int]] | None = None,
     ) -> list[Prediction]:
-        """One prediction for each answer.
+        """Return one prediction per answer.
 
         Args:
-            followed: accept lengths that were seen. With them iteration i is predicted
-                for the length that they give it, so that one difference does not make
-                the next ones differ.
+            followed: observed accept lengths. With them iteration i is predicted for
+                the length that they lead to, so that one difference does not cause
+                further ones.
         """
         out: list[Prediction] = []
         for start in range(0, len(answers), ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
-            walked = None if followed is None else followed[part]
-            out += self._predict(answers[part], walked)
+            chunk = slice(start, start + ROWS_AT_ONCE)
+            walked = None if followed is None else followed[chunk]
+            out += self._predict(answers[chunk], walked)
         return out
 
     def _predict(
         self, answers: Sequence[Answer], followed: Sequence[Sequence[int]] | None
     ) -> list[Prediction]:
-        history = _History.of(
+        history = _History.from_answers(
             answers,
             vocab_size=self.settings.vocab_size,
             room=self.shape.num_steps,
@@ -121,8 +124,11 @@ class DraftOracle:
     def _iterate(
         self, history: _History, rows: Tensor, lens: Tensor
     ) -> list[tuple[int, int, bool]]:
-        """(accept length, accepted off the first branch, is close) of one iteration of
-        each of `rows` [b], at these KV lengths [b]."""
+        """Predict one iteration of each of `rows` [b], at these KV lengths [b].
+
+        Returns:
+            (accept length, accepted off the first branch, is close) per row.
+        """
         steps = torch.arange(1, self.shape.num_steps + 1)
         truth = history.tokens[rows[:, None], lens[:, None] + steps]
         levels, is_close = self._draft(
@@ -142,9 +148,9 @@ class DraftOracle:
     def _draft(
         self, fold0: Tensor, fold1: Tensor, lens: Tensor
     ) -> tuple[DraftLevels, Tensor]:
-        """All levels of the trees of b requests, and whether a beam had a close cut.
+        """Return all levels of the trees of b requests, and whether a cut was close.
 
-        The newest token is number `lens`; the folds [b] are those behind it.
+        The newest token is number `lens`; the folds [b] include it.
         """
         shape, count = self.shape, len(lens)
         levels = DraftLevels.allocate(count, shape, device="cpu")
@@ -170,7 +176,7 @@ class DraftOracle:
                 begin = shape.topk + shape.topk**2 * (level - 1)
                 block = levels.scores[:, begin : begin + shape.topk**2]
                 cuts = _is_close(block, shape.topk)
-                # A branch that reads its own column cares which one it is.
+                # The order matters to a branch that reads its own column.
                 is_close |= cuts[:, -1] if is_by_hidden else cuts.any(-1)
             if level == shape.num_steps - 1:
                 break
@@ -185,8 +191,10 @@ class DraftOracle:
     def _candidates(
         self, fold0: Tensor, fold1: Tensor, places: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Probabilities and draft ids [R, K] of the best of each row, lower id first
-        among equals."""
+        """Return probabilities and draft ids [R, K] of the best candidates per row.
+
+        Among equals the lower id comes first.
+        """
         code, weights = proposal(fold0, fold1, places, self.settings)
         hidden = mock_math.signs(code, mock_math.TOKEN_BITS) * weights
         codes = self.settings.head_codes().T
@@ -208,8 +216,11 @@ class DraftOracle:
         return chosen.exp(), ids
 
     def _follow(self, levels: DraftLevels, truth: Tensor) -> tuple[Tensor, Tensor]:
-        """Drafts that are accepted when the target says `truth` [b, S], and how many of
-        them are off the first branch; [b] each."""
+        """Count the accepted drafts when the target's tokens are `truth` [b, S].
+
+        Returns:
+            The number accepted, and how many of them are off the first branch; [b].
+        """
         shape, k = self.shape, self.shape.topk
         best = levels.scores.sort(dim=-1, descending=True, stable=True).indices
         chosen = torch.zeros_like(levels.scores, dtype=torch.bool)
@@ -237,15 +248,20 @@ class DraftOracle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _History:
-    """Tokens and the folds behind each of them, int64 [requests, positions]; what lies
-    behind a request's last position is the target's own continuation."""
+    """Tokens and the folds up to each of them, int64 [requests, positions].
+
+    Positions after a request's last token hold the target's own continuation.
+    """
 
     tokens: Tensor
     fold0: Tensor
     fold1: Tensor
 
     @classmethod
-    def of(cls, answers: Sequence[Answer], *, vocab_size: int, room: int) -> _History:
+    def from_answers(
+        cls, answers: Sequence[Answer], *, vocab_size: int, room: int
+    ) -> _History:
+        """Compute the folds of `answers`, and `room` tokens of continuation."""
         sizes = torch.tensor([len(answer.tokens) for answer in answers])
         longest = int(sizes.max()) if answers else 0
         tokens = torch.zeros(len(answers), longest + room, dtype=torch.int64)
@@ -278,15 +294,17 @@ class _History:
 def _append(
     fold0: Tensor, fold1: Tensor, tokens: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The folds [T] once `tokens` [T] at `places` [T] are added."""
+    """Return the folds [T] after adding `tokens` [T] at `places` [T]."""
     after0 = fold0 + mock_math.term(mock_math.key_layer0(tokens, places), 0)
     after1 = fold1 + mock_math.term(mock_math.key_layer1(after0, places), 1)
     return after0, after1
 
 
 def _is_close(scores: Tensor, kept: int) -> Tensor:
-    """Whether neighbours among the best `kept` + 1 of the scores [b, C] might change
-    places, bool [b, kept]; the last entry is the cut."""
+    """Whether neighbours among the best `kept` + 1 of the scores [b, C] might swap.
+
+    bool [b, kept]; the last entry is the cut.
+    """
     if kept >= scores.shape[1]:
         return torch.zeros(len(scores), kept, dtype=torch.bool)
     best = scores.topk(kept + 1, dim=-1).values

@@ -33,7 +33,7 @@ MAX_SUM = 128
 FOLD_BITS = 64
 # Channels of the hidden state that hold the bits of X_0 and X_1.
 FOLD_CHANNELS = (64, 128)
-# Each captured hidden state has its channels turned by this much more than the last.
+# Each captured hidden state is rotated by this many channels more than the last.
 AUX_TURN = 192
 
 
@@ -57,13 +57,13 @@ def check_shape(config: ModelConfig) -> None:
 
 
 def token_codes(vocab_size: int) -> Tensor:
-    """float32 [vocab, 12]: bits of the id as +1 / -1."""
+    """Return the bits of each token id as +1 / -1, float32 [vocab, 12]."""
     ids = torch.arange(vocab_size)[:, None] >> torch.arange(TOKEN_BITS)
     return (2 * (ids & 1) - 1).float()
 
 
 def decode_token(code: Tensor) -> Tensor:
-    """[T, 12] of +1 / -1 -> int64 [T]."""
+    """Return the token ids, int64 [T], of codes [T, 12] of +1 / -1."""
     weights = torch.ones_like(code[0], dtype=torch.int64) << torch.arange(
         TOKEN_BITS, device=code.device
     )
@@ -71,25 +71,25 @@ def decode_token(code: Tensor) -> Tensor:
 
 
 def key_layer0(tokens: Tensor, positions: Tensor) -> Tensor:
-    """x_0 [T]: position 0 forgets its token, so that a draft row can add it back."""
+    """Return x_0 [T]; it ignores the token of position 0, which drafts do not know."""
     known = torch.where(positions == 0, 0, tokens + 1)
     return mix64(known + (positions << 32))
 
 
 def key_layer1(fold0: Tensor, positions: Tensor) -> Tensor:
-    """x_1 [T], which carries the history through X_0."""
+    """Return x_1 [T], which carries the history through X_0."""
     return mix64(fold0 ^ (positions << 40) ^ 12345)
 
 
 def sig(x: Tensor) -> Tensor:
-    """Sparse signs: int64 [T] -> float32 [T, KV heads, 64]."""
+    """Return sparse signs: int64 [T] -> float32 [T, KV heads, 64]."""
     channel, sign = _places(x)
     out = torch.zeros(*channel.shape[:2], HEAD_DIM, device=x.device)
     return out.scatter_(-1, channel, sign.float())
 
 
 def _places(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Channels and signs of a signature, int64 [T, KV heads, 4] each."""
+    """Return channels and signs of a signature, int64 [T, KV heads, 4] each."""
     heads = torch.arange(NUM_KV_HEADS, device=x.device)
     y = mix64(x[:, None] + HEAD_STEP * heads)
     blocks = torch.arange(SIGNS_PER_HEAD, device=x.device)
@@ -98,7 +98,7 @@ def _places(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def qkv(x: Tensor, layer: int, dtype: torch.dtype) -> Tensor:
-    """[T, (8 + 2 + 2) * 64]: query, key and value rows of one layer."""
+    """Return query, key and value of one layer, [T, (8 + 2 + 2) * 64]."""
     rows = x.shape[0]
     out = torch.zeros(
         rows, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, dtype=dtype, device=x.device
@@ -111,15 +111,15 @@ def qkv(x: Tensor, layer: int, dtype: torch.dtype) -> Tensor:
 
 
 def fold_weights(layer: int, device: torch.device) -> Tensor:
-    """Odd constants c_l [8 * 64]."""
+    """Return the odd constants c_l [8 * 64]."""
     index = torch.arange(HIDDEN_SIZE, device=device)
     return mix64(index + (layer + 1) * 7919) | 1
 
 
 def fold(mean: Tensor, count: Tensor, layer: int) -> Tensor:
-    """X_l [T] int64 from attention means [T, 8 * 64] over `count` [T] elements.
+    """Return X_l [T] int64 of attention means [T, 8 * 64] over `count` [T] elements.
 
-    NaN or infinity anywhere gives an X that no oracle predicts: the damage must show.
+    NaN or infinity gives an X that no oracle predicts, so that damage is visible.
     """
     sums = torch.round(mean.float() * count[:, None])
     integers = torch.nan_to_num(sums, nan=3e6, posinf=5e6, neginf=-5e6).long()
@@ -127,14 +127,14 @@ def fold(mean: Tensor, count: Tensor, layer: int) -> Tensor:
 
 
 def fold_signs(signs: Tensor, layer: int) -> Tensor:
-    """The fold of one signature [T, KV heads, 64]: what one element adds to X_l."""
+    """Return the fold of one signature [T, KV heads, 64]: one element's term in X_l."""
     heads = signs.repeat_interleave(GROUP, dim=1)
     flat = heads.reshape(signs.shape[0], -1)
     return fold(flat, torch.ones_like(flat[:, 0], dtype=torch.int64), layer)
 
 
 def term(x: Tensor, layer: int) -> Tensor:
-    """`fold_signs(sig(x), layer)` from the few channels that count: int64 [T]."""
+    """Return `fold_signs(sig(x), layer)`, computed from its non-zeros: int64 [T]."""
     channel, sign = _places(x)
     shared = fold_weights(layer, x.device).view(NUM_KV_HEADS, GROUP, HEAD_DIM).sum(1)
     heads = torch.arange(NUM_KV_HEADS, device=x.device)[:, None]
@@ -142,14 +142,14 @@ def term(x: Tensor, layer: int) -> Tensor:
 
 
 def next_token(fold0: Tensor, fold1: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """t [T] = (mix64(X_0 + 3 X_1 + pos) mod 2^63) % vocab."""
+    """Return t [T] = (mix64(X_0 + 3 X_1 + pos) mod 2^63) % vocab."""
     return (mix64(fold0 + 3 * fold1 + positions) & 0x7FFFFFFFFFFFFFFF) % vocab
 
 
 def hidden_state(tokens: Tensor, fold0: Tensor, fold1: Tensor) -> Tensor:
-    """float32 [T, 512]: the code of t, each bit with its own weight; bits of the folds.
+    """Return the hidden state: weighted code of t and bits of the folds, [T, 512].
 
-    The weights 1 + i/16 leave no ties: rank j + 1 is t with bit j flipped.
+    The weights 1 + i/16 avoid ties: rank j + 1 is t with bit j flipped.
     """
     out = torch.zeros(tokens.shape[0], HIDDEN_SIZE, device=tokens.device)
     index = torch.arange(TOKEN_BITS, device=tokens.device)
@@ -160,8 +160,10 @@ def hidden_state(tokens: Tensor, fold0: Tensor, fold1: Tensor) -> Tensor:
 
 
 def aux_states(hidden: Tensor) -> list[Tensor]:
-    """What the inputs of layers 0 and 1 and the last output stand for, [T, 512] each:
-    the hidden state, then two that differ from it in place and sign of each channel.
+    """Return the captured states of layers 0, 1 and the last output, [T, 512] each.
+
+    The first is the hidden state; the others differ from it in position and sign of
+    each channel.
     """
     turned = (hidden.roll(AUX_TURN * i, -1) for i in range(NUM_LAYERS + 1))
     return [
@@ -170,20 +172,21 @@ def aux_states(hidden: Tensor) -> list[Tensor]:
 
 
 def aux_origin(state: Tensor, index: int) -> Tensor:
-    """The hidden state [T, 512] that `aux_states` made its entry `index` from."""
+    """Return the hidden state [T, 512] of entry `index` of `aux_states`."""
     unsigned = state * _aux_signs(index, state).to(state.dtype)
     return unsigned.roll(-AUX_TURN * index, -1)
 
 
 def _aux_signs(index: int, like: Tensor) -> Tensor:
-    """[512] of +1 / -1: all +, all -, or alternating."""
+    """Return the signs of captured state `index`, [512]: all +, all -, alternating."""
     channels = torch.arange(HIDDEN_SIZE, device=like.device)
     return 1 - 2 * ((index + (index // 2) * channels) % 2)
 
 
 def read_folds(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """X_0 and X_1 [T] that a hidden state [T, 512] holds, and whether it is whole:
-    bool [T], false where a bit is neither +1 nor -1.
+    """Return X_0 and X_1 [T] of a hidden state [T, 512], and whether it is valid.
+
+    Validity is bool [T], false where a bit is neither +1 nor -1.
     """
     shifts = torch.arange(FOLD_BITS, device=hidden.device)
     parts = [hidden[:, start : start + FOLD_BITS] for start in FOLD_CHANNELS]
@@ -193,6 +196,6 @@ def read_folds(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def signs(values: Tensor, bits: int) -> Tensor:
-    """The low bits of int64 [T] as +1 / -1, lowest first: float32 [T, bits]."""
+    """Return the low bits of int64 [T] as +1 / -1, lowest first: float32 [T, bits]."""
     shifts = torch.arange(bits, device=values.device)
     return (2 * ((values[:, None] >> shifts) & 1) - 1).float()

@@ -1,4 +1,4 @@
-"""The oracle of the mock model: its output, from tokens alone."""
+"""The oracle of the mock model: computes its output from tokens alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang.srt.models import mock_math
 
 
 def _windowed(sums: Tensor, window: int | None) -> Tensor:
-    """Sums over the newest `window` elements from running sums [n, ...]."""
+    """Return sums over the newest `window` elements, from running sums [n, ...]."""
     if window is None or window >= len(sums):
         return sums
     out = sums.clone()
@@ -22,7 +22,7 @@ def _windowed(sums: Tensor, window: int | None) -> Tensor:
 def next_tokens(
     tokens: Sequence[int], *, vocab_size: int, window: int | None = None
 ) -> list[int]:
-    """Token that the mock model emits after each prefix of `tokens`.
+    """Return the token that the mock model emits after each prefix of `tokens`.
 
     Entry p follows `tokens[: p + 1]`.
     """
@@ -44,7 +44,7 @@ def next_tokens(
 class MockOracle:
     """Continuations of the mock model, one token at a time, in O(1) each.
 
-    Keeps the running folds (and, with a window, the terms that will leave it).
+    Keeps the running folds. Knows no sliding window.
     """
 
     def __init__(self, prompt: Sequence[int], *, vocab_size: int) -> None:
@@ -57,7 +57,7 @@ class MockOracle:
         self._length = len(prompt)
 
     def next(self) -> int:
-        """The next token, which the oracle then takes as given."""
+        """Return the next token and append it to the history."""
         last = torch.tensor([self._length - 1])
         token = mock_math.next_token(self._fold0, self._fold1, last, self._vocab_size)
         position = last + 1

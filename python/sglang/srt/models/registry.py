@@ -1,4 +1,4 @@
-"""Model classes by the architecture name that config.json gives."""
+"""Model classes by the architecture name in config.json."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ _DRAFT_MODELS: dict[str, type[DraftHead]] = {
 
 
 def supported_architectures() -> list[str]:
-    """Models that can be served."""
+    """Return the models that can be served."""
     return sorted(_MODELS)
 
 
 def supported_draft_architectures() -> list[str]:
-    """Models that only draft, most of them from a target's hidden states."""
+    """Return the models that only draft, most of them from a target's hidden states."""
     return sorted(_DRAFT_MODELS)
 
 
 def draft_architectures(algorithm: str) -> list[str]:
-    """Models that draft for a --speculative-algorithm."""
+    """Return the models that draft for a --speculative-algorithm."""
     heads = [
         name for name, model in _DRAFT_MODELS.items() if model.algorithm == algorithm
     ]
@@ -65,7 +65,7 @@ def create_model(config: ModelConfig, *, rope_rows: int) -> CausalLM:
     """Build the module with uninitialised weights.
 
     Raises:
-        ValueError: the architecture is not supported; names it and those that are.
+        ValueError: the architecture is not supported; names it and the supported ones.
     """
     model = _MODELS.get(config.architecture) or _DRAFT_MODELS.get(config.architecture)
     if model is None:

@@ -17,8 +17,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class StackOutput(NamedTuple):
-    """`hidden` [T, H], what the head reads; `aux` [T, H] each, what a caller that
-    captures hidden states gets instead of it, where there are any."""
+    """Output of the layer stack.
+
+    `hidden` [T, H] is the input of the head. `aux`, [T, H] each, are the captured
+    layer inputs; if there are any, a caller gets them instead of `hidden`.
+    """
 
     hidden: Tensor
     aux: list[Tensor]
@@ -29,15 +32,17 @@ Stack = Callable[[Tensor, Tensor, ForwardBatch], StackOutput]
 
 
 class StackedModel(Module):
-    """Attributes:
-    takes_input_embeds: whether the stack honours `ForwardBatch.input_embeds`.
+    """A model as a layer stack and a head.
+
+    Attributes:
+        takes_input_embeds: whether the stack honours `ForwardBatch.input_embeds`.
     """
 
     takes_input_embeds = False
 
     @property
     def aux_layers(self) -> frozenset[int]:
-        """The layers whose inputs `StackOutput.aux` holds by request of a caller."""
+        """The layers whose inputs `StackOutput.aux` holds."""
         return frozenset()
 
     def forward(
@@ -48,7 +53,7 @@ class StackedModel(Module):
         *,
         stack: Stack | None = None,
     ) -> LogitsProcessorOutput:
-        """`stack`: run instead of `forward_stack`, with the same arguments."""
+        """Run stack and head; `stack` replaces `forward_stack`."""
         run = self.forward_stack if stack is None else stack
         return self.forward_head(
             run(input_ids, positions, forward_batch), forward_batch

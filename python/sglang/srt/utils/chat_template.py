@@ -1,4 +1,4 @@
-"""Chat templates: the jinja dialect that published checkpoints are written in.
+"""Chat templates in the jinja dialect of published checkpoints.
 
 Runs templates in jinja's immutable sandbox. Knows nothing of tokens or of OpenAI's API.
 """
@@ -16,7 +16,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# What messages and variables of clients can make a template raise.
+# Errors that a client's messages and variables can cause in a template.
 _RENDER_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -37,7 +37,8 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, origin: str, variables: Mapping[str, str]
     ) -> None:
-        """
+        """Compile `source`.
+
         Raises:
             ValueError: `source` is not a template; names `origin`.
         """
@@ -56,7 +57,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> str:
-        """The conversation as text; `variables` are further names for the template.
+        """Render a conversation; `variables` are further names for the template.
 
         Raises:
             ValueError: the template refuses the messages, or a variable is reserved.
@@ -78,7 +79,7 @@ class ChatTemplate:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks words for training; serving shows them as they are."""
+    """`{% generation %}`, which marks text for training; no effect while serving."""
 
     tags = {"generation"}
 

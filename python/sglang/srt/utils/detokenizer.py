@@ -1,4 +1,4 @@
-"""Token ids to text, a few tokens at a time, at a cost per token that does not grow.
+"""Incremental decoding of token ids to text, at a constant cost per token.
 
 Never emits a replacement character for a character that is not complete yet. Knows
 nothing of requests or stop strings.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.utils.token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"
-# More tokens than one character spans: what is broken after so many stays broken.
+# More tokens than one character spans: an invalid character after so many is final.
 MAX_PENDING_TOKENS = 8
 
 
@@ -25,11 +25,10 @@ class _Decoder(Protocol):
 
 
 class IncrementalDetokenizer:
-    """The growing text of one output.
+    """Decodes one growing output.
 
     The pieces returned by `push` and the last one, by `finish`, join to the decoding of
-    all tokens at once. Tokens that the tokenizer calls special are dropped where
-    `skip_special_tokens` is set.
+    all tokens at once. Special tokens are dropped where `skip_special_tokens` is set.
     """
 
     def __init__(
@@ -42,17 +41,17 @@ class IncrementalDetokenizer:
         self._dropped = tokenizer.special_ids if skip_special_tokens else frozenset()
 
     def push(self, token: int) -> str:
-        """Text that is certain once `token` is out; may be empty."""
+        """Return the text that is final after `token`; may be empty."""
         return self.push_many((token,))
 
     def push_many(self, tokens: Sequence[int]) -> str:
-        """`push` for several tokens, in order."""
+        """Push several tokens, in order."""
         if self._dropped:
             tokens = [token for token in tokens if token not in self._dropped]
         return self._decoder.push(tokens) if tokens else ""
 
     def finish(self) -> str:
-        """What is left at the end; U+FFFD stands for an incomplete character."""
+        """Return the remaining text; U+FFFD replaces an incomplete character."""
         return self._decoder.finish()
 
 
@@ -69,7 +68,7 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """For decoders that look at neighbours: decodes new tokens behind some old ones.
+    """Decodes new tokens after some old ones, for decoders that depend on neighbours.
 
     `_tokens[:_n_emitted]` is context whose text has been returned; the rest is pending.
     """

@@ -1,4 +1,4 @@
-"""Which accelerators this machine has, without importing torch."""
+"""Accelerators of this machine, found without importing torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 
 @lru_cache(maxsize=1)
 def cuda_device_count() -> int:
-    """CUDA devices that the driver shows; 0 without a driver."""
+    """Return the number of CUDA devices; 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

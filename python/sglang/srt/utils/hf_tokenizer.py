@@ -24,11 +24,11 @@ class Tokenizer:
     """Encodes and decodes as the checkpoint's own tokenizer does.
 
     Attributes:
-        name: where it was read from, for messages.
+        name: its folder, for messages.
         vocab_size: ids are in `[0, vocab_size)`; a model may pad its own.
         bos_token_id, eos_token_id: None where the folder names none.
         special_ids: ids that `skip_special_tokens` drops.
-        chat_template: None where the folder brings none.
+        chat_template: None where the folder has none.
         token_bytes_table: bytes of each token, or None (see `TokenBytes`).
         max_token_chars: characters of the longest token.
     """
@@ -51,14 +51,14 @@ class Tokenizer:
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.max_token_chars = max(map(len, vocab), default=1)
         tokens = {key: _token_text(config.get(key)) for key in TEMPLATE_TOKENS}
-        self.bos_token_id = self._id_of(tokens["bos_token"])
-        self.eos_token_id = self._id_of(tokens["eos_token"])
+        self.bos_token_id = self._token_id(tokens["bos_token"])
+        self.eos_token_id = self._token_id(tokens["eos_token"])
         self.special_ids = frozenset(
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         )
-        self.token_bytes_table = TokenBytes.of(backend)
+        self.token_bytes_table = TokenBytes.from_backend(backend)
         self.chat_template: ChatTemplate | None = None
         if chat_template is not None:
             variables = {key: text for key, text in tokens.items() if text is not None}
@@ -74,9 +74,9 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, in_thread: bool = False
     ) -> list[int]:
-        """Ids of `text`, with what the checkpoint puts around it (often BOS).
+        """Tokenize `text`, with the special tokens that the checkpoint adds.
 
-        `in_thread`: other threads run meanwhile; worth its price for long texts.
+        `in_thread`: releases the interpreter lock; worth its cost for long texts.
         """
         around = add_special_tokens and self._add_bos is None
         if in_thread:
@@ -99,7 +99,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """Text of `ids`; ids outside the vocabulary give nothing.
+        """Decode `ids`; ids outside the vocabulary give no text.
 
         `spaces_between_special_tokens` has no effect on tokenizers of this kind.
         """
@@ -108,13 +108,13 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of one token; special tokens show their name."""
+        """Return the bytes of one token; a special token's are its name."""
         if self.token_bytes_table is not None:
             return self.token_bytes_table.get(token_id)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token by itself; U+FFFD for a part of a character."""
+        """Return the text of one token by itself; U+FFFD for a part of a character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def apply_chat_template(
@@ -125,7 +125,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the text that the model was trained on.
+        """Render a conversation in the format that the model was trained on.
 
         `variables` are further names that the template may use.
 
@@ -144,7 +144,7 @@ class Tokenizer:
             variables=variables or {},
         )
 
-    def _id_of(self, token: str | None) -> int | None:
+    def _token_id(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
 
 
@@ -177,7 +177,7 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
-    """Older formats (SentencePiece, WordPiece files), at the price of a slow import."""
+    """Read older formats (SentencePiece, WordPiece); needs a slow import."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -218,7 +218,7 @@ def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _token_text(entry: Any) -> str | None:
-    """A special token is written as a string or as an object with `content`."""
+    """Return a special token's text from a string or an object with `content`."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None

@@ -1,4 +1,4 @@
-"""One log format for every process of the engine."""
+"""The log format of every process of the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def configure_logging(level: str) -> None:
     format.
 
     Args:
-        level: a name of `server_args.LOG_LEVELS`. Calling again changes the level only.
+        level: a value of `--log-level`. Calling again changes the level only.
     """
     loggers = [logging.getLogger(name) for name in ROOTS]
     if not loggers[0].handlers:

@@ -1,4 +1,4 @@
-"""How much memory this machine can still give, and memory in huge pages."""
+"""Available memory of this machine, and allocation in huge pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 def available_host_bytes() -> int:
-    """Bytes that can be allocated without swapping, a container's limit respected."""
+    """Return the bytes that can be allocated without swapping, within a container."""
     available = _meminfo_available()
     limit = _read_int(_CGROUP_MAX)
     if limit is not None:
@@ -25,7 +25,7 @@ def available_host_bytes() -> int:
 
 
 def available_device_bytes(device: str) -> int:
-    """Free memory of "cpu" or of the current CUDA device."""
+    """Return the free bytes of "cpu" or of the current CUDA device."""
     if device == "cpu":
         return available_host_bytes()
     free, _ = torch.cuda.mem_get_info()
@@ -33,11 +33,12 @@ def available_device_bytes(device: str) -> int:
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU, in huge pages where they are large and the kernel has some:
-    what is read here and there otherwise costs a page walk each time.
+    """Allocate zeros on the CPU, in huge pages if they are large and available.
+
+    Scattered reads of ordinary pages cost a page walk each.
 
     Raises:
-        OSError: there is not so much memory.
+        OSError: there is not enough memory.
     """
     size = math.prod(shape) * dtype.itemsize
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -46,11 +47,11 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     # The tensor keeps the mapping. It need not begin at a huge page.
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapping = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=private)
-    with suppress(OSError):  # A kernel without them: ordinary pages do.
+    with suppress(OSError):  # A kernel without huge pages: ordinary ones are used.
         mapping.madvise(advice)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     begin = -memory.data_ptr() % _HUGE_PAGE_BYTES
-    # Written once, so that what the machine lacks is missed now.
+    # Written once, so that a lack of memory shows now.
     return memory[begin : begin + size].view(dtype).view(shape).zero_()
 
 
@@ -62,7 +63,7 @@ def _meminfo_available() -> int:
 
 
 def _read_int(path: Path) -> int | None:
-    """The number in `path`; None where the file is absent or says "max"."""
+    """Return the number in `path`; None if the file is absent or holds "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Where model files are: the bundled demo model, a local folder, or the hub."""
+"""Locations of model files: the bundled demo model, a local folder, the hub."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _DEMO_DRAFTS = {
 
 
 def bundled_demo_model_path() -> Path:
-    """Folder of the demo model inside the installed package."""
+    """Return the folder of the demo model inside the installed package."""
     return _assets() / "demo_model"
 
 
 def bundled_demo_draft_path(algorithm: str) -> Path:
-    """Folder of the demo model's draft for a --speculative-algorithm."""
+    """Return the folder of the demo model's draft for a --speculative-algorithm."""
     return _assets() / _DEMO_DRAFTS[algorithm]
 
 
@@ -31,7 +31,7 @@ def _assets() -> Path:
 
 
 def resolve_model_folder(path: str, *, flag: str = "--model-path") -> Path:
-    """A local folder as it is; anything else is taken as a hub name and downloaded.
+    """Return a local folder unchanged; download anything else as a hub name.
 
     Raises:
         ValueError: neither a folder with a `config.json` nor a reachable hub name.

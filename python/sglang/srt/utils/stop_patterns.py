@@ -1,8 +1,8 @@
-"""The regular expressions of `stop_regex`, searched in a text that grows.
+"""The regular expressions of `stop_regex`, searched in a growing text.
 
-RE2 searches in time that is linear in text and pattern, so that no pattern can hold up
-the scheduler; what it finds depends on neither time nor machine, so that all ranks of a
-tensor parallel engine decide alike. https://github.com/google/re2/wiki/Syntax: Python's
+RE2 searches in time that is linear in text and pattern, so that no pattern can block
+the scheduler; its result depends on neither time nor machine, so that all ranks of a
+tensor parallel engine agree. https://github.com/google/re2/wiki/Syntax: Python's
 syntax without look-around and backreferences, `\\z` for `\\Z`, and `\\w`, `\\d`, `\\s`
 and `\\b` know ASCII only (`\\pL` is any letter).
 """
@@ -21,14 +21,14 @@ MAX_PROGRAM_SIZE = 8192
 # texts are searched from their end: common patterns compile to about 20 instructions.
 MAX_SEARCH_WORK = 1 << 22
 MAX_MEMORY_BYTES = 1 << 20
-# Behind an empty match the search goes on character by character, in so many at most.
+# After an empty match the search continues by single characters, at most so many.
 EMPTY_MATCH_WINDOW = 64
-# RE2 takes a count that overflows for literal text.
+# RE2 reads a count that overflows as literal text.
 _HUGE_COUNT = re.compile(r"(?<!\\)\{\d*,?\d{9,}")
 
 
 def compile_stop_patterns(patterns: Sequence[str]) -> tuple[Any, ...]:
-    """The compiled `patterns`.
+    """Compile `patterns`.
 
     Raises:
         ValueError: one is not a regular expression of RE2, or they are too large.
@@ -72,10 +72,10 @@ def _shown(text: str, limit: int = 100) -> str:
 
 
 class StopPatterns:
-    """Finds what matches at the end of a text that grows.
+    """Finds matches at the end of a growing text.
 
     A match counts when its last character is new; one that ended earlier was reported
-    then, and the search goes on behind it. Empty matches are none.
+    then, and the search continues after it. Empty matches do not count.
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ class StopPatterns:
         self._window = MAX_SEARCH_WORK // max(size, 1)
 
     def find(self, text: str, *, known: int) -> str | None:
-        """The first match that ends behind `text[:known]`."""
+        """Return the first match that ends after `text[:known]`."""
         hits = [
             hit
             for index in range(len(self._patterns))

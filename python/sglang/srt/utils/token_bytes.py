@@ -1,4 +1,4 @@
-"""The bytes that a token stands for, where the decoder defines each token by itself.
+"""Bytes of single tokens, for decoders that decode each token independently.
 
 Covers the two decoders that matter for language models: byte-level BPE, and
 SentencePiece style pieces with byte fallback. Other decoders have no such table.
@@ -34,8 +34,8 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     @classmethod
-    def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes | None:
-        """The table of `backend`, or None where its decoder looks at neighbours."""
+    def from_backend(cls, backend: tokenizers.Tokenizer) -> TokenBytes | None:
+        """Return the table of `backend`; None if its decoder depends on neighbours."""
         decoder = json.loads(backend.to_str())["decoder"]
         if decoder is None:
             return None
@@ -52,7 +52,7 @@ class TokenBytes:
         return None
 
     def get(self, token_id: int) -> bytes:
-        """Bytes of one token; empty for an id that the tokenizer does not have."""
+        """Return the bytes of one token; empty for an unknown id."""
         data = self._known.get(token_id)
         if data is None:
             piece = self._backend.id_to_token(token_id)
@@ -62,7 +62,7 @@ class TokenBytes:
 
 
 def _byte_level_chars() -> dict[str, int]:
-    """The printable character that byte-level BPE writes for each byte."""
+    """Return the byte of each printable character that byte-level BPE writes for it."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     shifted = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -70,12 +70,12 @@ def _byte_level_chars() -> dict[str, int]:
     return table
 
 
-_BYTE_OF_CHAR = _byte_level_chars()
+_BYTE_BY_CHAR = _byte_level_chars()
 
 
 def _byte_level_bytes(piece: str) -> bytes:
     try:
-        return bytes(_BYTE_OF_CHAR[char] for char in piece)
+        return bytes(_BYTE_BY_CHAR[char] for char in piece)
     except KeyError:  # an added token, written as plain text
         return piece.encode()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 def register_cpu_ci(
     *, est_time: float, suite: str, full_time: float | None = None
 ) -> None:
-    """This file runs on a machine without an accelerator, in `suite`.
+    """Register this file to run without an accelerator, in `suite`.
 
     Args:
         est_time: seconds at the counts of `make test`.
@@ -21,4 +21,4 @@ def register_cpu_ci(
 def register_cuda_ci(
     *, est_time: float, suite: str, full_time: float | None = None
 ) -> None:
-    """The same for an NVIDIA GPU."""
+    """Register this file to run on an NVIDIA GPU, in `suite`."""

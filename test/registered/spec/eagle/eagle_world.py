@@ -9,7 +9,7 @@ from sglang.test.spec_parity import (
     Ask,
     answer_all,
     assert_parity,
-    check_books,
+    check_accounting,
     check_no_leak,
 )
 from sglang.test.spec_prompts import code_prompts
@@ -104,7 +104,7 @@ class EagleCase:
             engine.submit(ask.prompt, rid=str(i), **ask.options)
 
         def on_step(step):
-            check_books(engine.scheduler)
+            check_accounting(engine.scheduler)
             if step >= 4:
                 engine.abort(str(step - 4))
 

@@ -36,11 +36,13 @@ from sglang.srt.managers.request_state import RequestGroup, Update
 from sglang.srt.managers.template_manager import TemplateManager
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-# More than any context holds: a chat without a limit may fill what the prompt leaves.
+# Larger than any context: a chat without a limit may use all that the prompt leaves.
 WHOLE_CONTEXT = 1 << 40
 
 
 class ChatApi:
+    """Handler of `/v1/chat/completions`."""
+
     def __init__(self, front: Front) -> None:
         self._front = front
         self._manager = front.manager
@@ -134,12 +136,12 @@ class _ChatAnswer:
         }
 
     def role_chunks(self, count: int) -> list[dict[str, Any]]:
-        """The first chunk of every choice."""
+        """Return the first chunk of every choice."""
         delta = {"role": "assistant", "content": ""}
         return [self.chunk([self._delta(i, delta)]) for i in range(count)]
 
     def delta_chunks(self, update: Update) -> list[dict[str, Any]]:
-        """A chunk with the new text, and one with the finish reason at the end."""
+        """Return a chunk with the new text, and a last one with the finish reason."""
         chunks = []
         logprobs = self._logprobs(update)
         if update.text or logprobs is not None:
@@ -176,7 +178,7 @@ def _prompt_request(body: ChatRequest, templates: TemplateManager) -> PromptRequ
     text = templates.render(body.messages, variables=_template_variables(body))
     return PromptRequest(
         prompt=text,
-        # The template has written them already.
+        # The template contains them already.
         add_special_tokens=False,
         sampling_params=params,
         is_length_exact=max_tokens is not None,
@@ -196,14 +198,14 @@ def _template_variables(body: ChatRequest) -> dict[str, Any]:
 
 
 def _max_tokens(body: ChatRequest) -> tuple[str, int | None]:
-    """Name and value of the length; the newer name wins."""
+    """Return the name and value of the output limit; the newer name wins."""
     if body.max_completion_tokens is not None:
         return "max_completion_tokens", body.max_completion_tokens
     return "max_tokens", body.max_tokens
 
 
 def _refuse_unsupported(body: ChatRequest) -> None:
-    """Fields that would change the answer and cannot be honoured."""
+    """Refuse fields that would change the answer and cannot be honoured."""
     asked: dict[str, bool] = {
         "tools": bool(body.tools),
         "tool_choice": body.tool_choice not in (None, "none", "auto"),

@@ -1,4 +1,4 @@
-"""What both OpenAI endpoints share: model names, sampling fields, usage, finishes."""
+"""Shared code of both OpenAI endpoints: model names, sampling fields, usage, finish."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def make_id(prefix: str) -> str:
 
 
 class ClientNames:
-    """The names that the body of a request has for fields of `/generate`.
+    """Translates the field names of `/generate` in errors to those of the client.
 
     Args:
-        prompt: where the body has the prompt.
-        max_tokens: where it has the length.
+        prompt: field of the body that holds the prompt.
+        max_tokens: field that holds the output limit.
     """
 
     def __init__(self, body: Sampled, *, prompt: str, max_tokens: str) -> None:
@@ -53,7 +53,7 @@ class ClientNames:
 
     @contextmanager
     def in_errors(self) -> Iterator[None]:
-        """A refusal that passes names the client's field, in `param` too."""
+        """Make a `BadRequest` that passes name the client's field, in `param` too."""
         try:
             yield
         except BadRequest as error:
@@ -66,7 +66,7 @@ class ClientNames:
             raise
 
     def _first_field(self, message: str) -> str | None:
-        """The scheduler says "invalid regex" or "regex has"."""
+        """Find the field in the first two words ("invalid regex ...", "regex has")."""
         words = _WORD.findall(message)[:2]
         return next((word for word in words if word in self._names), None)
 
@@ -74,7 +74,7 @@ class ClientNames:
 def sampling_params(
     body: Sampled, *, max_tokens: int | None, default_max_tokens: int
 ) -> SamplingParams:
-    """The body's sampling fields.
+    """Build the sampling parameters from the body's fields.
 
     Raises:
         BadRequest: a value is out of range, or two fields contradict each other.
@@ -88,7 +88,7 @@ def sampling_params(
     if body.seed is not None:
         raw["sampling_seed"] = _seed(body.seed)
     raw["max_new_tokens"] = default_max_tokens if max_tokens is None else max_tokens
-    schema = _schema_of(body.response_format)
+    schema = _response_schema(body.response_format)
     if schema is not None:
         if "json_schema" in raw:
             raise BadRequest(
@@ -99,7 +99,7 @@ def sampling_params(
 
 
 def _seed(seed: int) -> int:
-    """OpenAI's seeds have a sign; ours do not."""
+    """Map OpenAI's signed seed to an unsigned one."""
     if not -MAX_SEED - 1 <= seed <= MAX_SEED:
         raise BadRequest(
             f"seed must be between {-MAX_SEED - 1} and {MAX_SEED}, got {seed}",
@@ -108,8 +108,8 @@ def _seed(seed: int) -> int:
     return seed & MAX_SEED
 
 
-def _schema_of(response_format: dict[str, Any] | None) -> str | None:
-    """The JSON schema that `response_format` asks for, or None for free text."""
+def _response_schema(response_format: dict[str, Any] | None) -> str | None:
+    """Return the JSON schema that `response_format` asks for; None for free text."""
     kind = "text" if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
         return None
@@ -132,7 +132,7 @@ def _schema_of(response_format: dict[str, Any] | None) -> str | None:
 
 
 def includes_usage(body: Sampled) -> bool:
-    """Whether the stream ends with a chunk about usage."""
+    """Whether the stream ends with a chunk that reports usage."""
     if body.stream_options is None:
         return False
     if not body.stream:
@@ -141,12 +141,12 @@ def includes_usage(body: Sampled) -> bool:
 
 
 def finish_name(reason: FinishReason | None) -> str | None:
-    """stop, length or abort."""
+    """Return "stop", "length" or "abort"; None while the request runs."""
     return None if reason is None else reason.type
 
 
 def matched_stop(reason: FinishReason | None) -> int | str | None:
-    """SGLang's addition to a choice: what ended it."""
+    """Return the stop token or string that ended the choice (SGLang's addition)."""
     return None if reason is None else reason.matched
 
 

@@ -40,6 +40,8 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionApi:
+    """Handler of `/v1/completions`."""
+
     def __init__(self, front: Front) -> None:
         self._front = front
         self._manager = front.manager
@@ -116,7 +118,7 @@ class _CompletionAnswer:
         return {**self._head, "choices": choices, "usage": usage}
 
     def choice(self, update: Update) -> dict[str, Any]:
-        """The choice of `update`; the first of each index shows the echoed prompt."""
+        """Return the choice of `update`; the first of an index has the echo."""
         text = update.text
         is_first = update.index not in self._logprobs
         if is_first:
@@ -182,7 +184,7 @@ def _prompt_requests(body: CompletionRequest) -> list[PromptRequest]:
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """A text, texts, token ids, or lists of them."""
+    """Split `prompt` (text, texts, token ids or lists of ids) into single prompts."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and all(isinstance(entry, str) for entry in prompt):

@@ -12,7 +12,7 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 
 def need_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
-    """OpenAI's endpoints speak in text.
+    """Return `tokenizer`, without which OpenAI's endpoints cannot answer.
 
     Raises:
         BadRequest: the server runs without a tokenizer.
@@ -26,7 +26,7 @@ def need_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: LogprobDelta) -> dict[str, Any]:
-    """`choices[].logprobs` of `/v1/chat/completions` for the tokens of `delta`."""
+    """Return `choices[].logprobs` of `/v1/chat/completions` for `delta`'s tokens."""
     tops: Sequence[Sequence[TokenLogprob]] = delta.output_top or [
         [] for _ in delta.output_token
     ]
@@ -49,15 +49,15 @@ def _chat_token(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of `/v1/completions`; offsets run on from chunk to chunk.
+    """`choices[].logprobs` of `/v1/completions`; offsets continue from chunk to chunk.
 
-    An offset is the place in the shown text where a token's own text begins. Tokens
-    that show nothing, and the parts of a character but the last, add nothing to it.
+    An offset is the index in the shown text at which a token's own text begins. Tokens
+    without text, and all parts of a character but the last, add nothing to it.
 
     Args:
         top: alternatives per token.
-        skip_special_tokens: what the text of the output does.
-        prompt_text: what is shown before the output; empty without `echo`.
+        skip_special_tokens: as for the text of the output.
+        prompt_text: text shown before the output; empty without `echo`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class CompletionLogprobs:
         )
 
     def add(self, delta: LogprobDelta, *, with_input: bool) -> dict[str, Any]:
-        """The object for the tokens of `delta`, prompt tokens first where asked for."""
+        """Return the object for the tokens of `delta`, with prompt tokens first."""
         tokens = list(delta.output_token)
         tops: list[list[TokenLogprob] | None] = list(delta.output_top)
         tops += [None] * (len(tokens) - len(tops))
@@ -107,7 +107,7 @@ class CompletionLogprobs:
         return offsets
 
     def _input_offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """Offsets in the prompt as it is shown, which need not be as it is decoded."""
+        """Return offsets in the shown prompt, which may differ from the decoded one."""
         detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=False)
         offsets, offset = [], 0
         for token_id in token_ids:
@@ -118,8 +118,10 @@ class CompletionLogprobs:
         return offsets
 
     def _width_in_prompt(self, piece: str, offset: int, *, is_special: bool) -> int:
-        """Characters of `piece` that the prompt has at `offset`: a tokenizer adds
-        special tokens, and some of them a space at the beginning."""
+        """Return how many characters of `piece` the prompt has at `offset`.
+
+        A tokenizer adds special tokens, and some add a space at the beginning.
+        """
         if self._prompt_text.startswith(piece, offset):
             return len(piece)
         if is_special:
@@ -130,8 +132,11 @@ class CompletionLogprobs:
         return len(piece) - is_space_added
 
     def _name(self, token_id: int) -> str:
-        """The text of a token; its bytes, as OpenAI writes them, where they are part of
-        a character: names must tell tokens apart."""
+        """Return the text of a token, or OpenAI's form of its bytes.
+
+        The bytes are for a token that is part of a character: distinct tokens need
+        distinct names.
+        """
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode()
@@ -141,7 +146,7 @@ class CompletionLogprobs:
     def _top_dict(
         self, entry: TokenLogprob, top: Sequence[TokenLogprob] | None
     ) -> dict[str, float | None] | None:
-        """The most likely tokens, and the one that was taken."""
+        """Return the most likely tokens and the sampled one."""
         if top is None:
             return None
         return {self._name(token_id): logprob for logprob, token_id in (*top, entry)}

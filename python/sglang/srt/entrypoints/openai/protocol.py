@@ -43,8 +43,8 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Harmless(msgspec.Struct, kw_only=True):
     """Fields without any effect here.
 
-    All but the last are about accounts, storage or caching elsewhere. `verbosity` is a
-    wish to models that were trained on it, which no chat template knows how to write.
+    All but the last are about accounts, storage or caching elsewhere. `verbosity` is
+    for models that were trained on it; no chat template can express it.
     """
 
     user: Any = None

@@ -16,6 +16,8 @@ from sglang.srt.entrypoints.openai.completions import CompletionApi
 
 
 class OpenAIRoutes:
+    """Handlers of OpenAI's routes."""
+
     def __init__(self, front: Front) -> None:
         self._front = front
         self._completions = CompletionApi(front)

@@ -1,4 +1,4 @@
-"""Moves slots of the KV pool in all layers with one launch.
+"""Move of KV slots in all layers with one launch.
 
 A program owns a few channels of one layer's K or V for all moves: it loads all of them
 before it stores any, and no other program touches these channels. So sources and
@@ -45,8 +45,8 @@ def move_kv_kernel(
     else:
         base = v + layer * layer_stride
     rows = tl.load(base + source[:, None] * slot_stride + channel[None, :], mask=mask)
-    # Threads of one program run apart: without a barrier one could store to a row
-    # that another has yet to load.
+    # Threads of one program are not in lockstep: without a barrier one could store to a
+    # row that another has yet to load.
     tl.debug_barrier()
     tl.store(base + target[:, None] * slot_stride + channel[None, :], rows, mask=mask)
 
@@ -54,10 +54,10 @@ def move_kv_kernel(
 def move_kv_cache(
     k_buffer: Tensor, v_buffer: Tensor, *, dst: Tensor, src: Tensor
 ) -> None:
-    """buffer[:, dst] = buffer[:, src] for K and V, as if all was read first.
+    """Copy buffer[:, dst] = buffer[:, src] for K and V, as if all was read first.
 
     Args:
-        k_buffer, v_buffer: [layers, slots, ...], alike in shape, dtype and strides;
+        k_buffer, v_buffer: [layers, slots, ...], equal in shape, dtype and strides;
             the elements of a slot contiguous.
         dst, src: int64 [n] on the same device; dst may repeat only with equal sources.
 
@@ -78,7 +78,7 @@ def move_kv_cache(
         for buffer in (k_buffer, v_buffer):
             buffer.index_copy_(1, dst, buffer.index_select(1, src))
         return
-    rows, channels = tile_shape(moves, width)
+    tile_moves, channels = tile_shape(moves, width)
     grid = (2 * k_buffer.shape[0], triton.cdiv(width, channels))
     move_kv_kernel[grid](
         k_buffer,
@@ -89,19 +89,19 @@ def move_kv_cache(
         k_buffer.stride(0),
         k_buffer.stride(1),
         WIDTH=width,
-        MOVES=rows,
+        MOVES=tile_moves,
         CHANNELS=channels,
-        num_warps=warps_for(rows * channels),
+        num_warps=warps_for(tile_moves * channels),
     )
 
 
 def warps_for(elements: int) -> int:
-    """Warps of a program that holds `elements`."""
+    """Return the warps of a program that holds `elements`."""
     return min(max(elements // _ELEMENTS_PER_WARP, 4), 16)
 
 
 def tile_shape(moves: int, width: int) -> tuple[int, int]:
-    """(rows, channels) of one program, powers of two, at most `_TILE` elements."""
-    rows = triton.next_power_of_2(moves)
-    channels = min(triton.next_power_of_2(width), _MAX_CHANNELS, max(_TILE // rows, 8))
-    return rows, channels
+    """Return (moves, channels) of one program: powers of two, `_TILE` elements."""
+    moves = triton.next_power_of_2(moves)
+    channels = min(triton.next_power_of_2(width), _MAX_CHANNELS, max(_TILE // moves, 8))
+    return moves, channels
