@@ -65,7 +65,6 @@ def test_defaults() -> None:
         ring_capacity=1024,
         stats_every=100,
         perturb=PerturbConfig(warmup_steps=50),
-        fault_point=None,
     )
     assert not config_of().is_on
     assert not config_of().perturb.is_active
@@ -231,7 +230,6 @@ def test_flags_that_do_not_fit_are_refused(flags: dict[str, Any], message: str) 
             {"SGLANG_SIMULATE_ACC_LEN": "2.5"},
             "SGLANG_SIMULATE_ACC_LEN=2.5 .* --kv-canary raise reports as damage",
         ),
-        ("log", {"SGLANG_DEBUG_REVERT_PR": "1"}, "SGLANG_DEBUG_REVERT_PR='1' names no"),
     ],
 )
 def test_variables_that_do_not_fit_are_refused(

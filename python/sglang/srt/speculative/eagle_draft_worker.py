@@ -22,6 +22,8 @@ from torch import Tensor
 from sglang.srt.configs.draft_config import layers_to_capture
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import SampledForward
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -51,7 +53,6 @@ from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
 )
 from sglang.srt.speculative.eagle_info_v2 import (
     BranchColumns,
-    DraftLineages,
     EagleDraftInput,
     duplicate_prefix_tail_to_draft_branches,
 )
@@ -68,7 +69,6 @@ from sglang.srt.speculative.ops.slots import (
 from sglang.srt.speculative.ops.tree import build_tree, select_top_k
 from sglang.srt.speculative.relay import DraftRelay
 from sglang.srt.speculative.workspace import EagleWorkspace, RowIdentity, WorkspaceRows
-from sglang.srt.utils.fault_points import EARLY_POSITIONS, is_reverted
 
 
 class EagleDraftWorker:
@@ -116,7 +116,6 @@ class EagleDraftWorker:
         self._hidden_dim = get_draft_hidden_dim(self.draft_runner)
         if self._hidden_dim is None:
             self._hidden_mode = CaptureHiddenMode.NULL
-        self._position_shift = int(is_reverted(EARLY_POSITIONS))
         self._draft_graphs: EAGLEDraftCudaGraphRunner | None = None
         self._extend_graphs: EAGLEDraftExtendCudaGraphRunner | None = None
 
@@ -334,12 +333,12 @@ class EagleDraftWorker:
                 return
             if hidden is not None:
                 hidden = hidden.index_select(0, hidden_rows)
-            output = self._run_step(
+            output = self.run_step(
                 level,
                 ForwardBatch(
                     forward_mode=ForwardMode.DECODE,
                     input_ids=input_ids,
-                    positions=lens + self._position_shift,
+                    positions=lens,
                     out_cache_loc=part.draft_slots[level],
                     prefix_lens=lens,
                     extend_lens=self._ones[:branches],
@@ -353,9 +352,10 @@ class EagleDraftWorker:
             candidates = propose(output.next_token_logits, shape.topk)
             hidden, lens = output.hidden_states, lens + 1
 
-    def _run_step(
+    def run_step(
         self, level: int, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
+        """Forward of draft step `level`: one row per request and branch."""
         backend = self._attention.step(level)
         return self.draft_runner.run_model(
             forward_batch, step=level, attn_backend=backend
@@ -387,45 +387,38 @@ class EagleDraftWorker:
     # -- extends -------------------------------------------------------------------
 
     def _draft_extend_for_prefill(
-        self,
-        forward_batch: ForwardBatch,
-        hidden: Tensor | None,
-        *,
-        lineages: DraftLineages | None = None,
-        tails: Tensor | None = None,
+        self, batch: ScheduleBatch, done: SampledForward
     ) -> None:
-        """The draft's KV of the tokens that the target has just prefilled.
+        """Compute the draft's KV of the tokens that the target has just prefilled.
 
         Args:
-            forward_batch: the target's; the tokens behind it are published already.
-            hidden: [T, width], the target's hidden states.
-            lineages: of the rows, while the KV canary is on.
-            tails: int64 [R], put in the place of the token behind each row (fault
-                points).
+            done: the target's forward of `batch`, hidden states included; what it
+                sampled is published already.
         """
-        rows = forward_batch.req_pool_indices.repeat_interleave(
-            forward_batch.extend_lens, output_size=forward_batch.num_tokens
-        )
-        # Whatever follows a chunk, sampled or known: the table has it.
-        ids = self._token_table[rows, forward_batch.positions + 1].long()
-        if tails is not None:
-            assert forward_batch.logits_rows is not None
-            ids[forward_batch.logits_rows] = tails
+        forward_batch, lineages = done.forward_batch, batch.draft_lineages()
         output = self.draft_runner.forward(
             dataclasses.replace(
                 forward_batch,
-                input_ids=ids,
+                input_ids=self.next_tokens(forward_batch),
                 input_logprobs=(),
                 sampling_info=None,
                 capture_hidden_mode=self._hidden_mode,
                 prefix_lineages=None if lineages is None else lineages.prefixes,
                 spec_info=EagleDraftInput(
-                    hidden_states=hidden,
+                    hidden_states=done.output.hidden_states,
                     seeds=None if lineages is None else lineages.seeds,
                 ),
             )
         )
         self._stash(forward_batch.req_pool_indices, output)
+
+    def next_tokens(self, forward_batch: ForwardBatch) -> Tensor:
+        """The token after each one that a prefill computes, sampled or known: int64
+        [T]."""
+        rows = forward_batch.req_pool_indices.repeat_interleave(
+            forward_batch.extend_lens, output_size=forward_batch.num_tokens
+        )
+        return self._token_table[rows, forward_batch.positions + 1].long()
 
     def _draft_extend_for_decode(
         self, count: int, *, seq_lens: Sequence[int] | None
