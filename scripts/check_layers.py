@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
         (
             "srt.kv_canary.perturb.fault_points",
             "srt.kv_canary.perturb.historical_faults",
+            "srt.kv_canary.perturb.token_faults",
         ),
     ),
     (0, ("srt.environ", "srt.utils", "version")),

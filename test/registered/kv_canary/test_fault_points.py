@@ -112,7 +112,7 @@ REFUSED = [
     ),
     (NARROW_ROWS, plain(), "--speculative-algorithm"),
     # A reserve of 8 and headroom for 4 + 4.
-    (NARROW_ROWS, drafts(CHAIN), "larger --page-size"),
+    (NARROW_ROWS, drafts(CHAIN), "take a larger --page-size"),
     (NARROW_ROWS, drafts(TREE, **PREFILL), "no --disaggregation-mode prefill"),
     (SMALL_INDEX_BUFFER, plain(), "--speculative-algorithm"),
     (SMALL_INDEX_BUFFER, drafts(TREE), "--attention-backend flashinfer"),

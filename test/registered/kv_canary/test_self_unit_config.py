@@ -276,6 +276,16 @@ def test_off_and_draft_workers_get_none(model: Path) -> None:
     assert manager.config.mode is CanaryMode.RAISE
 
 
+def test_faults_that_cannot_be_planted_are_refused(model: Path) -> None:
+    manager = ForwardHarness(model, kv_canary="log").runner.canary_manager
+    assert manager is not None
+    with pytest.raises(ValueError, match="next_token_swap .*oracle, which is off"):
+        manager.perturb.arm("next_token_swap", seed=0)
+    with pytest.raises(ValueError, match="no fault is called 'flip'; choose from req_"):
+        manager.perturb.arm("flip", seed=0)
+    assert manager.perturb.is_idle
+
+
 def test_the_canary_costs_64_bytes_per_slot(model: Path) -> None:
     harness = ForwardHarness(model, slots=2048, kv_canary="log", page_size=4)
     manager = harness.runner.canary_manager

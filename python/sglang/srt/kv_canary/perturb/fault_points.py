@@ -34,6 +34,7 @@ from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import decode_reserve
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.model_runner_kv_cache_mixin import ROW_HEADROOM
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
 
@@ -199,7 +200,7 @@ _RETRACTIONS = Need(
 )
 _WIDE_RESERVE = Need(
     text="a decode reserve that, with a page, exceeds --speculative-num-draft-tokens "
-    "(larger --page-size, --speculative-eagle-topk or draft)",
+    f"by more than {ROW_HEADROOM} (take a larger --page-size or a larger tree)",
     holds=_reserves_more,
 )
 

@@ -15,6 +15,7 @@ import msgspec
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group, init_tensor_parallel
 from sglang.srt.kv_canary.perturb.fault_points import open_fault_point
+from sglang.srt.kv_canary.perturb.token_faults import install_token_faults
 from sglang.srt.kv_canary.runner.violation_reporter import CanaryViolation
 from sglang.srt.managers.io_struct import EngineFailed, SchedulerReady
 from sglang.srt.managers.scheduler import Scheduler
@@ -64,6 +65,7 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
     )
     with open_fault_point(server_args):
         worker = create(server_args=server_args, model_config=model_config)
+        install_token_faults(worker)
         return Scheduler(
             server_args=server_args, worker=worker, tokenizer=tokenizer, io=io
         )
