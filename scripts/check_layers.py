@@ -21,6 +21,15 @@ USUAL_FILE_LINES = 300
 # First match wins; prefixes are module names below `sglang`.
 LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (12, ("test",)),
+    # They wrap methods of all layers below.
+    (
+        10,
+        (
+            "srt.kv_canary.perturb.fault_points",
+            "srt.kv_canary.perturb.historical_faults",
+            "srt.kv_canary.perturb.token_faults",
+        ),
+    ),
     (0, ("srt.environ", "srt.utils", "version")),
     (
         1,

@@ -203,7 +203,8 @@ class Envs:
         "SGLANG_DEBUG_REVERT_PR",
         "",
         str,
-        "Re-open a historical fault at its named fault point (tests of the canary).",
+        "Re-open a historical fault at its fault point (tests of the canary); refused "
+        "where that cannot fire: see docs/kv_canary.md.",
     )
     SGLANG_SIMULATE_ACC_LEN = EnvVar(
         "SGLANG_SIMULATE_ACC_LEN",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from sglang.srt.environ import envs
+from sglang.srt.kv_canary.perturb.fault_points import (
+    SHORT_BRANCH_TABLE,
+    SMALL_INDEX_BUFFER,
+)
 from sglang.srt.layers.attention.branch_lists import BranchLists
 from sglang.srt.layers.attention.paged_backend import (
     BranchDraftDecode,
@@ -17,7 +19,6 @@ from sglang.srt.layers.attention.paged_backend import (
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.ops.slots import SlotRows
-from sglang.srt.utils.fault_points import SHORT_BRANCH_TABLE, SMALL_INDEX_BUFFER
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=8, suite="cpu")
@@ -30,12 +31,6 @@ LAYOUTS = [
     BranchLayout(page_size=page, topk=topk, num_steps=steps)
     for page, topk, steps in [(1, 1, 2), (1, 4, 3), (4, 2, 5), (16, 8, 3), (64, 1, 4)]
 ]
-
-
-@contextmanager
-def reverted(name: str) -> Iterator[None]:
-    with envs.SGLANG_DEBUG_REVERT_PR.override(name):
-        yield
 
 
 class World:
@@ -116,7 +111,7 @@ def test_27338_an_index_buffer_without_the_factor_is_seen() -> None:
     """Declared without top-k inside the whole allocation: short lists still fit, long
     ones are refused before any kernel runs, and nothing is written behind."""
     world = World(LAYOUTS[3])
-    with reverted(SMALL_INDEX_BUFFER):
+    with SMALL_INDEX_BUFFER.opened():
         small = world.lists()
     whole = world.lists()
     assert whole.capacity == world.layout.topk * small.capacity
@@ -134,7 +129,7 @@ def test_27338_an_index_buffer_without_the_factor_is_seen() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS[1:4], ids=repr)
 def test_27360_lists_of_one_slot_less_show(layout: BranchLayout) -> None:
     world = World(layout)
-    with reverted(SHORT_BRANCH_TABLE):
+    with SHORT_BRANCH_TABLE.opened():
         lists = world.lists()
     host = lists.plan(LENS, requests=len(LENS))
     lists.fill(world.rows)
@@ -160,7 +155,7 @@ def test_27360_tables_of_one_slot_less_show(
         device=DEVICE,
     )
     backend = TorchNativeAttnBackend(req_to_token_pool=world.pool, kv_pool=kv_pool)
-    with reverted(SHORT_BRANCH_TABLE if is_short else ""):
+    with SHORT_BRANCH_TABLE.opened() if is_short else nullcontext():
         draft = BranchDraftDecode(backend, layout=layout, max_requests=len(LENS))
     draft.prepare(world.rows)
     table, page = draft.page_table.tolist(), layout.page_size

@@ -26,6 +26,10 @@ from torch import Tensor
 
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.environ import envs
+from sglang.srt.kv_canary.perturb.fault_points import (
+    SHORT_BRANCH_TABLE,
+    SMALL_INDEX_BUFFER,
+)
 from sglang.srt.layers.attention.base_attn_backend import (
     AttentionBackend,
     DraftDecodeBackend,
@@ -41,7 +45,6 @@ from sglang.srt.speculative.eagle_info_v2 import (
     duplicate_prefix_tail_to_draft_branches,
 )
 from sglang.srt.speculative.ops.slots import SlotRows, draft_out_cache_loc
-from sglang.srt.utils.fault_points import SHORT_BRANCH_TABLE, SMALL_INDEX_BUFFER
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_traffic import Traffic, check
@@ -423,7 +426,7 @@ def test_27338_the_index_buffer_is_checked(tmp_path):
     numbers = tree(4, 8, 3, 16) | {"max_running_requests": 2}
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCAB) for _ in range(200)] for _ in range(2)]
-    for name in ("", SMALL_INDEX_BUFFER):
+    for name in ("", SMALL_INDEX_BUFFER.name):
         with envs.SGLANG_DEBUG_REVERT_PR.override(name):
             harness = engine(tmp_path, "flashinfer", "EAGLE", "attention", **numbers)
             for prompt in prompts:
@@ -446,7 +449,7 @@ def test_27360_the_canary_sees_lists_of_one_slot_less(
     options = numbers | {"disable_cuda_graph": eager, "max_running_requests": 2}
     rng = random.Random(4)
     prompt = [rng.randrange(VOCAB) for _ in range(61)]
-    for name in ("", SHORT_BRANCH_TABLE):
+    for name in ("", SHORT_BRANCH_TABLE.name):
         with envs.SGLANG_DEBUG_REVERT_PR.override(name):
             harness = engine(tmp_path, backend, "EAGLE", "attention", **options)
         harness.submit(prompt, max_new_tokens=20, ignore_eos=True)

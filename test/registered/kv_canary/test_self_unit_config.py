@@ -65,7 +65,6 @@ def test_defaults() -> None:
         ring_capacity=1024,
         stats_every=100,
         perturb=PerturbConfig(warmup_steps=50),
-        fault_point=None,
     )
     assert not config_of().is_on
     assert not config_of().perturb.is_active
@@ -231,7 +230,6 @@ def test_flags_that_do_not_fit_are_refused(flags: dict[str, Any], message: str) 
             {"SGLANG_SIMULATE_ACC_LEN": "2.5"},
             "SGLANG_SIMULATE_ACC_LEN=2.5 .* --kv-canary raise reports as damage",
         ),
-        ("log", {"SGLANG_DEBUG_REVERT_PR": "1"}, "SGLANG_DEBUG_REVERT_PR='1' names no"),
     ],
 )
 def test_variables_that_do_not_fit_are_refused(
@@ -278,6 +276,16 @@ def test_off_and_draft_workers_get_none(model: Path) -> None:
     manager = install_canary(server_args=on, model_runner=runner)
     assert manager is not None
     assert manager.config.mode is CanaryMode.RAISE
+
+
+def test_faults_that_cannot_be_planted_are_refused(model: Path) -> None:
+    manager = ForwardHarness(model, kv_canary="log").runner.canary_manager
+    assert manager is not None
+    with pytest.raises(ValueError, match="next_token_swap .*oracle, which is off"):
+        manager.perturb.arm("next_token_swap", seed=0)
+    with pytest.raises(ValueError, match="no fault is called 'flip'; choose from req_"):
+        manager.perturb.arm("flip", seed=0)
+    assert manager.perturb.is_idle
 
 
 def test_the_canary_costs_64_bytes_per_slot(model: Path) -> None:

@@ -5,6 +5,7 @@ draft step, branch, slot and position."""
 from __future__ import annotations
 
 from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,15 @@ from kv_canary.records import reason_labels
 from kv_canary.reporter import CanaryViolation
 from kv_canary.view import KVReadView
 from sglang.srt.kv_canary.perturb.damage import Damage
+from sglang.srt.kv_canary.perturb.fault_points import (
+    EARLY_POSITIONS,
+    NARROW_ROWS,
+    PROMPT_TAIL,
+    SAMPLED_TAIL,
+    SHORT_BRANCH_TABLE,
+    SMALL_INDEX_BUFFER,
+    FaultPoint,
+)
 from sglang.srt.kv_canary.perturb.injectors import INJECTORS
 from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
 from sglang.srt.layers.attention.branch_lists import BranchLists
@@ -22,14 +32,6 @@ from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.srt.speculative.ops.slots import SlotRows
-from sglang.srt.utils.fault_points import (
-    EARLY_POSITIONS,
-    NARROW_ROWS,
-    PROMPT_TAIL,
-    SAMPLED_TAIL,
-    SHORT_BRANCH_TABLE,
-    SMALL_INDEX_BUFFER,
-)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.scale import count
@@ -246,10 +248,9 @@ class DeclaredLists:
     def __init__(self, harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
         attention = worker_of(harness).draft_worker._attention
         assert isinstance(attention, BranchDraftDecode)
-        self._layout, self._prepare = attention._layout, attention.prepare
+        self._layout, self._prepare = attention.layout, attention.prepare
         self._pool = harness.scheduler.worker.model_runner.req_to_token_pool
         self._seq_lens = torch.empty(0)
-        self._patch = patch
         self.lists = self._allocate()
         patch.setattr(attention, "prepare", self._fill)
         patch.setattr(attention._backend, "read_view", self._view)
@@ -257,9 +258,8 @@ class DeclaredLists:
     def _allocate(self) -> BranchLists:
         return BranchLists(self._layout, max_requests=self._pool.size, pool=self._pool)
 
-    def reopen(self, fault: str) -> None:
-        with self._patch.context() as patch:
-            patch.setenv("SGLANG_DEBUG_REVERT_PR", fault)
+    def reopen(self, fault: FaultPoint) -> None:
+        with fault.opened():
             self.lists = self._allocate()
 
     def _fill(self, rows: SlotRows) -> None:
@@ -280,9 +280,11 @@ class DeclaredLists:
         )
 
 
-@pytest.mark.parametrize("fault", [None, SMALL_INDEX_BUFFER, SHORT_BRANCH_TABLE])
+@pytest.mark.parametrize(
+    "fault", [None, SMALL_INDEX_BUFFER, SHORT_BRANCH_TABLE], ids=lambda f: f and f.name
+)
 def test_index_lists_of_branches(
-    models: dict[str, Path], fault: str | None, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], fault: FaultPoint | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """27338: sized without the factor top-k, so that the last branch's list is cut;
     27360: no entry for the newest slot. Right lists are silent."""
@@ -342,7 +344,7 @@ def test_positions_moved_before_the_draft_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """25015: the second draft step reads what the first one has written."""
-    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", EARLY_POSITIONS)
+    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", EARLY_POSITIONS.name)
     tree, page_size = shape
     for seed in SEEDS:
         harness = speculating(
@@ -357,6 +359,8 @@ def test_positions_moved_before_the_draft_forward(
         ]
         assert first.step == 1 and first is logs["draft"].forwards[2]
         found = [v for v in violations if v["forward"] == first.clock]
+        # The threads of a launch report in any order.
+        found.sort(key=itemgetter("branch"))
         assert [v["branch"] for v in found] == list(range(tree[0]))
         for violation, row in zip(found, first.rows, strict=True):
             assert violation["reasons"] == ["verify_position"]
@@ -374,7 +378,7 @@ def test_sampled_token_at_the_end_of_a_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """26329: the next chunk reads a token that is not the prompt's."""
-    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", SAMPLED_TAIL)
+    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", SAMPLED_TAIL.name)
     tree, page_size = shape
     for seed in SEEDS:
         harness = speculating(
@@ -405,7 +409,7 @@ def test_tail_that_only_the_prompt_was_asked_for(
 ) -> None:
     """28254: a request that was retracted is prefilled again, and a chunk ends among
     the tokens it had gained."""
-    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", PROMPT_TAIL)
+    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", PROMPT_TAIL.name)
     tree, page_size, slots = shape
     for seed in SEEDS:
         harness = speculating(
@@ -446,7 +450,7 @@ def test_narrow_rows_are_refused_before_anything_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """26972: no canary is needed to see it; the host compares before it allocates."""
-    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", NARROW_ROWS)
+    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", NARROW_ROWS.name)
     tree, page_size = shape
     harness = speculating(
         **models, tree=tree, page_size=page_size, max_total_tokens=8192

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from sglang.srt.kv_canary.perturb import fault_points
 from sglang.srt.models.mock_oracle import MockOracle
-from sglang.srt.utils import fault_points
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.spec_accept import AcceptRecorder, predicted_acceptance
@@ -19,8 +19,9 @@ register_cpu_ci(est_time=15, suite="cpu")
 VOCAB = 1000
 
 
-def open_fault(monkeypatch, name):
-    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", name or "")
+def open_fault(monkeypatch, fault):
+    name = "" if fault is None else fault.name
+    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", name)
 
 
 def make_engine(root, *, context=256, source="attention", **options):
@@ -161,7 +162,7 @@ def test_page_256_near_the_context_limit_needs_wide_rows(tmp_path, monkeypatch):
 
 
 def test_an_unknown_fault_is_refused(tmp_path, monkeypatch):
-    open_fault(monkeypatch, "12345")
+    monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", "12345")
     with pytest.raises(ValueError, match="names no fault point"):
         make_engine(tmp_path)
 

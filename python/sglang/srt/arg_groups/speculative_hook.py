@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.arg_parser import flag_name
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
-from sglang.srt.utils.fault_points import reverted
 from sglang.srt.utils.paths import bundled_demo_draft_path, bundled_demo_model_path
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ def handle_speculative(server_args: ServerArgs) -> None:
     Raises:
         ValueError: names the flag and the fix.
     """
-    reverted()  # an unknown fault point is refused whatever else is set
     if server_args.speculative_algorithm is not None:
         _handle_eagle_family(server_args)
         return

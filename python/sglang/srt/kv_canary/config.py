@@ -9,7 +9,6 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from sglang.srt.environ import EnvVar, envs
-from sglang.srt.utils.fault_points import reverted
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -68,7 +67,6 @@ class CanaryConfig:
     ring_capacity: violations that the device keeps between two results.
     stats_every: forwards between two stats lines; 0: none.
     check_write_inputs, check_read_tokens, use_token_oracle: for tests.
-    fault_point: historical fault that is re-opened, or None.
     """
 
     mode: CanaryMode
@@ -85,7 +83,6 @@ class CanaryConfig:
     check_read_tokens: bool = False
     use_token_oracle: bool = False
     perturb: PerturbConfig = PerturbConfig()
-    fault_point: str | None = None
 
     @property
     def is_on(self) -> bool:
@@ -114,7 +111,6 @@ class CanaryConfig:
             check_read_tokens=envs.SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT.get(),
             use_token_oracle=envs.SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE.get(),
             perturb=_perturb(),
-            fault_point=reverted(),
         )
         config._refuse_conflicts()
         if server_args.disable_radix_cache and config.perturb.real_kv_unused_cache:

@@ -309,8 +309,6 @@ class Scheduler:
 
     def _launch(self, batch: ScheduleBatch) -> InFlight:
         launched = batch.record()
-        if self._canary is not None and self._canary.frees_early:
-            self._canary.free_early(batch)
         if self._inputs.are_compared:
             self._inputs.remember(len(batch), int(launched.ends.sum()))
         with self._watchdog.guard():

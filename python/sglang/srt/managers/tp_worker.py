@@ -13,7 +13,7 @@ from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprobs import LogprobResult
-from sglang.srt.layers.sampler import Sampler
+from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -111,16 +111,31 @@ class TpModelWorker:
 
     def run(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> SampledForward:
         """The same, given the forward, whose results stay on the device."""
-        sampling_info = forward_batch.sampling_info
-        assert sampling_info is not None
         canary = self._canary
         if canary is not None and forward_batch.forward_mode is ForwardMode.EXTEND:
             canary.expect_prefixes(
                 batch.reqs, batch.prefix_lens(), forward_batch.req_pool_indices
             )
         output = self.model_runner.forward(forward_batch)
+        sampled = self.sample(batch, forward_batch, output.next_token_logits)
+        self._publish(forward_batch, batch, sampled.token_ids)
+        findings = None if canary is None else canary.finish_step(forward_batch)
+        return SampledForward(
+            forward_batch=forward_batch,
+            output=output,
+            token_ids=sampled.token_ids,
+            findings=findings,
+            logprobs=sampled.logprobs,
+        )
+
+    def sample(
+        self, batch: ScheduleBatch, forward_batch: ForwardBatch, logits: Tensor
+    ) -> SamplerOutput:
+        """One token per row from its logits [R, V], on every rank alike."""
+        sampling_info = forward_batch.sampling_info
+        assert sampling_info is not None
         sampled = self.sampler(
-            output.next_token_logits,
+            logits,
             sampling_info,
             positions=forward_batch.seq_lens,
             history=batch.token_history(),
@@ -130,18 +145,7 @@ class TpModelWorker:
             # All ranks see the same logits and the same noise, but not every sum over
             # a distribution on a GPU has the same bits twice.
             self._group.broadcast(sampled.token_ids)
-        token_ids = sampled.token_ids
-        if canary is not None:
-            token_ids = canary.tamper_with_tokens(forward_batch, token_ids)
-        self._publish(forward_batch, batch, token_ids)
-        findings = None if canary is None else canary.finish_step(forward_batch)
-        return SampledForward(
-            forward_batch=forward_batch,
-            output=output,
-            token_ids=token_ids,
-            findings=findings,
-            logprobs=sampled.logprobs,
-        )
+        return sampled
 
     def _publish(
         self, forward_batch: ForwardBatch, batch: ScheduleBatch, token_ids: Tensor

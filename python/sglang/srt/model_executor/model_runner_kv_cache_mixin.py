@@ -29,7 +29,6 @@ from sglang.srt.model_executor.memory_plan import (
 from sglang.srt.models.draft import DraftModel
 from sglang.srt.models.registry import CausalLM
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.fault_points import NARROW_ROWS, is_reverted
 from sglang.srt.utils.memory import available_device_bytes
 
 logger = logging.getLogger(__name__)
@@ -76,8 +75,6 @@ class ModelRunnerKVCacheMixin:
         if args.speculative_algorithm is None:
             return context_len + max(ROW_HEADROOM, self.page_size + 1)
         narrow = ROW_HEADROOM + args.tree_shape.num_draft_tokens
-        if is_reverted(NARROW_ROWS):
-            return context_len + narrow
         return context_len + max(narrow, decode_reserve(args) + self.page_size - 1)
 
     def graph_sizes(self) -> list[int]:

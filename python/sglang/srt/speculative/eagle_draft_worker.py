@@ -24,6 +24,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import SampledForward
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -66,7 +68,6 @@ from sglang.srt.speculative.ops.slots import (
 from sglang.srt.speculative.ops.tree import build_tree, select_top_k
 from sglang.srt.speculative.relay import DraftRelay
 from sglang.srt.speculative.workspace import EagleWorkspace, RowIdentity, WorkspaceRows
-from sglang.srt.utils.fault_points import EARLY_POSITIONS, is_reverted
 
 
 class EagleDraftWorker:
@@ -120,7 +121,6 @@ class EagleDraftWorker:
         self._hidden_dim = get_draft_hidden_dim(self.draft_runner)
         if self._hidden_dim is None:
             self._hidden_mode = CaptureHiddenMode.NULL
-        self._position_shift = int(is_reverted(EARLY_POSITIONS))
         self._draft_graphs: EAGLEDraftCudaGraphRunner | None = None
         self._extend_graphs: EAGLEDraftExtendCudaGraphRunner | None = None
 
@@ -348,12 +348,12 @@ class EagleDraftWorker:
                 return
             if hidden is not None:
                 hidden = hidden.index_select(0, hidden_rows)
-            output = self._run_step(
+            output = self.run_step(
                 level,
                 ForwardBatch(
                     forward_mode=ForwardMode.DECODE,
                     input_ids=input_ids,
-                    positions=lens + self._position_shift,
+                    positions=lens,
                     out_cache_loc=part.draft_slots[level],
                     prefix_lens=lens,
                     extend_lens=self._ones[:branches],
@@ -367,9 +367,10 @@ class EagleDraftWorker:
             candidates = propose(output.next_token_logits, shape.topk)
             hidden, lens = output.hidden_states, lens + 1
 
-    def _run_step(
+    def run_step(
         self, level: int, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
+        """Forward of draft step `level`: one row per request and branch."""
         backend = self._attention.step(level)
         return self.draft_runner.run_model(
             forward_batch, step=level, attn_backend=backend
@@ -401,39 +402,38 @@ class EagleDraftWorker:
     # -- extends -------------------------------------------------------------------
 
     def _draft_extend_for_prefill(
-        self,
-        forward_batch: ForwardBatch,
-        hidden: Tensor | None,
-        *,
-        tails: Tensor | None = None,
+        self, batch: ScheduleBatch, done: SampledForward
     ) -> None:
-        """The draft's KV of the tokens that the target has just prefilled.
+        """Compute the draft's KV of the tokens that the target has just prefilled.
 
         Args:
-            forward_batch: the target's; the tokens behind it are published already.
-            hidden: [T, width], the target's hidden states.
-            tails: int64 [R], put in the place of the token behind each row (fault
-                points).
+            done: the target's forward of `batch`, hidden states included; its sampled
+                tokens are published already.
         """
-        rows = forward_batch.req_pool_indices.repeat_interleave(
-            forward_batch.extend_lens, output_size=forward_batch.num_tokens
-        )
-        # Whatever follows a chunk, sampled or known: the table has it.
-        ids = self._token_table[rows, forward_batch.positions + 1].long()
-        if tails is not None:
-            assert forward_batch.logits_rows is not None
-            ids[forward_batch.logits_rows] = tails
+        forward_batch = done.forward_batch
+        if self.canary is not None:
+            self.canary.expect_prefixes(
+                batch.reqs, batch.prefix_lens(), forward_batch.req_pool_indices
+            )
         output = self.draft_runner.forward(
             dataclasses.replace(
                 forward_batch,
-                input_ids=ids,
+                input_ids=self.next_tokens(forward_batch),
                 input_logprobs=(),
                 sampling_info=None,
                 capture_hidden_mode=self._hidden_mode,
-                spec_info=EagleDraftInput(hidden_states=hidden),
+                spec_info=EagleDraftInput(hidden_states=done.output.hidden_states),
             )
         )
         self._stash(forward_batch.req_pool_indices, output)
+
+    def next_tokens(self, forward_batch: ForwardBatch) -> Tensor:
+        """The token after each one that a prefill computes, sampled or known: int64
+        [T]."""
+        rows = forward_batch.req_pool_indices.repeat_interleave(
+            forward_batch.extend_lens, output_size=forward_batch.num_tokens
+        )
+        return self._token_table[rows, forward_batch.positions + 1].long()
 
     def _draft_extend_for_decode(
         self, count: int, *, seq_lens: Sequence[int] | None

@@ -47,7 +47,6 @@ from sglang.srt.speculative.ops.buffers import DraftTree
 from sglang.srt.speculative.ops.slots import accepted_moves
 from sglang.srt.speculative.ops.verify import gather_accepted
 from sglang.srt.speculative.workspace import WorkspaceRows
-from sglang.srt.utils.fault_points import PROMPT_TAIL, SAMPLED_TAIL, reverted
 
 __all__ = ["EAGLEWorkerV2", "EagleDraftWorker", "EagleWorkerV2"]
 
@@ -103,7 +102,6 @@ class EAGLEWorkerV2:
             acc=server_args.speculative_accept_threshold_acc,
         )
         self._group = get_tp_group()
-        self._fault = reverted()
         self._simulated_length = envs.SGLANG_SIMULATE_ACC_LEN.get()
         if self._simulated_length and server_args.load_format != "dummy":
             raise ValueError(
@@ -145,30 +143,8 @@ class EAGLEWorkerV2:
             logprobs=done.logprobs,
             input_logprobs=done.output.input_logprobs,
         )
-        if draft.canary is not None:
-            draft.canary.expect_prefixes(
-                batch.reqs, batch.prefix_lens(), forward_batch.req_pool_indices
-            )
-        draft._draft_extend_for_prefill(
-            forward_batch,
-            done.output.hidden_states,
-            tails=self._wrong_tails(batch, done.token_ids),
-        )
+        draft._draft_extend_for_prefill(batch, done)
         return result
-
-    def _wrong_tails(self, batch: ScheduleBatch, sampled: Tensor) -> Tensor | None:
-        """Fault points: the token behind a chunk that does not end its prompt is the
-        sampled one, or is looked up in the prompt alone."""
-        if self._fault == SAMPLED_TAIL:
-            return sampled
-        if self._fault != PROMPT_TAIL:
-            return None
-        wrong = [
-            req.tokens[min(end, req.prompt_len - 1)] if req.is_chunked else -1
-            for req, end in zip(batch.reqs, batch.lens.tolist(), strict=True)
-        ]
-        tails = torch.tensor(wrong, device=sampled.device)
-        return tails.where(tails >= 0, sampled)
 
     # -- decode --------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a fault injector works on and what it has done."""
+"""Input and output of a fault injector: the scene it works on, the damage it did."""
 
 from __future__ import annotations
 
@@ -53,14 +53,31 @@ class Victim:
     extend_len: int
     slots: list[int]
 
+    def damage_at(self, position: int) -> Damage:
+        """Of the slot that this row has at `position`, and of nothing else."""
+        slot = self.slots[position]
+        return Damage(
+            req_row=self.req_row,
+            serial=self.serial,
+            slot=slot,
+            position=position,
+            places=frozenset({(slot, position)}),
+        )
 
-@dataclass(slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """A move of slots whose bytes have been copied and whose records follow: dst, src
-    int64 [n]. An injector may put other tensors here."""
+    """A move of slots that is complete.
+
+    Fields:
+        dst, src: int64 [n].
+        head, tail: the records of all slots before it.
+    """
 
     dst: Tensor
     src: Tensor
+    head: Tensor
+    tail: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +87,7 @@ class Scene:
     Fields:
         forward_batch: of the launch, or of the draft step.
         step, backend: which draft step, and what attends in it; -1 and None elsewhere.
-        moves: the move that is under way, or None.
+        moves: the move that was just made, or None.
     """
 
     target: CanaryTarget

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from sglang.srt.kv_canary.perturb.damage import Damage, Moves, Scene
-from sglang.srt.kv_canary.perturb.injectors import INJECTORS, When
+from sglang.srt.kv_canary.perturb.injector import When
+from sglang.srt.kv_canary.perturb.injectors import INJECTORS
 from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
 from sglang.srt.kv_canary.token_oracle import oracle_tokens
@@ -20,6 +22,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 SEED = 20_260_101
 
 _INJECTORS = {**INJECTORS, **SPEC_INJECTORS}
+
+
+def _waits_for_move(name: str) -> bool:
+    return name in _INJECTORS and _INJECTORS[name].when is When.ON_MOVE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,25 +73,32 @@ class PerturbDriver:
         self.is_idle = not self._has_chances
 
     def attach(self, cache: BasePrefixCache) -> None:
+        """Take the prefix cache whose slots some injectors damage."""
         self._cache = cache
 
     def arm(self, name: str, *, seed: int) -> None:
         """Plant one fault at the first forward that offers an opportunity.
 
         Raises:
-            ValueError: no injector has this name.
+            ValueError: no injector has this name, or it needs the token oracle.
         """
-        if name not in _INJECTORS and name != "next_token_swap":
+        if name == "next_token_swap":
+            if not self._target.config.use_token_oracle:
+                raise ValueError(
+                    f"{name} swaps tokens of the token oracle, which is off"
+                )
+        elif name not in _INJECTORS:
             raise ValueError(
                 f"no fault is called {name!r}; choose from {', '.join(_INJECTORS)}"
             )
         self._rng = random.Random(seed)
         self._armed.append(name)
         self.is_idle = False
-        if name in _INJECTORS and _INJECTORS[name].when is When.ON_MOVE:
-            self._target.buffers.mover.tamper = self._on_move
+        if _waits_for_move(name):
+            self._watch_moves()
 
     def before_forward(self, forward_batch: ForwardBatch) -> None:
+        """Before a launch, outside any graph."""
         self._launched = forward_batch
         self._plant(forward_batch, When.BEFORE_FORWARD)
 
@@ -109,11 +122,21 @@ class PerturbDriver:
             self._has_chances or self._armed or self._undo or self._undo_step
         )
 
-    def _on_move(self, dst: Tensor, src: Tensor) -> tuple[Tensor, Tensor]:
-        moves = Moves(dst=dst, src=src)
-        if self._launched is not None:
-            self._plant(self._launched, When.ON_MOVE, moves=moves)
-        return moves.dst, moves.src
+    def _watch_moves(self) -> None:
+        """Wrap the pool's `move_kv_cache` until nothing waits for a move any more."""
+        pool: Any = self._target.kv_pool
+        state, move = self._target.buffers.state, type(pool).move_kv_cache
+
+        def watched(dst: Tensor, src: Tensor) -> None:
+            head, tail = state.head.clone(), state.tail.clone()
+            move(pool, dst, src)
+            if self._launched is not None:
+                moves = Moves(dst=dst, src=src, head=head, tail=tail)
+                self._plant(self._launched, When.ON_MOVE, moves=moves)
+            if not any(_waits_for_move(name) for name in self._armed):
+                del pool.move_kv_cache
+
+        pool.move_kv_cache = watched
 
     @staticmethod
     def _repair(undo: list[Callable[[], None]]) -> None:
@@ -184,7 +207,6 @@ class PerturbDriver:
                 damage = injector.apply(scene)
                 if damage is not None:
                     self._armed.remove(name)
-                    self._target.buffers.mover.tamper = None
                     self._note(name, damage, undo)
         for name, chance in self._chances.items():
             if _INJECTORS[name].when is when and self._is_due(chance):

@@ -19,7 +19,7 @@ from kv_canary.records import (
     unpack_word3,
 )
 from sglang.srt.kv_canary.perturb.damage import Damage, Scene, Victim
-from sglang.srt.kv_canary.perturb.injectors import STALE, Injector, When
+from sglang.srt.kv_canary.perturb.injector import STALE, Injector, When
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
@@ -109,7 +109,7 @@ def shift_branch(scene: Scene) -> Damage | None:
 
 def lose_reserve(scene: Scene) -> Damage | None:
     """The row has no slot for what a branch writes: the reserve was too small, and the
-    entries behind it are those of the scratch page."""
+    entries after its end are those of the scratch page."""
     for branch in _branches(scene):
         slot = branch.element % scene.target.page_size
         slots = scene.forward_batch.out_cache_loc
@@ -180,7 +180,7 @@ def write_from_idle_row(scene: Scene) -> Damage | None:
 def _restored(
     *parts: tuple[Tensor, int | slice | tuple[int, int]],
 ) -> Callable[[], None]:
-    """What puts these parts of tensors back as they are now."""
+    """A function that puts these parts of tensors back as they are now."""
     kept = [(tensor, index, tensor[index].clone()) for tensor, index in parts]
 
     def undo() -> None:
@@ -217,7 +217,7 @@ def skip_extend(scene: Scene) -> Damage | None:
 
 
 def drop_extend_rows(scene: Scene) -> Damage | None:
-    """The K and V of a draft extend's accepted rows are lost behind its tail launch."""
+    """The K and V of a draft extend's accepted rows are lost after its tail launch."""
     found = _accepting(scene)
     if found is None:
         return None
@@ -310,11 +310,11 @@ def _break_move(scene: Scene, *, with_bytes: bool, with_record: bool) -> Damage 
     pairs = [
         i
         for i, (to, of) in enumerate(zip(dst, src, strict=True))
-        if to != of and not torch.equal(state.tail[to, :2], state.tail[of, :2])
+        if to != of and not torch.equal(moves.tail[to, :2], moves.tail[of, :2])
     ]
     scene.rng.shuffle(pairs)
     for i in pairs:
-        record = state.tail[src[i]].tolist()
+        record = moves.tail[src[i]].tolist()
         _, position = unpack_word0(record[0])
         serial = unpack_word3(record[3]).serial
         if serial not in live or position < 0:
@@ -322,14 +322,14 @@ def _break_move(scene: Scene, *, with_bytes: bool, with_record: bool) -> Damage 
         if not with_bytes:
             _spoil(scene, torch.tensor([dst[i]]))
         if not with_record:
-            keep = [k for k, to in enumerate(dst) if to != dst[i]]
-            moves.dst, moves.src = moves.dst[keep], moves.src[keep]
+            state.head[dst[i]] = moves.head[dst[i]]
+            state.tail[dst[i]] = moves.tail[dst[i]]
         return Damage(
             req_row=live[serial],
             serial=serial,
             slot=dst[i],
             position=position,
-            # The record behind it has another predecessor then.
+            # The record after it has another predecessor then.
             places=frozenset({(dst[i], position), (-1, position + 1)}),
         )
     return None

@@ -39,20 +39,12 @@ _MODES = {
 
 
 class RecordMover:
-    """Moves records after the bytes of their slots.
-
-    Attributes:
-        tamper: sees each move (dst, src) before its records follow and says which ones
-            do; fault injection only.
-    """
+    """Moves records after the bytes of their slots."""
 
     def __init__(self, state: CanaryState) -> None:
         self._state = state
-        self.tamper: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def __call__(self, dst: Tensor, src: Tensor) -> None:
-        if self.tamper is not None:
-            dst, src = self.tamper(dst, src)
         move_records(self._state, dst=dst, src=src)
 
 
@@ -62,7 +54,6 @@ class CanaryBuffers:
 
     Fields:
         layout: the pool as the core sees it.
-        mover: takes records along with moved bytes.
         kv_token_id_vs_position_offset: the slot of position p holds token p + this:
             0 in a target's pool, 1 in a draft's.
     """
@@ -71,7 +62,6 @@ class CanaryBuffers:
     state: CanaryState
     fingerprint: Fingerprint
     capacities: CanaryLaunchCapacities
-    mover: RecordMover
     kv_token_id_vs_position_offset: int
 
 
@@ -142,8 +132,7 @@ def attach_canary_buffers(
         device=device,
         pool=kv_token_id_vs_position_offset,
     )
-    mover = RecordMover(state)
-    pool.register_on_move(mover)
+    pool.register_on_move(RecordMover(state))
     record_bytes = RECORD_WORDS * state.head.element_size()
     pool.add_transfer_bracket(
         first=TransferDescriptor(
@@ -158,6 +147,5 @@ def attach_canary_buffers(
         state=state,
         fingerprint=_fingerprint_of(layout, config),
         capacities=capacities,
-        mover=mover,
         kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
     )

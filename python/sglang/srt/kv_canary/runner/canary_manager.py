@@ -321,14 +321,6 @@ class CanaryManager:
 
     # -- results -------------------------------------------------------------------
 
-    def tamper_with_tokens(
-        self, forward_batch: ForwardBatch, token_ids: Tensor
-    ) -> Tensor:
-        """The sampled tokens [R], as the oracle and the fault injection want them."""
-        if self.perturb.is_idle and not self.target.config.use_token_oracle:
-            return token_ids
-        return self.perturb.tokens(forward_batch, token_ids)
-
     def finish_step(self, forward_batch: ForwardBatch) -> Tensor:
         """Findings of a step whose tokens all stay; once per step, after its forward.
 

@@ -14,11 +14,6 @@ from torch import Tensor
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.ops.slots import SlotRows, branch_token_indices
-from sglang.srt.utils.fault_points import (
-    SHORT_BRANCH_TABLE,
-    SMALL_INDEX_BUFFER,
-    is_reverted,
-)
 
 GUARD_WORDS = 64
 # No slot: a list that has grown into the guard words shows.
@@ -27,7 +22,7 @@ _INT32_END = 2**31
 
 
 class HostOffsets(NamedTuple):
-    """What a plan of one draft phase is made from, int32 on the host: indptr
+    """Input of the plans of one draft phase, int32 on the host: indptr
     [steps, rows + 1]; ones [rows], the elements in the last "page" of a row."""
 
     indptr: Tensor
@@ -42,7 +37,7 @@ class BranchLists:
     """Row z = q * K + t is branch t of request q. At step i it reads the L slots of the
     prefix and i + 1 of its own.
 
-    The memory holds the lists of any batch; behind what is declared lie guard words.
+    The memory holds the lists of any batch; guard words follow what is declared.
 
     Attributes:
         topk: branches of a request. max_rows: branches of a batch at most.
@@ -60,7 +55,6 @@ class BranchLists:
     ) -> None:
         self._layout = layout
         self.topk = layout.topk
-        self._is_short = is_reverted(SHORT_BRANCH_TABLE)
         self.max_rows = max_requests * layout.topk
         self.steps = layout.num_steps - 1
         # No branch is longer than a context and its drafts.
@@ -73,16 +67,10 @@ class BranchLists:
                 "lower --max-running-requests, --context-length or "
                 "--speculative-eagle-topk"
             )
-        is_small = is_reverted(SMALL_INDEX_BUFFER)
-        self.capacity = max_requests * longest if is_small else needed
-        self._memory = torch.full(
-            (self.steps * needed + GUARD_WORDS,),
-            _GUARD,
-            dtype=torch.int32,
-            device=pool.device,
+        self._memory = torch.empty(
+            self.steps * needed + GUARD_WORDS, dtype=torch.int32, device=pool.device
         )
-        declared = self._memory[: self.steps * self.capacity]
-        self.indices = declared.zero_().view(self.steps, self.capacity)
+        self.declare(needed)
         self.indptr = torch.zeros(
             self.steps * (self.max_rows + 1), dtype=torch.int32, device=pool.device
         )
@@ -90,8 +78,16 @@ class BranchLists:
         self._is_pinned = self.indices.is_cuda
         self._ones = ones.pin_memory() if self._is_pinned else ones
 
+    def declare(self, capacity: int) -> None:
+        """Let `indices` have `capacity` entries per step; the memory after them becomes
+        guard words."""
+        self.capacity = capacity
+        declared = self.steps * capacity
+        self._memory[declared:] = _GUARD
+        self.indices = self._memory[:declared].zero_().view(self.steps, capacity)
+
     def plan(self, seq_lens: Sequence[int], *, requests: int) -> HostOffsets:
-        """Offsets of a phase; requests behind `seq_lens` are padding without KV.
+        """Offsets of a phase; requests after `seq_lens` are padding without KV.
 
         Raises:
             RuntimeError: the lists do not fit; checked here, on the host, before
@@ -124,11 +120,7 @@ class BranchLists:
         branch_token_indices(
             rows, layout=self._layout, indptr=indptr, indices=self.indices
         )
-        if self._is_short:
-            for step in range(self.steps):
-                newest = indptr[step, 1:].long() - 1
-                self.indices[step].index_fill_(0, newest, 0)
 
     def guards_are_intact(self) -> bool:
-        """Whether nothing was written behind what is declared; waits for the device."""
+        """Whether nothing was written after what is declared; waits for the device."""
         return bool((self._memory[self.indices.numel() :] == _GUARD).all())

@@ -32,7 +32,6 @@ from sglang.srt.layers.ops.rope import rope_store_kv, rope_store_kv_ref
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.ops.slots import SlotRows, branch_table
-from sglang.srt.utils.fault_points import SHORT_BRANCH_TABLE, is_reverted
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -198,7 +197,7 @@ class PagedAttnBackend(AttentionBackend):
 
 
 class PlainDraftDecode:
-    """Chains: a request's draft slots stand where its next tokens will."""
+    """Chains: a request's draft slots are where its next tokens will be."""
 
     def __init__(self, backend: PagedAttnBackend) -> None:
         self._backend = backend
@@ -217,46 +216,38 @@ class BranchDraftDecode:
     """Trees: one table row per branch, good for all steps of a draft phase.
 
     Attributes:
+        layout: of the branches.
+        entry_slots: KV slots that an entry of the table is the first of.
         page_table: int32 [max_requests * topk, columns].
     """
 
     def __init__(
         self, backend: PagedAttnBackend, *, layout: BranchLayout, max_requests: int
     ) -> None:
-        self._layout = layout
-        self._is_short = is_reverted(SHORT_BRANCH_TABLE)
+        self.layout = layout
         self._is_paged = backend.capabilities.needs_paged_draft_rows
         pool = backend._req_to_token_pool
-        unit = layout.page_size if self._is_paged else 1
+        self.entry_slots = layout.page_size if self._is_paged else 1
         # No branch is longer than a context, its drafts and a page.
         longest = pool.context_len + layout.num_steps + layout.page_size
         self.page_table = torch.zeros(
-            (max_requests * layout.topk, -(-longest // unit)),
+            (max_requests * layout.topk, -(-longest // self.entry_slots)),
             dtype=torch.int32,
             device=pool.device,
         )
-        self._backend = backend.with_table(self.page_table, page_size=unit)
+        self._backend = backend.with_table(self.page_table, page_size=self.entry_slots)
 
     def plan(self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0) -> None:
         """Nothing to plan: the device fills the table."""
 
     def prepare(self, rows: SlotRows) -> None:
-        count = len(rows.req_pool_indices) * self._layout.topk
+        count = len(rows.req_pool_indices) * self.layout.topk
         branch_table(
             rows,
-            layout=self._layout,
+            layout=self.layout,
             paged=self._is_paged,
             out=self.page_table[:count],
         )
-        if self._is_short:
-            self._forget_last_slots(rows, self.page_table[:count])
-
-    def _forget_last_slots(self, rows: SlotRows, table: Tensor) -> None:
-        """Fault point: the entry of the newest slot that the last step reads."""
-        unit = self._layout.page_size if self._is_paged else 1
-        newest = (rows.seq_lens + self._layout.num_steps - 2) // unit
-        columns = newest.repeat_interleave(self._layout.topk)
-        table.scatter_(1, columns[:, None], 0)
 
     def step(self, index: int) -> AttentionBackend:
         return self._backend

@@ -15,6 +15,8 @@ import msgspec
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group, init_tensor_parallel
+from sglang.srt.kv_canary.perturb.fault_points import open_fault_point
+from sglang.srt.kv_canary.perturb.token_faults import install_token_faults
 from sglang.srt.managers.io_struct import EngineFailed, SchedulerReady
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
@@ -45,7 +47,7 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
     """A scheduler that is ready to run, in this process.
 
     Raises:
-        ValueError: model, tokenizer or memory do not fit the arguments.
+        ValueError: model, tokenizer, memory or environment do not fit the arguments.
     """
     assert server_args.model_path is not None
     model_config = ModelConfig.from_folder(
@@ -61,8 +63,12 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
         if server_args.speculative_algorithm is None
         else EAGLEWorkerV2
     )
-    worker = create(server_args=server_args, model_config=model_config)
-    return Scheduler(server_args=server_args, worker=worker, tokenizer=tokenizer, io=io)
+    with open_fault_point(server_args):
+        worker = create(server_args=server_args, model_config=model_config)
+        install_token_faults(worker)
+        return Scheduler(
+            server_args=server_args, worker=worker, tokenizer=tokenizer, io=io
+        )
 
 
 def run_scheduler_process(

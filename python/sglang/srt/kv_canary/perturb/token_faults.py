@@ -1,0 +1,38 @@
+"""Lets the token oracle, and the fault that swaps two tokens, change what a worker
+samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from sglang.srt.kv_canary.perturb.driver import PerturbDriver
+from sglang.srt.layers.sampler import SamplerOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+
+Sample = Callable[[ScheduleBatch, ForwardBatch, Tensor], SamplerOutput]
+
+
+def install_token_faults(worker: TpModelWorker | EAGLEWorkerV2) -> None:
+    """Wrap `TpModelWorker.sample` where the configuration has the token oracle, which
+    speculation excludes; leave every other worker as it is."""
+    target: Any = worker
+    for manager in worker.canary_managers():
+        if manager.config.use_token_oracle:
+            target.sample = _with_faults(target.sample, manager.perturb)
+
+
+def _with_faults(sample: Sample, perturb: PerturbDriver) -> Sample:
+    def sample_with_faults(
+        batch: ScheduleBatch, forward_batch: ForwardBatch, logits: Tensor
+    ) -> SamplerOutput:
+        sampled = sample(batch, forward_batch, logits)
+        tokens = perturb.tokens(forward_batch, sampled.token_ids)
+        return sampled._replace(token_ids=tokens)
+
+    return sample_with_faults
