@@ -47,6 +47,7 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
             "srt.mem_cache.triton_ops",
             "srt.sampling.noise",
             "srt.sampling.row_ops",
+            "srt.sampling.triton_ops",
             "srt.speculative.ops",
             "srt.speculative.triton_ops",
             "srt.model_executor.graph_capture",

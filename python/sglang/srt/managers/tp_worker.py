@@ -13,11 +13,11 @@ from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprobs import LogprobResult
-from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.sampling.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.server_args import ServerArgs
 

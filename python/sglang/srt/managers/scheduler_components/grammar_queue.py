@@ -7,11 +7,11 @@ import torch
 from sglang.srt.constrained.base_grammar import Grammar
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.tree_masks import fill_tree_masks
-from sglang.srt.constrained.vocab_mask import mask_words
 from sglang.srt.managers.io_struct import GrammarDecision
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.vocab_mask import mask_words
 from sglang.srt.speculative.ops.buffers import DraftTree
 
 
