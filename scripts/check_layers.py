@@ -70,10 +70,12 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (
         8,
         (
+            "srt.managers.grammar_masks",
             "srt.managers.req",
             "srt.managers.schedule_batch",
             "srt.managers.stop_matcher",
             "srt.managers.tp_worker",
+            "srt.managers.worker",
         ),
     ),
     (9, ("srt.speculative",)),

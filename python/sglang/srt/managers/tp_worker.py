@@ -13,12 +13,12 @@ from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprobs import LogprobResult
+from sglang.srt.managers.grammar_masks import GrammarMasks
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampler import Sampler
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.server_args import ServerArgs
 
 
@@ -104,10 +104,11 @@ class TpModelWorker:
         return [] if self._canary is None else [self._canary]
 
     def forward_batch_generation(
-        self, batch: ScheduleBatch, sampling_info: SamplingBatchInfo
+        self, batch: ScheduleBatch, masks: GrammarMasks | None = None
     ) -> GenerationBatchResult:
         """Forward, sample one token per row, publish the tokens for the next step."""
-        return self.run(batch, batch.forward_batch(sampling_info)).to_host()
+        info = batch.sampling_info if masks is None else masks.for_requests(batch)
+        return self.run(batch, batch.forward_batch(info)).to_host()
 
     def run(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> SampledForward:
         """The same, given the forward, whose results stay on the device."""

@@ -187,19 +187,26 @@ def greedy_choices(
     logits: torch.Tensor,
     info: SamplingBatchInfo,
     *,
+    nodes: int,
     positions: torch.Tensor,
     history: TokenHistory | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token after each of n tree nodes, all of them greedy.
+    """The token after each node of b trees whose requests are all greedy.
 
-    Args as for `process_logits`; `logits` [n, V] in any float dtype.
+    Args:
+        logits: [b * nodes, V] in any float dtype; left unmodified.
+        info: of the b requests; a mask, if any, has a row per node.
+        positions: [b * nodes] int64, index of the token after each node.
+        history: tokens on the path to each node; required where a request has a
+            penalty.
 
     Returns:
-        The processed logits [n, V] and the tokens [n] int64.
+        The processed logits [b * nodes, V] and the tokens [b * nodes] int64.
     """
     if info.is_plain_greedy:
         processed = logits if use_triton(logits) else logits.float()
     else:
+        info = info.repeat_rows(nodes, keep_mask=True)
         processed = process_logits(
             logits.float(), info, positions=positions, history=history
         )
@@ -210,17 +217,19 @@ def target_weights(
     logits: torch.Tensor,
     info: SamplingBatchInfo,
     *,
+    nodes: int,
     positions: torch.Tensor,
     history: TokenHistory | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distribution of the token after each of n tree nodes.
+    """The distribution of the token after each node of b trees.
 
     Args as for `greedy_choices`.
 
     Returns:
-        The processed logits [n, V] float32, and weights [n, V] float32 that need not
-        sum to 1: one nonzero weight for a greedy node.
+        The processed logits [b * nodes, V] float32, and weights of the same shape that
+        need not sum to 1; the nodes of a greedy request have one nonzero weight.
     """
+    info = info.repeat_rows(nodes, keep_mask=True)
     processed = process_logits(
         logits.float(), info, positions=positions, history=history
     )

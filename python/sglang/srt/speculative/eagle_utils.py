@@ -88,17 +88,14 @@ def accept_drafts(
     """
     nodes = tree.tokens.shape[1]
     positions = tree.positions.view(-1) + 1
-    per_node = info
-    if not info.is_plain_greedy:
-        per_node = info.repeat_rows(nodes, keep_mask=True)
     if info.is_all_greedy:
         processed, choices = greedy_choices(
-            logits, per_node, positions=positions, history=history
+            logits, info, nodes=nodes, positions=positions, history=history
         )
         verify_tree_greedy(tree, choices.view(-1, nodes), result=result)
         return processed
     processed, weights = target_weights(
-        logits, per_node, positions=positions, history=history
+        logits, info, nodes=nodes, positions=positions, history=history
     )
     verify_tree_target_only(
         tree,

@@ -12,8 +12,6 @@ launched before the host has seen this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -22,6 +20,7 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.environ import envs
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+from sglang.srt.managers.grammar_masks import GrammarMasks
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker, to_host
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -43,16 +42,12 @@ from sglang.srt.speculative.eagle_utils import (
     node_history,
     simulate_acceptance,
 )
-from sglang.srt.speculative.ops.buffers import DraftTree
 from sglang.srt.speculative.ops.slots import accepted_moves
 from sglang.srt.speculative.ops.verify import gather_accepted
 from sglang.srt.speculative.workspace import WorkspaceRows
 from sglang.srt.utils.fault_points import PROMPT_TAIL, SAMPLED_TAIL, reverted
 
 __all__ = ["EAGLEWorkerV2", "EagleDraftWorker", "EagleWorkerV2"]
-
-# Masks of the nodes of the drafted trees: int32 [b * D, words] on the device.
-TreeMasks = Callable[[DraftTree], Tensor]
 
 
 class EAGLEWorkerV2:
@@ -113,20 +108,13 @@ class EAGLEWorkerV2:
 
     @torch.inference_mode()
     def forward_batch_generation(
-        self,
-        batch: ScheduleBatch,
-        sampling_info: SamplingBatchInfo,
-        *,
-        tree_masks: TreeMasks | None = None,
+        self, batch: ScheduleBatch, masks: GrammarMasks | None = None
     ) -> GenerationBatchResult:
-        """Run a prepared batch and leave what the next iteration starts from.
-
-        Args:
-            tree_masks: where a request has a grammar, called with the drafted trees.
-        """
+        """Prefill both models, or draft and verify; see `Worker`."""
         if batch.forward_mode.is_decode:
-            return self._decode(batch, sampling_info, tree_masks)
-        return self._prefill(batch, sampling_info)
+            return self._decode(batch, masks)
+        info = batch.sampling_info if masks is None else masks.for_requests(batch)
+        return self._prefill(batch, info)
 
     # -- prefill -------------------------------------------------------------------
 
@@ -173,10 +161,7 @@ class EAGLEWorkerV2:
     # -- decode --------------------------------------------------------------------
 
     def _decode(
-        self,
-        batch: ScheduleBatch,
-        sampling_info: SamplingBatchInfo,
-        tree_masks: TreeMasks | None,
+        self, batch: ScheduleBatch, masks: GrammarMasks | None
     ) -> GenerationBatchResult:
         draft, count = self.draft_worker, len(batch)
         workspace = draft.workspace
@@ -184,8 +169,9 @@ class EAGLEWorkerV2:
         seq_lens = batch.known_lens()
         draft.draft(count, seq_lens=seq_lens)
         part = workspace.rows(count)
-        if tree_masks is not None:
-            sampling_info = sampling_info.with_vocab_mask(tree_masks(part.tree))
+        sampling_info = batch.sampling_info
+        if masks is not None:
+            sampling_info = masks.for_nodes(batch, part.tree)
         output = self.model_runner.forward(
             workspace.static_batch(
                 count,

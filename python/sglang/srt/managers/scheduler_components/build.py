@@ -24,6 +24,7 @@ from sglang.srt.managers.scheduler_components.scheduler_io import (
     ZmqIO,
 )
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.worker import Worker
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
@@ -61,7 +62,7 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
         if server_args.speculative_algorithm is None
         else EAGLEWorkerV2
     )
-    worker = create(server_args=server_args, model_config=model_config)
+    worker: Worker = create(server_args=server_args, model_config=model_config)
     return Scheduler(server_args=server_args, worker=worker, tokenizer=tokenizer, io=io)
 
 
