@@ -49,7 +49,7 @@ class SampledForward:
         """Enqueue the copies behind the forward; do not wait."""
         return to_host(
             self.parts,
-            rows=len(self.token_ids),
+            bs=len(self.token_ids),
             logprobs=self.logprobs,
             input_logprobs=self.output.input_logprobs,
             hidden=self.output.hidden_states,
@@ -161,7 +161,7 @@ class TpModelWorker:
 def to_host(
     parts: list[Tensor],
     *,
-    rows: int,
+    bs: int,
     stride: int = 1,
     has_accept_lens: bool = False,
     num_pools: int = 1,
@@ -178,7 +178,7 @@ def to_host(
     take = _pinned_copy if is_device else _as_it_is
     result = GenerationBatchResult(
         packed=_join_in_one_copy(parts) if is_device else _words(parts),
-        rows=rows,
+        bs=bs,
         stride=stride,
         has_accept_lens=has_accept_lens,
         num_pools=num_pools,

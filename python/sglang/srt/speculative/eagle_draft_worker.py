@@ -325,7 +325,7 @@ class EagleDraftWorker:
             prefix_lens=part.seq_lens,
             extend_lens=self._ones[: part.count],
             seq_lens=part.seq_lens,
-            **part.who()._asdict(),
+            **part.row_identity()._asdict(),
         )
 
     def _run_levels(self, part: WorkspaceRows, seq_lens: Sequence[int] | None) -> None:
@@ -480,7 +480,7 @@ class EagleDraftWorker:
             spec_info=EagleDraftInput(
                 hidden_states=part.hidden_states, accept_lens=part.result.accept_lens
             ),
-            **part.who()._asdict(),
+            **part.row_identity()._asdict(),
         )
 
     def extend_lens(

@@ -6,7 +6,7 @@ decode:  draft --> verify --> accept, compact, publish --> draft extend
                                      |
                                      copy to the host (the extend runs meanwhile)
 ```
-What the next iteration needs stays on the device (`DraftRelay`), so that it can be
+The next iteration starts from state on the device (`DraftRelay`), so that it can be
 launched before the host has seen this one.
 """
 
@@ -129,7 +129,7 @@ class EAGLEWorkerV2:
         draft.relay.publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
         result = to_host(
             done.parts,
-            rows=len(done.token_ids),
+            bs=len(done.token_ids),
             logprobs=done.logprobs,
             input_logprobs=done.output.input_logprobs,
         )
@@ -163,26 +163,26 @@ class EAGLEWorkerV2:
     def _decode(
         self, batch: ScheduleBatch, masks: GrammarMasks | None
     ) -> GenerationBatchResult:
-        draft, count = self.draft_worker, len(batch)
+        draft, bs = self.draft_worker, len(batch)
         workspace = draft.workspace
         workspace.begin(batch.identity())
         seq_lens = batch.known_lens()
-        draft.draft(count, seq_lens=seq_lens)
-        part = workspace.rows(count)
+        draft.draft(bs, seq_lens=seq_lens)
+        live = workspace.rows(bs)
         sampling_info = batch.sampling_info
         if masks is not None:
-            sampling_info = masks.for_nodes(batch, part.tree)
+            sampling_info = masks.for_nodes(batch, live.tree)
         output = self.model_runner.forward(
             workspace.static_batch(
-                count,
+                bs,
                 draft.target_hidden_mode,
                 lens_cpu=self._verify_lens(seq_lens),
             )
         )
-        processed = self.verify(batch, sampling_info, output.next_token_logits, part)
-        self._take_accepted(part, output.hidden_states)
-        result = self._to_host(batch, part, processed)
-        draft._draft_extend_for_decode(count, seq_lens=seq_lens)
+        processed = self.verify(batch, sampling_info, output.next_token_logits, live)
+        self._take_accepted(live, output.hidden_states)
+        result = self._to_host(batch, live, processed)
+        draft._draft_extend_for_decode(bs, seq_lens=seq_lens)
         return result
 
     def _verify_lens(self, seq_lens: list[int] | None) -> HostLens | None:
@@ -196,29 +196,29 @@ class EAGLEWorkerV2:
         batch: ScheduleBatch,
         sampling_info: SamplingBatchInfo,
         logits: Tensor,
-        part: WorkspaceRows,
+        live: WorkspaceRows,
     ) -> Tensor:
-        """Decide which drafts are accepted (`part.result`); every rank alike.
+        """Decide which drafts are accepted (`live.result`); every rank alike.
 
         Returns:
             [b * D, V], the logits that tokens were chosen by.
         """
         processed = accept_drafts(
-            part.tree,
+            live.tree,
             logits,
             sampling_info,
-            history=self._history(batch, sampling_info, part),
+            history=self._history(batch, sampling_info, live),
             thresholds=self._thresholds,
-            result=part.result,
+            result=live.result,
         )
         if self._simulated_length:
-            simulate_acceptance(part.result, mean=self._simulated_length)
+            simulate_acceptance(live.result, mean=self._simulated_length)
         if not sampling_info.is_all_greedy or self._simulated_length:
             # Not every sum over a distribution on a GPU has the same bits twice.
             for decided in (
-                part.result.predict,
-                part.result.accept_index,
-                part.result.accept_lens,
+                live.result.predict,
+                live.result.accept_index,
+                live.result.accept_lens,
             ):
                 self._group.broadcast(decided)
         return processed
@@ -227,47 +227,47 @@ class EAGLEWorkerV2:
         self,
         batch: ScheduleBatch,
         sampling_info: SamplingBatchInfo,
-        part: WorkspaceRows,
+        live: WorkspaceRows,
     ) -> TokenHistory | None:
         if not sampling_info.has_penalty:
             return None
         # The device may be one iteration ahead of the host.
         ahead = 2 * self._shape.accept_width
         return node_history(
-            part.tree,
+            live.tree,
             token_table=self.model_runner.req_to_token_pool.token_table,
-            req_pool_indices=part.identity[0],
+            req_pool_indices=live.identity[0],
             max_len=int(batch.lens.max()) + ahead,
         )
 
-    def _take_accepted(self, part: WorkspaceRows, hidden: Tensor | None) -> None:
-        """Bring what was accepted to the front: tokens, KV, hidden states; publish the
-        tokens and the new lengths."""
+    def _take_accepted(self, live: WorkspaceRows, hidden: Tensor | None) -> None:
+        """Bring the accepted tokens, their KV and hidden states to the front; publish
+        the tokens and the new lengths."""
         gather_accepted(
-            part.result,
-            tokens=part.tokens,
-            node_rows=part.node_rows,
-            bonus_tokens=part.bonus_tokens,
+            live.result,
+            tokens=live.tokens,
+            node_rows=live.node_rows,
+            bonus_tokens=live.bonus_tokens,
         )
         if self._shape.topk > 1:
             accepted_moves(
-                part.result.accept_index,
-                out_cache_loc=part.node_slots.view(-1),
-                src=part.move_src,
-                dst=part.move_dst,
+                live.result.accept_index,
+                out_cache_loc=live.node_slots.view(-1),
+                src=live.move_src,
+                dst=live.move_dst,
             )
-            self.model_runner.kv_pool.move_kv_cache(part.move_dst, part.move_src)
-        if part.hidden_states is not None:
+            self.model_runner.kv_pool.move_kv_cache(live.move_dst, live.move_src)
+        if live.hidden_states is not None:
             assert hidden is not None
-            rows = part.node_rows.view(-1)
-            torch.index_select(hidden, 0, rows, out=part.hidden_states)
-        indices = part.identity[0]
+            nodes = live.node_rows.view(-1)
+            torch.index_select(hidden, 0, nodes, out=live.hidden_states)
+        req_pool_indices = live.identity[0]
         table = self.model_runner.req_to_token_pool.token_table
-        # The tokens gained follow the root, which stands at the old length.
-        columns = part.seq_lens[:, None] + self._columns(table.device)
-        table[indices[:, None], columns] = part.tokens.to(table.dtype)
+        # The tokens gained follow the root, which is at the old length.
+        columns = live.seq_lens[:, None] + self._columns(table.device)
+        table[req_pool_indices[:, None], columns] = live.tokens.to(table.dtype)
         self.draft_worker.relay.publish(
-            indices, part.seq_lens + part.result.accept_lens
+            req_pool_indices, live.seq_lens + live.result.accept_lens
         )
 
     def _columns(self, device: torch.device) -> Tensor:
@@ -278,44 +278,44 @@ class EAGLEWorkerV2:
         found, draft = self.target_worker.canary_managers(), self.draft_worker.canary
         return found if draft is None else [*found, draft]
 
-    def _accepted_rows(self, part: WorkspaceRows) -> ForwardBatch:
+    def _accepted_rows(self, live: WorkspaceRows) -> ForwardBatch:
         """The tokens whose KV stays: the root and the accepted drafts."""
         width = self._shape.accept_width
-        roots = part.tree.tokens[:, :1]
+        roots = live.tree.tokens[:, :1]
         steps = self._columns(roots.device) - 1
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
-            input_ids=torch.cat((roots, part.tokens[:, :-1]), dim=1).view(-1),
-            positions=(part.seq_lens[:, None] + steps).view(-1),
-            out_cache_loc=part.node_slots[:, :width].reshape(-1),
-            prefix_lens=part.seq_lens,
-            extend_lens=part.result.accept_lens,
-            seq_lens=part.seq_lens + part.result.accept_lens,
-            qo_indptr=self.draft_worker.extend_offsets(part.count),
-            **part.who()._asdict(),
+            input_ids=torch.cat((roots, live.tokens[:, :-1]), dim=1).view(-1),
+            positions=(live.seq_lens[:, None] + steps).view(-1),
+            out_cache_loc=live.node_slots[:, :width].reshape(-1),
+            prefix_lens=live.seq_lens,
+            extend_lens=live.result.accept_lens,
+            seq_lens=live.seq_lens + live.result.accept_lens,
+            qo_indptr=self.draft_worker.extend_offsets(live.count),
+            **live.row_identity()._asdict(),
         )
 
     def _to_host(
-        self, batch: ScheduleBatch, part: WorkspaceRows, processed: Tensor
+        self, batch: ScheduleBatch, live: WorkspaceRows, processed: Tensor
     ) -> GenerationBatchResult:
         logprobs = None
         if batch.logprob_request is not None:
             logprobs = accepted_logprobs(
                 processed,
-                node_rows=part.node_rows,
-                tokens=part.tokens,
+                node_rows=live.node_rows,
+                tokens=live.tokens,
                 request=batch.logprob_request,
             )
-        parts = [part.tokens.view(-1), part.result.accept_lens]
+        parts = [live.tokens.view(-1), live.result.accept_lens]
         pools = self.canary_managers()
         if pools:
             parts += [
-                pools[0].finish_verify(self._accepted_rows(part)),
-                pools[1].collect(part.identity[0]),
+                pools[0].finish_verify(self._accepted_rows(live)),
+                pools[1].collect(live.identity[0]),
             ]
         return to_host(
             parts,
-            rows=part.count,
+            bs=live.count,
             num_pools=len(pools),
             stride=self._shape.accept_width,
             has_accept_lens=True,
@@ -323,5 +323,5 @@ class EAGLEWorkerV2:
         )
 
 
-# The name under which other code knows it, too.
+# SGLang's other name of the class.
 EagleWorkerV2 = EAGLEWorkerV2

@@ -52,7 +52,6 @@ class WorkspaceRows:
         identity: int64 [5, b], the fields of `RowIdentity`.
         seq_lens: int64 [b], tokens with KV when the iteration began.
         node_ends: int64 [b], seq_lens + D.
-        node_ends: int64 [b], seq_lens + D.
         levels, tree, result: of the b requests.
         draft_slots: int64 [S, b * K], where draft step s writes.
         node_slots: int64 [b, D], where the nodes are verified.
@@ -85,7 +84,7 @@ class WorkspaceRows:
     def count(self) -> int:
         return len(self.seq_lens)
 
-    def who(self) -> RowIdentity:
+    def row_identity(self) -> RowIdentity:
         return RowIdentity(*self.identity.unbind())
 
 
@@ -218,7 +217,7 @@ class EagleWorkspace:
             tree_mask=part.tree.mask if is_tree else None,
             lens_cpu=lens_cpu,
             capture_hidden_mode=capture_hidden_mode,
-            **part.who()._asdict(),
+            **part.row_identity()._asdict(),
         )
 
     def populate(self, forward_batch: ForwardBatch) -> None:
