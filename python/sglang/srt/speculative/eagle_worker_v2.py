@@ -12,6 +12,8 @@ launched before the host has seen this one.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,6 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.environ import envs
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-from sglang.srt.managers.grammar_masks import GrammarMasks
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker, to_host
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -46,6 +47,9 @@ from sglang.srt.speculative.ops.slots import accepted_moves
 from sglang.srt.speculative.ops.verify import gather_accepted
 from sglang.srt.speculative.workspace import WorkspaceRows
 from sglang.srt.utils.fault_points import PROMPT_TAIL, SAMPLED_TAIL, reverted
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.grammar_masks import GrammarMasks
 
 __all__ = ["EAGLEWorkerV2", "EagleDraftWorker", "EagleWorkerV2"]
 
@@ -179,7 +183,12 @@ class EAGLEWorkerV2:
                 lens_cpu=self._verify_lens(seq_lens),
             )
         )
-        processed = self.verify(batch, sampling_info, output.next_token_logits, live)
+        processed = self.verify(
+            live,
+            output.next_token_logits,
+            sampling_info,
+            history=self._history(batch, live),
+        )
         self._take_accepted(live, output.hidden_states)
         result = self._to_host(batch, live, processed)
         draft._draft_extend_for_decode(bs, seq_lens=seq_lens)
@@ -193,12 +202,17 @@ class EAGLEWorkerV2:
 
     def verify(
         self,
-        batch: ScheduleBatch,
-        sampling_info: SamplingBatchInfo,
-        logits: Tensor,
         live: WorkspaceRows,
+        logits: Tensor,
+        sampling_info: SamplingBatchInfo,
+        *,
+        history: TokenHistory | None,
     ) -> Tensor:
         """Decide which drafts are accepted (`live.result`); every rank alike.
+
+        Args:
+            logits: [b * D, V], the target's after each node.
+            history: tokens on the path to each node, where a request has a penalty.
 
         Returns:
             [b * D, V], the logits that tokens were chosen by.
@@ -207,7 +221,7 @@ class EAGLEWorkerV2:
             live.tree,
             logits,
             sampling_info,
-            history=self._history(batch, sampling_info, live),
+            history=history,
             thresholds=self._thresholds,
             result=live.result,
         )
@@ -224,12 +238,10 @@ class EAGLEWorkerV2:
         return processed
 
     def _history(
-        self,
-        batch: ScheduleBatch,
-        sampling_info: SamplingBatchInfo,
-        live: WorkspaceRows,
+        self, batch: ScheduleBatch, live: WorkspaceRows
     ) -> TokenHistory | None:
-        if not sampling_info.has_penalty:
+        """The tokens on the path to each node, where a request has a penalty."""
+        if not batch.sampling_info.has_penalty:
             return None
         # The device may be one iteration ahead of the host.
         ahead = 2 * self._shape.accept_width
