@@ -56,6 +56,7 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
             "srt.mem_cache.triton_ops",
             "srt.sampling.noise",
             "srt.sampling.row_ops",
+            "srt.sampling.triton_ops",
             "srt.speculative.ops",
             "srt.speculative.triton_ops",
             "srt.model_executor.graph_capture",
@@ -78,10 +79,12 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (
         8,
         (
+            "srt.managers.grammar_masks",
             "srt.managers.req",
             "srt.managers.schedule_batch",
             "srt.managers.stop_matcher",
             "srt.managers.tp_worker",
+            "srt.managers.worker",
         ),
     ),
     (9, ("srt.speculative",)),

@@ -41,7 +41,7 @@ from model_shapes import SHAPES, write_draft_shape, write_shape
 
 from kv_canary.records import NUM_COUNTERS
 from sglang.srt.kv_canary.runner import canary_manager
-from sglang.srt.managers.io_struct import GenerateReq
+from sglang.srt.managers.io_struct import AbortReq, GenerateReq
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.build import build_scheduler
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
@@ -127,8 +127,7 @@ class Side:
 
     def stop(self) -> None:
         """Abort all running requests."""
-        for req in list(self.scheduler._by_rid.values()):
-            req.abort_message = "measured"
+        self.io.requests.append(AbortReq(abort_all=True, message="measured"))
         self.drain()
 
     def start_decoding(self, rows: int, length: int, new: int) -> None:

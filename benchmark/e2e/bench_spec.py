@@ -30,7 +30,7 @@ import torch
 from model_shapes import SHAPES, write_draft_shape, write_shape
 
 from sglang.srt.environ import envs
-from sglang.srt.managers.io_struct import BatchOutput, GenerateReq
+from sglang.srt.managers.io_struct import AbortReq, BatchOutput, GenerateReq
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.build import build_scheduler
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
@@ -113,8 +113,7 @@ def step_ms(
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     tokens = scheduler.stats_snapshot().generation_tokens_total - before
-    for rid in [f"{rows}-{i}" for i in range(rows)]:
-        scheduler._by_rid[rid].abort_message = "measured"
+    io.requests.append(AbortReq(abort_all=True, message="measured"))
     while scheduler.has_work():
         scheduler.step()
     scheduler.cache.reset()

@@ -23,9 +23,10 @@ from sglang.srt.layers.ops import activation as activation_ops
 from sglang.srt.layers.ops import linear as linear_ops
 from sglang.srt.layers.ops import norm as norm_ops
 from sglang.srt.layers.ops import rope as rope_ops
-from sglang.srt.layers.triton_ops import activation, gemm, launch, norm, rope, sampling
+from sglang.srt.layers.triton_ops import activation, gemm, launch, norm, rope
 from sglang.srt.mem_cache.triton_ops import move_kv
 from sglang.srt.sampling import noise, row_ops
+from sglang.srt.sampling.triton_ops.choose_tokens import choose_tokens
 
 Row = dict[str, Any]
 Call = Callable[[], object]
@@ -180,13 +181,13 @@ def sampling_rows(table: Table, rows: int, dtype: torch.dtype) -> None:
         return lambda: partial(function, random(rows, VOCAB).to(dtype))
 
     draw = partial(
-        sampling.choose_tokens,
+        choose_tokens,
         temperatures=heat,
         seeds=keys,
         positions=positions,
         greedy_rows=greedy,
     )
-    us = turns(of_logits(sampling.choose_tokens), nbytes)
+    us = turns(of_logits(choose_tokens), nbytes)
     torch_us = turns(of_logits(lambda x: torch.argmax(x.float(), -1)), nbytes)
     table.add(f"greedy {name}", rows, us, nbytes, torch=torch_us)
     us = turns(of_logits(draw), nbytes)

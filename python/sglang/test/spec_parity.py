@@ -136,13 +136,13 @@ class Traffic:
 def live_requests(scheduler: Scheduler) -> list[Req]:
     """Return the requests that hold slots, each once."""
     found: dict[int, Req] = {}
-    for batch in (scheduler.running, scheduler._last_prefill):
+    for batch in (scheduler.running, scheduler.batches.last_prefill):
         for req in batch.reqs if batch is not None else []:
             found[req.serial] = req
-    for launched, _ in scheduler._in_flight:
+    for launched, _ in scheduler.in_flight:
         found |= {req.serial: req for req in launched.reqs}
-    if scheduler._chunked is not None:
-        found[scheduler._chunked.serial] = scheduler._chunked
+    if scheduler.batches.chunked is not None:
+        found[scheduler.batches.chunked.serial] = scheduler.batches.chunked
     return [req for req in found.values() if not req.is_finished]
 
 

@@ -16,7 +16,7 @@ from sglang.srt.constrained.llguidance_backend import (
     LLGuidanceBackend,
     LLGuidanceGrammar,
 )
-from sglang.srt.constrained.vocab_mask import allocate_vocab_mask, apply_vocab_mask
+from sglang.srt.sampling.vocab_mask import allocate_vocab_mask, apply_vocab_mask
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 

@@ -16,7 +16,7 @@ import torch
 from sglang.srt.constrained.base_grammar import Grammar, GrammarTimeoutError
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.llguidance_backend import LLGuidanceBackend
-from sglang.srt.constrained.vocab_mask import allocate_vocab_mask
+from sglang.srt.sampling.vocab_mask import allocate_vocab_mask
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=20, suite="cpu")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kv_canary.explain import explain
+from sglang.srt.managers.grammar_masks import GrammarMasks
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.models.mock_oracle import next_tokens
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import Finished
 from sglang.test.scale import count
@@ -76,9 +76,9 @@ def serve(models: dict[str, Path], *, seed: int, fault: str | None) -> Run:
     decode, accepted, reported = worker._decode, [], None
 
     def noted(
-        batch: ScheduleBatch, sampling_info: SamplingBatchInfo, tree_masks: None
+        batch: ScheduleBatch, masks: GrammarMasks | None
     ) -> GenerationBatchResult:
-        result = decode(batch, sampling_info, tree_masks)
+        result = decode(batch, masks)
         part = worker.draft_worker.workspace.rows(len(batch))
         lens = part.result.accept_lens.tolist()
         accepted[-1] = {r.rid: n for r, n in zip(batch.reqs, lens, strict=True)}

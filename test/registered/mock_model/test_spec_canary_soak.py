@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kv_canary.records import Counter
+from sglang.srt.managers.grammar_masks import GrammarMasks
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -91,11 +92,9 @@ class Reads:
             return result
 
         def after_decode(
-            batch: ScheduleBatch,
-            sampling_info: SamplingBatchInfo,
-            tree_masks: None,
+            batch: ScheduleBatch, masks: GrammarMasks | None
         ) -> GenerationBatchResult:
-            result = decode(batch, sampling_info, tree_masks)
+            result = decode(batch, masks)
             part = worker.draft_worker.workspace.rows(len(batch))
             lens, rows = int(part.seq_lens.sum()), len(batch)
             inner = shape.num_steps - 1

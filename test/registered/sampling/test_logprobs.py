@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from sglang.srt.constrained.vocab_mask import allocate_vocab_mask
 from sglang.srt.layers import logprobs as logprobs_module
 from sglang.srt.layers.logprobs import (
     LogprobRequest,
@@ -15,9 +14,10 @@ from sglang.srt.layers.logprobs import (
     concat_logprobs,
     prompt_logprobs,
 )
-from sglang.srt.layers.sampler import Sampler
+from sglang.srt.sampling.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingRow
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.vocab_mask import allocate_vocab_mask
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="cpu")

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from sglang.srt.layers.sampler import Sampler, process_logits
 from sglang.srt.sampling.penalties import TokenHistory
+from sglang.srt.sampling.sampler import Sampler, process_logits
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingRow
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci

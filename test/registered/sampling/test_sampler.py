@@ -9,20 +9,20 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from sglang.srt.constrained.vocab_mask import allocate_vocab_mask
-from sglang.srt.layers.sampler import (
+from sglang.srt.sampling import noise, row_ops
+from sglang.srt.sampling.noise import mix_seed, uniform
+from sglang.srt.sampling.penalties import TokenHistory
+from sglang.srt.sampling.row_ops import argmax_rows, inverse_cdf, negated_best
+from sglang.srt.sampling.sampler import (
     SAMPLING_BACKENDS,
     Sampler,
     filtered_probs,
     nan_rows,
     process_logits,
 )
-from sglang.srt.sampling import noise, row_ops
-from sglang.srt.sampling.noise import mix_seed, uniform
-from sglang.srt.sampling.penalties import TokenHistory
-from sglang.srt.sampling.row_ops import argmax_rows, inverse_cdf, negated_best
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingRow
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.vocab_mask import allocate_vocab_mask
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.constrained.vocab_mask import allocate_vocab_mask
 from sglang.srt.sampling.noise import mix_seed
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingRow
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.vocab_mask import allocate_vocab_mask
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 

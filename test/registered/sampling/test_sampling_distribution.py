@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sglang.srt.layers.sampler import Sampler
+from sglang.srt.sampling.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingRow
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -60,13 +60,13 @@ def folder(tmp_path_factory):
 def live_requests(scheduler) -> list[Req]:
     """Requests that hold slots, each once."""
     found = {}
-    for batch in (scheduler.running, scheduler._last_prefill):
+    for batch in (scheduler.running, scheduler.batches.last_prefill):
         for req in batch.reqs if batch is not None else []:
             found[req.serial] = req
-    for launched, _ in scheduler._in_flight:
+    for launched, _ in scheduler.in_flight:
         found |= {req.serial: req for req in launched.reqs}
-    if scheduler._chunked is not None:
-        found[scheduler._chunked.serial] = scheduler._chunked
+    if scheduler.batches.chunked is not None:
+        found[scheduler.batches.chunked.serial] = scheduler.batches.chunked
     return [r for r in found.values() if not r.is_finished]
 
 
@@ -79,7 +79,7 @@ def check_books(scheduler):
     assert len({r.req_pool_idx for r in live}) == len(live)
     for req in live:
         assert req.cache_protected_len <= req.committed_len <= req.allocated_len
-        assert req.committed_len <= len(req.tokens) + len(scheduler._in_flight)
+        assert req.committed_len <= len(req.tokens) + len(scheduler.in_flight)
     for req in scheduler.waiting:
         assert req.req_pool_idx == 0 and req.last_node is None
 

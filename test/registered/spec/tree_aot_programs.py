@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang.srt.layers.triton_ops.sampling import split_size
+from sglang.srt.sampling.triton_ops.choose_tokens import split_size
 from sglang.srt.speculative.draft_layout import TreeShape
 from sglang.srt.speculative.triton_ops import (
     build,

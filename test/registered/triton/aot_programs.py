@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels of `layers/triton_ops` for sm_90; run by test_triton_aot.
+"""Compiles the Triton kernels of layers and sampling for sm_90; run by test_triton_aot.
 
 Prints one line per variant with its shared memory in bytes, then a summary.
 """
@@ -21,11 +21,12 @@ from triton.compiler import ASTSource
 
 from sglang.srt.layers.attention.triton_ops.page_indices import page_indices_kernel
 from sglang.srt.layers.attention.triton_ops.tree_mask import pack_tree_mask_kernel
-from sglang.srt.layers.triton_ops import activation, norm, rope, sampling
+from sglang.srt.layers.triton_ops import activation, norm, rope
 from sglang.srt.layers.triton_ops.gated_gemm_kernel import gated_gemm_kernel
 from sglang.srt.layers.triton_ops.gemm_kernels import gemm_kernel, gemv_kernel
 from sglang.srt.layers.triton_ops.gemm_table import MAX_GATED_ROWS, lookup
 from sglang.srt.mem_cache.triton_ops import move_kv
+from sglang.srt.sampling.triton_ops import choose_tokens
 from sglang.test.scale import sampled
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -113,7 +114,7 @@ def pointwise(dtype: str) -> Iterator[Variant]:
     for greedy in (True, False):
         yield Variant(
             f"choose greedy={greedy}",
-            sampling.choose_kernel,
+            choose_tokens.choose_kernel,
             {
                 "logits": p,
                 **dict.fromkeys(("temperatures", "maxima", "sums"), "*fp32"),

@@ -20,7 +20,7 @@ from sglang.srt.constrained.llguidance_compiler import (
     make_tokenizer,
     matcher_error,
 )
-from sglang.srt.constrained.vocab_mask import mask_words
+from sglang.srt.sampling.vocab_mask import mask_words
 
 
 class LLGuidanceGrammar:

@@ -1,4 +1,4 @@
-"""Who runs next: order of the waiting queue, and admission against the budgets."""
+"""Order of the waiting queue, and admission against the budgets of a prefill."""
 
 from __future__ import annotations
 
@@ -82,11 +82,13 @@ class Admission(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillBudget:
-    """Fields:
-    max_prefill_tokens: tokens of one prefill batch; one longer prompt may exceed it.
-    chunk_tokens: longest prefill of one forward, None without chunking.
-    max_new_reqs: rows that are free.
-    decode_reserve: slots that a request keeps beyond its tokens (speculation).
+    """Bounds of one prefill batch.
+
+    Fields:
+        max_prefill_tokens: tokens of the batch; one longer prompt may exceed it.
+        chunk_tokens: longest prefill of one forward, None without chunking.
+        max_new_reqs: rows of `req_to_token` that are free.
+        decode_reserve: slots that a request keeps beyond its tokens (speculation).
     """
 
     max_prefill_tokens: int
@@ -119,7 +121,7 @@ class PrefillAdder:
         self._tokens_left = budget.max_prefill_tokens
         self._chunk_left = budget.chunk_tokens
         if budget.chunk_tokens is not None:
-            # Whoever is cut into chunks need not exceed a batch; but a page must fit.
+            # A chunk need not be larger than a batch; but a page must fit.
             longest = max(budget.max_prefill_tokens, self._page_size)
             self._chunk_left = min(budget.chunk_tokens, longest)
         # Slots that running and added requests are expected to need beyond those they

@@ -51,19 +51,19 @@ class SchedulerCalls:
         return answer.stats
 
     async def incidents(self) -> list[dict[str, Any]]:
-        """What the KV canary found, oldest first."""
+        """The KV canary's incidents, oldest first."""
         question = GetIncidentsReq(call_id=next(self._ids))
         answer: GetIncidentsRsp = await self._ask(question, TIMEOUT_SECONDS)
         return answer.incidents
 
     def receive(self, answer: Reply) -> None:
-        """Wake whoever asked; an answer that came too late is dropped."""
+        """Wake the caller that asked; an answer that came too late is dropped."""
         future = self._open.get(answer.call_id)
         if future is not None and not future.done():
             future.set_result(answer)
 
     def fail(self, error: ApiError) -> None:
-        """Every open question gets `error`."""
+        """Fail every open question with `error`."""
         for future in self._open.values():
             if not future.done():
                 future.set_exception(error)

@@ -41,7 +41,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class SchedulerDied(RuntimeError):
-    """The process ended without being asked to."""
+    """The scheduler's process ended without being asked to."""
 
     def __init__(self, exit_code: int) -> None:
         how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
@@ -120,7 +120,7 @@ class SchedulerProcess:
         return cls(ranks, addresses=addresses)
 
     def wait_ready(self) -> SchedulerReady:
-        """Block until all ranks can serve; what rank 0 said.
+        """Block until all ranks can serve; returns the message of rank 0.
 
         Raises:
             ValueError: a rank refused the configuration; its own message.
@@ -243,10 +243,8 @@ def _make_private_folder() -> Path:
 
 
 def _environment(num_threads: int) -> dict[str, str]:
-    """The child finds this very package and knows its number of threads.
-
-    Ranks on the host talk over the loopback interface alone.
-    """
+    """Environment of a child: this very package, its number of threads, and the
+    loopback interface for the ranks of this host."""
     package_root = str(Path(__file__).resolve().parents[3])
     inherited = child_environment()
     paths = [path for path in (inherited.get("PYTHONPATH"), package_root) if path]

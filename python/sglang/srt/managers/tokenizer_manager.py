@@ -1,4 +1,4 @@
-"""The front's heart: checks and tokenizes prompts, sends them, hands the answers back.
+"""Checks and tokenizes prompts, sends them to the scheduler, hands the answers back.
 
 Lives in one asyncio loop and owns the table of requests in flight. Knows nothing of
 HTTP, of sockets or of processes: messages leave through `send` and come in through
@@ -63,11 +63,12 @@ class Phase(Enum):
 
 
 class TokenizerManager:
-    """Args:
-    server_args: configuration.
-    tokenizer: None with --skip-tokenizer-init.
-    send: hands messages to the scheduler; never blocks.
-    metrics: where latencies are recorded, if anywhere.
+    """The front's side of every request in flight.
+
+    Args:
+        tokenizer: None with --skip-tokenizer-init.
+        send: hands messages to the scheduler; never blocks.
+        metrics: where latencies are recorded, if anywhere.
     """
 
     def __init__(
@@ -264,7 +265,7 @@ class TokenizerManager:
         return await self._calls.stats(timeout)
 
     async def canary_incidents(self) -> list[dict[str, Any]]:
-        """What the KV canary found, oldest first; empty while it is off."""
+        """The KV canary's incidents, oldest first; empty while it is off."""
         self._check_up()
         return await self._calls.incidents()
 
@@ -347,7 +348,7 @@ class TokenizerManager:
             seen.add(state.rid)
 
     def _dispatch(self, states: Sequence[RequestState]) -> None:
-        """Send, then await answers: what cannot be sent leaves nothing behind."""
+        """Send, then await answers: a request that cannot be sent leaves no state."""
         self._send([state.request for state in states])
         for state in states:
             state.is_sent = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,13 +14,15 @@ from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprobs import LogprobResult
-from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampler import Sampler, SamplerOutput
 from sglang.srt.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.grammar_masks import GrammarMasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ class SampledForward:
         """Enqueue the copies behind the forward; do not wait."""
         return to_host(
             self.parts,
-            rows=len(self.token_ids),
+            bs=len(self.token_ids),
             logprobs=self.logprobs,
             input_logprobs=self.output.input_logprobs,
             hidden=self.output.hidden_states,
@@ -104,10 +107,11 @@ class TpModelWorker:
         return [] if self._canary is None else [self._canary]
 
     def forward_batch_generation(
-        self, batch: ScheduleBatch, sampling_info: SamplingBatchInfo
+        self, batch: ScheduleBatch, masks: GrammarMasks | None = None
     ) -> GenerationBatchResult:
         """Forward, sample one token per row, publish the tokens for the next step."""
-        return self.run(batch, batch.forward_batch(sampling_info)).to_host()
+        info = batch.sampling_info if masks is None else masks.for_requests(batch)
+        return self.run(batch, batch.forward_batch(info)).to_host()
 
     def run(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> SampledForward:
         """The same, given the forward, whose results stay on the device."""
@@ -164,7 +168,7 @@ class TpModelWorker:
 def to_host(
     parts: list[Tensor],
     *,
-    rows: int,
+    bs: int,
     stride: int = 1,
     has_accept_lens: bool = False,
     num_pools: int = 1,
@@ -181,7 +185,7 @@ def to_host(
     take = _pinned_copy if is_device else _as_it_is
     result = GenerationBatchResult(
         packed=_join_in_one_copy(parts) if is_device else _words(parts),
-        rows=rows,
+        bs=bs,
         stride=stride,
         has_accept_lens=has_accept_lens,
         num_pools=num_pools,

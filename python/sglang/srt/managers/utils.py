@@ -20,22 +20,23 @@ class GenerationBatchResult:
     reached.
 
     Fields:
-    packed: int64 words: `stride` tokens of each request, accept lengths if there are
-        any, then per pool what the KV canary found (`kv_canary/kernels/finish.py`). On
-        the CPU a list.
-    rows: requests.
-    stride: tokens per request (1 without speculation).
-    has_accept_lens: False where each request got one token.
-    num_pools: KV pools that the canary speaks of: the target's, and the draft's where
-        it worked.
-    logprobs: of the sampled tokens, for rows that asked.
-    input_logprobs: of prompt tokens, by row, for rows that asked.
-    hidden: hidden states for rows that asked.
-    copy_done: event of the copy to the host; None: already there.
+        packed: int64 words: `stride` tokens of each request, accept lengths if there
+            are any, then the findings of the KV canary, pool by pool
+            (`kv_canary/kernels/finish.py`). On the CPU a list.
+        bs: requests.
+        stride: tokens per request (1 without speculation).
+        has_accept_lens: False where each request got one token.
+        num_pools: KV pools with findings: the target's, and the draft's where it
+            worked.
+        logprobs: of the sampled tokens, for requests that asked.
+        input_logprobs: of prompt tokens, by index in the batch, for requests that
+            asked.
+        hidden: hidden states for requests that asked.
+        copy_done: event of the copy to the host; None: already there.
     """
 
     packed: torch.Tensor | list[int]
-    rows: int
+    bs: int
     stride: int = 1
     has_accept_lens: bool = False
     num_pools: int = 1
@@ -51,22 +52,22 @@ class GenerationBatchResult:
 
     @property
     def tokens(self) -> list[int]:
-        """[R * stride]; request r owns `[r * stride, r * stride + accept_lens[r])`."""
-        return self._unpacked()[: self.rows * self.stride]
+        """[b * stride]; request r owns `[r * stride, r * stride + accept_lens[r])`."""
+        return self._unpacked()[: self.bs * self.stride]
 
     @property
     def accept_lens(self) -> list[int] | None:
-        """[R], or None where each request got one token."""
+        """[b], or None where each request got one token."""
         if not self.has_accept_lens:
             return None
-        begin = self.rows * self.stride
-        return self._unpacked()[begin : begin + self.rows]
+        begin = self.bs * self.stride
+        return self._unpacked()[begin : begin + self.bs]
 
     @property
     def findings(self) -> list[list[int]]:
-        """Words of what the KV canary found by pool; none while it is off."""
+        """Words of the KV canary's findings by pool; none while it is off."""
         words = self._unpacked()
-        begin = self.rows * (self.stride + self.has_accept_lens)
+        begin = self.bs * (self.stride + self.has_accept_lens)
         if begin == len(words):
             return []
         if self.num_pools == 1:

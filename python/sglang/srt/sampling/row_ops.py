@@ -1,6 +1,6 @@
 """Row-wise primitives of sampling that torch's CPU kernels do slowly.
 
-On the CPU numpy's SIMD kernels stand in: measured on one AVX-512 core at 64 x 4,096
+On the CPU numpy's SIMD kernels do the work: measured on one AVX-512 core at 64 x 4,096
 float32, argmax 18 us against 430, sort 570 us against 14,500. Knows nothing of
 sampling.
 """

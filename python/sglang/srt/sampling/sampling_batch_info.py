@@ -1,4 +1,4 @@
-"""What a sampler must know about the rows of a batch, as tensors and host flags.
+"""Sampling parameters of the rows of a batch, as tensors and host flags.
 
 Built from one host row per request, so that filtering and merging are rebuilds and
 cannot drift from a fresh batch. Knows nothing of logits, requests or grammars (it only
@@ -18,7 +18,7 @@ import torch
 from sglang.srt.sampling.noise import mix_seed
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-# What a row needs, as bits, so that a batch's needs are one OR over its rows.
+# Needs of a row, as bits, so that a batch's needs are one OR over its rows.
 _GREEDY = 1
 _SAMPLED = 2
 _SORT = 4

@@ -19,7 +19,7 @@ MAX_SEED = 2**63 - 1
 MAX_INT = 2**63 - 1
 MAX_STOPS = 128
 MAX_STOP_CHARS = 4096
-# What the end of an output is compared with, for every piece of text that is shown.
+# Compared with the end of the output for every piece of text that is shown.
 MAX_ALL_STOP_CHARS = 4 * MAX_STOP_CHARS
 # Entries of `logit_bias` and of `stop_token_ids`.
 MAX_TOKEN_ENTRIES = 1 << 16
@@ -84,7 +84,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @classmethod
     def from_wire(cls, raw: dict[str, Any] | None) -> SamplingParams:
-        """Parse and validate what a client sent; None stands for the default.
+        """Parse and validate a client's fields; None means the default.
 
         Raises:
             ValueError: an unknown field, a wrong type or a value out of range; the

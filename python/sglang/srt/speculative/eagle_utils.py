@@ -1,8 +1,7 @@
-"""Sizes and choices of speculation: what the draft reads, what it proposes, and which
-of its proposals the target accepts.
+"""Sizes and choices of speculation: the width of the draft's input, the tokens that it
+proposes, and those of its proposals that the target accepts.
 
-Everything runs on the device without waiting for it, shapes depending on the batch
-alone.
+Everything runs on the device without waiting for it; shapes depend on the batch alone.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from torch import Tensor
 
 from sglang.srt.configs.draft_config import hidden_source_size, num_hidden_sources
 from sglang.srt.layers.logprobs import LogprobRequest, LogprobResult, compute_logprobs
-from sglang.srt.layers.ops.dispatch import use_triton
-from sglang.srt.layers.sampler import filtered_probs, process_logits, select_pytorch
 from sglang.srt.sampling.penalties import TokenHistory
+from sglang.srt.sampling.sampler import greedy_choices, target_weights
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.ops.buffers import DraftCandidates, DraftTree, VerifyResult
 from sglang.srt.speculative.ops.tree import top_k_probs
@@ -77,7 +75,7 @@ def accept_drafts(
     thresholds: AcceptThresholds,
     result: VerifyResult,
 ) -> Tensor:
-    """Decide which nodes of b trees are accepted, and the token behind the last one.
+    """Decide which nodes of b trees are accepted, and the token after the last one.
 
     Args:
         logits: [b * D, V], the target's after each node.
@@ -89,30 +87,21 @@ def accept_drafts(
         [b * D, V]: the logits that tokens were chosen by, edited as the requests ask.
     """
     nodes = tree.tokens.shape[1]
-    decided = tree.positions.view(-1) + 1
-    if info.is_plain_greedy:
-        if not use_triton(logits):
-            logits = logits.float()
-        choices = select_pytorch(logits, info, decided)
-        verify_tree_greedy(tree, choices.view(-1, nodes), result=result)
-        return logits
-    keys = info.seeds
-    info = info.repeat_rows(nodes, keep_mask=True)
-    processed = process_logits(logits.float(), info, positions=decided, history=history)
+    positions = tree.positions.view(-1) + 1
     if info.is_all_greedy:
-        choices = select_pytorch(processed, info, decided)
+        processed, choices = greedy_choices(
+            logits, info, nodes=nodes, positions=positions, history=history
+        )
         verify_tree_greedy(tree, choices.view(-1, nodes), result=result)
         return processed
-    weights = filtered_probs(processed, info)
-    if info.has_greedy:
-        best = processed.argmax(dim=-1, keepdim=True)
-        certain = torch.zeros_like(weights).scatter_(1, best, 1.0)
-        weights = certain.where(info.greedy_rows[:, None], weights)
+    processed, weights = target_weights(
+        logits, info, nodes=nodes, positions=positions, history=history
+    )
     verify_tree_target_only(
         tree,
         weights,
         weights.sum(dim=-1),
-        keys=keys,
+        keys=info.seeds,
         threshold_single=thresholds.single,
         threshold_acc=thresholds.acc,
         result=result,
@@ -126,25 +115,25 @@ def node_history(
     """The tokens on the path to each node, itself included.
 
     Args:
-        token_table: int32 [rows, width], with the root's token.
+        token_table: int32 [table rows, width], with the root's token.
         req_pool_indices: int64 [b].
         max_len: upper bound of the tokens on any path.
 
     Returns:
         b * D rows with a table of their own.
     """
-    rows, nodes = tree.tokens.shape
+    bs, nodes = tree.tokens.shape
     width = min(max_len, token_table.shape[1])
     known = token_table[:, :width].index_select(0, req_pool_indices)
-    # What a node is no descendant of goes to a column behind all tokens.
+    # Nodes off the path go to one more column, which nobody reads.
     table = torch.nn.functional.pad(known, (0, 1)).repeat_interleave(nodes, dim=0)
-    columns = tree.positions[:, None, :].expand(rows, nodes, nodes)
-    columns = columns.where(tree.mask, width).reshape(rows * nodes, nodes)
-    tokens = tree.tokens.to(table.dtype)[:, None, :].expand(rows, nodes, nodes)
-    table.scatter_(1, columns, tokens.reshape(rows * nodes, nodes))
+    columns = tree.positions[:, None, :].expand(bs, nodes, nodes)
+    columns = columns.where(tree.mask, width).reshape(bs * nodes, nodes)
+    tokens = tree.tokens.to(table.dtype)[:, None, :].expand(bs, nodes, nodes)
+    table.scatter_(1, columns, tokens.reshape(bs * nodes, nodes))
     return TokenHistory(
         token_table=table,
-        req_pool_indices=torch.arange(rows * nodes, device=table.device),
+        req_pool_indices=torch.arange(bs * nodes, device=table.device),
         lens=tree.positions.view(-1) + 1,
         max_len=width,
     )
@@ -153,8 +142,8 @@ def node_history(
 def accepted_logprobs(
     processed: Tensor, *, node_rows: Tensor, tokens: Tensor, request: LogprobRequest
 ) -> LogprobResult:
-    """Logprobs of the tokens gained, S + 1 entries for each row that asks; entries
-    behind a request's accept length mean nothing.
+    """Logprobs of the tokens gained, S + 1 entries for each request that asks; entries
+    beyond a request's accept length mean nothing.
 
     Args:
         processed: [b * D, V], from `accept_drafts`.
@@ -174,16 +163,16 @@ def accepted_logprobs(
 
 
 def simulate_acceptance(result: VerifyResult, *, mean: float) -> None:
-    """Overwrite what was accepted: the first nodes of each tree, `mean` tokens on
-    average, drawn anew for every row. For benchmarks with random weights only.
+    """Accept the first nodes of each tree instead: `mean` tokens on average, drawn anew
+    for every request. For benchmarks with random weights only.
     """
-    rows, width = result.accept_index.shape
+    bs, width = result.accept_index.shape
     nodes = result.predict.shape[1]
     device = result.predict.device
     base = int(mean)
-    noise = torch.rand(rows, device=device)
+    noise = torch.rand(bs, device=device)
     lens = (base + (noise < mean - base).long()).clamp_(1, width)
     column = torch.arange(width, device=device)
-    places = torch.arange(rows, device=device)[:, None] * nodes + column
+    places = torch.arange(bs, device=device)[:, None] * nodes + column
     result.accept_index.copy_(places.where(column < lens[:, None], -1))
     result.accept_lens.copy_(lens)

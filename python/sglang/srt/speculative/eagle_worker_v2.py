@@ -6,13 +6,13 @@ decode:  draft --> verify --> accept, compact, publish --> draft extend
                                      |
                                      copy to the host (the extend runs meanwhile)
 ```
-What the next iteration needs stays on the device (`DraftRelay`), so that it can be
+The next iteration starts from state on the device (`DraftRelay`), so that it can be
 launched before the host has seen this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -43,15 +43,14 @@ from sglang.srt.speculative.eagle_utils import (
     node_history,
     simulate_acceptance,
 )
-from sglang.srt.speculative.ops.buffers import DraftTree
 from sglang.srt.speculative.ops.slots import accepted_moves
 from sglang.srt.speculative.ops.verify import gather_accepted
 from sglang.srt.speculative.workspace import WorkspaceRows
 
-__all__ = ["EAGLEWorkerV2", "EagleDraftWorker", "EagleWorkerV2"]
+if TYPE_CHECKING:
+    from sglang.srt.managers.grammar_masks import GrammarMasks
 
-# Masks of the nodes of the drafted trees: int32 [b * D, words] on the device.
-TreeMasks = Callable[[DraftTree], Tensor]
+__all__ = ["EAGLEWorkerV2", "EagleDraftWorker", "EagleWorkerV2"]
 
 
 class EAGLEWorkerV2:
@@ -111,20 +110,13 @@ class EAGLEWorkerV2:
 
     @torch.inference_mode()
     def forward_batch_generation(
-        self,
-        batch: ScheduleBatch,
-        sampling_info: SamplingBatchInfo,
-        *,
-        tree_masks: TreeMasks | None = None,
+        self, batch: ScheduleBatch, masks: GrammarMasks | None = None
     ) -> GenerationBatchResult:
-        """Run a prepared batch and leave what the next iteration starts from.
-
-        Args:
-            tree_masks: where a request has a grammar, called with the drafted trees.
-        """
+        """Prefill both models, or draft and verify; see `Worker`."""
         if batch.forward_mode.is_decode:
-            return self._decode(batch, sampling_info, tree_masks)
-        return self._prefill(batch, sampling_info)
+            return self._decode(batch, masks)
+        info = batch.sampling_info if masks is None else masks.for_requests(batch)
+        return self._prefill(batch, info)
 
     # -- prefill -------------------------------------------------------------------
 
@@ -139,7 +131,7 @@ class EAGLEWorkerV2:
         draft.relay.publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
         result = to_host(
             done.parts,
-            rows=len(done.token_ids),
+            bs=len(done.token_ids),
             logprobs=done.logprobs,
             input_logprobs=done.output.input_logprobs,
         )
@@ -149,30 +141,33 @@ class EAGLEWorkerV2:
     # -- decode --------------------------------------------------------------------
 
     def _decode(
-        self,
-        batch: ScheduleBatch,
-        sampling_info: SamplingBatchInfo,
-        tree_masks: TreeMasks | None,
+        self, batch: ScheduleBatch, masks: GrammarMasks | None
     ) -> GenerationBatchResult:
-        draft, count = self.draft_worker, len(batch)
+        draft, bs = self.draft_worker, len(batch)
         workspace = draft.workspace
         workspace.begin(batch.identity())
         seq_lens = batch.known_lens()
-        draft.draft(count, seq_lens=seq_lens)
-        part = workspace.rows(count)
-        if tree_masks is not None:
-            sampling_info = sampling_info.with_vocab_mask(tree_masks(part.tree))
+        draft.draft(bs, seq_lens=seq_lens)
+        live = workspace.rows(bs)
+        sampling_info = batch.sampling_info
+        if masks is not None:
+            sampling_info = masks.for_nodes(batch, live.tree)
         output = self.model_runner.forward(
             workspace.static_batch(
-                count,
+                bs,
                 draft.target_hidden_mode,
                 lens_cpu=self._verify_lens(seq_lens),
             )
         )
-        processed = self.verify(batch, sampling_info, output.next_token_logits, part)
-        self._take_accepted(part, output.hidden_states)
-        result = self._to_host(batch, part, processed)
-        draft._draft_extend_for_decode(count, seq_lens=seq_lens)
+        processed = self.verify(
+            live,
+            output.next_token_logits,
+            sampling_info,
+            history=self._history(batch, live),
+        )
+        self._take_accepted(live, output.hidden_states)
+        result = self._to_host(batch, live, processed)
+        draft._draft_extend_for_decode(bs, seq_lens=seq_lens)
         return result
 
     def _verify_lens(self, seq_lens: list[int] | None) -> HostLens | None:
@@ -183,83 +178,86 @@ class EAGLEWorkerV2:
 
     def verify(
         self,
-        batch: ScheduleBatch,
-        sampling_info: SamplingBatchInfo,
+        live: WorkspaceRows,
         logits: Tensor,
-        part: WorkspaceRows,
+        sampling_info: SamplingBatchInfo,
+        *,
+        history: TokenHistory | None,
     ) -> Tensor:
-        """Decide which drafts are accepted (`part.result`); every rank alike.
+        """Decide which drafts are accepted (`live.result`); every rank alike.
+
+        Args:
+            logits: [b * D, V], the target's after each node.
+            history: tokens on the path to each node, where a request has a penalty.
 
         Returns:
             [b * D, V], the logits that tokens were chosen by.
         """
         processed = accept_drafts(
-            part.tree,
+            live.tree,
             logits,
             sampling_info,
-            history=self._history(batch, sampling_info, part),
+            history=history,
             thresholds=self._thresholds,
-            result=part.result,
+            result=live.result,
         )
         if self._simulated_length:
-            simulate_acceptance(part.result, mean=self._simulated_length)
+            simulate_acceptance(live.result, mean=self._simulated_length)
         if not sampling_info.is_all_greedy or self._simulated_length:
             # Not every sum over a distribution on a GPU has the same bits twice.
             for decided in (
-                part.result.predict,
-                part.result.accept_index,
-                part.result.accept_lens,
+                live.result.predict,
+                live.result.accept_index,
+                live.result.accept_lens,
             ):
                 self._group.broadcast(decided)
         return processed
 
     def _history(
-        self,
-        batch: ScheduleBatch,
-        sampling_info: SamplingBatchInfo,
-        part: WorkspaceRows,
+        self, batch: ScheduleBatch, live: WorkspaceRows
     ) -> TokenHistory | None:
-        if not sampling_info.has_penalty:
+        """The tokens on the path to each node, where a request has a penalty."""
+        if not batch.sampling_info.has_penalty:
             return None
         # The device may be one iteration ahead of the host.
         ahead = 2 * self._shape.accept_width
         return node_history(
-            part.tree,
+            live.tree,
             token_table=self.model_runner.req_to_token_pool.token_table,
-            req_pool_indices=part.identity[0],
+            req_pool_indices=live.identity[0],
             max_len=int(batch.lens.max()) + ahead,
         )
 
-    def _take_accepted(self, part: WorkspaceRows, hidden: Tensor | None) -> None:
-        """Bring what was accepted to the front: tokens, KV, hidden states; publish the
-        tokens and the new lengths."""
+    def _take_accepted(self, live: WorkspaceRows, hidden: Tensor | None) -> None:
+        """Bring the accepted tokens, their KV and hidden states to the front; publish
+        the tokens and the new lengths."""
         gather_accepted(
-            part.result,
-            tokens=part.tokens,
-            node_rows=part.node_rows,
-            bonus_tokens=part.bonus_tokens,
+            live.result,
+            tokens=live.tokens,
+            node_rows=live.node_rows,
+            bonus_tokens=live.bonus_tokens,
         )
         if self._shape.topk > 1:
             accepted_moves(
-                part.result.accept_index,
-                out_cache_loc=part.node_slots.view(-1),
-                src=part.move_src,
-                dst=part.move_dst,
+                live.result.accept_index,
+                out_cache_loc=live.node_slots.view(-1),
+                src=live.move_src,
+                dst=live.move_dst,
             )
             self.model_runner.token_to_kv_pool.move_kv_cache(
-                part.move_dst, part.move_src
+                live.move_dst, live.move_src
             )
-        if part.hidden_states is not None:
+        if live.hidden_states is not None:
             assert hidden is not None
-            rows = part.node_rows.view(-1)
-            torch.index_select(hidden, 0, rows, out=part.hidden_states)
-        indices = part.identity[0]
+            nodes = live.node_rows.view(-1)
+            torch.index_select(hidden, 0, nodes, out=live.hidden_states)
+        req_pool_indices = live.identity[0]
         table = self.model_runner.req_to_token_pool.token_table
-        # The tokens gained follow the root, which stands at the old length.
-        columns = part.seq_lens[:, None] + self._columns(table.device)
-        table[indices[:, None], columns] = part.tokens.to(table.dtype)
+        # The tokens gained follow the root, which is at the old length.
+        columns = live.seq_lens[:, None] + self._columns(table.device)
+        table[req_pool_indices[:, None], columns] = live.tokens.to(table.dtype)
         self.draft_worker.relay.publish(
-            indices, part.seq_lens + part.result.accept_lens
+            req_pool_indices, live.seq_lens + live.result.accept_lens
         )
 
     def _columns(self, device: torch.device) -> Tensor:
@@ -270,44 +268,44 @@ class EAGLEWorkerV2:
         found, draft = self.target_worker.canary_managers(), self.draft_worker.canary
         return found if draft is None else [*found, draft]
 
-    def _accepted_rows(self, part: WorkspaceRows) -> ForwardBatch:
+    def _accepted_rows(self, live: WorkspaceRows) -> ForwardBatch:
         """The tokens whose KV stays: the root and the accepted drafts."""
         width = self._shape.accept_width
-        roots = part.tree.tokens[:, :1]
+        roots = live.tree.tokens[:, :1]
         steps = self._columns(roots.device) - 1
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
-            input_ids=torch.cat((roots, part.tokens[:, :-1]), dim=1).view(-1),
-            positions=(part.seq_lens[:, None] + steps).view(-1),
-            out_cache_loc=part.node_slots[:, :width].reshape(-1),
-            prefix_lens=part.seq_lens,
-            extend_lens=part.result.accept_lens,
-            seq_lens=part.seq_lens + part.result.accept_lens,
-            qo_indptr=self.draft_worker.extend_offsets(part.count),
-            **part.row_identity()._asdict(),
+            input_ids=torch.cat((roots, live.tokens[:, :-1]), dim=1).view(-1),
+            positions=(live.seq_lens[:, None] + steps).view(-1),
+            out_cache_loc=live.node_slots[:, :width].reshape(-1),
+            prefix_lens=live.seq_lens,
+            extend_lens=live.result.accept_lens,
+            seq_lens=live.seq_lens + live.result.accept_lens,
+            qo_indptr=self.draft_worker.extend_offsets(live.count),
+            **live.row_identity()._asdict(),
         )
 
     def _to_host(
-        self, batch: ScheduleBatch, part: WorkspaceRows, processed: Tensor
+        self, batch: ScheduleBatch, live: WorkspaceRows, processed: Tensor
     ) -> GenerationBatchResult:
         logprobs = None
         if batch.logprob_request is not None:
             logprobs = accepted_logprobs(
                 processed,
-                node_rows=part.node_rows,
-                tokens=part.tokens,
+                node_rows=live.node_rows,
+                tokens=live.tokens,
                 request=batch.logprob_request,
             )
-        parts = [part.tokens.view(-1), part.result.accept_lens]
+        parts = [live.tokens.view(-1), live.result.accept_lens]
         pools = self.canary_managers()
         if pools:
             parts += [
-                pools[0].finish_verify(self._accepted_rows(part)),
-                pools[1].collect(part.identity[0]),
+                pools[0].finish_verify(self._accepted_rows(live)),
+                pools[1].collect(live.identity[0]),
             ]
         return to_host(
             parts,
-            rows=part.count,
+            bs=live.count,
             num_pools=len(pools),
             stride=self._shape.accept_width,
             has_accept_lens=True,
@@ -315,5 +313,5 @@ class EAGLEWorkerV2:
         )
 
 
-# The name under which other code knows it, too.
+# SGLang's other name of the class.
 EagleWorkerV2 = EAGLEWorkerV2

@@ -9,16 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver
-from sglang.srt.layers.sampler import SamplerOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.worker import Worker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+from sglang.srt.sampling.sampler import SamplerOutput
 
 Sample = Callable[[ScheduleBatch, ForwardBatch, Tensor], SamplerOutput]
 
 
-def install_token_faults(worker: TpModelWorker | EAGLEWorkerV2) -> None:
+def install_token_faults(worker: Worker) -> None:
     """Wrap `TpModelWorker.sample` where the configuration has the token oracle, which
     speculation excludes; leave every other worker as it is."""
     target: Any = worker

@@ -26,6 +26,7 @@ from sglang.srt.managers.scheduler_components.scheduler_io import (
     ZmqIO,
 )
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.worker import Worker
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
@@ -64,7 +65,7 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
         else EAGLEWorkerV2
     )
     with open_fault_point(server_args):
-        worker = create(server_args=server_args, model_config=model_config)
+        worker: Worker = create(server_args=server_args, model_config=model_config)
         install_token_faults(worker)
         return Scheduler(
             server_args=server_args, worker=worker, tokenizer=tokenizer, io=io
@@ -79,16 +80,16 @@ def run_scheduler_process(
     rank: int,
     store: Path,
 ) -> None:
-    """Serve until told to stop; reports once on `ready` whether it can.
+    """Serve until a `ShutdownReq`; reports once on `ready` whether it can.
 
     Args:
         rank: of this process among `server_args.tp_size`. Rank 0 talks to the front;
-            the others do what it says and log errors only.
+            the others follow it and log errors only.
         store: file through which the ranks meet.
 
     Raises:
-        Exception: whatever the engine raised while it served; the log has it, and the
-            parent sees the process end.
+        Exception: raised by the engine while it served; the log has it, and the parent
+            sees the process end.
     """
     configure_logging(server_args.log_level if rank == 0 else FOLLOWER_LOG_LEVEL)
     try:
@@ -103,7 +104,7 @@ def run_scheduler_process(
     except (ValueError, MemoryError) as error:
         _refuse(ready, error, has_peers=server_args.tp_size > 1)
         return
-    # What was loaded stays: a collection that looked at it again would hold a step up.
+    # Loaded objects stay: a collection that looked at them again would delay a step.
     gc.collect()
     gc.freeze()
     ready.send_bytes(msgspec.msgpack.encode(scheduler.ready_message()))
@@ -122,18 +123,18 @@ def run_scheduler_process(
 
 
 def _for_clients(error: Exception) -> str:
-    """What every client in flight may read: nothing of another one's request."""
+    """The message for every client in flight: nothing of another client's request."""
     if isinstance(error, CanaryViolation):
         if error.is_alone:
-            # No collective: the others may wait in one of the forward's.
+            # No collective here: the other ranks may wait in one of the forward's.
             return error.public
-        return _found_by_any_rank(error)
+        return _findings_of_all_ranks(error)
     return f"the scheduler failed with {type(error).__name__}"
 
 
-def _found_by_any_rank(error: CanaryViolation) -> str:
-    """What clients may read of it, once every rank has reported what it found: all of
-    them stop in the same step, and the first one that ends takes the others along.
+def _findings_of_all_ranks(error: CanaryViolation) -> str:
+    """The message for clients, from the findings of every rank: all of them stop in the
+    same step, and the first one that ends takes the others along.
     """
     group, found = get_tp_group(), [error.public]
     try:
@@ -142,7 +143,7 @@ def _found_by_any_rank(error: CanaryViolation) -> str:
         found = [of_rank.decode() for of_rank in every]
     except RuntimeError as gone:
         logger.warning("another rank's report of its KV cache may be cut: %s", gone)
-    # What concerns the requests and not the data, all of them find.
+    # All ranks find what concerns the requests and not the data.
     return "\n".join(dict.fromkeys(filter(None, found))) or str(error)
 
 

@@ -1,18 +1,38 @@
-"""Requests that wait for their grammar, and the masks of a batch."""
+"""Requests that wait for their grammar."""
 
 from __future__ import annotations
 
-import torch
-
 from sglang.srt.constrained.base_grammar import Grammar
 from sglang.srt.constrained.grammar_manager import GrammarManager
-from sglang.srt.constrained.tree_masks import fill_tree_masks
-from sglang.srt.constrained.vocab_mask import mask_words
+from sglang.srt.constrained.llguidance_backend import LLGuidanceBackend
 from sglang.srt.managers.io_struct import GrammarDecision
 from sglang.srt.managers.req import Req
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.speculative.ops.buffers import DraftTree
+from sglang.srt.managers.scheduler_components.request_factory import RequestLimits
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+GRAMMAR_THREADS = 2
+
+
+def create_grammar_manager(
+    server_args: ServerArgs,
+    *,
+    tokenizer: Tokenizer | None,
+    limits: RequestLimits,
+    decides: bool,
+) -> GrammarManager | None:
+    """Compiles in threads where this rank `decides`; None where requests may not have
+    grammars."""
+    if server_args.grammar_backend == "none" or tokenizer is None:
+        return None
+    if not limits.eos_token_ids:
+        return None
+    backend = LLGuidanceBackend(
+        tokenizer.tokenizer_json,
+        vocab_size=limits.vocab_size,
+        eos_ids=limits.eos_token_ids,
+    )
+    return GrammarManager(backend, n_threads=GRAMMAR_THREADS if decides else 0)
 
 
 class GrammarQueue:
@@ -20,31 +40,16 @@ class GrammarQueue:
     there.
 
     Args:
-        decides: whether this rank says when a grammar is there (`decide`). One that
-            does not is told (`apply`), and compiles only what another rank could.
-        max_rows: of a batch.
+        decides: whether this rank says when a grammar is there (`decide`). Another
+            rank applies its decisions, and compiles only the grammars that it could.
     """
 
-    def __init__(
-        self,
-        manager: GrammarManager,
-        *,
-        decides: bool,
-        max_rows: int,
-        vocab_size: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, manager: GrammarManager, *, decides: bool) -> None:
         self._manager = manager
         self._decides = decides
         self._waiting: dict[str, Req] = {}
         # Decided and not applied yet.
         self._compiled: dict[str, Grammar] = {}
-        self._device = device
-        self._masks = torch.empty(
-            (max_rows, mask_words(vocab_size)),
-            dtype=torch.int32,
-            pin_memory=device.type == "cuda",
-        )
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -67,13 +72,13 @@ class GrammarQueue:
         return decisions
 
     def apply(self, decisions: list[GrammarDecision]) -> tuple[list[Req], list[Req]]:
-        """Carry out what `decide` returned, here or on another rank.
+        """Carry out the decisions of `decide`, from here or from another rank.
 
         Returns:
             Requests whose grammar is ready, and requests that ended with an error.
 
         Raises:
-            ValueError: this rank cannot compile what another could.
+            ValueError: this rank cannot compile a grammar that another could.
         """
         ready: list[Req] = []
         failed: list[Req] = []
@@ -99,47 +104,6 @@ class GrammarQueue:
         if req is not None:
             self._manager.cancel(rid)
         return req
-
-    def with_masks(self, batch: ScheduleBatch) -> SamplingBatchInfo:
-        """The batch's sampling info with the masks of this step."""
-        failed = self._manager.fill_batch_mask(
-            [req.grammar for req in batch.reqs], self._masks
-        )
-        for row, message in failed.items():
-            batch.reqs[row].abort_message = f"constrained decoding failed: {message}"
-        mask = self._masks[: len(batch)]
-        return batch.sampling_info.with_vocab_mask(
-            mask.to(self._device, non_blocking=True)
-        )
-
-    def tree_masks(self, batch: ScheduleBatch, tree: DraftTree) -> torch.Tensor:
-        """Masks of the nodes of the batch's trees, int32 [b * D, words] on the device.
-
-        Reads the trees on the host: whoever has a grammar waits for its draft.
-        """
-        links = torch.stack((tree.tokens, tree.next_token, tree.next_sibling)).cpu()
-        nodes = tree.tokens.shape[1]
-        masks = torch.full(
-            (len(batch) * nodes, self._masks.shape[1]),
-            -1,
-            dtype=torch.int32,
-            pin_memory=self._device.type == "cuda",
-        )
-        for row, req in enumerate(batch.reqs):
-            if req.grammar is None:
-                continue
-            tokens, children, siblings = links[:, row].tolist()
-            try:
-                fill_tree_masks(
-                    req.grammar,
-                    tokens=tokens,
-                    next_token=children,
-                    next_sibling=siblings,
-                    masks=masks[row * nodes : (row + 1) * nodes],
-                )
-            except RuntimeError as error:
-                req.abort_message = f"constrained decoding failed: {error}"
-        return masks.to(self._device, non_blocking=True)
 
     def shutdown(self) -> None:
         self._manager.shutdown()

@@ -1,4 +1,4 @@
-"""Builds the messages about requests: what is new since the last one."""
+"""Builds the messages about requests: their news since the last one."""
 
 from __future__ import annotations
 

@@ -12,21 +12,26 @@ from kv_canary.hashing import mix64_int
 from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.stop_matcher import StopMatcher
+from sglang.srt.managers.utils import decode_reserve
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import MAX_SEED
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.detokenizer import IncrementalDetokenizer
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """Fields:
-    max_total_len: prompt plus output tokens at most.
-    vocab_size: token ids are below it.
-    eos_token_ids: of the model and its tokenizer.
-    allow_hidden_states: whether requests may ask for hidden states.
-    hidden_size: numbers in an embedding.
-    embeds_refusal: why requests may not bring embeddings; None: they may.
-    max_new_tokens: what requests may ask for, None: whatever fits.
+    """Bounds that a request is checked against.
+
+    Fields:
+        max_total_len: prompt plus output tokens at most.
+        vocab_size: token ids are below it.
+        eos_token_ids: of the model and its tokenizer.
+        allow_hidden_states: whether requests may ask for hidden states.
+        hidden_size: numbers in an embedding.
+        embeds_refusal: why requests may not bring embeddings; None: they may.
+        max_new_tokens: most that a request may ask for; None: as many as fit.
     """
 
     max_total_len: int
@@ -43,10 +48,58 @@ class RequestLimits:
         return self.max_total_len - 1
 
 
+def request_limits(
+    server_args: ServerArgs, *, runner: ModelRunner, tokenizer: Tokenizer | None
+) -> RequestLimits:
+    """The limits that follow from the model, the flags and the size of the KV pool.
+
+    Raises:
+        ValueError: the pool does not hold one request.
+    """
+    config = runner.model_config
+    eos = set(config.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    slots = runner.max_total_num_tokens
+    reserve = decode_reserve(server_args)
+    if reserve + runner.allocator.page_size > slots:
+        raise ValueError(
+            f"{slots} KV slots do not hold one request: its drafts reserve "
+            f"{reserve} beside its tokens; raise --max-total-tokens or "
+            "--mem-fraction-static, or lower --speculative-eagle-topk or "
+            "--page-size"
+        )
+    is_prefill_only = server_args.disaggregation_mode == "prefill"
+    return RequestLimits(
+        # The last sampled token needs no slot.
+        max_total_len=min(config.context_len, slots - reserve + 1),
+        vocab_size=config.vocab_size,
+        eos_token_ids=tuple(sorted(eos)),
+        allow_hidden_states=server_args.enable_return_hidden_states,
+        hidden_size=config.hidden_size,
+        embeds_refusal=_embeds_refusal(server_args, runner),
+        max_new_tokens=1 if is_prefill_only else None,
+    )
+
+
+def _embeds_refusal(server_args: ServerArgs, runner: ModelRunner) -> str | None:
+    """Why requests may not bring embeddings; None: they may."""
+    if not runner.model.takes_input_embeds:
+        return f"{runner.model_config.architecture} takes tokens only"
+    if server_args.speculative_algorithm is not None:
+        return (
+            "the draft model needs tokens; start the server without "
+            f"--speculative-algorithm {server_args.speculative_algorithm}"
+        )
+    return None
+
+
 class RequestFactory:
-    """Args:
-    tokenizer: for stop strings; None with --skip-tokenizer-init.
-    random_seed: source of the seeds of requests that bring none.
+    """Builds the requests of one scheduler, each with a seed of its own.
+
+    Args:
+        tokenizer: for stop strings; None with --skip-tokenizer-init.
+        random_seed: source of the seeds of requests that bring none.
     """
 
     def __init__(
@@ -113,7 +166,7 @@ class RequestFactory:
         limits, params = self.limits, request.sampling_params
         if limits.embeds_refusal is not None:
             raise ValueError(f"input_embeds: {limits.embeds_refusal}")
-        # What needs the tokens of a prompt.
+        # Options that need the tokens of a prompt.
         needs: dict[str, Any] = {
             "logprob_start_len": request.return_logprob
             and request.logprob_start_len >= 0,
@@ -126,15 +179,15 @@ class RequestFactory:
                     "not have; leave it at its default"
                 )
         values = np.frombuffer(request.input_embeds, dtype=np.float32)
-        rows = len(request.input_ids)
-        if values.size != rows * limits.hidden_size:
+        num_tokens = len(request.input_ids)
+        if values.size != num_tokens * limits.hidden_size:
             raise ValueError(
-                f"input_embeds has rows of {values.size // rows} numbers, but the "
-                f"model's hidden_size is {limits.hidden_size}"
+                f"input_embeds has rows of {values.size // num_tokens} numbers, but "
+                f"the model's hidden_size is {limits.hidden_size}"
             )
         if not np.isfinite(values).all():
             raise ValueError("input_embeds holds a number beyond float32")
-        return values.reshape(rows, limits.hidden_size)
+        return values.reshape(num_tokens, limits.hidden_size)
 
     def _stop_matcher(self, request: GenerateReq) -> StopMatcher | None:
         params = request.sampling_params

@@ -19,8 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessedBatch(NamedTuple):
-    """`reqs`: those that the result was about; a request that had ended while its
-    forward was in flight is not among them."""
+    """Fields:
+    reqs: those of the result, without any that had ended while its forward was in
+        flight.
+    num_generated: output tokens that count.
+    """
 
     reqs: list[Req]
     num_generated: int
@@ -49,7 +52,7 @@ class BatchResultProcessor:
     def process(
         self, launched: LaunchRecord, result: GenerationBatchResult
     ) -> ProcessedBatch:
-        """Take one result back; frees are batched."""
+        """Give the tokens of one result to their requests; frees are batched."""
         result.wait()
         live = [i for i, req in enumerate(launched.reqs) if not req.is_finished]
         tokens, accept_lens = result.tokens, result.accept_lens
@@ -121,7 +124,7 @@ class BatchResultProcessor:
 
     @staticmethod
     def _store_extras(launched: LaunchRecord, result: GenerationBatchResult) -> None:
-        """Logprobs and hidden states, for the rows that asked."""
+        """Logprobs and hidden states, for the requests that asked."""
         if result.logprobs is not None:
             _store_logprobs(launched, result, result.logprobs.to_host())
         if not launched.is_decode:
@@ -132,8 +135,8 @@ class BatchResultProcessor:
         if result.hidden is not None:
             starts = launched.starts.tolist()
             counts = (launched.ends - launched.starts).tolist()
-            rows = torch.split(result.hidden.float(), counts)
-            for req, start, states in zip(launched.reqs, starts, rows, strict=True):
+            hidden = torch.split(result.hidden.float(), counts)
+            for req, start, states in zip(launched.reqs, starts, hidden, strict=True):
                 if req.return_hidden_states and not req.is_finished:
                     req.store_hidden_states(start, states)
 
@@ -141,12 +144,12 @@ class BatchResultProcessor:
 def _store_logprobs(
     launched: LaunchRecord, result: GenerationBatchResult, entries: list[HostLogprob]
 ) -> None:
-    """`entries`: `result.stride` for each request that asked, of which as many count as
-    it got tokens."""
+    """Store as many of `entries` per request as it got tokens; there are
+    `result.stride` for each request that asked."""
     accept_lens = result.accept_lens
-    rows = {req.serial: row for row, req in enumerate(launched.reqs)}
+    indices = {req.serial: i for i, req in enumerate(launched.reqs)}
     for i, req in enumerate(launched.logprob_reqs):
-        row = rows[req.serial]
+        row = indices[req.serial]
         is_over = req.params.max_new_tokens == 0 or req.is_finished
         if is_over or launched.is_chunked[row]:
             continue

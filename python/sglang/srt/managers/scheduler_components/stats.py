@@ -41,7 +41,8 @@ class StatsTracker:
         self._window_start = time.monotonic()
         self._window_tokens = 0
         self._throughput = 0.0
-        # Of the window that runs, and of the last one.
+        # Verifications and their output tokens in the window that runs; mean of the
+        # last one.
         self._verified = [0, 0]
         self._accept_length = 0.0
 

@@ -1,7 +1,7 @@
 """One step's input, the same on every tensor parallel rank.
 
-Rank 0 receives and decides; the others do what it says, in the same order. Knows
-nothing of what the messages mean.
+Rank 0 receives and decides; the others follow in the same order. Knows nothing of the
+meaning of the messages.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
 
 
 class StepInputs:
-    """Args:
-    io: where rank 0 receives; the other ranks' is not asked.
-    group: whom rank 0 tells: one broadcast per step.
+    """Gives every rank the messages and decisions of rank 0, in one broadcast per step.
+
+    Args:
+        io: where rank 0 receives; the other ranks' is not asked.
+        group: the ranks.
     """
 
     def __init__(self, io: SchedulerIO, group: TensorParallelGroup) -> None:
@@ -59,6 +61,6 @@ class StepInputs:
         return self._group.size > 1
 
     def remember(self, *facts: int) -> None:
-        """Add to the digest that the ranks compare: small facts about what was done."""
+        """Add small facts about the step to the digest that the ranks compare."""
         # Hashes of integers are the same in every process.
         self._history = hash((self._history, *facts))

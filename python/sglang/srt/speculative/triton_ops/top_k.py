@@ -17,7 +17,7 @@ from sglang.srt.layers.triton_ops.launch import (
     let_next_start,
     wait_for_inputs,
 )
-from sglang.srt.layers.triton_ops.sampling import split_size
+from sglang.srt.sampling.triton_ops.choose_tokens import split_size
 from sglang.srt.speculative.triton_ops.common import (
     NO_KEY,
     NOTHING,

@@ -18,7 +18,8 @@ from sglang.srt.layers.triton_ops.launch import (
     let_next_start,
     wait_for_inputs,
 )
-from sglang.srt.layers.triton_ops.sampling import _uniform, split_size
+from sglang.srt.sampling.triton_ops.choose_tokens import split_size
+from sglang.srt.sampling.triton_ops.noise import uniform
 from sglang.srt.speculative.ops.buffers import DraftTree, VerifyResult
 from sglang.srt.speculative.triton_ops.common import block_of, launch_options, require
 from sglang.srt.speculative.triton_ops.verify import require_result
@@ -71,7 +72,7 @@ def walk_kernel(
     for _ in range(STEPS):
         place = first + current
         total = tl.load(totals + place).to(tl.float64)
-        coin = _uniform(key, tl.load(positions + place) + 1)
+        coin = uniform(key, tl.load(positions + place) + 1)
         is_child = (parent == place) & goes_on
         is_known = is_child & (token >= 0) & (token < vocab)
         weight = tl.load(
@@ -141,7 +142,7 @@ def bonus_kernel(
     arrived = tl.atomic_add(counters + q, 1, sem="acq_rel", scope="gpu")
     if arrived == SPLITS - 1:
         tl.store(counters + q, 0)
-        noise = _uniform(
+        noise = uniform(
             tl.load(keys + q) ^ BONUS_STREAM, tl.load(positions + place) + 1
         )
         part = tl.arange(0, SPLITS_BLOCK)

@@ -1,8 +1,8 @@
 """Triton kernel that chooses a token per row without waiting for the device.
 
 One launch reads the logits once: argmax for greedy rows, for the others an inverse-CDF
-draw in the order of the ids with the (seed, position) noise of `srt/sampling/noise.py`.
-Top-k, top-p and min-p are not known here.
+draw in the order of the ids with the (seed, position) noise of `sampling/noise.py`.
+Knows nothing of top-k, top-p and min-p.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -22,6 +22,7 @@ from sglang.srt.layers.triton_ops.launch import (
     supports_dependent_launch,
     wait_for_inputs,
 )
+from sglang.srt.sampling.triton_ops.noise import uniform
 
 _MAX_SPLITS = 128
 _MAX_ROWS = 4096
@@ -33,20 +34,6 @@ _SCRATCH = Scratch(
 )
 
 _LOWEST = tl.constexpr(-(2**63))
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-_MUL_1 = tl.constexpr(0xBF58476D1CE4E5B9)
-_MUL_2 = tl.constexpr(0x94D049BB133111EB)
-
-
-@triton.jit
-def _uniform(key, position):
-    """The float64 in [0, 1) of `noise.uniform`."""
-    word = key.to(tl.uint64, bitcast=True)
-    word += (position + 1).to(tl.uint64, bitcast=True) * _GOLDEN
-    word = (word ^ (word >> 30)) * _MUL_1
-    word = (word ^ (word >> 27)) * _MUL_2
-    word = word ^ (word >> 31)
-    return (word >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
 
 
 @triton.jit
@@ -111,16 +98,16 @@ def choose_kernel(
     arrived = tl.atomic_add(counters + row, 1, sem="acq_rel", scope="gpu")
     if arrived == SPLITS - 1:
         tl.store(counters + row, 0)
-        part = tl.arange(0, SPLITS_BLOCK)
-        slots = row * SPLITS + part
+        splits = tl.arange(0, SPLITS_BLOCK)
+        slots = row * SPLITS + splits
         if draws:
             chosen = _draw(
                 row_logits,
                 temperatures + row,
-                _uniform(tl.load(seeds + row), tl.load(positions + row)),
+                uniform(tl.load(seeds + row), tl.load(positions + row)),
                 maxima + slots,
                 sums + slots,
-                part,
+                splits,
                 vocab,
                 SPLITS,
                 BLOCK,
@@ -129,7 +116,7 @@ def choose_kernel(
         else:
             keys = tl.load(
                 best_keys + slots,
-                mask=part < SPLITS,
+                mask=splits < SPLITS,
                 other=_LOWEST,
                 cache_modifier=".cg",
             )
@@ -144,14 +131,14 @@ def _draw(
     noise,
     maxima,
     sums,
-    part,
+    splits,
     vocab,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
 ):
     """The first id whose cumulative weight exceeds `noise` times the row's total."""
-    inside = part < SPLITS
+    inside = splits < SPLITS
     largest = tl.load(maxima, mask=inside, other=float("-inf"), cache_modifier=".cg")
     weight = tl.load(sums, mask=inside, other=0.0, cache_modifier=".cg")
     top = tl.max(largest, axis=0)
@@ -160,7 +147,7 @@ def _draw(
     ends = tl.cumsum(weight, axis=0)
     target = noise * tl.sum(weight, axis=0)
     split = tl.minimum(tl.sum((ends <= target).to(tl.int32), axis=0), SPLITS - 1)
-    before = tl.sum(tl.where(part == split, ends - weight, 0.0), axis=0)
+    before = tl.sum(tl.where(splits == split, ends - weight, 0.0), axis=0)
     index = split * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(row_logits + index, mask=index < vocab, other=float("-inf"))
     value = value.to(tl.float32)
@@ -202,7 +189,7 @@ def choose_tokens(
             logits have more rows or ids than the kernel's scratch was laid out for.
     """
     rows, vocab = logits.shape
-    given = [part is not None for part in (seeds, positions, greedy_rows)]
+    given = [x is not None for x in (seeds, positions, greedy_rows)]
     if any(given) != all(given):
         raise ValueError("seeds, positions and greedy_rows must be given together")
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -1,5 +1,7 @@
 """Turns logits into token ids: edits, filters, one draw, logprobs.
 
+A plain step samples through `Sampler`. A verification of draft trees takes
+`greedy_choices` or `target_weights` of the tree's nodes and decides the rest itself.
 Everything runs on the device of the logits without waiting for it. Knows nothing of
 requests, schedulers or grammars beyond the rows of `SamplingBatchInfo`.
 """
@@ -11,7 +13,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from sglang.srt.constrained.vocab_mask import apply_vocab_mask
 from sglang.srt.layers.logprobs import LogprobRequest, LogprobResult, compute_logprobs
 from sglang.srt.layers.ops.dispatch import triton_ops, use_triton
 from sglang.srt.sampling import row_ops
@@ -23,6 +24,7 @@ from sglang.srt.sampling.penalties import (
     ban_stop_tokens,
 )
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.vocab_mask import apply_vocab_mask
 
 
 class SamplerOutput(NamedTuple):
@@ -168,7 +170,7 @@ def select_pytorch(
 def _choose_in_one_launch(
     logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor
 ) -> torch.Tensor:
-    """What `select_pytorch` chooses where nothing filters, on CUDA."""
+    """The choice of `select_pytorch` where nothing filters, on CUDA."""
     if info.is_all_greedy:
         chosen: torch.Tensor = triton_ops.choose_tokens(logits)
         return chosen
@@ -181,13 +183,71 @@ def _choose_in_one_launch(
     return chosen
 
 
+def greedy_choices(
+    logits: torch.Tensor,
+    info: SamplingBatchInfo,
+    *,
+    nodes: int,
+    positions: torch.Tensor,
+    history: TokenHistory | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token after each node of b trees whose requests are all greedy.
+
+    Args:
+        logits: [b * nodes, V] in any float dtype; left unmodified.
+        info: of the b requests; a mask, if any, has a row per node.
+        positions: [b * nodes] int64, index of the token after each node.
+        history: tokens on the path to each node; required where a request has a
+            penalty.
+
+    Returns:
+        The processed logits [b * nodes, V] and the tokens [b * nodes] int64.
+    """
+    if info.is_plain_greedy:
+        processed = logits if use_triton(logits) else logits.float()
+    else:
+        info = info.repeat_rows(nodes, keep_mask=True)
+        processed = process_logits(
+            logits.float(), info, positions=positions, history=history
+        )
+    return processed, select_pytorch(processed, info, positions)
+
+
+def target_weights(
+    logits: torch.Tensor,
+    info: SamplingBatchInfo,
+    *,
+    nodes: int,
+    positions: torch.Tensor,
+    history: TokenHistory | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distribution of the token after each node of b trees.
+
+    Args as for `greedy_choices`.
+
+    Returns:
+        The processed logits [b * nodes, V] float32, and weights of the same shape that
+        need not sum to 1; the nodes of a greedy request have one nonzero weight.
+    """
+    info = info.repeat_rows(nodes, keep_mask=True)
+    processed = process_logits(
+        logits.float(), info, positions=positions, history=history
+    )
+    weights = filtered_probs(processed, info)
+    if info.has_greedy:
+        best = processed.argmax(dim=-1, keepdim=True)
+        certain = torch.zeros_like(weights).scatter_(1, best, 1.0)
+        weights = certain.where(info.greedy_rows[:, None], weights)
+    return processed, weights
+
+
 def filtered_probs(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     """[R, V] float32: softmax with 0 for the ids that top-k, top-p or min-p removes.
 
     The three filters look at the same distribution, sorted by falling probability
     (ties: lower id first), and each keeps a prefix: top-k the first k; top-p the
     shortest whose sum reaches p; min-p those with at least min_p times the best
-    probability. What is left is not rescaled.
+    probability. The kept probabilities are not rescaled.
     """
     probs = torch.softmax(logits, dim=-1)
     rows = info.filter_rows
@@ -218,8 +278,8 @@ def _keep_prefix(
     order in which a sort leaves equal values nor the choice between sort and top-k
     matters, and nothing has to be scattered back.
     """
-    # One value more than can be kept shows whether the last kept id has a tie behind
-    # it.
+    # One value more than can be kept shows whether the value after the last kept one is
+    # a tie.
     n_best = min(max_top_k + 1, probs.shape[1])
     negated = row_ops.negated_best(probs, n_best)
     sums = negated.double().neg_().cumsum(dim=-1)

@@ -1,0 +1,235 @@
+"""Chooses the batch of the next step: a prefill, a chunk of one, or a decode step.
+
+Owns the queue and the batches between two steps. Knows nothing of messages, forwards or
+results.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from sglang.srt.managers.req import Req
+from sglang.srt.managers.schedule_batch import BatchEnvironment, ScheduleBatch
+from sglang.srt.managers.schedule_policy import (
+    SCHEDULE_POLICIES,
+    Admission,
+    NewTokenRatio,
+    PrefillAdder,
+    PrefillBudget,
+)
+from sglang.srt.managers.scheduler_components.retraction import retract_for_decode
+from sglang.srt.managers.scheduler_components.stats import StatsTracker
+from sglang.srt.mem_cache.common import release_req
+from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+
+class BatchSelector:
+    """Prefills come first; between two chunks of a long prompt the others decode once.
+
+    Args:
+        resolve: processes the results in flight, so that requests that ended in them
+            give their slots back; True where there were any.
+        on_dropped: called with a request that was aborted between two chunks of its
+            prompt, after its memory is released.
+
+    Attributes:
+        waiting: the queue; these requests hold no memory.
+        running: the batch that decodes.
+        last_prefill: the batch of the last step, where that was a prefill.
+        chunked: the request whose prompt is prefilled in part.
+    """
+
+    def __init__(
+        self,
+        env: BatchEnvironment,
+        *,
+        server_args: ServerArgs,
+        stats: StatsTracker,
+        resolve: Callable[[], bool],
+        on_dropped: Callable[[Req], None],
+    ) -> None:
+        assert server_args.chunked_prefill_size is not None
+        self._env = env
+        self._cache = env.cache
+        self._max_prefill_tokens = server_args.max_prefill_tokens
+        chunk_tokens = server_args.chunked_prefill_size
+        self._chunk_tokens = chunk_tokens if chunk_tokens > 0 else None
+        self._order_waiting = SCHEDULE_POLICIES[server_args.schedule_policy]
+        self._new_token_ratio = NewTokenRatio(server_args.schedule_conservativeness)
+        self._stats = stats
+        self._resolve = resolve
+        self._on_dropped = on_dropped
+        self.waiting: list[Req] = []
+        self.running: ScheduleBatch | None = None
+        self.last_prefill: ScheduleBatch | None = None
+        self.chunked: Req | None = None
+
+    def has_requests(self) -> bool:
+        """Whether any request waits or is in a batch."""
+        return bool(
+            self.waiting
+            or self.chunked is not None
+            or self.last_prefill is not None
+            or self.running is not None
+        )
+
+    def on_idle(self) -> None:
+        """Expect of the next requests what was expected of the first ones."""
+        self._new_token_ratio.on_idle()
+
+    def get_next_batch_to_run(self) -> ScheduleBatch | None:
+        """The next batch, its slots taken; None where nothing can run."""
+        prefilled = self.last_prefill is not None
+        self._merge_last_prefill()
+        is_decode_turn = prefilled and self.chunked is not None
+        if not (is_decode_turn and self.running is not None):
+            batch = self._get_new_prefill_batch()
+            if batch is not None:
+                self.last_prefill = batch
+                return batch
+        return self._get_decode_batch()
+
+    def _merge_last_prefill(self) -> None:
+        """Requests whose prompt is complete start to decode."""
+        batch, self.last_prefill = self.last_prefill, None
+        if batch is None:
+            return
+        batch.filter(
+            [
+                i
+                for i, req in enumerate(batch.reqs)
+                if req.decodes_on and not req.is_chunked
+            ]
+        )
+        if not batch.reqs:
+            return
+        if self.running is not None:
+            self.running.filter_decoding()
+        if self.running is None or not self.running.reqs:
+            self.running = batch
+            batch.sort_for_decode()
+        else:
+            self.running.merge(batch)
+
+    # -- prefill -------------------------------------------------------------------
+
+    def _get_new_prefill_batch(self) -> ScheduleBatch | None:
+        if self.chunked is not None and self.chunked.abort_message is not None:
+            self._drop_chunked()
+        if self.chunked is None and not self.waiting:
+            return None
+        adder = self._fill_prefill_adder()
+        if not adder.reqs:
+            return None
+        batch = ScheduleBatch.prepare_for_extend(
+            adder.reqs, adder.extend_lens, self._env
+        )
+        if batch is None:
+            self._undo_admission(adder)
+            return None
+        self.chunked = adder.chunked
+        added = {req.serial for req in adder.reqs}
+        self.waiting = [req for req in self.waiting if req.serial not in added]
+        for req in adder.reqs:
+            if not req.was_admitted:
+                req.was_admitted = True
+                self._stats.on_admitted(req)
+        self._stats.on_prefill(
+            batch.reqs, sum(adder.extend_lens), waiting=len(self.waiting)
+        )
+        return batch
+
+    def _drop_chunked(self) -> None:
+        """End an aborted request between two chunks of its prompt."""
+        req, self.chunked = self.chunked, None
+        assert req is not None
+        req.finish_if_aborted()
+        release_req(req, cache=self._cache)
+        self._on_dropped(req)
+
+    def _fill_prefill_adder(self) -> PrefillAdder:
+        running = [] if self.running is None else self.running.reqs
+        adder = PrefillAdder(
+            cache=self._cache,
+            running=[req for req in running if req.decodes_on],
+            new_token_ratio=self._new_token_ratio.value,
+            budget=PrefillBudget(
+                max_prefill_tokens=self._max_prefill_tokens,
+                chunk_tokens=self._chunk_tokens,
+                max_new_reqs=self._cache.req_pool.available_size()
+                + (self.chunked is not None),
+                decode_reserve=self._env.decode_reserve,
+            ),
+        )
+        if self.chunked is not None:
+            adder.add_chunked(self.chunked)
+        self.waiting = self._order_waiting(self.waiting, self._cache)
+        for req in self.waiting:
+            if adder.add(req) is Admission.NO_BUDGET:
+                break
+        return adder
+
+    def _undo_admission(self, adder: PrefillAdder) -> None:
+        """The slots did not suffice after all: give back the locks, and the memory of
+        the prompt that was begun."""
+        for req in adder.reqs:
+            if req is self.chunked:
+                continue
+            assert req.last_node is not None
+            self._cache.dec_lock_ref(req.last_node)
+            req.last_node, req.cache_protected_len = None, 0
+            req.is_chunked = False
+        self._resolve()
+        if self.chunked is not None:
+            self._requeue(self.chunked)
+            self.chunked = None
+
+    # -- decode --------------------------------------------------------------------
+
+    def _get_decode_batch(self) -> ScheduleBatch | None:
+        batch = self.running
+        if batch is None:
+            return None
+        batch.filter_decoding()
+        if batch.reqs and not batch.prepare_for_decode():
+            self._make_room(batch)
+        if not batch.reqs:
+            self.running = None
+            return None
+        self._new_token_ratio.on_decode()
+        self._stats.on_decode(len(batch), len(self.waiting))
+        return batch
+
+    def _make_room(self, batch: ScheduleBatch) -> None:
+        """Retract requests until the others can decode.
+
+        The results in flight come first: requests that end in them give slots back.
+        """
+        if self._resolve():
+            batch.filter_decoding()
+            if not batch.reqs or batch.prepare_for_decode():
+                return
+        retracted = retract_for_decode(batch, chunked=self.chunked)
+        for req in reversed(retracted):
+            if req is self.chunked:
+                self.chunked = None
+            self._requeue(req)
+        self._new_token_ratio.on_retract(batch.reqs)
+        self._stats.on_retract(len(retracted))
+        logger.warning(
+            "KV cache is full: retracted %d request(s), %d go on; a larger "
+            "--schedule-conservativeness admits fewer",
+            len(retracted),
+            len(batch),
+        )
+
+    def _requeue(self, req: Req) -> None:
+        """Put a request whose memory was (or is now) released at the front."""
+        if req.req_pool_idx:
+            release_req(req, cache=self._cache)
+            req.req_pool_idx = 0
+        req.reset_for_retry()
+        self.waiting.insert(0, req)

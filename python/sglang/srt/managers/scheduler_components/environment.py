@@ -1,0 +1,32 @@
+"""The prefix cache of a scheduler and the constants of its batches."""
+
+from __future__ import annotations
+
+from sglang.srt.managers.schedule_batch import BatchEnvironment
+from sglang.srt.managers.utils import decode_reserve
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.server_args import ServerArgs
+
+
+def create_environment(
+    server_args: ServerArgs, runner: ModelRunner
+) -> BatchEnvironment:
+    """A new cache over the pools of `runner`, and the constants of its batches."""
+    cache_class: type[BasePrefixCache] = (
+        ChunkCache if server_args.disable_radix_cache else RadixCache
+    )
+    cache = cache_class(
+        req_pool=runner.req_to_token_pool,
+        allocator=runner.allocator,
+        # A slot of the draft's pool depends on the next token, too.
+        bigram=server_args.speculative_algorithm is not None,
+    )
+    return BatchEnvironment(
+        cache=cache,
+        vocab_size=runner.model_config.vocab_size,
+        needs_host_lens=runner.attn_backend.capabilities.needs_cpu_seq_lens,
+        decode_reserve=decode_reserve(server_args),
+    )

@@ -1,0 +1,115 @@
+"""The requests of a scheduler by id: accepts them, and ends those that never ran.
+
+Knows nothing of batches beyond the queue.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.managers.io_struct import AbortReq, GenerateReq, GrammarDecision
+from sglang.srt.managers.req import Req
+from sglang.srt.managers.scheduler_components.batch_selector import BatchSelector
+from sglang.srt.managers.scheduler_components.canary_gate import CanaryGate
+from sglang.srt.managers.scheduler_components.grammar_queue import GrammarQueue
+from sglang.srt.managers.scheduler_components.output_streamer import OutputStreamer
+from sglang.srt.managers.scheduler_components.request_factory import RequestFactory
+from sglang.srt.managers.scheduler_components.stats import StatsTracker
+
+
+class RequestIntake:
+    """Every request is answered: by its result, by an abort or by a refusal.
+
+    Args:
+        batches: whose queue the requests join.
+        grammars: compiles grammars; None where requests may not have any.
+        canary: learns the names of requests.
+        max_queued_requests: more waiting requests than these are refused.
+        unfinished: by id, all requests that have not ended; filled and emptied here.
+    """
+
+    def __init__(
+        self,
+        factory: RequestFactory,
+        *,
+        batches: BatchSelector,
+        grammars: GrammarQueue | None,
+        canary: CanaryGate | None,
+        streamer: OutputStreamer,
+        stats: StatsTracker,
+        max_queued_requests: int,
+        unfinished: dict[str, Req],
+    ) -> None:
+        self._factory = factory
+        self._batches = batches
+        self._grammars = grammars
+        self._canary = canary
+        self._streamer = streamer
+        self._stats = stats
+        self._max_queued_requests = max_queued_requests
+        self._unfinished = unfinished
+
+    def accept(self, request: GenerateReq) -> None:
+        """Queue a request, or answer why not."""
+        try:
+            req = self._factory.create(request)
+        except ValueError as error:
+            self._streamer.refuse(request, str(error), status_code=400)
+            return
+        limit = self._max_queued_requests
+        grammars_waiting = 0 if self._grammars is None else len(self._grammars)
+        if len(self._batches.waiting) + grammars_waiting >= limit:
+            self._streamer.refuse(
+                request,
+                f"the queue is full ({limit} requests wait); try again later",
+                status_code=503,
+            )
+            return
+        self._unfinished[req.rid] = req
+        if self._canary is not None:
+            self._canary.admit(req)
+        grammar_key = req.params.grammar_key
+        if grammar_key is None:
+            self._batches.waiting.append(req)
+        elif self._grammars is None:
+            req.abort(
+                f"{grammar_key[0]} needs a tokenizer with an EOS token and "
+                "--grammar-backend llguidance",
+                status_code=400,
+            )
+            self.end(req)
+        else:
+            self._grammars.submit(req, *grammar_key)
+
+    def abort(self, message: AbortReq) -> None:
+        """End one request or all: waiting ones now, running ones with their step."""
+        rids = list(self._unfinished) if message.abort_all else [message.rid]
+        waiting = self._batches.waiting
+        for rid in rids:
+            req = self._unfinished.get(rid)
+            if req is None or req.is_finished:
+                continue
+            req.abort_message = message.message
+            if self._grammars is not None and self._grammars.cancel(rid) is not None:
+                req.finish_if_aborted()
+                self.end(req)
+            elif req.req_pool_idx == 0 and req in waiting:
+                waiting.remove(req)
+                req.finish_if_aborted()
+                self.end(req)
+
+    def apply_grammars(self, decisions: list[GrammarDecision]) -> None:
+        """Queue the requests whose grammar is there; end those whose has failed."""
+        assert self._grammars is not None
+        ready, failed = self._grammars.apply(decisions)
+        self._batches.waiting += ready
+        for req in failed:
+            self.end(req)
+
+    def end(self, req: Req) -> None:
+        """Answer a finished request that is in no batch."""
+        self.forget(req)
+        self._streamer.send([req])
+
+    def forget(self, req: Req) -> None:
+        """A request has finished."""
+        self._unfinished.pop(req.rid, None)
+        self._stats.on_finish(req)
