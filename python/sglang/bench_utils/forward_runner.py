@@ -47,7 +47,9 @@ class ForwardRunner:
         )
         self.runner.initialize()
         self._pool = self.runner.req_to_token_pool
-        self._cache = ChunkCache(req_pool=self._pool, allocator=self.runner.allocator)
+        self._cache = ChunkCache(
+            req_to_token_pool=self._pool, allocator=self.runner.allocator
+        )
         self._rows: list[int] = []
         self._lens: list[int] = []
 

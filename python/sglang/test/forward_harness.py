@@ -58,7 +58,9 @@ class ForwardHarness:
         self.runner.initialize()
         self.canary = install_canary(server_args=args, model_runner=self.runner)
         self.pool = self.runner.req_to_token_pool
-        self.cache = ChunkCache(req_pool=self.pool, allocator=self.runner.allocator)
+        self.cache = ChunkCache(
+            req_to_token_pool=self.pool, allocator=self.runner.allocator
+        )
         self._tokens: dict[int, list[int]] = {}
         self._written: dict[int, int] = {}
 

@@ -152,7 +152,7 @@ def check_accounting(scheduler: Scheduler) -> None:
     check_busy(scheduler.cache, live)
     for req in live:
         assert req.cache_protected_len <= req.committed_len <= req.allocated_len
-        assert req.allocated_len <= scheduler.cache.req_pool.row_width
+        assert req.allocated_len <= scheduler.cache.req_to_token_pool.row_width
 
 
 def check_no_leak(harness: EngineHarness) -> None:
@@ -161,7 +161,7 @@ def check_no_leak(harness: EngineHarness) -> None:
     assert harness.scheduler.stats_snapshot().num_used_tokens == 0
     cache.reset()
     assert cache.allocator.available_size() == cache.allocator.size
-    assert cache.req_pool.available_size() == cache.req_pool.size
+    assert cache.req_to_token_pool.available_size() == cache.req_to_token_pool.size
 
 
 def assert_parity(

@@ -60,7 +60,7 @@ def free_early(harness: EngineHarness) -> torch.Tensor:
     scheduler = harness.scheduler
     assert scheduler.running is not None
     (req,) = scheduler.running.reqs
-    slots = scheduler.cache.req_pool.row_slots(req.req_pool_idx, 0, 44)
+    slots = scheduler.cache.req_to_token_pool.row_slots(req.req_pool_idx, 0, 44)
     scheduler.cache.allocator.free(slots[40:44].clone())
     return slots[40:44]
 
@@ -116,7 +116,9 @@ def test_a_read_after_free_is_found_at_once(model: Path, page_size: int) -> None
     # Slots that the victim got again, for new tokens, are written by the launch that
     # reads them (`triton_before.py`).
     row, end = req.req_pool_idx, req.allocated_len
-    new = harness.scheduler.cache.req_pool.row_slots(row, allocated, end).tolist()
+    new = harness.scheduler.cache.req_to_token_pool.row_slots(
+        row, allocated, end
+    ).tolist()
     again = set(new) & set(slots)
     assert len(again) == len(new) or page_size > 1
     for position, slot in enumerate(slots, start=40):

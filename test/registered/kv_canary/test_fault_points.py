@@ -213,7 +213,8 @@ def test_what_is_built_without_it_is_sound(
         )
     monkeypatch.delenv(VARIABLE)
     narrow, whole = (
-        engine.scheduler.cache.req_pool.row_width for engine in engines.values()
+        engine.scheduler.cache.req_to_token_pool.row_width
+        for engine in engines.values()
     )
     assert narrow == CONTEXT + 4 + 12 < whole
     runners = [e.scheduler.worker.model_runner for e in engines.values()]

@@ -152,7 +152,9 @@ class TestBooks:
         harness = decoding(model, "log")
         cache, (req,) = harness.scheduler.cache, harness.scheduler.running.reqs
         books = SlotBooks(cache, lambda: [req])
-        row = cache.req_pool.row_slots(req.req_pool_idx, 0, req.allocated_len).tolist()
+        row = cache.req_to_token_pool.row_slots(
+            req.req_pool_idx, 0, req.allocated_len
+        ).tolist()
         assert books.owner_of(row[5]) == Owner("prefix cache", is_shared=True)
         assert books.owner_of(row[-1]) == Owner('request "a"')
         (taken,) = cache.allocator.alloc(1).tolist()
@@ -178,7 +180,7 @@ class TestBooks:
         monkeypatch.setattr(
             cache, "cached_slots", lambda: (asked.append(None), cached_slots())[1]
         )
-        slots = cache.req_pool.row_slots(req.req_pool_idx, 0, 30)
+        slots = cache.req_to_token_pool.row_slots(req.req_pool_idx, 0, 30)
         manager.target.buffers.state.tail[
             slots.to(manager.target.kv_pool.device), 2
         ] += 1

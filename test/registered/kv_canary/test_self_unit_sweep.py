@@ -36,8 +36,10 @@ def make_sweeper(
 ) -> tuple[RadixCache, Sweeper]:
     size = pages * page_size
     allocator = create_allocator(size=size, page_size=page_size)
-    req_pool = ReqToTokenPool(size=4, row_width=512, device="cpu", context_len=512)
-    cache = RadixCache(req_pool=req_pool, allocator=allocator)
+    req_to_token_pool = ReqToTokenPool(
+        size=4, row_width=512, device="cpu", context_len=512
+    )
+    cache = RadixCache(req_to_token_pool=req_to_token_pool, allocator=allocator)
     pool = MHATokenToKVPool(
         size=size,
         page_size=page_size,

@@ -34,7 +34,7 @@ PROPERTY = settings(
 )
 
 
-def req_pool(
+def req_to_token_pool(
     *, size: int = 4, row_width: int = 20, context_len: int = 16, device: str = "cpu"
 ) -> ReqToTokenPool:
     return ReqToTokenPool(
@@ -64,19 +64,19 @@ def mha_pool(
 
 
 def test_tables_start_at_zero_and_have_the_declared_shapes() -> None:
-    pool = req_pool(row_width=20, context_len=16)
+    pool = req_to_token_pool(row_width=20, context_len=16)
     assert pool.req_to_token.shape == (5, 20) and pool.token_table.shape == (5, 20)
     assert pool.req_to_token.dtype == pool.token_table.dtype == torch.int32
     assert not pool.req_to_token.any() and not pool.token_table.any()
-    assert req_pool(row_width=20, context_len=33).token_table.shape == (5, 33)
+    assert req_to_token_pool(row_width=20, context_len=33).token_table.shape == (5, 33)
     with pytest.raises(ValueError, match="size=0"):
-        req_pool(size=0)
+        req_to_token_pool(size=0)
 
 
 @PROPERTY
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
 def test_rows_are_owned_once(ops: list[tuple[bool, int]]) -> None:
-    pool = req_pool(size=6)
+    pool = req_to_token_pool(size=6)
     used: list[int] = []
     for take, amount in ops:
         if take:
@@ -99,7 +99,7 @@ def test_rows_are_owned_once(ops: list[tuple[bool, int]]) -> None:
 def test_padding_row_is_never_freed() -> None:
     for row in (0, 5, -1):
         with pytest.raises(RuntimeError, match=f"row {row}"):
-            req_pool(size=4).free([row])
+            req_to_token_pool(size=4).free([row])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -107,7 +107,7 @@ def test_padding_row_is_never_freed() -> None:
 @given(data=st.data())
 def test_batch_writes_equal_a_loop(device: str, data: st.DataObject) -> None:
     width = 20
-    pool = req_pool(size=5, row_width=width, device=device)
+    pool = req_to_token_pool(size=5, row_width=width, device=device)
     want = np.zeros((6, width), dtype=np.int32)
     for _ in range(3):
         rows = data.draw(st.permutations(range(1, 6)))[: data.draw(st.integers(0, 5))]
@@ -135,7 +135,7 @@ def test_batch_writes_equal_a_loop(device: str, data: st.DataObject) -> None:
 
 
 def test_row_slots_is_a_copy() -> None:
-    pool = req_pool()
+    pool = req_to_token_pool()
     pool.write(2, 0, torch.tensor([5, 6, 7]))
     before = pool.row_slots(2, 0, 3)
     pool.write(2, 0, torch.tensor([9, 9, 9]))
@@ -143,7 +143,7 @@ def test_row_slots_is_a_copy() -> None:
 
 
 def test_a_write_past_the_row_is_refused_and_harms_nobody() -> None:
-    pool = req_pool(row_width=8)
+    pool = req_to_token_pool(row_width=8)
     with pytest.raises(RuntimeError, match=r"row 2: columns \[6, 9\).*width 8"):
         pool.write_batch([1, 2], [0, 6], [2, 3], torch.arange(5))
     with pytest.raises(RuntimeError, match="3 slots for 2 columns"):
@@ -155,7 +155,7 @@ def test_a_write_past_the_row_is_refused_and_harms_nobody() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tokens_are_written_per_row(device: str) -> None:
-    pool = req_pool(row_width=8, context_len=12, device=device)
+    pool = req_to_token_pool(row_width=8, context_len=12, device=device)
     pool.write_tokens([3, 1], [0, 10], [3, 2], torch.tensor([7, 8, 9, 4, 5]))
     assert pool.token_table[3, :4].tolist() == [7, 8, 9, 0]
     assert pool.token_table[1, 9:].tolist() == [0, 4, 5]

@@ -45,8 +45,12 @@ def make_cache(
     *, pages: int = 64, page_size: int = 1, bigram: bool = False
 ) -> RadixCache:
     allocator = create_allocator(size=pages * page_size, page_size=page_size)
-    req_pool = ReqToTokenPool(size=4, row_width=64, device="cpu", context_len=64)
-    return RadixCache(req_pool=req_pool, allocator=allocator, bigram=bigram)
+    req_to_token_pool = ReqToTokenPool(
+        size=4, row_width=64, device="cpu", context_len=64
+    )
+    return RadixCache(
+        req_to_token_pool=req_to_token_pool, allocator=allocator, bigram=bigram
+    )
 
 
 def put(cache: RadixCache, tokens: list[int], namespace: str | None = None) -> int:

@@ -67,11 +67,11 @@ def make_cache(
     *, pages: int, page_size: int, bigram: bool = False, radix: bool = True
 ) -> BasePrefixCache:
     allocator = create_allocator(size=pages * page_size, page_size=page_size)
-    req_pool = ReqToTokenPool(
+    req_to_token_pool = ReqToTokenPool(
         size=4, row_width=ROW_WIDTH, device="cpu", context_len=ROW_WIDTH
     )
     kind = RadixCache if radix else ChunkCache
-    return kind(req_pool=req_pool, allocator=allocator, bigram=bigram)
+    return kind(req_to_token_pool=req_to_token_pool, allocator=allocator, bigram=bigram)
 
 
 def admit(
@@ -80,9 +80,9 @@ def admit(
     """Match and lock the prefix, take a row and write the prefix to it."""
     match = cache.match_prefix(cache.key(tokens[:-1], namespace=namespace))
     cache.inc_lock_ref(match.last_node)
-    rows = cache.req_pool.alloc(1)
+    rows = cache.req_to_token_pool.alloc(1)
     assert rows is not None
-    cache.req_pool.write(rows[0], 0, match.slots)
+    cache.req_to_token_pool.write(rows[0], 0, match.slots)
     cached = len(match)
     return Req(
         tokens=tokens,
@@ -127,7 +127,9 @@ class RequestMachine(RuleBasedStateMachine):
         return req.namespace, position, tuple(req.tokens[:end])
 
     def write_kv(self, req: Req, start: int, end: int) -> None:
-        slots = self.cache.req_pool.row_slots(req.req_pool_idx, start, end).tolist()
+        slots = self.cache.req_to_token_pool.row_slots(
+            req.req_pool_idx, start, end
+        ).tolist()
         for position, slot in enumerate(slots, start=start):
             self.content[slot] = self.truth(req, position)
 
@@ -231,7 +233,7 @@ class RequestMachine(RuleBasedStateMachine):
     @invariant()
     def every_row_reads_what_it_should(self) -> None:
         for req in self.requests:
-            slots = self.cache.req_pool.row_slots(
+            slots = self.cache.req_to_token_pool.row_slots(
                 req.req_pool_idx, 0, req.committed_len
             )
             for position, slot in enumerate(slots.tolist()):
@@ -288,7 +290,7 @@ def grown(cache: BasePrefixCache, tokens: list[int], reserve: int = 0) -> Req:
 def test_finished_request_keeps_whole_pages_and_frees_the_rest() -> None:
     cache = make_cache(pages=10, page_size=4)
     req = grown(cache, list(range(10)), reserve=7)
-    row = cache.req_pool.row_slots(req.req_pool_idx, 0, 17).tolist()
+    row = cache.req_to_token_pool.row_slots(req.req_pool_idx, 0, 17).tolist()
     release_req(req, cache=cache)
     assert cache.cached_slots().tolist() == row[:8]
     assert cache.allocator.available_size() == 40 - 8
@@ -298,12 +300,12 @@ def test_finished_request_keeps_whole_pages_and_frees_the_rest() -> None:
 def test_duplicates_of_the_cache_are_freed() -> None:
     cache = make_cache(pages=20, page_size=1)
     first, second = (grown(cache, [1, 2, 3, 4, 5]) for _ in range(2))
-    kept = cache.req_pool.row_slots(first.req_pool_idx, 0, 5)
-    own = cache.req_pool.row_slots(second.req_pool_idx, 0, 5)
+    kept = cache.req_to_token_pool.row_slots(first.req_pool_idx, 0, 5)
+    own = cache.req_to_token_pool.row_slots(second.req_pool_idx, 0, 5)
     assert not set(kept.tolist()) & set(own.tolist())
     release_req(first, cache=cache)
     cache.cache_unfinished_req(second)
-    row = cache.req_pool.row_slots(second.req_pool_idx, 0, 5)
+    row = cache.req_to_token_pool.row_slots(second.req_pool_idx, 0, 5)
     assert row.tolist() == kept.tolist(), "the row must point to the tree's slots"
     assert cache.allocator.available_size() == 15
     assert cache.protected_size() == 5
@@ -372,10 +374,10 @@ def test_nothing_is_evicted_for_a_request_that_cannot_be_served() -> None:
 def test_remapped_rows_read_the_trees_slots(length: int) -> None:
     cache = make_cache(pages=20, page_size=1)
     first, second = (grown(cache, list(range(length))) for _ in range(2))
-    kept = cache.req_pool.row_slots(first.req_pool_idx, 0, length)
+    kept = cache.req_to_token_pool.row_slots(first.req_pool_idx, 0, length)
     cache.cache_unfinished_req(first)
     cache.cache_unfinished_req(second)
-    row = cache.req_pool.row_slots(second.req_pool_idx, 0, length)
+    row = cache.req_to_token_pool.row_slots(second.req_pool_idx, 0, length)
     assert row.tolist() == kept.tolist() == second.prefix_slots.tolist()
     check_busy(cache, [first, second])
 

@@ -74,7 +74,7 @@ def check_books(scheduler):
     live = live_requests(scheduler)
     check_busy(scheduler.cache, live)
     scheduler.cache.check()
-    pool = scheduler.cache.req_pool
+    pool = scheduler.cache.req_to_token_pool
     assert pool.size - pool.available_size() == len(live)
     assert len({r.req_pool_idx for r in live}) == len(live)
     for req in live:

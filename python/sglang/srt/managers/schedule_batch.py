@@ -49,7 +49,7 @@ class BatchEnvironment:
 
     @property
     def device(self) -> torch.device:
-        return self.cache.req_pool.device
+        return self.cache.req_to_token_pool.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ class ScheduleBatch:
         Returns:
             None, with nothing taken, where the slots do not suffice.
         """
-        cache, pool = env.cache, env.cache.req_pool
+        cache, pool = env.cache, env.cache.req_to_token_pool
         new = [r for r in reqs if r.req_pool_idx == 0]
         rows = pool.alloc(len(new))
         if rows is None:
@@ -288,7 +288,7 @@ class ScheduleBatch:
         if not self.sampling_info.has_penalty:
             return None
         return TokenHistory(
-            token_table=self.env.cache.req_pool.token_table,
+            token_table=self.env.cache.req_to_token_pool.token_table,
             req_pool_indices=self.req_pool_indices,
             lens=self.seq_lens,
             max_len=int(self.lens.max()),
@@ -296,7 +296,7 @@ class ScheduleBatch:
 
     def _decode_forward_batch(self, sampling_info: SamplingBatchInfo) -> ForwardBatch:
         positions = self._prefix_lens_device
-        table = self.env.cache.req_pool.token_table
+        table = self.env.cache.req_to_token_pool.token_table
         serial, salt, rids_int = self._identity.unbind()
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,

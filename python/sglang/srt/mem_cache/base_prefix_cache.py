@@ -172,7 +172,7 @@ class BasePrefixCache(ABC):
     """Interface of `RadixCache` and `ChunkCache`.
 
     Args:
-        req_pool: rows to read a finished request's slots from and to remap.
+        req_to_token_pool: rows to read a finished request's slots from and to remap.
         allocator: takes the slots that the cache frees.
         bigram: key element p is the token pair (p, p + 1); see `RadixKey`.
     """
@@ -180,11 +180,11 @@ class BasePrefixCache(ABC):
     def __init__(
         self,
         *,
-        req_pool: ReqToTokenPool,
+        req_to_token_pool: ReqToTokenPool,
         allocator: BaseAllocator,
         bigram: bool = False,
     ) -> None:
-        self.req_pool = req_pool
+        self.req_to_token_pool = req_to_token_pool
         self.allocator = allocator
         self.page_size = allocator.page_size
         self.bigram = bigram
@@ -307,7 +307,9 @@ class BasePrefixCache(ABC):
 
     def _free_row(self, req: CacheableReq, start: int, end: int) -> None:
         if end > start:
-            self.allocator.free(self.req_pool.row_slots(req.req_pool_idx, start, end))
+            self.allocator.free(
+                self.req_to_token_pool.row_slots(req.req_pool_idx, start, end)
+            )
 
     @staticmethod
     def _mark_released(req: CacheableReq) -> None:

@@ -46,13 +46,14 @@ def extend_rows(
     row_ids = np.asarray(rows, dtype=np.int64)
     prefix = np.asarray(prefix_lens, dtype=np.int64)
     seq = np.asarray(seq_lens, dtype=np.int64)
-    allocator, req_pool = cache.allocator, cache.req_pool
-    if len(seq) and int(seq.max()) > req_pool.row_width:
+    allocator, req_to_token_pool = cache.allocator, cache.req_to_token_pool
+    if len(seq) and int(seq.max()) > req_to_token_pool.row_width:
         # Before anything is taken: a slot that no row records cannot be freed.
         raise RuntimeError(
-            f"{int(seq.max())} positions do not fit a row of width {req_pool.row_width}"
+            f"{int(seq.max())} positions do not fit a row of width "
+            f"{req_to_token_pool.row_width}"
         )
-    last_locs = req_pool.last_locs(row_ids, prefix)
+    last_locs = req_to_token_pool.last_locs(row_ids, prefix)
     slots = allocator.alloc_extend(
         prefix_lens=prefix, seq_lens=seq, last_locs=last_locs
     )
@@ -64,13 +65,13 @@ def extend_rows(
         )
         if slots is None:
             return None
-    return req_pool.write_batch(row_ids, prefix, seq - prefix, slots)
+    return req_to_token_pool.write_batch(row_ids, prefix, seq - prefix, slots)
 
 
 def release_req(req: CacheableReq, *, cache: BasePrefixCache) -> None:
     """Release a request's memory: cache or free its slots, then free its row."""
     cache.cache_finished_req(req)
-    cache.req_pool.free([req.req_pool_idx])
+    cache.req_to_token_pool.free([req.req_pool_idx])
 
 
 def check_idle(cache: BasePrefixCache, *, fenced: int = 0) -> None:
@@ -82,7 +83,7 @@ def check_idle(cache: BasePrefixCache, *, fenced: int = 0) -> None:
     Raises:
         RuntimeError: the sum is wrong (names each term), or a row or lock is held.
     """
-    allocator, pool = cache.allocator, cache.req_pool
+    allocator, pool = cache.allocator, cache.req_to_token_pool
     free, cached = allocator.available_size(), cache.total_size()
     difference = allocator.size - free - cached - fenced
     if difference:
@@ -116,7 +117,7 @@ def check_busy(cache: BasePrefixCache, requests: Iterable[CacheableReq]) -> None
     holders = np.zeros(num_pages + 1, dtype=np.int64)
     holders[np.unique(host_array(cache.cached_slots()) // page_size)] += 1
     for req in requests:
-        own = cache.req_pool.row_slots(
+        own = cache.req_to_token_pool.row_slots(
             req.req_pool_idx, req.cache_protected_len, req.allocated_len
         )
         holders[np.unique(host_array(own) // page_size)] += 1

@@ -47,11 +47,13 @@ class RadixCache(BasePrefixCache):
     def __init__(
         self,
         *,
-        req_pool: ReqToTokenPool,
+        req_to_token_pool: ReqToTokenPool,
         allocator: BaseAllocator,
         bigram: bool = False,
     ) -> None:
-        super().__init__(req_pool=req_pool, allocator=allocator, bigram=bigram)
+        super().__init__(
+            req_to_token_pool=req_to_token_pool, allocator=allocator, bigram=bigram
+        )
         self.root = TreeNode()
         self._serial = count(1)
         self._now = 0
@@ -310,7 +312,7 @@ class RadixCache(BasePrefixCache):
         self._free_row(req, protected, shared)
         match = self.match_prefix(self._committed_key(req))
         if shared > protected:
-            self.req_pool.write(
+            self.req_to_token_pool.write(
                 req.req_pool_idx, protected, match.slots[protected:shared]
             )
         self.inc_lock_ref(match.last_node)
@@ -336,7 +338,7 @@ class RadixCache(BasePrefixCache):
         """
         key = self._committed_key(req)
         aligned = self._aligned(len(key))
-        slots = self.req_pool.row_slots(req.req_pool_idx, 0, aligned)
+        slots = self.req_to_token_pool.row_slots(req.req_pool_idx, 0, aligned)
         present = self.insert(key, slots)
         if present < min(req.cache_protected_len, aligned):
             raise RuntimeError(

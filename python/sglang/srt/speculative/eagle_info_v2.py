@@ -70,7 +70,7 @@ class EagleDraftInput:
                 every configuration: a slot that no row records cannot be freed, and a
                 write behind a row lands in another request's.
         """
-        page, width = cache.page_size, cache.req_pool.row_width
+        page, width = cache.page_size, cache.req_to_token_pool.row_width
         ends = np.maximum(allocated, -(-(committed + reserve) // page) * page)
         longest = int(ends.max())
         if longest > width:

@@ -39,7 +39,7 @@ def free_early(worker: TpModelWorker, run: Method) -> Method:
     def forward_batch_generation(
         batch: ScheduleBatch, sampling_info: SamplingBatchInfo
     ) -> GenerationBatchResult:
-        pool = batch.env.cache.req_pool
+        pool = batch.env.cache.req_to_token_pool
         for req in batch.reqs:
             is_last = batch.forward_mode.is_decode and not req.decodes_on
             if is_last and req.serial not in freed:

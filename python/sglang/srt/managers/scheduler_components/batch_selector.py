@@ -159,7 +159,7 @@ class BatchSelector:
             budget=PrefillBudget(
                 max_prefill_tokens=self._max_prefill_tokens,
                 chunk_tokens=self._chunk_tokens,
-                max_new_reqs=self._cache.req_pool.available_size()
+                max_new_reqs=self._cache.req_to_token_pool.available_size()
                 + (self.chunked is not None),
                 decode_reserve=self._env.decode_reserve,
             ),

@@ -67,7 +67,7 @@ class SlotBooks:
         ]
 
     def _row(self, req: Req) -> Tensor:
-        return self._cache.req_pool.row_slots(
+        return self._cache.req_to_token_pool.row_slots(
             req.req_pool_idx, req.cache_protected_len, req.allocated_len
         )
 

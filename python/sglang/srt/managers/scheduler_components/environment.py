@@ -19,7 +19,7 @@ def create_environment(
         ChunkCache if server_args.disable_radix_cache else RadixCache
     )
     cache = cache_class(
-        req_pool=runner.req_to_token_pool,
+        req_to_token_pool=runner.req_to_token_pool,
         allocator=runner.allocator,
         # A slot of the draft's pool depends on the next token, too.
         bigram=server_args.speculative_algorithm is not None,
