@@ -269,7 +269,7 @@ class DeclaredLists:
 
     def _view(self, batch: ForwardBatch) -> tuple[KVReadView]:
         lists, step = self.lists, int(batch.prefix_lens[0] - self._seq_lens[0])
-        offsets = lists.indptr[: lists.steps * (batch.num_rows + 1)]
+        offsets = lists.indptr[: lists.steps * (batch.batch_size + 1)]
         return (
             KVReadView(
                 read_lens=batch.seq_lens,

@@ -48,10 +48,10 @@ class CanaryLaunchCapacities:
         Raises:
             RuntimeError: more rows than were announced; says so.
         """
-        rows = forward_batch.req_pool_indices.shape[0]
-        if rows > self.max_rows:
+        bs = forward_batch.batch_size
+        if bs > self.max_rows:
             raise RuntimeError(
-                f"a forward of {rows} rows, but the KV canary was set up for "
+                f"a forward of {bs} rows, but the KV canary was set up for "
                 f"{self.max_rows}"
             )
 

@@ -134,15 +134,15 @@ def cut_tables(scene: Scene) -> Damage | None:
     """The tables of branches were sized without the factor top-k: those of the last
     ones list nothing (27338)."""
     page_size, topk = scene.target.page_size, scene.target.topk
-    rows = scene.forward_batch.num_rows
-    first = rows // topk
+    bs = scene.forward_batch.batch_size
+    first = bs // topk
     if topk == 1:
         return None
     for branch in _branches(scene):
         if branch.row != first:
             continue  # the first one whose table is empty is the one to be named
-        undo = _restored((branch.table, slice(first, rows)))
-        branch.table[first:rows] = 0
+        undo = _restored((branch.table, slice(first, bs)))
+        branch.table[first:bs] = 0
         return Damage(
             req_row=branch.victim.req_row,
             serial=branch.victim.serial,
