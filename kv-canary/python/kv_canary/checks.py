@@ -11,12 +11,12 @@ from kv_canary.layout import NO_FINGERPRINT, Fingerprint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolChecks:
-    """The same for every forward of a pool; a None leaves its check out.
+    """The tables of a pool, the same for every forward; None leaves a check out.
 
     Fields:
         page_size: slots below it are scratch; padded rows write nothing else.
         fingerprint: the bytes that are hashed.
-        req_to_token: int32 [req_rows, W], slots by request row and position, what
+        req_to_token: int32 [req_rows, W], slots by request row and position, as
             READ_SET and WRITE_FOREIGN expect. None, for a sweep: rows (any `req_rows`
             but 0) belong to no request, so that columns and `expected_lineage` are not
             compared and findings go to verdict 0.
