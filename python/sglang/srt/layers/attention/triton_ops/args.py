@@ -8,6 +8,7 @@ and their tiles as compile-time constants: every field is known when they are co
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import triton
@@ -138,12 +139,14 @@ def pages_args(page_table: Tensor, row_index: Tensor | None) -> Pages:
     return Pages(page_table, row_stride, column_stride, row_index)
 
 
+@functools.cache
 def padded_head(head_dim: int) -> int:
     """Channels of a tile."""
     return max(int(triton.next_power_of_2(head_dim)), 16)
 
 
-def shape_args(*, q_heads: int, kv_heads: int, head_dim: int, page_size: int) -> Shape:
+@functools.cache
+def shape_args(q_heads: int, kv_heads: int, head_dim: int, page_size: int) -> Shape:
     return Shape(
         kv_heads=kv_heads,
         group=q_heads // kv_heads,

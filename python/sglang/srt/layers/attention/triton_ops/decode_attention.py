@@ -119,9 +119,7 @@ def decode_launch(
     splits: int,
 ) -> Launch:
     """Compile-time parameters of the split kernel, chosen from shapes alone."""
-    shape = shape_args(
-        q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size
-    )
+    shape = shape_args(q_heads, kv_heads, head_dim, page_size)
     block_n, warps, stages = next(
         tile for limit, tile in TILES if shape.block_d * itemsize <= limit
     )

@@ -6,6 +6,7 @@ it: `rope_store_kv` leaves it so. `extend_attention` decides between this and th
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sglang.srt.layers.attention.triton_ops.args import (
     DenseTile,
     NewKV,
-    padded_head,
+    Shape,
     shape_args,
 )
 from sglang.srt.layers.attention.triton_ops.extend_dense_kernels import (
@@ -75,25 +76,29 @@ def dense_launch(shape: LaunchShape, *, page_size: int, pdl: bool) -> Launch:
     Args:
         pdl: the device has programmatic dependent launch.
     """
-    tile = TILES[max(padded_head(shape.head_dim), 64)]
+    kernel_shape = shape_args(shape.q_heads, shape.kv_heads, shape.head_dim, page_size)
+    tile = TILES[max(kernel_shape.block_d, 64)]
+    block_r, one_row = searched_rows(shape.rows), shape.rows == 1
+    return _launch_of(tile, kernel_shape, block_r, one_row, pdl)
+
+
+@functools.cache
+def _launch_of(
+    tile: TileChoice, shape: Shape, block_r: int, one_row: bool, pdl: bool
+) -> Launch:
     return Launch(
         constants={
-            "SHAPE": shape_args(
-                q_heads=shape.q_heads,
-                kv_heads=shape.kv_heads,
-                head_dim=shape.head_dim,
-                page_size=page_size,
-            ),
+            "SHAPE": shape,
             "TILE": DenseTile(
-                heads=heads_per_tile(shape.q_heads // shape.kv_heads),
+                heads=heads_per_tile(shape.group),
                 block_m=tile.block_m,
                 block_n=tile.block_n,
                 gather_n=tile.gather_n,
                 masked_n=_MASKED_N,
                 stages=tile.stages,
             ),
-            "BLOCK_R": searched_rows(shape.rows),
-            "ONE_ROW": shape.rows == 1,
+            "BLOCK_R": block_r,
+            "ONE_ROW": one_row,
             "PDL": pdl,
         },
         num_warps=tile.warps,

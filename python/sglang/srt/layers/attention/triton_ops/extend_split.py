@@ -6,6 +6,7 @@ decides between this and one program per tile.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +93,7 @@ def extend_splits(
     )
 
 
+@functools.cache
 def split_combine_launch(*, q_heads: int, head_dim: int, splits: int) -> Launch:
     """Compile-time parameters of the combine kernel after a split kernel."""
     block_d = padded_head(head_dim)

@@ -6,10 +6,12 @@ from a tile; knows nothing of tensors.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 from sglang.srt.layers.attention.triton_ops.args import (
+    Shape,
     Tile,
     padded_head,
     shape_args,
@@ -133,23 +135,24 @@ def choose_tile(shape: LaunchShape, *, itemsize: int) -> ExtendTile:
 
 def extend_launch(tile: ExtendTile, shape: LaunchShape, *, page_size: int) -> Launch:
     """Compile-time parameters of either kernel, chosen from shapes alone."""
+    kernel_shape = shape_args(shape.q_heads, shape.kv_heads, shape.head_dim, page_size)
+    return _launch_of(tile, kernel_shape, searched_rows(shape.rows))
+
+
+@functools.cache
+def _launch_of(tile: ExtendTile, shape: Shape, block_r: int) -> Launch:
     return Launch(
         constants={
-            "SHAPE": shape_args(
-                q_heads=shape.q_heads,
-                kv_heads=shape.kv_heads,
-                head_dim=shape.head_dim,
-                page_size=page_size,
-            ),
+            "SHAPE": shape,
             "TILE": Tile(
-                heads=heads_per_tile(shape.q_heads // shape.kv_heads),
+                heads=heads_per_tile(shape.group),
                 block_m=tile.block_m,
                 block_n=tile.block_n,
                 masked_n=min(tile.block_n, tile.masked_n),
                 stages=tile.stages,
                 is_v_late=tile.is_v_late,
             ),
-            "BLOCK_R": searched_rows(shape.rows),
+            "BLOCK_R": block_r,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
