@@ -164,7 +164,7 @@ def test_extend_in_every_form_of_the_main_loop(
 @pytest.fixture
 def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of any length take new K and V from the inputs."""
-    monkeypatch.setattr(dense_module, "_MIN_TOKENS_PER_ROW", 0)
+    monkeypatch.setattr(dense_module, "MIN_TOKENS_PER_ROW", 0)
 
 
 HALF_DTYPES = [dtype for dtype in DTYPES if dtype.itemsize == 2]

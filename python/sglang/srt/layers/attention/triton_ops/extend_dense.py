@@ -32,7 +32,7 @@ from sglang.srt.layers.attention.triton_ops.launch import Launch
 from sglang.srt.layers.triton_ops.launch import supports_dependent_launch
 
 # Shorter rows spend their time on the prefix, which is in the pool.
-_MIN_TOKENS_PER_ROW = 64
+MIN_TOKENS_PER_ROW = 64
 # Bytes that the copy engine aligns rows and tiles to.
 _ALIGNMENT = 16
 
@@ -65,7 +65,7 @@ def reads_new(
     """Whether extend attention of this shape reads K and V of the new tokens from
     `k_new` and `v_new` when it gets them, and only the prefix from the pool.
     """
-    is_long = tokens >= rows * _MIN_TOKENS_PER_ROW
+    is_long = tokens >= rows * MIN_TOKENS_PER_ROW
     is_narrow = head_dim <= _MAX_HEAD_DIM and dtype.itemsize == 2
     return is_long and is_narrow and not has_tree
 
