@@ -17,11 +17,11 @@ from kv_canary.records import (
 )
 from kv_canary.reporter import (
     ViolationReporter,
-    create_reporter,
 )
 from kv_canary.serials import SerialMap
 from kv_canary.violation import Owner, Violation, parse_entry
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
+from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
 
 READER, WRITER = 5, 9
 NASTY = 'a "quoted"\nkv_canary violation: rid=\\ \u2028 id'
