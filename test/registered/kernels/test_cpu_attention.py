@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops import attention, dispatch
+from kv_canary.op import native_available
+from sglang.srt.layers.ops import attention
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 
 register_cpu_ci(est_time=15, suite="cpu")
 
 pytestmark = pytest.mark.skipif(
-    not dispatch.native_available(), reason="the native CPU kernels are not installed"
+    not native_available(), reason="the native CPU kernels are not installed"
 )
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sglang.srt.configs.draft_config import hidden_source_size, num_hidden_sources
 from sglang.srt.layers.logprobs import LogprobRequest, LogprobResult, compute_logprobs
-from sglang.srt.layers.ops.dispatch import use_triton
 from sglang.srt.layers.sampler import filtered_probs, process_logits, select_pytorch
 from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -91,8 +90,6 @@ def accept_drafts(
     nodes = tree.tokens.shape[1]
     decided = tree.positions.view(-1) + 1
     if info.is_plain_greedy:
-        if not use_triton(logits):
-            logits = logits.float()
         choices = select_pytorch(logits, info, decided)
         verify_tree_greedy(tree, choices.view(-1, nodes), result=result)
         return logits

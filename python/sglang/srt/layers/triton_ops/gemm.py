@@ -1,7 +1,7 @@
 """Matrix product of few rows with a weight read once: choice, checks and launch.
 
-`choose` says where this beats cuBLAS; `layers/ops/linear.py` asks it. Knows bfloat16
-and float16 weights [N, K]; knows nothing of layers or sharding.
+`choose` says where this beats cuBLAS; `linear` and `linear_silu_and_mul` ask it. Knows
+bfloat16 and float16 weights [N, K]; knows nothing of layers or sharding.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sglang.srt.layers.ops.linear import (
+    PackedWeight,
+    linear_ref,
+    linear_silu_and_mul_ref,
+)
 from sglang.srt.layers.triton_ops.gated_gemm_kernel import gated_gemm_kernel
 from sglang.srt.layers.triton_ops.gemm_kernels import gemm_kernel, gemv_kernel
 from sglang.srt.layers.triton_ops.gemm_table import (
@@ -47,6 +52,32 @@ def choose(x: Tensor, weight: Tensor, *, gated: bool = False) -> GemmConfig | No
     if weight.stride() != (k, 1) or k % 8 or weight.data_ptr() % 16:
         return None
     return lookup(rows=rows, n=n, k=k, gated=gated)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`ops.linear.linear`: `gemm` where it is the faster one, else torch."""
+    if not isinstance(weight, PackedWeight):
+        config = choose(x, weight)
+        if config is not None:
+            return gemm(x, weight, bias, config=config, out=out)
+    return linear_ref(x, weight, bias, out=out)
+
+
+def linear_silu_and_mul(
+    x: Tensor, weight: Tensor | PackedWeight, *, out: Tensor | None = None
+) -> Tensor:
+    """`ops.linear.linear_silu_and_mul`: one launch where that is the faster one."""
+    if not isinstance(weight, PackedWeight):
+        config = choose(x, weight, gated=True)
+        if config is not None:
+            return gemm_silu_and_mul(x, weight, config=config, out=out)
+    return linear_silu_and_mul_ref(x, weight, out=out)
 
 
 def gemm(

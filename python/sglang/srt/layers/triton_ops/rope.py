@@ -184,9 +184,9 @@ def rope_store_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     out_cache_loc: Tensor,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    eps: float,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
     update_k: bool = False,
 ) -> None:
     """`ops.rope.rope_store_kv`; one launch; leaves k unchanged unless asked.
