@@ -70,7 +70,6 @@ class DraftTree:
         parent_index: place of the parent among all b * D nodes; -1 for the root and for
             a node whose parent was not selected, which is in no child list and sees
             itself and the prefix only.
-        retrieve_index: place of the node among all b * D nodes.
         next_token: first child within the request, or -1; children ascend.
         next_sibling: next child of the same parent within the request, or -1.
         mask: [b, D, D] bool, mask[q, i, j]: node i may attend node j.
@@ -80,7 +79,6 @@ class DraftTree:
     tokens: Tensor
     positions: Tensor
     parent_index: Tensor
-    retrieve_index: Tensor
     next_token: Tensor
     next_sibling: Tensor
     mask: Tensor
@@ -99,7 +97,6 @@ class DraftTree:
             tokens=longs(nodes),
             positions=longs(nodes),
             parent_index=longs(nodes),
-            retrieve_index=longs(nodes),
             next_token=longs(nodes),
             next_sibling=longs(nodes),
             mask=torch.zeros((rows, nodes, nodes), dtype=torch.bool, device=device),

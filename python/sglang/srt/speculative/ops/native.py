@@ -60,7 +60,6 @@ def build_tree(
             tree.tokens,
             tree.positions,
             tree.parent_index,
-            tree.retrieve_index,
             tree.next_token,
             tree.next_sibling,
             tree.mask,

@@ -173,7 +173,6 @@ def build_tree_ref(
         columns = {
             "positions": [seq_len + depth for depth in depths],
             "parent_index": [p if p < 0 else q * nodes + p for p in parents],
-            "retrieve_index": range(q * nodes, (q + 1) * nodes),
             "next_token": [group[0] if group else -1 for group in children],
             "next_sibling": siblings,
         }

@@ -38,7 +38,6 @@ def build_kernel(
     tokens,
     positions,
     parent_index,
-    retrieve_index,
     next_token,
     next_sibling,
     mask,
@@ -76,7 +75,6 @@ def build_kernel(
     tl.store(tokens + first + node, token, mask=is_node)
     place = tl.where(parent >= 0, first + parent, -1)
     tl.store(parent_index + first + node, place, mask=is_node)
-    tl.store(retrieve_index + first + node, first + node, mask=is_node)
     column = node[None, :]
     is_child = column == node[:, None]
     seen = is_child
@@ -173,7 +171,6 @@ def build_tree(
         tokens=tree.tokens,
         positions=tree.positions,
         parent_index=tree.parent_index,
-        retrieve_index=tree.retrieve_index,
         next_token=tree.next_token,
         next_sibling=tree.next_sibling,
     )
@@ -191,7 +188,6 @@ def build_tree(
         tree.tokens,
         tree.positions,
         tree.parent_index,
-        tree.retrieve_index,
         tree.next_token,
         tree.next_sibling,
         tree.mask.view(torch.uint8),
