@@ -19,7 +19,7 @@ from sglang.srt.layers.ops.linear import (
     linear_silu_and_mul_ref,
 )
 from sglang.srt.layers.triton_ops.gated_gemm_kernel import gated_gemm_kernel
-from sglang.srt.layers.triton_ops.gemm_kernels import gemm_kernel, gemv_kernel
+from sglang.srt.layers.triton_ops.gemm_kernels import Product, gemm_kernel, gemv_kernel
 from sglang.srt.layers.triton_ops.gemm_table import (
     MAX_GATED_ROWS,
     MAX_ROWS,
@@ -161,13 +161,17 @@ def _launch(
     out_rows = out.view(rows, outputs)
     residual_rows = None if residual is None else residual.view(rows, outputs)
     pdl = config.dependent and supports_dependent_launch(x.device)
+    product = Product(
+        k=k,
+        block_m=1 if config.split_k == 0 else max(16, triton.next_power_of_2(rows)),
+        block_n=config.block_n,
+        block_k=config.block_k,
+        gated=gated,
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+    )
     common: dict[str, Any] = {
-        "K": k,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GATED": gated,
-        "HAS_BIAS": bias is not None,
-        "HAS_RESIDUAL": residual is not None,
+        "PRODUCT": product,
         "PDL": pdl,
         "num_warps": config.warps,
         **({"launch_pdl": True} if pdl else {}),
@@ -181,11 +185,12 @@ def _launch(
             flat, weight, bias_arg, residual_arg, out_rows, outputs, **common
         )
         return out
-    block_m = max(16, triton.next_power_of_2(rows))
     split = min(config.split_k, triton.cdiv(k, config.block_k))
     partial, counters = _SCRATCH.get(
         x.device,
-        partial_bytes=4 * tiles * split * block_m * config.block_n if split > 1 else 0,
+        partial_bytes=4 * tiles * split * product.block_m * config.block_n
+        if split > 1
+        else 0,
         counters=tiles if split > 1 else 0,
     )
     gemm_kernel[(tiles, split)](
@@ -201,7 +206,6 @@ def _launch(
         flat.stride(0),
         outputs if residual_rows is None else residual_rows.stride(0),
         out_rows.stride(0),
-        BLOCK_M=block_m,
         SPLIT_K=split,
         STAGES=config.stages,
         PREFETCH=config.prefetch,
