@@ -145,7 +145,7 @@ class ItemRun {
     }
   }
 
-  // Keys i .. i + VL - 1; zeros stand for those outside lo_ .. hi_ - 1.
+  // Keys i .. i + VL - 1; zeros for those outside lo_ .. hi_ - 1.
   void keys_at(int64_t i, const T** from) const {
     for (int k = 0; k < VL; k++)
       from[k] = i + k >= lo_ && i + k < hi_ ? key_at_[i + k] : zeros_;

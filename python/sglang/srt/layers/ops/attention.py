@@ -4,7 +4,8 @@ Knows slots, page tables and lengths; knows nothing of requests, layers or modes
 
 KV element i of row r lies in slot
 `page_table[row_index[r], i // page_size] + i % page_size`: an entry of the table is the
-first slot of its page. A row without any element to attend yields zeros.
+first slot of its page. A row without any element to attend yields zeros. The torch
+references read the lengths on the host.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def _launch_tall(
     outputs, k = weight.shape[0] // 2, weight.shape[1]
     flat = _rows(x, weight, config)
     if flat.stride(0) % 8 or flat.data_ptr() % 16:
-        flat = flat.contiguous()  # what the copy engine can address
+        flat = flat.contiguous()  # the copy engine addresses nothing else
     if out is None:
         out = x.new_empty((*x.shape[:-1], outputs))
     out_rows = out.view(-1, outputs)

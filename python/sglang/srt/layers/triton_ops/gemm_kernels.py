@@ -20,7 +20,7 @@ LINE = tl.constexpr(64)  # elements of 2 bytes in a cache line
 
 
 class Product(NamedTuple):
-    """What a kernel is compiled for; the argument PRODUCT of both.
+    """Constants that a kernel is compiled for; the argument PRODUCT of both.
 
     Fields:
         k: of the weight [N, K].

@@ -24,7 +24,7 @@ _MANY_TOKENS = 128
 
 
 class Heads(NamedTuple):
-    """What the kernel is compiled for; its argument HEADS.
+    """Constants that the kernel is compiled for; its argument HEADS.
 
     Fields:
         q_heads, kv_heads: of a token. dim: of a head.

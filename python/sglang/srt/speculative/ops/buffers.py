@@ -22,7 +22,7 @@ def _narrow(buffers: Buffers, rows: int) -> Buffers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLevels:
-    """What the draft steps of b requests proposed, all levels side by side. Candidate
+    """Candidates of all draft steps of b requests, levels side by side. Candidate
     r * K + c of level i >= 1 has the flat index K + K * K * (i - 1) + r * K + c.
 
     Fields, all contiguous and written by `select_top_k`:
@@ -110,7 +110,7 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyResult:
-    """What verification accepted, for b requests; int64, contiguous.
+    """Tokens that verification accepted, for b requests; int64, contiguous.
 
     Fields:
         predict: [b, D], the token that follows a node of the accepted path; 0 at the

@@ -3,8 +3,9 @@
 requests.
 
 Each op writes into tensors of the caller, has fixed shapes and does not wait for the
-device. Columns behind the end of a row, which the host's width check excludes, yield
-slot 0 of the scratch page instead of foreign memory; so do rows of padding (row 0).
+device; the reference of `branch_token_indices` alone reads lengths on the host. Columns
+past the end of a row, which the host's width check excludes, yield slot 0 of the
+scratch page instead of foreign memory; so do rows of padding (row 0).
 
 Everywhere: req_to_token [rows, width] int32, rows contiguous; req_pool_indices and
 seq_lens [b] int64, seq_lens being the KV lengths before drafting; K branches, S steps.
@@ -83,7 +84,7 @@ def branch_shifts_ref(
     shift_from: Tensor,
     column_shift: Tensor,
 ) -> None:
-    """Where the KV elements of each branch stand: element e in column e below
+    """Columns of the KV elements of each branch: element e in column e below
     `shift_from`, else in column e + `column_shift`.
 
     Args:
@@ -109,7 +110,7 @@ def duplicate_prefix_tail_ref(
     """Moves that give branches 1 .. K - 1 a copy of the prefix's last partial page, for
     attention that reads whole pages per branch; to be done in the draft pool.
 
-    src, dst: [b * (K - 1) * (P - 1)] int64, written; pairs behind the tail's length are
+    src, dst: [b * (K - 1) * (P - 1)] int64, written; pairs past the tail's length are
     (0, 0). Nothing to do (size 0) with page size 1 or K = 1.
     """
     tails = rows.seq_lens % layout.page_size
@@ -141,7 +142,7 @@ def accepted_moves_ref(
         out_cache_loc: [b * D] int64, slots that the nodes were written to.
         src, dst: [b * (S + 1)] int64, written: the k-th accepted node of request q goes
             to the slot of its node k. Padding gives the pair (0, 0). A request's
-            targets never lie behind its sources, but the lists overlap: all must be
+            targets never lie after its sources, but the lists overlap: all must be
             read before any is written.
     """
     rows, width = accept_index.shape
@@ -171,14 +172,14 @@ def branch_table_ref(
 
     Row q * K + t lists the slots of the prefix and then those of branch t: first slots
     of pages, or, if not `paged`, one slot per KV element. At draft step i the branch
-    reads its first seq_lens[q] + i + 1 elements; they count on behind the prefix
-    without a gap, as a paged branch has a copy of the prefix's tail.
+    reads its first seq_lens[q] + i + 1 elements; they follow the prefix without a gap,
+    as a paged branch has a copy of the prefix's tail.
 
     Args:
         skip_prefix: leave out what all branches share: the pages below the boundary
             (the branch then reads seq_lens[q] % P + i + 1 elements), or, if not
             `paged`, the whole prefix (i + 1 elements).
-        out: [b * K, columns] int32, rows contiguous, written; entries behind the
+        out: [b * K, columns] int32, rows contiguous, written; entries past the
             branch's end are 0, and what does not fit is left out.
     """
     entry = torch.arange(out.shape[1], device=out.device)
@@ -267,7 +268,7 @@ def _shifts(seq_lens: Tensor, layout: BranchLayout) -> Tensor:
 
 
 def _slots(rows: SlotRows, columns: Tensor) -> Tensor:
-    """[b, n] int64: slots of the columns [b, n] of each request; 0 behind the row."""
+    """[b, n] int64: slots of the columns [b, n] of each request; 0 past the row."""
     width = rows.req_to_token.shape[1]
     table = rows.req_to_token[rows.req_pool_indices]
     slots = table.gather(1, columns.clamp(max=width - 1)).long()

@@ -3,7 +3,8 @@ that is sent to verification. Knows no models, no KV and no requests.
 
 Ties go to the lower index everywhere, and a score that is not a number counts as minus
 infinity, so that results depend neither on the device nor on the batch. Each op writes
-into tensors of the caller, has fixed shapes and does not wait for the device.
+into tensors of the caller, has fixed shapes and does not wait for the device; the
+reference of `build_tree` alone reads everything on the host.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ no models and no requests; the target's logits or probabilities are given.
 
 The children of a node are the nodes whose `parent_index` names it, in ascending order.
 Each op writes into tensors of the caller, has fixed shapes and does not wait for the
-device.
+device; the references of both verifications read everything on the host.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _RANK_CHUNK = 32
 
 
 class Sizes(NamedTuple):
-    """What the kernel is compiled for; its argument SIZES.
+    """Constants that the kernel is compiled for; its argument SIZES.
 
     Fields:
         topk, steps, nodes, candidates, groups: of a tree, as in `TreeShape`.

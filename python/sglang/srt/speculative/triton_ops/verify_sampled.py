@@ -81,7 +81,7 @@ def walk_kernel(
         takes = takes & is_child & (weight > 0.0)
         child = tl.min(tl.where(takes, node, NODES_BLOCK), axis=0)
         is_taken = child < NODES_BLOCK
-        # Whoever stops here leaves all children of its last node behind.
+        # A walk that stops here has rejected all children of its last node.
         is_rejected = is_rejected | (is_child & (is_taken == 0))
         goes_on = goes_on & is_taken
         chosen = tl.sum(tl.where(node == child, token, 0), axis=0)
