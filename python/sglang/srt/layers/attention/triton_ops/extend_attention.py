@@ -25,6 +25,7 @@ from sglang.srt.layers.attention.triton_ops.extend_table import (
     choose_tile,
     extend_launch,
 )
+from sglang.srt.layers.ops.attention import refuse_window_with_tree
 
 
 def extend_attention(
@@ -63,11 +64,8 @@ def extend_attention(
         ValueError: a window together with a tree mask, sm_scale <= 0, or shapes that
             do not fit.
     """
-    if tree_mask is not None and window > 0:
-        raise ValueError(
-            f"extend_attention: window={window} with a tree mask is not supported; "
-            "pass window=-1 or no tree mask"
-        )
+    if tree_mask is not None:
+        refuse_window_with_tree(window)
     if sm_scale <= 0:
         raise ValueError(f"extend_attention: sm_scale={sm_scale} must be positive")
     check_inputs(q, k_cache, v_cache, out, page_size=page_size)
