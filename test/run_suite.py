@@ -132,7 +132,10 @@ def main() -> int:
     )
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(REPO / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [
+            *(str(REPO / source) for source in ("python", "kv-canary/python")),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
     )
     every = [
         test

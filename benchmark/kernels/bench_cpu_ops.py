@@ -7,6 +7,7 @@ Prints tables, and as the last line one JSON object with every measurement.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import platform
 import time
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from sglang.srt.layers.ops import activation, attention, dispatch, linear, norm, rope
+from kv_canary.op import force_reference, native_available
+from sglang.srt.layers.ops import activation, attention, linear, norm, rope
 
 Row = dict[str, Any]
 
@@ -152,7 +154,7 @@ def pointwise_rows(tokens: int) -> list[Row]:
     for name, case in cases.items():
         row: Row = {"op": name, "tokens": tokens, "us": best_us(case)}
         residual.normal_()
-        with dispatch.force_reference():
+        with force_reference():
             row["ref_us"] = best_us(case)
         residual.normal_()
         rows.append(row)
@@ -237,8 +239,8 @@ def main() -> None:
     if unknown:
         raise ValueError(f"--only: unknown {sorted(unknown)}; known: {list(BENCHES)}")
     level = "torch reference"
-    if dispatch.native is not None:
-        level = dispatch.native.simd_level()
+    if native_available():
+        level = importlib.import_module("sglang_kernels.ops").simd_level()
     print(f"{args.threads} threads, {level}\n")
     result: list[Row] = []
     for name in args.only.split(","):

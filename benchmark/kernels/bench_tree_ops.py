@@ -20,7 +20,7 @@ import torch
 from cuda_timing import graph_us
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import force_reference
+from kv_canary.op import force_reference
 from sglang.srt.sampling import noise
 from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.ops import slots, tree, verify

@@ -241,14 +241,14 @@ def show(row: Row) -> Row:
 
 def sweep_decode(copy_gb_s: float) -> list[Row]:
     rows: list[Row] = []
-    tiles, programs = decode._TILES, decode._TARGET_PROGRAMS
+    tiles, programs = decode.TILES, decode.TARGET_PROGRAMS
     for block_n, warps, stages, target in DECODE_CANDIDATES:
-        decode._TILES = ((1 << 20, (block_n, warps, stages)),)
-        decode._TARGET_PROGRAMS = target
+        decode.TILES = ((1 << 20, (block_n, warps, stages)),)
+        decode.TARGET_PROGRAMS = target
         for shape in ((1, 1088), (16, 1088), (64, 4096)):
             row = {"tile": (block_n, warps, stages, target)}
             rows.append(show(row | decode_row(*shape, 1, copy_gb_s)))
-    decode._TILES, decode._TARGET_PROGRAMS = tiles, programs
+    decode.TILES, decode.TARGET_PROGRAMS = tiles, programs
     return rows
 
 
@@ -265,13 +265,13 @@ def sweep_extend(matrix_tflop_s: float) -> list[Row]:
             result = extend_row(*shape, 1, matrix_tflop_s, has_inputs=False)
             rows.append(show(row | result))
     extend_tables.HALF_TILES = half_tiles
-    dense_tiles = dense._TILES
+    dense_tiles = dense.TILES
     for candidate in DENSE_CANDIDATES:
-        dense._TILES = {HEAD_DIM: dense._Tile(*candidate)}
+        dense.TILES = {HEAD_DIM: dense.TileChoice(*candidate)}
         for shape in EXTEND_SHAPES:
             row = {"dense_tile": candidate}
             rows.append(show(row | extend_row(*shape, 1, matrix_tflop_s)))
-    dense._TILES = dense_tiles
+    dense.TILES = dense_tiles
     return rows
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sglang.srt.layers.attention.triton_ops import extend_table
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
+from sglang.srt.layers.attention.triton_ops.extend_inputs import ExtendInputs
 from sglang.srt.layers.attention.triton_ops.extend_split import (
     ExtendWorkspace,
     extend_split,
@@ -201,12 +202,10 @@ def launches(world: World, variant: Variant) -> list[Callable[[], None]]:
             found.append(
                 partial(
                     extend_split,
-                    world.q,
-                    *pool,
+                    ExtendInputs(world.q, *pool, **inputs),
                     tile=variant.tile,
                     splits=variant.splits,
                     workspace=world.workspace,
-                    **inputs,
                 )
             )
     return found

@@ -17,8 +17,8 @@ class AlignedFloats {
     constexpr size_t kLine = 64;
     if (floats_.size() < count + kLine / sizeof(float))
       floats_.resize(count + kLine / sizeof(float));
-    const uintptr_t address = (uintptr_t)floats_.data();
-    return (float*)((address + kLine - 1) / kLine * kLine);
+    const uintptr_t address = reinterpret_cast<uintptr_t>(floats_.data());
+    return reinterpret_cast<float*>((address + kLine - 1) / kLine * kLine);
   }
 
  private:
@@ -77,15 +77,15 @@ AttentionArgs check_common(
   args.v_slot_stride = v_cache.stride(0);
   args.v_head_stride = v_cache.stride(1);
   args.slots = k_cache.size(0);
-  args.page_table = (const int32_t*)page_table.const_data_ptr();
+  args.page_table = static_cast<const int32_t*>(page_table.const_data_ptr());
   args.table_row_stride = page_table.stride(0);
   args.table_column_stride = page_table.stride(1);
   args.page_size = page_size;
   args.window = window;
-  args.q_heads = (int32_t)q.size(1);
-  args.kv_heads = (int32_t)kv_heads;
-  args.dim = (int32_t)dim;
-  args.scale = (float)scale;
+  args.q_heads = int32_t(q.size(1));
+  args.kv_heads = int32_t(kv_heads);
+  args.dim = int32_t(dim);
+  args.scale = float(scale);
   *shapes = {q.size(0), page_table.size(0), page_table.size(1)};
   return args;
 }
@@ -102,7 +102,7 @@ class Plan {
       : op_(op), args_(args), shapes_(shapes) {
     if (row_index) {
       check_vector(op, "row_index", *row_index, ScalarType::Long, rows);
-      row_index_ = (const int64_t*)row_index->const_data_ptr();
+      row_index_ = static_cast<const int64_t*>(row_index->const_data_ptr());
     }
     const int64_t group = args.q_heads / args.kv_heads;
     tokens_per_item_ = group < kItemRows ? kItemRows / group : 1;
@@ -126,7 +126,7 @@ class Plan {
       item.prefix = row.prefix;
       item.first_new = first;
       item.first_token = row.first_token + first;
-      item.tokens = (int32_t)(left < tokens_per_item_ ? left : tokens_per_item_);
+      item.tokens = int32_t(left < tokens_per_item_ ? left : tokens_per_item_);
       const int64_t own = row.prefix + first;
       item.element_end = args_.tree_mask ? elements : own + item.tokens;
       item.element_begin =
@@ -154,7 +154,7 @@ class Plan {
   };
 
   void add_heads(AttentionItem item) {
-    const double weight = (double)(item.element_end - item.element_begin) * item.tokens;
+    const double weight = double(item.element_end - item.element_begin) * item.tokens;
     for (int32_t head = 0; head < args_.kv_heads; head++) {
       item.kv_head = head;
       items_.push_back(item);
@@ -174,14 +174,14 @@ class Plan {
       else
         high = middle;
     }
-    if (low >= items_.size()) return {(int64_t)items_.size(), 0};
+    if (low >= items_.size()) return {int64_t(items_.size()), 0};
     const AttentionItem& item = items_[low];
     const double start = low ? weight_end_[low - 1] : 0.0;
     const double share = (target - start) / (weight_end_[low] - start);
     const int64_t chunks = item.chunk_end - item.chunk_begin;
-    const int64_t done = (int64_t)(share * (double)chunks + 0.5);
-    if (done >= chunks) return {(int64_t)low + 1, 0};
-    return {(int64_t)low, done == 0 ? 0 : item.chunk_begin + done};
+    const int64_t done = int64_t(share * double(chunks) + 0.5);
+    if (done >= chunks) return {int64_t(low) + 1, 0};
+    return {int64_t(low), done == 0 ? 0 : item.chunk_begin + done};
   }
 
   // Storage of the softmax state of an item's query rows.
@@ -238,8 +238,8 @@ void Plan::run() {
       total_ * (args_.q_heads / args_.kv_heads) * args_.dim * 2.0;
   const int64_t threads = threads_for(multiply_adds * kMicrosecondsPerMultiplyAdd);
   for (int64_t t = 0; t < threads; t++)
-    cuts_.push_back(t == 0 ? Cut{0, 0} : cut_at((double)t / (double)threads));
-  cuts_.push_back({(int64_t)items_.size(), 0});
+    cuts_.push_back(t == 0 ? Cut{0, 0} : cut_at(double(t) / double(threads)));
+  cuts_.push_back({int64_t(items_.size()), 0});
   find_cut_items();
   run_split(threads, threads, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) run_part(cuts_[t], cuts_[t + 1]);
@@ -260,7 +260,7 @@ void Plan::run() {
 
 void Plan::find_cut_items() {
   for (const Cut& cut : cuts_) {
-    if (cut.chunk == 0 || cut.item >= (int64_t)items_.size()) continue;
+    if (cut.chunk == 0 || cut.item >= int64_t(items_.size())) continue;
     if (!cut_items_.empty() && cut_items_.back().item == cut.item) continue;
     const AttentionItem& item = items_[cut.item];
     CutItem& added = cut_items_.emplace_back();
@@ -289,7 +289,7 @@ void Plan::run_part(Cut begin, Cut end) {
   thread_local AlignedFloats memory;
   thread_local Buffer buffer;
   float* scratch = memory.ensure(table_.attention_scratch(args_));
-  for (int64_t i = begin.item; i <= end.item && i < (int64_t)items_.size(); i++) {
+  for (int64_t i = begin.item; i <= end.item && i < int64_t(items_.size()); i++) {
     const AttentionItem& item = items_[i];
     const int64_t first = i == begin.item && begin.chunk ? begin.chunk : item.chunk_begin;
     const int64_t last = i == end.item ? end.chunk : item.chunk_end;
@@ -316,7 +316,7 @@ void decode_attention(
   const AttentionArgs args = check_common(
       op, q, k_cache, v_cache, page_table, page_size, scale, window, out, &shapes);
   check_vector(op, "read_lens", read_lens, ScalarType::Long, shapes.tokens);
-  const int64_t* lens = (const int64_t*)read_lens.const_data_ptr();
+  const int64_t* lens = static_cast<const int64_t*>(read_lens.const_data_ptr());
   Plan plan(op, args, shapes, row_index, shapes.tokens);
   for (int64_t row = 0; row < shapes.tokens; row++) {
     SGLK_REQUIRE(
@@ -348,11 +348,11 @@ void extend_attention(
             tree_mask->is_contiguous(),
         op, "tree_mask", *tree_mask, "contiguous bool [rows, N, N]");
     SGLK_REQUIRE(window <= 0, op, ": window is ", window, ", expected -1 with a tree mask");
-    args.tree_mask = (const uint8_t*)tree_mask->const_data_ptr();
+    args.tree_mask = static_cast<const uint8_t*>(tree_mask->const_data_ptr());
     args.tree_width = tree_mask->size(1);
   }
-  const int64_t* bounds = (const int64_t*)qo_indptr.const_data_ptr();
-  const int64_t* prefix = (const int64_t*)prefix_lens.const_data_ptr();
+  const int64_t* bounds = static_cast<const int64_t*>(qo_indptr.const_data_ptr());
+  const int64_t* prefix = static_cast<const int64_t*>(prefix_lens.const_data_ptr());
   SGLK_REQUIRE(
       bounds[0] == 0 && bounds[rows] <= shapes.tokens, op, ": qo_indptr runs from ", bounds[0],
       " to ", bounds[rows], ", expected 0 to at most ", shapes.tokens, " (tokens of q)");

@@ -42,17 +42,17 @@ void packed_linear(
           out.numel() == args.rows * n,
       op, "out", out, "contiguous float32 [..., N]");
   if (bias) check_vector(op, "bias", *bias, ScalarType::Float, n);
-  args.x = (const float*)x.const_data_ptr();
+  args.x = static_cast<const float*>(x.const_data_ptr());
   args.weight = weight.const_data_ptr();
-  args.bias = bias ? (const float*)bias->const_data_ptr() : nullptr;
-  args.out = (float*)out.mutable_data_ptr();
+  args.bias = bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
+  args.out = static_cast<float*>(out.mutable_data_ptr());
   args.out_stride = n;
   if (args.rows == 0) return;
 
-  const double cells = (double)args.n * (double)args.k;
+  const double cells = double(args.n) * double(args.k);
   const int64_t threads = threads_for(
       cells * (args.weight_bf16 ? 2 : 4) * kMicrosecondsPerByte +
-      cells * (double)args.rows * kMicrosecondsPerMultiplyAdd);
+      cells * double(args.rows) * kMicrosecondsPerMultiplyAdd);
   const KernelTable& table = kernels();
   const int64_t units = table.linear_units(n);
   if (units >= kUnitsPerThread * threads || args.rows < 2 * threads) {

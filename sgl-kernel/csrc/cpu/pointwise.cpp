@@ -34,7 +34,7 @@ void check_like(
 
 void launch_norm(const NormArgs& args, int64_t rows) {
   const int64_t threads =
-      threads_for((double)(rows * args.width) * kMicrosecondsPerNormElement);
+      threads_for(double(rows * args.width) * kMicrosecondsPerNormElement);
   run_split(rows, threads, [&](int64_t begin, int64_t end) {
     kernels().norm(args, begin, end);
   });
@@ -47,7 +47,7 @@ void rmsnorm(const Tensor& x, const Tensor& weight, double eps, const Tensor& ou
   check_like("rmsnorm", "out", out, x, x.numel());
   launch_norm(
       {dtype, x.const_data_ptr(), nullptr, weight.const_data_ptr(), out.mutable_data_ptr(),
-       rows.stride, rows.width, (float)eps},
+       rows.stride, rows.width, float(eps)},
       rows.count);
 }
 
@@ -61,7 +61,7 @@ void fused_add_rmsnorm(
   void* data = x.mutable_data_ptr();
   launch_norm(
       {dtype, data, residual.mutable_data_ptr(), weight.const_data_ptr(), data, rows.width,
-       rows.width, (float)eps},
+       rows.width, float(eps)},
       rows.count);
 }
 
@@ -73,7 +73,7 @@ void silu_and_mul(const Tensor& x, const Tensor& out) {
   const SiluAndMulArgs args{
       dtype, x.const_data_ptr(), out.mutable_data_ptr(), rows.stride, rows.width / 2};
   const int64_t threads =
-      threads_for((double)(rows.count * args.width) * kMicrosecondsPerActivation);
+      threads_for(double(rows.count * args.width) * kMicrosecondsPerActivation);
   run_split(rows.count, threads, [&](int64_t begin, int64_t end) {
     kernels().silu_and_mul(args, begin, end);
   });
@@ -119,17 +119,17 @@ void rope_store_kv(
   if (q_norm) check_vector(op, "q_norm_weight", *q_norm, q.scalar_type(), dim);
   if (k_norm) check_vector(op, "k_norm_weight", *k_norm, q.scalar_type(), dim);
   args.dtype = dtype;
-  args.positions = (const int64_t*)positions.const_data_ptr();
-  args.slots = (const int64_t*)slots.const_data_ptr();
+  args.positions = static_cast<const int64_t*>(positions.const_data_ptr());
+  args.slots = static_cast<const int64_t*>(slots.const_data_ptr());
   if (cos_sin) {
     SGLK_CHECK(
         cos_sin->dim() == 2 && cos_sin->scalar_type() == ScalarType::Float &&
             cos_sin->size(1) % 2 == 0 && cos_sin->size(1) <= dim && cos_sin->stride(1) == 1,
         op, "cos_sin_cache", *cos_sin, "float32 [positions, rot], rot even and <= dim");
     check_indices(op, "positions", args.positions, tokens, cos_sin->size(0));
-    args.cos_sin = (const float*)cos_sin->const_data_ptr();
+    args.cos_sin = static_cast<const float*>(cos_sin->const_data_ptr());
     args.cos_sin_stride = cos_sin->stride(0);
-    args.rotary_dim = (int32_t)cos_sin->size(1);
+    args.rotary_dim = int32_t(cos_sin->size(1));
   }
   check_indices(op, "out_cache_loc", args.slots, tokens, k_cache.size(0));
   args.q = q.mutable_data_ptr();
@@ -142,11 +142,11 @@ void rope_store_kv(
   args.v_cache = v_cache.mutable_data_ptr();
   args.q_norm = q_norm ? q_norm->const_data_ptr() : nullptr;
   args.k_norm = k_norm ? k_norm->const_data_ptr() : nullptr;
-  args.q_heads = (int32_t)q.size(1);
-  args.kv_heads = (int32_t)k.size(1);
-  args.dim = (int32_t)dim;
-  args.eps = (float)eps;
-  const double elements = (double)tokens * (args.q_heads + 2 * args.kv_heads) * args.dim;
+  args.q_heads = int32_t(q.size(1));
+  args.kv_heads = int32_t(k.size(1));
+  args.dim = int32_t(dim);
+  args.eps = float(eps);
+  const double elements = double(tokens) * (args.q_heads + 2 * args.kv_heads) * args.dim;
   run_split(
       tokens, threads_for(elements * kMicrosecondsPerRopeElement),
       [&](int64_t begin, int64_t end) { kernels().rope_store(args, begin, end); });
@@ -156,7 +156,8 @@ void exp_values(const Tensor& x, const Tensor& out) {
   check_vector("exp", "x", x, ScalarType::Float, x.numel());
   check_vector("exp", "out", out, ScalarType::Float, x.numel());
   kernels().exp(
-      (const float*)x.const_data_ptr(), (float*)out.mutable_data_ptr(), x.numel());
+      static_cast<const float*>(x.const_data_ptr()),
+      static_cast<float*>(out.mutable_data_ptr()), x.numel());
 }
 
 }  // namespace

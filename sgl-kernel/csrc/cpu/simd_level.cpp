@@ -27,7 +27,7 @@ const Level* levels(int* count) {
 #else
   static const Level all[] = {{&baseline_kernels(), true}};
 #endif
-  *count = (int)(sizeof(all) / sizeof(all[0]));
+  *count = int(sizeof(all) / sizeof(all[0]));
   return all;
 }
 

@@ -31,12 +31,12 @@ Batch batch_of(
   check_vector(op, "req_pool_indices", indices, ScalarType::Long, n);
   check_vector(op, "seq_lens", lens, ScalarType::Long, n);
   const Batch batch{op,
-                    (const int32_t*)table.const_data_ptr(),
+                    static_cast<const int32_t*>(table.const_data_ptr()),
                     table.stride(0),
                     table.size(1),
                     n,
-                    (const int64_t*)indices.const_data_ptr(),
-                    (const int64_t*)lens.const_data_ptr()};
+                    static_cast<const int64_t*>(indices.const_data_ptr()),
+                    static_cast<const int64_t*>(lens.const_data_ptr())};
   for (int64_t q = 0; q < n; q++) {
     SGLK_REQUIRE(
         batch.indices[q] >= 0 && batch.indices[q] < table.size(0), op,
@@ -63,7 +63,7 @@ T* output(const char* op, const char* name, const Tensor& t, ScalarType type, in
       t.scalar_type() == type && t.is_contiguous() && t.numel() == size, op, name, t,
       std::string("contiguous ") + torch::headeronly::toString(type) + " of " +
           std::to_string(size) + " elements");
-  return (T*)t.mutable_data_ptr();
+  return static_cast<T*>(t.mutable_data_ptr());
 }
 
 int64_t* longs(const char* op, const char* name, const Tensor& t, int64_t size) {
@@ -177,8 +177,8 @@ void slots_branch_table(
       op, "out", out,
       "int32 [" + std::to_string(batch.count * k) + ", columns] with contiguous rows");
   const int64_t columns = out.size(1), stride = out.stride(0);
-  int32_t* to = (int32_t*)out.mutable_data_ptr();
-  const double work = 1e-3 * (double)(batch.count * k * columns);
+  int32_t* to = static_cast<int32_t*>(out.mutable_data_ptr());
+  const double work = 1e-3 * double(batch.count * k * columns);
   run_split(batch.count * k, threads_for(work), [&](int64_t begin, int64_t end) {
     for (int64_t z = begin; z < end; z++) {
       const slots::Row row = batch.row(z / k);
@@ -188,7 +188,7 @@ void slots_branch_table(
       int64_t element = skip_prefix ? own : 0;
       for (int64_t j = 0; j < columns; j++, element += unit)
         to[z * stride + j] =
-            element < stop ? (int32_t)row.at(element < own ? element : element + shift) : 0;
+            element < stop ? int32_t(row.at(element < own ? element : element + shift)) : 0;
     }
   });
 }
@@ -211,8 +211,8 @@ void slots_branch_indices(
       const int64_t shift = z % layout.topk * layout.width(row.len);
       for (int64_t e = 0; e < row.len + i + 1; e++, at++)
         if (at < capacity)
-          to[i * capacity + at] = (int32_t)row.at(e < row.len ? e : e + shift);
-      ends[i * (rows + 1) + z + 1] = (int32_t)at;
+          to[i * capacity + at] = int32_t(row.at(e < row.len ? e : e + shift));
+      ends[i * (rows + 1) + z + 1] = int32_t(at);
     }
   }
 }

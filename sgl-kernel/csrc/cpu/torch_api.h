@@ -83,8 +83,8 @@ inline int64_t threads_for(double microseconds) {
   // A parallel region costs about 1 us on an idle machine and much more on a busy one.
   constexpr double kWorthSplitting = 8.0;
   if (microseconds < kWorthSplitting) return 1;
-  const int64_t wanted = (int64_t)(microseconds / (kWorthSplitting / 2));
-  const int64_t available = (int64_t)torch::stable::get_num_threads();
+  const int64_t wanted = int64_t(microseconds / (kWorthSplitting / 2));
+  const int64_t available = int64_t(torch::stable::get_num_threads());
   return wanted < available ? wanted : available;
 }
 
@@ -93,7 +93,7 @@ template <class Body>
 void run_split(int64_t count, int64_t threads, const Body& body) {
   if (threads > count) threads = count;
   if (threads <= 1) {
-    if (count > 0) body((int64_t)0, count);
+    if (count > 0) body(int64_t(0), count);
     return;
   }
   torch::stable::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {

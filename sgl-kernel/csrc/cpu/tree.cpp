@@ -25,7 +25,7 @@ T* matrix(
       t.scalar_type() == type && t.is_contiguous() && t.numel() == rows * width, op, name, t,
       std::string("contiguous ") + torch::headeronly::toString(type) + " [" +
           std::to_string(rows) + ", " + std::to_string(width) + "]");
-  return (T*)t.mutable_data_ptr();
+  return static_cast<T*>(t.mutable_data_ptr());
 }
 
 int64_t* longs(
@@ -34,15 +34,15 @@ int64_t* longs(
 }
 
 float as_float(DType dtype, const void* data, int64_t i) {
-  if (dtype == DType::f32) return ((const float*)data)[i];
-  const uint16_t bits = ((const uint16_t*)data)[i];
+  if (dtype == DType::f32) return static_cast<const float*>(data)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(data)[i];
   if (dtype == DType::bf16) {
-    const uint32_t wide = (uint32_t)bits << 16;
+    const uint32_t wide = uint32_t(bits) << 16;
     float x;
     __builtin_memcpy(&x, &wide, 4);
     return x;
   }
-  return (float)((const c10::Half*)data)[i];
+  return float(static_cast<const c10::Half*>(data)[i]);
 }
 
 // A row of logits, of which `chunk` gives a part as float32.
@@ -52,7 +52,7 @@ struct LogitRow {
   int64_t size;
 
   const float* chunk(int64_t begin, int64_t count, float* space) const {
-    if (dtype == DType::f32) return (const float*)data + begin;
+    if (dtype == DType::f32) return static_cast<const float*>(data) + begin;
     for (int64_t i = 0; i < count; i++) space[i] = as_float(dtype, data, begin + i);
     return space;
   }
@@ -91,8 +91,8 @@ void top_k_row(const LogitRow& row, int64_t k, float* probs, int64_t* ids) {
   }
   const double sum = sum_of_exp(row, values[0]);
   for (int64_t j = 0; j < k; j++) {
-    const double p = std::exp((double)values[j] - values[0]) / sum;
-    probs[j] = std::isfinite(p) ? (float)p : 0.0f;
+    const double p = std::exp(double(values[j]) - values[0]) / sum;
+    probs[j] = std::isfinite(p) ? float(p) : 0.0f;
   }
 }
 
@@ -109,12 +109,12 @@ void tree_top_k(const Tensor& logits, const Tensor& probs, const Tensor& ids) {
   const DType dtype = float_type(op, "logits", logits);
   int64_t* to_ids = longs(op, "ids", ids, rows, k);
   float* to_probs = matrix<float>(op, "probs", probs, ScalarType::Float, rows, k);
-  const int64_t stride = logits.stride(0), bytes = dtype == DType::f32 ? 4 : 2;
-  const double each = kMicrosecondsPerLogit * (double)vocab;
-  run_split(rows, threads_for((double)rows * each), [&](int64_t begin, int64_t end) {
+  const int64_t bytes = logits.stride(0) * (dtype == DType::f32 ? 4 : 2);
+  const char* first = static_cast<const char*>(logits.const_data_ptr());
+  const double each = kMicrosecondsPerLogit * double(vocab);
+  run_split(rows, threads_for(double(rows) * each), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) {
-      const char* data = (const char*)logits.const_data_ptr() + r * stride * bytes;
-      top_k_row({dtype, data, vocab}, k, to_probs + r * k, to_ids + r * k);
+      top_k_row({dtype, first + r * bytes, vocab}, k, to_probs + r * k, to_ids + r * k);
     }
   });
 }
@@ -202,7 +202,7 @@ void tree_build(
     const Tensor& seq_lens, const Tensors& t) {
   const char* op = "tree_build";
   const Levels from = levels_of(op, level_tensors, 3);
-  SGLK_REQUIRE(t.size() == 8, op, ": tree has ", t.size(), " tensors, expected 8");
+  SGLK_REQUIRE(t.size() == 7, op, ": tree has ", t.size(), " tensors, expected 7");
   SGLK_CHECK(t[0].dim() == 2, op, "tokens", t[0], "[requests, nodes]");
   const int64_t rows = from.rows, n = t[0].size(1);
   SGLK_REQUIRE(
@@ -213,15 +213,16 @@ void tree_build(
   const tree::Shape shape{topk, n, from.candidates, from.groups};
   const int64_t* roots = longs(op, "root_tokens", root_tokens, rows, 1);
   const int64_t* lens = longs(op, "seq_lens", seq_lens, rows, 1);
-  static const char* const names[] = {"tokens",         "positions",  "parent_index",
-                                      "retrieve_index", "next_token", "next_sibling"};
-  int64_t* columns[6];
-  for (int i = 0; i < 6; i++) columns[i] = longs(op, names[i], t[i], rows, n);
-  bool* mask = matrix<bool>(op, "mask", t[6], ScalarType::Bool, rows, n * n);
-  int64_t* selected = longs(op, "selected", t[7], rows, n - 1);
+  int64_t* tokens = longs(op, "tokens", t[0], rows, n);
+  int64_t* positions = longs(op, "positions", t[1], rows, n);
+  int64_t* parent_index = longs(op, "parent_index", t[2], rows, n);
+  int64_t* next_token = longs(op, "next_token", t[3], rows, n);
+  int64_t* next_sibling = longs(op, "next_sibling", t[4], rows, n);
+  bool* mask = matrix<bool>(op, "mask", t[5], ScalarType::Bool, rows, n * n);
+  int64_t* selected = longs(op, "selected", t[6], rows, n - 1);
   const double each =
-      kMicrosecondsPerCandidate * (double)(from.candidates + n) + 2e-4 * (double)(n * n);
-  run_split(rows, threads_for((double)rows * each), [&](int64_t begin, int64_t end) {
+      kMicrosecondsPerCandidate * double(from.candidates + n) + 2e-4 * double(n * n);
+  run_split(rows, threads_for(double(rows) * each), [&](int64_t begin, int64_t end) {
     for (int64_t q = begin; q < end; q++) {
       tree::BuildRow row{};
       row.scores = from.scores + q * from.candidates;
@@ -230,12 +231,11 @@ void tree_build(
       row.root_token = roots[q];
       row.seq_len = lens[q];
       row.first_place = q * n;
-      row.tokens = columns[0] + q * n;
-      row.positions = columns[1] + q * n;
-      row.parent_index = columns[2] + q * n;
-      row.retrieve_index = columns[3] + q * n;
-      row.next_token = columns[4] + q * n;
-      row.next_sibling = columns[5] + q * n;
+      row.tokens = tokens + q * n;
+      row.positions = positions + q * n;
+      row.parent_index = parent_index + q * n;
+      row.next_token = next_token + q * n;
+      row.next_sibling = next_sibling + q * n;
       row.mask = mask + q * n * n;
       row.selected = selected + q * (n - 1);
       tree::build_row(shape, row);
@@ -314,16 +314,16 @@ void tree_verify_sampled(
   const int64_t* streams = longs(op, "keys", keys, v.rows, 1);
   const float* sums =
       matrix<float>(op, "totals", totals, ScalarType::Float, v.rows, v.nodes);
-  const double each = kMicrosecondsPerWeight * (double)probs.size(1);
-  run_split(v.rows, threads_for((double)v.rows * each), [&](int64_t begin, int64_t end) {
+  const double each = kMicrosecondsPerWeight * double(probs.size(1));
+  run_split(v.rows, threads_for(double(v.rows) * each), [&](int64_t begin, int64_t end) {
     for (int64_t q = begin; q < end; q++) {
       tree::SampledArgs a{};
-      a.probs = (const float*)probs.const_data_ptr() + q * v.nodes * stride;
+      a.probs = static_cast<const float*>(probs.const_data_ptr()) + q * v.nodes * stride;
       a.probs_stride = stride;
       a.vocab = probs.size(1);
       a.totals = sums + q * v.nodes;
       a.positions = at + q * v.nodes;
-      a.key = (uint64_t)streams[q];
+      a.key = uint64_t(streams[q]);
       a.threshold_single = thresholds[0];
       a.threshold_acc = thresholds[1];
       a.rejected = rejected + q * topk;

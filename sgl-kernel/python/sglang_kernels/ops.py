@@ -383,7 +383,7 @@ def slots_tail(table: Tensor, indices: Tensor, lens: Tensor, out: Tensor) -> Non
     """out [b, W] int64 = slots of the columns from each length on.
 
     Here and below: table [rows, width] int32, rows contiguous; indices, lens: [b]
-    int64; layout: page size, topk, steps. Columns behind a row give slot 0.
+    int64; layout: page size, topk, steps. Columns past a row give slot 0.
     """
     _slots_tail(table, indices, lens, out)
 

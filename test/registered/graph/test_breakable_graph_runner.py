@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 
-from sglang.srt.layers.ops.dispatch import native_available
+from kv_canary.op import native_available
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     HOST_BOUND_TOKENS,
     BreakableCudaGraphRunner,

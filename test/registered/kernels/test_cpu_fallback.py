@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang.srt.layers.ops import dispatch, linear, norm
+from kv_canary.op import force_reference, native_available
+from sglang.srt.layers.ops import linear, norm
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=15, suite="cpu")
@@ -21,13 +22,14 @@ PROBE = """
 import logging
 logging.basicConfig(format="%(message)s")
 import torch
-from sglang.srt.layers.ops import dispatch, linear, norm
+from kv_canary.op import native_available
+from sglang.srt.layers.ops import linear, norm
 x = torch.randn(3, 8)
 for _ in range(3):
     norm.rmsnorm(x, torch.ones(8), 1e-6)
 weight = linear.pack_weight(torch.eye(8))
 assert torch.equal(linear.linear(x, weight), x)
-assert not dispatch.native_available()
+assert not native_available()
 print("works")
 """
 
@@ -104,15 +106,14 @@ def test_the_environment_switches_the_kernels_off() -> None:
 
 
 def test_force_reference_is_scoped() -> None:
-    before = dispatch.native_available()
+    before = native_available()
     x = torch.randn(2, 8)
-    with dispatch.force_reference():
-        assert not dispatch.native_available()
-        assert not dispatch.use_native(x)
+    with force_reference():
+        assert not native_available()
         result = norm.rmsnorm(x, torch.ones(8), 1e-6)
         assert torch.equal(result, norm.rmsnorm_ref(x, torch.ones(8), 1e-6))
         assert linear.pack_weight(x).panel == 2
-    assert dispatch.native_available() == before
+    assert native_available() == before
 
 
 if __name__ == "__main__":

@@ -7,16 +7,16 @@ import torch
 
 from kv_canary.checks import PoolChecks
 from kv_canary.layout import FingerprintMode, LayerGroup, PoolLayout, create_fingerprint
+from kv_canary.op import native_available
 from kv_canary.records import WriterKind
 from kv_canary.state import create_state
 from kv_canary.view import ForwardView
-from sglang.srt.layers.ops import dispatch
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")
 
 pytestmark = pytest.mark.skipif(
-    not dispatch.native_available(), reason="the native CPU kernels are not installed"
+    not native_available(), reason="the native CPU kernels are not installed"
 )
 # Bytes of a slot and layer in chunks of 16: around one and two registers of each level.
 CHUNKS = [1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 64, 65]

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops import dispatch, linear
+from kv_canary.op import force_reference, native_available
+from sglang.srt.layers.ops import linear
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=8, suite="cpu")
 
 needs_native = pytest.mark.skipif(
-    not dispatch.native_available(), reason="the native CPU kernels are not installed"
+    not native_available(), reason="the native CPU kernels are not installed"
 )
 SHAPES = [(1, 1), (31, 7), (32, 64), (33, 320), (96, 100), (320, 321), (500, 40)]
 ROWS = [0, 1, 2, 3, 5, 8, 12, 13, 16, 17, 31, 70]
@@ -92,7 +93,7 @@ def test_unpack_returns_the_weight(exact: bool) -> None:
     weight, x = make(70, 33, exact=exact)
     packed = linear.pack_weight(weight)
     assert torch.equal(linear.unpack_weight(packed), weight)
-    with dispatch.force_reference():
+    with force_reference():
         assert_product(linear.linear(x, packed), x, weight, None)
         fallback = linear.pack_weight(weight)
         assert torch.equal(linear.unpack_weight(fallback), weight)

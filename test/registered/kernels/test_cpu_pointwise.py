@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops import activation, dispatch, norm, rope
+from kv_canary.op import native_available
+from sglang.srt.layers.ops import activation, norm, rope
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=8, suite="cpu")
 
 pytestmark = [
     pytest.mark.skipif(
-        not dispatch.native_available(),
+        not native_available(),
         reason="the native CPU kernels are not installed",
     ),
     pytest.mark.usefixtures("level"),

@@ -24,6 +24,7 @@ from kv_canary.layout import (
     PoolLayout,
     create_fingerprint,
 )
+from kv_canary.op import native_available
 from kv_canary.records import (
     Reason,
     Ring,
@@ -33,7 +34,6 @@ from kv_canary.records import (
 )
 from kv_canary.state import CanaryState, create_state
 from kv_canary.view import ForwardView, KVReadView
-from sglang.srt.layers.ops import dispatch
 
 try:
     from kv_canary.kernels import triton_launch
@@ -54,7 +54,7 @@ class Backend(NamedTuple):
 def backends() -> list[Backend]:
     """What can run here, the reference first."""
     found = [Backend("reference", reference, reference_write)]
-    if DEVICE == "cpu" and dispatch.native_available():
+    if DEVICE == "cpu" and native_available():
         found.append(Backend("native", native, native))
     if triton_launch is not None:
         found.append(Backend("triton", triton_launch, triton_launch))

@@ -21,6 +21,7 @@ from kv_canary.layout import (
     PoolLayout,
     create_fingerprint,
 )
+from kv_canary.op import force_reference
 from kv_canary.records import (
     Counter,
     Launch,
@@ -33,7 +34,6 @@ from kv_canary.records import (
 )
 from kv_canary.state import create_state
 from kv_canary.view import ForwardView, KVReadView
-from sglang.srt.layers.ops import dispatch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count, sampled
 
@@ -728,7 +728,7 @@ def test_launches_dispatch_and_refuse() -> None:
     w = world()
     rows = decode(w)
     for force in (False, True):
-        with dispatch.force_reference() if force else nullcontext():
+        with force_reference() if force else nullcontext():
             view = dataclasses.replace(rows, manager=0, writer_kind=WriterKind.DECODE)
             checks = w.checks()
             launches.verify(w.state, view, checks, w.table(rows))

@@ -28,7 +28,7 @@ class TestRecordsFollowTheBytes:
 
     def test_moved_slots_stay_true(self, harness: ForwardHarness) -> None:
         (row,) = prefilled(harness, 12)
-        pool = harness.runner.kv_pool
+        pool = harness.runner.token_to_kv_pool
         fresh = harness.runner.allocator.alloc(4)
         assert fresh is not None
         src = harness.pool.row_slots(row, 5, 9)
@@ -42,7 +42,7 @@ class TestRecordsFollowTheBytes:
         self, harness: ForwardHarness, left_behind: str
     ) -> None:
         (row,) = prefilled(harness, 12)
-        pool = harness.runner.kv_pool
+        pool = harness.runner.token_to_kv_pool
         fresh = harness.runner.allocator.alloc(1)
         assert fresh is not None
         dst = fresh.to(pool.device)
@@ -60,7 +60,7 @@ class TestRecordsFollowTheBytes:
     def test_transfers_send_head_first_and_tail_last(
         self, harness: ForwardHarness
     ) -> None:
-        pool = harness.runner.kv_pool
+        pool = harness.runner.token_to_kv_pool
         state = canary_of(harness).target.buffers.state
         first, *own, last = pool.transfer_descriptors()
         assert (first.name, last.name) == ("canary.head", "canary.tail")
@@ -77,7 +77,7 @@ class TestRecordsFollowTheBytes:
         (row, source) = prefilled(harness, 8, 8)
         slots = harness.pool.row_slots(row, 0, 8).tolist()
         others = harness.pool.row_slots(source, 0, 8).tolist()
-        for descriptor in harness.runner.kv_pool.transfer_descriptors()[:2]:
+        for descriptor in harness.runner.token_to_kv_pool.transfer_descriptors()[:2]:
             descriptor.buffer[slots[3]] = descriptor.buffer[others[3]]
         (found,) = findings(harness, decode_batch(harness, row))
         assert "verify_torn" in found["reasons"]

@@ -35,7 +35,7 @@ SHAPES = [
 ]
 REFERENCES = {
     "verify_tree_greedy": verify_ops.verify_tree_greedy_ref,
-    "verify_tree_target_only": verify_ops.verify_target_only_ref,
+    "verify_tree_target_only": verify_ops.verify_tree_target_only_ref,
     "gather_accepted": verify_ops.gather_accepted_ref,
 }
 

@@ -95,26 +95,13 @@ def trees() -> Iterator[Variant]:
         yield Variant(
             f"build {shape}",
             build.build_kernel,
-            {
-                **sizes,
-                "STEPS": steps,
-                "NODES": nodes,
-                "NODES_BLOCK": block_of(nodes),
-                "CANDIDATES_BLOCK": block_of(shape.num_candidates),
-                "CHUNK": 32,
-            },
+            {"SIZES": build.sizes_of(shape)},
             build.build_warps(shape),
             {},
         )
-        walked = {
-            "NODES": nodes,
-            "NODES_BLOCK": block_of(nodes),
-            "STEPS": steps,
-            "PATH_BLOCK": block_of(steps + 1),
-        }
+        walked = {"WALK": verify.walk_of(nodes=nodes, steps=steps, topk=topk)}
         yield Variant(f"greedy {shape}", verify.greedy_kernel, walked, 1, {})
-        branches = {"K": topk, "K_BLOCK": block_of(topk)}
-        sampled = {**walked, **branches, "SINGLE": 0.9, "ACCUMULATED": 1.0}
+        sampled = {**walked, "SINGLE": 0.9, "ACCUMULATED": 1.0}
         yield Variant(f"walk {shape}", verify_sampled.walk_kernel, sampled, 1, {})
         splits = {"SPLITS": 32, "SPLITS_BLOCK": 32, "BLOCK": 4096}
         yield Variant(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import force_reference, native_available
+from kv_canary.op import Op, native_available
 from sglang.srt.speculative.ops import slots, tree, verify
 from sglang.srt.speculative.ops.buffers import (
     DraftLevels,
@@ -32,30 +32,22 @@ def kernels() -> list[Any]:
     return [pytest.param(NATIVE, marks=skipped), TRITON]
 
 
-def op(name: str, implementation: str) -> Callable[..., None]:
-    """The op `name` as `implementation` does it."""
-    if implementation == TRITON:
-        pytest.importorskip("triton")
-        from sglang.srt.speculative.triton_ops import exports
-
-        return getattr(exports, name)
+def _find(name: str) -> Op[..., None]:
     return next(getattr(m, name) for m in _MODULES if hasattr(m, name))
 
 
+def op(name: str, implementation: str) -> Callable[..., None]:
+    """The op `name` as `implementation` does it."""
+    found = _find(name)
+    if implementation == TRITON:
+        pytest.importorskip("triton")
+        return pkgutil.resolve_name(found.triton)
+    return found
+
+
 def reference(name: str) -> Callable[..., None]:
-    """The op `name` on its torch reference, through the dispatch."""
-    chosen = next(getattr(m, name) for m in _MODULES if hasattr(m, name))
-
-    def run(*args: Any, **named: Any) -> None:
-        with force_reference() if DEVICE == "cpu" else nullcontext():
-            chosen(*args, **named)
-
-    if DEVICE == "cuda":
-        by_ref = next(
-            getattr(m, f"{name}_ref") for m in _MODULES if hasattr(m, f"{name}_ref")
-        )
-        return by_ref
-    return run
+    """The torch reference of the op `name`."""
+    return _find(name).reference
 
 
 def assert_same(got: Any, wanted: Any, *names: str) -> None:

@@ -23,7 +23,7 @@ from sglang.srt.layers.attention.triton_ops.page_indices import page_indices_ker
 from sglang.srt.layers.attention.triton_ops.tree_mask import pack_tree_mask_kernel
 from sglang.srt.layers.triton_ops import activation, norm, rope
 from sglang.srt.layers.triton_ops.gated_gemm_kernel import gated_gemm_kernel
-from sglang.srt.layers.triton_ops.gemm_kernels import gemm_kernel, gemv_kernel
+from sglang.srt.layers.triton_ops.gemm_kernels import Product, gemm_kernel, gemv_kernel
 from sglang.srt.layers.triton_ops.gemm_table import MAX_GATED_ROWS, lookup
 from sglang.srt.mem_cache.triton_ops import move_kv
 from sglang.srt.sampling.triton_ops import choose_tokens
@@ -87,16 +87,18 @@ def pointwise(dtype: str) -> Iterator[Variant]:
                     "eps": "fp32",
                 },
                 {
-                    "Q_HEADS": 32,
-                    "KV_HEADS": 8,
-                    "DIM": 128,
-                    "DIM_BLOCK": 128,
-                    "HALF": 64,
-                    "HALF_BLOCK": 64,
-                    "REST_BLOCK": 1,
-                    "HEADS": heads,
-                    "HAS_Q_NORM": with_norm,
-                    "HAS_K_NORM": with_norm,
+                    "HEADS": rope.Heads(
+                        q_heads=32,
+                        kv_heads=8,
+                        dim=128,
+                        dim_block=128,
+                        half=64,
+                        half_block=64,
+                        rest_block=1,
+                        block=heads,
+                        has_q_norm=with_norm,
+                        has_k_norm=with_norm,
+                    ),
                     "UPDATE_K": heads == 16,
                     "PDL": True,
                 },
@@ -145,21 +147,22 @@ def products() -> Iterator[Variant]:
         config = lookup(rows=rows, n=n, k=k, gated=gated)
         if config is None:
             continue
-        constants = {
-            "K": k,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
-            "GATED": gated,
-            "HAS_BIAS": False,
-            "HAS_RESIDUAL": not gated,
-            "PDL": config.dependent,
-        }
+        is_vector = config.split_k == 0
+        product = Product(
+            k=k,
+            block_m=1 if is_vector else max(16, triton.next_power_of_2(rows)),
+            block_n=config.block_n,
+            block_k=config.block_k,
+            gated=gated,
+            has_bias=False,
+            has_residual=not gated,
+        )
+        constants = {"PRODUCT": product, "PDL": config.dependent}
         name = f"gemm rows={rows} n={n} k={k} gated={gated} split={config.split_k}"
-        if config.split_k == 0:
+        if is_vector:
             yield Variant(name, gemv_kernel, pointers, constants, config.warps)
             continue
         constants |= {
-            "BLOCK_M": max(16, triton.next_power_of_2(rows)),
             "SPLIT_K": config.split_k,
             "STAGES": config.stages,
             "PREFETCH": config.prefetch,

@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
     decode_workspace,
 )
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
+from sglang.srt.layers.attention.triton_ops.extend_inputs import ExtendInputs
 from sglang.srt.layers.attention.triton_ops.extend_split import (
     ExtendWorkspace,
     extend_split,
@@ -114,15 +115,26 @@ class Problem:
         caches = (self.k_cache, self.v_cache)
         extend_attention_ref(self.q, *caches, **common, out=expected)
         extend_split(
-            self.q,
-            *caches,
-            **common,
-            out=out,
+            self.extend_inputs(out, window=window, tree_mask=tree_mask),
             tile=tile,
             splits=splits,
             workspace=self.workspace(4096),
         )
         assert_same(out, expected)
+
+    def extend_inputs(
+        self, out: Tensor, *, window: int = -1, tree_mask: Tensor | None = None
+    ) -> ExtendInputs:
+        """Arguments of the launchers below `extend_attention`."""
+        return ExtendInputs(
+            q=self.q,
+            k_cache=self.k_cache,
+            v_cache=self.v_cache,
+            **self._extend_inputs,
+            window=window,
+            tree_mask=tree_mask,
+            out=out,
+        )
 
     def workspace(self, max_context: int) -> ExtendWorkspace:
         """A workspace that holds NaN, as one that was used before may."""
@@ -135,7 +147,7 @@ class Problem:
 
     def with_new_kv(self) -> Problem:
         """The same, with new K and V as a model leaves them: views into one tensor,
-        NaN behind the last token. Of the new tokens the pool holds NaN.
+        NaN after the last token. Of the new tokens the pool holds NaN.
         """
         slots = torch.tensor(
             [

@@ -164,7 +164,7 @@ def test_extend_in_every_form_of_the_main_loop(
 @pytest.fixture
 def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of any length take new K and V from the inputs."""
-    monkeypatch.setattr(dense_module, "_MIN_TOKENS_PER_ROW", 0)
+    monkeypatch.setattr(dense_module, "MIN_TOKENS_PER_ROW", 0)
 
 
 HALF_DTYPES = [dtype for dtype in DTYPES if dtype.itemsize == 2]
@@ -194,12 +194,12 @@ def test_extend_reads_new_kv_from_the_inputs(
 @pytest.mark.usefixtures("short_rows")
 @pytest.mark.parametrize(("prefix", "new"), [(5, 0), (0, 1), (130, 64), (70, 90)])
 def test_extend_of_new_kv_of_one_row(prefix: int, new: int) -> None:
-    """What a captured prefill launches, padding behind its tokens."""
+    """What a captured prefill launches, padding after its tokens."""
     problem = make_problem(
         prefix_lens=[prefix], new_lens=[new], heads=(8, 2), dtype=torch.float16
     )
-    behind = torch.full_like(problem.q[:1].repeat(9, 1, 1), NAN)
-    q = torch.cat((problem.q[:new], behind))
+    padding = torch.full_like(problem.q[:1].repeat(9, 1, 1), NAN)
+    q = torch.cat((problem.q[:new], padding))
     problem = replace(problem, q=q).with_new_kv()
     for window in windows_of(-1, 50):
         problem.extend(window=window)
@@ -225,7 +225,7 @@ def test_extend_heads_of_new_kv(heads: tuple[int, int], head_dim: int) -> None:
 def test_extend_of_new_kv_in_other_tiles(
     tile: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense_module, "_TILES", {64: dense_module._Tile(*tile)})
+    monkeypatch.setattr(dense_module, "TILES", {64: dense_module.TileChoice(*tile)})
     for window in (-1, 90):
         problem = make_problem(
             prefix_lens=[20, 70],

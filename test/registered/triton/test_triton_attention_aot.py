@@ -11,14 +11,24 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sglang.srt.layers.attention.triton_ops.args import (
+    Lens,
+    NewKV,
+    Pages,
+    Partials,
+    Pool,
+    Tokens,
+    padded_head,
+)
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
     combine_launch,
     decode_launch,
@@ -41,9 +51,9 @@ from sglang.srt.layers.attention.triton_ops.extend_table import (
     FLOAT_TILES,
     HALF_TILES,
     ExtendTile,
+    LaunchShape,
     choose_tile,
     extend_launch,
-    padded_head,
 )
 from sglang.srt.layers.attention.triton_ops.launch import Launch
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -54,78 +64,102 @@ register_cpu_ci(est_time=95, suite="cpu", full_time=550)
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY_LIMIT = 232448
 TYPES = {2: "*bf16", 4: "*fp32"}
-# Parameters that are not listed are strides or lengths: i32.
-POINTERS = {
-    "page_table": "*i32",
-    "row_index": "*i64",
-    "read_lens": "*i64",
-    "qo_indptr": "*i64",
-    "prefix_lens": "*i64",
-    "tree_mask": "*u8",
-    "partial": "*fp32",
-    "lse": "*fp32",
-}
-CACHE_NAMES = ("q", "k_cache", "v_cache", "k_new", "v_new", "out")
-DESCRIPTORS = ("k_tiles", "v_tiles")
-NOT_ALIGNED = (
-    "tokens",
-    "rows",
-    "tiles",
-    "tree_tokens",
-    "splits",
-    "window",
-    "table_row_stride",
-)
+EXTEND_KERNELS = (extend_kernel, extend_split_kernel, extend_dense_kernel)
+# A number that is a multiple of 16, as strides mostly are.
+ALIGNED = "i32:16"
 
 
-def compile_kernel(kernel: Any, launch: Launch, itemsize: int) -> dict[str, Any]:
-    """Compile one variant; what it takes of a multiprocessor."""
-    signature: dict[str, str] = {}
-    options = {k: v for k, v in launch.options().items() if k not in launch.constants}
-    # A stride of one is a constant to the compiler, as it is at run time.
-    constants: dict[str, Any] = dict(launch.constants)
-    if "table_column_stride" in kernel.arg_names:
-        constants["table_column_stride"] = 1
-    attrs: dict[tuple[int], list[list[Any]]] = {}
-    unused = {
-        "row_index": not constants.get("HAS_ROW_INDEX", True),
-        "tree_mask": not constants.get("HAS_TREE", True),
+class Variant(NamedTuple):
+    """A kernel as one launch compiles it; `itemsize` is of q, K, V and the result."""
+
+    kernel: Any
+    launch: Launch
+    itemsize: int
+    has_window: bool = False
+    has_tree: bool = False
+
+
+def arguments(variant: Variant) -> dict[str, Any]:
+    """Types of the parameters, in the tuples of `args`; numbers that are not listed are
+    lengths: i32. A stride of one and None are constants to the compiler."""
+    element = TYPES[variant.itemsize]
+    tokens = Tokens(element, ALIGNED)
+    partials = Partials("*fp32", "*fp32")
+    tile = variant.launch.constants.get("TILE")
+    shape = variant.launch.constants.get("SHAPE")
+    found = {
+        "q": tokens,
+        "out": tokens,
+        "pool": Pool(element, element, *[ALIGNED] * 4),
+        "pages": Pages("*i32", "i32", 1, "*i64"),
+        "lens": Lens("*i64", "*i64"),
+        "new_kv": NewKV(element, element, ALIGNED, ALIGNED),
+        "partials": partials,
+        "read_lens": "*i64",
+        "qo_indptr": "*i64",
+        "tree_mask": "*u8" if variant.has_tree else None,
+        "window": "i32" if variant.has_window else None,
+        "score_scale": "fp32",
     }
-    for position, name in enumerate(kernel.arg_names):
-        if unused.get(name, False):
-            constants[name] = None
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        if name in DESCRIPTORS:
-            block = [constants["BLOCK_N"], constants["BLOCK_D"]]
-            signature[name] = f"tensordesc<{TYPES[itemsize][1:]}{block}>"
-            continue
-        kind = TYPES[itemsize] if name in CACHE_NAMES else POINTERS.get(name, "i32")
-        signature[name] = "fp32" if name == "score_scale" else kind
-        if name not in NOT_ALIGNED and signature[name] != "fp32":
-            attrs[(position,)] = [["tt.divisibility", 16]]
+    if variant.kernel is extend_dense_kernel:
+        descriptor = f"tensordesc<{element[1:]}{[tile.block_n, shape.block_d]}>"
+        found |= {"k_tiles": descriptor, "v_tiles": descriptor}
+    return found
+
+
+class Signature:
+    """Types as the compiler takes them, with what it knows of numbers and pointers."""
+
+    def __init__(self) -> None:
+        self.constants: dict[tuple[int, ...], Any] = {}
+        self.attributes: dict[tuple[int, ...], list[list[object]]] = {}
+
+    def type_of(self, value: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(value, tuple):
+            parts = (self.type_of(part, (*path, i)) for i, part in enumerate(value))
+            return type(value)(*parts)
+        if not isinstance(value, str):
+            return self.constant(value, path)
+        kind, _, is_aligned = value.partition(":")
+        if is_aligned or kind.startswith("*"):
+            self.attributes[path] = [["tt.divisibility", 16]]
+        return kind
+
+    def constant(self, value: Any, path: tuple[int, ...]) -> str:
+        self.constants[path] = value
+        return "constexpr"
+
+
+def compile_kernel(variant: Variant) -> dict[str, Any]:
+    """Compile one variant; what it takes of a multiprocessor."""
+    kernel, launch = variant.kernel, variant.launch
+    options = {k: v for k, v in launch.options().items() if k not in launch.constants}
+    types, given = Signature(), arguments(variant)
+    signature = {
+        name: types.constant(launch.constants[name], (position,))
+        if name in launch.constants
+        else types.type_of(given.get(name, "i32"), (position,))
+        for position, name in enumerate(kernel.arg_names)
+    }
     compiled = triton.compile(
-        ASTSource(kernel, signature, constants, attrs),
+        ASTSource(kernel, signature, types.constants, types.attributes),
         target=HOPPER,
         options=options,
     )
-    report: dict[str, Any] = {
+    ptx = compiled.asm["ptx"]
+    return {
         "kernel": kernel.__name__,
-        "itemsize": itemsize,
+        "itemsize": variant.itemsize,
         "warps": launch.num_warps,
         "stages": launch.num_stages,
+        "constants": str(launch.constants),
+        "queries": launch.constants["TILE"].block_m if kernel in EXTEND_KERNELS else 0,
         "shared": compiled.metadata.shared,
-        **{
-            name: launch.constants.get(name)
-            for name in ("HEAD_DIM", "BLOCK_M", "BLOCK_N")
-        },
         **resources(compiled.asm["cubin"]),
+        "copies": ptx.count("cp.async.bulk.tensor"),
+        "waits": ptx.count("griddepcontrol.wait"),
+        "wgmma": ptx.count("wgmma.mma_async"),
     }
-    report["copies"] = compiled.asm["ptx"].count("cp.async.bulk.tensor")
-    report["waits"] = compiled.asm["ptx"].count("griddepcontrol.wait")
-    report["wgmma"] = compiled.asm["ptx"].count("wgmma.mma_async")
-    return report
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -143,51 +177,49 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {key: int(values[key]) for key in ("REG", "STACK") if key in values}
 
 
-def variants() -> list[tuple[Any, Launch, int]]:
-    """Kernels, their parameters and item sizes: the ones that models bring along."""
-    found: list[tuple[Any, Launch, int]] = []
+def variants() -> list[Variant]:
+    """The launches that models bring along."""
     shapes = [(32, 8, 128, 2), (8, 2, 64, 2), (4, 2, 256, 2), (8, 2, 64, 4)]
     shapes += [(32, 32, 96, 2), (16, 8, 128, 2), (32, 8, 128, 4), (4, 2, 256, 4)]
+    found: list[Variant] = []
     for q_heads, kv_heads, head_dim, itemsize in shapes[: count(ci=3, full=8)]:
         heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
         for page_size, has_window in ((1, False), (16, True)):
-            common: dict[str, Any] = {
-                **heads,
-                "page_size": page_size,
-                "has_row_index": True,
-                "has_window": has_window,
-            }
-            split = decode_launch(splits=8, itemsize=itemsize, **common)
-            found.append((decode_split_kernel, split, itemsize))
-            found.append((decode_combine_kernel, combine_launch(split), itemsize))
-            for tokens, rows, has_tree in (
-                (8192, 1, False),
-                (512, 2, False),
-                (64, 8, not has_window),
-            ):
-                tile = choose_tile(tokens=tokens, rows=rows, itemsize=itemsize, **heads)
-                extend = extend_launch(tile, rows=rows, has_tree=has_tree, **common)
-                found.append((extend_kernel, extend, itemsize))
-            for tile in split_tiles(head_dim, itemsize):
-                extend = extend_launch(tile, rows=4, has_tree=not has_window, **common)
-                found.append((extend_split_kernel, extend, itemsize))
-            if itemsize == 2 and head_dim <= 128:
-                dense = dense_launch(
-                    # A prompt alone, and some.
-                    rows=page_size,
-                    page_size=page_size,
-                    has_row_index=True,
-                    has_window=has_window,
-                    pdl=True,
-                    **heads,
-                )
-                found.append((extend_dense_kernel, dense, itemsize))
+            found += paged_variants(heads, itemsize, page_size, has_window)
         for splits in (2, 6, 64):
             combine = split_combine_launch(
                 q_heads=q_heads, head_dim=head_dim, splits=splits
             )
-            found.append((extend_combine_kernel, combine, itemsize))
-    return sampled(found, key=lambda v: (v[0].__name__, v[2]), ci=1)
+            found.append(Variant(extend_combine_kernel, combine, itemsize))
+    return sampled(found, key=lambda v: (v.kernel.__name__, v.itemsize), ci=1)
+
+
+def paged_variants(
+    heads: dict[str, int], itemsize: int, page_size: int, has_window: bool
+) -> Iterator[Variant]:
+    head_dim = heads["head_dim"]
+    split = decode_launch(splits=8, itemsize=itemsize, page_size=page_size, **heads)
+    yield Variant(decode_split_kernel, split, itemsize, has_window)
+    combine = combine_launch(split)
+    yield Variant(decode_combine_kernel, combine, itemsize, has_window)
+    for tokens, rows, has_tree in (
+        (8192, 1, False),
+        (512, 2, False),
+        (64, 8, not has_window),
+    ):
+        shape = LaunchShape(tokens=tokens, rows=rows, **heads)
+        tile = choose_tile(shape, itemsize=itemsize)
+        extend = extend_launch(tile, shape, page_size=page_size)
+        yield Variant(extend_kernel, extend, itemsize, has_window, has_tree)
+    for tile in split_tiles(head_dim, itemsize):
+        shape = LaunchShape(tokens=4, rows=4, **heads)
+        extend = extend_launch(tile, shape, page_size=page_size)
+        yield Variant(extend_split_kernel, extend, itemsize, has_window, not has_window)
+    if itemsize == 2 and head_dim <= 128:
+        # A prompt alone, and some.
+        shape = LaunchShape(tokens=8192, rows=page_size, **heads)
+        dense = dense_launch(shape, page_size=page_size, pdl=True)
+        yield Variant(extend_dense_kernel, dense, itemsize, has_window)
 
 
 def split_tiles(head_dim: int, itemsize: int) -> list[ExtendTile]:
@@ -212,7 +244,7 @@ def test_every_shipped_variant_compiles_for_the_h200() -> None:
     for report in reports:
         assert report["shared"] <= SHARED_MEMORY_LIMIT, report
         # A matrix instruction of a warp group takes 64 queries.
-        is_matrix_bound = (report["BLOCK_M"] or 0) >= 64
+        is_matrix_bound = report["queries"] >= 64
         if is_matrix_bound and report["itemsize"] == 2:
             assert report["wgmma"] > 0, report
         if report["kernel"] == "extend_dense_kernel":
@@ -224,7 +256,7 @@ if __name__ == "__main__":
     if "--compile" in sys.argv:
         reports = []
         for variant in variants():
-            reports.append(compile_kernel(*variant))
+            reports.append(compile_kernel(variant))
             print(reports[-1], file=sys.stderr, flush=True)
         print(json.dumps(reports))
         raise SystemExit(0)

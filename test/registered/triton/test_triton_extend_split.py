@@ -4,6 +4,7 @@ reference: interpreted, or compiled on a GPU."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from sglang.srt.layers.attention.triton_ops.extend_table import (
     HALF_TILES,
     ExtendChoice,
     ExtendTile,
+    LaunchShape,
     choose_tile,
     heads_per_tile,
 )
@@ -135,25 +137,14 @@ def test_the_row_of_a_tile_is_found_among_many() -> None:
     problem.split(SMALL, 2)
 
 
-def test_tokens_behind_the_last_row_are_left_alone() -> None:
+def test_tokens_after_the_last_row_are_left_alone() -> None:
     """Their cells hold NaN, which the combine kernel must not average."""
     problem = make_problem(prefix_lens=[70, 9, 3], new_lens=[3, 0, 0])
     assert len(problem.q) == 3
-    padded = problem.q.repeat(2, 1, 1)
-    out = torch.full_like(padded, 7.0)
+    padded = replace(problem, q=problem.q.repeat(2, 1, 1))
+    out = torch.full_like(padded.q, 7.0)
     extend_split(
-        padded,
-        problem.k_cache,
-        problem.v_cache,
-        page_table=problem.page_table,
-        row_index=problem.row_index,
-        qo_indptr=problem.qo_indptr,
-        prefix_lens=problem.prefix_lens,
-        page_size=1,
-        sm_scale=1.0,
-        window=-1,
-        tree_mask=None,
-        out=out,
+        padded.extend_inputs(out),
         tile=SMALL,
         splits=3,
         workspace=problem.workspace(4096),
@@ -164,11 +155,11 @@ def test_tokens_behind_the_last_row_are_left_alone() -> None:
 
 def test_splits_depend_on_shapes_alone_and_fit_the_workspace() -> None:
     tile = ExtendTile(64, 64, 4, 2, True, 64, programs=256)
-    heads = {"q_heads": 32, "kv_heads": 8}
+    shape = LaunchShape(tokens=64, rows=1, q_heads=32, kv_heads=8, head_dim=128)
     workspace = extend_workspace(head_dim=128, max_context=8192, device=DEVICE)
     counts = {
         rows: extend_splits(
-            tile, tokens=64 * rows, rows=rows, workspace=workspace, **heads
+            tile, shape._replace(tokens=64 * rows, rows=rows), workspace
         )
         for rows in (1, 2, 4, 16, 500)
     }
@@ -177,15 +168,14 @@ def test_splits_depend_on_shapes_alone_and_fit_the_workspace() -> None:
     eager = tile._replace(programs=1 << 20)
     for rows in (1, 3, 16):
         tokens = 64 * rows
-        splits = extend_splits(
-            eager, tokens=tokens, rows=rows, workspace=workspace, **heads
-        )
+        several = shape._replace(tokens=tokens, rows=rows)
+        splits = extend_splits(eager, several, workspace)
         assert 1 < splits <= 64
         assert tokens * 32 * splits <= workspace.lse.numel()
     short = ExtendWorkspace(
         partial=workspace.partial, lse=workspace.lse, max_context=150
     )
-    assert extend_splits(eager, tokens=4, rows=1, workspace=short, **heads) == 2
+    assert extend_splits(eager, shape._replace(tokens=4), short) == 2
 
 
 def test_the_table_has_a_tile_for_every_shape() -> None:
@@ -198,18 +188,11 @@ def test_the_table_has_a_tile_for_every_shape() -> None:
     for group in (1, 4, 20, 64, 128):
         for head_dim in (8, 64, 96, 128, 256):
             for tokens, rows in ((1, 1), (1, 9), (64, 1), (3072, 48), (1 << 16, 1)):
-                tile = choose_tile(
-                    tokens=tokens,
-                    rows=rows,
-                    q_heads=2 * group,
-                    kv_heads=2,
-                    head_dim=head_dim,
-                    itemsize=2,
-                )
+                shape = LaunchShape(tokens, rows, 2 * group, 2, head_dim)
+                tile = choose_tile(shape, itemsize=2)
                 assert tile.block_m >= heads_per_tile(group)
-    shape = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "itemsize": 2}
-    assert choose_tile(tokens=64, rows=1, **shape).programs > 1
-    assert choose_tile(tokens=8192, rows=1, **shape).programs == 0
+    assert choose_tile(LaunchShape(64, 1, 32, 8, 128), itemsize=2).programs > 1
+    assert choose_tile(LaunchShape(8192, 1, 32, 8, 128), itemsize=2).programs == 0
 
 
 def test_extend_takes_the_choice_of_the_table(
@@ -233,18 +216,7 @@ def test_a_workspace_that_is_too_small_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="holds 8 cells, 2 tokens x 4 heads x 3"):
         extend_split(
-            problem.q,
-            problem.k_cache,
-            problem.v_cache,
-            page_table=problem.page_table,
-            row_index=problem.row_index,
-            qo_indptr=problem.qo_indptr,
-            prefix_lens=problem.prefix_lens,
-            page_size=1,
-            sm_scale=1.0,
-            window=-1,
-            tree_mask=None,
-            out=torch.empty_like(problem.q),
+            problem.extend_inputs(torch.empty_like(problem.q)),
             tile=SMALL,
             splits=3,
             workspace=small,

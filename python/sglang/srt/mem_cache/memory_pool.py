@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglang.srt.layers.ops.dispatch import triton_ops, use_triton
+from sglang.srt.mem_cache.ops import move_kv_cache
 from sglang.srt.mem_cache.page_ledger import IntArray
 from sglang.srt.utils.memory import host_zeros
 
@@ -380,11 +380,7 @@ class MHATokenToKVPool(KVCache):
         v_layer[slots] = v.to(self.dtype)
 
     def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        if use_triton(dst):
-            triton_ops.move_kv_cache(self.k_buffer, self.v_buffer, dst=dst, src=src)
-            return
-        for buffer in (self.k_buffer, self.v_buffer):
-            buffer.index_copy_(1, dst, buffer.index_select(1, src))
+        move_kv_cache(self.k_buffer, self.v_buffer, dst=dst, src=src)
 
     def canary_sources(self) -> tuple[CanarySource, ...]:
         named = (("k", self.k_buffer), ("v", self.v_buffer))

@@ -12,14 +12,17 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.attention_breaks import LiveAttention
-from sglang.srt.model_executor.cuda_graph_runner import cuda_graph_backend
+from sglang.srt.model_executor.cuda_graph_runner import (
+    CapturedRunner,
+    cuda_graph_backend,
+)
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -31,9 +34,6 @@ from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
 from sglang.srt.model_executor.input_buffers import PrefillInputs
 from sglang.srt.model_executor.memory_plan import whole_token_counts
 from sglang.srt.models.stack import StackOutput
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 WARM_UPS = 1
 # Above it the device computes longer than the host launches, so that a graph saves
@@ -75,7 +75,7 @@ class BreakableCudaGraphRunner:
 
     def __init__(
         self,
-        model_runner: ModelRunner,
+        model_runner: CapturedRunner,
         *,
         token_counts: list[int],
         capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+import torch
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -16,9 +19,8 @@ from sglang.srt.model_executor.graph_backends import CudaGraphBackend, GraphMemo
 from sglang.srt.model_executor.graph_capture import BreakableGraph, SegmentBackend
 from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
 from sglang.srt.model_executor.input_buffers import GraphInputBuffers, GraphInputs
-
-if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.models.registry import CausalLM
+from sglang.srt.models.stack import Stack
 
 WARM_UPS = 2
 NO_LIVE_ROWS = HostLens(prefix_lens=[], extend_lens=[])
@@ -43,6 +45,24 @@ def cuda_graph_backend() -> SegmentBackend:
     return backend
 
 
+class CapturedRunner(Protocol):
+    """Runs the forwards that are captured: `ModelRunner`."""
+
+    device: str
+    dtype: torch.dtype
+    model: CausalLM
+    attn_backend: AttentionBackend
+
+    def run_model(
+        self,
+        forward_batch: ForwardBatch,
+        *,
+        step: int = 0,
+        attn_backend: AttentionBackend | None = None,
+        stack: Stack | None = None,
+    ) -> LogitsProcessorOutput: ...
+
+
 class CudaGraphRunner:
     """Replays forwards of a fixed number of tokens per request.
 
@@ -60,7 +80,7 @@ class CudaGraphRunner:
 
     def __init__(
         self,
-        model_runner: ModelRunner,
+        model_runner: CapturedRunner,
         *,
         batch_sizes: list[int],
         inputs: GraphInputs | None = None,

@@ -14,9 +14,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from sglang.srt.layers.logprobs import LogprobRequest, LogprobResult, compute_logprobs
-from sglang.srt.layers.ops.dispatch import triton_ops, use_triton
 from sglang.srt.sampling import row_ops
 from sglang.srt.sampling.noise import uniform
+from sglang.srt.sampling.ops import choose_tokens
 from sglang.srt.sampling.penalties import (
     TokenHistory,
     apply_logit_bias,
@@ -87,7 +87,7 @@ class Sampler:
             ValueError: a row has a penalty and `history` is None.
         """
         is_argmax = info.is_plain_greedy and logprobs is None
-        if not (is_argmax and use_triton(logits)):
+        if not is_argmax:
             logits = logits.float()
         processed = process_logits(logits, info, positions=positions, history=history)
         token_ids = self._select(processed, info, positions)
@@ -156,8 +156,8 @@ def select_pytorch(
     The order of the CDF is the order of the ids, whatever the filters of the batch, so
     that a row's token does not depend on the rows beside it.
     """
-    if use_triton(logits) and not (info.needs_sort or info.needs_min_p):
-        return _choose_in_one_launch(logits, info, positions)
+    if not (info.needs_sort or info.needs_min_p):
+        return _choose_unfiltered(logits, info, positions)
     if info.is_all_greedy:
         return row_ops.argmax_rows(logits)
     probs = filtered_probs(logits, info)
@@ -167,20 +167,18 @@ def select_pytorch(
     return torch.where(info.greedy_rows, row_ops.argmax_rows(logits), drawn)
 
 
-def _choose_in_one_launch(
+def _choose_unfiltered(
     logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor
 ) -> torch.Tensor:
-    """The choice of `select_pytorch` where nothing filters, on CUDA."""
+    """The choice of `select_pytorch` where nothing filters: one launch on CUDA."""
     if info.is_all_greedy:
-        chosen: torch.Tensor = triton_ops.choose_tokens(logits)
-        return chosen
-    chosen = triton_ops.choose_tokens(
+        return choose_tokens(logits)
+    return choose_tokens(
         logits,
         seeds=info.seeds,
         positions=positions,
         greedy_rows=info.greedy_rows,
     )
-    return chosen
 
 
 def greedy_choices(
@@ -204,7 +202,7 @@ def greedy_choices(
         The processed logits [b * nodes, V] and the tokens [b * nodes] int64.
     """
     if info.is_plain_greedy:
-        processed = logits if use_triton(logits) else logits.float()
+        processed = logits
     else:
         info = info.repeat_rows(nodes, keep_mask=True)
         processed = process_logits(

@@ -5,14 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from sglang.srt.model_executor.cuda_graph_runner import WARM_UPS, cuda_graph_backend
 from sglang.srt.model_executor.graph_capture import BreakableGraph
 from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
+from sglang.srt.speculative.workspace import EagleWorkspace, WorkspaceRows
 
-if TYPE_CHECKING:
-    from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
+
+class Drafter(Protocol):
+    """Runs draft phases over a workspace: `EagleDraftWorker`."""
+
+    workspace: EagleWorkspace
+    no_lens: list[int] | None
+
+    def plan_draft(
+        self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0
+    ) -> None: ...
+
+    def draft_forward(
+        self, part: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
+    ) -> None: ...
 
 
 class EAGLEDraftCudaGraphRunner:
@@ -26,7 +39,7 @@ class EAGLEDraftCudaGraphRunner:
         graphs: by padded number of requests.
     """
 
-    def __init__(self, worker: EagleDraftWorker, *, batch_sizes: list[int]) -> None:
+    def __init__(self, worker: Drafter, *, batch_sizes: list[int]) -> None:
         self._worker = worker
         self._backend = cuda_graph_backend()
         self.graphs = GraphSet(

@@ -8,16 +8,32 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from sglang.srt.model_executor.cuda_graph_runner import WARM_UPS, cuda_graph_backend
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, HostLens
 from sglang.srt.model_executor.graph_capture import BreakableGraph
 from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.speculative.workspace import EagleWorkspace, WorkspaceRows
 
-if TYPE_CHECKING:
-    from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
-    from sglang.srt.speculative.workspace import WorkspaceRows
+
+class DraftExtender(Protocol):
+    """Runs draft extends over a workspace: `EagleDraftWorker`."""
+
+    draft_runner: ModelRunner
+    workspace: EagleWorkspace
+    no_lens: list[int] | None
+
+    def extend_lens(
+        self, seq_lens: Sequence[int] | None, *, count: int
+    ) -> HostLens | None: ...
+
+    def extend_batch(
+        self, part: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
+    ) -> ForwardBatch: ...
+
+    def extend_forward(self, forward_batch: ForwardBatch) -> None: ...
 
 
 class EAGLEDraftExtendCudaGraphRunner:
@@ -31,7 +47,7 @@ class EAGLEDraftExtendCudaGraphRunner:
         graphs: by padded number of requests.
     """
 
-    def __init__(self, worker: EagleDraftWorker, *, batch_sizes: list[int]) -> None:
+    def __init__(self, worker: DraftExtender, *, batch_sizes: list[int]) -> None:
         self._worker = worker
         self._attn_backend = worker.draft_runner.attn_backend
         self._backend = cuda_graph_backend()

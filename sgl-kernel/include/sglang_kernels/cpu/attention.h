@@ -45,23 +45,24 @@ class ItemRun {
       scratch += floats;
       return p;
     };
-    query_ = take((int64_t)max_rows() * padded_);
-    scores_ = take((int64_t)max_rows() * kChunk);
-    keys_ = take((int64_t)kKeyBlock * padded_);
-    value_ = take((int64_t)max_rows() * padded_);
+    query_ = take(int64_t(max_rows()) * padded_);
+    scores_ = take(int64_t(max_rows()) * kChunk);
+    keys_ = take(int64_t(kKeyBlock) * padded_);
+    value_ = take(int64_t(max_rows()) * padded_);
     max_ = take(max_rows());
     sum_ = take(max_rows());
     row_scores_ = take(kChunk);
     values_ = take(kChunk * padded_);
-    zeros_ = (const T*)take(padded_);
-    std::memset((void*)zeros_, 0, sizeof(float) * padded_);
+    float* zeros = take(padded_);
+    std::memset(zeros, 0, sizeof(float) * padded_);
+    zeros_ = reinterpret_cast<const T*>(zeros);
     load_queries();
   }
 
   static size_t scratch_floats(const AttentionArgs& a) {
     const int64_t rows = larger(kItemRows, a.q_heads / a.kv_heads);
     const int64_t padded = padded_dim(a.dim);
-    return (size_t)(
+    return size_t(
         rows * (2 * padded + kChunk + 2 + VL) + (kKeyBlock + kChunk + 1) * padded +
         kChunk);
   }
@@ -80,31 +81,32 @@ class ItemRun {
   }
 
  private:
-  int max_rows() const { return (int)larger(kItemRows, group_); }
+  int max_rows() const { return int(larger(kItemRows, group_)); }
 
   void load_queries() {
     const vf scale = splat(a_.scale);
     for (int r = 0; r < rows_; r++) {
-      const T* from = (const T*)a_.q + (item_.first_token + r / group_) * a_.q_stride +
-                      (int64_t)(item_.kv_head * group_ + r % group_) * a_.dim;
+      const T* from = static_cast<const T*>(a_.q) +
+                      (item_.first_token + r / group_) * a_.q_stride +
+                      int64_t(item_.kv_head * group_ + r % group_) * a_.dim;
       for (int d = 0; d < a_.dim; d += VL) {
         const int n = a_.dim - d;
         const vf v = n >= VL ? load(from + d) : load_first(from + d, n);
-        store(query_ + (int64_t)r * padded_ + d, v * scale);
+        store(query_ + int64_t(r) * padded_ + d, v * scale);
       }
     }
   }
 
   // Pointers to the K and V of elements lo_ .. hi_ - 1 of this chunk.
   bool locate(BadSlot* bad) {
-    const T* k = (const T*)a_.k_cache + item_.kv_head * a_.k_head_stride;
-    const T* v = (const T*)a_.v_cache + item_.kv_head * a_.v_head_stride;
+    const T* k = static_cast<const T*>(a_.k_cache) + item_.kv_head * a_.k_head_stride;
+    const T* v = static_cast<const T*>(a_.v_cache) + item_.kv_head * a_.v_head_stride;
     const int32_t* table = a_.page_table + item_.table_row * a_.table_row_stride;
     int64_t page = (base_ + lo_) / a_.page_size;
     int64_t offset = (base_ + lo_) % a_.page_size;
     for (int64_t i = lo_; i < hi_; i++) {
       const int64_t slot = table[page * a_.table_column_stride] + offset;
-      if ((uint64_t)slot >= (uint64_t)a_.slots) {
+      if (uint64_t(slot) >= uint64_t(a_.slots)) {
         *bad = {true, item_.table_row, base_ + i, slot};
         return false;
       }
@@ -137,13 +139,13 @@ class ItemRun {
         return keys_ + d * kKeyBlock + column;
       };
       for (int r = 0; r < rows_; r += kTileRows)
-        tile_block((int)smaller(kTileRows, rows_ - r), (int)((last - first + VL - 1) / VL),
-                   query_ + (int64_t)r * padded_, padded_, at, a_.dim,
-                   scores_ + (int64_t)r * kChunk + first, kChunk, false);
+        tile_block(int(smaller(kTileRows, rows_ - r)), int((last - first + VL - 1) / VL),
+                   query_ + int64_t(r) * padded_, padded_, at, a_.dim,
+                   scores_ + int64_t(r) * kChunk + first, kChunk, false);
     }
   }
 
-  // Keys i .. i + VL - 1; zeros stand for those outside lo_ .. hi_ - 1.
+  // Keys i .. i + VL - 1; zeros for those outside lo_ .. hi_ - 1.
   void keys_at(int64_t i, const T** from) const {
     for (int k = 0; k < VL; k++)
       from[k] = i + k >= lo_ && i + k < hi_ ? key_at_[i + k] : zeros_;
@@ -152,8 +154,8 @@ class ItemRun {
   // Slots are scattered, which leaves little to the hardware prefetcher.
   void prefetch_keys(int64_t i) const {
     for (int64_t k = i; k < smaller(i + VL, hi_); k++)
-      for (int64_t line = 0; line < (int64_t)sizeof(T) * a_.dim; line += 64)
-        __builtin_prefetch((const char*)key_at_[k] + line);
+      for (int64_t line = 0; line < int64_t(sizeof(T)) * a_.dim; line += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(key_at_[k]) + line);
   }
 
   void transpose_keys(int64_t i, float* to) const {
@@ -161,7 +163,7 @@ class ItemRun {
     keys_at(i, from);
     for (int d = 0; d < a_.dim; d += VL) {
       vf r[VL];
-      const int dims = (int)smaller(VL, a_.dim - d);
+      const int dims = int(smaller(VL, a_.dim - d));
       transpose(from, d, dims, r);
       for (int j = 0; j < dims; j++) store(to + (d + j) * kKeyBlock, r[j]);
     }
@@ -185,7 +187,7 @@ class ItemRun {
 
   // Turns a row of scores into softmax numerators; max_, sum_ and seen_ of the row.
   void soften(int r) {
-    float* s = scores_ + (int64_t)r * kChunk;
+    float* s = scores_ + int64_t(r) * kChunk;
     const Range range = row_range(r);
     int64_t attends = range.end - range.begin;
     if (a_.tree_mask) {
@@ -219,7 +221,8 @@ class ItemRun {
   // V as float rows of `padded_` channels: the pool itself where it has that form.
   void prepare_values() {
     if (direct_values()) {
-      for (int64_t i = lo_; i < hi_; i++) value_at_[i] = (const float*)value_in_[i];
+      for (int64_t i = lo_; i < hi_; i++)
+        value_at_[i] = reinterpret_cast<const float*>(value_in_[i]);
       return;
     }
     for (int64_t i = lo_; i < hi_; i++) {
@@ -238,15 +241,15 @@ class ItemRun {
   void add_values(int r, int n, int64_t begin, int64_t end, bool accumulate) {
     const float* const* rows = value_at_ + begin;
     const auto at = [=](int64_t k, int64_t column) { return rows[k] + column; };
-    tile_block(n, padded_ / VL, scores_ + (int64_t)r * kChunk + begin, kChunk, at,
-               larger(end - begin, 0), value_ + (int64_t)r * padded_, padded_, accumulate);
+    tile_block(n, padded_ / VL, scores_ + int64_t(r) * kChunk + begin, kChunk, at,
+               larger(end - begin, 0), value_ + int64_t(r) * padded_, padded_, accumulate);
   }
 
   void weigh() {
     prepare_values();
     const int64_t masked = masked_from();
     for (int r = 0; r < rows_; r += kTileRows) {
-      const int n = (int)smaller(kTileRows, rows_ - r);
+      const int n = int(smaller(kTileRows, rows_ - r));
       // Ranges move forward from row to row: the last one begins last, the first ends first.
       const Range first = row_range(r);
       const Range last = row_range(r + n - 1);
@@ -273,7 +276,7 @@ class ItemRun {
   // The new tokens that the mask lets row r see, and no others.
   void add_tree_values(int r) {
     const uint8_t* mask = mask_row(r);
-    const float* s = scores_ + (int64_t)r * kChunk;
+    const float* s = scores_ + int64_t(r) * kChunk;
     const float* chosen[kChunk];
     int64_t n = 0;
     for (int64_t i = larger(masked_from(), lo_); i < hi_; i++)
@@ -282,7 +285,7 @@ class ItemRun {
         row_scores_[n++] = s[i];
       }
     const auto at = [&](int64_t k, int64_t column) { return chosen[k] + column; };
-    tile_block(1, padded_ / VL, row_scores_, 0, at, n, value_ + (int64_t)r * padded_,
+    tile_block(1, padded_ / VL, row_scores_, 0, at, n, value_ + int64_t(r) * padded_,
                padded_, true);
   }
 
@@ -305,8 +308,8 @@ void attention_merge(int32_t rows, int32_t padded, const AttentionState& into,
                      const AttentionState& from) {
   for (int r = 0; r < rows; r++) {
     if (!from.seen[r]) continue;
-    float* to = into.value + (int64_t)r * padded;
-    const float* add = from.value + (int64_t)r * padded;
+    float* to = into.value + int64_t(r) * padded;
+    const float* add = from.value + int64_t(r) * padded;
     if (!into.seen[r]) {
       into.seen[r] = 1;
       into.max[r] = from.max[r];
@@ -335,9 +338,9 @@ void finish_item(const AttentionArgs& a, const AttentionItem& item,
   const int group = a.q_heads / a.kv_heads;
   const int padded = padded_dim(a.dim);
   for (int r = 0; r < item.tokens * group; r++) {
-    T* out = (T*)a.out + (item.first_token + r / group) * a.out_stride +
-             (int64_t)(item.kv_head * group + r % group) * a.dim;
-    const float* value = state.value + (int64_t)r * padded;
+    T* out = static_cast<T*>(a.out) + (item.first_token + r / group) * a.out_stride +
+             int64_t(item.kv_head * group + r % group) * a.dim;
+    const float* value = state.value + int64_t(r) * padded;
     const vf scale = splat(state.seen[r] ? 1.0f / state.sum[r] : 0.0f);
     for (int d = 0; d < a.dim; d += VL) {
       const vf v = state.seen[r] ? load(value + d) * scale : zero();

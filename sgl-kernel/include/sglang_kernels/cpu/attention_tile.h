@@ -57,7 +57,7 @@ __attribute__((noinline)) void tile_block(int rows, int vecs, const float* a, in
                                           B b, int64_t n, float* c, int64_t ldc,
                                           bool accumulate) {
   for (int v = 0; v < vecs;) {
-    const int64_t column = (int64_t)v * VL;
+    const int64_t column = int64_t(v) * VL;
     const auto at = [&](int64_t k) { return b(k, column); };
     if (vecs - v >= kTileVecs) {
       tile_rows<kTileVecs>(rows, a, lda, at, n, c + column, ldc, accumulate);
@@ -79,8 +79,8 @@ SGLK_INLINE void transpose(const T* const* from, int64_t offset, int dims, vf (&
   __m512 s[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i += 2) {
-    s[i] = _mm512_unpacklo_ps((__m512)r[i], (__m512)r[i + 1]);
-    s[i + 1] = _mm512_unpackhi_ps((__m512)r[i], (__m512)r[i + 1]);
+    s[i] = _mm512_unpacklo_ps(__m512(r[i]), __m512(r[i + 1]));
+    s[i + 1] = _mm512_unpackhi_ps(__m512(r[i]), __m512(r[i + 1]));
   }
   // u[i + j]: column j of each 4 x 4 square in rows i .. i + 3.
   __m512 u[16];
@@ -97,18 +97,18 @@ SGLK_INLINE void transpose(const T* const* from, int64_t offset, int dims, vf (&
     const __m512 b = _mm512_shuffle_f32x4(u[j], u[4 + j], 0xdd);
     const __m512 c = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0x88);
     const __m512 d = _mm512_shuffle_f32x4(u[8 + j], u[12 + j], 0xdd);
-    r[j] = (vf)_mm512_shuffle_f32x4(a, c, 0x88);
-    r[4 + j] = (vf)_mm512_shuffle_f32x4(b, d, 0x88);
-    r[8 + j] = (vf)_mm512_shuffle_f32x4(a, c, 0xdd);
-    r[12 + j] = (vf)_mm512_shuffle_f32x4(b, d, 0xdd);
+    r[j] = vf(_mm512_shuffle_f32x4(a, c, 0x88));
+    r[4 + j] = vf(_mm512_shuffle_f32x4(b, d, 0x88));
+    r[8 + j] = vf(_mm512_shuffle_f32x4(a, c, 0xdd));
+    r[12 + j] = vf(_mm512_shuffle_f32x4(b, d, 0xdd));
   }
 #elif defined(__AVX2__)
   __m256 s[8];
   __m256 u[8];
 #pragma GCC unroll 4
   for (int i = 0; i < 8; i += 2) {
-    s[i] = _mm256_unpacklo_ps((__m256)r[i], (__m256)r[i + 1]);
-    s[i + 1] = _mm256_unpackhi_ps((__m256)r[i], (__m256)r[i + 1]);
+    s[i] = _mm256_unpacklo_ps(__m256(r[i]), __m256(r[i + 1]));
+    s[i + 1] = _mm256_unpackhi_ps(__m256(r[i]), __m256(r[i + 1]));
   }
 #pragma GCC unroll 2
   for (int i = 0; i < 8; i += 4) {
@@ -119,8 +119,8 @@ SGLK_INLINE void transpose(const T* const* from, int64_t offset, int dims, vf (&
   }
 #pragma GCC unroll 4
   for (int j = 0; j < 4; j++) {
-    r[j] = (vf)_mm256_permute2f128_ps(u[j], u[4 + j], 0x20);
-    r[4 + j] = (vf)_mm256_permute2f128_ps(u[j], u[4 + j], 0x31);
+    r[j] = vf(_mm256_permute2f128_ps(u[j], u[4 + j], 0x20));
+    r[4 + j] = vf(_mm256_permute2f128_ps(u[j], u[4 + j], 0x31));
   }
 #else
   float square[VL][VL];
@@ -148,7 +148,7 @@ void score_keys(const T* const* keys, int64_t dim, const float* query, int64_t l
   }
   if (d < dim) {
     vf r[VL];
-    transpose(keys, d, (int)(dim - d), r);
+    transpose(keys, d, int(dim - d), r);
     for (int i = 0; i < dim - d; i++)
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) acc[m] = fma(splat(query[m * ldq + d + i]), r[i], acc[m]);

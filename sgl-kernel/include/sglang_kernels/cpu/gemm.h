@@ -27,11 +27,12 @@ struct UnitPointer {
     const char* p = at + k * step;
     if (BF16) {
       const vu pair = load_raw<vu>(p);
-      low = (vf)(pair << 16);
-      high = (vf)(pair & 0xffff0000u);
+      low = vf(pair << 16);
+      high = vf(pair & 0xffff0000u);
     } else {
-      low = load((const float*)p);
-      high = load((const float*)p + kPanel / 2);
+      const float* floats = reinterpret_cast<const float*>(p);
+      low = load(floats);
+      high = load(floats + kPanel / 2);
     }
   }
 };
@@ -41,7 +42,7 @@ SGLK_INLINE UnitPointer<BF16> unit_pointer(const LinearArgs& a, int64_t unit) {
   const int64_t panel = unit / kUnitsPerPanel;
   const int64_t lanes = unit % kUnitsPerPanel * VL;
   const int64_t size = UnitPointer<BF16>::step;
-  return {(const char*)a.weight + panel * a.k * size + lanes * 4};
+  return {static_cast<const char*>(a.weight) + panel * a.k * size + lanes * 4};
 }
 
 SGLK_INLINE void finish_column(const LinearArgs& a, int64_t row, int64_t column, vf acc) {
@@ -51,7 +52,7 @@ SGLK_INLINE void finish_column(const LinearArgs& a, int64_t row, int64_t column,
   if (left >= VL) {
     store(out, a.bias ? acc + load(a.bias + column) : acc);
   } else {
-    const int n = (int)left;
+    const int n = int(left);
     store_first(out, a.bias ? acc + load_first(a.bias + column, n) : acc, n);
   }
 }

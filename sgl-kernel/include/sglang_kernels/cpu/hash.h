@@ -32,7 +32,7 @@ inline uint64_t hash_words(const int64_t* words, const uint64_t* keys, int64_t c
   const vw both = low + high;
   for (int64_t lane = 0; lane < kWordLanes; lane++) sum += both[lane];
 #endif
-  for (; i < count; i++) sum += mix_words((uint64_t)words[i] ^ keys[i]);
+  for (; i < count; i++) sum += mix_words(uint64_t(words[i]) ^ keys[i]);
   return sum;
 }
 

@@ -14,7 +14,7 @@ template <class Body>
 SGLK_INLINE void for_each_vector(int64_t width, Body body) {
   int64_t i = 0;
   for (; i + VL <= width; i += VL) body(i, VL);
-  if (i < width) body(i, (int)(width - i));
+  if (i < width) body(i, int(width - i));
 }
 
 template <class T>
@@ -41,22 +41,22 @@ SGLK_INLINE float inverse_rms(const T* x, int64_t width, float eps) {
       acc[a] = fma(v, v, acc[a]);
     }
   for (; i < width; i += VL) {
-    const int n = (int)(width - i < VL ? width - i : VL);
+    const int n = int(width - i < VL ? width - i : VL);
     const vf v = load_some(x + i, n);
     acc[0] = fma(v, v, acc[0]);
   }
   const float sum = sum_lanes((acc[0] + acc[1]) + (acc[2] + acc[3]));
-  return 1.0f / __builtin_sqrtf(sum / (float)width + eps);
+  return 1.0f / __builtin_sqrtf(sum / float(width) + eps);
 }
 
 template <class T>
 void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
-  const T* weight = (const T*)a.weight;
+  const T* weight = static_cast<const T*>(a.weight);
   for (int64_t row = begin; row < end; row++) {
-    const T* x = (const T*)a.x + row * a.x_stride;
-    T* out = (T*)a.out + row * a.width;
+    const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+    T* out = static_cast<T*>(a.out) + row * a.width;
     if (a.residual) {
-      T* residual = (T*)a.residual + row * a.width;
+      T* residual = static_cast<T*>(a.residual) + row * a.width;
       for_each_vector(a.width, [&](int64_t i, int n) {
         const vf sum = load_some(residual + i, n) + load_some(x + i, n);
         store_some(residual + i, sum, n);
@@ -74,9 +74,9 @@ void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
 template <class T>
 void silu_and_mul_rows(const SiluAndMulArgs& a, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; row++) {
-    const T* gate = (const T*)a.x + row * a.x_stride;
+    const T* gate = static_cast<const T*>(a.x) + row * a.x_stride;
     const T* up = gate + a.width;
-    T* out = (T*)a.out + row * a.width;
+    T* out = static_cast<T*>(a.out) + row * a.width;
     for_each_vector(a.width, [&](int64_t i, int n) {
       const vf g = load_some(gate + i, n);
       const vf silu = g / (exp(-g) + 1.0f);
@@ -119,16 +119,17 @@ void rope_store_tokens(const RopeStoreArgs& a, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; t++) {
     const float* cos_sin =
         a.cos_sin ? a.cos_sin + a.positions[t] * a.cos_sin_stride : nullptr;
-    T* q = (T*)a.q + t * a.q_stride;
+    T* q = static_cast<T*>(a.q) + t * a.q_stride;
     if (cos_sin || a.q_norm)
       for (int h = 0; h < a.q_heads; h++)
-        rope_head(a, q + h * a.dim, q + h * a.dim, (const T*)a.q_norm, cos_sin);
-    const T* k = (const T*)a.k + t * a.k_stride;
-    T* k_to = (T*)a.k_cache + a.slots[t] * a.k_slot_stride;
+        rope_head(a, q + h * a.dim, q + h * a.dim, static_cast<const T*>(a.q_norm), cos_sin);
+    const T* k = static_cast<const T*>(a.k) + t * a.k_stride;
+    T* k_to = static_cast<T*>(a.k_cache) + a.slots[t] * a.k_slot_stride;
     for (int h = 0; h < a.kv_heads; h++)
-      rope_head(a, k + h * a.dim, k_to + h * a.dim, (const T*)a.k_norm, cos_sin);
+      rope_head(a, k + h * a.dim, k_to + h * a.dim, static_cast<const T*>(a.k_norm), cos_sin);
     std::memcpy(
-        (T*)a.v_cache + a.slots[t] * a.v_slot_stride, (const T*)a.v + t * a.v_stride,
+        static_cast<T*>(a.v_cache) + a.slots[t] * a.v_slot_stride,
+        static_cast<const T*>(a.v) + t * a.v_stride,
         sizeof(T) * a.kv_heads * a.dim);
   }
 }

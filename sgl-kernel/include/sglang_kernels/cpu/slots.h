@@ -21,7 +21,7 @@ struct Layout {
   }
 };
 
-// Slots of one request; columns behind the row are the scratch slot.
+// Slots of one request; columns past the row are the scratch slot.
 struct Row {
   const int32_t* slots;
   int64_t width, len;

@@ -14,11 +14,11 @@ constexpr uint64_t kBonusStream = 0x5851F42D4C957F2Dull;
 
 // The uniform number of (key, position), as sampling/noise.py makes it.
 inline double uniform(uint64_t key, int64_t position) {
-  uint64_t word = key + ((uint64_t)position + 1) * 0x9E3779B97F4A7C15ull;
+  uint64_t word = key + (uint64_t(position) + 1) * 0x9E3779B97F4A7C15ull;
   word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9ull;
   word = (word ^ (word >> 27)) * 0x94D049BB133111EBull;
   word ^= word >> 31;
-  return (double)(word >> 11) * 0x1p-53;
+  return double(word >> 11) * 0x1p-53;
 }
 
 inline float nan_last(float x) {
@@ -74,15 +74,15 @@ struct BuildRow {
   const float* scores;
   const int64_t *candidate_tokens, *group_parents;
   int64_t root_token, seq_len, first_place;
-  int64_t *tokens, *positions, *parent_index, *retrieve_index, *next_token, *next_sibling;
+  int64_t *tokens, *positions, *parent_index, *next_token, *next_sibling;
   bool* mask;
   int64_t* selected;
 };
 
 inline void select_nodes(const Shape& s, const BuildRow& row) {
   const int64_t wanted = s.nodes - 1;
-  std::vector<int64_t> order((size_t)s.candidates);
-  for (int64_t i = 0; i < s.candidates; i++) order[(size_t)i] = i;
+  std::vector<int64_t> order(size_t(s.candidates));
+  for (int64_t i = 0; i < s.candidates; i++) order[size_t(i)] = i;
   const auto better = [&](int64_t a, int64_t b) {
     const float x = nan_last(row.scores[a]), y = nan_last(row.scores[b]);
     return x > y || (x == y && a < b);
@@ -99,9 +99,9 @@ inline int64_t parent_of(const Shape& s, const BuildRow& row, int64_t place) {
   if (group == 0) return 0;
   const int64_t expanded = row.group_parents[group];
   if (level_of(expanded, s.topk) != level_of(place, s.topk) - 1) return -1;
-  const int64_t* end = row.selected + s.nodes - 1;
-  const int64_t* found = std::lower_bound((const int64_t*)row.selected, end, expanded);
-  return found != end && *found == expanded ? found - row.selected + 1 : -1;
+  const int64_t *begin = row.selected, *end = begin + s.nodes - 1;
+  const int64_t* found = std::lower_bound(begin, end, expanded);
+  return found != end && *found == expanded ? found - begin + 1 : -1;
 }
 
 inline void build_row(const Shape& s, const BuildRow& row) {
@@ -114,7 +114,6 @@ inline void build_row(const Shape& s, const BuildRow& row) {
     const int64_t place = i ? row.selected[i - 1] : 0;
     const int64_t parent = i ? parent_of(s, row, place) : -1;
     row.tokens[i] = i ? row.candidate_tokens[place] : row.root_token;
-    row.retrieve_index[i] = row.first_place + i;
     row.parent_index[i] = parent < 0 ? -1 : row.first_place + parent;
     row.positions[i] = parent < 0 ? row.seq_len : row.positions[parent] + 1;
     if (parent >= 0) std::copy_n(row.mask + parent * n, n, row.mask + i * n);

@@ -49,9 +49,9 @@ SGLK_INLINE void store_raw(void* p, V v) {
 
 SGLK_INLINE vf splat(float x) {
 #if defined(__AVX512F__)
-  return (vf)_mm512_set1_ps(x);
+  return vf(_mm512_set1_ps(x));
 #elif defined(__AVX2__)
-  return (vf)_mm256_set1_ps(x);
+  return vf(_mm256_set1_ps(x));
 #else
   return vf{} + x;
 #endif
@@ -63,9 +63,9 @@ SGLK_INLINE vf zero() { return vf{}; }
 // one function, so that tiles of different shapes round alike.
 SGLK_INLINE vf fma(vf a, vf b, vf c) {
 #if defined(__AVX512F__)
-  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  return vf(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
 #elif defined(__AVX2__)
-  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  return vf(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
 #else
   return a * b + c;
 #endif
@@ -79,7 +79,7 @@ SGLK_INLINE vf max_ignoring_nan(vf x, vf m) { return x > m ? x : m; }
 
 SGLK_INLINE float sum_lanes(vf v) {
 #if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)v);
+  return _mm512_reduce_add_ps(__m512(v));
 #else
   float lane[VL];
   store_raw(lane, v);
@@ -92,7 +92,7 @@ SGLK_INLINE float sum_lanes(vf v) {
 // The largest lane; no lane may be NaN.
 SGLK_INLINE float max_lanes(vf v) {
 #if defined(__AVX512F__)
-  return _mm512_reduce_max_ps((__m512)v);
+  return _mm512_reduce_max_ps(__m512(v));
 #else
   float lane[VL];
   store_raw(lane, v);
@@ -105,11 +105,11 @@ SGLK_INLINE float max_lanes(vf v) {
 // ---- element types ---------------------------------------------------------------------
 
 SGLK_INLINE vf widen(vh h, const bf16_t*) {
-  return (vf)(__builtin_convertvector(h, vu) << 16);
+  return vf(__builtin_convertvector(h, vu) << 16);
 }
 
 SGLK_INLINE vh narrow(vf v, const bf16_t*) {
-  const vu bits = (vu)v;
+  const vu bits = vu(v);
   const vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const vu quiet = (bits >> 16) | 0x40;
   const vu result = (v == v) ? rounded : quiet;
@@ -118,31 +118,31 @@ SGLK_INLINE vh narrow(vf v, const bf16_t*) {
 
 SGLK_INLINE vf widen(vh h, const f16_t*) {
 #if defined(__AVX512F__)
-  return (vf)_mm512_cvtph_ps((__m256i)h);
+  return vf(_mm512_cvtph_ps(__m256i(h)));
 #elif defined(__AVX2__)
-  return (vf)_mm256_cvtph_ps((__m128i)h);
+  return vf(_mm256_cvtph_ps(__m128i(h)));
 #else
   const vu x = __builtin_convertvector(h, vu);
   const vu magnitude = (x & 0x7fff) << 13;
-  const vf scaled = (vf)magnitude * 0x1p112f;  // subnormal halves come out exact
+  const vf scaled = vf(magnitude) * 0x1p112f;  // subnormal halves come out exact
   const vu special = magnitude | 0x7f800000u;  // infinity and NaN
-  const vu finite = (vu)scaled;
+  const vu finite = vu(scaled);
   const vu bits = (magnitude >= 0x0f800000u) ? special : finite;
-  return (vf)(bits | ((x & 0x8000) << 16));
+  return vf(bits | ((x & 0x8000) << 16));
 #endif
 }
 
 SGLK_INLINE vh narrow(vf v, const f16_t*) {
 #if defined(__AVX512F__)
-  return (vh)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return vh(_mm512_cvtps_ph(__m512(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__AVX2__)
-  return (vh)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return vh(_mm256_cvtps_ph(__m256(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
-  const vu bits = (vu)v;
+  const vu bits = vu(v);
   const vu sign = (bits >> 16) & 0x8000;
   const vu magnitude = bits & 0x7fffffff;
   // Adding 0.5 puts the last bit of a subnormal half at the last bit of the float.
-  const vu tiny = (vu)((vf)magnitude + 0.5f) - 0x3f000000u;
+  const vu tiny = vu(vf(magnitude) + 0.5f) - 0x3f000000u;
   const vu normal = (magnitude - 0x38000000u + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   const vu infinite = vu{} + 0x7c00u;
   const vu nan = vu{} + 0x7e00u;
@@ -155,7 +155,7 @@ SGLK_INLINE vh narrow(vf v, const f16_t*) {
 
 template <class T>
 SGLK_INLINE vf load(const T* p) {
-  return widen(load_raw<vh>(p), (const T*)nullptr);
+  return widen(load_raw<vh>(p), static_cast<const T*>(nullptr));
 }
 template <>
 SGLK_INLINE vf load<float>(const float* p) {
@@ -164,7 +164,7 @@ SGLK_INLINE vf load<float>(const float* p) {
 
 template <class T>
 SGLK_INLINE void store(T* p, vf v) {
-  store_raw(p, narrow(v, (const T*)nullptr));
+  store_raw(p, narrow(v, static_cast<const T*>(nullptr)));
 }
 template <>
 SGLK_INLINE void store<float>(float* p, vf v) {
@@ -189,11 +189,11 @@ SGLK_INLINE void store_first(T* p, vf v, int n) {
 #if defined(__AVX512F__)
 template <>
 SGLK_INLINE vf load_first<float>(const float* p, int n) {
-  return (vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+  return vf(_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p));
 }
 template <>
 SGLK_INLINE void store_first<float>(float* p, vf v, int n) {
-  _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+  _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), __m512(v));
 }
 #endif
 
@@ -202,12 +202,12 @@ SGLK_INLINE void store_first<float>(float* p, vf v, int n) {
 // p * 2^n for integers n from -126 to 128; NaN in p stays NaN.
 SGLK_INLINE vf scale_by_power(vf p, vf n) {
 #if defined(__AVX512F__)
-  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+  return vf(_mm512_scalef_ps(__m512(p), __m512(n)));
 #else
   // Two factors, because 2^128 is no float.
-  const vi exponent = (vi)(n + 12582912.0f) - 0x4b400000;
+  const vi exponent = vi(n + 12582912.0f) - 0x4b400000;
   const vi half = exponent >> 1;
-  return p * (vf)((half + 127) << 23) * (vf)((exponent - half + 127) << 23);
+  return p * vf((half + 127) << 23) * vf((exponent - half + 127) << 23);
 #endif
 }
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from kv_canary import perturb
-from kv_canary.launches import move_records, poison
 from kv_canary.records import POISON_WORD
+from sglang.srt.kv_canary.kernels import move_records, poison
 from sglang.srt.kv_canary.perturb.damage import Damage, Scene
 from sglang.srt.kv_canary.perturb.injector import STALE
 from sglang.srt.kv_canary.perturb.tables import places_of, repoint

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv_canary.launches import poison
 from kv_canary.records import (
     Reason,
     unpack_word0,
     unpack_word3,
 )
+from sglang.srt.kv_canary.kernels import poison
 from sglang.srt.kv_canary.perturb.damage import Damage, Scene, Victim
 from sglang.srt.kv_canary.perturb.injector import STALE, Injector, When
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend

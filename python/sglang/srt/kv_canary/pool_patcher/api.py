@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv_canary.launches import move_records
 from kv_canary.layout import (
     Fingerprint,
     FingerprintMode,
@@ -24,6 +23,7 @@ from kv_canary.records import RECORD_WORDS
 from kv_canary.state import CanaryState, create_state
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import CanaryConfig, RealData
+from sglang.srt.kv_canary.kernels import move_records
 from sglang.srt.mem_cache.memory_pool import (
     KVCache,
     MHATokenToKVPool,

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from kv_canary.findings import STATUS_WORDS, is_clean
-from kv_canary.launches import finish_step, gather_findings, poison, set_lineage
 from kv_canary.records import (
     FIRST_CLOCK,
     NUM_COUNTERS,
@@ -38,6 +37,12 @@ from kv_canary.serials import SerialMap
 from kv_canary.violation import POOLS, Violation
 from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
+from sglang.srt.kv_canary.kernels import (
+    finish_step,
+    gather_findings,
+    poison,
+    set_lineage,
+)
 from sglang.srt.kv_canary.lineages import PrefixLineages, TokenOwner
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker

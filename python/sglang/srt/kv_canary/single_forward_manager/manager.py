@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kv_canary.checks import PoolChecks
 from kv_canary.findings import STATUS_WORDS
-from kv_canary.launches import before_model, write_tail
 from kv_canary.records import WriterKind
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 from sglang.srt.kv_canary.config import CanaryConfig
+from sglang.srt.kv_canary.kernels import before_model, write_tail
 from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
 from sglang.srt.kv_canary.token_oracle import oracle_tokens
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kv_canary.op import native_available
 from kv_canary.view import KVReadView
 from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
 from sglang.srt.layers.attention.base_attn_backend import (
@@ -27,7 +28,6 @@ from sglang.srt.layers.ops.attention import (
     extend_attention,
     extend_attention_ref,
 )
-from sglang.srt.layers.ops.dispatch import native_available
 from sglang.srt.layers.ops.rope import rope_store_kv, rope_store_kv_ref
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.speculative.draft_layout import BranchLayout

@@ -6,15 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sglang.srt.layers.ops.dispatch import (
-    native,
-    triton_ops,
-    use_native,
-    use_triton,
-)
+from sglang.srt.layers.ops.dispatch import Op
 
 
-def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+def silu_and_mul_ref(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """out = silu(x[:, :I]) * x[:, I:].
 
     Args:
@@ -24,21 +19,15 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     Returns:
         `out`. Arithmetic is float32 whatever the dtype.
     """
-    if use_native(x):
-        if out is None:
-            out = x.new_empty(x.shape[0], x.shape[1] // 2)
-        native.silu_and_mul(x, out)
-        return out
-    if use_triton(x):
-        result: Tensor = triton_ops.silu_and_mul(x, out=out)
-        return result
-    return silu_and_mul_ref(x, out=out)
-
-
-def silu_and_mul_ref(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Torch oracle of `silu_and_mul`."""
     if x.dim() != 2 or x.shape[1] % 2:
         raise ValueError(f"silu_and_mul: x is {tuple(x.shape)}, expected [T, 2 * I]")
     gate, up = x.chunk(2, dim=-1)
     result = (functional.silu(gate.float()) * up.float()).to(x.dtype)
     return result if out is None else torch.Tensor.copy_(out, result)
+
+
+silu_and_mul = Op(
+    reference=silu_and_mul_ref,
+    native="sglang.srt.layers.ops.native:silu_and_mul",
+    triton="sglang.srt.layers.triton_ops.activation:silu_and_mul",
+)

@@ -4,7 +4,8 @@ Knows slots, page tables and lengths; knows nothing of requests, layers or modes
 
 KV element i of row r lies in slot
 `page_table[row_index[r], i // page_size] + i % page_size`: an entry of the table is the
-first slot of its page. A row without any element to attend yields zeros.
+first slot of its page. A row without any element to attend yields zeros. The torch
+references read the lengths on the host.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import native, use_native
+from sglang.srt.layers.ops.dispatch import Op
+
+_NATIVE = "sglang.srt.layers.ops.native:"
 
 
-def decode_attention(
+def decode_attention_ref(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -42,48 +45,6 @@ def decode_attention(
         window: when positive, only the newest `window` elements are attended.
         out: [R, Hq, D], the dtype of q; heads and channels contiguous.
     """
-    if use_native(q):
-        native.decode_attention(
-            q,
-            k_cache,
-            v_cache,
-            page_table,
-            row_index,
-            read_lens,
-            page_size,
-            sm_scale,
-            window,
-            out,
-        )
-        return
-    decode_attention_ref(
-        q,
-        k_cache,
-        v_cache,
-        page_table=page_table,
-        row_index=row_index,
-        read_lens=read_lens,
-        page_size=page_size,
-        sm_scale=sm_scale,
-        window=window,
-        out=out,
-    )
-
-
-def decode_attention_ref(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    page_table: Tensor,
-    row_index: Tensor | None,
-    read_lens: Tensor,
-    page_size: int,
-    sm_scale: float,
-    window: int = -1,
-    out: Tensor,
-) -> None:
-    """Torch oracle of `decode_attention`; reads the lengths on the host."""
     for row, end in enumerate(read_lens.tolist()):
         slots = _row_slots(page_table, row_index, row, page_size, end)
         if window > 0:
@@ -93,7 +54,12 @@ def decode_attention_ref(
         out[row] = _attend(q[row : row + 1], k, v, allowed, sm_scale)[0]
 
 
-def extend_attention(
+decode_attention = Op(
+    reference=decode_attention_ref, native=_NATIVE + "decode_attention"
+)
+
+
+def extend_attention_ref(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -134,65 +100,8 @@ def extend_attention(
     Raises:
         ValueError: a window together with a tree mask.
     """
-    if tree_mask is not None and window > 0:
-        raise ValueError(
-            f"extend_attention: window={window} with a tree mask is not supported; "
-            "pass window=-1 or no tree mask"
-        )
-    if use_native(q):
-        native.extend_attention(
-            q,
-            k_cache,
-            v_cache,
-            page_table,
-            row_index,
-            qo_indptr,
-            prefix_lens,
-            page_size,
-            sm_scale,
-            window,
-            tree_mask,
-            out,
-        )
-        return
-    extend_attention_ref(
-        q,
-        k_cache,
-        v_cache,
-        page_table=page_table,
-        row_index=row_index,
-        qo_indptr=qo_indptr,
-        prefix_lens=prefix_lens,
-        page_size=page_size,
-        sm_scale=sm_scale,
-        window=window,
-        tree_mask=tree_mask,
-        k_new=k_new,
-        v_new=v_new,
-        out=out,
-    )
-
-
-def extend_attention_ref(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    page_table: Tensor,
-    row_index: Tensor | None,
-    qo_indptr: Tensor,
-    prefix_lens: Tensor,
-    page_size: int,
-    sm_scale: float,
-    window: int = -1,
-    tree_mask: Tensor | None = None,
-    k_new: Tensor | None = None,
-    v_new: Tensor | None = None,
-    out: Tensor,
-) -> None:
-    """Torch oracle of `extend_attention`; reads the lengths on the host. Takes the new
-    tokens from `k_new` and `v_new` where they are given.
-    """
+    if tree_mask is not None:
+        refuse_window_with_tree(window)
     bounds = qo_indptr.tolist()
     for row, prefix in enumerate(prefix_lens.tolist()):
         begin, end = bounds[row], bounds[row + 1]
@@ -211,6 +120,20 @@ def extend_attention_ref(
             if window > 0:
                 allowed &= element > own - window
         out[begin:end] = _attend(q[begin:end], k, v, allowed, sm_scale)
+
+
+extend_attention = Op(
+    reference=extend_attention_ref, native=_NATIVE + "extend_attention"
+)
+
+
+def refuse_window_with_tree(window: int) -> None:
+    """Raise ValueError if there is a window; to be asked where there is a tree mask."""
+    if window > 0:
+        raise ValueError(
+            f"extend_attention: window={window} with a tree mask is not supported; "
+            "pass window=-1 or no tree mask"
+        )
 
 
 def _row_slots(

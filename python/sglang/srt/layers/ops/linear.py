@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kv_canary.op import native_available
 from sglang.srt.layers.ops.activation import silu_and_mul
-from sglang.srt.layers.ops.dispatch import (
-    native,
-    native_available,
-    triton_ops,
-    use_native,
-    use_triton,
-)
+from sglang.srt.layers.ops.dispatch import Op
+
+_TRITON = "sglang.srt.layers.triton_ops.gemm:"
 
 ADD_ROWS = 1024
 """Rows from which cuBLAS adds the residual. With few rows it gives up splitting the sum
@@ -60,7 +57,7 @@ def pack_weight(weight: Tensor) -> PackedWeight:
         )
     n, k = weight.shape
     wide = weight.detach().float()
-    if not (native_available() and weight.is_cpu):
+    if not (weight.is_cpu and native_available()):
         return PackedWeight(n=n, k=k, panel=n, data=wide.t().contiguous()[None])
     panels = -(-n // PANEL)
     data = functional.pad(wide, (0, 0, 0, panels * PANEL - n))
@@ -72,7 +69,16 @@ def pack_weight(weight: Tensor) -> PackedWeight:
     return PackedWeight(n=n, k=k, panel=PANEL, data=data)
 
 
-def linear(
+def unpack_weight(weight: PackedWeight) -> Tensor:
+    """The float32 weight [N, K] that was packed."""
+    data = weight.data
+    if data.dtype == torch.bfloat16:
+        pairs = data.view(data.shape[0], weight.k, weight.panel // 2, 2)
+        data = pairs.transpose(2, 3).reshape(data.shape).float()
+    return data.transpose(1, 2).reshape(-1, weight.k)[: weight.n]
+
+
+def linear_ref(
     x: Tensor,
     weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
@@ -83,9 +89,10 @@ def linear(
 
     With a `PackedWeight` on the native kernels every output is one float32 sum in
     ascending order of k, so that a row's result is bitwise independent of how many rows
-    the batch has. A plain weight promises no such thing: on CUDA a few rows of half
-    precision go to the weight-streaming kernels where those were measured to be
-    faster, everything else goes to torch.
+    the batch has; in torch it is a float32 product, rounded to the dtype of `x`. A
+    plain weight promises no such thing: on CUDA a few rows of half precision go to the
+    weight-streaming kernels where those were measured to be faster, everything else
+    goes to torch.
 
     Args:
         x: [..., K]; float32, bfloat16 or float16.
@@ -96,33 +103,28 @@ def linear(
     Returns:
         `out`.
     """
-    if not isinstance(weight, PackedWeight):
-        if use_triton(x):
-            config = triton_ops.choose(x, weight)
-            if config is not None:
-                product: Tensor = triton_ops.gemm(
-                    x, weight, bias, config=config, out=out
-                )
-                return product
-        if out is None:
-            return functional.linear(x, weight, bias)
-        rows, target = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
-        if bias is None:
-            torch.mm(rows, weight.t(), out=target)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=target)
-        return out
-    if use_native(x) and weight.panel == PANEL:
-        if x.dtype != torch.float32:
-            wide = linear(x.float(), weight, None if bias is None else bias.float())
-            return wide.to(x.dtype) if out is None else out.copy_(wide)
-        if out is None:
-            # Two dimensions are the hot case, and slicing a shape is slow.
-            sizes = (x.shape[0],) if x.dim() == 2 else x.shape[:-1]
-            out = x.new_empty(*sizes, weight.n)
-        native.packed_linear(x, weight.data, weight.n, bias, out)
-        return out
-    return linear_ref(x, weight, bias, out=out)
+    if isinstance(weight, PackedWeight):
+        # In the fallback format this is a view: torch is fastest with [K, N] in memory.
+        result = torch.matmul(x.float(), unpack_weight(weight).t())
+        if bias is not None:
+            result = result + bias.float()
+        result = result.to(x.dtype)
+        return result if out is None else out.copy_(result)
+    if out is None:
+        return functional.linear(x, weight, bias)
+    rows, target = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    if bias is None:
+        torch.mm(rows, weight.t(), out=target)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=target)
+    return out
+
+
+linear = Op(
+    reference=linear_ref,
+    native="sglang.srt.layers.ops.native:linear",
+    triton=_TRITON + "linear",
+)
 
 
 def linear_into(
@@ -148,12 +150,13 @@ def linear_into(
     return linear(x, weight, bias)
 
 
-def linear_silu_and_mul(
+def linear_silu_and_mul_ref(
     x: Tensor, weight: Tensor | PackedWeight, *, out: Tensor | None = None
 ) -> Tensor:
     """out = silu(x @ gate.T) * (x @ up.T), where `weight` is [gate | up] rows.
 
-    One launch on CUDA where `linear` would use the weight-streaming kernels too.
+    One launch on CUDA where `linear` would use the weight-streaming kernels too; two
+    ops everywhere else.
 
     Args:
         x: [T, K]; float32, bfloat16 or float16.
@@ -163,38 +166,9 @@ def linear_silu_and_mul(
     Returns:
         `out`; equal to `silu_and_mul(linear(x, weight))` but for rounding.
     """
-    if not isinstance(weight, PackedWeight) and use_triton(x):
-        config = triton_ops.choose(x, weight, gated=True)
-        if config is not None:
-            result: Tensor = triton_ops.gemm_silu_and_mul(
-                x, weight, config=config, out=out
-            )
-            return result
     return silu_and_mul(linear(x, weight), out=out)
 
 
-def unpack_weight(weight: PackedWeight) -> Tensor:
-    """The float32 weight [N, K] that was packed."""
-    data = weight.data
-    if data.dtype == torch.bfloat16:
-        pairs = data.view(data.shape[0], weight.k, weight.panel // 2, 2)
-        data = pairs.transpose(2, 3).reshape(data.shape).float()
-    return data.transpose(1, 2).reshape(-1, weight.k)[: weight.n]
-
-
-def linear_ref(
-    x: Tensor,
-    weight: Tensor | PackedWeight,
-    bias: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Torch oracle of `linear`: a float32 product, rounded to the dtype of `x`."""
-    if isinstance(weight, PackedWeight):
-        # In the fallback format this is a view: torch is fastest with [K, N] in memory.
-        weight = unpack_weight(weight)
-    result = torch.matmul(x.float(), weight.float().t())
-    if bias is not None:
-        result = result + bias.float()
-    result = result.to(x.dtype)
-    return result if out is None else out.copy_(result)
+linear_silu_and_mul = Op(
+    reference=linear_silu_and_mul_ref, triton=_TRITON + "linear_silu_and_mul"
+)

@@ -8,16 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import (
-    native,
-    triton_ops,
-    use_native,
-    use_triton,
-)
+from sglang.srt.layers.ops.dispatch import Op
 from sglang.srt.layers.ops.norm import rmsnorm_ref
 
 
-def rope_store_kv(
+def rope_store_kv_ref(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -54,56 +49,6 @@ def rope_store_kv(
         update_k: k becomes rope(norm(k)), too; then the slots must be distinct, but for
             rows of k that nobody reads.
     """
-    if use_native(q):
-        native.rope_store_kv(
-            q,
-            k,
-            v,
-            positions,
-            cos_sin_cache,
-            k_cache,
-            v_cache,
-            out_cache_loc,
-            q_norm_weight,
-            k_norm_weight,
-            eps,
-        )
-        if update_k:
-            k.copy_(k_cache[out_cache_loc])
-        return
-    launch = triton_ops.rope_store_kv if use_triton(q) else rope_store_kv_ref
-    launch(
-        q,
-        k,
-        v,
-        positions=positions,
-        cos_sin_cache=cos_sin_cache,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        out_cache_loc=out_cache_loc,
-        q_norm_weight=q_norm_weight,
-        k_norm_weight=k_norm_weight,
-        eps=eps,
-        update_k=update_k,
-    )
-
-
-def rope_store_kv_ref(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    positions: Tensor,
-    cos_sin_cache: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out_cache_loc: Tensor,
-    q_norm_weight: Tensor | None = None,
-    k_norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    update_k: bool = False,
-) -> None:
-    """Torch oracle of `rope_store_kv`; leaves k unchanged unless asked."""
     given_k = k
     if q_norm_weight is not None:
         q.copy_(rmsnorm_ref(q, q_norm_weight, eps))
@@ -117,6 +62,13 @@ def rope_store_kv_ref(
     if update_k:
         given_k.copy_(k)
     v_cache[out_cache_loc] = v
+
+
+rope_store_kv = Op(
+    reference=rope_store_kv_ref,
+    native="sglang.srt.layers.ops.native:rope_store_kv",
+    triton="sglang.srt.layers.triton_ops.rope:rope_store_kv",
+)
 
 
 def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def silu_and_mul_kernel(
     tl.store(out + row * WIDTH + channel, result.to(out.dtype.element_ty), mask=mask)
 
 
-def silu_and_mul(x: Tensor, *, out: Tensor | None) -> Tensor:
+def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """`ops.activation.silu_and_mul`. x: [T, 2 * I], the last dimension contiguous."""
     if x.dim() != 2 or x.shape[1] % 2:
         raise ValueError(f"silu_and_mul: x is {tuple(x.shape)}, expected [T, 2 * I]")

@@ -1,7 +1,7 @@
 """Matrix product of few rows with a weight read once: choice, checks and launch.
 
-`choose` says where this beats cuBLAS; `layers/ops/linear.py` asks it. Knows bfloat16
-and float16 weights [N, K]; knows nothing of layers or sharding.
+`choose` says where this beats cuBLAS; `linear` and `linear_silu_and_mul` ask it. Knows
+bfloat16 and float16 weights [N, K]; knows nothing of layers or sharding.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sglang.srt.layers.ops.linear import (
+    PackedWeight,
+    linear_ref,
+    linear_silu_and_mul_ref,
+)
 from sglang.srt.layers.triton_ops.gated_gemm_kernel import gated_gemm_kernel
-from sglang.srt.layers.triton_ops.gemm_kernels import gemm_kernel, gemv_kernel
+from sglang.srt.layers.triton_ops.gemm_kernels import Product, gemm_kernel, gemv_kernel
 from sglang.srt.layers.triton_ops.gemm_table import (
     MAX_GATED_ROWS,
     MAX_ROWS,
@@ -47,6 +52,32 @@ def choose(x: Tensor, weight: Tensor, *, gated: bool = False) -> GemmConfig | No
     if weight.stride() != (k, 1) or k % 8 or weight.data_ptr() % 16:
         return None
     return lookup(rows=rows, n=n, k=k, gated=gated)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`ops.linear.linear`: `gemm` where it is the faster one, else torch."""
+    if not isinstance(weight, PackedWeight):
+        config = choose(x, weight)
+        if config is not None:
+            return gemm(x, weight, bias, config=config, out=out)
+    return linear_ref(x, weight, bias, out=out)
+
+
+def linear_silu_and_mul(
+    x: Tensor, weight: Tensor | PackedWeight, *, out: Tensor | None = None
+) -> Tensor:
+    """`ops.linear.linear_silu_and_mul`: one launch where that is the faster one."""
+    if not isinstance(weight, PackedWeight):
+        config = choose(x, weight, gated=True)
+        if config is not None:
+            return gemm_silu_and_mul(x, weight, config=config, out=out)
+    return linear_silu_and_mul_ref(x, weight, out=out)
 
 
 def gemm(
@@ -130,13 +161,17 @@ def _launch(
     out_rows = out.view(rows, outputs)
     residual_rows = None if residual is None else residual.view(rows, outputs)
     pdl = config.dependent and supports_dependent_launch(x.device)
+    product = Product(
+        k=k,
+        block_m=1 if config.split_k == 0 else max(16, triton.next_power_of_2(rows)),
+        block_n=config.block_n,
+        block_k=config.block_k,
+        gated=gated,
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+    )
     common: dict[str, Any] = {
-        "K": k,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GATED": gated,
-        "HAS_BIAS": bias is not None,
-        "HAS_RESIDUAL": residual is not None,
+        "PRODUCT": product,
         "PDL": pdl,
         "num_warps": config.warps,
         **({"launch_pdl": True} if pdl else {}),
@@ -150,11 +185,12 @@ def _launch(
             flat, weight, bias_arg, residual_arg, out_rows, outputs, **common
         )
         return out
-    block_m = max(16, triton.next_power_of_2(rows))
     split = min(config.split_k, triton.cdiv(k, config.block_k))
     partial, counters = _SCRATCH.get(
         x.device,
-        partial_bytes=4 * tiles * split * block_m * config.block_n if split > 1 else 0,
+        partial_bytes=4 * tiles * split * product.block_m * config.block_n
+        if split > 1
+        else 0,
         counters=tiles if split > 1 else 0,
     )
     gemm_kernel[(tiles, split)](
@@ -170,7 +206,6 @@ def _launch(
         flat.stride(0),
         outputs if residual_rows is None else residual_rows.stride(0),
         out_rows.stride(0),
-        BLOCK_M=block_m,
         SPLIT_K=split,
         STAGES=config.stages,
         PREFETCH=config.prefetch,
@@ -200,7 +235,7 @@ def _launch_tall(
     outputs, k = weight.shape[0] // 2, weight.shape[1]
     flat = _rows(x, weight, config)
     if flat.stride(0) % 8 or flat.data_ptr() % 16:
-        flat = flat.contiguous()  # what the copy engine can address
+        flat = flat.contiguous()  # the copy engine addresses nothing else
     if out is None:
         out = x.new_empty((*x.shape[:-1], outputs))
     out_rows = out.view(-1, outputs)

@@ -9,6 +9,8 @@ depend on the kernel before, so their first bytes are asked for before
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -17,14 +19,33 @@ from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
 LINE = tl.constexpr(64)  # elements of 2 bytes in a cache line
 
 
+class Product(NamedTuple):
+    """Constants that a kernel is compiled for; the argument PRODUCT of both.
+
+    Fields:
+        k: of the weight [N, K].
+        block_m, block_n, block_k: rows, weight rows and columns of a tile.
+        gated: SiLU of the gate half times the up half; else the plain product.
+        has_bias, has_residual: whether they are added.
+    """
+
+    k: int
+    block_m: int
+    block_n: int
+    block_k: int
+    gated: bool
+    has_bias: bool
+    has_residual: bool
+
+
 @triton.jit
-def _weight_rows(tile, outputs, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """Weight row of each of the tile's BLOCK_N rows; rows past the end repeat the last.
+def _weight_rows(tile, outputs, PRODUCT: tl.constexpr):
+    """Weight row of each of the tile's rows; rows past the end repeat the last.
 
     Gated: gate and up rows alternate, so that a pair is reduced by one program.
     """
-    row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    if GATED:
+    row = tile * PRODUCT.block_n + tl.arange(0, PRODUCT.block_n)
+    if PRODUCT.gated:
         row = tl.minimum(row // 2, outputs - 1) + (row % 2) * outputs
     else:
         row = tl.minimum(row, outputs - 1)
@@ -55,15 +76,13 @@ def _finish(
     outputs,
     residual_stride,
     out_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    PRODUCT: tl.constexpr,
 ):
-    """Epilogue and store of a tile of sums, [BLOCK_N, BLOCK_M] float32."""
+    """Epilogue and store of a tile of sums, [block_n, block_m] float32."""
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
     m = tl.arange(0, BLOCK_M)[None, :]
-    if GATED:
+    if PRODUCT.gated:
         pairs = total.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1)
         gate, up = tl.split(pairs)
         # The activation sees the product as it would be stored.
@@ -75,9 +94,9 @@ def _finish(
         result = total
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     mask = (n < outputs) & (m < rows)
-    if HAS_BIAS:
+    if PRODUCT.has_bias:
         result += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
+    if PRODUCT.has_residual:
         result = result.to(out.dtype.element_ty).to(tl.float32)
         added = tl.load(residual + m * residual_stride + n, mask=mask, other=0.0)
         result += added.to(tl.float32)
@@ -92,20 +111,18 @@ def gemv_kernel(
     residual,
     out,
     outputs,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    PRODUCT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row of x. Tiles go to registers; the next one is loaded before the current
     one is used."""
+    K: tl.constexpr = PRODUCT.k
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    BLOCK_K: tl.constexpr = PRODUCT.block_k
     tile = tl.program_id(0)
     let_next_start(PDL)
     k = tl.arange(0, BLOCK_K)
-    start = weight + _weight_rows(tile, outputs, BLOCK_N, GATED)[:, None] * K
+    start = weight + _weight_rows(tile, outputs, PRODUCT)[:, None] * K
     ahead = tl.load(start + k[None, :], mask=(k < K)[None, :], other=0.0)
     wait_for_inputs(PDL)
     total = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
@@ -126,11 +143,7 @@ def gemv_kernel(
         outputs,
         0,
         0,
-        1,
-        BLOCK_N,
-        GATED,
-        HAS_BIAS,
-        HAS_RESIDUAL,
+        PRODUCT,
     )
 
 
@@ -148,30 +161,28 @@ def gemm_kernel(
     x_stride,
     residual_stride,
     out_stride,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    PRODUCT: tl.constexpr,
     SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
-    GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Up to BLOCK_M rows of x, on the matrix units with the weight as the tall operand.
+    """Up to block_m rows of x, on the matrix units with the weight as the tall operand.
 
     K is split over SPLIT_K programs; the last of them to arrive adds the partial sums
     in the order of the splits, so that the result does not depend on who is last.
     """
+    K: tl.constexpr = PRODUCT.k
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    BLOCK_K: tl.constexpr = PRODUCT.block_k
     tile = tl.program_id(0)
     split = tl.program_id(1)
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first = BLOCKS * split // SPLIT_K
     last = BLOCKS * (split + 1) // SPLIT_K
     let_next_start(PDL)
-    start = weight + _weight_rows(tile, outputs, BLOCK_N, GATED)[:, None] * K
+    start = weight + _weight_rows(tile, outputs, PRODUCT)[:, None] * K
     if PDL:
         lines = tl.arange(0, BLOCK_K // LINE)[None, :] * LINE
         for ahead in tl.static_range(PREFETCH):
@@ -223,11 +234,7 @@ def gemm_kernel(
                 outputs,
                 residual_stride,
                 out_stride,
-                BLOCK_M,
-                BLOCK_N,
-                GATED,
-                HAS_BIAS,
-                HAS_RESIDUAL,
+                PRODUCT,
             )
     else:
         _finish(
@@ -240,9 +247,5 @@ def gemm_kernel(
             outputs,
             residual_stride,
             out_stride,
-            BLOCK_M,
-            BLOCK_N,
-            GATED,
-            HAS_BIAS,
-            HAS_RESIDUAL,
+            PRODUCT,
         )

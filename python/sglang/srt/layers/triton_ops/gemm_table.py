@@ -12,7 +12,7 @@ from dataclasses import dataclass
 MAX_ROWS = 64
 """More rows than this are cuBLAS's."""
 MAX_GATED_ROWS = 128
-"""The same of a product with SiLU behind it."""
+"""The same of a product that ends in SiLU."""
 
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 225 * 1024

@@ -1,4 +1,4 @@
-"""What every Triton launch of the engine shares: dependent launch and scratch memory.
+"""Dependent launch and scratch memory, shared by all Triton launches of the engine.
 
 Kernels here start while the kernel before them still runs (programmatic dependent
 launch): each tells the device at once that the next one may start, and touches nothing

@@ -73,7 +73,9 @@ def fused_add_rmsnorm_kernel(
     tl.store(x_row, result.to(x.dtype.element_ty), mask=mask)
 
 
-def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None) -> Tensor:
+def rmsnorm(
+    x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
+) -> Tensor:
     """`ops.norm.rmsnorm`. x: [..., H], any strides but that of the last dimension."""
     width = x.shape[-1]
     if out is None:

@@ -8,6 +8,8 @@ describes the function.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,6 +23,30 @@ from sglang.srt.layers.triton_ops.launch import (
 _MANY_TOKENS = 128
 
 
+class Heads(NamedTuple):
+    """Constants that the kernel is compiled for; its argument HEADS.
+
+    Fields:
+        q_heads, kv_heads: of a token. dim: of a head.
+        half: rotated channels of a head, halved.
+        dim_block, half_block, rest_block: the powers of two that hold a head, one half
+            and the channels that are kept.
+        block: heads of a program.
+        has_q_norm, has_k_norm: whether the heads are normalised.
+    """
+
+    q_heads: int
+    kv_heads: int
+    dim: int
+    dim_block: int
+    half: int
+    half_block: int
+    rest_block: int
+    block: int
+    has_q_norm: bool
+    has_k_norm: bool
+
+
 @triton.jit
 def _transform_heads(
     source,
@@ -31,20 +57,19 @@ def _transform_heads(
     norm_weight,
     eps,
     cos_sin,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IN_PLACE: tl.constexpr,
 ):
-    """target = rope(norm(source)) for the heads at the offsets, both [HEADS, 1].
+    """target = rope(norm(source)) for the heads at the offsets, both [HEADS.block, 1].
 
     IN_PLACE: the source, too, becomes that. A head is its two rotated halves and the
     rest that is kept; each is one tile.
     """
-    pair = tl.arange(0, HALF_BLOCK)[None, :]
-    rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+    DIM: tl.constexpr = HEADS.dim
+    HALF: tl.constexpr = HEADS.half
+    pair = tl.arange(0, HEADS.half_block)[None, :]
+    rest = 2 * HALF + tl.arange(0, HEADS.rest_block)[None, :]
     pair_mask = head_mask & (pair < HALF)
     rest_mask = head_mask & (rest < DIM)
     start = source + source_offset
@@ -107,68 +132,56 @@ def rope_store_kv_kernel(
     v_stride,
     k_cache_stride,
     v_cache_stride,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    REST_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
-    HAS_Q_NORM: tl.constexpr,
-    HAS_K_NORM: tl.constexpr,
     UPDATE_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    Q_GROUPS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    DIM: tl.constexpr = HEADS.dim
+    HALF: tl.constexpr = HEADS.half
+    Q_GROUPS: tl.constexpr = (HEADS.q_heads + HEADS.block - 1) // HEADS.block
     let_next_start(PDL)
     wait_for_inputs(PDL)
     cos_sin = cos_sin_cache
     if HALF > 0:
         cos_sin += tl.load(positions + token) * (2 * HALF)
     if group < Q_GROUPS:
-        head = group * HEADS + tl.arange(0, HEADS)[:, None]
+        head = group * HEADS.block + tl.arange(0, HEADS.block)[:, None]
         offset = token * q_stride + head * DIM
-        if HAS_Q_NORM or HALF > 0:
+        if HEADS.has_q_norm or HALF > 0:
             _transform_heads(
                 q,
                 offset,
                 q,
                 offset,
-                head < Q_HEADS,
+                head < HEADS.q_heads,
                 q_norm_weight,
                 eps,
                 cos_sin,
-                DIM,
-                HALF,
-                HALF_BLOCK,
-                REST_BLOCK,
-                HAS_Q_NORM,
+                HEADS,
+                HEADS.has_q_norm,
                 False,
             )
     else:
         slot = tl.load(out_cache_loc + token)
-        head = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)[:, None]
+        first = (group - Q_GROUPS) * HEADS.block
+        head = first + tl.arange(0, HEADS.block)[:, None]
         _transform_heads(
             k,
             token * k_stride + head * DIM,
             k_cache,
             slot * k_cache_stride + head * DIM,
-            head < KV_HEADS,
+            head < HEADS.kv_heads,
             k_norm_weight,
             eps,
             cos_sin,
-            DIM,
-            HALF,
-            HALF_BLOCK,
-            REST_BLOCK,
-            HAS_K_NORM,
+            HEADS,
+            HEADS.has_k_norm,
             UPDATE_K,
         )
-        channel = tl.arange(0, DIM_BLOCK)[None, :]
-        mask = (head < KV_HEADS) & (channel < DIM)
+        channel = tl.arange(0, HEADS.dim_block)[None, :]
+        mask = (head < HEADS.kv_heads) & (channel < DIM)
         value = tl.load(v + token * v_stride + head * DIM + channel, mask=mask)
         target = v_cache + slot * v_cache_stride + head * DIM + channel
         tl.store(target, value, mask=mask)
@@ -184,9 +197,9 @@ def rope_store_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     out_cache_loc: Tensor,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
-    eps: float,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
     update_k: bool = False,
 ) -> None:
     """`ops.rope.rope_store_kv`; one launch; leaves k unchanged unless asked.
@@ -226,16 +239,18 @@ def rope_store_kv(
         v.stride(0),
         k_cache.stride(0),
         v_cache.stride(0),
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        DIM_BLOCK=triton.next_power_of_2(dim),
-        HALF=half,
-        HALF_BLOCK=triton.next_power_of_2(max(half, 1)),
-        REST_BLOCK=triton.next_power_of_2(max(dim - 2 * half, 1)),
-        HEADS=heads,
-        HAS_Q_NORM=q_norm_weight is not None,
-        HAS_K_NORM=k_norm_weight is not None,
+        HEADS=Heads(
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            dim_block=triton.next_power_of_2(dim),
+            half=half,
+            half_block=triton.next_power_of_2(max(half, 1)),
+            rest_block=triton.next_power_of_2(max(dim - 2 * half, 1)),
+            block=heads,
+            has_q_norm=q_norm_weight is not None,
+            has_k_norm=k_norm_weight is not None,
+        ),
         UPDATE_K=update_k,
         PDL=pdl,
         num_warps=4 if tokens >= _MANY_TOKENS else 2,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglang.srt.mem_cache.ops import move_kv_cache_ref
+
 MAX_MOVES = 2048
 """Moves that one launch can hold in registers."""
 
@@ -54,14 +56,8 @@ def move_kv_kernel(
 def move_kv_cache(
     k_buffer: Tensor, v_buffer: Tensor, *, dst: Tensor, src: Tensor
 ) -> None:
-    """Copy buffer[:, dst] = buffer[:, src] for K and V, as if all was read first.
-
-    Args:
-        k_buffer, v_buffer: [layers, slots, ...], equal in shape, dtype and strides;
-            the elements of a slot contiguous.
-        dst, src: int64 [n] on the same device; dst may repeat only with equal sources.
-
-    More than `MAX_MOVES` slots go through a copy in torch, which allocates.
+    """`mem_cache.ops.move_kv_cache`. More than `MAX_MOVES` slots go through a copy in
+    torch, which allocates.
 
     Raises:
         ValueError: the buffers differ in layout, or a slot has gaps.
@@ -75,8 +71,7 @@ def move_kv_cache(
     if moves == 0:
         return
     if moves > MAX_MOVES:
-        for buffer in (k_buffer, v_buffer):
-            buffer.index_copy_(1, dst, buffer.index_select(1, src))
+        move_kv_cache_ref(k_buffer, v_buffer, dst=dst, src=src)
         return
     tile_moves, channels = tile_shape(moves, width)
     grid = (2 * k_buffer.shape[0], triton.cdiv(width, channels))

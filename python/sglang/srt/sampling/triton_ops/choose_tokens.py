@@ -22,6 +22,7 @@ from sglang.srt.layers.triton_ops.launch import (
     supports_dependent_launch,
     wait_for_inputs,
 )
+from sglang.srt.sampling.ops import require_together
 from sglang.srt.sampling.triton_ops.noise import uniform
 
 _MAX_SPLITS = 128
@@ -171,27 +172,14 @@ def choose_tokens(
     positions: Tensor | None = None,
     greedy_rows: Tensor | None = None,
 ) -> Tensor:
-    """One token id per row, [R] int64 on the device; one launch, no waiting.
-
-    A greedy row takes the first id of the largest logit, NaN counting as the largest.
-    Any other row takes the first id whose cumulative softmax weight exceeds
-    `noise.uniform(seeds, positions)` times the total.
-
-    Args:
-        logits: [R, V] float32, bfloat16 or float16; rows contiguous.
-        temperatures: [R] float32 by which the logits of drawn rows are divided; None:
-            they are already.
-        seeds, positions: [R] int64; None: all rows are greedy.
-        greedy_rows: [R] bool; required with `seeds`.
+    """`sampling.ops.choose_tokens`: one launch.
 
     Raises:
-        ValueError: seeds, positions and greedy_rows are not given together, or the
-            logits have more rows or ids than the kernel's scratch was laid out for.
+        ValueError: as the reference, or the logits have more rows or ids than the
+            kernel's scratch was laid out for.
     """
     rows, vocab = logits.shape
-    given = [x is not None for x in (seeds, positions, greedy_rows)]
-    if any(given) != all(given):
-        raise ValueError("seeds, positions and greedy_rows must be given together")
+    require_together(seeds, positions, greedy_rows)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out

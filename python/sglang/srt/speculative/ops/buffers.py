@@ -22,7 +22,7 @@ def _narrow(buffers: Buffers, rows: int) -> Buffers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLevels:
-    """What the draft steps of b requests proposed, all levels side by side. Candidate
+    """Candidates of all draft steps of b requests, levels side by side. Candidate
     r * K + c of level i >= 1 has the flat index K + K * K * (i - 1) + r * K + c.
 
     Fields, all contiguous and written by `select_top_k`:
@@ -70,7 +70,6 @@ class DraftTree:
         parent_index: place of the parent among all b * D nodes; -1 for the root and for
             a node whose parent was not selected, which is in no child list and sees
             itself and the prefix only.
-        retrieve_index: place of the node among all b * D nodes.
         next_token: first child within the request, or -1; children ascend.
         next_sibling: next child of the same parent within the request, or -1.
         mask: [b, D, D] bool, mask[q, i, j]: node i may attend node j.
@@ -80,7 +79,6 @@ class DraftTree:
     tokens: Tensor
     positions: Tensor
     parent_index: Tensor
-    retrieve_index: Tensor
     next_token: Tensor
     next_sibling: Tensor
     mask: Tensor
@@ -99,7 +97,6 @@ class DraftTree:
             tokens=longs(nodes),
             positions=longs(nodes),
             parent_index=longs(nodes),
-            retrieve_index=longs(nodes),
             next_token=longs(nodes),
             next_sibling=longs(nodes),
             mask=torch.zeros((rows, nodes, nodes), dtype=torch.bool, device=device),
@@ -113,7 +110,7 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyResult:
-    """What verification accepted, for b requests; int64, contiguous.
+    """Tokens that verification accepted, for b requests; int64, contiguous.
 
     Fields:
         predict: [b, D], the token that follows a node of the accepted path; 0 at the

@@ -3,8 +3,9 @@
 requests.
 
 Each op writes into tensors of the caller, has fixed shapes and does not wait for the
-device. Columns behind the end of a row, which the host's width check excludes, yield
-slot 0 of the scratch page instead of foreign memory; so do rows of padding (row 0).
+device; the reference of `branch_token_indices` alone reads lengths on the host. Columns
+past the end of a row, which the host's width check excludes, yield slot 0 of the
+scratch page instead of foreign memory; so do rows of padding (row 0).
 
 Everywhere: req_to_token [rows, width] int32, rows contiguous; req_pool_indices and
 seq_lens [b] int64, seq_lens being the KV lengths before drafting; K branches, S steps.
@@ -17,9 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import native, use_native, use_triton
+from sglang.srt.layers.ops.dispatch import Op
 from sglang.srt.speculative.draft_layout import BranchLayout
-from sglang.srt.speculative.ops.implementations import triton
+
+_NATIVE = "sglang.srt.speculative.ops.native:"
+_TRITON = "sglang.srt.speculative.triton_ops.slots:"
 
 
 class SlotRows(NamedTuple):
@@ -31,42 +34,33 @@ class SlotRows(NamedTuple):
     seq_lens: Tensor
 
 
-def _numbers(layout: BranchLayout) -> list[int]:
-    return [layout.page_size, layout.topk, layout.num_steps]
-
-
-def tail_cache_loc(rows: SlotRows, *, out: Tensor) -> None:
-    """out[q, j] = slot of column seq_lens[q] + j: where verification (W = D) and draft
-    extend (W = S + 1) write. out: [b, W] int64."""
-    if use_native(out):
-        native.slots_tail(*rows, out)
-        return
-    (triton.tail_cache_loc if use_triton(out) else tail_cache_loc_ref)(rows, out=out)
+def _place(rows: SlotRows, **_: object) -> Tensor:
+    return rows.seq_lens
 
 
 def tail_cache_loc_ref(rows: SlotRows, *, out: Tensor) -> None:
-    """Torch oracle of `tail_cache_loc`."""
+    """out[q, j] = slot of column seq_lens[q] + j: where verification (W = D) and draft
+    extend (W = S + 1) write. out: [b, W] int64."""
     columns = rows.seq_lens[:, None] + torch.arange(out.shape[1], device=out.device)
     out.copy_(_slots(rows, columns))
 
 
-def draft_out_cache_loc(rows: SlotRows, *, layout: BranchLayout, out: Tensor) -> None:
-    """out[s, q * K + t] = slot that branch t of request q writes in draft step s.
-
-    out: [S, b * K] int64; a step's slots are contiguous, as kernels that store K and V
-    want them.
-    """
-    if use_native(out):
-        native.slots_draft(*rows, _numbers(layout), out)
-        return
-    locate = triton.draft_out_cache_loc if use_triton(out) else draft_out_cache_loc_ref
-    locate(rows, layout=layout, out=out)
+tail_cache_loc = Op(
+    reference=tail_cache_loc_ref,
+    native=_NATIVE + "tail_cache_loc",
+    triton=_TRITON + "tail_cache_loc",
+    place=_place,
+)
 
 
 def draft_out_cache_loc_ref(
     rows: SlotRows, *, layout: BranchLayout, out: Tensor
 ) -> None:
-    """Torch oracle of `draft_out_cache_loc`."""
+    """out[s, q * K + t] = slot that branch t of request q writes in draft step s.
+
+    out: [S, b * K] int64; a step's slots are contiguous, as kernels that store K and V
+    want them.
+    """
     step = torch.arange(layout.num_steps, device=out.device)
     first = rows.seq_lens[:, None] + _shifts(rows.seq_lens, layout)
     columns = first[:, :, None] + step
@@ -74,33 +68,12 @@ def draft_out_cache_loc_ref(
     out.copy_(slots.view(-1, layout.num_steps).t())
 
 
-def branch_shifts(
-    rows: SlotRows,
-    *,
-    layout: BranchLayout,
-    paged: bool,
-    shift_from: Tensor,
-    column_shift: Tensor,
-) -> None:
-    """Where the KV elements of each branch stand: element e in column e below
-    `shift_from`, else in column e + `column_shift`.
-
-    Args:
-        paged: whether the branch reads whole pages, its copy of the prefix's tail
-            included; else it reads the tail itself.
-        shift_from, column_shift: [b * K] int64, written.
-    """
-    if use_native(shift_from):
-        native.slots_shifts(*rows, _numbers(layout), paged, shift_from, column_shift)
-        return
-    find = triton.branch_shifts if use_triton(shift_from) else branch_shifts_ref
-    find(
-        rows,
-        layout=layout,
-        paged=paged,
-        shift_from=shift_from,
-        column_shift=column_shift,
-    )
+draft_out_cache_loc = Op(
+    reference=draft_out_cache_loc_ref,
+    native=_NATIVE + "draft_out_cache_loc",
+    triton=_TRITON + "draft_out_cache_loc",
+    place=_place,
+)
 
 
 def branch_shifts_ref(
@@ -111,32 +84,35 @@ def branch_shifts_ref(
     shift_from: Tensor,
     column_shift: Tensor,
 ) -> None:
-    """Torch oracle of `branch_shifts`."""
+    """Columns of the KV elements of each branch: element e in column e below
+    `shift_from`, else in column e + `column_shift`.
+
+    Args:
+        paged: whether the branch reads whole pages, its copy of the prefix's tail
+            included; else it reads the tail itself.
+        shift_from, column_shift: [b * K] int64, written.
+    """
     shift_from.copy_(_first_own(rows, layout, paged).repeat_interleave(layout.topk))
     column_shift.copy_(_shifts(rows.seq_lens, layout).reshape(-1))
 
 
-def duplicate_prefix_tail(
-    rows: SlotRows, *, layout: BranchLayout, src: Tensor, dst: Tensor
-) -> None:
-    """Moves that give branches 1 .. K - 1 a copy of the prefix's last partial page, for
-    attention that reads whole pages per branch; to be done in the draft pool.
-
-    src, dst: [b * (K - 1) * (P - 1)] int64, written; pairs behind the tail's length are
-    (0, 0). Nothing to do (size 0) with page size 1 or K = 1.
-    """
-    if use_native(src):
-        native.slots_tail_copies(*rows, _numbers(layout), src, dst)
-        return
-    is_triton = use_triton(src)
-    find = triton.duplicate_prefix_tail if is_triton else duplicate_prefix_tail_ref
-    find(rows, layout=layout, src=src, dst=dst)
+branch_shifts = Op(
+    reference=branch_shifts_ref,
+    native=_NATIVE + "branch_shifts",
+    triton=_TRITON + "branch_shifts",
+    place=_place,
+)
 
 
 def duplicate_prefix_tail_ref(
     rows: SlotRows, *, layout: BranchLayout, src: Tensor, dst: Tensor
 ) -> None:
-    """Torch oracle of `duplicate_prefix_tail`."""
+    """Moves that give branches 1 .. K - 1 a copy of the prefix's last partial page, for
+    attention that reads whole pages per branch; to be done in the draft pool.
+
+    src, dst: [b * (K - 1) * (P - 1)] int64, written; pairs past the tail's length are
+    (0, 0). Nothing to do (size 0) with page size 1 or K = 1.
+    """
     tails = rows.seq_lens % layout.page_size
     offset = torch.arange(layout.max_tail, device=src.device)
     source = (rows.seq_lens - tails)[:, None, None] + offset
@@ -148,7 +124,15 @@ def duplicate_prefix_tail_ref(
         moves.copy_(slots.where(is_copied, 0).view(-1))
 
 
-def accepted_moves(
+duplicate_prefix_tail = Op(
+    reference=duplicate_prefix_tail_ref,
+    native=_NATIVE + "duplicate_prefix_tail",
+    triton=_TRITON + "duplicate_prefix_tail",
+    place=_place,
+)
+
+
+def accepted_moves_ref(
     accept_index: Tensor, *, out_cache_loc: Tensor, src: Tensor, dst: Tensor
 ) -> None:
     """Moves in the target pool that make the accepted path contiguous.
@@ -158,20 +142,9 @@ def accepted_moves(
         out_cache_loc: [b * D] int64, slots that the nodes were written to.
         src, dst: [b * (S + 1)] int64, written: the k-th accepted node of request q goes
             to the slot of its node k. Padding gives the pair (0, 0). A request's
-            targets never lie behind its sources, but the lists overlap: all must be
+            targets never lie after its sources, but the lists overlap: all must be
             read before any is written.
     """
-    if use_native(src):
-        native.slots_accepted_moves(accept_index, out_cache_loc, src, dst)
-        return
-    find = triton.accepted_moves if use_triton(src) else accepted_moves_ref
-    find(accept_index, out_cache_loc=out_cache_loc, src=src, dst=dst)
-
-
-def accepted_moves_ref(
-    accept_index: Tensor, *, out_cache_loc: Tensor, src: Tensor, dst: Tensor
-) -> None:
-    """Torch oracle of `accepted_moves`."""
     rows, width = accept_index.shape
     is_accepted = accept_index >= 0
     sources = out_cache_loc[accept_index.clamp(min=0)]
@@ -180,7 +153,14 @@ def accepted_moves_ref(
     dst.copy_(targets.where(is_accepted, 0).reshape(-1))
 
 
-def branch_table(
+accepted_moves = Op(
+    reference=accepted_moves_ref,
+    native=_NATIVE + "accepted_moves",
+    triton=_TRITON + "accepted_moves",
+)
+
+
+def branch_table_ref(
     rows: SlotRows,
     *,
     layout: BranchLayout,
@@ -192,32 +172,16 @@ def branch_table(
 
     Row q * K + t lists the slots of the prefix and then those of branch t: first slots
     of pages, or, if not `paged`, one slot per KV element. At draft step i the branch
-    reads its first seq_lens[q] + i + 1 elements; they count on behind the prefix
-    without a gap, as a paged branch has a copy of the prefix's tail.
+    reads its first seq_lens[q] + i + 1 elements; they follow the prefix without a gap,
+    as a paged branch has a copy of the prefix's tail.
 
     Args:
         skip_prefix: leave out what all branches share: the pages below the boundary
             (the branch then reads seq_lens[q] % P + i + 1 elements), or, if not
             `paged`, the whole prefix (i + 1 elements).
-        out: [b * K, columns] int32, rows contiguous, written; entries behind the
+        out: [b * K, columns] int32, rows contiguous, written; entries past the
             branch's end are 0, and what does not fit is left out.
     """
-    if use_native(out):
-        native.slots_branch_table(*rows, _numbers(layout), paged, skip_prefix, out)
-        return
-    fill = triton.branch_table if use_triton(out) else branch_table_ref
-    fill(rows, layout=layout, paged=paged, skip_prefix=skip_prefix, out=out)
-
-
-def branch_table_ref(
-    rows: SlotRows,
-    *,
-    layout: BranchLayout,
-    paged: bool,
-    skip_prefix: bool = False,
-    out: Tensor,
-) -> None:
-    """Torch oracle of `branch_table`."""
     entry = torch.arange(out.shape[1], device=out.device)
     element = (entry * (layout.page_size if paged else 1)).expand(len(rows[1]), -1)
     own = _first_own(rows, layout, paged)[:, None]
@@ -232,7 +196,15 @@ def branch_table_ref(
         out.view(len(own), layout.topk, -1)[:, branch] = slots
 
 
-def branch_token_indices(
+branch_table = Op(
+    reference=branch_table_ref,
+    native=_NATIVE + "branch_table",
+    triton=_TRITON + "branch_table",
+    place=_place,
+)
+
+
+def branch_token_indices_ref(
     rows: SlotRows, *, layout: BranchLayout, indptr: Tensor, indices: Tensor
 ) -> None:
     """Slots that each branch reads in each of the first draft steps, one list per step.
@@ -245,18 +217,6 @@ def branch_token_indices(
         indices: [steps, capacity] int32, contiguous, written up to the list's end; a
             step needs K * (sum(seq_lens) + b * (i + 1)). What does not fit is left out.
     """
-    if use_native(indices):
-        native.slots_branch_indices(*rows, _numbers(layout), indptr, indices)
-        return
-    is_triton = use_triton(indices)
-    fill = triton.branch_token_indices if is_triton else branch_token_indices_ref
-    fill(rows, layout=layout, indptr=indptr, indices=indices)
-
-
-def branch_token_indices_ref(
-    rows: SlotRows, *, layout: BranchLayout, indptr: Tensor, indices: Tensor
-) -> None:
-    """Torch oracle of `branch_token_indices`; reads the lengths on the host."""
     table = torch.zeros(
         len(rows.seq_lens) * layout.topk,
         int(rows.seq_lens.max()) + layout.num_steps,
@@ -272,6 +232,14 @@ def branch_token_indices_ref(
         indices[step, : len(flat)] = flat
         indptr[step, 0] = 0
         indptr[step, 1:] = torch.tensor(counts).cumsum(dim=0)
+
+
+branch_token_indices = Op(
+    reference=branch_token_indices_ref,
+    native=_NATIVE + "branch_token_indices",
+    triton=_TRITON + "branch_token_indices",
+    place=_place,
+)
 
 
 def _first_own(rows: SlotRows, layout: BranchLayout, paged: bool) -> Tensor:
@@ -300,7 +268,7 @@ def _shifts(seq_lens: Tensor, layout: BranchLayout) -> Tensor:
 
 
 def _slots(rows: SlotRows, columns: Tensor) -> Tensor:
-    """[b, n] int64: slots of the columns [b, n] of each request; 0 behind the row."""
+    """[b, n] int64: slots of the columns [b, n] of each request; 0 past the row."""
     width = rows.req_to_token.shape[1]
     table = rows.req_to_token[rows.req_pool_indices]
     slots = table.gather(1, columns.clamp(max=width - 1)).long()

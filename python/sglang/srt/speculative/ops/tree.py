@@ -3,7 +3,8 @@ that is sent to verification. Knows no models, no KV and no requests.
 
 Ties go to the lower index everywhere, and a score that is not a number counts as minus
 infinity, so that results depend neither on the device nor on the batch. Each op writes
-into tensors of the caller, has fixed shapes and does not wait for the device.
+into tensors of the caller, has fixed shapes and does not wait for the device; the
+reference of `build_tree` alone reads everything on the host.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import native, use_native, use_triton
+from sglang.srt.layers.ops.dispatch import Op
 from sglang.srt.speculative.draft_layout import TreeShape
 from sglang.srt.speculative.ops.buffers import DraftLevels, DraftTree
-from sglang.srt.speculative.ops.implementations import triton
+
+_NATIVE = "sglang.srt.speculative.ops.native:"
+_TRITON = "sglang.srt.speculative.triton_ops."
 
 
-def top_k_probs(logits: Tensor, *, probs: Tensor, ids: Tensor) -> None:
+def top_k_probs_ref(logits: Tensor, *, probs: Tensor, ids: Tensor) -> None:
     """The K most probable ids of each row and their softmax probabilities.
 
     Best first, ranked by logit. With K = 1 the probability is given as 1: a chain has
@@ -31,21 +34,7 @@ def top_k_probs(logits: Tensor, *, probs: Tensor, ids: Tensor) -> None:
     Raises:
         ValueError: K exceeds V'.
     """
-    if ids.shape[1] > logits.shape[1]:
-        raise ValueError(
-            f"top_k_probs: topk={ids.shape[1]} of a draft vocabulary of "
-            f"{logits.shape[1]}; use a smaller --speculative-eagle-topk"
-        )
-    if use_native(logits):
-        native.tree_top_k(logits, probs, ids)
-    elif use_triton(logits):
-        triton.top_k_probs(logits, probs=probs, ids=ids)
-    else:
-        top_k_probs_ref(logits, probs=probs, ids=ids)
-
-
-def top_k_probs_ref(logits: Tensor, *, probs: Tensor, ids: Tensor) -> None:
-    """Torch oracle of `top_k_probs`."""
+    require_topk(logits, ids)
     k = ids.shape[1]
     values = _nan_last(logits.float())
     ids.copy_(_best(values, k))
@@ -56,7 +45,23 @@ def top_k_probs_ref(logits: Tensor, *, probs: Tensor, ids: Tensor) -> None:
     probs.copy_(chosen.where(chosen.isfinite(), 0.0))
 
 
-def select_top_k(
+top_k_probs = Op(
+    reference=top_k_probs_ref,
+    native=_NATIVE + "top_k_probs",
+    triton=_TRITON + "top_k:top_k_probs",
+)
+
+
+def require_topk(logits: Tensor, ids: Tensor) -> None:
+    """Raise ValueError if `top_k_probs` is asked for more ids than there are."""
+    if ids.shape[1] > logits.shape[1]:
+        raise ValueError(
+            f"top_k_probs: topk={ids.shape[1]} of a draft vocabulary of "
+            f"{logits.shape[1]}; use a smaller --speculative-eagle-topk"
+        )
+
+
+def select_top_k_ref(
     level: int,
     *,
     shape: TreeShape,
@@ -87,43 +92,6 @@ def select_top_k(
             states, of the forward that proposed it, that it goes on from: request q at
             level 0, else row q * K + r.
     """
-    if use_native(topk_p):
-        native.tree_select(
-            level,
-            shape.num_steps,
-            topk_p,
-            topk_index,
-            hot_token_id,
-            [levels.scores, levels.tokens, levels.parents, levels.beam_scores],
-            input_ids,
-            hidden_rows,
-        )
-        return
-    select = triton.select_top_k if use_triton(topk_p) else select_top_k_ref
-    select(
-        level,
-        shape=shape,
-        topk_p=topk_p,
-        topk_index=topk_index,
-        hot_token_id=hot_token_id,
-        levels=levels,
-        input_ids=input_ids,
-        hidden_rows=hidden_rows,
-    )
-
-
-def select_top_k_ref(
-    level: int,
-    *,
-    shape: TreeShape,
-    topk_p: Tensor,
-    topk_index: Tensor,
-    hot_token_id: Tensor | None,
-    levels: DraftLevels,
-    input_ids: Tensor,
-    hidden_rows: Tensor,
-) -> None:
-    """Torch oracle of `select_top_k`."""
     k = shape.topk
     rows = levels.scores.shape[0]
     tokens = topk_index if hot_token_id is None else hot_token_id[topk_index]
@@ -151,7 +119,15 @@ def select_top_k_ref(
     hidden_rows.copy_((request * k + chosen // k).view(-1))
 
 
-def build_tree(
+select_top_k = Op(
+    reference=select_top_k_ref,
+    native=_NATIVE + "select_top_k",
+    triton=_TRITON + "select:select_top_k",
+    place=lambda level, **named: named["topk_p"],
+)
+
+
+def build_tree_ref(
     levels: DraftLevels,
     *,
     shape: TreeShape,
@@ -173,42 +149,6 @@ def build_tree(
         seq_lens: [b] int64, KV length, which is the root's position.
         tree: b rows, written.
     """
-    if use_native(root_tokens):
-        native.tree_build(
-            [levels.scores, levels.tokens, levels.parents],
-            shape.topk,
-            root_tokens,
-            seq_lens,
-            _tree_tensors(tree),
-        )
-        return
-    build = triton.build_tree if use_triton(root_tokens) else build_tree_ref
-    build(levels, shape=shape, root_tokens=root_tokens, seq_lens=seq_lens, tree=tree)
-
-
-def _tree_tensors(tree: DraftTree) -> list[Tensor]:
-    """In the order that `csrc/cpu/tree.cpp` takes them."""
-    return [
-        tree.tokens,
-        tree.positions,
-        tree.parent_index,
-        tree.retrieve_index,
-        tree.next_token,
-        tree.next_sibling,
-        tree.mask,
-        tree.selected,
-    ]
-
-
-def build_tree_ref(
-    levels: DraftLevels,
-    *,
-    shape: TreeShape,
-    root_tokens: Tensor,
-    seq_lens: Tensor,
-    tree: DraftTree,
-) -> None:
-    """Oracle of `build_tree`; reads everything on the host."""
     nodes = shape.num_draft_tokens
     best = _best(_nan_last(levels.scores), nodes - 1).sort(dim=-1).values
     tree.selected.copy_(best)
@@ -234,13 +174,20 @@ def build_tree_ref(
         columns = {
             "positions": [seq_len + depth for depth in depths],
             "parent_index": [p if p < 0 else q * nodes + p for p in parents],
-            "retrieve_index": range(q * nodes, (q + 1) * nodes),
             "next_token": [group[0] if group else -1 for group in children],
             "next_sibling": siblings,
         }
         for name, values in columns.items():
             getattr(tree, name)[q] = torch.tensor(list(values))
         tree.mask[q] = mask
+
+
+build_tree = Op(
+    reference=build_tree_ref,
+    native=_NATIVE + "build_tree",
+    triton=_TRITON + "build:build_tree",
+    place=lambda levels, **_: levels.scores,
+)
 
 
 def _parents_of(selected: list[int], parents: list[int], topk: int) -> list[int]:

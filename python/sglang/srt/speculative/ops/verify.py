@@ -3,7 +3,7 @@ no models and no requests; the target's logits or probabilities are given.
 
 The children of a node are the nodes whose `parent_index` names it, in ascending order.
 Each op writes into tensors of the caller, has fixed shapes and does not wait for the
-device.
+device; the references of both verifications read everything on the host.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import native, use_native, use_triton
+from sglang.srt.layers.ops.dispatch import Op
 from sglang.srt.sampling import noise
 from sglang.srt.speculative.ops.buffers import DraftTree, VerifyResult
-from sglang.srt.speculative.ops.implementations import triton
+
+_NATIVE = "sglang.srt.speculative.ops.native:"
+_TRITON = "sglang.srt.speculative.triton_ops."
 
 # Makes the draw of the bonus independent of the coin for the same position.
 BONUS_STREAM = 0x5851F42D4C957F2D
 
 
-def verify_tree_greedy(
+def verify_tree_greedy_ref(
     tree: DraftTree, target_ids: Tensor, *, result: VerifyResult
 ) -> None:
     """Follow the target's own choices through the tree.
@@ -33,25 +35,6 @@ def verify_tree_greedy(
         target_ids: [b, D] int64, the target's choice after each node.
         result: b rows, written; S is the width of its `accept_index` less one.
     """
-    if use_native(target_ids):
-        native.tree_verify_greedy(
-            tree.tokens, tree.parent_index, target_ids, _result_tensors(result)
-        )
-        return
-    is_triton = use_triton(target_ids)
-    verify = triton.verify_tree_greedy if is_triton else verify_tree_greedy_ref
-    verify(tree, target_ids, result=result)
-
-
-def _result_tensors(result: VerifyResult) -> list[Tensor]:
-    """In the order that `csrc/cpu/tree.cpp` takes them."""
-    return [result.predict, result.accept_index, result.accept_lens]
-
-
-def verify_tree_greedy_ref(
-    tree: DraftTree, target_ids: Tensor, *, result: VerifyResult
-) -> None:
-    """Oracle of `verify_tree_greedy`; reads everything on the host."""
     steps = result.accept_index.shape[1] - 1
     for q, choices in enumerate(target_ids.tolist()):
         tokens = tree.tokens[q].tolist()
@@ -66,7 +49,15 @@ def verify_tree_greedy_ref(
         _record(result, q, path, [choices[node] for node in path])
 
 
-def verify_tree_target_only(
+verify_tree_greedy = Op(
+    reference=verify_tree_greedy_ref,
+    native=_NATIVE + "verify_tree_greedy",
+    triton=_TRITON + "verify:verify_tree_greedy",
+    place=lambda tree, *_, **__: tree.tokens,
+)
+
+
+def verify_tree_target_only_ref(
     tree: DraftTree,
     target_probs: Tensor,
     totals: Tensor,
@@ -99,42 +90,6 @@ def verify_tree_target_only(
         threshold_single, threshold_acc: above 0, at most 1.
         result: b rows, written; S is the width of its `accept_index` less one.
     """
-    if use_native(target_probs):
-        native.tree_verify_sampled(
-            tree.tokens,
-            tree.parent_index,
-            tree.positions,
-            target_probs,
-            totals,
-            keys,
-            [threshold_single, threshold_acc],
-            [*_result_tensors(result), result.rejected],
-        )
-        return
-    is_triton = use_triton(target_probs)
-    verify = triton.verify_tree_target_only if is_triton else verify_target_only_ref
-    verify(
-        tree,
-        target_probs,
-        totals,
-        keys=keys,
-        threshold_single=threshold_single,
-        threshold_acc=threshold_acc,
-        result=result,
-    )
-
-
-def verify_target_only_ref(
-    tree: DraftTree,
-    target_probs: Tensor,
-    totals: Tensor,
-    *,
-    keys: Tensor,
-    threshold_single: float,
-    threshold_acc: float,
-    result: VerifyResult,
-) -> None:
-    """Oracle of `verify_tree_target_only`; reads everything on the host."""
     rows, nodes = tree.tokens.shape
     steps = result.accept_index.shape[1] - 1
     # Coins of all nodes; only those of the accepted path are used.
@@ -174,6 +129,14 @@ def verify_target_only_ref(
         result.rejected[q] = torch.tensor(padded)
 
 
+verify_tree_target_only = Op(
+    reference=verify_tree_target_only_ref,
+    native=_NATIVE + "verify_tree_target_only",
+    triton=_TRITON + "verify_sampled:verify_tree_target_only",
+    place=lambda tree, *_, **__: tree.tokens,
+)
+
+
 def _weight(weights: Tensor, token: int) -> float:
     """Weight of a proposed token; 0 for one outside the vocabulary."""
     return float(weights[token]) if 0 <= token < weights.shape[0] else 0.0
@@ -211,7 +174,7 @@ def _record(
     result.accept_lens[q] = len(path)
 
 
-def gather_accepted(
+def gather_accepted_ref(
     result: VerifyResult,
     *,
     tokens: Tensor,
@@ -229,23 +192,6 @@ def gather_accepted(
             draft extend reads.
         bonus_tokens: [b] int64, written: the last token gained, the next root.
     """
-    if use_native(tokens):
-        native.tree_gather_accepted(
-            _result_tensors(result), tokens, node_rows, bonus_tokens
-        )
-        return
-    gather = triton.gather_accepted if use_triton(tokens) else gather_accepted_ref
-    gather(result, tokens=tokens, node_rows=node_rows, bonus_tokens=bonus_tokens)
-
-
-def gather_accepted_ref(
-    result: VerifyResult,
-    *,
-    tokens: Tensor,
-    node_rows: Tensor,
-    bonus_tokens: Tensor,
-) -> None:
-    """Torch oracle of `gather_accepted`."""
     last = result.accept_lens[:, None] - 1
     column = torch.arange(tokens.shape[1], device=tokens.device)
     places = result.accept_index.gather(1, torch.minimum(column, last))
@@ -253,3 +199,11 @@ def gather_accepted_ref(
     tokens.copy_(flat[places])
     node_rows.copy_(places[:, : node_rows.shape[1]])
     bonus_tokens.copy_(flat[places[:, -1]])
+
+
+gather_accepted = Op(
+    reference=gather_accepted_ref,
+    native=_NATIVE + "gather_accepted",
+    triton=_TRITON + "verify:gather_accepted",
+    place=lambda result, **_: result.predict,
+)

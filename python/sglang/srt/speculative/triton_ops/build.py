@@ -7,6 +7,8 @@ Semantics and its oracle are in `ops/tree.py`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -24,8 +26,39 @@ from sglang.srt.speculative.triton_ops.common import (
 )
 from sglang.srt.speculative.triton_ops.select import require_levels
 
-# Candidates that each candidate is compared with at a time.
 _RANK_CHUNK = 32
+
+
+class Sizes(NamedTuple):
+    """Constants that the kernel is compiled for; its argument SIZES.
+
+    Fields:
+        topk, steps, nodes, candidates, groups: of a tree, as in `TreeShape`.
+        nodes_block, candidates_block: the powers of two that hold them.
+        chunk: candidates that each candidate is compared with at a time.
+    """
+
+    topk: int
+    steps: int
+    nodes: int
+    nodes_block: int
+    candidates: int
+    candidates_block: int
+    groups: int
+    chunk: int
+
+
+def sizes_of(shape: TreeShape) -> Sizes:
+    return Sizes(
+        topk=shape.topk,
+        steps=shape.num_steps,
+        nodes=shape.num_draft_tokens,
+        nodes_block=block_of(shape.num_draft_tokens),
+        candidates=shape.num_candidates,
+        candidates_block=block_of(shape.num_candidates),
+        groups=shape.num_groups,
+        chunk=_RANK_CHUNK,
+    )
 
 
 @triton.jit
@@ -38,45 +71,36 @@ def build_kernel(
     tokens,
     positions,
     parent_index,
-    retrieve_index,
     next_token,
     next_sibling,
     mask,
     selected,
-    K: tl.constexpr,
-    STEPS: tl.constexpr,
-    NODES: tl.constexpr,
-    NODES_BLOCK: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    CANDIDATES_BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    NODES: tl.constexpr = SIZES.nodes
+    NODES_BLOCK: tl.constexpr = SIZES.nodes_block
+    CANDIDATES: tl.constexpr = SIZES.candidates
     q = tl.program_id(0)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     q64 = q.to(tl.int64)
     picks = selected + q64 * (NODES - 1)
-    _select(
-        scores + q64 * CANDIDATES, picks, NODES, CANDIDATES, CANDIDATES_BLOCK, CHUNK
-    )
+    _select(scores + q64 * CANDIDATES, picks, SIZES)
     # The nodes are read back by other threads than wrote them.
     tl.debug_barrier()
     node = tl.arange(0, NODES_BLOCK)
     is_node = node < NODES
     is_draft = is_node & (node > 0)
     pick = tl.load(picks + node - 1, mask=is_draft, other=-1)
-    parent = _parents_of(
-        pick, node, is_draft, group_parents + q64 * GROUPS, K, NODES_BLOCK
-    )
+    parents = group_parents + q64 * SIZES.groups
+    parent = _parents_of(pick, node, is_draft, parents, SIZES.topk)
     token = tl.load(candidate_tokens + q64 * CANDIDATES + pick, mask=is_draft, other=0)
     token = tl.where(node == 0, tl.load(root_tokens + q), token)
     first = q64 * NODES
     tl.store(tokens + first + node, token, mask=is_node)
     place = tl.where(parent >= 0, first + parent, -1)
     tl.store(parent_index + first + node, place, mask=is_node)
-    tl.store(retrieve_index + first + node, first + node, mask=is_node)
     column = node[None, :]
     is_child = column == node[:, None]
     seen = is_child
@@ -93,7 +117,7 @@ def build_kernel(
     tl.debug_barrier()
     depth = tl.zeros([NODES_BLOCK], dtype=tl.int64)
     up = parent
-    for _ in range(STEPS):
+    for _ in range(SIZES.steps):
         has_parent = up >= 0
         depth += has_parent.to(tl.int64)
         seen = seen | (up[:, None] == column)
@@ -105,15 +129,11 @@ def build_kernel(
 
 
 @triton.jit
-def _select(
-    scores,
-    picks,
-    NODES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Store the flat indices of the best NODES - 1 candidates in ascending order."""
+def _select(scores, picks, SIZES: tl.constexpr):
+    """Store the flat indices of the best nodes - 1 candidates in ascending order."""
+    CANDIDATES: tl.constexpr = SIZES.candidates
+    BLOCK: tl.constexpr = SIZES.candidates_block
+    CHUNK: tl.constexpr = SIZES.chunk
     flat = tl.arange(0, BLOCK)
     inside = flat < CANDIDATES
     key = score_key(tl.load(scores + flat, mask=inside, other=0.0))
@@ -128,15 +148,13 @@ def _select(
         beats = rival_key[None, :] > key[:, None]
         beats = beats | (is_equal & (rival[None, :] < flat[:, None]))
         rank += tl.sum(beats.to(tl.int32), axis=1)
-    is_picked = inside & (rank < NODES - 1)
+    is_picked = inside & (rank < SIZES.nodes - 1)
     place = tl.cumsum(is_picked.to(tl.int32), axis=0) - 1
     tl.store(picks + place, flat.to(tl.int64), mask=is_picked)
 
 
 @triton.jit
-def _parents_of(
-    pick, node, is_draft, group_parents, K: tl.constexpr, BLOCK: tl.constexpr
-):
+def _parents_of(pick, node, is_draft, group_parents, K: tl.constexpr):
     """int32: parent of each node, -1 for the root and for unlinked nodes."""
     group = pick // K
     expanded = tl.load(group_parents + group, mask=is_draft & (group > 0), other=-1)
@@ -173,7 +191,6 @@ def build_tree(
         tokens=tree.tokens,
         positions=tree.positions,
         parent_index=tree.parent_index,
-        retrieve_index=tree.retrieve_index,
         next_token=tree.next_token,
         next_sibling=tree.next_sibling,
     )
@@ -181,7 +198,6 @@ def build_tree(
     require(op, rows * (nodes - 1), torch.int64, selected=tree.selected)
     if rows == 0:
         return
-    nodes_block = block_of(nodes)
     build_kernel[(rows,)](
         levels.scores,
         levels.tokens,
@@ -191,19 +207,11 @@ def build_tree(
         tree.tokens,
         tree.positions,
         tree.parent_index,
-        tree.retrieve_index,
         tree.next_token,
         tree.next_sibling,
         tree.mask.view(torch.uint8),
         tree.selected,
-        K=shape.topk,
-        STEPS=shape.num_steps,
-        NODES=nodes,
-        NODES_BLOCK=nodes_block,
-        CANDIDATES=shape.num_candidates,
-        CANDIDATES_BLOCK=block_of(shape.num_candidates),
-        GROUPS=shape.num_groups,
-        CHUNK=_RANK_CHUNK,
+        SIZES=sizes_of(shape),
         num_warps=build_warps(shape),
         **launch_options(root_tokens.device),
     )

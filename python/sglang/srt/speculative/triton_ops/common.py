@@ -1,4 +1,4 @@
-"""What the tree and slot kernels share: an order of scores, launch options, checks."""
+"""Order of scores, launch options and checks, shared by the tree and slot kernels."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 

@@ -1,6 +1,6 @@
 """Triton kernels over the slots of draft branches; `slots.py` launches them.
 
-All read rows of req_to_token by the rule of `draft_layout.py`; columns behind a row's
+All read rows of req_to_token by the rule of `draft_layout.py`; columns past a row's
 end give the scratch slot 0.
 """
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from sglang.srt.speculative.draft_layout import BranchLayout
+from sglang.srt.speculative.ops.slots import SlotRows
 from sglang.srt.speculative.triton_ops.common import block_of, launch_options, require
 from sglang.srt.speculative.triton_ops.slot_kernels import (
     accepted_moves_kernel,
@@ -19,9 +20,6 @@ from sglang.srt.speculative.triton_ops.slot_kernels import (
     tail_copies_kernel,
     tail_kernel,
 )
-
-if TYPE_CHECKING:
-    from sglang.srt.speculative.ops.slots import SlotRows
 
 _BLOCK = 1024
 

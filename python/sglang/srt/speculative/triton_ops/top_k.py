@@ -18,6 +18,7 @@ from sglang.srt.layers.triton_ops.launch import (
     wait_for_inputs,
 )
 from sglang.srt.sampling.triton_ops.choose_tokens import split_size
+from sglang.srt.speculative.ops.tree import require_topk
 from sglang.srt.speculative.triton_ops.common import (
     NO_KEY,
     NOTHING,
@@ -111,6 +112,7 @@ def top_k_kernel(
 
 def top_k_probs(logits: Tensor, *, probs: Tensor, ids: Tensor) -> None:
     """See `ops/tree.py`."""
+    require_topk(logits, ids)
     rows, vocab = logits.shape
     topk = ids.shape[1]
     require("top_k_probs", rows * topk, torch.float32, probs=probs)

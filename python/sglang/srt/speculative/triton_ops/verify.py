@@ -8,6 +8,8 @@ Semantics and oracles are in `ops/verify.py`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,34 @@ from sglang.srt.speculative.ops.buffers import DraftTree, VerifyResult
 from sglang.srt.speculative.triton_ops.common import block_of, launch_options, require
 
 
+class Walk(NamedTuple):
+    """Sizes of the trees that a walk kernel is compiled for; its argument WALK.
+
+    Fields:
+        nodes, steps: of a tree; topk: the most children of a node.
+        nodes_block, path_block, topk_block: the powers of two that hold the nodes, the
+            root with `steps` nodes, and the children.
+    """
+
+    nodes: int
+    nodes_block: int
+    steps: int
+    path_block: int
+    topk: int
+    topk_block: int
+
+
+def walk_of(*, nodes: int, steps: int, topk: int) -> Walk:
+    return Walk(
+        nodes=nodes,
+        nodes_block=block_of(nodes),
+        steps=steps,
+        path_block=block_of(steps + 1),
+        topk=topk,
+        topk_block=block_of(topk),
+    )
+
+
 @triton.jit
 def greedy_kernel(
     tokens,
@@ -26,12 +56,12 @@ def greedy_kernel(
     predict,
     accept_index,
     accept_lens,
-    NODES: tl.constexpr,
-    NODES_BLOCK: tl.constexpr,
-    STEPS: tl.constexpr,
-    PATH_BLOCK: tl.constexpr,
+    WALK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    NODES: tl.constexpr = WALK.nodes
+    NODES_BLOCK: tl.constexpr = WALK.nodes_block
+    STEPS: tl.constexpr = WALK.steps
     q = tl.program_id(0)
     let_next_start(PDL)
     wait_for_inputs(PDL)
@@ -41,8 +71,8 @@ def greedy_kernel(
     token = tl.load(tokens + first + node, mask=is_node, other=0)
     parent = tl.load(parent_index + first + node, mask=is_node, other=-1)
     target = tl.load(target_ids + first + node, mask=is_node, other=0)
-    column = tl.arange(0, PATH_BLOCK)
-    path = tl.where(column == 0, first, tl.full([PATH_BLOCK], -1, tl.int64))
+    column = tl.arange(0, WALK.path_block)
+    path = tl.where(column == 0, first, tl.full([WALK.path_block], -1, tl.int64))
     current = tl.program_id(0) * 0
     length = current + 1
     goes_on = length == 1
@@ -78,10 +108,7 @@ def verify_tree_greedy(
         result.predict,
         result.accept_index,
         result.accept_lens,
-        NODES=nodes,
-        NODES_BLOCK=block_of(nodes),
-        STEPS=steps,
-        PATH_BLOCK=block_of(steps + 1),
+        WALK=walk_of(nodes=nodes, steps=steps, topk=result.rejected.shape[1]),
         num_warps=1,
         **launch_options(target_ids.device),
     )

@@ -22,7 +22,7 @@ from sglang.srt.sampling.triton_ops.choose_tokens import split_size
 from sglang.srt.sampling.triton_ops.noise import uniform
 from sglang.srt.speculative.ops.buffers import DraftTree, VerifyResult
 from sglang.srt.speculative.triton_ops.common import block_of, launch_options, require
-from sglang.srt.speculative.triton_ops.verify import require_result
+from sglang.srt.speculative.triton_ops.verify import require_result, walk_of
 
 BONUS_STREAM = tl.constexpr(0x5851F42D4C957F2D)
 # Per request and split: sums of the weights with and without the rejected tokens.
@@ -45,14 +45,12 @@ def walk_kernel(
     probs_stride,
     SINGLE: tl.constexpr,
     ACCUMULATED: tl.constexpr,
-    NODES: tl.constexpr,
-    NODES_BLOCK: tl.constexpr,
-    STEPS: tl.constexpr,
-    PATH_BLOCK: tl.constexpr,
-    K: tl.constexpr,
-    K_BLOCK: tl.constexpr,
+    WALK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    NODES: tl.constexpr = WALK.nodes
+    NODES_BLOCK: tl.constexpr = WALK.nodes_block
+    STEPS: tl.constexpr = WALK.steps
     q = tl.program_id(0)
     let_next_start(PDL)
     wait_for_inputs(PDL)
@@ -62,8 +60,8 @@ def walk_kernel(
     token = tl.load(tokens + first + node, mask=is_node, other=-1)
     parent = tl.load(parent_index + first + node, mask=is_node, other=-1)
     key = tl.load(keys + q)
-    column = tl.arange(0, PATH_BLOCK)
-    path = tl.where(column == 0, first, tl.full([PATH_BLOCK], -1, tl.int64))
+    column = tl.arange(0, WALK.path_block)
+    path = tl.where(column == 0, first, tl.full([WALK.path_block], -1, tl.int64))
     following = tl.zeros([NODES_BLOCK], dtype=tl.int64)
     is_rejected = node < 0
     current = tl.program_id(0) * 0
@@ -84,7 +82,7 @@ def walk_kernel(
         takes = takes & is_child & (weight > 0.0)
         child = tl.min(tl.where(takes, node, NODES_BLOCK), axis=0)
         is_taken = child < NODES_BLOCK
-        # Whoever stops here leaves all children of its last node behind.
+        # A walk that stops here has rejected all children of its last node.
         is_rejected = is_rejected | (is_child & (is_taken == 0))
         goes_on = goes_on & is_taken
         chosen = tl.sum(tl.where(node == child, token, 0), axis=0)
@@ -96,10 +94,10 @@ def walk_kernel(
     tl.store(accept_index + q * (STEPS + 1) + column, path, mask=column <= STEPS)
     tl.store(accept_lens + q, length.to(tl.int64))
     rank = tl.cumsum(is_rejected.to(tl.int32), axis=0) - 1
-    branch = tl.arange(0, K_BLOCK)
+    branch = tl.arange(0, WALK.topk_block)
     is_at = (rank[None, :] == branch[:, None]) & is_rejected[None, :]
     left = tl.sum(tl.where(is_at, token[None, :] + 1, 0), axis=1) - 1
-    tl.store(rejected + q * K + branch, left, mask=branch < K)
+    tl.store(rejected + q * WALK.topk + branch, left, mask=branch < WALK.topk)
 
 
 @triton.jit
@@ -229,12 +227,7 @@ def verify_tree_target_only(
         target_probs.stride(0),
         SINGLE=threshold_single,
         ACCUMULATED=threshold_acc,
-        NODES=nodes,
-        NODES_BLOCK=block_of(nodes),
-        STEPS=steps,
-        PATH_BLOCK=block_of(steps + 1),
-        K=topk,
-        K_BLOCK=block_of(topk),
+        WALK=walk_of(nodes=nodes, steps=steps, topk=topk),
         num_warps=1,
         **options,
     )

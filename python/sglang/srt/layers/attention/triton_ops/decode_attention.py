@@ -13,6 +13,14 @@ import torch
 import triton
 from torch import Tensor
 
+from sglang.srt.layers.attention.triton_ops.args import (
+    DecodeTile,
+    Partials,
+    pages_args,
+    pool_args,
+    shape_args,
+    tokens_args,
+)
 from sglang.srt.layers.attention.triton_ops.checks import check_inputs
 from sglang.srt.layers.attention.triton_ops.decode_kernels import (
     decode_combine_kernel,
@@ -22,23 +30,15 @@ from sglang.srt.layers.attention.triton_ops.launch import Launch
 
 _MAX_SPLITS = 64
 # Programs wanted at least: 132 multiprocessors with several programs each.
-_TARGET_PROGRAMS = 1024
+TARGET_PROGRAMS = 1024
 _MIN_ELEMENTS_PER_SPLIT = 64
 
 # Bytes of a padded head -> KV elements per tile, warps, pipeline stages; measured with
 # benchmark/kernels/bench_triton_attention.py --sweep.
-_TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
+TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
     (128, (64, 2, 2)),
     (256, (32, 2, 2)),
     (1024, (32, 4, 2)),
-)
-_COMBINE_CONSTANTS = (
-    "Q_HEADS",
-    "HEAD_DIM",
-    "HAS_WINDOW",
-    "SPLITS",
-    "BLOCK_N",
-    "BLOCK_D",
 )
 
 
@@ -50,7 +50,7 @@ def decode_splits(*, rows: int, programs_per_row: int, max_context: int) -> int:
         programs_per_row: programs that a row takes per split (its KV heads).
         max_context: most KV elements that a row of any later launch may have.
     """
-    wanted = -(-_TARGET_PROGRAMS // max(rows * programs_per_row, 1))
+    wanted = -(-TARGET_PROGRAMS // max(rows * programs_per_row, 1))
     useful = max(max_context // _MIN_ELEMENTS_PER_SPLIT, 1)
     most = 1 << (min(useful, _MAX_SPLITS).bit_length() - 1)
     return min(int(triton.next_power_of_2(wanted)), most)
@@ -117,27 +117,16 @@ def decode_launch(
     itemsize: int,
     page_size: int,
     splits: int,
-    has_row_index: bool,
-    has_window: bool,
 ) -> Launch:
     """Compile-time parameters of the split kernel, chosen from shapes alone."""
-    group = q_heads // kv_heads
-    block_d = max(triton.next_power_of_2(head_dim), 16)
+    shape = shape_args(q_heads, kv_heads, head_dim, page_size)
     block_n, warps, stages = next(
-        tile for limit, tile in _TILES if block_d * itemsize <= limit
+        tile for limit, tile in TILES if shape.block_d * itemsize <= limit
     )
     return Launch(
         constants={
-            "Q_HEADS": q_heads,
-            "GROUP": group,
-            "HEAD_DIM": head_dim,
-            "PAGE_SIZE": page_size,
-            "HAS_ROW_INDEX": has_row_index,
-            "HAS_WINDOW": has_window,
-            "SPLITS": splits,
-            "BLOCK_H": _block_h(group),
-            "BLOCK_N": block_n,
-            "BLOCK_D": block_d,
+            "SHAPE": shape,
+            "TILE": DecodeTile(_block_h(shape.group), block_n, splits),
         },
         num_warps=warps,
         num_stages=stages,
@@ -145,13 +134,8 @@ def decode_launch(
 
 
 def combine_launch(split_launch: Launch) -> Launch:
-    """Compile-time parameters of the combine kernel behind a split kernel."""
-    constants = {name: split_launch.constants[name] for name in _COMBINE_CONSTANTS}
-    return Launch(
-        constants=constants,
-        num_warps=4,
-        num_stages=1,
-    )
+    """Compile-time parameters of the combine kernel after a split kernel."""
+    return Launch(constants=split_launch.constants, num_warps=4, num_stages=1)
 
 
 def decode_attention(
@@ -207,39 +191,23 @@ def decode_attention(
         itemsize=q.element_size(),
         page_size=page_size,
         splits=splits,
-        has_row_index=row_index is not None,
-        has_window=window > 0,
     )
+    outputs = tokens_args(out)
+    partials = Partials(workspace.partial, workspace.lse)
+    attended = window if window > 0 else None
     decode_split_kernel[(programs_per_row, splits, rows)](
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        row_index,
+        tokens_args(q),
+        outputs,
+        partials,
+        pool_args(k_cache, v_cache),
+        pages_args(page_table, row_index),
         read_lens,
-        out,
-        workspace.partial,
-        workspace.lse,
         sm_scale * math.log2(math.e),
-        window,
-        q.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        v_cache.stride(0),
-        v_cache.stride(1),
-        page_table.stride(0),
-        page_table.stride(1),
-        out.stride(0),
+        attended,
         **launch.options(),
     )
     if splits == 1:
         return
     decode_combine_kernel[(q_heads, rows)](
-        workspace.partial,
-        workspace.lse,
-        read_lens,
-        out,
-        window,
-        out.stride(0),
-        **combine_launch(launch).options(),
+        partials, read_lens, outputs, attended, **combine_launch(launch).options()
     )

@@ -6,9 +6,6 @@ nothing of requests or layers; never waits for the device.
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
 from sglang.srt.layers.attention.triton_ops.checks import check_inputs
@@ -16,6 +13,7 @@ from sglang.srt.layers.attention.triton_ops.extend_dense import (
     extend_dense,
     reads_new,
 )
+from sglang.srt.layers.attention.triton_ops.extend_inputs import ExtendInputs
 from sglang.srt.layers.attention.triton_ops.extend_kernels import extend_kernel
 from sglang.srt.layers.attention.triton_ops.extend_split import (
     ExtendWorkspace,
@@ -23,9 +21,11 @@ from sglang.srt.layers.attention.triton_ops.extend_split import (
     extend_splits,
 )
 from sglang.srt.layers.attention.triton_ops.extend_table import (
+    ExtendTile,
     choose_tile,
     extend_launch,
 )
+from sglang.srt.layers.ops.attention import refuse_window_with_tree
 
 
 def extend_attention(
@@ -64,101 +64,60 @@ def extend_attention(
         ValueError: a window together with a tree mask, sm_scale <= 0, or shapes that
             do not fit.
     """
-    if tree_mask is not None and window > 0:
-        raise ValueError(
-            f"extend_attention: window={window} with a tree mask is not supported; "
-            "pass window=-1 or no tree mask"
-        )
+    if tree_mask is not None:
+        refuse_window_with_tree(window)
     if sm_scale <= 0:
         raise ValueError(f"extend_attention: sm_scale={sm_scale} must be positive")
     check_inputs(q, k_cache, v_cache, out, page_size=page_size)
-    tokens, q_heads, head_dim = q.shape
-    kv_heads = k_cache.shape[1]
-    rows = prefix_lens.shape[0]
-    if tokens == 0 or rows == 0:
+    inputs = ExtendInputs(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        page_table=page_table,
+        row_index=row_index,
+        qo_indptr=qo_indptr,
+        prefix_lens=prefix_lens,
+        page_size=page_size,
+        sm_scale=sm_scale,
+        window=window,
+        tree_mask=tree_mask,
+        out=out,
+    )
+    shape = inputs.shape()
+    if shape.tokens == 0 or shape.rows == 0:
         return
     if (
         k_new is not None
         and v_new is not None
         and reads_new(
-            tokens=tokens,
-            rows=rows,
-            head_dim=head_dim,
+            tokens=shape.tokens,
+            rows=shape.rows,
+            head_dim=shape.head_dim,
             dtype=q.dtype,
             has_tree=tree_mask is not None,
         )
     ):
-        extend_dense(
-            q,
-            k_cache,
-            v_cache,
-            k_new,
-            v_new,
-            page_table=page_table,
-            row_index=row_index,
-            qo_indptr=qo_indptr,
-            prefix_lens=prefix_lens,
-            page_size=page_size,
-            sm_scale=sm_scale,
-            window=window,
-            out=out,
-        )
+        extend_dense(inputs, k_new, v_new)
         return
-    shape = {"rows": rows, "q_heads": q_heads, "kv_heads": kv_heads}
-    tile = choose_tile(
-        **shape, tokens=tokens, head_dim=head_dim, itemsize=q.element_size()
-    )
+    tile = choose_tile(shape, itemsize=q.element_size())
     if workspace is not None and tile.programs > 0:
-        extend_split(
-            q,
-            k_cache,
-            v_cache,
-            page_table=page_table,
-            row_index=row_index,
-            qo_indptr=qo_indptr,
-            prefix_lens=prefix_lens,
-            page_size=page_size,
-            sm_scale=sm_scale,
-            window=window,
-            tree_mask=tree_mask,
-            out=out,
-            tile=tile,
-            splits=extend_splits(tile, **shape, tokens=tokens, workspace=workspace),
-            workspace=workspace,
-        )
-        return
-    launch = extend_launch(
-        tile,
-        **shape,
-        head_dim=head_dim,
-        page_size=page_size,
-        has_row_index=row_index is not None,
-        has_window=window > 0,
-        has_tree=tree_mask is not None,
-    )
-    heads_per_tile = launch.constants["HEADS_PER_TILE"]
-    tiles = tokens // (tile.block_m // heads_per_tile) + rows
-    extend_kernel[(tiles * (q_heads // heads_per_tile),)](
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        row_index,
-        qo_indptr,
-        prefix_lens,
-        None if tree_mask is None else tree_mask.view(torch.uint8),
-        out,
-        rows,
+        splits = extend_splits(tile, shape, workspace)
+        extend_split(inputs, tile=tile, splits=splits, workspace=workspace)
+    else:
+        _extend_unsplit(inputs, tile)
+
+
+def _extend_unsplit(inputs: ExtendInputs, tile: ExtendTile) -> None:
+    """One program per tile of queries."""
+    shape = inputs.shape()
+    launch = extend_launch(tile, shape, page_size=inputs.page_size)
+    heads = launch.constants["TILE"].heads
+    tiles = shape.tokens // (tile.block_m // heads) + shape.rows
+    extend_kernel[(tiles * (shape.q_heads // heads),)](
+        *inputs.tensor_args(),
+        inputs.tree_bytes(),
+        shape.rows,
         tiles,
-        sm_scale * math.log2(math.e),
-        window,
-        q.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        v_cache.stride(0),
-        v_cache.stride(1),
-        page_table.stride(0),
-        page_table.stride(1),
-        out.stride(0),
+        *inputs.scalar_args(),
         **launch.options(),
     )

@@ -6,31 +6,40 @@ it: `rope_store_kv` leaves it so. `extend_attention` decides between this and th
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sglang.srt.layers.attention.triton_ops.args import (
+    DenseTile,
+    NewKV,
+    Shape,
+    shape_args,
+)
 from sglang.srt.layers.attention.triton_ops.extend_dense_kernels import (
     extend_dense_kernel,
+)
+from sglang.srt.layers.attention.triton_ops.extend_inputs import ExtendInputs
+from sglang.srt.layers.attention.triton_ops.extend_table import (
+    LaunchShape,
+    heads_per_tile,
+    searched_rows,
 )
 from sglang.srt.layers.attention.triton_ops.launch import Launch
 from sglang.srt.layers.triton_ops.launch import supports_dependent_launch
 
-_SMALL_BATCH_ROWS = 16
 # Shorter rows spend their time on the prefix, which is in the pool.
-_MIN_TOKENS_PER_ROW = 64
+MIN_TOKENS_PER_ROW = 64
 # Bytes that the copy engine aligns rows and tiles to.
 _ALIGNMENT = 16
 
 
-class _Tile(NamedTuple):
+class TileChoice(NamedTuple):
     """Queries and KV elements of a tile, of the new tokens and of the prefix; how it
-    runs (see `extend_dense_kernel`).
-    """
+    runs."""
 
     block_m: int
     block_n: int
@@ -42,11 +51,11 @@ class _Tile(NamedTuple):
 # Per padded head size, as measured with
 # benchmark/kernels/bench_triton_attention.py --sweep. Two programs of 128 channels fill
 # the shared memory of a multiprocessor. Wider heads are faster from the pool.
-_TILES: dict[int, _Tile] = {
-    64: _Tile(64, 128, 64, 4, 3),
-    128: _Tile(64, 64, 64, 4, 3),
+TILES: dict[int, TileChoice] = {
+    64: TileChoice(64, 128, 64, 4, 3),
+    128: TileChoice(64, 64, 64, 4, 3),
 }
-_MAX_HEAD_DIM = max(_TILES)
+_MAX_HEAD_DIM = max(TILES)
 _MASKED_N = 16
 
 
@@ -56,47 +65,40 @@ def reads_new(
     """Whether extend attention of this shape reads K and V of the new tokens from
     `k_new` and `v_new` when it gets them, and only the prefix from the pool.
     """
-    is_long = tokens >= rows * _MIN_TOKENS_PER_ROW
+    is_long = tokens >= rows * MIN_TOKENS_PER_ROW
     is_narrow = head_dim <= _MAX_HEAD_DIM and dtype.itemsize == 2
     return is_long and is_narrow and not has_tree
 
 
-def dense_launch(
-    *,
-    rows: int,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    has_row_index: bool,
-    has_window: bool,
-    pdl: bool,
-) -> Launch:
+def dense_launch(shape: LaunchShape, *, page_size: int, pdl: bool) -> Launch:
     """Compile-time parameters of the kernel, chosen from shapes alone.
 
     Args:
         pdl: the device has programmatic dependent launch.
     """
-    group = q_heads // kv_heads
-    block_d = max(triton.next_power_of_2(head_dim), 16)
-    tile = _TILES[max(block_d, 64)]
+    kernel_shape = shape_args(shape.q_heads, shape.kv_heads, shape.head_dim, page_size)
+    tile = TILES[max(kernel_shape.block_d, 64)]
+    block_r, one_row = searched_rows(shape.rows), shape.rows == 1
+    return _launch_of(tile, kernel_shape, block_r, one_row, pdl)
+
+
+@functools.cache
+def _launch_of(
+    tile: TileChoice, shape: Shape, block_r: int, one_row: bool, pdl: bool
+) -> Launch:
     return Launch(
         constants={
-            "KV_HEADS": kv_heads,
-            "GROUP": group,
-            "HEADS_PER_TILE": group if group <= 64 else 1,
-            "HEAD_DIM": head_dim,
-            "PAGE_SIZE": page_size,
-            "HAS_ROW_INDEX": has_row_index,
-            "HAS_WINDOW": has_window,
-            "ONE_ROW": rows == 1,
-            "BLOCK_R": 16 if rows <= _SMALL_BATCH_ROWS else 256,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "GATHER_N": tile.gather_n,
-            "MASKED_N": _MASKED_N,
-            "BLOCK_D": block_d,
-            "STAGES": tile.stages,
+            "SHAPE": shape,
+            "TILE": DenseTile(
+                heads=heads_per_tile(shape.group),
+                block_m=tile.block_m,
+                block_n=tile.block_n,
+                gather_n=tile.gather_n,
+                masked_n=_MASKED_N,
+                stages=tile.stages,
+            ),
+            "BLOCK_R": block_r,
+            "ONE_ROW": one_row,
             "PDL": pdl,
         },
         num_warps=tile.warps,
@@ -105,75 +107,35 @@ def dense_launch(
     )
 
 
-def extend_dense(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    *,
-    page_table: Tensor,
-    row_index: Tensor | None,
-    qo_indptr: Tensor,
-    prefix_lens: Tensor,
-    page_size: int,
-    sm_scale: float,
-    window: int,
-    out: Tensor,
-) -> None:
-    """`extend_attention` without a tree mask; its arguments are checked already.
+def extend_dense(inputs: ExtendInputs, k_new: Tensor, v_new: Tensor) -> None:
+    """`extend_attention` without a tree mask, where `reads_new` says so.
 
     Raises:
         ValueError: k_new or v_new cannot be read by the copy engine.
     """
-    tokens, q_heads, head_dim = q.shape
-    kv_heads = k_cache.shape[1]
-    rows = prefix_lens.shape[0]
+    shape = inputs.shape()
+    tokens, rows, q_heads, kv_heads, head_dim = shape
     for name, new in (("k_new", k_new), ("v_new", v_new)):
-        _check_new(name, new, (tokens, kv_heads, head_dim), q.dtype)
+        _check_new(name, new, (tokens, kv_heads, head_dim), inputs.q.dtype)
     launch = dense_launch(
-        rows=rows,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        has_row_index=row_index is not None,
-        has_window=window > 0,
-        pdl=supports_dependent_launch(q.device),
+        shape,
+        page_size=inputs.page_size,
+        pdl=supports_dependent_launch(inputs.q.device),
     )
-    constants = launch.constants
-    heads_per_tile = constants["HEADS_PER_TILE"]
-    tiles = tokens // (constants["BLOCK_M"] // heads_per_tile) + rows
-    block = [constants["BLOCK_N"], constants["BLOCK_D"]]
-    shape = [tokens, kv_heads * head_dim]
-    extend_dense_kernel[(tiles * (q_heads // heads_per_tile),)](
-        q,
-        k_cache,
-        v_cache,
-        k_new,
-        v_new,
-        TensorDescriptor(k_new, shape, [k_new.stride(0), 1], block),
-        TensorDescriptor(v_new, shape, [v_new.stride(0), 1], block),
-        page_table,
-        row_index,
-        qo_indptr,
-        prefix_lens,
-        out,
+    tile: DenseTile = launch.constants["TILE"]
+    tiles = tokens // (tile.block_m // tile.heads) + rows
+    block = [tile.block_n, launch.constants["SHAPE"].block_d]
+    k_stride, v_stride = k_new.stride(0), v_new.stride(0)
+    size = [tokens, kv_heads * head_dim]
+    extend_dense_kernel[(tiles * (q_heads // tile.heads),)](
+        *inputs.tensor_args(),
+        NewKV(k_new, v_new, k_stride, v_stride),
+        TensorDescriptor(k_new, size, [k_stride, 1], block),
+        TensorDescriptor(v_new, size, [v_stride, 1], block),
         tokens,
         rows,
         tiles,
-        sm_scale * math.log2(math.e),
-        window,
-        q.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        v_cache.stride(0),
-        v_cache.stride(1),
-        k_new.stride(0),
-        v_new.stride(0),
-        page_table.stride(0),
-        page_table.stride(1),
-        out.stride(0),
+        *inputs.scalar_args(),
         **launch.options(),
     )
 

@@ -6,22 +6,27 @@ decides between this and one program per tile.
 
 from __future__ import annotations
 
-import math
+import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
+from sglang.srt.layers.attention.triton_ops.args import (
+    Partials,
+    padded_head,
+)
+from sglang.srt.layers.attention.triton_ops.extend_inputs import ExtendInputs
 from sglang.srt.layers.attention.triton_ops.extend_split_kernels import (
     extend_combine_kernel,
     extend_split_kernel,
 )
 from sglang.srt.layers.attention.triton_ops.extend_table import (
     ExtendTile,
+    LaunchShape,
     extend_launch,
     heads_per_tile,
-    padded_head,
 )
 from sglang.srt.layers.attention.triton_ops.launch import Launch
 
@@ -67,35 +72,30 @@ def extend_workspace(
 
 
 def extend_splits(
-    tile: ExtendTile,
-    *,
-    tokens: int,
-    rows: int,
-    q_heads: int,
-    kv_heads: int,
-    workspace: ExtendWorkspace,
+    tile: ExtendTile, shape: LaunchShape, workspace: ExtendWorkspace
 ) -> int:
     """Splits of a row's KV elements; a function of shapes alone.
 
     As many as reach `tile.programs`, hold enough elements each at `max_context`, and
     fit the workspace.
     """
-    heads = heads_per_tile(q_heads // kv_heads)
-    tiles_per_row = -(-tokens // (rows * (tile.block_m // heads)))
-    programs = rows * tiles_per_row * (q_heads // heads)
+    heads = heads_per_tile(shape.q_heads // shape.kv_heads)
+    tiles_per_row = -(-shape.tokens // (shape.rows * (tile.block_m // heads)))
+    programs = shape.rows * tiles_per_row * (shape.q_heads // heads)
     return max(
         min(
             tile.programs // programs,
             workspace.max_context // _MIN_ELEMENTS_PER_SPLIT,
-            workspace.lse.numel() // (tokens * q_heads),
+            workspace.lse.numel() // (shape.tokens * shape.q_heads),
             _MAX_SPLITS,
         ),
         1,
     )
 
 
+@functools.cache
 def split_combine_launch(*, q_heads: int, head_dim: int, splits: int) -> Launch:
-    """Compile-time parameters of the combine kernel behind a split kernel."""
+    """Compile-time parameters of the combine kernel after a split kernel."""
     block_d = padded_head(head_dim)
     block_s = int(triton.next_power_of_2(splits))
     return Launch(
@@ -112,24 +112,13 @@ def split_combine_launch(*, q_heads: int, head_dim: int, splits: int) -> Launch:
 
 
 def extend_split(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    inputs: ExtendInputs,
     *,
-    page_table: Tensor,
-    row_index: Tensor | None,
-    qo_indptr: Tensor,
-    prefix_lens: Tensor,
-    page_size: int,
-    sm_scale: float,
-    window: int,
-    tree_mask: Tensor | None,
-    out: Tensor,
     tile: ExtendTile,
     splits: int,
     workspace: ExtendWorkspace,
 ) -> None:
-    """`extend_attention` with this tile; its arguments are checked already.
+    """`extend_attention` with this tile.
 
     Args:
         splits: programs that share the KV elements of a tile of queries. The launch
@@ -138,9 +127,8 @@ def extend_split(
     Raises:
         ValueError: the workspace does not hold this launch.
     """
-    tokens, q_heads, head_dim = q.shape
-    kv_heads = k_cache.shape[1]
-    rows = prefix_lens.shape[0]
+    shape = inputs.shape()
+    tokens, rows, q_heads, _, head_dim = shape
     cells = tokens * q_heads * splits
     if splits > 1 and (
         workspace.lse.numel() < cells or workspace.partial.numel() < cells * head_dim
@@ -150,61 +138,29 @@ def extend_split(
             f"{tokens} tokens x {q_heads} heads x {splits} splits need {cells}; pass "
             "fewer splits, or a workspace for this head size"
         )
-    launch = extend_launch(
-        tile,
-        rows=rows,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        has_row_index=row_index is not None,
-        has_window=window > 0,
-        has_tree=tree_mask is not None,
-    )
-    heads = launch.constants["HEADS_PER_TILE"]
+    launch = extend_launch(tile, shape, page_size=inputs.page_size)
+    heads = launch.constants["TILE"].heads
     tile_tokens = tile.block_m // heads
-    if tree_mask is None:
+    if inputs.tree_mask is None:
         tree_tokens = 0
         tiles = tokens // tile_tokens + rows
     else:
-        tree_tokens = tree_mask.shape[1]
+        tree_tokens = inputs.tree_mask.shape[1]
         tiles = rows * -(-tree_tokens // tile_tokens)
+    tensors = inputs.tensor_args()
+    partials = Partials(workspace.partial, workspace.lse)
     extend_split_kernel[(tiles * (q_heads // heads), splits)](
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        row_index,
-        qo_indptr,
-        prefix_lens,
-        None if tree_mask is None else tree_mask.view(torch.uint8),
-        out,
-        workspace.partial,
-        workspace.lse,
+        *tensors,
+        inputs.tree_bytes(),
+        partials,
         rows,
         tree_tokens,
-        sm_scale * math.log2(math.e),
-        window,
-        q.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        v_cache.stride(0),
-        v_cache.stride(1),
-        page_table.stride(0),
-        page_table.stride(1),
-        out.stride(0),
+        *inputs.scalar_args(),
         **launch.options(),
     )
     if splits == 1:
         return
     combine = split_combine_launch(q_heads=q_heads, head_dim=head_dim, splits=splits)
     extend_combine_kernel[(-(-tokens * q_heads // combine.constants["BLOCK_P"]),)](
-        workspace.partial,
-        workspace.lse,
-        qo_indptr,
-        out,
-        rows,
-        splits,
-        out.stride(0),
-        **combine.options(),
+        partials, tensors.lens.qo_indptr, tensors.out, rows, splits, **combine.options()
     )

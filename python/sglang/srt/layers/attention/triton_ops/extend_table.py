@@ -6,14 +6,24 @@ from a tile; knows nothing of tensors.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
-import triton
-
+from sglang.srt.layers.attention.triton_ops.args import (
+    Shape,
+    Tile,
+    padded_head,
+    shape_args,
+)
 from sglang.srt.layers.attention.triton_ops.launch import Launch
 
 _SMALL_BATCH_ROWS = 16
+
+
+def searched_rows(rows: int) -> int:
+    """Rows that the search for the row of a tile loads at a time."""
+    return 16 if rows <= _SMALL_BATCH_ROWS else 256
 
 
 class ExtendTile(NamedTuple):
@@ -35,6 +45,16 @@ class ExtendTile(NamedTuple):
     is_v_late: bool
     masked_n: int = 32
     programs: int = 0
+
+
+class LaunchShape(NamedTuple):
+    """What tiles are chosen by."""
+
+    tokens: int
+    rows: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
 
 
 class ExtendChoice(NamedTuple):
@@ -96,26 +116,14 @@ def heads_per_tile(group: int) -> int:
     return group if group <= 64 else 1
 
 
-def padded_head(head_dim: int) -> int:
-    """Channels of a tile."""
-    return max(int(triton.next_power_of_2(head_dim)), 16)
-
-
-def choose_tile(
-    *,
-    tokens: int,
-    rows: int,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    itemsize: int,
-) -> ExtendTile:
+def choose_tile(shape: LaunchShape, *, itemsize: int) -> ExtendTile:
     """The tile of a launch, from shapes alone; item sizes are 2 and 4 bytes."""
-    heads = heads_per_tile(q_heads // kv_heads)
+    heads = heads_per_tile(shape.q_heads // shape.kv_heads)
     choices = (HALF_TILES if itemsize == 2 else FLOAT_TILES)[
-        max(padded_head(head_dim), 64)
+        max(padded_head(shape.head_dim), 64)
     ]
-    queries, streams = tokens * heads / rows, rows * (q_heads // heads)
+    queries = shape.tokens * heads / shape.rows
+    streams = shape.rows * (shape.q_heads // heads)
     return next(
         choice.tile
         for choice in choices
@@ -125,37 +133,26 @@ def choose_tile(
     )
 
 
-def extend_launch(
-    tile: ExtendTile,
-    *,
-    rows: int,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    has_row_index: bool,
-    has_window: bool,
-    has_tree: bool,
-) -> Launch:
+def extend_launch(tile: ExtendTile, shape: LaunchShape, *, page_size: int) -> Launch:
     """Compile-time parameters of either kernel, chosen from shapes alone."""
-    group = q_heads // kv_heads
+    kernel_shape = shape_args(shape.q_heads, shape.kv_heads, shape.head_dim, page_size)
+    return _launch_of(tile, kernel_shape, searched_rows(shape.rows))
+
+
+@functools.cache
+def _launch_of(tile: ExtendTile, shape: Shape, block_r: int) -> Launch:
     return Launch(
         constants={
-            "KV_HEADS": kv_heads,
-            "GROUP": group,
-            "HEADS_PER_TILE": heads_per_tile(group),
-            "HEAD_DIM": head_dim,
-            "PAGE_SIZE": page_size,
-            "HAS_ROW_INDEX": has_row_index,
-            "HAS_WINDOW": has_window,
-            "HAS_TREE": has_tree,
-            "BLOCK_R": 16 if rows <= _SMALL_BATCH_ROWS else 256,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "MASKED_N": min(tile.block_n, tile.masked_n),
-            "BLOCK_D": padded_head(head_dim),
-            "STAGES": tile.stages,
-            "IS_V_LATE": tile.is_v_late,
+            "SHAPE": shape,
+            "TILE": Tile(
+                heads=heads_per_tile(shape.group),
+                block_m=tile.block_m,
+                block_n=tile.block_n,
+                masked_n=min(tile.block_n, tile.masked_n),
+                stages=tile.stages,
+                is_v_late=tile.is_v_late,
+            ),
+            "BLOCK_R": block_r,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,

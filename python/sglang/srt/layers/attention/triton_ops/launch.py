@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -10,19 +11,20 @@ class Launch:
     """How a kernel is compiled.
 
     Fields:
-        constants: values of its `constexpr` parameters, by name.
+        constants: values of its `constexpr` parameters, by name: numbers, and the
+            named tuples of `args`.
         num_warps: warps of a program.
         num_stages: depth of the software pipeline over its loads.
         launch_pdl: it may start while the kernel before it runs (see
             `layers.triton_ops.launch`).
     """
 
-    constants: dict[str, int | bool]
+    constants: dict[str, Any]
     num_warps: int
     num_stages: int
     launch_pdl: bool = False
 
-    def options(self) -> dict[str, int | bool]:
+    def options(self) -> dict[str, Any]:
         """Keyword arguments of a launch, the constants among them."""
         options = {
             **self.constants,

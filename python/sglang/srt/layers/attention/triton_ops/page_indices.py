@@ -51,7 +51,7 @@ def page_indices(
         page_table: [rows, columns] int32, any strides; first slots of pages.
         row_index: [R] int64, rows of `page_table`.
         indptr: [R + 1] int32; row r has pages indptr[r] .. indptr[r + 1].
-        out: [at least indptr[R]] int32; what lies behind is left alone.
+        out: [at least indptr[R]] int32; what lies after that is left alone.
         max_pages: at least the pages of the longest row; sizes the grid, so that the
             host need not read `indptr`.
         page_size: slots of a page.

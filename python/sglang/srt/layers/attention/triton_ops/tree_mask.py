@@ -60,7 +60,7 @@ def pack_tree_mask(
         prefix_lens: [R] int64.
         indptr: [R + 1] int32; row r has the bytes indptr[r] .. indptr[r + 1], at least
             N * (prefix_lens[r] + N) / 8, rounded up.
-        out: [at least indptr[R]] uint8; what lies behind is left alone.
+        out: [at least indptr[R]] uint8; what lies after that is left alone.
         max_bytes: at least the bytes of the longest row; sizes the grid, so that the
             host need not read `indptr`.
 

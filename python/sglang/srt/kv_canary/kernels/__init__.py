@@ -1,0 +1,26 @@
+"""The launches of the canary that this engine makes.
+
+Their kernels (torch references, Triton, native) are the core's: `kv_canary.kernels`.
+"""
+
+from __future__ import annotations
+
+from kv_canary.launches import (
+    before_model,
+    finish_step,
+    gather_findings,
+    move_records,
+    poison,
+    set_lineage,
+    write_tail,
+)
+
+__all__ = [
+    "before_model",
+    "finish_step",
+    "gather_findings",
+    "move_records",
+    "poison",
+    "set_lineage",
+    "write_tail",
+]

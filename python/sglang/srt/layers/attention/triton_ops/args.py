@@ -1,0 +1,156 @@
+"""Arguments of the attention kernels, in groups: a named tuple is one argument.
+
+Triton compiles a kernel anew for each pattern of None in a tuple, and for numbers that
+are 1 or multiples of 16. So tuples hold numbers that stay constant while a server runs;
+those that change from launch to launch are arguments of their own. Kernels take `Shape`
+and their tiles as compile-time constants: every field is known when they are compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+
+
+class Tokens(NamedTuple):
+    """[T, heads, head_dim] with `stride` from token to token, else contiguous."""
+
+    at: Tensor
+    stride: int
+
+
+class Pool(NamedTuple):
+    """K and V of every slot: each [slots, KV heads, head_dim], contiguous channels."""
+
+    k: Tensor
+    v: Tensor
+    k_slot_stride: int
+    k_head_stride: int
+    v_slot_stride: int
+    v_head_stride: int
+
+
+class Pages(NamedTuple):
+    """int32 [table rows, pages]: first slots of pages; `row_index`, int64 [R], says
+    which table row a row reads, None: its own."""
+
+    table: Tensor
+    row_stride: int
+    column_stride: int
+    row_index: Tensor | None
+
+
+class Lens(NamedTuple):
+    """int64: new tokens of row r are qo_indptr[r] .. qo_indptr[r + 1], after
+    prefix_lens[r] elements of its KV."""
+
+    qo_indptr: Tensor
+    prefix_lens: Tensor
+
+
+class NewKV(NamedTuple):
+    """K and V of the new tokens, each [T, KV heads, head_dim], as `Tokens`."""
+
+    k: Tensor
+    v: Tensor
+    k_stride: int
+    v_stride: int
+
+
+class Partials(NamedTuple):
+    """Partial results, float32 [cells, head_dim], and log2 of their softmax sums,
+    float32 [cells]; a cell is (token, query head, split)."""
+
+    results: Tensor
+    lse: Tensor
+
+
+class Shape(NamedTuple):
+    """Heads and pages of a launch.
+
+    Fields:
+        group: query heads that share a KV head.
+        block_d: channels of a tile, head_dim and what pads it to a power of two.
+    """
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    page_size: int
+    block_d: int
+
+
+class Tile(NamedTuple):
+    """Tile of the extend kernels that read new K and V from the pool.
+
+    Fields:
+        heads: query heads of a group that share it with block_m // heads tokens.
+        block_m, block_n: queries and KV elements.
+        masked_n: elements where some query must not attend some; divides block_n.
+        stages: depth of the software pipeline of the main loop.
+        is_v_late: the product with V runs one tile late.
+    """
+
+    heads: int
+    block_m: int
+    block_n: int
+    masked_n: int
+    stages: int
+    is_v_late: bool
+
+
+class DenseTile(NamedTuple):
+    """Tile of the extend kernel that reads new K and V from the inputs: as `Tile`, and
+    `gather_n` elements of the prefix at a time."""
+
+    heads: int
+    block_m: int
+    block_n: int
+    gather_n: int
+    masked_n: int
+    stages: int
+
+
+class DecodeTile(NamedTuple):
+    """Tile of the decode kernels: query heads, KV elements, and splits of a row's."""
+
+    block_h: int
+    block_n: int
+    splits: int
+
+
+def tokens_args(tensor: Tensor) -> Tokens:
+    return Tokens(tensor, tensor.stride(0))
+
+
+def pool_args(k_cache: Tensor, v_cache: Tensor) -> Pool:
+    k_slot_stride, k_head_stride, _ = k_cache.stride()
+    v_slot_stride, v_head_stride, _ = v_cache.stride()
+    return Pool(
+        k_cache, v_cache, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride
+    )
+
+
+def pages_args(page_table: Tensor, row_index: Tensor | None) -> Pages:
+    row_stride, column_stride = page_table.stride()
+    return Pages(page_table, row_stride, column_stride, row_index)
+
+
+@functools.cache
+def padded_head(head_dim: int) -> int:
+    """Channels of a tile."""
+    return max(int(triton.next_power_of_2(head_dim)), 16)
+
+
+@functools.cache
+def shape_args(q_heads: int, kv_heads: int, head_dim: int, page_size: int) -> Shape:
+    return Shape(
+        kv_heads=kv_heads,
+        group=q_heads // kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        block_d=padded_head(head_dim),
+    )

@@ -1,0 +1,157 @@
+"""Device functions of the attention kernels: where queries and KV elements lie.
+
+The element e of a row is token e of its sequence; its slot in the pool comes from the
+row's pages. `SHAPE` is the compile-time `args.Shape`. Triton inlines these functions.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-calls
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class RowKV(NamedTuple):
+    """K and V of one KV head as one row reads them from the pool.
+
+    Fields:
+        k, v: pointers to the channels of slot 0, [1, channels].
+        k_stride, v_stride: from slot to slot.
+        table: pointer to the first page of the row.
+        column_stride: from page to page.
+        is_channel: [channels], false for padding.
+    """
+
+    k: tl.tensor
+    v: tl.tensor
+    k_stride: tl.tensor
+    v_stride: tl.tensor
+    table: tl.tensor
+    column_stride: tl.tensor
+    is_channel: tl.tensor
+
+
+class RowNewKV(NamedTuple):
+    """K and V of the new tokens of one row: pointers to the first, [1, channels], and
+    the strides from token to token."""
+
+    k: tl.tensor
+    v: tl.tensor
+    k_stride: tl.tensor
+    v_stride: tl.tensor
+
+
+@triton.jit
+def find_row(qo_indptr, rows, tile, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The row of a tile number, -1 if none.
+
+    Row r owns the tile numbers from qo_indptr[r] // TOKENS + r on: at least as many as
+    it needs, in the order of rows, without any sum over rows.
+    """
+    count = tl.zeros([BLOCK_R], tl.int32)
+    for chunk in range(0, rows, BLOCK_R):
+        r = chunk + tl.arange(0, BLOCK_R)
+        is_row = r < rows
+        start = tl.load(qo_indptr + r, mask=is_row, other=0).to(tl.int32) // TOKENS + r
+        count += (is_row & (start <= tile)).to(tl.int32)
+    return tl.sum(count, 0) - 1
+
+
+@triton.jit
+def find_tile(qo_indptr, rows, tile, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr):
+    """(row, first token of the tile within the row) of a tile number; row -1 if
+    none."""
+    row = find_row(qo_indptr, rows, tile, TOKENS, BLOCK_R)
+    start = tl.load(qo_indptr + tl.maximum(row, 0)).to(tl.int32) // TOKENS + row
+    return row, (tile - start) * TOKENS
+
+
+@triton.jit
+def tokens_of(first_token, TILE: tl.constexpr):
+    """Tokens within the row of the queries of a tile, which has some heads of each."""
+    return first_token + tl.arange(0, TILE.block_m) // TILE.heads
+
+
+@triton.jit
+def is_before(token, end, TILE: tl.constexpr):
+    """Which queries of a tile have a token before `end`; some may have none at all."""
+    QUERIES: tl.constexpr = TILE.block_m // TILE.heads * TILE.heads
+    return (token < end) & (tl.arange(0, TILE.block_m) < QUERIES)
+
+
+@triton.jit
+def heads_of(lane, TILE: tl.constexpr):
+    """Query heads of the queries of a tile."""
+    return lane * TILE.heads + tl.arange(0, TILE.block_m) % TILE.heads
+
+
+@triton.jit
+def cells_of(tokens, row, head, channel, HEAD_DIM: tl.constexpr):
+    """Pointers into `args.Tokens`: [queries, channels]."""
+    at = (row * tokens.stride + head * HEAD_DIM)[:, None]
+    return tokens.at + at + channel[None, :]
+
+
+@triton.jit
+def table_row_of(pages, row):
+    """The row of the page table that a row reads."""
+    table_row = row.to(tl.int64)
+    if pages.row_index is not None:
+        table_row = tl.load(pages.row_index + row)
+    return table_row
+
+
+@triton.jit
+def kv_of(pool, pages, table_row, kv_head, channel, is_channel):
+    """`RowKV` of a row of the page table."""
+    kv_head = kv_head.to(tl.int64)
+    return RowKV(
+        k=pool.k + kv_head * pool.k_head_stride + channel[None, :],
+        v=pool.v + kv_head * pool.v_head_stride + channel[None, :],
+        k_stride=pool.k_slot_stride,
+        v_stride=pool.v_slot_stride,
+        table=pages.table + table_row * pages.row_stride,
+        column_stride=pages.column_stride,
+        is_channel=is_channel,
+    )
+
+
+@triton.jit
+def new_kv_of(new_kv, q_begin, first_channel, channel):
+    """`RowNewKV` of the row whose first new token is `q_begin`."""
+    return RowNewKV(
+        k=new_kv.k + (q_begin * new_kv.k_stride + first_channel + channel[None, :]),
+        v=new_kv.v + (q_begin * new_kv.v_stride + first_channel + channel[None, :]),
+        k_stride=new_kv.k_stride,
+        v_stride=new_kv.v_stride,
+    )
+
+
+@triton.jit
+def page_at(kv, element, PAGE_SIZE: tl.constexpr):
+    """Pointers to the pages of elements in the table."""
+    return kv.table + (element // PAGE_SIZE).to(tl.int64) * kv.column_stride
+
+
+@triton.jit
+def slot_of(page, element, PAGE_SIZE: tl.constexpr):
+    """Slots of elements, [elements, 1], from the first slots of their pages."""
+    return (page + element % PAGE_SIZE).to(tl.int64)[:, None]
+
+
+@triton.jit
+def slots_of_tile(kv, start, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Slots of the elements start .. start + BLOCK_N, which all exist: [BLOCK_N, 1]."""
+    element = tl.multiple_of(start, BLOCK_N) + tl.arange(0, BLOCK_N)
+    return slot_of(tl.load(page_at(kv, element, PAGE_SIZE)), element, PAGE_SIZE)
+
+
+@triton.jit
+def load_tile(at, is_channel, SHAPE: tl.constexpr):
+    """[elements, channels] of elements that all exist; padding is zero."""
+    if SHAPE.block_d != SHAPE.head_dim:
+        return tl.load(at, mask=is_channel[None, :], other=0.0)
+    else:
+        return tl.load(at)

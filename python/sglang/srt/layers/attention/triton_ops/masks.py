@@ -1,0 +1,104 @@
+"""Device functions of the extend kernels: which elements a tile of queries attends.
+
+The causal rule, a sliding window or a tree mask; Triton inlines these functions.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-calls
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.attention.triton_ops.elements import page_at, slot_of
+
+
+class Mask(NamedTuple):
+    """Which elements of a row the queries of a tile attend.
+
+    Fields:
+        own: [queries], the element of each query's own token.
+        lo, end: elements that some query may attend; no other is read.
+        prefix, new_tokens: elements before the new tokens, and how many these are.
+        window: elements that a query attends at most; None: all up to its own.
+        tree: [new_tokens, new_tokens] bytes, which new tokens attend which; None: the
+            causal rule.
+    """
+
+    own: tl.tensor
+    lo: tl.tensor
+    end: tl.tensor
+    prefix: tl.tensor
+    new_tokens: tl.tensor
+    window: tl.tensor
+    tree: tl.tensor
+
+
+@triton.jit
+def bounds_of(
+    prefix,
+    first_token,
+    last_token,
+    new_tokens,
+    window,
+    HAS_TREE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(lo, left, right, end): some query of the tile attends lo .. end, and every query
+    the whole tiles left .. right, which may be none."""
+    lo = prefix * 0
+    left = prefix * 0
+    if HAS_TREE:
+        end = prefix + new_tokens
+        right = prefix // BLOCK_N * BLOCK_N
+    else:
+        end = prefix + last_token + 1
+        right = (prefix + first_token + 1) // BLOCK_N * BLOCK_N
+    if window is not None:
+        lo = tl.maximum(prefix + first_token - window + 1, 0)
+        left = tl.maximum(prefix + last_token - window + 1, 0)
+        left = tl.minimum(tl.cdiv(left, BLOCK_N), tl.cdiv(end, BLOCK_N)) * BLOCK_N
+        right = tl.maximum(left, right)
+    return lo, left, right, end
+
+
+@triton.jit
+def masked_at(kv, new, mask, element, PAGE_SIZE: tl.constexpr):
+    """Pointers to K and V of elements and which of them may be read, each [elements,
+    channels]. With `new` the new tokens come from there, else from the pool."""
+    is_read = (element >= mask.lo) & (element < mask.end)
+    page = tl.load(
+        page_at(kv, element, PAGE_SIZE),
+        mask=is_read if new is None else is_read & (element < mask.prefix),
+        other=0,
+    )
+    slot = slot_of(page, element, PAGE_SIZE)
+    k_at = kv.k + slot * kv.k_stride
+    v_at = kv.v + slot * kv.v_stride
+    if new is not None:
+        is_old = (element < mask.prefix)[:, None]
+        number = (element - mask.prefix).to(tl.int64)[:, None]
+        k_at = tl.where(is_old, k_at, new.k + number * new.k_stride)
+        v_at = tl.where(is_old, v_at, new.v + number * new.v_stride)
+    return k_at, v_at, is_read[:, None] & kv.is_channel[None, :]
+
+
+@triton.jit
+def is_attended(mask, element):
+    """Whether a query attends an element: [queries, elements]."""
+    if mask.tree is not None:
+        branch = element - mask.prefix
+        tree_row = ((mask.own - mask.prefix) * mask.new_tokens)[:, None]
+        in_tree = tl.load(
+            mask.tree + tree_row + branch[None, :],
+            mask=((branch >= 0) & (element < mask.end))[None, :]
+            & (mask.own < mask.end)[:, None],
+            other=0,
+        )
+        attends = (in_tree != 0) | (branch < 0)[None, :]
+    else:
+        attends = element[None, :] <= mask.own[:, None]
+        if mask.window is not None:
+            attends &= element[None, :] > mask.own[:, None] - mask.window
+    return attends & ((element >= mask.lo) & (element < mask.end))[None, :]

@@ -1,0 +1,144 @@
+"""Native implementations of the ops of layers: allocate results and order arguments.
+
+Each has the parameters of its torch reference and is imported at its first call, as the
+kernels may not be installed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang.srt.layers.ops.attention import refuse_window_with_tree
+from sglang.srt.layers.ops.linear import PANEL, PackedWeight, linear_ref
+from sglang_kernels import ops
+
+
+def rmsnorm(
+    x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
+) -> Tensor:
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    ops.rmsnorm(x, weight, eps, out)
+    return out
+
+
+def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    if out is None:
+        out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    ops.silu_and_mul(x, out)
+    return out
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    if not isinstance(weight, PackedWeight) or weight.panel != PANEL:
+        return linear_ref(x, weight, bias, out=out)
+    if x.dtype != torch.float32:
+        wide = linear(x.float(), weight, None if bias is None else bias.float())
+        return wide.to(x.dtype) if out is None else out.copy_(wide)
+    if out is None:
+        # Two dimensions are the hot case, and slicing a shape is slow.
+        sizes = (x.shape[0],) if x.dim() == 2 else x.shape[:-1]
+        out = x.new_empty(*sizes, weight.n)
+    ops.packed_linear(x, weight.data, weight.n, bias, out)
+    return out
+
+
+def rope_store_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    positions: Tensor,
+    cos_sin_cache: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out_cache_loc: Tensor,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    update_k: bool = False,
+) -> None:
+    ops.rope_store_kv(
+        q,
+        k,
+        v,
+        positions,
+        cos_sin_cache,
+        k_cache,
+        v_cache,
+        out_cache_loc,
+        q_norm_weight,
+        k_norm_weight,
+        eps,
+    )
+    if update_k:
+        k.copy_(k_cache[out_cache_loc])
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    page_table: Tensor,
+    row_index: Tensor | None,
+    read_lens: Tensor,
+    page_size: int,
+    sm_scale: float,
+    window: int = -1,
+    out: Tensor,
+) -> None:
+    ops.decode_attention(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        row_index,
+        read_lens,
+        page_size,
+        sm_scale,
+        window,
+        out,
+    )
+
+
+def extend_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    page_table: Tensor,
+    row_index: Tensor | None,
+    qo_indptr: Tensor,
+    prefix_lens: Tensor,
+    page_size: int,
+    sm_scale: float,
+    window: int = -1,
+    tree_mask: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    out: Tensor,
+) -> None:
+    if tree_mask is not None:
+        refuse_window_with_tree(window)
+    ops.extend_attention(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        row_index,
+        qo_indptr,
+        prefix_lens,
+        page_size,
+        sm_scale,
+        window,
+        tree_mask,
+        out,
+    )
