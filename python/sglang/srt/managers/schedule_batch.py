@@ -249,7 +249,7 @@ class ScheduleBatch:
         committed = np.fromiter((r.committed_len for r in reqs), np.int64)
         allocated = EagleDraftInput.prepare_for_decode(
             self.env.cache,
-            rows=self.req_pool_indices_cpu,
+            req_pool_indices=self.req_pool_indices_cpu,
             committed=committed,
             allocated=np.fromiter((r.allocated_len for r in reqs), np.int64),
             reserve=self.env.decode_reserve,

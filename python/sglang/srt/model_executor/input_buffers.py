@@ -47,7 +47,7 @@ _ROW_WORDS = sum(_ROW_FIELDS.values())
 
 
 class GraphInputs(Protocol):
-    """Static inputs that all graphs of a runner read, each its first rows.
+    """Static inputs of all graphs of a runner; each reads the first rows.
 
     Attributes:
         forward_mode: of the forwards.
@@ -59,13 +59,13 @@ class GraphInputs(Protocol):
 
     def static_batch(
         self,
-        rows: int,
+        bs: int,
         capture_hidden_mode: CaptureHiddenMode,
         *,
         lens_cpu: HostLens | None = None,
     ) -> ForwardBatch:
-        """The static batch of the first `rows` rows; `lens_cpu` of the live ones is
-        padded with those of the others."""
+        """The static batch of `bs` rows; `lens_cpu` of the live ones is padded with
+        those of the others."""
 
     def populate(self, forward_batch: ForwardBatch) -> None:
         """Copy a live batch in; the other rows are padding. The host does not wait."""
@@ -85,16 +85,16 @@ class GraphInputBuffers:
 
     def static_batch(
         self,
-        rows: int,
+        bs: int,
         capture_hidden_mode: CaptureHiddenMode,
         *,
         lens_cpu: HostLens | None = None,
     ) -> ForwardBatch:
         views: dict[str, Any] = {
-            name: self._block[i, :rows] for i, name in enumerate(_DECODE_FIELDS)
+            name: self._block[i, :bs] for i, name in enumerate(_DECODE_FIELDS)
         }
         if lens_cpu is not None:
-            lens_cpu = lens_cpu.padded(rows, prefix_len=0, extend_len=1)
+            lens_cpu = lens_cpu.padded(bs, prefix_len=0, extend_len=1)
         return ForwardBatch(
             forward_mode=self.forward_mode,
             capture_hidden_mode=capture_hidden_mode,

@@ -1,6 +1,6 @@
-"""The shape of a draft tree, where a request's draft branches lie in its row of
-`req_to_token`, and how many columns one iteration may touch. Host arithmetic only;
-knows no tensors.
+"""The shape of a draft tree, the columns of a request's draft branches in its row of
+`req_to_token`, and the number of columns that one iteration may touch. Host arithmetic
+only; knows no tensors.
 
 One rule serves every page size and top-k. With `base` the page boundary at or below the
 KV length L, `tail = L - base`, and `n = ceil((tail + num_steps) / page_size)`, branch t
@@ -24,10 +24,13 @@ MAX_TOP_K = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeShape:
-    """Fields:
-    topk: branches that a draft step keeps, and candidates that each of them proposes.
-    num_steps: levels of drafted tokens. num_draft_tokens: nodes to verify, with the
-        root.
+    """The shape of a draft tree.
+
+    Fields:
+        topk: branches that a draft step keeps, and candidates that each of them
+            proposes.
+        num_steps: levels of drafted tokens.
+        num_draft_tokens: nodes to verify, with the root.
 
     Raises:
         ValueError: numbers that no tree has.
@@ -91,8 +94,12 @@ def alloc_len_per_decode(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchLayout:
-    """Fields:
-    page_size: KV slots of a page. topk: branches. num_steps: draft slots of a branch.
+    """The layout of draft branches in a request's row.
+
+    Fields:
+        page_size: KV slots of a page.
+        topk: branches.
+        num_steps: draft slots of a branch.
 
     Raises:
         ValueError: a field below 1.
@@ -126,7 +133,7 @@ class BranchLayout:
         return -(-(tail + self.num_steps) // self.page_size)
 
     def branch_shift(self, seq_len: int, branch: int) -> int:
-        """How far a branch's columns lie to the right of branch 0's."""
+        """Distance of a branch's columns from those of branch 0."""
         return branch * self.branch_pages(seq_len) * self.page_size
 
     def draft_column(self, seq_len: int, branch: int, step: int) -> int:
@@ -134,5 +141,5 @@ class BranchLayout:
         return seq_len + step + self.branch_shift(seq_len, branch)
 
     def end_column(self, seq_len: int) -> int:
-        """The first column behind all branches."""
+        """The first column after all branches."""
         return self.base(seq_len) + self.branch_shift(seq_len, self.topk)

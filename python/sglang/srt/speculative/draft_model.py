@@ -1,5 +1,5 @@
 """Finds, checks and completes a draft model: its configuration against the target's,
-the parts that it shares with the target, and the user's token map.
+the modules that it shares with the target, and the user's token map.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _token_ids(path: Path) -> dict[str, Any]:
 def share_embedding_and_head(
     draft: DraftModel, target: CausalLM, *, token_map: Tensor | None
 ) -> None:
-    """Give a head the target's parts that its checkpoint did not bring.
+    """Give a head the target's modules that its own checkpoint lacks.
 
     Args:
         token_map: int64 [n], the target's tokens that the draft proposes; the head then
@@ -126,9 +126,10 @@ def share_embedding_and_head(
 
 
 def check_top_k(topk: int, *, num_tokens: int) -> None:
-    """
+    """Check that a draft can propose `topk` of its `num_tokens` tokens.
+
     Raises:
-        ValueError: a draft of `num_tokens` tokens cannot propose `topk` of them.
+        ValueError: it has fewer.
     """
     if topk > num_tokens:
         raise ValueError(

@@ -24,7 +24,7 @@ class Drafter(Protocol):
     ) -> None: ...
 
     def draft_forward(
-        self, part: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
+        self, views: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
     ) -> None: ...
 
 
@@ -65,5 +65,5 @@ class EAGLEDraftCudaGraphRunner:
         return capture_warm(run, backend=self._backend, warm_ups=WARM_UPS)
 
     def run_once(self, size: int) -> None:
-        """One draft phase over the first `size` rows of the workspace."""
+        """Run a draft phase over the first `size` rows of the workspace."""
         self._worker.draft_forward(self._worker.workspace.rows(size))

@@ -26,11 +26,11 @@ class DraftExtender(Protocol):
     no_lens: list[int] | None
 
     def extend_lens(
-        self, seq_lens: Sequence[int] | None, *, count: int
+        self, seq_lens: Sequence[int] | None, *, bs: int
     ) -> HostLens | None: ...
 
     def extend_batch(
-        self, part: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
+        self, views: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
     ) -> ForwardBatch: ...
 
     def extend_forward(self, forward_batch: ForwardBatch) -> None: ...
@@ -70,20 +70,20 @@ class EAGLEDraftExtendCudaGraphRunner:
         # and slots are those of the capture and are not read.
         static = dataclasses.replace(
             self._static_batches[size],
-            lens_cpu=self._worker.extend_lens(seq_lens, count=size),
+            lens_cpu=self._worker.extend_lens(seq_lens, bs=size),
         )
         self._attn_backend.init_replay(static)
         graph.replay()
 
     def _capture_graph(self, size: int) -> BreakableGraph:
         worker = self._worker
-        part = worker.workspace.rows(size)
-        static = worker.extend_batch(part, seq_lens=worker.no_lens)
+        views = worker.workspace.rows(size)
+        static = worker.extend_batch(views, seq_lens=worker.no_lens)
         self._static_batches[size] = static
         self._attn_backend.init_capture(static, size)
-        run = partial(self.run_once, part)
+        run = partial(self.run_once, views)
         return capture_warm(run, backend=self._backend, warm_ups=WARM_UPS)
 
-    def run_once(self, part: WorkspaceRows) -> None:
-        """One draft extend over these rows of the workspace."""
-        self._worker.extend_forward(self._worker.extend_batch(part))
+    def run_once(self, views: WorkspaceRows) -> None:
+        """Run a draft extend over these rows of the workspace."""
+        self._worker.extend_forward(self._worker.extend_batch(views))

@@ -3,10 +3,10 @@
 * `draft`: S levels of candidates from S - 1 forwards over requests x branches, and the
   tree that is sent to verification;
 * `_draft_extend_for_prefill` and `_draft_extend_for_decode`: the draft's KV of tokens
-  that the target has accepted, and the candidates behind them.
+  that the target has accepted, and the candidates after them.
 
 Draft slot p holds K and V of token p + 1 beside the target's hidden state of position
-p, at position p: what a slot holds depends on the next token, which is why prefixes are
+p, at position p: a slot's content depends on the next token, which is why prefixes are
 cached by pairs of tokens.
 """
 
@@ -141,7 +141,7 @@ class EagleDraftWorker:
         )
 
     def _draft_graph_bytes(self) -> int:
-        """What is set aside for the graphs of the draft phase and of extends."""
+        """Memory set aside for the graphs of the draft phase and of extends."""
         runner, shape = self.draft_runner, self._shape
         return draft_graph_bytes(
             runner.model_config,
@@ -158,10 +158,8 @@ class EagleDraftWorker:
                 one is.
         """
         target, runner = self._target, self.draft_runner
-        rows: ReqToTokenPool = target.req_to_token_pool
-        runner.init_memory_pool(
-            shared=SharedPools(rows, target.allocator),
-        )
+        pool: ReqToTokenPool = target.req_to_token_pool
+        runner.init_memory_pool(shared=SharedPools(pool, target.allocator))
         self.canary = install_canary(
             server_args=self._server_args,
             model_runner=runner,
@@ -170,40 +168,40 @@ class EagleDraftWorker:
         self.workspace = EagleWorkspace(
             shape=self._shape,
             layout=self._layout,
-            req_to_token_pool=rows,
-            max_rows=rows.size,
+            req_to_token_pool=pool,
+            max_rows=pool.size,
             hidden_size=self._hidden_dim,
             dtype=runner.dtype,
         )
         self.relay = DraftRelay(
-            rows=rows.size + 1,
+            rows=pool.size + 1,
             topk=self._shape.topk,
             hidden_size=None
             if self._hidden_dim is None
             else runner.model_config.hidden_size,
             dtype=runner.dtype,
-            device=rows.device,
+            device=pool.device,
         )
-        self._token_table = rows.token_table
+        self._token_table = pool.token_table
         self._attention = runner.attn_backend.draft_decode(
-            self._layout, max_requests=rows.size
+            self._layout, max_requests=pool.size
         )
         capabilities = runner.attn_backend.capabilities
         self._needs_tails = capabilities.needs_paged_draft_rows
         self.no_lens = [] if capabilities.needs_cpu_seq_lens else None
         # Constants of the fixed-width extend.
-        width, device = self._shape.accept_width, rows.device
+        width, device = self._shape.accept_width, pool.device
         self._extend_steps = torch.arange(width, device=device)
         self._extend_offsets = torch.arange(
-            0, (rows.size + 1) * width, width, device=device
+            0, (pool.size + 1) * width, width, device=device
         )
-        self._extend_widths = torch.full((rows.size,), width, device=device)
-        branches = rows.size * self._shape.topk
+        self._extend_widths = torch.full((pool.size,), width, device=device)
+        branches = pool.size * self._shape.topk
         self._ones = torch.ones(branches, dtype=torch.int64, device=device)
 
     def init_lm_head(self) -> None:
-        """Give the draft the target's embedding and head where it has none of its own,
-        and let the target return what the draft reads. Before any graph is captured."""
+        """Give the draft the target's embedding and head where it has none, and let the
+        target return the states that the draft reads. Before any graph is captured."""
         model, target = self.draft_runner.model, self._target.model
         token_map = self._token_map
         if isinstance(model, DraftModel):
@@ -224,7 +222,7 @@ class EagleDraftWorker:
         )
 
     def prefill_graph_options(self) -> dict[str, Any]:
-        """What `BreakableCudaGraphRunner` is told of a draft."""
+        """Options of `BreakableCudaGraphRunner` for a draft."""
         return {
             "capture_hidden_mode": self._hidden_mode,
             "draft_hidden_dim": self._hidden_dim,
@@ -258,80 +256,82 @@ class EagleDraftWorker:
 
     # -- the draft phase -----------------------------------------------------------
 
-    def draft(self, count: int, *, seq_lens: Sequence[int] | None) -> None:
-        """Draft a tree for each of the first `count` requests of the workspace.
+    def draft(self, bs: int, *, seq_lens: Sequence[int] | None) -> None:
+        """Draft a tree for each of the first `bs` requests of the workspace.
 
         Args:
             seq_lens: their KV lengths on the host, where the backend needs them.
         """
-        part, graphs = self.workspace.rows(count), self._draft_graphs
+        views, graphs = self.workspace.rows(bs), self._draft_graphs
         with self.draft_runner.scopes.with_ops_outside_graph(
             single_forward_indices=range(self._shape.num_steps - 1),
-            maybe_inaccurate_forward_batch=self._first_step(part),
+            maybe_inaccurate_forward_batch=self._first_step(views),
         ):
-            if graphs is not None and graphs.can_run(count):
-                graphs.replay(count, seq_lens=seq_lens)
+            if graphs is not None and graphs.can_run(bs):
+                graphs.replay(bs, seq_lens=seq_lens)
             else:
                 self.plan_draft(seq_lens)
-                self.draft_forward(part, seq_lens=seq_lens)
+                self.draft_forward(views, seq_lens=seq_lens)
 
     def plan_draft(
         self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0
     ) -> None:
-        """What `draft_forward` needs before it: see `DraftDecodeBackend.plan`."""
+        """Plan for `draft_forward` on the host: see `DraftDecodeBackend.plan`."""
         self._attention.plan(seq_lens, graph_rows=graph_rows)
 
     def draft_forward(
-        self, part: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
+        self, views: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
     ) -> None:
-        """The whole draft phase; fixed shapes, no wait for the device."""
-        shape, idx = self._shape, part.identity[0]
-        slot_rows = self.workspace.slot_rows(part)
-        part.seq_lens.copy_(self.relay.seq_lens.index_select(0, idx))
-        torch.add(part.seq_lens, shape.num_draft_tokens, out=part.node_ends)
-        tail_cache_loc(slot_rows, out=part.node_slots)
-        roots = self._token_table[idx, part.seq_lens].long()
+        """Run the whole draft phase; fixed shapes, no wait for the device."""
+        shape, idx = self._shape, views.identity[0]
+        slot_rows = self.workspace.slot_rows(views)
+        views.seq_lens.copy_(self.relay.seq_lens.index_select(0, idx))
+        torch.add(views.seq_lens, shape.num_draft_tokens, out=views.node_ends)
+        tail_cache_loc(slot_rows, out=views.node_slots)
+        roots = self._token_table[idx, views.seq_lens].long()
         if shape.num_steps > 1:
-            draft_out_cache_loc(slot_rows, layout=self._layout, out=part.draft_slots)
+            draft_out_cache_loc(slot_rows, layout=self._layout, out=views.draft_slots)
             if self._needs_tails:
                 duplicate_prefix_tail_to_draft_branches(
                     self.draft_runner.token_to_kv_pool,
                     slot_rows,
                     layout=self._layout,
-                    src=part.tail_src,
-                    dst=part.tail_dst,
+                    src=views.tail_src,
+                    dst=views.tail_dst,
                 )
             self._attention.prepare(slot_rows)
-        self._run_levels(part, seq_lens)
+        self._run_levels(views, seq_lens)
         build_tree(
-            part.levels,
+            views.levels,
             shape=shape,
             root_tokens=roots,
-            seq_lens=part.seq_lens,
-            tree=part.tree,
+            seq_lens=views.seq_lens,
+            tree=views.tree,
         )
 
-    def _first_step(self, part: WorkspaceRows) -> ForwardBatch:
-        """Who drafts, for what happens around a launch; one row per request, and the
-        lengths are those of the iteration before."""
+    def _first_step(self, views: WorkspaceRows) -> ForwardBatch:
+        """The batch that the scopes around a launch see: one row per request, with the
+        lengths of the iteration before."""
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
-            input_ids=part.bonus_tokens,
-            positions=part.seq_lens,
-            out_cache_loc=part.node_slots[:, 0],
-            prefix_lens=part.seq_lens,
-            extend_lens=self._ones[: part.count],
-            seq_lens=part.seq_lens,
-            **part.row_identity()._asdict(),
+            input_ids=views.bonus_tokens,
+            positions=views.seq_lens,
+            out_cache_loc=views.node_slots[:, 0],
+            prefix_lens=views.seq_lens,
+            extend_lens=self._ones[: views.bs],
+            seq_lens=views.seq_lens,
+            **views.row_identity()._asdict(),
         )
 
-    def _run_levels(self, part: WorkspaceRows, seq_lens: Sequence[int] | None) -> None:
+    def _run_levels(self, views: WorkspaceRows, seq_lens: Sequence[int] | None) -> None:
         shape = self._shape
-        candidates, hidden = self.relay.gather(part.identity[0])
-        branches = part.count * shape.topk
-        who = RowIdentity(*part.identity.repeat_interleave(shape.topk, dim=1).unbind())
-        lens = part.seq_lens.repeat_interleave(shape.topk)
-        columns = self._branch_columns(part)
+        candidates, hidden = self.relay.gather(views.identity[0])
+        branches = views.bs * shape.topk
+        identity = RowIdentity(
+            *views.identity.repeat_interleave(shape.topk, dim=1).unbind()
+        )
+        lens = views.seq_lens.repeat_interleave(shape.topk)
+        columns = self._branch_columns(views)
         input_ids, hidden_rows = torch.empty_like(lens), torch.empty_like(lens)
         for level in range(shape.num_steps):
             select_top_k(
@@ -340,7 +340,7 @@ class EagleDraftWorker:
                 topk_p=candidates.probs,
                 topk_index=candidates.ids,
                 hot_token_id=self._hot_token_ids,
-                levels=part.levels,
+                levels=views.levels,
                 input_ids=input_ids,
                 hidden_rows=hidden_rows,
             )
@@ -354,14 +354,14 @@ class EagleDraftWorker:
                     forward_mode=ForwardMode.DECODE,
                     input_ids=input_ids,
                     positions=lens,
-                    out_cache_loc=part.draft_slots[level],
+                    out_cache_loc=views.draft_slots[level],
                     prefix_lens=lens,
                     extend_lens=self._ones[:branches],
                     seq_lens=lens + 1,
                     lens_cpu=self._branch_lens(seq_lens, level),
                     capture_hidden_mode=self._hidden_mode,
                     spec_info=EagleDraftInput(hidden_states=hidden, columns=columns),
-                    **who._asdict(),
+                    **identity._asdict(),
                 ),
             )
             candidates = propose(output.next_token_logits, shape.topk)
@@ -370,7 +370,7 @@ class EagleDraftWorker:
     def run_step(
         self, level: int, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        """Forward of draft step `level`: one row per request and branch."""
+        """Run the forward of draft step `level`: one row per request and branch."""
         backend = self._attention.step(level)
         return self.draft_runner.run_model(
             forward_batch, step=level, attn_backend=backend
@@ -384,14 +384,14 @@ class EagleDraftWorker:
         lens = [n + level for n in seq_lens for _ in range(self._shape.topk)]
         return HostLens(prefix_lens=lens, extend_lens=[1] * len(lens))
 
-    def _branch_columns(self, part: WorkspaceRows) -> BranchColumns | None:
-        """For the KV canary; None while it is off."""
+    def _branch_columns(self, views: WorkspaceRows) -> BranchColumns | None:
+        """Columns of the branches for the KV canary; None while it is off."""
         if self.canary is None:
             return None
-        count = part.count * self._shape.topk
-        shift_from, shift = part.seq_lens.new_empty(2, count).unbind()
+        branches = views.bs * self._shape.topk
+        shift_from, shift = views.seq_lens.new_empty(2, branches).unbind()
         branch_shifts(
-            self.workspace.slot_rows(part),
+            self.workspace.slot_rows(views),
             layout=self._layout,
             paged=self._needs_tails,
             shift_from=shift_from,
@@ -436,62 +436,62 @@ class EagleDraftWorker:
         return self._token_table[rows, forward_batch.positions + 1].long()
 
     def _draft_extend_for_decode(
-        self, count: int, *, seq_lens: Sequence[int] | None
+        self, bs: int, *, seq_lens: Sequence[int] | None
     ) -> None:
-        """The draft's KV of the tokens gained by the first `count` requests of the
+        """Compute the draft's KV of the tokens gained by the first `bs` requests of the
         workspace, S + 1 rows each whatever was accepted."""
         runner, graphs = self.draft_runner, self._extend_graphs
-        batch = self.extend_batch(self.workspace.rows(count), seq_lens=seq_lens)
+        batch = self.extend_batch(self.workspace.rows(bs), seq_lens=seq_lens)
         with runner.scopes.with_ops_outside_graph(
             single_forward_indices=(0,), maybe_inaccurate_forward_batch=batch
         ):
-            if graphs is not None and graphs.can_run(count):
-                graphs.replay(count, seq_lens=seq_lens)
+            if graphs is not None and graphs.can_run(bs):
+                graphs.replay(bs, seq_lens=seq_lens)
                 return
             runner.attn_backend.init_eager(batch)
             self.extend_forward(batch)
 
-    def extend_offsets(self, count: int) -> Tensor:
-        """int64 [count + 1], where the rows of an extend begin."""
-        return self._extend_offsets[: count + 1]
+    def extend_offsets(self, bs: int) -> Tensor:
+        """Offsets of the requests' rows in an extend, int64 [bs + 1]."""
+        return self._extend_offsets[: bs + 1]
 
     def extend_batch(
-        self, part: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
+        self, views: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
     ) -> ForwardBatch:
-        """Row k of a request holds the k-th token gained; a later one cannot reach
-        those before it, so the rows behind the accept length do no harm."""
-        width, count = self._shape.accept_width, part.count
-        offsets = self.extend_offsets(count)
+        """The batch of a draft extend: row k of a request holds the k-th token gained.
+        No row sees later ones, so those after the accept length do no harm."""
+        width, bs = self._shape.accept_width, views.bs
+        offsets = self.extend_offsets(bs)
         return ForwardBatch(
             forward_mode=ForwardMode.DRAFT_EXTEND_V2,
-            input_ids=part.tokens.view(-1),
-            positions=(part.seq_lens[:, None] + self._extend_steps).view(-1),
-            out_cache_loc=part.node_slots[:, :width].reshape(-1),
-            prefix_lens=part.seq_lens,
-            extend_lens=self._extend_widths[:count],
-            seq_lens=part.seq_lens + width,
+            input_ids=views.tokens.view(-1),
+            positions=(views.seq_lens[:, None] + self._extend_steps).view(-1),
+            out_cache_loc=views.node_slots[:, :width].reshape(-1),
+            prefix_lens=views.seq_lens,
+            extend_lens=self._extend_widths[:bs],
+            seq_lens=views.seq_lens + width,
             qo_indptr=offsets,
-            logits_rows=offsets[:-1] + part.result.accept_lens - 1,
-            lens_cpu=self.extend_lens(seq_lens, count=count),
+            logits_rows=offsets[:-1] + views.result.accept_lens - 1,
+            lens_cpu=self.extend_lens(seq_lens, bs=bs),
             capture_hidden_mode=self._hidden_mode,
             spec_info=EagleDraftInput(
-                hidden_states=part.hidden_states, accept_lens=part.result.accept_lens
+                hidden_states=views.hidden_states, accept_lens=views.result.accept_lens
             ),
-            **part.row_identity()._asdict(),
+            **views.row_identity()._asdict(),
         )
 
     def extend_lens(
-        self, seq_lens: Sequence[int] | None, *, count: int
+        self, seq_lens: Sequence[int] | None, *, bs: int
     ) -> HostLens | None:
-        """Of a draft extend; rows behind `seq_lens` are padding without KV."""
+        """Host lengths of a draft extend; after `seq_lens`, padding without KV."""
         if seq_lens is None:
             return None
         width = self._shape.accept_width
         live = HostLens(prefix_lens=list(seq_lens), extend_lens=[width] * len(seq_lens))
-        return live.padded(count, prefix_len=0, extend_len=width)
+        return live.padded(bs, prefix_len=0, extend_len=width)
 
     def extend_forward(self, forward_batch: ForwardBatch) -> None:
-        """Run the extend and leave what the next iteration starts from."""
+        """Run the extend and store the state that the next iteration starts from."""
         output = self.draft_runner.run_model(forward_batch)
         self._stash(forward_batch.req_pool_indices, output)
 

@@ -20,7 +20,7 @@ from sglang.srt.speculative.ops.slots import SlotRows, duplicate_prefix_tail
 
 
 class BranchColumns(NamedTuple):
-    """Where the KV elements of draft branches stand in their request's row, int64
+    """Columns of the KV elements of draft branches in their request's row, int64
     [b * K] each: element e in column e below `shift_from`, else in e + `shift`."""
 
     shift_from: Tensor
@@ -29,7 +29,7 @@ class BranchColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleDraftInput:
-    """What a draft forward works on beside the batch.
+    """Input of a draft forward beside the batch.
 
     Fields:
         hidden_states: [T, width], the target's in an extend, the draft's own in a draft
@@ -47,19 +47,19 @@ class EagleDraftInput:
     def prepare_for_decode(
         cache: BasePrefixCache,
         *,
-        rows: IntArray,
+        req_pool_indices: IntArray,
         committed: IntArray,
         allocated: IntArray,
         reserve: int,
     ) -> IntArray | None:
-        """Give every row the slots of one more iteration, in whole pages.
+        """Give every request the slots of one more iteration, in whole pages.
 
         Args:
-            rows: int64 [b], request rows.
+            req_pool_indices: int64 [b], rows of `req_to_token`.
             committed: int64 [b], tokens that the host knows to have KV; the device may
                 be one iteration ahead, for which `reserve` has room.
             allocated: int64 [b], columns that hold slots already.
-            reserve: columns behind `committed` that are needed (`decode_reserve`).
+            reserve: columns after `committed` that are needed (`decode_reserve`).
 
         Returns:
             int64 [b], columns that hold slots now; None, with nothing taken, where the
@@ -68,7 +68,7 @@ class EagleDraftInput:
         Raises:
             RuntimeError: a row is too narrow. Checked before anything is taken, in
                 every configuration: a slot that no row records cannot be freed, and a
-                write behind a row lands in another request's.
+                write beyond the end of a row lands in another request's.
         """
         page, width = cache.page_size, cache.req_to_token_pool.row_width
         ends = np.maximum(allocated, -(-(committed + reserve) // page) * page)
@@ -82,7 +82,9 @@ class EagleDraftInput:
             )
         if bool((ends == allocated).all()):
             return allocated
-        slots = extend_rows(cache, rows=rows, prefix_lens=allocated, seq_lens=ends)
+        slots = extend_rows(
+            cache, rows=req_pool_indices, prefix_lens=allocated, seq_lens=ends
+        )
         return None if slots is None else ends
 
 
@@ -97,7 +99,7 @@ def duplicate_prefix_tail_to_draft_branches(
     """Copy the prefix's last, partial page to every branch but the first.
 
     For attention that reads whole pages per branch. One move of fixed shape: pairs
-    behind the tail are (0, 0), so the host knows no length.
+    after the tail are (0, 0), so the host need not know its length.
 
     Args:
         kv_pool: the draft's.

@@ -34,7 +34,7 @@ STANDALONE = "STANDALONE"
 def get_draft_hidden_dim(model_runner: ModelRunner) -> int | None:
     """Channels of the target's hidden states that a draft worker's extends read.
 
-    The one source of truth: worker, buffers and graphs ask here.
+    Worker, buffers and graphs all take it from here.
 
     Args:
         model_runner: the draft worker's.
@@ -143,7 +143,7 @@ def accepted_logprobs(
     processed: Tensor, *, node_rows: Tensor, tokens: Tensor, request: LogprobRequest
 ) -> LogprobResult:
     """Logprobs of the tokens gained, S + 1 entries for each request that asks; entries
-    beyond a request's accept length mean nothing.
+    beyond a request's accept length are meaningless.
 
     Args:
         processed: [b * D, V], from `accept_drafts`.

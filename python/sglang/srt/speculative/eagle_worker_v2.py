@@ -54,7 +54,7 @@ __all__ = ["EAGLEWorkerV2", "EagleDraftWorker", "EagleWorkerV2"]
 
 
 class EAGLEWorkerV2:
-    """EAGLE, EAGLE3 and STANDALONE.
+    """Worker of the algorithms EAGLE, EAGLE3 and STANDALONE.
 
     Attributes:
         model_runner: the target's.
@@ -62,7 +62,8 @@ class EAGLEWorkerV2:
     """
 
     def __init__(self, *, server_args: ServerArgs, model_config: ModelConfig) -> None:
-        """
+        """Load target and draft and build their pools.
+
         Raises:
             ValueError: target or draft cannot be loaded, do not fit each other, or do
                 not fit into memory.
@@ -264,7 +265,7 @@ class EAGLEWorkerV2:
         return torch.arange(1, self._shape.accept_width + 1, device=device)
 
     def canary_managers(self) -> list[CanaryManager]:
-        """Of the target's pool and of the draft's; empty while the canary is off."""
+        """Canaries of the target's pool and of the draft's; empty while off."""
         found, draft = self.target_worker.canary_managers(), self.draft_worker.canary
         return found if draft is None else [*found, draft]
 
@@ -281,7 +282,7 @@ class EAGLEWorkerV2:
             prefix_lens=live.seq_lens,
             extend_lens=live.result.accept_lens,
             seq_lens=live.seq_lens + live.result.accept_lens,
-            qo_indptr=self.draft_worker.extend_offsets(live.count),
+            qo_indptr=self.draft_worker.extend_offsets(live.bs),
             **live.row_identity()._asdict(),
         )
 
@@ -305,7 +306,7 @@ class EAGLEWorkerV2:
             ]
         return to_host(
             vectors,
-            bs=live.count,
+            bs=live.bs,
             num_pools=len(pools),
             stride=self._shape.accept_width,
             has_accept_lens=True,

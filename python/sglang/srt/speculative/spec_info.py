@@ -1,4 +1,4 @@
-"""What every speculative input has in common."""
+"""The common part of all speculative inputs."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class WorkspaceRows:
     hidden_states: Tensor | None
 
     @property
-    def count(self) -> int:
+    def bs(self) -> int:
         return len(self.seq_lens)
 
     def row_identity(self) -> RowIdentity:
@@ -144,73 +144,73 @@ class EagleWorkspace:
             device=device,
         )
 
-    def rows(self, count: int) -> WorkspaceRows:
-        """Views of the first `count` rows."""
+    def rows(self, bs: int) -> WorkspaceRows:
+        """Views of the first `bs` rows."""
         shape, hidden = self.shape, self._hidden_states
-        tails = count * (shape.topk - 1) * self.layout.max_tail
-        paths = count * shape.accept_width
-        branches = count * shape.topk
+        tails = bs * (shape.topk - 1) * self.layout.max_tail
+        paths = bs * shape.accept_width
+        branches = bs * shape.topk
         steps = self._draft_slots[: shape.num_steps * branches]
         return WorkspaceRows(
-            identity=self._identity[:, :count],
-            seq_lens=self._seq_lens[:count],
-            node_ends=self._node_ends[:count],
-            levels=self._levels.narrow(count),
-            tree=self._tree.narrow(count),
-            result=self._result.narrow(count),
+            identity=self._identity[:, :bs],
+            seq_lens=self._seq_lens[:bs],
+            node_ends=self._node_ends[:bs],
+            levels=self._levels.narrow(bs),
+            tree=self._tree.narrow(bs),
+            result=self._result.narrow(bs),
             draft_slots=steps.view(shape.num_steps, branches),
-            node_slots=self._node_slots[:count],
+            node_slots=self._node_slots[:bs],
             tail_src=self._tails[0, :tails],
             tail_dst=self._tails[1, :tails],
             move_src=self._moves[0, :paths],
             move_dst=self._moves[1, :paths],
-            tokens=self._tokens[:count],
-            node_rows=self._node_rows[:count],
-            bonus_tokens=self._bonus_tokens[:count],
+            tokens=self._tokens[:bs],
+            node_rows=self._node_rows[:bs],
+            bonus_tokens=self._bonus_tokens[:bs],
             hidden_states=None if hidden is None else hidden[:paths],
         )
 
     def begin(self, identity: Tensor) -> None:
         """Put the requests of an iteration (int64 [4, b], on the device) into the first
         rows; rows after them that an earlier, larger batch filled become padding."""
-        count = identity.shape[1]
-        if count < self._filled:
-            self._identity[:, count : self._filled] = 0
-        self._filled = count
-        self._identity[:, :count] = identity
+        bs = identity.shape[1]
+        if bs < self._filled:
+            self._identity[:, bs : self._filled] = 0
+        self._filled = bs
+        self._identity[:, :bs] = identity
 
     def slot_rows(self, rows: WorkspaceRows) -> SlotRows:
-        """Where these requests keep their slots."""
+        """The requests' rows of `req_to_token` and their KV lengths."""
         return SlotRows(self._pool.req_to_token, rows.identity[0], rows.seq_lens)
 
     # -- static inputs of verification -------------------------------------------------
 
     def static_batch(
         self,
-        rows: int,
+        bs: int,
         capture_hidden_mode: CaptureHiddenMode,
         *,
         lens_cpu: HostLens | None = None,
     ) -> ForwardBatch:
-        """The verification of the first `rows` requests' trees."""
-        part, is_tree = self.rows(rows), self.shape.topk > 1
+        """The verification of the first `bs` requests' trees."""
+        views, is_tree = self.rows(bs), self.shape.topk > 1
         if lens_cpu is not None:
             nodes = self.shape.num_draft_tokens
-            lens_cpu = lens_cpu.padded(rows, prefix_len=0, extend_len=nodes)
+            lens_cpu = lens_cpu.padded(bs, prefix_len=0, extend_len=nodes)
         return ForwardBatch(
             forward_mode=self.forward_mode,
-            input_ids=part.tree.tokens.view(-1),
-            positions=part.tree.positions.view(-1),
-            out_cache_loc=part.node_slots.view(-1),
-            prefix_lens=part.seq_lens,
-            extend_lens=self._node_counts[:rows],
-            seq_lens=part.node_ends,
-            qo_indptr=self._offsets[: rows + 1],
-            parent_index=part.tree.parent_index.view(-1) if is_tree else None,
-            tree_mask=part.tree.mask if is_tree else None,
+            input_ids=views.tree.tokens.view(-1),
+            positions=views.tree.positions.view(-1),
+            out_cache_loc=views.node_slots.view(-1),
+            prefix_lens=views.seq_lens,
+            extend_lens=self._node_counts[:bs],
+            seq_lens=views.node_ends,
+            qo_indptr=self._offsets[: bs + 1],
+            parent_index=views.tree.parent_index.view(-1) if is_tree else None,
+            tree_mask=views.tree.mask if is_tree else None,
             lens_cpu=lens_cpu,
             capture_hidden_mode=capture_hidden_mode,
-            **part.row_identity()._asdict(),
+            **views.row_identity()._asdict(),
         )
 
     def populate(self, forward_batch: ForwardBatch) -> None:
