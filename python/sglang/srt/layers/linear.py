@@ -1,8 +1,7 @@
 """Linear layers, split over the tensor parallel ranks, and their weight loaders.
 
-A parameter that packs several checkpoint tensors (q, k and v; gate and up) knows where
-each of them goes and which part of it this rank holds: its `load(name, tensor, shard)`
-is the whole story of loading.
+A parameter that packs several checkpoint tensors (q, k and v; gate and up) knows the
+place of each and the part that this rank holds; `load(name, tensor, shard)` copies it.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class LoadableParameter(nn.Parameter):
         *,
         dim: int = 0,
     ) -> LoadableParameter:
-        """`parts`: of the checkpoint tensors, along `dim`; None: `data` is one."""
+        """A parameter of the `parts` of tensors along `dim`; None: of one tensor."""
         parameter = cls(data, requires_grad=False)
         parameter.split_dim = dim
         parameter.shards = _shards(parts or {None: Part.whole(data.shape[dim])})
@@ -80,7 +79,7 @@ class LoadableParameter(nn.Parameter):
         target.copy_(tensor.narrow(self.split_dim, part.start, part.size))
 
     def load_full(self, name: str, tensor: Tensor) -> None:
-        """`load` of all shards, from a tensor of `full_shape`."""
+        """Load all shards from a tensor of `full_shape`."""
         start = 0
         for shard, place in self.shards.items():
             full = place.part.full
@@ -142,8 +141,8 @@ class ColumnParallelLinear(Linear):
 class RowParallelLinear(Linear):
     """Each rank multiplies its part of the inputs; the products are summed.
 
-    The input is what a column-parallel layer left on this rank. The bias is whole on
-    every rank, and the first one adds it.
+    The input is the output of a column-parallel layer on this rank. The bias is whole
+    on every rank, and the first one adds it.
 
     Args:
         what: the field of config.json that decides `input_size`, for error messages.
@@ -169,7 +168,7 @@ class RowParallelLinear(Linear):
         return self._group.all_reduce(linear(x, self._any_weight(), bias, out=out))
 
     def forward_into(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        """`residual` [T, output_size] += the product, where that costs nothing extra.
+        """Add the product to `residual` [T, output_size] where it costs nothing extra.
 
         Returns:
             None where it was added; else the product, still to be added.

@@ -27,11 +27,13 @@ PROMPT_LOGITS_SLICE = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsProcessorOutput:
-    """Fields:
-    next_token_logits: [R, V] in the dtype of the model; the sampler widens what it
-        edits.
-    hidden_states: [R or T, H] by the capture mode, or None.
-    input_logprobs: prompt logprobs by row, for the rows that asked.
+    """Results of a forward.
+
+    Fields:
+        next_token_logits: [R, V] in the dtype of the model; the sampler widens the rows
+            that it edits.
+        hidden_states: [R or T, H] by the capture mode, or None.
+        input_logprobs: prompt logprobs by row, for the rows that asked.
     """
 
     next_token_logits: Tensor
@@ -50,8 +52,11 @@ class LogitsProcessor:
         *,
         aux_hidden: list[Tensor] | None = None,
     ) -> LogitsProcessorOutput:
-        """hidden [T, H], normed; `aux_hidden` [T, H] each replace it for the caller
-        that captures hidden states (EAGLE3).
+        """Compute logits, captured hidden states and prompt logprobs.
+
+        Args:
+            hidden: [T, H], normed.
+            aux_hidden: [T, H] each; captured in its place (EAGLE3).
         """
         rows = _logits_rows(forward_batch)
         needed = hidden if rows is None else hidden[rows]

@@ -29,7 +29,7 @@ class HostLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobRequest:
-    """Which rows of a batch want logprobs.
+    """The rows of a batch that want logprobs.
 
     Fields:
         rows: [R'] int64 on the device, or None for every row.
@@ -47,7 +47,7 @@ class LogprobRequest:
         *,
         device: torch.device | str,
     ) -> LogprobRequest:
-        """Host row indices and their top-k. Build once per batch composition."""
+        """A request from host row indices and their top-k; once per composition."""
         if len(rows) != len(top_ks):
             raise ValueError(f"{len(rows)} rows but {len(top_ks)} top_ks")
         indices = torch.tensor(list(rows), dtype=torch.int64)

@@ -56,7 +56,7 @@ class RadixAttention(Module):
         return q, k, v
 
     def qkv_buffer(self, tokens: int) -> Tensor | None:
-        """Where the projection should write `qkv` for `forward`; None: anywhere."""
+        """Buffer that the projection should write `qkv` to; None: any."""
         breaks = get_forward_context().attention_breaks
         return None if breaks is None else breaks.qkv_buffer(self, tokens)
 

@@ -50,8 +50,8 @@ class LMHead(Linear):
         self.weight = embedding.weight
 
     def rows(self, token_ids: Tensor) -> Tensor:
-        """The weights of these entries (int64 [n]), [n, hidden_size]; where the head is
-        whole on this rank."""
+        """The weights of these entries (int64 [n]), [n, hidden_size]; only where the
+        head is whole on this rank."""
         weight = self._any_weight()
         whole = unpack_weight(weight) if isinstance(weight, PackedWeight) else weight
         return whole.data.index_select(0, token_ids)

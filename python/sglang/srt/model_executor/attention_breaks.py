@@ -2,7 +2,7 @@
 
 A segment ends by storing K and V; attention itself runs eagerly on the live batch and
 writes where the next segment reads. Or it is captured with them, on the static batch.
-Knows buffers and views; knows no graphs' sizes and decides nothing.
+Knows buffers and views; knows no sizes of graphs and makes no choices.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class LiveAttention:
 
     @contextmanager
     def on(self, live: ForwardBatch, *, padded: int) -> Iterator[None]:
-        """Let the breaks inside work on `live`, in a graph of `padded` tokens."""
+        """Scope in which breaks work on `live`, in a graph of `padded` tokens."""
         tokens = live.num_tokens
         for shared in self._by_shape.values():
             shared.q, shared.k, shared.v = shared.layer.split(shared.qkv[:tokens])
@@ -99,7 +99,7 @@ class LiveAttention:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Inside, attention is captured with its segment instead of being a break."""
+        """Scope in which attention is captured with its segment, not as a break."""
         self._is_captured = True
         try:
             yield

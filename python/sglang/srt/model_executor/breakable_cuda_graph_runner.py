@@ -36,8 +36,8 @@ from sglang.srt.model_executor.memory_plan import whole_token_counts
 from sglang.srt.models.stack import StackOutput
 
 WARM_UPS = 1
-# Above it the device computes longer than the host launches, so that a graph saves
-# nothing that padding beyond a percent would not cost again.
+# Above it the device computes longer than the host launches: padding beyond a percent
+# would cost all that a graph saves.
 HOST_BOUND_TOKENS = 1024
 MAX_PADDING = 0.01
 
@@ -55,7 +55,7 @@ class GraphKey(NamedTuple):
 
 
 class BreakableCudaGraphRunner:
-    """Replays EXTEND forwards; what does not fit a graph is left to run eagerly.
+    """Replays EXTEND forwards; those that fit no graph run eagerly.
 
     Args:
         model_runner: whose EXTEND forwards are captured.
@@ -162,7 +162,7 @@ class BreakableCudaGraphRunner:
     # -- replay --------------------------------------------------------------------
 
     def try_replay(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput | None:
-        """`replay`, or None where it must run eagerly, which is counted."""
+        """Replay, or return None where it must run eagerly, which is counted."""
         if forward_batch.forward_mode is not ForwardMode.EXTEND:
             return None
         reason = self.refusal(forward_batch)
@@ -204,7 +204,7 @@ class BreakableCudaGraphRunner:
         positions: Tensor,
         forward_batch: ForwardBatch,
     ) -> StackOutput:
-        """A `Stack`, given the graph; `replay_prepare` copied its inputs."""
+        """Run the stack by replaying `graph`, whose inputs `replay_prepare` copied."""
         tokens = forward_batch.num_tokens
         if key.is_whole:
             self._attention.clear_padding(tokens, key.tokens)
@@ -253,7 +253,7 @@ class BreakableCudaGraphRunner:
         return graph
 
     def _run_forward(self, key: GraphKey) -> StackOutput:
-        """The stack over the static batch; its output stays until the next replay."""
+        """Run the stack over the static batch; its output is kept until a replay."""
         tokens = key.tokens
         static = self._inputs.static_batch(tokens, self.capture_hidden_mode)
         with forward_context(self._capture_context):

@@ -150,5 +150,5 @@ class CudaGraphRunner:
         return capture_warm(run, backend=self._backend, warm_ups=WARM_UPS)
 
     def run_once(self, static: ForwardBatch) -> LogitsProcessorOutput:
-        """One model forward over the static batch, inside the scope of its step."""
+        """Run a model forward over the static batch, inside the scope of its step."""
         return self._runner.run_model(static)

@@ -83,7 +83,7 @@ class InputEmbeds:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
     """A batch of R rows (requests, or requests x top-k in draft decode) with T new
-    tokens.
+    tokens. `batch_size` is R.
 
     Fields:
         input_ids, positions, out_cache_loc: int64 [T]; row after row.

@@ -1,4 +1,4 @@
-"""The hooks around model forwards.
+"""Hooks around model forwards.
 
 `ModelRunner.scopes` is `NullScopes` until something that watches forwards, such as the
 KV canary, is installed in its place, so that no caller asks whether anything is.
@@ -22,7 +22,7 @@ class ForwardScopes(Protocol):
         single_forward_indices: Sequence[int],
         maybe_inaccurate_forward_batch: ForwardBatch,
     ) -> AbstractContextManager[None]:
-        """Around a whole launch, outside any graph.
+        """Scope around a whole launch, outside any graph.
 
         Args:
             single_forward_indices: forwards that the launch will run.
@@ -33,7 +33,7 @@ class ForwardScopes(Protocol):
     def with_active_single_forward_manager(
         self, index: int
     ) -> AbstractContextManager[None]:
-        """Around one model forward of a launch, graph capture included."""
+        """Scope around one model forward of a launch, graph capture included."""
 
 
 class NullScopes:

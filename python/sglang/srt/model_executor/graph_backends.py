@@ -19,7 +19,7 @@ class GraphMemoryPool:
     """Memory that captured graphs share, and the stream that they are captured on.
 
     The allocators forget a pool when the last graph in it is gone, and then refuse its
-    handle; a graph of our own keeps it known. One stream for all of them: the matrix
+    handle; an extra graph keeps it known. One stream for all of them: the matrix
     library keeps a workspace of tens of megabytes for every stream that it has seen.
     """
 
@@ -35,8 +35,8 @@ class GraphMemoryPool:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """A collection may destroy events, graphs or page-locked memory of something else,
-    which is illegal during a capture and spoils it."""
+    """Scope without garbage collection, which may destroy events, graphs or page-locked
+    memory of other objects: that is illegal during a capture and spoils it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -33,7 +33,7 @@ _NUMBERS = (bool, int, float, complex)
 
 class Segment(Protocol):
     def replay(self) -> None:
-        """Run what was captured, on the captured addresses."""
+        """Run the captured work, on the captured addresses."""
 
 
 class SegmentBackend(Protocol):
@@ -43,10 +43,10 @@ class SegmentBackend(Protocol):
         """Start to capture."""
 
     def end(self) -> Segment:
-        """Stop, and return what was captured."""
+        """Stop, and return the captured segment."""
 
     def abandon(self) -> None:
-        """Stop after an error; what was captured is lost."""
+        """Stop after an error; the captured work is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Let the current stream wait for the side stream; nothing to do where the end
+        """Let the current stream wait for the side stream; does nothing where the end
         of a captured segment joined it already: it is not part of the next one."""
         if not self._is_forked:
             return

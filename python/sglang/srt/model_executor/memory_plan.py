@@ -2,7 +2,7 @@
 
 `--mem-fraction-static` covers weights, captured graphs, workspaces and the KV pool; the
 rest stays free for the activations of prefill. The graphs are captured after the pool
-is built, so their size is estimated here; the log says afterwards what they took.
+is built, so their size is estimated here; the log gives their real size afterwards.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def prefill_token_counts(max_tokens: int) -> list[int]:
 
 
 def whole_token_counts(token_counts: Sequence[int]) -> list[int]:
-    """Those of the prefill graphs' counts that have a graph of one request, too."""
+    """The prefill graphs' counts that have a graph of one request, too."""
     return [count for count in token_counts if count <= MAX_WHOLE_TOKENS]
 
 
@@ -138,7 +138,7 @@ def draft_graph_bytes(
     """Memory that the graphs of a draft's phase and of its extends will take, one of
     each per size.
 
-    Their results are written to the workspace; logits and activations live during a
+    Their results are written to the workspace; logits and activations exist during a
     step and are shared.
 
     Args:

@@ -72,11 +72,12 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         dtype: torch.dtype | None = None,
         watcher_bytes_per_slot: int = 0,
     ) -> None:
-        """
+        """Resolve dtype and device; no weights are loaded yet.
+
         Args:
             dtype: None: by --dtype and the checkpoint.
-            watcher_bytes_per_slot: device memory that whoever watches the KV pool will
-                keep per slot.
+            watcher_bytes_per_slot: device memory per slot that a watcher of the KV pool
+                will keep.
         """
         assert server_args.page_size is not None
         self.server_args = server_args
@@ -88,16 +89,16 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.page_size = server_args.page_size
         self.watcher_bytes_per_slot = watcher_bytes_per_slot
         self.scopes: ForwardScopes = NullScopes()
-        # Set by init_cuda_graphs, which whoever owns the runner calls when everything
+        # Set by init_cuda_graphs, which the owner of the runner calls once everything
         # that graphs read is in place.
         self.graph_runner: CudaGraphRunner | None = None
         # Set by init_piecewise_cuda_graphs, likewise.
         self.prefill_graph_runner: BreakableCudaGraphRunner | None = None
-        # Set by whoever installs a canary.
+        # Set where a canary is installed.
         self.canary_manager: ForwardScopes | None = None
 
     def _resolve_dtype(self) -> torch.dtype:
-        """--dtype, or what the checkpoint was stored in; float32 becomes bfloat16."""
+        """--dtype, or the dtype of the checkpoint; float32 becomes bfloat16."""
         if self.server_args.dtype != "auto":
             return TORCH_DTYPES[self.server_args.dtype]
         raw = self.model_config.raw
@@ -114,7 +115,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.init_memory_pool()
 
     def load_weights(self) -> None:
-        """
+        """Load the weights of the model.
+
         Raises:
             ValueError: bad weights, or too little memory for them.
         """
@@ -197,8 +199,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
 
     @contextmanager
     def capturing(self, what: str, *, set_aside: int) -> Iterator[None]:
-        """Around captures: the log says what they took beside the bytes that were set
-        aside for them.
+        """Scope around captures; logs the memory that they took and the bytes that were
+        set aside for them.
 
         Raises:
             ValueError: the device ran out of memory; names the flags.
@@ -244,7 +246,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             )
 
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
-        """One launch of the model over `forward_batch`."""
+        """Run one launch of the model over `forward_batch`."""
         with (
             torch.inference_mode(),
             self.scopes.with_ops_outside_graph(
@@ -273,7 +275,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         attn_backend: AttentionBackend | None = None,
         stack: Stack | None = None,
     ) -> LogitsProcessorOutput:
-        """The model alone; the attention backend's metadata is set.
+        """Run the model alone; the attention backend's metadata is set.
 
         Args:
             step: which forward of the launch this is.

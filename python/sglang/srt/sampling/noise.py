@@ -63,7 +63,7 @@ def uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     `keys` [R] int64 from `mix_seed`; `positions` [R] int64. Returns [R] float64.
     """
     if row_ops.on_host(keys):
-        # The same words from numpy, whose calls cost a third of torch's on few numbers.
+        # numpy gives the same words; its calls cost a third of torch's on few numbers.
         return torch.from_numpy(_words(keys.numpy(), positions.numpy()) * _UNIT)
     return _words(keys, positions).to(torch.float64) * _UNIT
 

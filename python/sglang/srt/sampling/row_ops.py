@@ -12,7 +12,7 @@ import torch
 
 
 def on_host(x: torch.Tensor) -> bool:
-    """Whether numpy and host decisions may be used on `x`: they cost no wait there."""
+    """Whether `x` is on the host, where numpy and host decisions cost no wait."""
     return x.is_cpu
 
 

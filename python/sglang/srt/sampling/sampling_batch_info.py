@@ -233,7 +233,7 @@ class SamplingBatchInfo:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Nothing but an argmax of the raw logits is asked for."""
+        """Whether an argmax of the raw logits is all that is asked for."""
         return not self.needs & ~_GREEDY and self.vocab_mask is None
 
     @property
@@ -254,7 +254,7 @@ class SamplingBatchInfo:
 
     @property
     def has_output_penalty(self) -> bool:
-        """Some row has a frequency or presence penalty."""
+        """Whether some row has a frequency or presence penalty."""
         return bool(self.needs & _OUTPUT_PENALTY)
 
     @property

@@ -1,7 +1,7 @@
 """Per-request sampling parameters: names, defaults and validation.
 
-Owns what a user may write under `sampling_params`. Knows nothing of tensors, batches or
-tokenizers; the tokenizer-dependent part (`stop` lengths) is filled by the caller.
+Owns the fields that a user may set under `sampling_params`. Knows nothing of tensors,
+batches or tokenizers; the caller fills in what depends on a tokenizer (`stop` lengths).
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ _RULES: tuple[tuple[str, Any, str], ...] = (
 
 
 def _check_sizes(values: dict[str, Any]) -> None:
-    """Refuse what is too large, by its size alone: nothing has read the entries yet."""
+    """Refuse lists that are too large, by their sizes alone: no entry is read yet."""
     for name, limit in (
         ("stop", MAX_STOPS),
         ("stop_regex", MAX_STOPS),

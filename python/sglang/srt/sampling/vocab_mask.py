@@ -11,7 +11,7 @@ import torch
 
 
 def mask_words(vocab_size: int) -> int:
-    """Return the int32 words of one row's mask."""
+    """Number of int32 words of one row's mask."""
     return (vocab_size + 31) // 32
 
 

@@ -1,4 +1,4 @@
-"""What an attention backend is: metadata of a forward, one view of it, one forward."""
+"""Interface of attention backends: metadata of a forward, a view of it, the forward."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class DraftDecodeBackend(Protocol):
     """Attention of one draft phase: forwards of requests x branches, one per step."""
 
     def plan(self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0) -> None:
-        """What must be done on the host before a phase, outside any graph: before it
-        runs, and before a graph of it is captured or replayed.
+        """Do a phase's work on the host, outside any graph: before the phase runs, and
+        before a graph of it is captured or replayed.
 
         Args:
             seq_lens: KV lengths of the requests, if `needs_cpu_seq_lens`.
-            graph_rows: requests of the graph, of which those behind `seq_lens` are
+            graph_rows: requests of the graph, of which those after `seq_lens` are
                 padding without KV; 0 outside of graphs.
         """
 
@@ -39,13 +39,15 @@ class DraftDecodeBackend(Protocol):
         backend supports CUDA graphs, so that it can be captured."""
 
     def step(self, index: int) -> AttentionBackend:
-        """What the forward of this step runs with."""
+        """The backend of the forward of this step."""
 
 
 class AttentionBackend(ABC):
-    """Metadata is set once per forward by one of three methods: `init_eager` outside
-    CUDA graphs, `init_capture` and `init_replay` around them. `forward` then runs once
-    per layer and reads what they left.
+    """Attention of a model over its KV pool.
+
+    Metadata is set once per forward by one of three methods: `init_eager` outside CUDA
+    graphs, `init_capture` and `init_replay` around them. `forward` then reads it, once
+    per layer.
     """
 
     name: str
@@ -139,4 +141,4 @@ class AttentionBackend(ABC):
         *,
         out: Tensor,
     ) -> None:
-        """The second half: attention over the pool, with what `store` left."""
+        """The second half of `forward`: attention over the pool, after `store`."""

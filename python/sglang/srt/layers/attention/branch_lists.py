@@ -34,7 +34,9 @@ class HostOffsets(NamedTuple):
 
 
 class BranchLists:
-    """Row z = q * K + t is branch t of request q. At step i it reads the L slots of the
+    """The slots that each branch reads, by draft step.
+
+    Row z = q * K + t is branch t of request q. At step i it reads the L slots of the
     prefix and i + 1 of its own.
 
     The memory holds the lists of any batch; guard words follow what is declared.
@@ -112,7 +114,7 @@ class BranchLists:
         return HostOffsets(indptr, self._ones[: requests * topk])
 
     def fill(self, rows: SlotRows) -> None:
-        """Write offsets and lists of these requests; enqueued, so capturable."""
+        """Write the offsets and lists of these requests; enqueued, so capturable."""
         if not self.steps:
             return
         branches = len(rows.req_pool_indices) * self._layout.topk

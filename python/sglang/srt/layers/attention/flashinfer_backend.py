@@ -62,7 +62,9 @@ _HOPPER = 9
 
 
 class FlashInferAttnBackend(AttentionBackend):
-    """The offsets and page numbers of the forward that was set up last lie in static
+    """Attention through FlashInfer.
+
+    The offsets and page numbers of the forward that was set up last lie in static
     buffers, the first rows being the batch's.
 
     Raises:
@@ -114,8 +116,8 @@ class FlashInferAttnBackend(AttentionBackend):
         self._begin(forward_batch, graph_rows=0)
 
     def init_capture(self, forward_batch: ForwardBatch, rows: int) -> None:
-        """The forwards before the capture plan for the padded batch; how a graph is
-        laid out depends on its rows alone, never on lengths."""
+        """Let the forwards before the capture plan for the padded batch: the layout of
+        a graph depends on its rows alone, never on lengths."""
         self._begin(forward_batch, graph_rows=rows)
 
     def init_replay(self, forward_batch: ForwardBatch) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class FlashInferDraftDecode:
-    """Chains and trees alike: a chain is a tree of one branch."""
+    """Draft phases of chains and trees: a chain is a tree of one branch."""
 
     def __init__(
         self, lists: BranchLists, *, kv_pool: KVCache, workspaces: Workspaces
@@ -58,7 +58,7 @@ class FlashInferDraftDecode:
         ]
 
     def plan(self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0) -> None:
-        """See `DraftDecodeBackend`.
+        """Plan all steps; see `DraftDecodeBackend`.
 
         Raises:
             RuntimeError: no lengths, or lists that do not fit.
@@ -74,7 +74,7 @@ class FlashInferDraftDecode:
             step.begin(host.indptr[place], host, is_graph=graph_rows > 0)
 
     def prepare(self, rows: SlotRows) -> None:
-        """See `DraftDecodeBackend`.
+        """Fill the lists of all steps; see `DraftDecodeBackend`.
 
         Raises:
             RuntimeError: the batch is not the one that was planned for.
@@ -92,8 +92,8 @@ class FlashInferDraftDecode:
 
 
 class FlashInferDraftStep(AttentionBackend):
-    """One step: its plans wait for the first layer of each shape, as those of
-    `FlashInferAttnBackend` do."""
+    """One step, planned at the first layer of each shape, as in
+    `FlashInferAttnBackend`."""
 
     name = "flashinfer"
 

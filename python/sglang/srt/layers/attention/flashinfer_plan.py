@@ -1,4 +1,4 @@
-"""Host side of the FlashInfer backend: what a plan is made from, without FlashInfer.
+"""Host side of the FlashInfer backend: the inputs of a plan, without FlashInfer.
 
 Lengths come from the host copies of a batch; nothing here waits for a device.
 """
@@ -29,7 +29,7 @@ _MIN_WORKSPACE_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What a plan depends on beyond the batch; layers of one shape share plans.
+    """Properties of a layer that a plan depends on; layers of one shape share plans.
 
     Fields:
         window: newest elements that a token attends, itself included; -1: all.
@@ -58,7 +58,7 @@ class LayerShape:
 
     @property
     def window_left(self) -> int:
-        """FlashInfer counts the elements before the token's own; -1: all."""
+        """The window as FlashInfer counts it, without the token's own; -1: all."""
         return self.window - 1 if self.window > 0 else -1
 
     def workspace_bytes(self, rows: int) -> int:
@@ -72,7 +72,7 @@ class LayerShape:
         return self._partial_bytes(blocks * tile)
 
     def extend_workspace_bytes(self, rows: int, tokens_per_row: int) -> int:
-        """The same of up to `rows` padded rows of so many new tokens each.
+        """Partial results of extends of `rows` padded rows, `tokens_per_row` each.
 
         FlashInfer lays a graph out for any distribution of the tokens over the rows:
         one tile per row beyond those that the tokens fill.
@@ -121,7 +121,7 @@ class HostPlan:
 
     @property
     def tokens_per_row(self) -> int:
-        """Of a batch whose rows have equally many new tokens."""
+        """New tokens of each row, in a batch whose rows have equally many."""
         return self.new_tokens // self.rows
 
 

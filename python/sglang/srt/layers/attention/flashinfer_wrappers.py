@@ -22,7 +22,7 @@ _INT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBuffers:
-    """What plans of one kind share; static, because graphs read it.
+    """Buffers that plans of one kind share; static, because graphs read them.
 
     Fields:
         kv_indptr: int32; pages of a row in `kv_indices`, see `indptr`.
@@ -30,7 +30,7 @@ class PlanBuffers:
         last_page_lens: int32 [rows]; written by the plans of graphs.
         qo_indptr: int32 [rows + 1]; written by the plans of extends of fixed width.
         dtype: of queries, KV cache and outputs.
-        place: which of the offset lists that lie in `kv_indptr` one after the other.
+        place: index among the offset lists that lie in `kv_indptr` one after another.
     """
 
     kv_indptr: Tensor
@@ -64,8 +64,8 @@ class TreeMasks:
 
 
 class Workspaces:
-    """Memory for partial results. Forwards do not overlap on the device, so whoever
-    needs no more than there is shares it; what a graph has captured stays."""
+    """Memory for partial results. Forwards do not overlap on the device, so all that
+    fit into it share it; memory that a graph has captured stays."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = device
@@ -86,7 +86,7 @@ class Planned:
 
     A plan is written to page-locked memory of the wrapper and copied from there on the
     stream. When the next plan is made, under overlap, that copy may still be queued
-    behind the forward in flight, so it is waited for; as the result of that forward has
+    after the forward in flight, so it is waited for; as the result of that forward has
     been waited for by then, this takes no time.
     """
 
@@ -104,7 +104,7 @@ class Planned:
 class ShapePlans:
     """The wrappers of one layer shape over one set of buffers.
 
-    Wrappers of graphs read the indices where they stand: plans get none to copy.
+    Wrappers of graphs read the indices in place: plans get none to copy.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ShapePlans:
         self._dense: Planned | None = None
 
     def has_decode(self, rows: int) -> bool:
-        """Whether a decode graph of so many rows has been planned for."""
+        """Whether a decode graph of `rows` rows has been planned for."""
         return rows in self._decode
 
     def has_fixed(self, rows: int, tokens_per_row: int, *, is_tree: bool) -> bool:
@@ -134,9 +134,11 @@ class ShapePlans:
     def plan_decode(
         self, kv_indptr: Tensor, last_page_lens: Tensor, *, graph_rows: int
     ) -> Planned:
-        """Args:
-        kv_indptr, last_page_lens: on the host; see `HostPlan`.
-        graph_rows: 0 outside of graphs.
+        """Plan a decode.
+
+        Args:
+            kv_indptr, last_page_lens: on the host; see `HostPlan`.
+            graph_rows: 0 outside of graphs.
         """
         planned = self._decode.get(graph_rows)
         if planned is None:
@@ -155,8 +157,8 @@ class ShapePlans:
         return planned
 
     def plan_fixed(self, host: HostPlan, *, masks: TreeMasks | None) -> Planned:
-        """An extend of equally many tokens per row, in a graph or outside of one: of
-        trees with `masks`, else causal."""
+        """Plan an extend of equally many tokens per row, in a graph or outside of one:
+        of trees with `masks`, else causal."""
         key = (host.rows, host.tokens_per_row, masks is not None)
         planned = self._fixed.get(key)
         if planned is None:
@@ -167,7 +169,7 @@ class ShapePlans:
         return planned
 
     def plan_extend(self, host: HostPlan) -> Planned:
-        """A causal extend of any lengths, outside of graphs."""
+        """Plan a causal extend of any lengths, outside of graphs."""
         if self._extend is None:
             wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 self._workspace, _LAYOUT
@@ -178,7 +180,7 @@ class ShapePlans:
         return self._extend
 
     def plan_dense(self, host: HostPlan) -> Planned:
-        """Prompts without a prefix, K and V one token after the other."""
+        """Plan prompts without a prefix, K and V one token after the other."""
         if self._dense is None:
             wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
                 self._workspace, _LAYOUT, backend="fa3"

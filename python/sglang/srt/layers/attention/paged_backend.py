@@ -1,8 +1,8 @@
 """Attention backends that read `req_to_token` itself as the page table.
 
 Every page_size-th column of a row is the first slot of a page, so a step needs no
-metadata of its own: what the pools hold is what the kernels read, in a graph as outside
-of one.
+metadata of its own: the kernels read the pools themselves, in a graph as outside of
+one.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def store_kv(
 
 
 class PagedAttnBackend(AttentionBackend):
-    """The backends differ in the ops they call; all take the arguments of
-    `layers.ops.attention` and `layers.ops.rope`.
+    """Base of the paged backends, which differ in the ops they call.
+
+    All ops take the arguments of `layers.ops.attention` and `layers.ops.rope`.
     """
 
     store_op: Callable[..., None]
@@ -182,13 +183,13 @@ class PagedAttnBackend(AttentionBackend):
         )
 
     def _decode_options(self, layer: RadixAttention) -> dict[str, Any]:
-        """What this backend's decode takes beyond the common arguments."""
+        """Arguments of this backend's decode beyond the common ones."""
         return {}
 
     def _extend_options(
         self, k: Tensor, v: Tensor, forward_batch: ForwardBatch
     ) -> dict[str, Any]:
-        """What this backend's extend takes beyond the common arguments."""
+        """Arguments of this backend's extend beyond the common ones."""
         return {}
 
     def _reads_new(self, forward_batch: ForwardBatch) -> bool:
@@ -197,7 +198,7 @@ class PagedAttnBackend(AttentionBackend):
 
 
 class PlainDraftDecode:
-    """Chains: a request's draft slots are where its next tokens will be."""
+    """Draft phases of chains: the draft slots are those of a request's next tokens."""
 
     def __init__(self, backend: PagedAttnBackend) -> None:
         self._backend = backend
@@ -213,7 +214,7 @@ class PlainDraftDecode:
 
 
 class BranchDraftDecode:
-    """Trees: one table row per branch, good for all steps of a draft phase.
+    """Draft phases of trees: one table row per branch serves all steps of a phase.
 
     Attributes:
         layout: of the branches.

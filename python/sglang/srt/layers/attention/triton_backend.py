@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class TritonAttnBackend(PagedAttnBackend):
-    """One workspace of a kind serves all layers and graphs: forwards do not overlap."""
+    """Attention with Triton kernels. One workspace of a kind serves all layers and
+    graphs: forwards do not overlap."""
 
     name = "triton"
     store_op = staticmethod(rope_store_kv)
