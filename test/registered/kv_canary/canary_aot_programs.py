@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 from kv_canary.checks import PoolChecks
 from kv_canary.kernels import triton_launch
 from kv_canary.kernels.triton_args import state_args
-from kv_canary.kernels.triton_common import told_to_all
+from kv_canary.kernels.triton_report import agree_across_warps
 from kv_canary.layout import Fingerprint, FingerprintMode
 from kv_canary.records import WriterKind
 from kv_canary.state import CanaryState, create_state
@@ -335,7 +335,7 @@ def lonely_kernel(state, BLOCK: tl.constexpr, AGREED: tl.constexpr):
     """Each warp decides for itself, unless AGREED: a control of the check."""
     word = tl.load(state.tail + tl.arange(0, BLOCK))
     if AGREED:
-        word = told_to_all(word)
+        word = agree_across_warps(word)
     if tl.sum(word, axis=0) != 0:
         tl.store(state.clock, tl.load(state.clock) + 1)
 

@@ -1,9 +1,10 @@
-"""What the canary's Triton kernels are given, in groups: a named tuple is one argument.
+"""Arguments of the canary's Triton kernels, in groups: a named tuple is one argument.
 
 Triton compiles a kernel anew for each pattern of None in a tuple, and leaves out what
 belongs to an absent tensor; it does the same for numbers that are 1 or multiples of 16.
 So tuples hold numbers that stay what they are while a server runs. Those that change
-from launch to launch are arguments of their own.
+from launch to launch are arguments of their own. Triton 3.6 cannot compare a tuple with
+None that has a None in it: where kernels need to know, a constexpr says so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kv_canary.checks import PoolChecks
 from kv_canary.layout import Fingerprint
 from kv_canary.state import CanaryState
 from kv_canary.view import ForwardView, KVReadView
@@ -99,10 +101,35 @@ class Bytes(NamedTuple):
 
 
 class Oracle(NamedTuple):
-    """What the new tokens and their positions must be; negative: not known."""
+    """Tokens and positions that the new tokens must have; negative: not known."""
 
     tokens: Tensor
     positions: Tensor
+
+
+class Checks(NamedTuple):
+    """The tables that a forward is compared with; None: the check is left out.
+
+    Fields:
+        columns: `req_to_token`; tokens: of the prefixes.
+        published, oracle: what the inputs must be.
+    """
+
+    columns: Table | None = None
+    tokens: Table | None = None
+    published: Table | None = None
+    oracle: Oracle | None = None
+
+
+NO_CHECKS = Checks()
+
+
+class Pages(NamedTuple):
+    """Slots of a page, and elements that an entry of a read view covers, known when a
+    kernel is compiled."""
+
+    page_size: int
+    entry_size: int
 
 
 class Hashing(NamedTuple):
@@ -204,7 +231,7 @@ def byte_args(source: Fingerprint) -> Bytes | None:
     )
 
 
-def hashing_of(source: Fingerprint, *, chunk: int) -> Hashing:
+def hashing_args(source: Fingerprint, *, chunk: int) -> Hashing:
     k, v = source.k_words, source.v_words
     if k is None or v is None:
         return Hashing(mode=int(source.mode), layers=1, k_words=2, v_words=2, chunk=1)
@@ -217,5 +244,19 @@ def hashing_of(source: Fingerprint, *, chunk: int) -> Hashing:
     )
 
 
-def oracle_args(oracle: tuple[Tensor, Tensor] | None) -> Oracle | None:
-    return None if oracle is None else Oracle(*oracle)
+def check_args(
+    checks: PoolChecks, *, reads: bool = False, writes: ForwardView | None = None
+) -> Checks:
+    """Those of the slots that attention reads, of the new tokens of `writes`, or of
+    both."""
+    oracle = None if writes is None else writes.oracle
+    return Checks(
+        columns=table_args(checks.req_to_token),
+        tokens=table_args(checks.tokens, offset=checks.token_offset) if reads else None,
+        published=None if writes is None else table_args(checks.published),
+        oracle=None if oracle is None else Oracle(*oracle),
+    )
+
+
+def page_args(view: KVReadView) -> Pages:
+    return Pages(page_size=view.page_size, entry_size=view.entry_size)

@@ -7,23 +7,21 @@ from torch import Tensor
 
 from kv_canary.checks import PoolChecks
 from kv_canary.kernels.triton_args import (
+    NO_CHECKS,
+    Checks,
     Ends,
-    Table,
     byte_args,
+    check_args,
     end_args,
-    hashing_of,
-    oracle_args,
+    hashing_args,
+    page_args,
     read_args,
     row_args,
     state_args,
-    table_args,
 )
 from kv_canary.kernels.triton_before import before_kernel
-from kv_canary.kernels.triton_books import (
-    finish_kernel,
-    move_kernel,
-    poison_kernel,
-)
+from kv_canary.kernels.triton_ends import finish_kernel
+from kv_canary.kernels.triton_records import move_kernel, poison_kernel
 from kv_canary.kernels.triton_verify import verify_kernel
 from kv_canary.kernels.triton_write import write_kernel
 from kv_canary.layout import NO_FINGERPRINT, Fingerprint, FingerprintMode
@@ -80,6 +78,7 @@ def verify(
     ](
         state=state_args(state),
         rows=row_args(view),
+        checks=check_args(checks, reads=True),
         **_reads(state, view, checks, table, manager),
         num_warps=4,
     )
@@ -93,8 +92,7 @@ def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> N
     before_kernel[(max(view.num_rows, 1), verify_splits + write_splits)](
         state=state_args(state),
         rows=row_args(view),
-        oracle=oracle_args(view.oracle),
-        published=table_args(checks.published),
+        checks=check_args(checks, reads=True, writes=view),
         **_reads(state, view, checks, table, manager),
         page_size=checks.page_size,
         kind=int(view.writer_kind),
@@ -123,8 +121,6 @@ def _reads(
     block, chunk = verify_block(checks.fingerprint.mode)
     launch = Launch.SWEEP if checks.req_to_token is None else Launch.VERIFY
     return {
-        "columns": table_args(checks.req_to_token),
-        "tokens": table_args(checks.tokens, offset=checks.token_offset),
         "reads": read_args(table),
         "data": byte_args(checks.fingerprint),
         "num_rows": view.num_rows,
@@ -134,9 +130,8 @@ def _reads(
         "max_depth": view.max_depth,
         "manager": manager,
         "tag": _tag(state, launch, manager),
-        "PAGE_SIZE": table.page_size,
-        "ENTRY_SIZE": table.entry_size,
-        "HASHING": hashing_of(checks.fingerprint, chunk=chunk),
+        "PAGES": page_args(table),
+        "HASHING": hashing_args(checks.fingerprint, chunk=chunk),
         "BLOCK": block,
     }
 
@@ -147,8 +142,7 @@ def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> Non
         view,
         NO_FINGERPRINT,
         Launch.HEAD,
-        columns=table_args(checks.req_to_token),
-        published=table_args(checks.published),
+        checks=check_args(checks, writes=view),
         ends=None,
         page_size=checks.page_size,
     )
@@ -168,8 +162,7 @@ def write_tail(
         view,
         checks.fingerprint,
         Launch.TAIL,
-        columns=None,
-        published=None,
+        checks=NO_CHECKS,
         ends=end_args(view, findings) if advance else None,
         page_size=checks.page_size,
     )
@@ -181,20 +174,16 @@ def _write(
     source: Fingerprint,
     launch: Launch,
     *,
-    columns: Table | None,
-    published: Table | None,
+    checks: Checks,
     ends: Ends | None,
     page_size: int,
 ) -> None:
-    is_tail = launch is Launch.TAIL
     block, chunk, splits = _write_shape(view, source.mode)
     write_kernel[(max(view.num_rows, 1), splits)](
         state=state_args(state),
         rows=row_args(view),
-        columns=columns,
+        checks=checks,
         data=byte_args(source),
-        oracle=None if is_tail else oracle_args(view.oracle),
-        published=published,
         ends=ends,
         num_rows=view.num_rows,
         num_tokens=view.num_tokens,
@@ -203,9 +192,9 @@ def _write(
         kind=int(view.writer_kind),
         manager=view.manager,
         tag=_tag(state, launch, view.manager),
-        IS_TAIL=is_tail,
+        IS_TAIL=launch is Launch.TAIL,
         ADVANCES=ends is not None,
-        HASHING=hashing_of(source, chunk=chunk),
+        HASHING=hashing_args(source, chunk=chunk),
         BLOCK=block,
         num_warps=1 if view.qo_indptr is None and chunk == 1 else 4,
     )
