@@ -23,6 +23,7 @@ from kv_canary.records import (
     fingerprint_keys,
     lineage_terms,
     pack_word0_tensor,
+    ring_tag,
     sample_place,
 )
 from kv_canary.state import CanaryState
@@ -41,7 +42,7 @@ class Report:
 
     def __init__(self, state: CanaryState, launch: Launch, manager: int) -> None:
         self._state = state
-        self._tag = launch | (manager & 255) << 8 | state.pool << 16
+        self._tag = ring_tag(launch, manager, state.pool)
 
     def add(self, columns: dict[Ring, Tensor]) -> None:
         """`columns` of [n]; what is missing is 0, a slot -1. Entries without a reason

@@ -9,7 +9,6 @@ from kv_canary.checks import PoolChecks
 from kv_canary.kernels.triton_args import (
     NO_CHECKS,
     Checks,
-    Ends,
     byte_args,
     check_args,
     end_args,
@@ -25,7 +24,7 @@ from kv_canary.kernels.triton_records import move_kernel, poison_kernel
 from kv_canary.kernels.triton_verify import verify_kernel
 from kv_canary.kernels.triton_write import write_kernel
 from kv_canary.layout import NO_FINGERPRINT, Fingerprint, FingerprintMode
-from kv_canary.records import Launch
+from kv_canary.records import Launch, ring_tag
 from kv_canary.state import CanaryState
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 
@@ -61,10 +60,6 @@ def splits_for(rows: int, blocks: int) -> int:
     return int(max(1, min(triton.next_power_of_2(wanted), blocks)))
 
 
-def _tag(state: CanaryState, launch: Launch, manager: int) -> int:
-    return launch | (manager & 255) << 8 | state.pool << 16
-
-
 def verify(
     state: CanaryState,
     view: ForwardView,
@@ -96,7 +91,7 @@ def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> N
         **_reads(state, view, checks, table, manager),
         page_size=checks.page_size,
         kind=int(view.writer_kind),
-        head_tag=_tag(state, Launch.HEAD, manager),
+        head_tag=ring_tag(Launch.HEAD, manager, state.pool),
         verify_splits=verify_splits,
         HEAD_BLOCK=block,
         num_warps=4,
@@ -129,7 +124,7 @@ def _reads(
         "table_columns": table.entries.shape[-1],
         "max_depth": view.max_depth,
         "manager": manager,
-        "tag": _tag(state, launch, manager),
+        "tag": ring_tag(launch, manager, state.pool),
         "PAGES": page_args(table),
         "HASHING": hashing_args(checks.fingerprint, chunk=chunk),
         "BLOCK": block,
@@ -175,7 +170,7 @@ def _write(
     launch: Launch,
     *,
     checks: Checks,
-    ends: Ends | None,
+    ends: tuple[object, ...] | None,
     page_size: int,
 ) -> None:
     block, chunk, splits = _write_shape(view, source.mode)
@@ -191,7 +186,7 @@ def _write(
         max_depth=view.max_depth,
         kind=int(view.writer_kind),
         manager=view.manager,
-        tag=_tag(state, launch, view.manager),
+        tag=ring_tag(launch, view.manager, state.pool),
         IS_TAIL=launch is Launch.TAIL,
         ADVANCES=ends is not None,
         HASHING=hashing_args(source, chunk=chunk),
