@@ -1,6 +1,6 @@
 """Compiles the canary's Triton kernels for sm_90; run by test_canary_kernels_aot.
 
-What is compiled is what `triton_launch` launches for batches, views and pools of every
+Compiles the launches of `triton_launch` for batches, views and pools of every
 kind, on tensors that need not hold anything.
 """
 
@@ -58,7 +58,7 @@ class Variant(NamedTuple):
 
 
 class Recorder:
-    """Stands in for a kernel, and notes what it is launched with."""
+    """Takes the place of a kernel, and notes the arguments of launches."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -72,7 +72,7 @@ class Recorder:
         self.launches.append((named | kwargs, num_warps))
 
 
-# -- what is launched --------------------------------------------------------------
+# -- launches ----------------------------------------------------------------------
 
 
 def longs(count: int = ROWS) -> Tensor:

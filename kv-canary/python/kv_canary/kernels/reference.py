@@ -109,7 +109,7 @@ def _word_sums(
 
 
 def columns_of(rows: ForwardView, row: Tensor, positions: Tensor) -> Tensor:
-    """Columns of `req_to_token` in which positions of batch rows stand."""
+    """Columns of `req_to_token` that hold positions of batch rows."""
     if rows.shift_from is None or rows.column_shift is None:
         return positions
     shift = torch.where(positions >= rows.shift_from[row], rows.column_shift[row], 0)
@@ -135,7 +135,8 @@ def row_starts(rows: ForwardView) -> tuple[Tensor, Tensor]:
     return starts, counts.clamp(min=0) * live
 
 
-def _slots_of(table: KVReadView, row: Tensor, element: Tensor) -> Tensor:
+def slots_of(table: KVReadView, row: Tensor, element: Tensor) -> Tensor:
+    """Slots [N] of elements of batch rows, as in `KVReadView`; -1 where unreadable."""
     if table.page_table is not None:
         at = row if table.row_index is None else table.row_index[row]
         inside = (at >= 0) & (at < table.page_table.shape[0])
@@ -183,7 +184,7 @@ def verify(
     if table.first_position is not None:
         first = table.first_position
     position = first[row] + element
-    slot = _slots_of(table, row, element)
+    slot = slots_of(table, row, element)
     req = rows.req_rows[row]
     in_range = (slot >= 0) & (slot < state.num_slots)
     is_prefix = position < rows.prefix_lens[row]
@@ -254,7 +255,7 @@ def _check_records(
     tokens: Tensor | None,
     token_offset: int,
 ) -> None:
-    """Add to `columns` what the records of the elements in `reads` say."""
+    """Add the findings about the records of the elements in `reads` to `columns`."""
     reasons, slot = columns[Ring.REASONS], columns[Ring.SLOT] * reads
     position, row = columns[Ring.POSITION], columns[Ring.BATCH_ROW]
     head, tail = state.head[slot], state.tail[slot] * reads[:, None]

@@ -126,12 +126,12 @@ class Hashing(NamedTuple):
     chunk: int
 
 
-def state_args(state: CanaryState) -> tuple[object, ...]:
+def state_args(state: CanaryState) -> Any:
     """A `State`."""
     return State(*_parts_of(state), state.num_slots, state.ring.shape[0])
 
 
-def row_args(view: ForwardView) -> tuple[object, ...]:
+def row_args(view: ForwardView) -> Any:
     """`Rows`."""
     view.check_layout()
     rows = Rows(*_rows_of(view))
@@ -140,7 +140,7 @@ def row_args(view: ForwardView) -> tuple[object, ...]:
     return rows if has_rows else rows._replace(shift_from=None, column_shift=None)
 
 
-def end_args(view: ForwardView, findings: Tensor | None) -> tuple[object, ...]:
+def end_args(view: ForwardView, findings: Tensor | None) -> Any:
     """`Ends`."""
     return Ends(*_ends_of(view), findings)
 

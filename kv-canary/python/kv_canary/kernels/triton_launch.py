@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 from torch import Tensor
 
@@ -31,11 +33,15 @@ from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 MAX_MOVES = 1024
 """Moves that one program can hold in registers."""
 
-_BLOCK = 128
+BLOCK_TOKENS = 128
+"""Elements, or new tokens, of a program that hashes no whole slots."""
+
 # A tile of words that are hashed whole has this many elements.
 _HASH_TILE = 1024
 _HASH_SLOTS = 8
-_PROGRAMS = 2048
+TARGET_PROGRAMS = 2048
+"""About how many programs a launch has in all."""
+
 _POISON_BLOCK = 128
 
 
@@ -43,7 +49,7 @@ def verify_block(mode: FingerprintMode) -> tuple[int, int]:
     """(elements, words of each that are hashed at a time) of a verify program."""
     if mode is FingerprintMode.ALL:
         return _HASH_SLOTS, _HASH_TILE // _HASH_SLOTS
-    return _BLOCK, _HASH_TILE
+    return BLOCK_TOKENS, _HASH_TILE
 
 
 def write_block(mode: FingerprintMode, *, one_token: bool) -> tuple[int, int]:
@@ -51,12 +57,12 @@ def write_block(mode: FingerprintMode, *, one_token: bool) -> tuple[int, int]:
     if mode in (FingerprintMode.ALL, FingerprintMode.ROTATE):
         block = 1 if one_token else _HASH_SLOTS
         return block, _HASH_TILE // block
-    return (1 if one_token else _BLOCK), 1
+    return (1 if one_token else BLOCK_TOKENS), 1
 
 
 def splits_for(rows: int, blocks: int) -> int:
-    """Programs per row, at most `blocks`, so that about `_PROGRAMS` run in all."""
-    wanted = triton.cdiv(_PROGRAMS, max(rows, 1))
+    """Programs per row, at most `blocks`, so that about `TARGET_PROGRAMS` run."""
+    wanted = triton.cdiv(TARGET_PROGRAMS, max(rows, 1))
     return int(max(1, min(triton.next_power_of_2(wanted), blocks)))
 
 
@@ -170,7 +176,7 @@ def _write(
     launch: Launch,
     *,
     checks: Checks,
-    ends: tuple[object, ...] | None,
+    ends: Any,
     page_size: int,
 ) -> None:
     block, chunk, splits = _write_shape(view, source.mode)
