@@ -66,42 +66,41 @@ class Canary:
         )
 
     def expect_prefix(self, req_row: int, tokens: Sequence[int], salt: int = 0) -> None:
-        """The next forward of `req_row` goes on after these tokens, which another
-        request or an earlier one of this row has written."""
+        """Announce that the next forward of `req_row` continues after these tokens,
+        written by another request or an earlier one of this row."""
         row = torch.tensor([req_row], device=self._state.head.device)
         lineage = torch.tensor([lineage_of(list(tokens), salt)]).to(row.device)
         launches.set_lineage(self._state, row, lineage)
 
     @contextmanager
     def forward(self, view: ForwardView) -> Iterator[None]:
-        """Around a model forward without a tree: check the slots of `view.reads`, then
-        record the new tokens' slots over the bytes that were stored."""
+        """Scope of a model forward without a tree: check the slots of `view.reads`
+        before it, then record the new tokens' slots over the bytes that it stored."""
         launches.before_model(self._state, view, self._checks)
         yield
         launches.write_tail(self._state, view, self._checks, advance=True)
 
     def free(self, slots: Tensor) -> None:
-        """Slots [n] int64 of nobody from now on: who reads them before somebody writes
-        them is reported."""
+        """Poison slots [n] int64: a read of them before the next write is reported."""
         launches.poison(self._state, slots)
 
     def move(self, *, dst: Tensor, src: Tensor) -> None:
-        """The bytes of slots `src` are in `dst` now ([n] int64 each): the records
-        follow."""
+        """Move the records of slots `src` to `dst` ([n] int64 each), after their
+        bytes."""
         launches.move_records(self._state, dst=dst, src=src)
 
     def violations(self) -> list[Violation]:
-        """Everything found since the last call, logged and kept; waits for the
-        device."""
+        """All violations since the last call, logged and kept; waits for the device."""
         count, capacity = int(self._state.ring_count), self._state.ring.shape[0]
         entries = self._state.ring[: min(count, capacity)].tolist()
         self._state.ring_count.zero_()
         return self.reporter.report(entries, dropped=max(count - capacity, 0))
 
     def raise_violations(self) -> None:
-        """
+        """Raise the violations since the last call, if there are any.
+
         Raises:
-            CanaryViolation: something was found since the last call.
+            CanaryViolation: with the text of all of them.
         """
         found = self.violations()
         if found:

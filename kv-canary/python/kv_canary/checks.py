@@ -12,7 +12,7 @@ from kv_canary.layout import NO_FINGERPRINT, Fingerprint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolChecks:
-    """The same for every forward of a pool; a None leaves its check out.
+    """The tables of a pool, the same for every forward; None leaves a check out.
 
     Fields:
         page_size: slots below it are scratch; padded rows write nothing else.

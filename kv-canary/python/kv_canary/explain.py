@@ -17,7 +17,7 @@ SWEEP = "sweep"
 
 MEANING = {
     "verify_lineage": "the token's history is not the one that this row expects",
-    "verify_position": "the record stands for another position",
+    "verify_position": "the record is of another position",
     "verify_token": "the prefix is not the request's own tokens",
     "verify_real_kv": "the KV bytes changed after they were written",
     "verify_torn": "the write of this slot was never finished",
@@ -27,7 +27,8 @@ MEANING = {
     "write_foreign": "the forward wrote into a slot that it does not own",
     "write_alias": "two tokens of one forward went to the same slot",
     "write_scratch": "a live token was written to the scratch page",
-    "write_token": "the forward got another token than the oracle says",
+    "write_token": "the forward got another token than was published, or than the "
+    "oracle says",
     "write_position": "the forward got another position than its row says",
     "phase": "the canary's own launches ran out of order",
 }
@@ -60,7 +61,7 @@ def _request(rid: str | None, *, otherwise: str) -> str:
 
 
 def _runs(violations: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """In order; those that say the same of consecutive positions together."""
+    """Group equal violations of consecutive positions, in order."""
     runs: list[list[dict[str, Any]]] = []
     for violation in violations:
         if runs and _continues(runs[-1][-1], violation):
@@ -85,7 +86,7 @@ def _continues(before: dict[str, Any], violation: dict[str, Any]) -> bool:
 
 
 def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
-    """What a run says; expected and found are those of its first violation."""
+    """The text of a run; expected and found are those of its first violation."""
     violation = run[0]
     numbers = f"{number}" if len(run) == 1 else f"{number} to {number + len(run) - 1}"
     places = ", ".join(_span(name, run) for name in ("position", "slot", "page"))
@@ -109,7 +110,7 @@ def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
 
 
 def _row(violation: dict[str, Any]) -> str:
-    """In a draft step, the step and the branch; elsewhere the row of the batch."""
+    """The step and the branch of a draft step; elsewhere the row of the batch."""
     branch = violation["branch"]
     if violation["launch"] == SWEEP:
         return "prefix cache"
@@ -131,12 +132,12 @@ def _span(name: str, run: list[dict[str, Any]]) -> str:
 
 def _record_lines(violation: dict[str, Any]) -> list[str]:
     writer, expected = violation["writer"], violation["expected"]
-    who = f"request {_request(writer['rid'], otherwise='unknown')}"
+    by = f"request {_request(writer['rid'], otherwise='unknown')}"
     if writer["kind"] == POISON and not writer["forward"]:
         return ["   found     a slot that was never written"]
     if writer["kind"] == POISON:
         return [
-            f"   found     a freed slot: its last owner was {who}, it was freed before "
+            f"   found     a freed slot: its last owner was {by}, it was freed before "
             f"forward {writer['forward']}"
         ]
     first = (
@@ -148,7 +149,7 @@ def _record_lines(violation: dict[str, Any]) -> list[str]:
     return [
         first,
         f"   found     {_record(violation['found'])}, fingerprint "
-        f"{violation['found']['fingerprint']}, written by {writer['kind']} of {who} in "
+        f"{violation['found']['fingerprint']}, written by {writer['kind']} of {by} in "
         f"forward {writer['forward']}",
     ]
 

@@ -76,15 +76,15 @@ def write_tail(
     advance: bool = False,
     findings: Tensor | None = None,
 ) -> None:
-    """After the model: check that the head records are still this forward's, write the
-    tail records with fingerprints of the bytes, advance the clock.
+    """Check that the head records are still this forward's, write the tail records with
+    fingerprints of the bytes, advance the clock: after the model.
 
     `view` and `checks` must be those of `before_model`, and `expected_lineage`
     unchanged since. The phase AFTER_HEAD becomes IDLE.
 
     Args:
-        advance: in the end the launch also advances the rows' lineages, as
-            `finish_step` does.
+        advance: whether the launch also advances the rows' lineages, as `finish_step`
+            does.
         findings: int64 [>= STATUS_WORDS + R], filled by `gather_findings` after that;
             the rows must differ. None: `finish_step` does both, as for trees.
 
@@ -107,21 +107,21 @@ def poison(state: CanaryState, slots: Tensor, *, n_live: Tensor | None = None) -
 
 
 def move_records(state: CanaryState, *, dst: Tensor, src: Tensor) -> None:
-    """records[dst] = records[src], int64 [n] each, as if all was read first. dst may
-    repeat only with equal sources; ids must lie in the pool."""
+    """Set records[dst] = records[src], int64 [n] each, as if all were read first. dst
+    may repeat only with equal sources; ids must lie in the pool."""
     if dst.numel():
         _move_records(state, dst, src)
 
 
 def set_lineage(state: CanaryState, rows: Tensor, values: Tensor) -> None:
-    """expected_lineage[rows] = values, int64 [n] each, from the host's tokens."""
+    """Set expected_lineage[rows] = values, int64 [n] each, from the host's tokens."""
     state.expected_lineage.index_copy_(0, rows, values)
 
 
 def finish_step(state: CanaryState, view: ForwardView) -> Tensor:
-    """The end of a forward whose tail was written without one: the rows' lineages
-    advance over their new tokens, or those that stay (from the seed where the prefix is
-    empty), then `gather_findings` of the rows. For whoever publishes tokens. No row may
+    """Finish a forward whose `write_tail` did not advance: the rows' lineages advance
+    over their new tokens, or those that stay (from the seed where the prefix is empty),
+    then `gather_findings` of the rows. Called where tokens are published. No row may
     read a lineage that another one writes.
 
     Raises:
@@ -135,7 +135,7 @@ def finish_step(state: CanaryState, view: ForwardView) -> Tensor:
 
 
 def gather_findings(state: CanaryState, req_rows: Tensor) -> Tensor:
-    """Findings about request rows [R] int64, whose verdicts are cleared. Row 0 may
+    """Gather findings about request rows [R] int64, and clear their verdicts. Row 0 may
     repeat: it yields 0 and keeps its verdict. Other rows must differ.
 
     Returns:

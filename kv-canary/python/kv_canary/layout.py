@@ -23,8 +23,8 @@ class LayerGroup:
     Fields:
         name: of the group, for reports ("full", "swa", "latent").
         k: [layers, slots, ...]; a slot's bytes of one layer are contiguous, other
-            strides are free. Of a latent pool the one tensor that there is.
-        v: like `k`, or None: there is one latent per token.
+            strides are free. In a latent pool its only tensor.
+        v: like `k`; None: a latent pool.
         window: tokens that a query of these layers sees; None: all.
     """
 
@@ -34,7 +34,7 @@ class LayerGroup:
     window: int | None = None
 
     def sources(self) -> tuple[Tensor, Tensor]:
-        """The tensors behind both halves of a fingerprint; a latent is cut in two.
+        """The tensors of both halves of a fingerprint; a latent is cut in two.
 
         Raises:
             ValueError: the tensors do not belong together, or a latent cannot be cut.

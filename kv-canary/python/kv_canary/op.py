@@ -33,7 +33,7 @@ _TRITON_HINT = (
 
 
 class Placed(Protocol):
-    """Data that lies on one device, such as a tensor."""
+    """Data on one device, such as a tensor."""
 
     @property
     def is_cpu(self) -> bool: ...
@@ -111,11 +111,11 @@ class Op(Generic[P, R]):
     """An operation with the signature and the docstring of its torch reference.
 
     Data on the CPU goes to the native implementation, on a CUDA device to the Triton
-    one, and everything else to the reference; so does what has no implementation, or
-    one that is not installed, of which one warning tells.
+    one, and everything else to the reference. Where that implementation is missing or
+    not installed, the reference runs, after one warning.
 
     Args:
-        reference: in torch: what the others must equal.
+        reference: in torch; the others must equal it.
         triton, native: `module:function` with the parameters of `reference`; imported
             at the first call, so that neither needs to be installed.
         place: the argument that says where the data lies; None: the first one.
@@ -188,7 +188,7 @@ def switch_off_native(reason: str) -> None:
 
 @contextmanager
 def force_reference() -> Iterator[None]:
-    """Inside, every op takes its torch reference. For tests and benchmarks."""
+    """Scope in which every op runs its torch reference. For tests and benchmarks."""
     global _is_forced
     before, _is_forced = _is_forced, True
     _unbind_all()

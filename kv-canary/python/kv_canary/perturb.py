@@ -1,6 +1,6 @@
 """Faults that can be planted in a pool and its records: memory-safe, and in place.
 
-An engine's own faults (tables, frees, batches) are the engine's to plant.
+The engine plants faults in its own state (tables, frees, batches).
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ from kv_canary.violation import Owner, Violation, parse_entry
 logger = logging.getLogger(__name__)
 
 KEPT_INCIDENTS = 64
-# More are counted in the document; every one has its line in the log.
+# Further ones are only counted in the document; each has its line in the log.
 VIOLATIONS_PER_INCIDENT = 64
 REMEMBERED_KEYS = 65_536
 
-# Who holds a slot by the host's records.
+# The owner of a slot by the host's records.
 OwnerOf = Callable[[int], Owner]
 # A forward's mode by name, or "sweep"; None: not known any more.
 ModeOf = Callable[[Violation], str | None]
@@ -55,10 +55,10 @@ class ReportOptions:
 
 
 class CanaryViolation(RuntimeError):
-    """The KV cache is not what it must be; the text is the report.
+    """An error of the KV cache; the text is the report.
 
     Attributes:
-        public: what any client may see of it; empty where another rank found it.
+        public: the part that any client may see; empty where another rank found it.
         is_alone: whether this rank failed by itself, in the middle of a step: the
             others need not stop in the same one.
     """
@@ -70,7 +70,7 @@ class CanaryViolation(RuntimeError):
 
 
 class ViolationReporter:
-    """The violations of this process, each damage once.
+    """Reports the violations of this process, each damage once.
 
     Args:
         page_size: slots of a page.
@@ -110,14 +110,14 @@ class ViolationReporter:
         mode_of: ModeOf = lambda violation: None,
         details: Callable[[Violation], dict[str, Any]] = lambda violation: {},
     ) -> list[Violation]:
-        """Log, count and keep what is new; returns it.
+        """Log, count and keep the new violations; returns them.
 
         Args:
             entries: rows of the ring.
             dropped: entries that found no place in it.
-            owner_of: who holds a slot by the host's records.
-            mode_of: of the forward that found it.
-            details: what the host can add to an incident.
+            owner_of: the owner of a slot by the host's records.
+            mode_of: mode of the forward that found a violation.
+            details: fields that only the host can add to an incident.
         """
         new = [v for v in map(self._parse, entries) if self._is_new(v)]
         fresh = [dataclasses.replace(v, owner=owner_of(v.slot)) for v in new]
@@ -179,7 +179,8 @@ class ViolationReporter:
             self._write(self._options.folder, document)
 
     def _may_write(self) -> bool:
-        """One cached slot may be hit, and reported, for as long as the server runs."""
+        """Whether one more file may be written: a damaged slot of the cache may be
+        reported for as long as the server runs."""
         limit = self._options.max_files
         self._files += 1
         if limit and self._files == limit + 1:
@@ -192,8 +193,8 @@ class ViolationReporter:
         return not limit or self._files <= limit
 
     def _write(self, folder: Path, document: dict[str, Any]) -> None:
-        """Under its name the file is whole: a reader may look while it is written, and
-        the process may be killed."""
+        """Write the incident's file, which is complete once it has its name: a reader
+        may look meanwhile, and the process may be killed."""
         name = (
             f"kv_canary-{time.time_ns()}-rank{self._rank}-forward"
             f"{document['forward']}.json"
@@ -224,7 +225,7 @@ def _for_incident(fresh: list[Violation]) -> list[Violation]:
 def as_error(
     violations: Sequence[Violation], *, with_tokens: bool, is_alone: bool = False
 ) -> CanaryViolation:
-    """The error of the mode `raise`; of no violations: another rank found some."""
+    """The error of the mode `raise`; without violations: another rank found some."""
     if not violations:
         return CanaryViolation(
             "kv_canary violation: found by another rank; see its log", public=""

@@ -1,4 +1,4 @@
-"""Which request a serial number in a record stood for."""
+"""Request ids by the serial numbers in records."""
 
 from __future__ import annotations
 

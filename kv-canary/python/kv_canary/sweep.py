@@ -1,6 +1,6 @@
 """Verifies slots that no forward reads, such as those that only a prefix cache holds.
 
-Which slots, and when, is the engine's choice.
+The engine chooses the slots and the time.
 """
 
 from __future__ import annotations

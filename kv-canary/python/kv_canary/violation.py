@@ -42,8 +42,8 @@ class RecordWord:
 
 
 class Owner(NamedTuple):
-    """Who holds a slot by the host's books, in words; `is_shared`: by the prefix cache,
-    for any request."""
+    """The owner of a slot by the host's records, in words; `is_shared`: the prefix
+    cache, for any request."""
 
     text: str
     is_shared: bool = False
@@ -51,21 +51,24 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """Fields:
-    reasons: bits of `Reason`.
-    worker: "target" or "draft": whose pool.
-    launch: which of the canary's launches found it.
-    req_row, serial, rid: the request that read or wrote; rid None: not known, or none.
-    slot, page, position: where; -1 where it does not apply.
-    branch: row of the batch, requests x branches in a draft step; -1: none, as in a
-        sweep.
-    expected, found: token and position that were due and that the record holds.
-    expected_lineage, found_lineage: prefix hashes.
-    writer: provenance of the found record; writer_rid: its request, if still known.
-    forward: the forward that found it.
-    expected_slot: what the device's table says, or -1.
-    found_fingerprint, computed_fingerprint: of the slot's bytes.
-    owner: of the slot.
+    """One failed check of a slot.
+
+    Fields:
+        reasons: bits of `Reason`.
+        worker: "target" or "draft": whose pool.
+        launch: the canary's launch that found it.
+        req_row, serial, rid: the request that read or wrote; rid None: not known, or
+            none.
+        slot, page, position: where; -1 where it does not apply.
+        branch: row of the batch, requests x branches in a draft step; -1: none, as in a
+            sweep.
+        expected, found: token and position that were due and that the record holds.
+        expected_lineage, found_lineage: prefix hashes.
+        writer: provenance of the found record; writer_rid: its request, if still known.
+        forward: the forward that found it.
+        expected_slot: by the device's table, or -1.
+        found_fingerprint, computed_fingerprint: of the slot's bytes.
+        owner: of the slot.
     """
 
     reasons: int
@@ -96,14 +99,15 @@ class Violation:
 
     @property
     def key(self) -> tuple[str, int, int, int, int]:
-        """Equal for findings about the same damage to the same request: pool, slot, the
-        forward that wrote it, the reader; where no record was read, the position."""
+        """Key of the damage, equal for findings about the same one to the same request:
+        pool, slot, the forward that wrote it, the reader; the position where no record
+        was read."""
         where = -1 if self.writer.clock else self.position
         return (self.worker, self.slot, self.writer.clock, self.serial, where)
 
     @property
     def diagnosis(self) -> str:
-        """The class of fault that it looks like, in words that a report can use."""
+        """The likely class of fault, in words for a report."""
         if self.reasons & Reason.VERIFY_FREED and not self.writer.clock:
             return "read of a slot that was never written"
         for reason, text in _DIAGNOSES:
@@ -119,8 +123,8 @@ class Violation:
 
     @property
     def _is_aliased(self) -> bool:
-        """Whether the record is another request's in a slot that is not for both. A
-        prefix in the cache is: there its writer says nothing, unless it wrote it for
+        """Whether the record is another request's, in a slot that the two do not share.
+        They share slots of the prefix cache, unless the writer wrote the record for
         another position or into another slot than the table names."""
         if not self.serial or self.writer.serial in (0, self.serial & SERIAL_MASK):
             return False
@@ -128,7 +132,7 @@ class Violation:
         return has_moved or self.slot != self.expected_slot or not self.owner.is_shared
 
     def public_line(self) -> str:
-        """What any client may see: no request, no token."""
+        """The line that any client may see: no request, no token."""
         return (
             f"kv_canary violation: launch_tag={self.worker}.{self.launch} "
             f"fail_reason={'+'.join(self.labels)} slot_idx={self.slot} "
@@ -136,8 +140,8 @@ class Violation:
         )
 
     def line(self, *, with_tokens: bool) -> str:
-        """The stable `key=value` line of the log; -1 stands for a token that is not
-        known, or not to be shown."""
+        """The stable `key=value` line of the log; -1 for a token that is not known, or
+        not to be shown."""
         found, expected = self.found.token, self.expected.token
         if not with_tokens:
             found = expected = None

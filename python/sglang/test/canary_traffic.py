@@ -90,7 +90,7 @@ class ForwardLog:
     rids: dict[int, str] = field(default_factory=dict)
 
     def note(self, batch: ForwardBatch) -> None:
-        pool, book = self.manager.target.req_to_token_pool, self.manager.serials
+        pool, serials = self.manager.target.req_to_token_pool, self.manager.serials
         parts = zip(
             batch.req_pool_indices.tolist(),
             batch.req_serial.tolist(),
@@ -100,7 +100,7 @@ class ForwardLog:
         )
         rows = []
         for row, serial, prefix, extend in parts:
-            rid = book.rid(serial) if row else None
+            rid = serials.rid(serial) if row else None
             if rid is not None:
                 self.rids[serial] = rid
             slots = pool.row_slots(row, 0, prefix + extend).tolist()

@@ -29,7 +29,7 @@ def canary_of(harness: ForwardHarness) -> CanaryManager:
 
 
 def findings(harness: ForwardHarness, batch: ForwardBatch) -> list[dict[str, Any]]:
-    """Run a forward; what it reports, as incident documents."""
+    """Run a forward; returns its violations as incident documents."""
     reporter = canary_of(harness).reporter
     before = len(reporter.incidents)
     harness.run(batch)
@@ -54,7 +54,7 @@ def prefilled(harness: ForwardHarness, *lengths: int) -> list[int]:
 
 
 def finish(manager: CanaryManager, batch: ForwardBatch) -> list[int]:
-    """End a step: what it found, on the host."""
+    """End a step; returns its findings on the host."""
     return manager.finish_step(batch).tolist()
 
 

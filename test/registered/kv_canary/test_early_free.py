@@ -1,4 +1,4 @@
-"""Frees that come too early or twice, and writes into what belongs to another."""
+"""Frees that come too early or twice, and writes into slots of another request."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def decoding(model: Path, *, page_size: int, **options: Any) -> EngineHarness:
 
 
 def free_early(harness: EngineHarness) -> torch.Tensor:
-    """Free pages of the request that runs, behind its back: the last whole ones that
-    it owns alone."""
+    """Free pages of a running request that does not notice: the last whole ones that it
+    owns alone."""
     scheduler = harness.scheduler
     assert scheduler.running is not None
     (req,) = scheduler.running.reqs
@@ -67,8 +67,8 @@ def free_early(harness: EngineHarness) -> torch.Tensor:
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_double_free_is_refused_by_name(model: Path, page_size: int) -> None:
-    """Without the canary the books find it when the request ends: at once, or after it
-    took the same pages again for its new tokens."""
+    """Without the canary the allocator notices when the request ends: at once, or after
+    it took the same pages again for its new tokens."""
     pattern = r"double free of slot (\d+) \(page (\d+)\): "
     for is_aborted, why in (
         (True, "the page is free already"),
@@ -153,8 +153,8 @@ def test_pages_that_got_a_new_owner_too_early(model: Path, page_size: int) -> No
 def test_the_fault_point(
     model: Path, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """EARLY_FREE: the last forward of the request reads what is freed, and says so;
-    every other token was said."""
+    """EARLY_FREE: the last forward of the request reads freed slots and is reported;
+    every other token was sent."""
     monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", "EARLY_FREE")
     harness = EngineHarness(
         model, page_size=page_size, skip_tokenizer_init=True, kv_canary="raise"
@@ -163,7 +163,7 @@ def test_the_fault_point(
     with pytest.raises(CanaryViolation, match="verify_freed"):
         harness.run()
     (incident,) = canary_of(harness).reporter.incidents
-    # What the cache holds of the prompt stays (where steps overlap, the first output
+    # The cached part of the prompt stays (where steps overlap, the first output
     # token had a slot when it was cached); the token at 48 is this forward's own.
     cached = 40 + harness.scheduler.max_in_flight
     own = range(cached // page_size * page_size, 48)
@@ -175,7 +175,7 @@ def test_the_fault_point(
     assert len(said) == 9
 
 
-# -- what clients got --------------------------------------------------------------
+# -- tokens that clients got -------------------------------------------------------
 
 
 def assert_all_said_is_true(outcome: Outcome) -> None:
@@ -192,7 +192,7 @@ def assert_all_said_is_true(outcome: Outcome) -> None:
 def test_a_write_into_another_prefix(
     model: Path, page_size: int, overlap: bool, seed: int
 ) -> None:
-    """Seen in the same forward; nothing of that step is said, to nobody."""
+    """It is found in the same forward; no token of that step is sent to anybody."""
     outcome = plant(
         model, "write_foreign", seed=seed, page_size=page_size, overlap=overlap
     )
@@ -205,7 +205,7 @@ def test_a_write_into_another_prefix(
     assert writer["launch"] == "head"
     assert writer["rid"] != writer["writer"]["rid"]
     assert_all_said_is_true(outcome)
-    # A token at position p is written in the step after the one that said it.
+    # A token at position p is written in the step after the one that sampled it.
     prompt = outcome.asked[writer["rid"]]
     assert len(outcome.said[writer["rid"]]) == damage.position - len(prompt) + 1
 
@@ -215,7 +215,7 @@ def test_a_write_into_another_prefix(
     "name", ["early_free", "alias_row", "recycle_row", "real_kv_used", "shift_view"]
 )
 def test_nothing_false_is_said(model: Path, name: str, overlap: bool) -> None:
-    """The step that read or wrote the damage says nothing."""
+    """No token of the step that read or wrote the damage is sent."""
     for seed in SEEDS:
         outcome = plant(model, name, seed=seed, overlap=overlap)
         assert outcome.forward == outcome.planted.clock

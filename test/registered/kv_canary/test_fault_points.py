@@ -1,5 +1,5 @@
 """Fault points: each is refused, by name, where it cannot fire, and accepted elsewhere;
-what is built beside it is sound. That checks see them: `test_spec_injectors.py`,
+engines built beside it are sound. Tests that checks see them: `test_spec_injectors.py`,
 `test_early_free.py`, `test_e2e_spec_faults.py`, `test_branch_lists.py`."""
 
 from __future__ import annotations

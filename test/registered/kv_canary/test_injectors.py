@@ -49,7 +49,7 @@ def fitting(outcome: Outcome, reasons: Reason) -> list[dict[str, Any]]:
 
 
 def first_read(outcome: Outcome) -> Forward:
-    """The forward that first reads the damage, by the host's books."""
+    """The forward that first reads the damage, by the host's records."""
     damage, since = outcome.planted.damage, outcome.since_planted()
     if damage.undo is not None or outcome.planted.name == "write_foreign":
         return since[0]  # it lasts for the forward whose row it is
@@ -58,8 +58,8 @@ def first_read(outcome: Outcome) -> Forward:
 
 
 def check_place(outcome: Outcome, found: list[dict[str, Any]]) -> None:
-    """Nothing but the fault's own places is named; the one that must be, is, under the
-    request that it was planted on. Others may read the same slots by right."""
+    """Only the fault's own places are named, and the required one is, under the request
+    that it was planted on. Others may read the same slots by right."""
     damage, forward = outcome.planted.damage, first_read(outcome)
     victim = outcome.rids.get(damage.serial)
     for violation in found:
@@ -125,7 +125,7 @@ def test_damage_of_what_only_the_cache_holds(
 @each_page_size
 def test_phantom_prefix(model: Path, page_size: int) -> None:
     """Reported by the hit, under the request that got the other prefix: its last cached
-    token is not its own, or the first one behind what was traded has another past."""
+    token is not its own, or the first one after the swapped slots has another past."""
     for seed in SEEDS:
         outcome = plant(model, "phantom_prefix", seed=seed, page_size=page_size)
         forward = first_read(outcome)

@@ -1,4 +1,4 @@
-"""What the canary costs on the bundled demo model: measured and reported, never judged.
+"""The canary's cost on the bundled demo model: measured and reported, never judged.
 
 Times on a shared machine prove nothing, so the assertions are about the work alone. The
 paired figures that count come from `benchmark/e2e/bench_canary.py`.
@@ -106,7 +106,7 @@ def test_bench_speed(capsys: pytest.CaptureFixture[str]) -> None:
     lines = []
     for key, base in results["none"].items():
         for setting in SETTINGS[1:]:
-            # A clock may stand still over a very short run.
+            # A clock may not advance over a very short run.
             percent = (results[setting][key] / base - 1) * 100 if base > 0 else 0.0
             lines.append(f"{key:20s} {setting:8s} {percent:+7.2f} %")
     with capsys.disabled():

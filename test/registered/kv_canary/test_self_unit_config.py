@@ -256,7 +256,7 @@ def test_a_pool_that_cannot_be_fingerprinted_is_refused(tmp_path: Path) -> None:
         install_canary(server_args=args, model_runner=runner)
 
 
-# -- who gets one ------------------------------------------------------------------
+# -- runners that get one ----------------------------------------------------------
 
 
 def test_off_and_draft_workers_get_none(model: Path) -> None:

@@ -106,7 +106,7 @@ def test_explain_shows_tokens_where_the_report_has_them(tmp_path: Path) -> None:
 
 
 def test_explain_prints_no_control_characters() -> None:
-    """Whatever a client calls its request: no line is forged, no terminal steered."""
+    """No request id of a client forges a line or controls a terminal."""
     evil = "x\n2. nothing is wrong\x1b[2J\u2028\ud800\x9b1m"
     serials = SerialMap()
     serials.add(READER, evil)

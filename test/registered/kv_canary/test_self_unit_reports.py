@@ -1,5 +1,5 @@
-"""What the host says: the periodic line, what a forward that fails had found, and who
-holds a slot by the books."""
+"""The host's reports: the periodic line, the findings of a forward that fails, and the
+owner of a slot by the host's records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang.srt.distributed.parallel_state import (
 )
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
 from sglang.srt.managers.scheduler_components.build import _for_clients
-from sglang.srt.managers.scheduler_components.canary_gate import SlotBooks
+from sglang.srt.managers.scheduler_components.canary_gate import SlotOwners
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
 )
@@ -128,7 +128,7 @@ class TestFailedForward:
         harness = decoding(model, "raise")
         runner = harness.scheduler.worker.model_runner
 
-        def gone(**books: object) -> None:
+        def gone(**records: object) -> None:
             raise RuntimeError("CUDA error: an illegal memory access")
 
         monkeypatch.setattr(runner, "forward", fail)
@@ -145,22 +145,22 @@ class TestFailedForward:
             assert _for_clients(error) == "a part"
 
 
-class TestBooks:
-    """Who holds a slot, as incidents say it."""
+class TestSlotOwners:
+    """The owner of a slot, as incidents name it."""
 
     def test_owners(self, model: Path) -> None:
         harness = decoding(model, "log")
         cache, (req,) = harness.scheduler.cache, harness.scheduler.running.reqs
-        books = SlotBooks(cache, lambda: [req])
+        owners = SlotOwners(cache, lambda: [req])
         row = cache.req_to_token_pool.row_slots(
             req.req_pool_idx, 0, req.allocated_len
         ).tolist()
-        assert books.owner_of(row[5]) == Owner("prefix cache", is_shared=True)
-        assert books.owner_of(row[-1]) == Owner('request "a"')
+        assert owners.owner_of(row[5]) == Owner("prefix cache", is_shared=True)
+        assert owners.owner_of(row[-1]) == Owner('request "a"')
         (taken,) = cache.allocator.alloc(1).tolist()
         size = cache.allocator.size
         asked = (-1, 0, taken, size, size + 1, 10**9)
-        assert [SlotBooks(cache, list).owner_of(slot).text for slot in asked] == [
+        assert [SlotOwners(cache, list).owner_of(slot).text for slot in asked] == [
             "none",
             "scratch page",
             "owned, holder unknown",

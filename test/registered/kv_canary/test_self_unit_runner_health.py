@@ -1,4 +1,4 @@
-"""A canary that does not run is noticed; its numbers; its launches beside the model."""
+"""A canary that does not run is noticed; counters; launches beside the model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
 
 
 def skip_the_tail(harness: ForwardHarness) -> None:
-    """From now on the model runs without the launch behind it."""
+    """Run the model without the launch after it from now on."""
     manager, model = canary_of(harness), harness.runner.model
     forward: Callable[..., Any] = type(model).forward
 
@@ -140,8 +140,8 @@ class LoggedStream:
 def test_the_tail_runs_beside_the_head(
     harness: ForwardHarness, mode: ForwardMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a stream that has seen the stack's last layer, and that is waited for; behind
-    the head of a small decode step."""
+    """It runs on a stream that has seen the stack's last layer, and that is waited for;
+    after the head of a small decode step."""
     log: list[str] = []
     manager, model = canary_of(harness), harness.runner.model
     main, side = LoggedStream("main", log), LoggedStream("side", log)

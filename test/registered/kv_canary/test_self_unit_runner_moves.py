@@ -1,4 +1,4 @@
-"""Records of slots whose bytes move or travel."""
+"""Records of slots whose bytes move or are transferred."""
 
 from __future__ import annotations
 

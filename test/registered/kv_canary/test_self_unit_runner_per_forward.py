@@ -63,7 +63,7 @@ EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
 
 
 class TestManagerPerForward:
-    """One forward: what is set before it, what runs around it, what is left."""
+    """One forward: its expectations, the launches around it, its results."""
 
     def test_per_forward_orchestrates_plan_head_tail(
         self, harness: ForwardHarness, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +138,7 @@ class TestManagerPerForward:
         row = harness.new_row(tokens)
         harness.run(harness.prepare(EXTEND, [(row, 8)]))
         assert int(expected[row]) == lineage_of(tokens[:8], 0)
-        expected[row] = 17  # what an earlier owner of the row may have left
+        expected[row] = 17  # left by an earlier owner of the row, say
         batch = harness.prepare(EXTEND, [(row, 19)])
         harness.runner.forward(batch)
         finish(manager, batch)
@@ -233,7 +233,7 @@ class TestManagerPerForward:
     def test_a_padded_row_that_writes_a_live_slot_is_found(
         self, harness: ForwardHarness
     ) -> None:
-        """Its KV lands in another's slot; the next read of those bytes says so."""
+        """Its KV lands in another's slot; the next read of those bytes reports it."""
         rows = prefilled(harness, 9, 4)
         batch = decode_batch(harness, rows[0])
         batch = with_padded_row(batch, harness.runner.device)
@@ -259,7 +259,7 @@ class TestManagerPerForward:
 
 
 class TestLaunchEndpointsPerForward:
-    """The scopes, and what stands between a model and its forward."""
+    """The scopes, and the wrapper around a model's forward."""
 
     def test_launch_endpoints_per_forward_keeps_padded_token_tensors(
         self, harness: ForwardHarness
@@ -461,7 +461,7 @@ class TestCanaryManagerActiveSingleForwardManagerDispatch:
     def test_the_bracket_calls_before_and_after(
         self, two: tuple[ForwardHarness, CanaryManager]
     ) -> None:
-        """What the model returns passes through; an error skips what comes after."""
+        """The model's result passes through; an error skips the launches after it."""
         harness, manager = two
         row = harness.new_row([1, 2, 3, 4, 5])
         batch = harness.prepare(EXTEND, [(row, 4)])

@@ -182,7 +182,7 @@ def test_splits_during_a_rotation(seed: int) -> None:
 def test_damage_in_the_cache_is_found_within_two_rotations(
     model: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """While one request decodes and nobody reads what the others left."""
+    """While one request decodes and nobody reads the slots that the others left."""
     budget = 20
     monkeypatch.setenv("SGLANG_KV_CANARY_SWEEP_BUDGET", str(budget))
     engine = EngineHarness(

@@ -1,4 +1,4 @@
-"""Damage of the draft's pool leaves the target's tokens right: the canary says so
+"""Damage of the draft's pool leaves the target's tokens right: the canary reports it
 before acceptance falls, and in the mode `log` serving goes on."""
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ FAULTS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Fields:
-    accepted: accept lengths by request, step by step; a prefill has none.
-    reported: the step that reported first, or None.
+    """The accept lengths of a run, and the first report.
+
+    Fields:
+        accepted: by request, step by step; a prefill has none.
+        reported: the step that reported first, or None.
     """
 
     accepted: list[dict[str, int]]
@@ -145,7 +147,7 @@ def test_is_reported_before_acceptance_falls(
             prompt = damaged.asked[rid]
             predicted = next_tokens(prompt + answer.output_ids, vocab_size=VOCAB)
             assert answer.output_ids == predicted[len(prompt) - 1 : -1], rid
-    # It is damage that acceptance suffers from.
+    # The damage lowers acceptance.
     assert fell
 
 

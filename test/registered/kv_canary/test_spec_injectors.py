@@ -60,7 +60,7 @@ TREE, WIDE = ((4, 4, 12), 4), ((8, 3, 16), 64)
 # Those of draft steps and moves that trees alone have; the others on chains, too.
 NEED_BRANCHES = {"branch_offset", "small_index_buffer"}
 MOVES = {"moved_without_record", "record_without_kv", "skipped_move"}
-# Seen where they are planted, by what is read or written there and then.
+# Found where they are planted, by the forward's own reads or writes.
 AT_ONCE = {
     "branch_offset",
     "short_reserve",
@@ -105,7 +105,7 @@ def cases() -> list[tuple[str, str, tuple[tuple[int, int, int], int]]]:
 
 
 def first_read(outcome: SpecOutcome) -> SpecForward:
-    """The first forward with the damage among its rows, by the host's books."""
+    """The first forward with the damage among its rows, by the host's records."""
     since, damage = outcome.since_planted(), outcome.planted.damage
     if outcome.planted.name in AT_ONCE:
         return since[0]
@@ -115,7 +115,7 @@ def first_read(outcome: SpecOutcome) -> SpecForward:
 
 def check_named(outcome: SpecOutcome, topk: int) -> None:
     """The first forward reports the fault, at its place and nowhere else, under the
-    request; in a draft step it says which step and which branch."""
+    request; in a draft step with the step and the branch."""
     name, damage = outcome.planted.name, outcome.planted.damage
     forward = first_read(outcome)
     assert {v["worker"] for v in outcome.violations} == {outcome.pool}
@@ -132,8 +132,8 @@ def check_named(outcome: SpecOutcome, topk: int) -> None:
     ]
     named = {(v["slot"], v["position"]) for v in found}
     if (-1, damage.position + 1) in damage.places:
-        # What a branch had drafted there has the same past: then it is the record
-        # behind it that does not follow.
+        # A token that a branch had drafted there has the same past: then the record
+        # after it does not follow.
         assert named, outcome.text
     else:
         assert (damage.slot, damage.position) in named, outcome.text
@@ -202,7 +202,7 @@ def test_is_reported_by_the_first_read(
 def test_sweep_finds_what_only_the_cache_holds(
     models: dict[str, Path], pool: str
 ) -> None:
-    """In the pass of the same launch: it takes all that is cached."""
+    """The pass of the same launch finds it: it takes all cached slots."""
     for seed in SEEDS:
         outcome = plant_in(
             pool,
@@ -243,7 +243,7 @@ def test_both_pools_are_reported_before_the_engine_stops(
 
 class DeclaredLists:
     """Lets a tree's backend declare the lists of slots that backends have whose kernels
-    take (indptr, indices); what attention reads stays as it is."""
+    take (indptr, indices); attention reads the same slots as before."""
 
     def __init__(self, harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
         attention = worker_of(harness).draft_worker._attention
@@ -269,7 +269,7 @@ class DeclaredLists:
 
     def _view(self, batch: ForwardBatch) -> tuple[KVReadView]:
         lists, step = self.lists, int(batch.prefix_lens[0] - self._seq_lens[0])
-        offsets = lists.indptr[: lists.steps * (batch.num_rows + 1)]
+        offsets = lists.indptr[: lists.steps * (batch.batch_size + 1)]
         return (
             KVReadView(
                 read_lens=batch.seq_lens,
@@ -314,7 +314,7 @@ def test_index_lists_of_branches(
             # Every request at its newest slot; its branches say the same.
             assert named == {(row.rid, 0, row.prefix_len, 0) for row in first.rows}
             continue
-        # Behind the declared end there is no slot.
+        # After the declared end there is no slot.
         ends = list(accumulate(len(row.slots) for row in first.rows))
         at = next(i for i, end in enumerate(ends) if end > lists.lists.capacity)
         place = lists.lists.capacity - ends[at - 1]

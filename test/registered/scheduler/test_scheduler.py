@@ -336,7 +336,7 @@ def test_rows_decode_longest_first(mock):
     def look(_: int) -> None:
         running = harness.scheduler.running
         if running is not None:
-            lens = running.lens.tolist()
+            lens = running.seq_lens_cpu.tolist()
             assert lens == sorted(lens, reverse=True)
             seen.add(len(lens))
 

@@ -1,4 +1,4 @@
-"""Any order of arrivals, aborts and steps keeps the books right after every step."""
+"""Any order of arrivals, aborts and steps leaves the pools consistent after a step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Installs the canary on a model runner.
 
-The worker that owns the runner calls it; the runner knows scopes and nothing else.
+The worker that owns the runner calls it; the runner knows nothing but scopes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def install_canary(
 ) -> CanaryManager | None:
     """Check the KV cache of `model_runner` from now on.
 
-    For the worker that owns the runner to call, once pools and attention backend are
-    there and before any graph is captured.
+    The worker that owns the runner calls it, once pools and attention backend exist and
+    before any graph is captured.
 
     Args:
         target_canary: the target's manager, for a draft worker: without it a draft
             worker's pool is not checked, so that none ever is by accident.
 
     Returns:
-        None where the canary is off, or the runner serves a draft worker of nobody.
+        None where the canary is off, or for a draft worker without `target_canary`.
 
     Raises:
         ValueError: flags, environment or pool do not fit; names what to change.
@@ -114,7 +114,7 @@ def _with_canary_bracketing(
     manager: CanaryManager,
     stack: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """`forward` between the launches before and after it.
+    """Wrap `forward` in the launches before and after it.
 
     Args:
         stack: runs in `forward` before its head unless `forward` is given another

@@ -1,4 +1,4 @@
-"""How large a launch of the canary may be: fixed at start."""
+"""Size limits of the canary's launches, fixed at start."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class CanaryLaunchCapacities:
     """Sizes that a launch may not exceed.
 
     Fields:
-    num_slots: slots of the pool, scratch page included.
-    req_rows: rows of `req_to_token`, padding row included.
-    max_rows: rows of one forward at most.
-    ring_capacity: violations kept between two results.
-    sweep_budget: slots of one sweep pass at most.
+        num_slots: slots of the pool, scratch page included.
+        req_rows: rows of `req_to_token`, padding row included.
+        max_rows: rows of one forward at most.
+        ring_capacity: violations kept between two results.
+        sweep_budget: slots of one sweep pass at most.
     """
 
     num_slots: int
@@ -43,15 +43,15 @@ class CanaryLaunchCapacities:
         return self.req_rows * per_row + self.ring_capacity * RING_WORDS * WORD_BYTES
 
     def check(self, forward_batch: ForwardBatch) -> None:
-        """Refuse a forward that the canary could not check whole.
+        """Refuse a forward that is too large to be checked whole.
 
         Raises:
-            RuntimeError: more rows than were announced; says so.
+            RuntimeError: it has more rows than `max_rows`.
         """
-        rows = forward_batch.req_pool_indices.shape[0]
-        if rows > self.max_rows:
+        bs = forward_batch.batch_size
+        if bs > self.max_rows:
             raise RuntimeError(
-                f"a forward of {rows} rows, but the KV canary was set up for "
+                f"a forward of {bs} rows, but the KV canary was set up for "
                 f"{self.max_rows}"
             )
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CanaryMode(str, Enum):
-    """What happens when something is wrong."""
+    """The reaction to a violation."""
 
     NONE = "none"
     LOG = "log"
@@ -57,16 +57,18 @@ class PerturbConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryConfig:
-    """Fields:
-    sweep_interval: launches between two sweep passes; 0: no sweep.
-    sweep_budget: slots of one pass at most.
-    rotation_steps: forwards in which `RealData.ROTATE` re-hashes every slot read.
-    report_dir: one JSON file per incident, or None.
-    report_tokens: whether reports hold token ids.
-    max_report_files: of this process; 0: no limit.
-    ring_capacity: violations that the device keeps between two results.
-    stats_every: forwards between two stats lines; 0: none.
-    check_write_inputs, check_read_tokens, use_token_oracle: for tests.
+    """The canary's resolved configuration.
+
+    Fields:
+        sweep_interval: launches between two sweep passes; 0: no sweep.
+        sweep_budget: slots of one pass at most.
+        rotation_steps: forwards in which `RealData.ROTATE` re-hashes every slot read.
+        report_dir: one JSON file per incident, or None.
+        report_tokens: whether reports hold token ids.
+        max_report_files: of this process; 0: no limit.
+        ring_capacity: violations that the device keeps between two results.
+        stats_every: forwards between two stats lines; 0: none.
+        check_write_inputs, check_read_tokens, use_token_oracle: for tests.
     """
 
     mode: CanaryMode

@@ -22,7 +22,7 @@ class PrefixLineages:
     """Lineages in one pool, each token counted once while its request lives.
 
     Args:
-        is_draft: of a draft's pool, where slot p holds token p + 1.
+        is_draft: for a draft's pool, where slot p holds token p + 1.
     """
 
     def __init__(self, *, is_draft: bool) -> None:
@@ -33,7 +33,7 @@ class PrefixLineages:
         )
 
     def seed(self, owner: TokenOwner) -> int:
-        """Lineage before position 0."""
+        """The lineage before position 0."""
         return draft_seed(owner.tokens[0], owner.salt) if self._offset else 0
 
     def prefix(self, owner: TokenOwner, length: int) -> int:

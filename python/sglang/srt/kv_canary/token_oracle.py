@@ -1,7 +1,7 @@
 """Tokens that can be recomputed from request and position: the oracle of input checks.
 
-Replaces what the model would say, in tests only, so that a token that reached the wrong
-request is seen on the device.
+Replaces the model's tokens, in tests only, so that a token that reached the wrong
+request is noticed on the device.
 """
 
 from __future__ import annotations

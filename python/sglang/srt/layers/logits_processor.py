@@ -84,13 +84,13 @@ class LogitsProcessor:
 
 
 def _logits_rows(forward_batch: ForwardBatch) -> Tensor | slice | None:
-    """What takes the rows that need logits out of [T, H]; None: all do."""
-    rows = forward_batch.logits_rows
+    """Index of the token rows of [T, H] that need logits; None: all do."""
+    token_rows = forward_batch.logits_rows
     is_extend = forward_batch.forward_mode is ForwardMode.EXTEND
-    if rows is not None and is_extend and forward_batch.num_rows == 1:
+    if token_rows is not None and is_extend and forward_batch.batch_size == 1:
         # The last one, without a launch.
         return slice(forward_batch.num_tokens - 1, forward_batch.num_tokens)
-    return rows
+    return token_rows
 
 
 def _score_span(

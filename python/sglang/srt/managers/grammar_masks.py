@@ -13,7 +13,7 @@ from sglang.srt.speculative.ops.buffers import DraftTree
 
 
 class GrammarMasks:
-    """A grammar that fails to fill its mask ends its request, not the batch.
+    """Fills the masks; a grammar that fails ends its request, not the batch.
 
     Args:
         max_batch_size: requests of a batch at most.
@@ -40,8 +40,8 @@ class GrammarMasks:
         failed = self._manager.fill_batch_mask(
             [req.grammar for req in batch.reqs], self._masks
         )
-        for row, message in failed.items():
-            batch.reqs[row].abort_message = f"constrained decoding failed: {message}"
+        for i, message in failed.items():
+            batch.reqs[i].abort_message = f"constrained decoding failed: {message}"
         return self._with_masks(batch, self._masks[: len(batch)])
 
     def for_nodes(self, batch: ScheduleBatch, tree: DraftTree) -> SamplingBatchInfo:
@@ -58,17 +58,17 @@ class GrammarMasks:
             dtype=torch.int32,
             pin_memory=self._device.type == "cuda",
         )
-        for row, req in enumerate(batch.reqs):
+        for i, req in enumerate(batch.reqs):
             if req.grammar is None:
                 continue
-            tokens, children, siblings = links[:, row].tolist()
+            tokens, children, siblings = links[:, i].tolist()
             try:
                 fill_tree_masks(
                     req.grammar,
                     tokens=tokens,
                     next_token=children,
                     next_sibling=siblings,
-                    masks=masks[row * nodes : (row + 1) * nodes],
+                    masks=masks[i * nodes : (i + 1) * nodes],
                 )
             except RuntimeError as error:
                 req.abort_message = f"constrained decoding failed: {error}"

@@ -197,7 +197,7 @@ SchedulerResponse = (
 
 
 class SchedulerReady(msgspec.Struct, kw_only=True):
-    """The one report of a scheduler process that it can serve, or why it cannot.
+    """The only report of a scheduler process: it can serve, or why it cannot.
 
     `error` set means that the process exits; the other fields are then meaningless.
     """

@@ -75,7 +75,7 @@ class Req:
         self.rid_hash = hash_string(self.rid)
         self.salt = hash_string(request.extra_key) if request.extra_key else 0
 
-        # What the prefix cache reads and writes (see CacheableReq).
+        # Read and written by the prefix cache (see CacheableReq).
         self.namespace = request.extra_key
         self.req_pool_idx = 0
         self.no_cache = input_embeds is not None
@@ -113,7 +113,7 @@ class Req:
         self.hidden_states: list[list[float]] = []
         self._hidden_until = 0
 
-        # What was sent already.
+        # Sent already.
         self.sent_tokens = 0
         self.sent_input_logprobs = False
         self.sent_hidden_states = 0
@@ -128,7 +128,7 @@ class Req:
 
     @property
     def decodes_on(self) -> bool:
-        """Whether it needs a forward after the last one that was prepared for it."""
+        """Whether it needs one more forward than were prepared for it."""
         return not self.is_finished and self.committed_len + 1 < self.max_total_len
 
     @property
@@ -189,8 +189,8 @@ class Req:
         self.finish(FinishReason(type="stop"), at=len(self.tokens) - self.prompt_len)
 
     def advance_scoring(self, end: int) -> None:
-        """A prefill up to position `end` has run: its prompt logprobs are stored. Those
-        that are asked for may begin behind it."""
+        """Note that the prompt logprobs of a prefill up to position `end` are stored;
+        the first one that is asked for may come after it."""
         if self.score_from is not None:
             due = max(self.score_from, end)
             self.score_from = due if due < self.prompt_len - 1 else None
@@ -204,7 +204,7 @@ class Req:
         self._hidden_until = max(self._hidden_until, start + len(states))
 
     def _check_finished(self, before: int, new_tokens: Sequence[int]) -> None:
-        """Length first, then stop ids and stop strings token by token."""
+        """Check the length first, then stop ids and stop strings token by token."""
         is_long_enough = len(self.tokens) >= self.max_total_len
         for i, token in enumerate(new_tokens):
             at = before + i + 1
@@ -222,7 +222,7 @@ class Req:
             self.finish_by_length()
 
     def reset_for_retry(self) -> None:
-        """After a retraction: everything is prefilled again, nothing is sent twice."""
+        """Prepare for another prefill after a retraction; nothing is sent twice."""
         self.num_retractions += 1
         self.is_chunked = False
         self.no_cache = self.input_embeds is not None

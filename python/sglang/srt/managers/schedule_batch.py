@@ -1,4 +1,4 @@
-"""A batch of requests as the scheduler keeps it: books on the host, tensors on the
+"""A batch of requests as the scheduler keeps it: lengths on the host, tensors on the
 device.
 
 `prepare_for_extend` and `prepare_for_decode` take slots and write the rows;
@@ -35,10 +35,10 @@ from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEnvironment:
-    """What every batch of a scheduler shares.
+    """Constants that every batch of a scheduler shares.
 
     Fields:
-        decode_reserve: KV slots behind the known ones that a speculative iteration
+        decode_reserve: KV slots after the known ones that a speculative iteration
             needs; 0: decode steps take one slot each.
     """
 
@@ -80,22 +80,26 @@ class ScheduleBatch:
 
     Attributes:
         reqs: in row order.
-        rows, lens: int64 [R] on the host; request rows, and tokens whose KV is written
-            once the prepared forward has run.
-        seq_lens: int64 [R] on the device, equal to `lens`.
-        sampling_info: of the rows, without grammar masks.
+        seq_lens_cpu: int64 [R], tokens with KV once the prepared forward has run.
+        req_pool_indices_cpu: int64 [R], rows of `req_to_token`.
+        seq_lens, req_pool_indices: the same on the device.
+        sampling_info: of the requests, without grammar masks.
     """
 
     def __init__(self, reqs: list[Req], env: BatchEnvironment) -> None:
         self.env = env
         self.forward_mode = ForwardMode.DECODE
         self.reqs = reqs
-        self.rows: IntArray = np.fromiter((r.req_pool_idx for r in reqs), np.int64)
-        self.lens: IntArray = np.fromiter((r.committed_len for r in reqs), np.int64)
+        self.req_pool_indices_cpu: IntArray = np.fromiter(
+            (r.req_pool_idx for r in reqs), np.int64
+        )
+        self.seq_lens_cpu: IntArray = np.fromiter(
+            (r.committed_len for r in reqs), np.int64
+        )
         self._rebuild_device_state()
         # Filled by prepare_for_*, for `forward_batch`.
         self._out_cache_loc = torch.empty(0, dtype=torch.int64)
-        self._prefix_lens: IntArray = self.lens
+        self._prefix_lens: IntArray = self.seq_lens_cpu
         self._prefix_lens_device = self.seq_lens
 
     def __len__(self) -> int:
@@ -103,8 +107,8 @@ class ScheduleBatch:
 
     def _rebuild_device_state(self) -> None:
         env = self.env
-        self.req_pool_indices = self._upload(self.rows)
-        self.seq_lens = self._upload(self.lens)
+        self.req_pool_indices = self._upload(self.req_pool_indices_cpu)
+        self.seq_lens = self._upload(self.seq_lens_cpu)
         identity = np.array(
             [
                 [r.serial for r in self.reqs],
@@ -146,30 +150,35 @@ class ScheduleBatch:
     def filter_decoding(self) -> None:
         """Keep the requests that decode on.
 
-        What ends by length in a forward that is still in flight is known already.
+        A request that ends by length in a forward still in flight is known already.
         """
         self.filter([i for i, r in enumerate(self.reqs) if r.decodes_on])
 
     def sort_for_decode(self) -> None:
-        """Longest first: a GPU starts the programs of a launch in row order, and with
-        short rows at the end no multiprocessor is left alone with a long one.
+        """Sort longest first: a GPU starts the programs of a launch in row order, and
+        with short rows at the end no multiprocessor is left alone with a long one.
         """
         self.filter(self._longest_first())
 
     def merge(self, other: ScheduleBatch) -> None:
         """Take in the requests of `other`; all of them then decode, longest first."""
         self.reqs = self.reqs + other.reqs
-        self.rows = np.concatenate([self.rows, other.rows])
-        self.lens = np.concatenate([self.lens, other.lens])
+        self.req_pool_indices_cpu = np.concatenate(
+            [self.req_pool_indices_cpu, other.req_pool_indices_cpu]
+        )
+        self.seq_lens_cpu = np.concatenate([self.seq_lens_cpu, other.seq_lens_cpu])
         self._take(self._longest_first())
 
     def _longest_first(self) -> list[int]:
-        order: list[int] = np.argsort(-self.lens, kind="stable").tolist()
+        order: list[int] = np.argsort(-self.seq_lens_cpu, kind="stable").tolist()
         return order
 
     def _take(self, indices: Sequence[int]) -> None:
         self.reqs = [self.reqs[i] for i in indices]
-        self.rows, self.lens = self.rows[list(indices)], self.lens[list(indices)]
+        self.req_pool_indices_cpu, self.seq_lens_cpu = (
+            self.req_pool_indices_cpu[list(indices)],
+            self.seq_lens_cpu[list(indices)],
+        )
         self._rebuild_device_state()
 
     # -- memory --------------------------------------------------------------------
@@ -196,9 +205,12 @@ class ScheduleBatch:
             pool.write(row, 0, req.prefix_slots)
         batch = cls(reqs, env)
         batch.forward_mode = ForwardMode.EXTEND
-        ends = batch.lens + np.asarray(extend_lens, dtype=np.int64)
+        ends = batch.seq_lens_cpu + np.asarray(extend_lens, dtype=np.int64)
         slots = extend_rows(
-            cache, rows=batch.rows, prefix_lens=batch.lens, seq_lens=ends
+            cache,
+            rows=batch.req_pool_indices_cpu,
+            prefix_lens=batch.seq_lens_cpu,
+            seq_lens=ends,
         )
         if slots is None:
             pool.free(rows)
@@ -218,9 +230,12 @@ class ScheduleBatch:
         self.forward_mode = ForwardMode.DECODE
         if self.env.decode_reserve:
             return self._prepare_for_speculation()
-        ends = self.lens + 1
+        ends = self.seq_lens_cpu + 1
         slots = extend_rows(
-            self.env.cache, rows=self.rows, prefix_lens=self.lens, seq_lens=ends
+            self.env.cache,
+            rows=self.req_pool_indices_cpu,
+            prefix_lens=self.seq_lens_cpu,
+            seq_lens=ends,
         )
         if slots is None:
             return False
@@ -228,19 +243,20 @@ class ScheduleBatch:
         return True
 
     def _prepare_for_speculation(self) -> bool:
-        """How far the step gets is the device's to say; `lens` stays what is known."""
+        """Take the slots of a speculative step, whose length only the device knows:
+        `seq_lens_cpu` counts what is known."""
         reqs = self.reqs
         committed = np.fromiter((r.committed_len for r in reqs), np.int64)
         allocated = EagleDraftInput.prepare_for_decode(
             self.env.cache,
-            rows=self.rows,
+            rows=self.req_pool_indices_cpu,
             committed=committed,
             allocated=np.fromiter((r.allocated_len for r in reqs), np.int64),
             reserve=self.env.decode_reserve,
         )
         if allocated is None:
             return False
-        self.lens = self._prefix_lens = committed
+        self.seq_lens_cpu = self._prefix_lens = committed
         for req, end in zip(reqs, allocated.tolist(), strict=True):
             req.allocated_len = end
         return True
@@ -252,11 +268,11 @@ class ScheduleBatch:
     def known_lens(self) -> list[int] | None:
         """Tokens with KV, where attention needs them on the host; exact only while no
         result is in flight."""
-        return self.lens.tolist() if self.env.needs_host_lens else None
+        return self.seq_lens_cpu.tolist() if self.env.needs_host_lens else None
 
     def _advance(self, slots: torch.Tensor, ends: IntArray) -> None:
         self._out_cache_loc = slots
-        self._prefix_lens, self.lens = self.lens, ends
+        self._prefix_lens, self.seq_lens_cpu = self.seq_lens_cpu, ends
         self._prefix_lens_device = self.seq_lens
         if self.forward_mode.is_decode:
             self.seq_lens = self.seq_lens + 1
@@ -291,7 +307,7 @@ class ScheduleBatch:
             token_table=self.env.cache.req_to_token_pool.token_table,
             req_pool_indices=self.req_pool_indices,
             lens=self.seq_lens,
-            max_len=int(self.lens.max()),
+            max_len=int(self.seq_lens_cpu.max()),
         )
 
     def _decode_forward_batch(self, sampling_info: SamplingBatchInfo) -> ForwardBatch:
@@ -318,7 +334,7 @@ class ScheduleBatch:
     def _extend_forward_batch(
         self, sampling_info: SamplingBatchInfo, hidden_mode: CaptureHiddenMode
     ) -> ForwardBatch:
-        starts, ends = self._prefix_lens.tolist(), self.lens.tolist()
+        starts, ends = self._prefix_lens.tolist(), self.seq_lens_cpu.tolist()
         spans = list(zip(self.reqs, starts, ends, strict=True))
         # [input ids | positions] in one upload.
         tokens = np.concatenate(
@@ -329,7 +345,7 @@ class ScheduleBatch:
             + [np.arange(start, end, dtype=np.int64) for _, start, end in spans]
         )
         ids, positions = self._upload(tokens.reshape(2, -1)).unbind()
-        extend_lens = self.lens - self._prefix_lens
+        extend_lens = self.seq_lens_cpu - self._prefix_lens
         qo_indptr = np.zeros(len(spans) + 1, dtype=np.int64)
         np.cumsum(extend_lens, out=qo_indptr[1:])
         serial, salt, rids_int = self._identity.unbind()
@@ -358,8 +374,8 @@ class ScheduleBatch:
     def _input_embeds(
         self, spans: Sequence[tuple[Req, int, int]]
     ) -> InputEmbeds | None:
-        """What requests brought for their new prompt tokens; of a request that was
-        retracted also its output is new, which has tokens."""
+        """Embeddings of the new prompt tokens of requests that brought some. The output
+        of a retracted request is new, too, and has tokens."""
         rows, values, offset = [], [], 0
         for req, start, end in spans:
             if req.input_embeds is not None and start < req.prompt_len:
@@ -384,14 +400,14 @@ class ScheduleBatch:
             return None
         return HostLens(
             prefix_lens=self._prefix_lens.tolist(),
-            extend_lens=(self.lens - self._prefix_lens).tolist(),
+            extend_lens=(self.seq_lens_cpu - self._prefix_lens).tolist(),
         )
 
     def _capture_mode(self, wanted: CaptureHiddenMode) -> CaptureHiddenMode:
         return wanted if self.wants_hidden_states else CaptureHiddenMode.NULL
 
     def record(self) -> LaunchRecord:
-        """What the processing of the prepared forward's result needs to know."""
+        """The prepared batch, as the processing of its result needs it."""
         return LaunchRecord(
             reqs=tuple(self.reqs),
             is_decode=self.forward_mode.is_decode,
@@ -401,11 +417,11 @@ class ScheduleBatch:
             has_grammar=self.has_grammar,
             logprob_reqs=self.logprob_reqs,
             starts=self._prefix_lens,
-            ends=self.lens,
+            ends=self.seq_lens_cpu,
         )
 
     def sampled_rows(self) -> torch.Tensor | None:
-        """Rows whose sampled token counts; None: all of them.
+        """Indices of the rows whose sampled token counts; None: all of them.
 
         A chunk that does not reach the end of its prompt samples nothing.
         """

@@ -63,7 +63,7 @@ class NewTokenRatio:
         self.value = max(self.value - self._decay, self._minimum)
 
     def on_retract(self, reqs: Sequence[Req]) -> None:
-        """`reqs` are those that still run."""
+        """Set the ratio from `reqs`, those that still run."""
         generated = sum(r.output_len + self.RETRACT_MARGIN_STEPS for r in reqs)
         wanted = sum(r.output_len + r.remaining_new_tokens for r in reqs) + 1
         self.value = min(generated / wanted, 1.0)
@@ -135,7 +135,7 @@ class PrefillAdder:
         self.chunked: Req | None = None
 
     def add_chunked(self, req: Req) -> None:
-        """Go on with a prompt that was begun."""
+        """Continue a prompt that was begun."""
         self._take(req, len(req.tokens) - req.committed_len, self._cost(req))
 
     def add(self, req: Req) -> Admission:

@@ -1,4 +1,4 @@
-"""The scheduler: receives requests, forms batches, runs them, sends what came out.
+"""The scheduler: receives requests, forms and runs batches, sends their results.
 
 One loop body serves the normal and the overlapped order; they differ in how many
 launched batches may be unresolved (`max_in_flight`). Policies, admission, result
@@ -293,7 +293,7 @@ class Scheduler:
             self._canary.fail(error)
 
     def _on_idle(self) -> None:
-        """Once per idle period: nothing runs, so every slot must be free or cached."""
+        """Check once per idle period that every slot is free or cached."""
         if not self._idle_checked:
             check_idle(self.cache)
             self._stats.on_idle()

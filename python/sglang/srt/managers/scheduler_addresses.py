@@ -1,4 +1,4 @@
-"""Where the front and the scheduler process meet, and the frames on that wire.
+"""Addresses between the front and the scheduler process, and the frames on that wire.
 
 Both ways are ZeroMQ PUSH -> PULL over ipc, unlimited in length (the front bounds the
 requests in flight). The receiver binds, the sender connects, so that a message sent
@@ -18,8 +18,8 @@ class SchedulerAddresses:
     """ZeroMQ endpoints.
 
     Fields:
-    request_endpoint: the scheduler binds a PULL socket, the front connects a PUSH.
-    response_endpoint: the front binds a PULL socket, the scheduler connects a PUSH.
+        request_endpoint: the scheduler binds a PULL socket, the front connects a PUSH.
+        response_endpoint: the front binds a PULL socket, the scheduler connects a PUSH.
 
     Under tensor parallelism "the scheduler" is the process of rank 0.
     """

@@ -1,5 +1,5 @@
-"""Starts the scheduler's processes (one per tensor parallel rank), waits until they can
-serve, notices the death of any, stops them.
+"""The processes of a scheduler, one per tensor parallel rank: starts them, waits until
+they can serve, notices an exit of any, stops them.
 
 Uses plain child processes instead of `multiprocessing`: nothing of the caller's script
 is imported again, so `Engine()` needs no `if __name__ == "__main__"` guard.

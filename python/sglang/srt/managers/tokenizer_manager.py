@@ -100,7 +100,7 @@ class TokenizerManager:
     # -- life ----------------------------------------------------------------------
 
     def set_ready(self, ready: SchedulerReady) -> None:
-        """The scheduler can serve; requests are accepted from now on."""
+        """Accept requests from now on: the scheduler can serve."""
         self.limits = Limits.of(ready)
         if self.phase is Phase.STARTING:
             self.phase = Phase.READY
@@ -111,7 +111,8 @@ class TokenizerManager:
             self.phase = Phase.DRAINING
 
     def set_dead(self, what: str) -> EngineFailure:
-        """The engine failed: everything in flight gets an error whose id is logged."""
+        """Answer everything in flight with an error whose id is logged: the engine
+        failed."""
         if self._failure is None:
             self.phase = Phase.DEAD
             n = len(self._states)
@@ -124,7 +125,7 @@ class TokenizerManager:
         return self._failure
 
     def shutdown_scheduler(self) -> None:
-        """Tell the scheduler to leave; whatever runs is dropped."""
+        """Let the scheduler exit; whatever runs is dropped."""
         self._send([ShutdownReq()])
 
     def close(self) -> None:
@@ -204,7 +205,7 @@ class TokenizerManager:
         return group
 
     async def updates(self, group: RequestGroup) -> AsyncIterator[list[Update]]:
-        """News of the group as they come; see `RequestGroup.updates` for the errors."""
+        """Updates of the group as they come; errors as of `RequestGroup.updates`."""
         try:
             async for news in group.updates():
                 self._log_finished(news)
@@ -213,7 +214,7 @@ class TokenizerManager:
             self.release(group)
 
     async def results(self, group: RequestGroup) -> list[Update]:
-        """The whole answers; see `RequestGroup.results` for the errors."""
+        """The whole answers of the group; errors as of `RequestGroup.results`."""
         try:
             results = await group.results()
             self._log_finished(results)
@@ -222,7 +223,7 @@ class TokenizerManager:
             self.release(group)
 
     def release(self, group: RequestGroup) -> None:
-        """Nobody reads the group any more: what still runs is aborted."""
+        """Abort what still runs of a group that nobody reads any more."""
         if group.is_released:
             return
         group.is_released = True
@@ -380,7 +381,7 @@ class TokenizerManager:
             group.fail(self._failure)
 
     def _next_change(self) -> asyncio.Future[None]:
-        """Done as soon as a request leaves the table."""
+        """A future that is done as soon as a request leaves the table."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting_for_change.append(future)
         return future

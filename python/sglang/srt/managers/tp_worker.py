@@ -42,16 +42,16 @@ class SampledForward:
     logprobs: LogprobResult | None
 
     @property
-    def parts(self) -> list[Tensor]:
-        """What `to_host` sends of tokens and findings."""
+    def vectors(self) -> list[Tensor]:
+        """Tokens and findings, as `to_host` joins them."""
         if self.findings is None:
             return [self.token_ids]
         return [self.token_ids, self.findings]
 
     def to_host(self) -> GenerationBatchResult:
-        """Enqueue the copies behind the forward; do not wait."""
+        """Enqueue the copies after the forward; do not wait."""
         return to_host(
-            self.parts,
+            self.vectors,
             bs=len(self.token_ids),
             logprobs=self.logprobs,
             input_logprobs=self.output.input_logprobs,
@@ -114,7 +114,7 @@ class TpModelWorker:
         return self.run(batch, batch.forward_batch(info)).to_host()
 
     def run(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> SampledForward:
-        """The same, given the forward, whose results stay on the device."""
+        """Run a prepared forward and sample; the results stay on the device."""
         canary = self._canary
         if canary is not None and forward_batch.forward_mode is ForwardMode.EXTEND:
             canary.expect_prefixes(
@@ -154,19 +154,19 @@ class TpModelWorker:
     def _publish(
         self, forward_batch: ForwardBatch, batch: ScheduleBatch, token_ids: Tensor
     ) -> None:
-        """Write the sampled tokens to the device token table: the next step's
+        """Write the sampled tokens to the token table, where the next step reads its
         inputs."""
         table = self.model_runner.req_to_token_pool.token_table
-        rows, positions = forward_batch.req_pool_indices, forward_batch.seq_lens
-        counted = batch.sampled_rows()
-        if counted is not None:
-            rows, positions = rows[counted], positions[counted]
-            token_ids = token_ids[counted]
-        table[rows, positions] = token_ids.to(table.dtype)
+        indices, positions = forward_batch.req_pool_indices, forward_batch.seq_lens
+        sampled = batch.sampled_rows()
+        if sampled is not None:
+            indices, positions = indices[sampled], positions[sampled]
+            token_ids = token_ids[sampled]
+        table[indices, positions] = token_ids.to(table.dtype)
 
 
 def to_host(
-    parts: list[Tensor],
+    vectors: list[Tensor],
     *,
     bs: int,
     stride: int = 1,
@@ -176,15 +176,15 @@ def to_host(
     input_logprobs: dict[int, LogprobResult] | None = None,
     hidden: Tensor | None = None,
 ) -> GenerationBatchResult:
-    """Enqueue the copies to pinned memory behind the work so far; do not wait.
+    """Enqueue the copies to pinned memory after the work so far; do not wait.
 
     Args:
-        parts: int64 vectors, as `GenerationBatchResult.packed` joins them.
+        vectors: int64 vectors, as `GenerationBatchResult.packed` joins them.
     """
-    is_device = parts[0].is_cuda
-    take = _pinned_copy if is_device else _as_it_is
+    is_device = vectors[0].is_cuda
+    take = _pinned_copy if is_device else _unchanged
     result = GenerationBatchResult(
-        packed=_join_in_one_copy(parts) if is_device else _words(parts),
+        packed=_join_in_one_copy(vectors) if is_device else _join_on_host(vectors),
         bs=bs,
         stride=stride,
         has_accept_lens=has_accept_lens,
@@ -202,16 +202,16 @@ def to_host(
     return result
 
 
-def _join_in_one_copy(parts: list[Tensor]) -> Tensor:
-    return _pinned_copy(parts[0] if len(parts) == 1 else torch.cat(parts))
+def _join_in_one_copy(vectors: list[Tensor]) -> Tensor:
+    return _pinned_copy(vectors[0] if len(vectors) == 1 else torch.cat(vectors))
 
 
-def _words(parts: list[Tensor]) -> list[int]:
-    """Without a tensor in between: on the CPU a step of a small model notices."""
-    return [word for part in parts for word in part.tolist()]
+def _join_on_host(vectors: list[Tensor]) -> list[int]:
+    """Without a tensor in between, which would delay a step of a small model."""
+    return [word for vector in vectors for word in vector.tolist()]
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 

@@ -1,4 +1,5 @@
-"""Leaves shared by scheduler and workers: result bundle and reserve sizes."""
+"""The result of a forward, and the slots that a decode iteration needs: shared by
+scheduler and workers."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class GenerationBatchResult:
-    """Everything the host needs of one forward, on the host once `copy_done` is
+    """The results of one forward that the host needs, there once `copy_done` is
     reached.
 
     Fields:
@@ -87,7 +88,7 @@ class GenerationBatchResult:
 def get_alloc_len_per_decode(server_args: ServerArgs) -> int:
     """KV slots that one decode iteration of one request may write.
 
-    1 without speculation. The one source of truth for reserve sizes and row widths.
+    1 without speculation. Reserve sizes and row widths follow from it.
     """
     if server_args.speculative_algorithm is None:
         return 1

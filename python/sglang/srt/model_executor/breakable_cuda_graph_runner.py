@@ -156,7 +156,7 @@ class BreakableCudaGraphRunner:
 
     def _serving(self, forward_batch: ForwardBatch) -> tuple[GraphKey, BreakableGraph]:
         tokens = forward_batch.num_tokens
-        is_whole = forward_batch.num_rows == 1 and tokens <= self.whole.largest
+        is_whole = forward_batch.batch_size == 1 and tokens <= self.whole.largest
         return (self.whole if is_whole else self.segmented).serving(tokens)
 
     # -- replay --------------------------------------------------------------------

@@ -104,7 +104,7 @@ class CudaGraphRunner:
     def can_run(self, forward_batch: ForwardBatch) -> bool:
         return (
             forward_batch.forward_mode is self._inputs.forward_mode
-            and forward_batch.num_rows <= self._graphs.largest
+            and forward_batch.batch_size <= self._graphs.largest
             and forward_batch.capture_hidden_mode is self.capture_hidden_mode
         )
 
@@ -114,8 +114,8 @@ class CudaGraphRunner:
         The result is views of the graph's memory, valid until the next replay on this
         stream: whatever must outlive it is copied by work enqueued before that.
         """
-        rows, lens_cpu = forward_batch.num_rows, forward_batch.lens_cpu
-        size, graph = self._graphs.serving(rows)
+        bs, lens_cpu = forward_batch.batch_size, forward_batch.lens_cpu
+        size, graph = self._graphs.serving(bs)
         self._inputs.populate(forward_batch)
         static = self._static_batches[size]
         if lens_cpu is not None:
@@ -125,7 +125,7 @@ class CudaGraphRunner:
         self._runner.attn_backend.init_replay(static)
         graph.replay()
         output: LogitsProcessorOutput = graph.outputs
-        hidden, tokens = output.hidden_states, rows * self.tokens_per_row
+        hidden, tokens = output.hidden_states, bs * self.tokens_per_row
         return LogitsProcessorOutput(
             next_token_logits=output.next_token_logits[:tokens],
             hidden_states=None if hidden is None else hidden[:tokens],

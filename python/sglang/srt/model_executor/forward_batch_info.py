@@ -44,9 +44,9 @@ class HostLens:
     prefix_lens: list[int]
     extend_lens: list[int]
 
-    def padded(self, rows: int, *, prefix_len: int, extend_len: int) -> HostLens:
-        """With padding rows of these lengths up to `rows`."""
-        missing = rows - len(self.extend_lens)
+    def padded(self, bs: int, *, prefix_len: int, extend_len: int) -> HostLens:
+        """The lengths of `bs` rows: after the live ones, padding with these lengths."""
+        missing = bs - len(self.extend_lens)
         return HostLens(
             prefix_lens=self.prefix_lens + [prefix_len] * missing,
             extend_lens=self.extend_lens + [extend_len] * missing,
@@ -124,7 +124,7 @@ class ForwardBatch:
     sampling_info: SamplingBatchInfo | None = None
 
     @property
-    def num_rows(self) -> int:
+    def batch_size(self) -> int:
         return self.req_pool_indices.shape[0]
 
     @property

@@ -104,12 +104,12 @@ class GraphInputBuffers:
 
     def populate(self, forward_batch: ForwardBatch) -> None:
         # Only rows that an earlier batch filled must become padding.
-        rows = forward_batch.num_rows
-        if rows < self._filled:
-            self._block[:, rows : self._filled] = self._padding
-        self._filled = rows
+        bs = forward_batch.batch_size
+        if bs < self._filled:
+            self._block[:, bs : self._filled] = self._padding
+        self._filled = bs
         live = [getattr(forward_batch, name) for name in _DECODE_FIELDS]
-        self._block[:, :rows].copy_(torch.stack(live))
+        self._block[:, :bs].copy_(torch.stack(live))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

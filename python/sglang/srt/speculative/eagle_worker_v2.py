@@ -130,7 +130,7 @@ class EAGLEWorkerV2:
         done = self.target_worker.run(batch, forward_batch)
         draft.relay.publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
         result = to_host(
-            done.parts,
+            done.vectors,
             bs=len(done.token_ids),
             logprobs=done.logprobs,
             input_logprobs=done.output.input_logprobs,
@@ -225,7 +225,7 @@ class EAGLEWorkerV2:
             live.tree,
             token_table=self.model_runner.req_to_token_pool.token_table,
             req_pool_indices=live.identity[0],
-            max_len=int(batch.lens.max()) + ahead,
+            max_len=int(batch.seq_lens_cpu.max()) + ahead,
         )
 
     def _take_accepted(self, live: WorkspaceRows, hidden: Tensor | None) -> None:
@@ -296,15 +296,15 @@ class EAGLEWorkerV2:
                 tokens=live.tokens,
                 request=batch.logprob_request,
             )
-        parts = [live.tokens.view(-1), live.result.accept_lens]
+        vectors = [live.tokens.view(-1), live.result.accept_lens]
         pools = self.canary_managers()
         if pools:
-            parts += [
+            vectors += [
                 pools[0].finish_verify(self._accepted_rows(live)),
                 pools[1].collect(live.identity[0]),
             ]
         return to_host(
-            parts,
+            vectors,
             bs=live.count,
             num_pools=len(pools),
             stride=self._shape.accept_width,

@@ -25,8 +25,8 @@ class Damage:
         req_row, serial: the request that will read or write wrongly; 0: none.
         slot, position: a place that the report must name; -1: known by the reader only.
         places: all (slot, position) that the fault itself may be reported at; slot -1:
-            whatever the reader has there.
-        other: (serial, position) of the second request, where two trade something.
+            whichever slot the reader has there.
+        other: (serial, position) of the second request, where two swap something.
         prompt: tokens of a request that would meet the damage; None: any does.
         undo: repairs what the engine itself relies on, after the forward or draft step;
             None where the damage may stay.
@@ -54,7 +54,7 @@ class Victim:
     slots: list[int]
 
     def damage_at(self, position: int) -> Damage:
-        """Of the slot that this row has at `position`, and of nothing else."""
+        """Damage of the slot that this row has at `position`, and of nothing else."""
         slot = self.slots[position]
         return Damage(
             req_row=self.req_row,
@@ -86,7 +86,7 @@ class Scene:
 
     Fields:
         forward_batch: of the launch, or of the draft step.
-        step, backend: which draft step, and what attends in it; -1 and None elsewhere.
+        step, backend: the draft step and its attention backend; -1 and None elsewhere.
         moves: the move that was just made, or None.
     """
 

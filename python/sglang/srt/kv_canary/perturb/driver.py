@@ -30,7 +30,7 @@ def _waits_for_move(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planted:
-    """A fault and the forward (`CanaryState.clock`) that can first notice it."""
+    """A planted fault, and the first forward (by `CanaryState.clock`) to notice it."""
 
     name: str
     clock: int
@@ -38,7 +38,7 @@ class Planted:
 
 
 class PerturbDriver:
-    """Does nothing unless the environment or a test asks for it.
+    """Plants faults that the environment or a test asks for.
 
     Attributes:
         is_draft: whether it damages a draft's pool.
@@ -98,14 +98,14 @@ class PerturbDriver:
             self._watch_moves()
 
     def before_forward(self, forward_batch: ForwardBatch) -> None:
-        """Before a launch, outside any graph."""
+        """Plant what is due before a launch, outside any graph."""
         self._launched = forward_batch
         self._plant(forward_batch, When.BEFORE_FORWARD)
 
     def before_step(
         self, forward_batch: ForwardBatch, *, step: int, backend: AttentionBackend
     ) -> None:
-        """Before each model forward of a launch that no graph runs."""
+        """Plant what is due before a model forward that no graph runs."""
         if self._undo_step:
             self._repair(self._undo_step)
         if self._armed:
@@ -144,8 +144,8 @@ class PerturbDriver:
             undo.pop()()
 
     def tokens(self, forward_batch: ForwardBatch, token_ids: Tensor) -> Tensor:
-        """Sampled tokens [R]: the oracle's where it is on, two of them swapped where
-        that fault is planted."""
+        """The sampled tokens [R]: the oracle's where it is on, two of them swapped
+        where that fault is planted."""
         config = self._target.config
         if config.use_token_oracle:
             token_ids = oracle_tokens(

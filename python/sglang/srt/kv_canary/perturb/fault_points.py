@@ -58,7 +58,7 @@ class Seam:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Wrap the method of every instance that is built meanwhile."""
+        """Scope in which the method of every new instance is wrapped."""
         init = self.owner.__init__
 
         def wrap_and_init(instance: Any, *args: Any, **kwargs: Any) -> None:
@@ -83,12 +83,14 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPoint:
-    """Fields:
-    name: value of the variable that opens it.
-    fault: the historical fault, in one line.
-    needs: where it changes anything: all of them must hold. Each may rely on those
-        before it.
-    seams: the methods it wraps.
+    """A historical fault that can be re-opened.
+
+    Fields:
+        name: value of the variable that opens it.
+        fault: the historical fault, in one line.
+        needs: conditions without which it changes nothing. All must hold; each may
+            rely on those before it.
+        seams: the methods it wraps.
     """
 
     name: str
@@ -102,7 +104,7 @@ class FaultPoint:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Give the fault to everything that is built meanwhile."""
+        """Scope in which everything that is built gets the fault."""
         with ExitStack() as stack:
             for seam in self.seams:
                 stack.enter_context(seam.opened())

@@ -101,7 +101,7 @@ def prompt_tails(batch: ScheduleBatch, sampled: Tensor) -> Tensor:
     """The token after a chunk, looked up in the prompt alone."""
     wrong = [
         req.tokens[min(end, req.prompt_len - 1)] if req.is_chunked else -1
-        for req, end in zip(batch.reqs, batch.lens.tolist(), strict=True)
+        for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)
     ]
     tails = torch.tensor(wrong, device=sampled.device)
     return tails.where(tails >= 0, sampled)

@@ -1,4 +1,4 @@
-"""An injector: how a fault is planted, when, and which reasons must be reported."""
+"""An injector: a fault, when it is planted, and the reasons that must be reported."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ STALE = 0.3125
 
 
 class When(Enum):
-    """At which point of a launch an injector runs.
+    """The point of a launch at which an injector runs.
 
-    BEFORE_STEP (a draft step) and ON_MOVE (between a move's bytes and its records) come
-    by outside of CUDA graphs only.
+    BEFORE_STEP (a draft step) and ON_MOVE (between a move's bytes and its records)
+    exist outside of CUDA graphs only.
     """
 
     BEFORE_FORWARD = "before"
@@ -28,10 +28,12 @@ class When(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injector:
-    """Fields:
-    apply: plants the fault.
-    reasons: at least one of them must be reported.
-    when: the point at which it is planted.
+    """A fault that can be planted.
+
+    Fields:
+        apply: plants the fault.
+        reasons: at least one of them must be reported.
+        when: the point at which it is planted.
     """
 
     apply: Callable[[Scene], Damage | None]

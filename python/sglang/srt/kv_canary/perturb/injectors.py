@@ -1,7 +1,7 @@
 """Faults that can be planted in a running engine, by name.
 
-Each damages what real faults damaged (`docs/kv_canary.md` names the cases) and returns
-what it did, or None where the scene offers no opportunity. All of them are memory-safe.
+Each does the damage of a real fault (`docs/kv_canary.md` names the cases) and returns
+it, or None where the scene offers no opportunity. All of them are memory-safe.
 """
 
 from __future__ import annotations

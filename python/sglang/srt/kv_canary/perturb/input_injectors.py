@@ -1,6 +1,6 @@
-"""Faults of what a forward is given: its rows, tokens, slots to write and read tables.
+"""Faults in the inputs of a forward: its rows, tokens, slots to write and read tables.
 
-Each returns what it did, or None where the scene offers no opportunity.
+Each returns its damage, or None where the scene offers no opportunity.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
 
 
 def flip_table_entry(scene: Scene) -> Damage | None:
-    """One position of a live row points at another slot."""
+    """Point one position of a live row at another slot."""
     for victim in scene.victims():
         page_size = scene.target.page_size
         position = scene.rng.randrange(victim.prefix_len)
@@ -34,7 +34,7 @@ def flip_table_entry(scene: Scene) -> Damage | None:
 
 
 def alias_row(scene: Scene) -> Damage | None:
-    """A live row points wholly at another request's slots."""
+    """Point a whole live row at another request's slots."""
     victims = scene.victims()
     for victim in victims:
         for other in victims:
@@ -48,7 +48,7 @@ def alias_row(scene: Scene) -> Damage | None:
 
 
 def recycle_row(scene: Scene) -> Damage | None:
-    """A forward uses the row that belongs to another request."""
+    """Let a forward use the row of another request."""
     victims = scene.victims()
     if len(victims) < 2:
         return None
@@ -74,7 +74,7 @@ def recycle_row(scene: Scene) -> Damage | None:
 
 
 def write_into_foreign_prefix(scene: Scene) -> Damage | None:
-    """A row writes its new token into a slot of another request's prefix."""
+    """Let a row write its new token into a slot of another request's prefix."""
     victims = scene.victims()
     for victim in victims:
         for other in victims:
@@ -93,7 +93,7 @@ def write_into_foreign_prefix(scene: Scene) -> Damage | None:
 
 
 def write_into_own_prefix(scene: Scene) -> Damage | None:
-    """A slot that a row reads is given to its new token, too."""
+    """Give a slot that a row reads to its new token, too."""
     for victim in scene.victims(min_prefix=2):
         if victim.extend_len != 1:
             continue
@@ -112,7 +112,7 @@ def write_into_own_prefix(scene: Scene) -> Damage | None:
 
 
 def change_input(scene: Scene) -> Damage | None:
-    """A forward reads another token than was published for its last new one."""
+    """Let a forward read another token than was published for its last new one."""
     batch = scene.forward_batch
     if scene.target.is_draft or batch.parent_index is not None:
         return None
@@ -128,12 +128,12 @@ def change_input(scene: Scene) -> Damage | None:
 
 
 def shift_view(scene: Scene) -> Damage | None:
-    """Attention reads a table that is shifted by one page."""
+    """Let attention read a table that is shifted by one page."""
     return _replace_view(scene, lambda table: table.roll(-1, dims=1))
 
 
 def shorten_view(scene: Scene) -> Damage | None:
-    """Attention reads a table whose first page is missing."""
+    """Let attention read a table whose first page is missing."""
 
     def shortened(table: torch.Tensor) -> torch.Tensor:
         cut = table.clone()
@@ -144,7 +144,7 @@ def shorten_view(scene: Scene) -> Damage | None:
 
 
 def _set(cell: torch.Tensor, value: int) -> Callable[[], None]:
-    """Put `value` into a cell; returns what takes it back."""
+    """Put `value` into a cell; returns a function that restores it."""
     before = cell.clone()
     cell.fill_(value)
 

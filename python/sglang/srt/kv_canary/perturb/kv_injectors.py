@@ -1,6 +1,6 @@
-"""Faults of what slots hold: KV bytes, records, and who owns them.
+"""Faults in slots: their KV bytes, their records, their owners.
 
-Each returns what it did, or None where the scene offers no opportunity.
+Each returns its damage, or None where the scene offers no opportunity.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 
 
 def flip_used_kv(scene: Scene) -> Damage | None:
-    """KV bytes of a slot that this forward reads."""
+    """Change KV bytes of a slot that this forward reads."""
     for victim in scene.victims():
         position = scene.rng.randrange(victim.prefix_len)
         scene.flip_kv(victim.slots[position])
@@ -32,7 +32,7 @@ def flip_used_kv(scene: Scene) -> Damage | None:
 
 
 def flip_kv_after_write(scene: Scene) -> Damage | None:
-    """KV bytes of a slot that this forward has just written, and that stays."""
+    """Change KV bytes of a slot that this forward has just written, and that stays."""
     mode, spec = scene.forward_batch.forward_mode, scene.forward_batch.spec_info
     if scene.target.is_draft and mode.is_decode:
         return None  # the extend after verification writes these slots again
@@ -40,7 +40,7 @@ def flip_kv_after_write(scene: Scene) -> Damage | None:
     for victim in scene.victims(min_prefix=0):
         staying = victim.extend_len
         if mode is ForwardMode.TARGET_VERIFY:
-            staying = 1  # the root; what else is accepted is not known yet
+            staying = 1  # the root; the other accepted nodes are not known yet
         elif accepted is not None:
             staying = int(accepted[victim.batch_row])
         position = victim.prefix_len + scene.rng.randrange(staying)
@@ -50,7 +50,7 @@ def flip_kv_after_write(scene: Scene) -> Damage | None:
 
 
 def flip_cached_kv(scene: Scene) -> Damage | None:
-    """KV bytes of a slot that only the prefix cache holds."""
+    """Change KV bytes of a slot that only the prefix cache holds."""
     if not isinstance(scene.cache, RadixCache):
         return None
     nodes = [node for node in scene.cache.iter_nodes() if node.lock_ref == 0]
@@ -64,7 +64,7 @@ def flip_cached_kv(scene: Scene) -> Damage | None:
 
 
 def flip_record(scene: Scene) -> Damage | None:
-    """A word of a record that this forward reads."""
+    """Change a word of a record that this forward reads."""
     for victim in scene.victims():
         position = scene.rng.randrange(victim.prefix_len)
         perturb.flip_record(scene.state, victim.slots[position], scene.rng)
@@ -73,7 +73,7 @@ def flip_record(scene: Scene) -> Damage | None:
 
 
 def free_early(scene: Scene) -> Damage | None:
-    """Pages of a live row are freed and owned again while the row still reads them."""
+    """Free pages of a live row, owned again while the row still reads them."""
     for victim in scene.victims():
         freed = victim.slots[: victim.prefix_len]
         slots = torch.tensor(freed)
@@ -83,17 +83,17 @@ def free_early(scene: Scene) -> Damage | None:
 
 
 def move_without_records(scene: Scene) -> Damage | None:
-    """KV bytes of one page move to a free page; its records do not."""
+    """Move KV bytes of one page to a free page, and not its records."""
     return _move_page(scene, with_bytes=True, with_record=False)
 
 
 def move_without_bytes(scene: Scene) -> Damage | None:
-    """A page's records move to a free page; the copy of the KV bytes is dropped."""
+    """Move a page's records to a free page; the copy of its KV bytes is dropped."""
     return _move_page(scene, with_bytes=False, with_record=True)
 
 
 def swap_cached_prefixes(scene: Scene) -> Damage | None:
-    """Two cached prefixes trade slots: a later hit gets the other one's KV."""
+    """Swap the slots of two cached prefixes: a later hit gets the other one's KV."""
     if not isinstance(scene.cache, RadixCache):
         return None
     roots = [node for node in scene.cache.root.children.values() if node.lock_ref == 0]

@@ -57,7 +57,7 @@ class _Branch:
     def damage(
         self, page_size: int, *, slot: int, undo: Callable[[], None] | None = None
     ) -> Damage:
-        """Of one who reads the page of `slot` in the place of its newest one."""
+        """The damage of reading the page of `slot` in the place of the newest one."""
         first, begin = slot - slot % page_size, self.column * page_size
         return Damage(
             req_row=self.victim.req_row,
@@ -72,7 +72,7 @@ class _Branch:
 
 
 def _branches(scene: Scene) -> list[_Branch]:
-    """Those of a draft step, in random order."""
+    """The branches of a draft step, in random order."""
     backend, target = scene.backend, scene.target
     is_step = target.is_draft and scene.forward_batch.forward_mode.is_decode
     if not is_step or not isinstance(backend, PagedAttnBackend):
@@ -91,7 +91,7 @@ def _branches(scene: Scene) -> list[_Branch]:
 
 
 def shift_branch(scene: Scene) -> Damage | None:
-    """A branch writes and reads where its neighbour does: its offset in the row is
+    """Let a branch write and read where its neighbour does: its offset in the row is
     wrong."""
     if scene.target.topk == 1:
         return None
@@ -108,8 +108,8 @@ def shift_branch(scene: Scene) -> Damage | None:
 
 
 def lose_reserve(scene: Scene) -> Damage | None:
-    """The row has no slot for what a branch writes: the reserve was too small, and the
-    entries after its end are those of the scratch page."""
+    """Take a branch's slot out of the row: the reserve was too small, and the entries
+    after its end are those of the scratch page."""
     for branch in _branches(scene):
         slot = branch.element % scene.target.page_size
         slots = scene.forward_batch.out_cache_loc
@@ -121,7 +121,7 @@ def lose_reserve(scene: Scene) -> Damage | None:
 
 
 def shorten_branch_table(scene: Scene) -> Damage | None:
-    """The table of a branch lacks what the newest step reads (27360)."""
+    """Take the page that the newest step reads out of a branch's table (27360)."""
     for branch in _branches(scene):
         undo = _restored((branch.table, branch.entry))
         branch.table[branch.entry] = 0
@@ -131,18 +131,18 @@ def shorten_branch_table(scene: Scene) -> Damage | None:
 
 
 def cut_tables(scene: Scene) -> Damage | None:
-    """The tables of branches were sized without the factor top-k: those of the last
-    ones list nothing (27338)."""
+    """Clear the tables of the last branches, as if sized without the factor top-k
+    (27338)."""
     page_size, topk = scene.target.page_size, scene.target.topk
-    rows = scene.forward_batch.num_rows
-    first = rows // topk
+    bs = scene.forward_batch.batch_size
+    first = bs // topk
     if topk == 1:
         return None
     for branch in _branches(scene):
         if branch.row != first:
             continue  # the first one whose table is empty is the one to be named
-        undo = _restored((branch.table, slice(first, rows)))
-        branch.table[first:rows] = 0
+        undo = _restored((branch.table, slice(first, bs)))
+        branch.table[first:bs] = 0
         return Damage(
             req_row=branch.victim.req_row,
             serial=branch.victim.serial,
@@ -155,8 +155,8 @@ def cut_tables(scene: Scene) -> Damage | None:
 
 
 def write_from_idle_row(scene: Scene) -> Damage | None:
-    """A row that has become padding still writes into a live slot of another
-    request's prefix (catalogue 36)."""
+    """Let a row that has become padding write into a live slot of another request's
+    prefix (catalogue 36)."""
     batch, branches = scene.forward_batch, _branches(scene)
     for branch in branches:
         for other in branches:
@@ -191,8 +191,8 @@ def _restored(
 
 
 def skip_extend(scene: Scene) -> Damage | None:
-    """The draft extend of a request is skipped: its rows in the draft's pool, and what
-    is known of them, stay as drafting left them."""
+    """Skip the draft extend of a request: its rows in the draft's pool, and their
+    records, stay as drafting left them."""
     found = _accepting(scene)
     if found is None:
         return None
@@ -217,7 +217,7 @@ def skip_extend(scene: Scene) -> Damage | None:
 
 
 def drop_extend_rows(scene: Scene) -> Damage | None:
-    """The K and V of a draft extend's accepted rows are lost after its tail launch."""
+    """Lose K and V of a draft extend's accepted rows after its tail launch."""
     found = _accepting(scene)
     if found is None:
         return None
@@ -229,7 +229,7 @@ def drop_extend_rows(scene: Scene) -> Damage | None:
 
 
 def _accepting(scene: Scene) -> tuple[Victim, int] | None:
-    """A request of a draft extend, and how many tokens it has gained."""
+    """A request of a draft extend, and the number of tokens it has gained."""
     batch = scene.forward_batch
     spec = batch.spec_info
     if batch.forward_mode is not ForwardMode.DRAFT_EXTEND_V2:
@@ -255,8 +255,7 @@ def _stale(
 
 
 def lose_cached_prefix(scene: Scene) -> Damage | None:
-    """The draft's pool has no KV for a prefix that was found in the cache
-    (catalogue 41)."""
+    """Lose the draft's KV of a prefix that was found in the cache (catalogue 41)."""
     if scene.forward_batch.forward_mode is not ForwardMode.EXTEND:
         return None
     if not scene.target.is_draft:
@@ -281,17 +280,17 @@ def _spoil(scene: Scene, slots: Tensor) -> None:
 
 
 def move_without_record(scene: Scene) -> Damage | None:
-    """KV is moved and its record is not: of an accepted token, or of a copied tail."""
+    """Move KV and not its record, of an accepted token or of a copied tail."""
     return _break_move(scene, with_bytes=True, with_record=False)
 
 
 def move_record_alone(scene: Scene) -> Damage | None:
-    """A record is moved and its KV is not."""
+    """Move a record and not its KV."""
     return _break_move(scene, with_bytes=False, with_record=True)
 
 
 def skip_move(scene: Scene) -> Damage | None:
-    """A slot is left out of the copies of a prefix's tail: what lay there stays."""
+    """Leave a slot out of the copies of a prefix's tail: its old content stays."""
     return _break_move(scene, with_bytes=False, with_record=False)
 
 

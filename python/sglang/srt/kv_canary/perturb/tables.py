@@ -1,4 +1,4 @@
-"""Request rows that are pointed elsewhere, and the places that a report may name."""
+"""Changed entries of request rows, and the places that a report may name."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ with_ops_outside_graph            poison what was freed, lineages, faults, sweep
     post_ops_maybe_inside_graph   tail: records, lineages, findings; on a GPU beside
                                   the model's head (`with_tail_after`)
 finish_step                       findings travel with the tokens, in one copy
-take, report                      on the host: in `raise` mode stop
+take, report                      on the host: `raise` mode stops
 ```
 """
 
@@ -85,10 +85,10 @@ class CanaryManager:
     """Checks the KV pool of one worker.
 
     Args:
-    target: shared by its forwards.
-    num_managers: forwards of one launch.
-    group: ranks that must come to the same verdicts.
-    target_canary: the target's manager, whose reports those of a draft's pool join.
+        target: shared by its forwards.
+        num_managers: forwards of one launch.
+        group: ranks that must come to the same verdicts.
+        target_canary: for a draft's pool, the target's manager; they report as one.
 
     Attributes:
         serials: requests by serial; the scheduler adds them.
@@ -151,11 +151,11 @@ class CanaryManager:
     # -- set-up --------------------------------------------------------------------
 
     def on_free(self, slots: Tensor) -> None:
-        """Slots (int64, host) that were freed: poisoned before the next forward."""
+        """Remember freed slots (int64, host): poisoned before the next forward."""
         self._freed.append(slots)
 
     def attach_radix_cache(self, cache: BasePrefixCache) -> None:
-        """The prefix cache whose unused slots are swept."""
+        """Sweep the unused slots of this prefix cache from now on."""
         self.perturb.attach(cache)
         if self.config.sweep_interval and isinstance(cache, RadixCache):
             self._sweeper = Sweeper(
@@ -171,9 +171,9 @@ class CanaryManager:
         prefix_lens: Sequence[int],
         req_pool_indices: Tensor,
     ) -> None:
-        """The prefixes that the next prefill goes on from, by the host's tokens: of
-        `owners[i]` the first `prefix_lens[i]`, in row `req_pool_indices[i]` ([R] int64,
-        on the device)."""
+        """Announce the prefixes that the next prefill continues, by the host's tokens:
+        of `owners[i]` the first `prefix_lens[i]`, in row `req_pool_indices[i]` ([R]
+        int64, on the device)."""
         values = [
             [
                 self._lineages.prefix(owner, length)
@@ -187,7 +187,7 @@ class CanaryManager:
             self.target.seeds.index_copy_(0, req_pool_indices, seeds)
 
     def mark_init_finished(self) -> None:
-        """All graphs are captured: faults, sweeps and health checks may begin."""
+        """Let faults, sweeps and health checks begin: all graphs are captured."""
         self._is_init_finished = True
         self._clock = int(self._state.clock.item())
         self._launches.clear()
@@ -200,7 +200,7 @@ class CanaryManager:
         single_forward_indices: Sequence[int],
         maybe_inaccurate_forward_batch: ForwardBatch,
     ) -> AbstractContextManager[None]:
-        """Around a whole launch, outside any graph.
+        """Scope around a whole launch, outside any graph.
 
         Args:
             single_forward_indices: forwards that the launch will run.
@@ -214,7 +214,7 @@ class CanaryManager:
     def with_active_single_forward_manager(
         self, index: int
     ) -> AbstractContextManager[None]:
-        """Around one model forward, graph capture included."""
+        """Scope around one model forward, graph capture included."""
         return self._forward_scopes[index]
 
     def _open_launch(self, indices: Sequence[int], forward_batch: ForwardBatch) -> None:
@@ -272,8 +272,8 @@ class CanaryManager:
             current.pre_ops_maybe_inside_graph(forward_batch, views)
 
     def with_tail_after(self, stack: Callable[..., Any]) -> Callable[..., Any]:
-        """A model's layer stack (`StackedModel.forward_stack`), and after it, beside
-        the model's head, which writes no KV, the launch after the model; only where
+        """Wrap a model's layer stack (`StackedModel.forward_stack`): the launch after
+        the model follows it, beside the model's head, which writes no KV; only where
         there is a side stream."""
         side, is_draft = self.side, self.target.is_draft
         if side is None or not TAIL_BESIDE_HEAD:
@@ -315,7 +315,7 @@ class CanaryManager:
         poison(self._state, self._upload(slots))
 
     def _upload(self, host: Tensor) -> Tensor:
-        """To the pool's device, in stream order."""
+        """Copy to the pool's device, in stream order."""
         if self._state.is_cpu:
             return host
         return host.pin_memory().to(self._state.head.device, non_blocking=True)
@@ -360,7 +360,7 @@ class CanaryManager:
         return findings
 
     def _combine(self, findings: Tensor) -> None:
-        """All ranks must decide alike: what one of them found concerns all."""
+        """Combine the ranks' findings: all must decide alike."""
         every = self._group.all_gather_last_dim(findings[None])
         of_rank = every.view(self._group.size, len(findings)).unbind()
         counters = findings[1:STATUS_WORDS].clone()
@@ -368,8 +368,8 @@ class CanaryManager:
         findings[1:STATUS_WORDS] = counters
 
     def take(self, words: list[int]) -> bool:
-        """Take the findings of a step, before any of its tokens is used; whether there
-        is something to `report`.
+        """Take the findings of a step, before any of its tokens is used; returns
+        whether there is something to `report`.
 
         Args:
             words: what `finish_step` returned.
@@ -392,7 +392,7 @@ class CanaryManager:
         """Report the findings that `take` saw.
 
         Args:
-            owner_of: who holds a slot by the host's records.
+            owner_of: the owner of a slot by the host's records.
             tokens_of: the tokens of a request by serial, None: not running.
 
         Raises:
@@ -403,7 +403,7 @@ class CanaryManager:
             raise as_error(violations, with_tokens=self.config.report_tokens)
 
     def drain(self, *, owner_of: OwnerOf, tokens_of: TokensOf) -> list[Violation]:
-        """Report what is in the ring now, also in the middle of a forward that failed;
+        """Report the findings in the ring now, even in the middle of a failed forward;
         waits for the device, and for no other rank."""
         if self.side is not None:
             self.side.join()
@@ -423,9 +423,10 @@ class CanaryManager:
         )
 
     def _details(self, violation: Violation, tokens_of: TokensOf) -> dict[str, int]:
-        """In a draft's pool the step and the branch (the batch row, as it was reported,
-        modulo top-k); for `verify_token` of the target, where the prefix that the
-        device's table names stops being the request's own tokens, if it does."""
+        """Fields that only the host can add to an incident. In a draft's pool: the step
+        and the branch (the reported batch row modulo top-k). For `verify_token` of the
+        target: the first position, if any, whose slot in the device's table does not
+        hold the request's own token."""
         if self.target.is_draft:
             return self._branch_of(violation)
         if "verify_token" not in violation.labels:
@@ -456,7 +457,7 @@ class CanaryManager:
         return {"step": step, "branch": violation.branch % self.target.topk}
 
     def _mode_of(self, violation: Violation) -> str | None:
-        """What the forward was that found it, or a sweep; None: too long ago."""
+        """Mode of the forward that found it, or "sweep"; None: too long ago."""
         if violation.launch == Launch.SWEEP.name.lower():
             return violation.launch
         launch = self._launch_of(violation.forward)
@@ -524,7 +525,7 @@ class _ForwardScope:
 def context_tuple(
     manager: CanaryManager | None, *, index: int, forward_batch: ForwardBatch
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """(around the launch, around the forward) of forward `index` alone; both do nothing
+    """Scopes (of the launch, of the forward) of forward `index` alone; both do nothing
     without a manager."""
     if manager is None:
         return nullcontext(), nullcontext()

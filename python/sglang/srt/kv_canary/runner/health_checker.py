@@ -1,4 +1,4 @@
-"""The canary cannot be silently off: its launch counters must follow the forwards."""
+"""A check that the canary runs: its launch counters must follow the forwards."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _REQUIRED = (Counter.VERIFY_LAUNCHES, Counter.HEAD_LAUNCHES, Counter.TAIL_LAUNCH
 
 
 class HealthChecker:
-    """Compares, every `CHECK_EVERY` forwards, what ran on the device with the forwards
-    that the host launched."""
+    """Compares, every `CHECK_EVERY` forwards, the device's launch counters with the
+    forwards that the host launched."""
 
     def __init__(self) -> None:
         self._forwards = 0
@@ -20,7 +20,7 @@ class HealthChecker:
         self._before: list[int] | None = None
 
     def on_result(self, counters: list[int]) -> None:
-        """One more forward's result, with the device's counters as of its end.
+        """Check after one more forward, given the device's counters as of its end.
 
         Raises:
             RuntimeError: a launch did not run as often as the forwards; names it.

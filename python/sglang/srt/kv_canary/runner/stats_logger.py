@@ -25,7 +25,7 @@ class StatsLogger:
         self._last = 0
 
     def on_counters(self, counters: list[int], *, violations: int) -> None:
-        """Counters of the device as of a result."""
+        """Log the device's counters as of a result, if the line is due."""
         step = counters[Counter.TAIL_LAUNCHES]
         if not self._every or step - self._last < self._every:
             return

@@ -16,14 +16,14 @@ from sglang.srt.utils.hashing import hash_string
 class Sweeper:
     """Verifies the slots that only the prefix cache holds.
 
-    Args:
-    cache: whose unlocked nodes are swept.
-    budget: slots of one pass at most.
-    is_draft: whether it is a draft's pool, whose lineages begin with a seed.
-
-    A rotation visits every node that was in the tree when it began; the next one takes
-    what came since. So a cached slot is reached within two rotations, and within
+    A rotation visits every node that was in the tree when it began; the next one also
+    visits newer ones. So a cached slot is reached within two rotations, and within
     `ceil(cached / budget)` passes while the tree does not change.
+
+    Args:
+        cache: whose unlocked nodes are swept.
+        budget: slots of one pass at most.
+        is_draft: whether it is a draft's pool, whose lineages begin with a seed.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Sweeper:
         self.passes = 0
 
     def run(self) -> int:
-        """Launch one pass on the current stream; the number of slots it verifies."""
+        """Launch one pass on the current stream; returns the number of its slots."""
         runs = self.next_runs()
         if not runs:
             return 0

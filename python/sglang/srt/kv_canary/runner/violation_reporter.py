@@ -11,7 +11,7 @@ from sglang.srt.kv_canary.config import CanaryConfig
 def create_reporter(
     config: CanaryConfig, *, page_size: int, serials: SerialMap, rank: int = 0
 ) -> ViolationReporter:
-    """A reporter as flags and environment want it; `rank`: of this process."""
+    """A reporter configured by flags and environment; `rank`: of this process."""
     options = ReportOptions(
         mode=config.mode.value,
         real_data=config.real_data.value,

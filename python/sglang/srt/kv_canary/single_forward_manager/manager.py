@@ -38,7 +38,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryTarget:
-    """All that the forwards of one worker share.
+    """The state that all forwards of one worker share.
 
     Fields:
         topk: branches of a draft step; tree_depth: levels of a tree below its root.
@@ -70,7 +70,7 @@ class CanaryTarget:
             req_to_token=pool.req_to_token,
             tokens=pool.token_table if self.config.check_read_tokens else None,
             token_offset=self.buffers.kv_token_id_vs_position_offset,
-            # A draft's inputs are proposals, or inputs of the target before.
+            # A draft's inputs are proposals, or were inputs of the target.
             published=None if self.is_draft else pool.token_table,
         )
 
@@ -117,13 +117,13 @@ class SingleForwardManager:
         return findings
 
     def pre_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
-        """On the host: refuse a forward that the canary could not check whole."""
+        """Refuse, on the host, a forward that is too large to be checked whole."""
         self._target.buffers.capacities.check(forward_batch)
 
     def pre_ops_maybe_inside_graph(
         self, forward_batch: ForwardBatch, reads: Sequence[KVReadView]
     ) -> None:
-        """Before the model: verify `reads`, write the head records."""
+        """Verify `reads` and write the head records, before the model."""
         is_branch = self._is_draft and forward_batch.forward_mode.is_decode
         view = self._view_of(forward_batch, reads)
         self._view = view
@@ -167,7 +167,7 @@ class SingleForwardManager:
         )
 
     def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
-        """After the model: write the tail records over the bytes it stored."""
+        """Write the tail records over the bytes that the model stored."""
         view, is_draft = self._view, self._is_draft
         if view is None:
             raise AssertionError("KV canary: no pre_ops before these post_ops")
@@ -205,7 +205,7 @@ def view_of(
     seed_table: Tensor | None = None,
     max_depth: int = 0,
 ) -> ForwardView:
-    """The batch as the core's launches take it; nothing is copied."""
+    """View of the batch for the core's launches; nothing is copied."""
     return ForwardView(
         req_rows=forward_batch.req_pool_indices,
         prefix_lens=forward_batch.prefix_lens,

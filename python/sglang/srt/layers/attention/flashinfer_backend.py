@@ -119,14 +119,14 @@ class FlashInferAttnBackend(AttentionBackend):
         self._begin(forward_batch, graph_rows=rows)
 
     def init_replay(self, forward_batch: ForwardBatch) -> None:
-        rows = forward_batch.num_rows
-        host = self._begin(forward_batch, graph_rows=rows)
+        bs = forward_batch.batch_size
+        host = self._begin(forward_batch, graph_rows=bs)
         for shape, plans in self._shapes.items():
             if forward_batch.forward_mode.is_decode:
-                is_captured = plans.has_decode(rows)
+                is_captured = plans.has_decode(bs)
             else:
                 is_captured = plans.has_fixed(
-                    rows,
+                    bs,
                     host.tokens_per_row,
                     is_tree=forward_batch.tree_mask is not None,
                 )
@@ -203,7 +203,7 @@ class FlashInferAttnBackend(AttentionBackend):
         view = KVReadView(
             read_lens=forward_batch.seq_lens,
             page_size=self._page_size,
-            indptr=self._buffers.indptr(forward_batch.num_rows),
+            indptr=self._buffers.indptr(forward_batch.batch_size),
             page_indices=self._buffers.kv_indices,
         )
         return (view,)

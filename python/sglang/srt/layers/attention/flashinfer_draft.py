@@ -128,7 +128,7 @@ class FlashInferDraftStep(AttentionBackend):
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
         view = KVReadView(
             read_lens=forward_batch.seq_lens,
-            indptr=self._buffers.indptr(forward_batch.num_rows),
+            indptr=self._buffers.indptr(forward_batch.batch_size),
             slot_indices=self._buffers.kv_indices,
         )
         return (view,)

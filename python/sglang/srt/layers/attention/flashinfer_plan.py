@@ -134,9 +134,9 @@ def host_plan(
         RuntimeError: the batch does not carry them.
     """
     lens = forward_batch.lens_cpu
-    if lens is None or len(lens.extend_lens) != forward_batch.num_rows:
+    if lens is None or len(lens.extend_lens) != forward_batch.batch_size:
         raise RuntimeError(
-            f"a batch of {forward_batch.num_rows} rows without host lengths for each: "
+            f"a batch of {forward_batch.batch_size} rows lacks their host lengths: "
             "the backend declares needs_cpu_seq_lens"
         )
     new = np.asarray(lens.extend_lens, dtype=np.int64)

@@ -107,7 +107,7 @@ class TritonAttnBackend(PagedAttnBackend):
     def _reads_new(self, forward_batch: ForwardBatch) -> bool:
         return not forward_batch.forward_mode.is_decode and reads_new(
             tokens=forward_batch.num_tokens,
-            rows=forward_batch.num_rows,
+            rows=forward_batch.batch_size,
             head_dim=self._head_dim,
             dtype=self._kv_pool.dtype,
             has_tree=forward_batch.tree_mask is not None,

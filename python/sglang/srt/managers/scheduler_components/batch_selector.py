@@ -77,7 +77,7 @@ class BatchSelector:
         )
 
     def on_idle(self) -> None:
-        """Expect of the next requests what was expected of the first ones."""
+        """Reset the expected number of new tokens to its initial value."""
         self._new_token_ratio.on_idle()
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
@@ -173,8 +173,8 @@ class BatchSelector:
         return adder
 
     def _undo_admission(self, adder: PrefillAdder) -> None:
-        """The slots did not suffice after all: give back the locks, and the memory of
-        the prompt that was begun."""
+        """Give back the locks, and the memory of the prompt that was begun, because the
+        slots did not suffice after all."""
         for req in adder.reqs:
             if req is self.chunked:
                 continue

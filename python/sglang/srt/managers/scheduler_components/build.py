@@ -1,4 +1,4 @@
-"""Builds a scheduler from the server's arguments, and is a scheduler's process."""
+"""Builds a scheduler from the server's arguments, and runs a scheduler process."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _findings_of_all_ranks(error: CanaryViolation) -> str:
 
 def _refuse(ready: Connection, error: Exception, *, has_peers: bool) -> None:
     """Say why this process cannot serve; the parent then ends all ranks."""
-    # A rank that comes second is not heard any more.
+    # The report of a second rank is not read any more.
     with contextlib.suppress(BrokenPipeError):
         ready.send_bytes(msgspec.msgpack.encode(SchedulerReady(error=str(error))))
     if has_peers:

@@ -1,4 +1,4 @@
-"""Between a result and its tokens: what the KV canary found in that step."""
+"""The KV canary's findings of a step, seen before any of its tokens is used."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 logger = logging.getLogger(__name__)
 
 
-class SlotBooks:
-    """Who holds which slot, by the host's books as of the first question."""
+class SlotOwners:
+    """The owner of each slot by the host's records, as of the first question."""
 
     def __init__(
         self, cache: BasePrefixCache, requests: Callable[[], Iterable[Req]]
@@ -40,7 +40,7 @@ class SlotBooks:
         self._requests = requests
 
     def owner_of(self, slot: int) -> Owner:
-        """Who holds `slot`: requests, the cache, or nobody."""
+        """The owner of `slot`: requests, the cache, or nobody."""
         allocator = self._cache.allocator
         if slot < 0:
             return Owner("none")
@@ -48,7 +48,9 @@ class SlotBooks:
             return Owner("scratch page")
         if slot >= len(self._is_cached):
             return Owner("outside the pool")
-        holders = [f"request {rid}" for rid, slots in self._own_slots if slot in slots]
+        holders = [
+            f"request {rid}" for rid, slots in self._request_slots if slot in slots
+        ]
         is_cached = bool(self._is_cached[slot])
         if is_cached:
             holders.append("prefix cache")
@@ -58,22 +60,22 @@ class SlotBooks:
         return Owner("owned, holder unknown" if is_owned else "free")
 
     @cached_property
-    def _own_slots(self) -> list[tuple[str, frozenset[int]]]:
-        """What each running request holds beside the cache, by its id in quotes."""
+    def _request_slots(self) -> list[tuple[str, frozenset[int]]]:
+        """Id in quotes, and slots beside the cached ones, of each running request."""
         return [
-            (json.dumps(req.rid), frozenset(self._row(req).tolist()))
+            (json.dumps(req.rid), frozenset(self._slots(req).tolist()))
             for req in self._requests()
             if req.req_pool_idx
         ]
 
-    def _row(self, req: Req) -> Tensor:
+    def _slots(self, req: Req) -> Tensor:
         return self._cache.req_to_token_pool.row_slots(
             req.req_pool_idx, req.cache_protected_len, req.allocated_len
         )
 
     @cached_property
     def _is_cached(self) -> NDArray[np.bool_]:
-        """Of every slot of the pool."""
+        """[slots of the pool], True where the prefix cache holds the slot."""
         allocator = self._cache.allocator
         mask = np.zeros(allocator.size + allocator.page_size, dtype=np.bool_)
         mask[host_array(self._cache.cached_slots())] = True
@@ -85,12 +87,14 @@ class SlotBooks:
 
 
 class CanaryGate:
-    """Args:
-    managers: of the target's pool and, where there is one, of the draft's; they share
-        serials and reporter.
-    requests: all requests that are not finished.
-    group: the ranks. Each checks its own part of the KV cache; `incidents` and
-        `add_stats` speak of all of them, so that all of them must call these.
+    """Stops a step's tokens from being used where the canary found a violation.
+
+    Args:
+        managers: of the target's pool and, where there is one, of the draft's; they
+            share serials and reporter.
+        requests: all requests that are not finished.
+        group: the ranks. Each checks its own part of the KV cache; `incidents` and
+            `add_stats` cover all of them, so that all of them must call these.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class CanaryGate:
         Raises:
             CanaryViolation: something is wrong and the mode is `raise`.
         """
-        # A prefill's result knows nothing of the draft yet.
+        # A prefill's result has no findings of the draft yet.
         found = []
         for manager, words in zip(self._managers, result.findings, strict=False):
             if manager.take(words):
@@ -128,21 +132,20 @@ class CanaryGate:
             self._report(found)
 
     def _report(self, managers: list[CanaryManager]) -> None:
-        errors, books = [], self._books()
+        errors, owners = [], self._slot_owners()
         for manager in managers:
             try:
-                manager.report(owner_of=books.owner_of, tokens_of=self._tokens_of)
+                manager.report(owner_of=owners.owner_of, tokens_of=self._tokens_of)
             except CanaryViolation as error:
-                # What the other pool holds is to be reported, too.
+                # The findings in the other pool must be reported, too.
                 errors.append(error)
         if errors:
-            # First what this rank found itself.
+            # This rank's own findings come first.
             raise min(errors, key=lambda error: not error.public)
 
     def fail(self, error: Exception) -> None:
-        """`error` may have come before its step's findings reached the host: from a
-        forward that met the damage itself, say. What was found before is reported all
-        the same. Not behind a violation: that was reported.
+        """Report the findings that `error` kept from reaching the host, as when a
+        forward failed over the damage itself. A violation was reported already.
 
         Raises:
             CanaryViolation: there was something and the mode is `raise`; its cause is
@@ -157,16 +160,16 @@ class CanaryGate:
             ) from error
 
     def _drain_after(self, error: Exception) -> list[Violation]:
-        """Report what all pools hold, as far as the device still answers."""
+        """Report the findings in all pools, as far as the device still answers."""
         found: list[Violation] = []
-        books = self._books()
+        owners = self._slot_owners()
         for manager in self._managers:
             try:
                 found += manager.drain(
-                    owner_of=books.owner_of, tokens_of=self._tokens_of
+                    owner_of=owners.owner_of, tokens_of=self._tokens_of
                 )
             except Exception as lost:
-                # The failure itself is to be seen, and the other pool to be read.
+                # The failure itself must be seen, and the other pool be read.
                 logger.error(
                     "kv_canary: what was found before %r cannot be read: %s",
                     error,
@@ -204,8 +207,8 @@ class CanaryGate:
             counts.update(msgspec.msgpack.decode(of_rank, type=dict[str, int]))
         return dict(counts)
 
-    def _books(self) -> SlotBooks:
-        return SlotBooks(self._cache, self._requests)
+    def _slot_owners(self) -> SlotOwners:
+        return SlotOwners(self._cache, self._requests)
 
     def _tokens_of(self, serial: int) -> Sequence[int] | None:
         return next(

@@ -36,11 +36,11 @@ def create_grammar_manager(
 
 
 class GrammarQueue:
-    """Compiles beside the scheduler loop; a request is queued once its grammar is
-    there.
+    """Compiles grammars beside the scheduler loop; a request is queued once its grammar
+    is ready.
 
     Args:
-        decides: whether this rank says when a grammar is there (`decide`). Another
+        decides: whether this rank decides when a grammar is ready (`decide`). Another
             rank applies its decisions, and compiles only the grammars that it could.
     """
 

@@ -1,4 +1,4 @@
-"""Builds the messages about requests: their news since the last one."""
+"""Builds the messages about requests: their output since the last message."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
 
 
 class OutputStreamer:
-    """Sends one `BatchOutput` per step, for the requests that have news to tell.
+    """Sends one `BatchOutput` per step, for the requests that have new output to send.
 
-    A request that does not stream has news only once, when it has finished.
+    A request that does not stream is sent only once, when it has finished.
     """
 
     def __init__(self, io: SchedulerIO, *, stream_interval: int) -> None:

@@ -16,12 +16,13 @@ from sglang.srt.managers.scheduler_components.stats import StatsTracker
 
 
 class RequestIntake:
-    """Every request is answered: by its result, by an abort or by a refusal.
+    """Accepts requests and sees that each is answered: by its result, an abort or a
+    refusal.
 
     Args:
         batches: whose queue the requests join.
         grammars: compiles grammars; None where requests may not have any.
-        canary: learns the names of requests.
+        canary: gets the ids of requests.
         max_queued_requests: more waiting requests than these are refused.
         unfinished: by id, all requests that have not ended; filled and emptied here.
     """
@@ -97,7 +98,7 @@ class RequestIntake:
                 self.end(req)
 
     def apply_grammars(self, decisions: list[GrammarDecision]) -> None:
-        """Queue the requests whose grammar is there; end those whose has failed."""
+        """Queue the requests whose grammar is ready; end those whose has failed."""
         assert self._grammars is not None
         ready, failed = self._grammars.apply(decisions)
         self._batches.waiting += ready
@@ -110,6 +111,6 @@ class RequestIntake:
         self._streamer.send([req])
 
     def forget(self, req: Req) -> None:
-        """A request has finished."""
+        """Remove a request that has finished."""
         self._unfinished.pop(req.rid, None)
         self._stats.on_finish(req)

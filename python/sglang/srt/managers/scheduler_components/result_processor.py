@@ -19,10 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessedBatch(NamedTuple):
-    """Fields:
-    reqs: those of the result, without any that had ended while its forward was in
-        flight.
-    num_generated: output tokens that count.
+    """The requests of a processed result.
+
+    Fields:
+        reqs: without any that had ended while the forward was in flight.
+        num_generated: output tokens that count.
     """
 
     reqs: list[Req]
@@ -68,12 +69,12 @@ class BatchResultProcessor:
         )
 
     def _take_tokens(
-        self, launched: LaunchRecord, row: int, new_tokens: list[int]
+        self, launched: LaunchRecord, index: int, new_tokens: list[int]
     ) -> int:
-        """Give the request of `row` its tokens; returns how many count."""
-        req = launched.reqs[row]
-        if launched.is_chunked[row]:
-            # An abort between two chunks is the scheduler's to carry out.
+        """Give request `index` of the batch its tokens; returns how many count."""
+        req = launched.reqs[index]
+        if launched.is_chunked[index]:
+            # The scheduler carries out an abort between two chunks.
             self._cache.cache_unfinished_req(req)
             return 0
         before = req.output_len
@@ -106,7 +107,7 @@ class BatchResultProcessor:
 
     @staticmethod
     def _append_by_grammar(req: Req, new_tokens: list[int]) -> None:
-        """One by one: the grammar may end inside an accepted run."""
+        """Append one by one: the grammar may end inside an accepted run."""
         grammar = req.grammar
         assert grammar is not None
         for token in new_tokens:

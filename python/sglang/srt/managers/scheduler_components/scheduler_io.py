@@ -1,4 +1,4 @@
-"""How messages reach the scheduler and leave it."""
+"""The ways of messages to the scheduler and from it."""
 
 from __future__ import annotations
 

@@ -47,12 +47,12 @@ class StatsTracker:
         self._accept_length = 0.0
 
     def on_verified(self, tokens: int) -> None:
-        """A draft was verified and yielded so many output tokens."""
+        """Count a verified draft that yielded `tokens` output tokens."""
         self._verified[0] += 1
         self._verified[1] += tokens
 
     def on_prefill(self, reqs: list[Req], new_tokens: int, *, waiting: int) -> None:
-        """A prefill of `new_tokens` prompt tokens over `reqs` was launched."""
+        """Count a launched prefill of `new_tokens` prompt tokens over `reqs`."""
         self._totals.forward_passes_total += 1
         logger.debug(
             "Prefill: %d requests, %d new tokens, %d waiting",
@@ -62,7 +62,7 @@ class StatsTracker:
         )
 
     def on_admitted(self, req: Req) -> None:
-        """The first admission of `req`, its cached prefix known."""
+        """Count the first admission of `req`, whose cached prefix is known."""
         self._totals.prompt_tokens_total += req.prompt_len
         self._totals.cached_tokens_total += min(req.cached_tokens, req.prompt_len)
 
@@ -79,7 +79,7 @@ class StatsTracker:
             )
 
     def on_tokens(self, count: int) -> None:
-        """`count` tokens were generated."""
+        """Count `count` generated tokens."""
         self._totals.generation_tokens_total += count
         self._window_tokens += count
         now = time.monotonic()

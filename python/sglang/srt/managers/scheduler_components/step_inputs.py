@@ -37,7 +37,7 @@ class StepInputs:
             grammars: rank 0's decisions.
 
         Raises:
-            RuntimeError: the ranks have not done the same so far.
+            RuntimeError: the ranks' earlier steps differ.
         """
         if self._group.is_leader:
             step = StepInput(
