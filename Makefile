@@ -46,6 +46,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/check_layers.py
 	$(BIN)/python scripts/generate_server_docs.py --check
+	$(BIN)/python scripts/generate_canary_header.py --check
 	$(BIN)/mypy
 
 bench: venv

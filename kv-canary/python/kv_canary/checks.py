@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -16,8 +17,8 @@ class PoolChecks:
     Fields:
         page_size: slots below it are scratch; padded rows write nothing else.
         fingerprint: the bytes that are hashed.
-        req_to_token: int32 [req_rows, W], slots by request row and position, as
-            READ_SET and WRITE_FOREIGN expect. None, for a sweep: rows (any `req_rows`
+        req_to_token: int32 [req_rows, W], slots by request row and position, with which
+            READ_SET and WRITE_FOREIGN compare. None, for a sweep: rows (any `req_rows`
             but 0) belong to no request, so that columns and `expected_lineage` are not
             compared and findings go to verdict 0.
         tokens: int32 [req_rows, W'], tokens by position, negative: not known. The slot
@@ -32,3 +33,14 @@ class PoolChecks:
     tokens: Tensor | None = None
     token_offset: int = 0
     published: Tensor | None = None
+
+
+CHECK_NUMBERS = (
+    "page_size",
+    "token_offset",
+    "fingerprint.mode",
+    "fingerprint.rotation_period",
+)
+"""The numbers of `PoolChecks` that the native ops take."""
+
+check_numbers_of = attrgetter(*CHECK_NUMBERS)

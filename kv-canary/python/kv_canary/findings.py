@@ -1,4 +1,4 @@
-"""What a forward found, as it travels to the host.
+"""The findings of a forward, as they travel to the host.
 
 ```
 findings, int64 [STATUS_WORDS + R]

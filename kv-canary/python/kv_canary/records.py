@@ -1,9 +1,10 @@
 """Words of the canary's records, ring and counters, and the lineage hash.
 
-The one definition that the torch reference, the C++ ops and the Triton kernels mirror
-and are tested against. Knows nothing of tensors' owners or of launches.
+The one definition: the torch reference and the Triton kernels import it, and
+`scripts/generate_canary_header.py` writes it as a header for the C++ ops. Knows nothing
+of tensors' owners or of launches.
 
-A record is four int64 words:
+A record is four int64 words (`Record`):
     0  token (low 32 bits) and position (high 32); -1: poison
     1  lineage of the row up to and including this token
     2  fingerprint of the slot's bytes: K (low 32 bits), V (high 32); 0 in `head`
@@ -24,9 +25,9 @@ from torch import Tensor
 
 from kv_canary.hashing import MASK64, mix64, mix64_array, mix64_int, to_signed64
 
-RECORD_WORDS = 4
 POISON_WORD = -1
-TOKEN_MASK = (1 << 32) - 1
+HALF_BITS = 32
+TOKEN_MASK = (1 << HALF_BITS) - 1
 SERIAL_BITS = 24
 SERIAL_MASK = (1 << SERIAL_BITS) - 1
 KIND_MASK = 15
@@ -35,6 +36,21 @@ CLOCK_MASK = (1 << 36) - 1
 # Keeps an unsalted term from being a plain hash of the packed token.
 SALT_KEY = 0x5EEDCA11AB1E0B0E
 FIRST_CLOCK = 1
+TAG_MANAGER_SHIFT = 8
+TAG_MANAGER_MASK = 255
+TAG_POOL_SHIFT = 16
+
+
+class Record(IntEnum):
+    """Words of a record."""
+
+    WORD0 = 0
+    LINEAGE = 1
+    FINGERPRINT = 2
+    WORD3 = 3
+
+
+RECORD_WORDS = len(Record)
 
 
 class WriterKind(IntEnum):
@@ -52,7 +68,7 @@ class WriterKind(IntEnum):
 
 
 class Reason(IntFlag):
-    """What a check found; `label` is the name in logs."""
+    """Findings of the checks; the names in lower case are those of logs."""
 
     VERIFY_LINEAGE = 1 << 0
     VERIFY_POSITION = 1 << 1
@@ -76,7 +92,7 @@ def reason_labels(reasons: int) -> list[str]:
 
 
 class Phase(IntEnum):
-    """Where a forward manager stands between its launches."""
+    """The last launch of a forward manager."""
 
     IDLE = 0
     AFTER_VERIFY = 1
@@ -84,7 +100,7 @@ class Phase(IntEnum):
 
 
 class Launch(IntEnum):
-    """Which launch wrote a ring entry; low byte of the tag."""
+    """The launch that wrote a ring entry; low byte of the tag."""
 
     VERIFY = 0
     HEAD = 1
@@ -93,11 +109,11 @@ class Launch(IntEnum):
 
 
 class Ring(IntEnum):
-    """Columns of a ring entry. What does not apply to a reason is 0, a slot -1.
+    """Columns of a ring entry; those that do not apply to a reason are 0, slots -1.
 
     EXPECTED_WORD0 has all ones in its token half where the token is not known.
-    EXPECTED_SLOT is what the row's columns say, or -1 where nothing says it.
-    TAG is launch | manager << 8 | pool << 16 (manager 255: none).
+    EXPECTED_SLOT is that of the row's columns, or -1 where nothing says it.
+    TAG is that of `ring_tag`.
     A PHASE entry has the phase that was due in EXPECTED_WORD0, the phase found in
     FOUND_WORD0, and -1 as SLOT, POSITION and BATCH_ROW.
     """
@@ -121,6 +137,12 @@ class Ring(IntEnum):
 
 
 RING_WORDS = len(Ring)
+
+
+def ring_tag(launch: Launch, manager: int, pool: int) -> int:
+    """launch | manager << 8 | pool << 16; no manager is 255."""
+    manager &= TAG_MANAGER_MASK
+    return launch | manager << TAG_MANAGER_SHIFT | pool << TAG_POOL_SHIFT
 
 
 class Counter(IntEnum):
@@ -176,7 +198,7 @@ def unpack_word3(word: int) -> Provenance:
 
 
 def salt_key(salt: int) -> int:
-    """What a salt contributes to every term."""
+    """The part of a salt in every term."""
     return mix64_int(salt ^ SALT_KEY)
 
 
@@ -208,7 +230,7 @@ def extend_lineage(
 
 
 def lineage_of(tokens: list[int] | npt.NDArray[np.int64], salt: int) -> int:
-    """Lineage of a request whose tokens stand at positions 0, 1, ..."""
+    """Lineage of a request with these tokens at positions 0, 1, ..."""
     return extend_lineage(0, tokens, start_position=0, salt=salt)
 
 
@@ -228,7 +250,7 @@ def pack_word3_tensor(clock: Tensor, kind: int, serials: Tensor) -> Tensor:
 
 
 def fingerprint_keys(layers: Tensor, indices: Tensor) -> Tensor:
-    """What tells one word of a slot from another: mix64(layer << 32 | index)."""
+    """Keys that tell the words of a slot apart: mix64(layer << 32 | index)."""
     return mix64((layers << 32) | indices)
 
 

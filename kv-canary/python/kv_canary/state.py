@@ -5,7 +5,9 @@ Holds tensors; launches nothing.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
+from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +16,60 @@ from kv_canary.records import (
     FIRST_CLOCK,
     NUM_COUNTERS,
     POISON_WORD,
-    RECORD_WORDS,
-    RING_WORDS,
+    TAG_MANAGER_MASK,
+    Record,
+    Ring,
     WriterKind,
     pack_word3,
 )
+
+HEADER_WORDS = 8
+"""Words before the parts of an arena: the fields of `ArenaSizes`."""
+
+ALIGN_WORDS = 8
+"""Parts begin at multiples of so many words: a cache line, and what wide loads need."""
+
+_WORD_BYTES = torch.int64.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaSizes:
+    """The header of an arena."""
+
+    num_slots: int
+    req_rows: int
+    lineage_rows: int
+    ring_capacity: int
+    num_managers: int
+    pool: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPart:
+    """A tensor of `CanaryState` in its arena.
+
+    Fields:
+        rows: its rows, a number or a field of `ArenaSizes`; of several the largest.
+        words: of a row, by name; None: it is a vector.
+    """
+
+    rows: tuple[int | str, ...]
+    words: type[IntEnum] | None
+    dtype: torch.dtype
+
+    def shape(self, sizes: ArenaSizes) -> list[int]:
+        named = asdict(sizes)
+        rows = max(n if isinstance(n, int) else named[n] for n in self.rows)
+        return [rows] if self.words is None else [rows, len(self.words)]
+
+
+def _part(
+    *rows: int | str,
+    words: type[IntEnum] | None = None,
+    dtype: torch.dtype = torch.int64,
+) -> dict[str, Any]:
+    """Metadata of a tensor of `CanaryState`."""
+    return {"part": ArenaPart(rows, words, dtype)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +77,14 @@ class CanaryState:
     """The canary of one KV pool; every tensor a part of one allocation on the pool's
     device.
 
+    The tensors are declared here and nowhere else: their places in the arena, the tuple
+    of the Triton kernels and the pointers of the native ops follow from their order and
+    metadata.
+
     Fields:
-        arena: int64, all others behind a header that says how large they are
-            (`_Layout`); what the CPU's native ops take.
-        head, tail: int64 [num_slots, 4], records (`records.py`).
+        arena: int64, the header (`ArenaSizes`), then all others in order, each from the
+            next multiple of `ALIGN_WORDS`; the one argument of the CPU's native ops.
+        head, tail: int64 [num_slots, RECORD_WORDS], records (`records.py`).
         expected_lineage: int64 [lineage_rows], lineage of the last KV token of a row,
             known without the records.
         verdict: int32 [req_rows], reasons per request row since the last gather. Row 0
@@ -46,17 +101,17 @@ class CanaryState:
     """
 
     arena: Tensor
-    head: Tensor
-    tail: Tensor
-    expected_lineage: Tensor
-    verdict: Tensor
-    ring: Tensor
-    ring_count: Tensor
-    counters: Tensor
-    clock: Tensor
-    phase: Tensor
-    ticket: Tensor
-    next_lineage: Tensor
+    head: Tensor = field(metadata=_part("num_slots", words=Record))
+    tail: Tensor = field(metadata=_part("num_slots", words=Record))
+    expected_lineage: Tensor = field(metadata=_part("lineage_rows"))
+    verdict: Tensor = field(metadata=_part("req_rows", dtype=torch.int32))
+    ring: Tensor = field(metadata=_part("ring_capacity", words=Ring))
+    ring_count: Tensor = field(metadata=_part(1))
+    counters: Tensor = field(metadata=_part(NUM_COUNTERS))
+    clock: Tensor = field(metadata=_part(1))
+    phase: Tensor = field(metadata=_part("num_managers", dtype=torch.int32))
+    ticket: Tensor = field(metadata=_part(1, dtype=torch.int32))
+    next_lineage: Tensor = field(metadata=_part("req_rows", "lineage_rows"))
     pool: int
 
     @property
@@ -73,77 +128,38 @@ class CanaryState:
 
     def clone(self) -> CanaryState:
         """A copy in an allocation of its own."""
-        sizes = self.arena[: len(fields(_Layout))].tolist()
-        layout = _Layout(
-            **{f.name: n for f, n in zip(fields(_Layout), sizes, strict=True)}
-        )
-        return layout.state_in(self.arena.clone())
+        arena = self.arena.clone()
+        header = arena[: len(fields(ArenaSizes))].tolist()
+        names = (f.name for f in fields(ArenaSizes))
+        return _state_in(arena, ArenaSizes(**dict(zip(names, header, strict=True))))
 
 
-# It holds the fields of `_Layout` in their order; `canary.cpp` reads them.
-_HEADER_WORDS = 8
-# Parts begin at multiples of so many words: a cache line, and what wide loads need.
-_ALIGN_WORDS = 8
+ARENA_PARTS: dict[str, ArenaPart] = {
+    f.name: f.metadata["part"] for f in fields(CanaryState) if f.metadata
+}
+"""The parts of an arena by name, in order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    """Where the parts of a state lie in its arena: in the order of `_parts`, each from
-    the next multiple of `_ALIGN_WORDS`."""
-
-    num_slots: int
-    lineage_rows: int
-    req_rows: int
-    ring_capacity: int
-    num_managers: int
-    pool: int
-
-    def _parts(self) -> dict[str, int]:
-        """Words of each part."""
-        return {
-            "header": _HEADER_WORDS,
-            "head": self.num_slots * RECORD_WORDS,
-            "tail": self.num_slots * RECORD_WORDS,
-            "expected_lineage": self.lineage_rows,
-            "ring": self.ring_capacity * RING_WORDS,
-            "ring_count": 1,
-            "counters": NUM_COUNTERS,
-            "clock": 1,
-            "verdict": (self.req_rows + 1) // 2,
-            "phase": (self.num_managers + 1) // 2,
-            "ticket": 1,
-            "next_lineage": max(self.req_rows, self.lineage_rows),
-        }
-
-    @property
-    def words(self) -> int:
-        return sum(map(_aligned, self._parts().values()))
-
-    def state_in(self, arena: Tensor) -> CanaryState:
-        """The views of an arena [words] int64."""
-        parts, begin = {}, 0
-        for name, words in self._parts().items():
-            parts[name] = arena[begin : begin + words]
-            begin += _aligned(words)
-        return CanaryState(
-            arena=arena,
-            head=parts["head"].view(-1, RECORD_WORDS),
-            tail=parts["tail"].view(-1, RECORD_WORDS),
-            expected_lineage=parts["expected_lineage"],
-            verdict=parts["verdict"].view(torch.int32)[: self.req_rows],
-            ring=parts["ring"].view(-1, RING_WORDS),
-            ring_count=parts["ring_count"],
-            counters=parts["counters"],
-            clock=parts["clock"],
-            phase=parts["phase"].view(torch.int32)[: self.num_managers],
-            ticket=parts["ticket"].view(torch.int32)[:1],
-            next_lineage=parts["next_lineage"],
-            pool=self.pool,
-        )
+def _layout_of(sizes: ArenaSizes) -> tuple[dict[str, slice], int]:
+    """(the words of each part, the words of the arena)."""
+    places, begin = {}, HEADER_WORDS
+    for name, part in ARENA_PARTS.items():
+        elements = torch.Size(part.shape(sizes)).numel()
+        words = -(-elements * part.dtype.itemsize // _WORD_BYTES)
+        places[name] = slice(begin, begin + words)
+        begin += -(-words // ALIGN_WORDS) * ALIGN_WORDS
+    return places, begin
 
 
-def _aligned(words: int) -> int:
-    return -(-words // _ALIGN_WORDS) * _ALIGN_WORDS
+def _state_in(arena: Tensor, sizes: ArenaSizes) -> CanaryState:
+    """The views of an arena."""
+    tensors = {}
+    for name, place in _layout_of(sizes)[0].items():
+        part = ARENA_PARTS[name]
+        shape = part.shape(sizes)
+        elements = arena[place].view(part.dtype)[: torch.Size(shape).numel()]
+        tensors[name] = elements.view(shape)
+    return CanaryState(arena=arena, pool=sizes.pool, **tensors)
 
 
 def create_state(
@@ -166,32 +182,27 @@ def create_state(
     Raises:
         ValueError: a size is not positive, or more managers than a tag can name.
     """
-    sizes = {
-        "num_slots": num_slots,
-        "req_rows": req_rows,
-        "ring_capacity": ring_capacity,
-        "num_managers": num_managers,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"create_state: {name}={size} must be positive")
-    if num_managers > 254:
-        raise ValueError(f"create_state: num_managers={num_managers}, at most 254")
-
-    layout = _Layout(
+    sizes = ArenaSizes(
         num_slots=num_slots,
-        lineage_rows=lineage_rows or req_rows,
         req_rows=req_rows,
+        lineage_rows=lineage_rows or req_rows,
         ring_capacity=ring_capacity,
         num_managers=num_managers,
         pool=pool,
     )
-    arena = torch.zeros(layout.words, dtype=torch.int64, device=device)
-    header = list(asdict(layout).values())
-    arena[: len(header)] = torch.tensor(header)
-    state = layout.state_in(arena)
+    for name, size in asdict(sizes).items():
+        if size < 1 and name != "pool":
+            raise ValueError(f"create_state: {name}={size} must be positive")
+    if num_managers >= TAG_MANAGER_MASK:
+        raise ValueError(
+            f"create_state: num_managers={num_managers}, at most {TAG_MANAGER_MASK - 1}"
+        )
+    arena = torch.zeros(_layout_of(sizes)[1], dtype=torch.int64, device=device)
+    header = torch.tensor(astuple(sizes))
+    arena[: len(header)] = header
+    state = _state_in(arena, sizes)
     for records in (state.head, state.tail):
-        records[:, 0] = POISON_WORD
-        records[:, 3] = pack_word3(0, WriterKind.POISON, 0)
+        records[:, Record.WORD0] = POISON_WORD
+        records[:, Record.WORD3] = pack_word3(0, WriterKind.POISON, 0)
     state.clock.fill_(FIRST_CLOCK)
     return state

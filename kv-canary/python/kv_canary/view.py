@@ -19,6 +19,12 @@ NO_MANAGER = -1
 """Manager of a launch that is no step of a forward: it leaves all phases alone."""
 
 
+def _declared(length: str, *, at_end: bool = False) -> dict[str, Any]:
+    """Metadata of a tensor of a view: its length in words of the native ops' checks,
+    and whether only the launch that ends a forward reads it."""
+    return {"length": length, "at_end": at_end}
+
+
 # Not frozen: made for every forward, and frozen fields take twice as long to set.
 # Nothing sets them later.
 @dataclass(slots=True, kw_only=True)
@@ -41,20 +47,21 @@ class KVReadView:
         prev_slots: int64 [R] | None, slot of the token before element 0, -1: none; for
             views of no forward (a sweep).
         entry_size: elements that one entry of the table covers.
-        tensors: read_lens, page_table, row_index, indptr, slot_indices or
-            page_indices, first_position, prev_slots: for the native ops.
+        numbers, tensors: for the native ops, `READ_NUMBERS` and `READ_FIELDS` in order,
+            without the absent tensors at the end.
     """
 
-    read_lens: Tensor
+    read_lens: Tensor = field(metadata=_declared("rows"))
+    page_table: Tensor | None = field(default=None, metadata=_declared("any"))
+    row_index: Tensor | None = field(default=None, metadata=_declared("rows"))
+    indptr: Tensor | None = field(default=None, metadata=_declared("any"))
+    slot_indices: Tensor | None = field(default=None, metadata=_declared("any"))
+    page_indices: Tensor | None = field(default=None, metadata=_declared("any"))
+    first_position: Tensor | None = field(default=None, metadata=_declared("rows"))
+    prev_slots: Tensor | None = field(default=None, metadata=_declared("rows"))
     page_size: int = 1
-    page_table: Tensor | None = None
-    row_index: Tensor | None = None
-    indptr: Tensor | None = None
-    slot_indices: Tensor | None = None
-    page_indices: Tensor | None = None
-    first_position: Tensor | None = None
-    prev_slots: Tensor | None = None
     entry_size: int = field(init=False)
+    numbers: tuple[int, ...] = field(init=False, repr=False, compare=False)
     tensors: list[Tensor | None] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,17 +75,9 @@ class KVReadView:
             )
         if self.page_size < 1:
             raise ValueError(f"KVReadView: page_size={self.page_size} is not positive")
-        slots = self.slot_indices
-        self.entry_size = self.page_size if slots is None else 1
-        self.tensors = [
-            self.read_lens,
-            self.page_table,
-            self.row_index,
-            self.indptr,
-            self.page_indices if slots is None else slots,
-            self.first_position,
-            self.prev_slots,
-        ]
+        self.entry_size = self.page_size if self.slot_indices is None else 1
+        self.numbers = _read_numbers_of(self)
+        self.tensors = _without_absent_end(_read_tensors_of(self))
 
     @property
     def entries(self) -> Tensor:
@@ -92,21 +91,11 @@ class KVReadView:
         """For kernels that index raw memory, where another layout would be misread.
 
         Raises:
-            ValueError: a tensor is no contiguous int64 vector.
+            ValueError: a tensor of a value per row is no contiguous int64 vector.
         """
-        require_vectors(
-            "KVReadView",
-            read_lens=self.read_lens,
-            row_index=self.row_index,
-            first_position=self.first_position,
-            prev_slots=self.prev_slots,
-        )
-
-
-def _declared(length: str, *, at_end: bool = False) -> dict[str, Any]:
-    """Metadata of a tensor of `ForwardView`: its length in words of the native ops'
-    checks, and whether only the launch that ends a forward reads it."""
-    return {"length": length, "at_end": at_end}
+        for f, tensor in zip(READ_FIELDS, self.tensors, strict=False):
+            if f.metadata["length"] == "rows":
+                require_vector(f"KVReadView: {f.name}", tensor)
 
 
 # Not frozen for the same reason as `KVReadView`.
@@ -115,7 +104,7 @@ class ForwardView:
     """R rows of a forward and their T new tokens; int64, contiguous.
 
     The tensors are declared here and nowhere else: the list for the native ops, the
-    layout check, the tuple of the Triton kernels and the indices in C++ follow from
+    layout check, the tuples of the Triton kernels and the indices in C++ follow from
     their order and metadata.
 
     Fields:
@@ -142,12 +131,13 @@ class ForwardView:
             None: all.
         reads: the slots that attention reads; empty where nothing is verified.
         writer_kind: who writes the new tokens.
-        manager: which forward of a launch this is, whose phase its launches step.
+        manager: number of the forward in its launch, whose phase its launches step.
         oracle: (tokens, positions), [T] each, that the inputs must equal; negative: not
             known. For tests.
         max_depth: ancestors that are walked in a tree, and tokens of it after the root
             that can be accepted.
-        tensors: all of them in this order, for the native ops.
+        numbers, tensors: for the native ops, `FORWARD_NUMBERS` and `ROW_FIELDS` in
+            order, without the absent tensors at the end.
     """
 
     req_rows: Tensor = field(metadata=_declared("rows"))
@@ -161,6 +151,7 @@ class ForwardView:
     qo_indptr: Tensor | None = field(default=None, metadata=_declared("rows + 1"))
     parent_index: Tensor | None = field(default=None, metadata=_declared("tokens"))
     seeds: Tensor | None = field(default=None, metadata=_declared("rows"))
+    seed_table: Tensor | None = field(default=None, metadata=_declared("any"))
     lineage_rows: Tensor | None = field(default=None, metadata=_declared("rows"))
     shift_from: Tensor | None = field(default=None, metadata=_declared("rows"))
     column_shift: Tensor | None = field(default=None, metadata=_declared("rows"))
@@ -170,13 +161,13 @@ class ForwardView:
     stay_lens: Tensor | None = field(
         default=None, metadata=_declared("rows", at_end=True)
     )
-    seed_table: Tensor | None = field(default=None, metadata=_declared("any"))
     reads: Sequence[KVReadView] = ()
     writer_kind: WriterKind = WriterKind.NONE
     manager: int = NO_MANAGER
     oracle: tuple[Tensor, Tensor] | None = None
     max_depth: int = 0
     # Made once and not by each launch of a forward.
+    numbers: tuple[int, ...] = field(init=False, repr=False, compare=False)
     tensors: list[Tensor | None] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -186,7 +177,8 @@ class ForwardView:
             raise ValueError("ForwardView: give either seeds or seed_table")
         if self.parent_index is not None and self.max_depth < 1:
             raise ValueError("ForwardView: a tree without max_depth")
-        self.tensors = list(_tensors_of(self))
+        self.numbers = _forward_numbers_of(self)
+        self.tensors = _without_absent_end(_row_tensors_of(self))
 
     def check_layout(self) -> None:
         """For kernels that index raw memory, where another layout would be misread.
@@ -194,9 +186,8 @@ class ForwardView:
         Raises:
             ValueError: a tensor is no contiguous int64 vector.
         """
-        require_vectors(
-            "ForwardView", **dict(zip(TENSOR_NAMES, self.tensors, strict=True))
-        )
+        for f, tensor in zip(ROW_FIELDS, self.tensors, strict=False):
+            require_vector(f"ForwardView: {f.name}", tensor)
 
     def max_advance(self, extend_lens: Tensor) -> Tensor:
         """By how much the rows' prefixes can grow in this forward, [R]."""
@@ -213,23 +204,41 @@ class ForwardView:
         return self.input_ids.shape[0]
 
 
-TENSOR_FIELDS = tuple(f for f in fields(ForwardView) if f.metadata)
+READ_FIELDS = tuple(f for f in fields(KVReadView) if f.metadata)
+"""The tensors of a `KVReadView`, in order, with their metadata."""
+
+ROW_FIELDS = tuple(f for f in fields(ForwardView) if f.metadata)
 """The tensors of a `ForwardView`, in order, with their metadata."""
 
-TENSOR_NAMES = tuple(f.name for f in TENSOR_FIELDS)
-_tensors_of = attrgetter(*TENSOR_NAMES)
+READ_NUMBERS = ("page_size", "entry_size")
+"""The numbers of a `KVReadView` that the native ops take."""
+
+FORWARD_NUMBERS = ("max_depth", "manager", "writer_kind")
+"""The numbers of a `ForwardView` that the native ops take."""
+
+_read_numbers_of = attrgetter(*READ_NUMBERS)
+_forward_numbers_of = attrgetter(*FORWARD_NUMBERS)
+_read_tensors_of = attrgetter(*(f.name for f in READ_FIELDS))
+_row_tensors_of = attrgetter(*(f.name for f in ROW_FIELDS))
 
 
-def require_vectors(owner: str, **tensors: Tensor | None) -> None:
+def _without_absent_end(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """torch takes about 40 ns to hand over an absent tensor."""
+    end = len(tensors)
+    while tensors[end - 1] is None:
+        end -= 1
+    return list(tensors[:end])
+
+
+def require_vector(name: str, t: Tensor | None) -> None:
     """
     Raises:
-        ValueError: one of them is no contiguous int64 vector; names it.
+        ValueError: it is there and no contiguous int64 vector; names it.
     """
-    for name, t in tensors.items():
-        if t is None:
-            continue
-        if t.dtype is not torch.int64 or t.dim() != 1 or not t.is_contiguous():
-            raise ValueError(
-                f"{owner}: {name} is {t.dtype} of shape {list(t.shape)} and strides "
-                f"{list(t.stride())}; it must be a contiguous int64 vector"
-            )
+    if t is None:
+        return
+    if t.dtype is not torch.int64 or t.dim() != 1 or not t.is_contiguous():
+        raise ValueError(
+            f"{name} is {t.dtype} of shape {list(t.shape)} and strides "
+            f"{list(t.stride())}; it must be a contiguous int64 vector"
+        )

@@ -1,5 +1,6 @@
-// Checks of arguments and launches of the KV canary. The state is one arena (kernels/state.py);
-// other tensors arrive as lists in the order of CanaryRows and KVReadView (kernels/native.py).
+// Checks of arguments and launches of the KV canary. The state is one arena; the tensors of a
+// forward and of what attention reads arrive as lists, in the order of canary_words.h.
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -14,15 +15,36 @@ namespace {
 using OptionalTensors = std::vector<OptionalTensor>;
 using Numbers = std::vector<int64_t>;
 
+// The numbers of launches that write; those that also read; as they arrive.
+struct WriteNumbers {
+  canary::ForwardNumbers forward;
+  canary::CheckNumbers checks;
+};
+
+struct ReadNumbers : WriteNumbers {
+  canary::ReadNumbers table;
+};
+
 // Time of one thread, for the decision to split; measured within a factor 2.
 constexpr double kMicrosecondsPerElement = 4e-2;
 constexpr double kMicrosecondsPerWord = 1e-3;
 
 template <class T>
+T unpack(const char* op, const Numbers& numbers) {
+  constexpr size_t kCount = sizeof(T) / sizeof(int64_t);
+  SGLK_REQUIRE(
+      numbers.size() == kCount, op, ": numbers has ", numbers.size(), " values, expected ",
+      kCount);
+  T unpacked;
+  std::memcpy(&unpacked, numbers.data(), sizeof(T));
+  return unpacked;
+}
+
+template <class T>
 T* vector_data(
     const char* op, const char* name, const Tensor& t, ScalarType type, int64_t size) {
   check_vector(op, name, t, type, size);
-  return (T*)t.mutable_data_ptr();
+  return static_cast<T*>(t.mutable_data_ptr());
 }
 
 const int64_t* longs(
@@ -30,83 +52,86 @@ const int64_t* longs(
   return t ? vector_data<const int64_t>(op, name, *t, ScalarType::Long, size) : nullptr;
 }
 
-// The parts of an arena, in the order and with the alignment of `_Layout` in state.py.
-canary::State state_of(const char* op, const Tensor& arena) {
-  constexpr int64_t kHeaderWords = 8, kAlignWords = 8, kRecordWords = 4;
-  int64_t* at = vector_data<int64_t>(op, "state", arena, ScalarType::Long, arena.numel());
-  SGLK_CHECK(arena.numel() > kHeaderWords, op, "state", arena, "a header and its parts");
-  const int64_t* header = at;
-  const int64_t* end = at + arena.numel();
-  const auto take = [&](int64_t words) {
-    int64_t* part = at;
-    at += (words + kAlignWords - 1) / kAlignWords * kAlignWords;
-    return part;
-  };
-  canary::State s{};
-  take(kHeaderWords);
-  s.num_slots = header[0];
-  s.lineage_rows = header[1];
-  s.req_rows = header[2];
-  s.capacity = header[3];
-  s.managers = header[4];
-  s.pool = header[5];
-  s.head = take(s.num_slots * kRecordWords);
-  s.tail = take(s.num_slots * kRecordWords);
-  s.expected_lineage = take(s.lineage_rows);
-  s.ring = take(s.capacity * canary::kRingWords);
-  s.ring_count = take(1);
-  s.counters = take(canary::kNumCounters);
-  s.clock = take(1);
-  s.verdict = (int32_t*)take((s.req_rows + 1) / 2);
-  s.phase = (int32_t*)take((s.managers + 1) / 2);
-  // Scratch of the GPU's tail launch: a ticket, lineages to come.
-  take(1);
-  take(s.req_rows > s.lineage_rows ? s.req_rows : s.lineage_rows);
-  SGLK_CHECK(at == end, op, "state", arena, "the words that its header announces");
+canary::State state_of(const char* op, const Tensor& t) {
+  int64_t* begin = vector_data<int64_t>(op, "state", t, ScalarType::Long, t.numel());
+  SGLK_CHECK(t.numel() > canary::kHeaderWords, op, "state", t, "a header and its parts");
+  canary::Arena arena(begin);
+  const canary::State s = canary::take_state(arena);
+  SGLK_CHECK(
+      arena.end() == begin + t.numel(), op, "state", t, "the words that its header announces");
   return s;
 }
 
-canary::Rows rows_of(
-    const char* op, const OptionalTensors& t, int64_t max_depth, const canary::State& s) {
-  SGLK_REQUIRE(t.size() == 17, op, ": rows has ", t.size(), " tensors, expected 17");
-  for (int i = 0; i < 8; i++)
-    SGLK_REQUIRE(t[i], op, ": tensor ", i, " of rows is missing");
-  canary::Rows rows{};
-  const int64_t n = rows.count = t[0]->numel(), tokens = rows.tokens = t[3]->numel();
-  rows.req_rows = longs(op, "req_rows", t[0], n);
-  rows.prefix_lens = longs(op, "prefix_lens", t[1], n);
-  rows.extend_lens = longs(op, "extend_lens", t[2], n);
-  rows.input_ids = longs(op, "input_ids", t[3], tokens);
-  rows.positions = longs(op, "positions", t[4], tokens);
-  rows.locs = longs(op, "out_cache_loc", t[5], tokens);
-  rows.serials = longs(op, "serials", t[6], n);
-  rows.salts = longs(op, "salts", t[7], n);
-  rows.indptr = longs(op, "qo_indptr", t[8], n + 1);
-  rows.parents = longs(op, "parent_index", t[9], tokens);
-  rows.seeds = longs(op, "seeds", t[10], n);
-  rows.lineage_rows = longs(op, "lineage_rows", t[11], n);
-  rows.shift_from = longs(op, "shift_from", t[12], n);
-  rows.column_shift = longs(op, "column_shift", t[13], n);
-  rows.publish_rows = longs(op, "publish_rows", t[14], n);
-  rows.stay_lens = longs(op, "stay_lens", t[15], n);
-  rows.seed_table = longs(op, "seed_table", t[16], t[16] ? t[16]->numel() : 0);
-  rows.max_depth = max_depth;
-  for (int64_t r = 0; r < n; r++) {
-    const int64_t row = rows.lineage_row(r), first = rows.start(r);
+// The tensors of a view in the order of their declaration, without the absent ones at the end.
+class TensorList {
+ public:
+  TensorList(const char* op, const char* name, const OptionalTensors& given, int64_t most)
+      : given_(given) {
+    const int64_t size = static_cast<int64_t>(given.size());
     SGLK_REQUIRE(
-        row >= 0 && row < s.lineage_rows, op, ": row ", r, " has lineage row ", row,
-        ", expected 0 .. ", s.lineage_rows - 1);
-    SGLK_REQUIRE(
-        rows.published_row(r) >= 0 && rows.published_row(r) < s.lineage_rows, op, ": row ",
-        r, " publishes lineage row ", rows.published_row(r), ", expected 0 .. ",
-        s.lineage_rows - 1);
-    SGLK_REQUIRE(
-        !t[16] || (rows.req_rows[r] >= 0 && rows.req_rows[r] < t[16]->numel()), op,
-        ": req_rows[", r, "] is ", rows.req_rows[r], ", outside of seed_table");
-    SGLK_REQUIRE(
-        first >= 0 && (first <= tokens || rows.req_rows[r] == 0), op, ": qo_indptr[", r,
-        "] is ", first, ", expected 0 .. ", tokens);
+        size <= most, op, ": ", name, " has ", size, " tensors, expected at most ", most);
   }
+
+  const OptionalTensor& operator[](int64_t i) const {
+    static const OptionalTensor absent;
+    return i < static_cast<int64_t>(given_.size()) ? given_[i] : absent;
+  }
+
+ private:
+  const OptionalTensors& given_;
+};
+
+int64_t elements_of(const OptionalTensor& t) { return t ? t->numel() : 0; }
+
+void check_lineage_row(
+    const char* op, const canary::State& s, int64_t r, const char* verb, int64_t row) {
+  SGLK_REQUIRE(
+      row >= 0 && row < s.lineage_rows, op, ": row ", r, verb, row, ", expected 0 .. ",
+      s.lineage_rows - 1);
+}
+
+void check_rows(const char* op, const canary::Rows& rows, const canary::State& s) {
+  for (int64_t r = 0; r < rows.count; r++) {
+    const int64_t req = rows.req_rows[r], start = rows.start(r);
+    check_lineage_row(op, s, r, " has lineage row ", rows.lineage_row(r));
+    check_lineage_row(op, s, r, " publishes lineage row ", rows.published_row(r));
+    SGLK_REQUIRE(
+        !rows.seed_table || (req >= 0 && req < rows.seed_rows), op, ": req_rows[", r,
+        "] is ", req, ", outside of seed_table");
+    SGLK_REQUIRE(
+        start >= 0 && (start <= rows.tokens || req == 0), op, ": qo_indptr[", r, "] is ",
+        start, ", expected 0 .. ", rows.tokens);
+  }
+}
+
+canary::Rows rows_of(
+    const char* op, const OptionalTensors& given, int64_t max_depth,
+    const canary::State& s) {
+  using canary::Length;
+  using canary::Row;
+  const TensorList t(op, "rows", given, Row::kCount);
+  canary::Rows rows{};
+  rows.count = elements_of(t[Row::kReqRows]);
+  rows.tokens = elements_of(t[Row::kInputIds]);
+  rows.seed_rows = elements_of(t[Row::kSeedTable]);
+  rows.max_depth = max_depth;
+  const auto length_of = [&](Length length, const OptionalTensor& tensor) {
+    switch (length) {
+      case Length::kRows: return rows.count;
+      case Length::kRowEnds: return rows.count + 1;
+      case Length::kTokens: return rows.tokens;
+      case Length::kAny: break;
+    }
+    return elements_of(tensor);
+  };
+  canary::visit_rows(
+      rows, [&](const int64_t*& to, int64_t index, const char* name, Length length,
+                bool is_required) {
+        const OptionalTensor& tensor = t[index];
+        SGLK_REQUIRE(tensor || !is_required, op, ": ", name, " is missing");
+        to = longs(op, name, tensor, length_of(length, tensor));
+      });
+  check_rows(op, rows, s);
   return rows;
 }
 
@@ -124,42 +149,60 @@ canary::Columns columns_of(
       t->dim() == 2 && t->scalar_type() == ScalarType::Int && t->stride(1) == 1, op, name,
       *t, "int32 [rows, columns] with contiguous rows");
   check_req_rows(op, rows, t->size(0));
-  return {(const int32_t*)t->const_data_ptr(), t->stride(0), t->size(1)};
+  return {static_cast<const int32_t*>(t->const_data_ptr()), t->stride(0), t->size(1)};
 }
 
-canary::Table table_of(const char* op, const OptionalTensors& t, int64_t page, int64_t rows) {
-  SGLK_REQUIRE(t.size() == 7, op, ": table has ", t.size(), " tensors, expected 7");
-  SGLK_REQUIRE(t[0], op, ": read_lens is missing");
-  canary::Table table{};
-  table.read_lens = longs(op, "read_lens", t[0], rows);
-  table.page_size = page;
-  table.paged = t[1].has_value();
-  SGLK_REQUIRE(table.paged || (t[3] && t[4]), op, ": neither page_table nor indptr");
-  const Tensor& entries = table.paged ? *t[1] : *t[4];
+void set_pages(
+    const char* op, const Tensor& pages, const OptionalTensor& row_index, int64_t rows,
+    canary::Table& table) {
+  table.paged = true;
+  table.rows = pages.size(0);
+  table.columns = pages.size(1);
+  table.row_stride = pages.stride(0);
+  table.column_stride = pages.stride(1);
+  table.row_index = longs(op, "row_index", row_index, rows);
+}
+
+void set_flat(
+    const char* op, const Tensor& entries, const Tensor& indptr, int64_t rows,
+    canary::Table& table) {
+  check_vector(op, "slot_indices", entries, entries.scalar_type(), entries.numel());
+  table.columns = entries.numel();
+  SGLK_CHECK(indptr.numel() >= rows, op, "indptr", indptr, "at least one entry per row");
+  table.indptr = longs(op, "indptr", indptr, indptr.numel());
+}
+
+canary::Table table_of(
+    const char* op, const OptionalTensors& given, int64_t rows,
+    const canary::ReadNumbers& n) {
+  using canary::Read;
+  const TensorList t(op, "table", given, Read::kCount);
+  SGLK_REQUIRE(t[Read::kReadLens], op, ": read_lens is missing");
+  SGLK_REQUIRE(
+      n.entry_size > 0, op, ": entry size is ", n.entry_size, ", expected at least 1");
+  const OptionalTensor &pages = t[Read::kPageTable], &indptr = t[Read::kIndptr];
+  const OptionalTensor& flat =
+      t[Read::kSlotIndices] ? t[Read::kSlotIndices] : t[Read::kPageIndices];
+  SGLK_REQUIRE(pages || (indptr && flat), op, ": neither page_table nor indptr");
+  const Tensor& entries = pages ? *pages : *flat;
   const ScalarType type = entries.scalar_type();
   SGLK_CHECK(
-      entries.dim() == (table.paged ? 2 : 1) &&
+      entries.dim() == (pages ? 2 : 1) &&
           (type == ScalarType::Int || type == ScalarType::Long),
-      op, table.paged ? "page_table" : "slot_indices", entries, "int32 or int64 indices");
+      op, pages ? "page_table" : "slot_indices", entries, "int32 or int64 indices");
+  canary::Table table{};
   table.entries = {entries.const_data_ptr(), type == ScalarType::Long};
-  if (table.paged) {
-    table.rows = entries.size(0);
-    table.columns = entries.size(1);
-    table.row_stride = entries.stride(0);
-    table.column_stride = entries.stride(1);
-    table.row_index = longs(op, "row_index", t[2], rows);
-  } else {
-    check_vector(op, "slot_indices", entries, type, entries.numel());
-    table.columns = entries.numel();
-    SGLK_CHECK(t[3]->numel() >= rows, op, "indptr", *t[3], "at least one entry per row");
-    table.indptr = longs(op, "indptr", t[3], t[3]->numel());
-  }
-  table.first = longs(op, "first_position", t[5], rows);
-  table.prev_slots = longs(op, "prev_slots", t[6], rows);
+  table.read_lens = longs(op, "read_lens", t[Read::kReadLens], rows);
+  table.first = longs(op, "first_position", t[Read::kFirstPosition], rows);
+  table.prev_slots = longs(op, "prev_slots", t[Read::kPrevSlots], rows);
+  table.page_size = n.page_size;
+  table.entry_size = n.entry_size;
+  if (pages) set_pages(op, entries, t[Read::kRowIndex], rows, table);
+  else set_flat(op, entries, *indptr, rows, table);
   return table;
 }
 
-// What tells the words of a slot apart, hashed once for each shape of a pool.
+// Keys that tell the words of a slot apart, hashed once for each shape of a pool.
 const uint64_t* keys_of(int64_t layers, int64_t count) {
   static std::mutex mutex;
   static std::map<std::pair<int64_t, int64_t>, std::vector<uint64_t>> known;
@@ -177,18 +220,18 @@ canary::Words words_of(const char* op, const char* name, const Tensor& t, int64_
           t.size(1) >= slots,
       op, name, t, "int64 [layers, slots, words] with contiguous words");
   return {
-      (const int64_t*)t.const_data_ptr(), keys_of(t.size(0), t.size(2)), t.stride(0),
-      t.stride(1), t.size(2)};
+      static_cast<const int64_t*>(t.const_data_ptr()), keys_of(t.size(0), t.size(2)),
+      t.stride(0), t.stride(1), t.size(2)};
 }
 
 canary::Bytes bytes_of(
-    const char* op, const OptionalTensor& k, const OptionalTensor& v, int64_t mode,
-    int64_t period, int64_t slots) {
+    const char* op, const OptionalTensor& k, const OptionalTensor& v,
+    const canary::CheckNumbers& n, int64_t slots) {
   canary::Bytes bytes{};
-  bytes.mode = mode;
-  bytes.period = period;
-  if (mode == canary::kNoBytes) return bytes;
-  SGLK_REQUIRE(k && v && period > 0, op, ": fingerprints need K, V and a period");
+  bytes.mode = n.mode;
+  bytes.period = n.rotation_period;
+  if (n.mode == canary::FingerprintMode::kNone) return bytes;
+  SGLK_REQUIRE(k && v && bytes.period > 0, op, ": fingerprints need K, V and a period");
   bytes.k = words_of(op, "k_words", *k, slots);
   bytes.v = words_of(op, "v_words", *v, slots);
   SGLK_CHECK(v->size(0) == k->size(0), op, "v_words", *v, "the layers of k_words");
@@ -198,55 +241,40 @@ canary::Bytes bytes_of(
 }
 
 double words_per_hash(const canary::Bytes& bytes) {
-  if (bytes.mode == canary::kNoBytes) return 0;
-  if (bytes.mode == canary::kPartial) return 4;
-  return (double)(bytes.layers * (bytes.k.count + bytes.v.count));
+  if (bytes.mode == canary::FingerprintMode::kNone) return 0;
+  if (bytes.mode == canary::FingerprintMode::kPartial) return 4;
+  return double(bytes.layers * (bytes.k.count + bytes.v.count));
 }
 
 void check_manager(const char* op, const canary::State& s, int64_t manager) {
   SGLK_REQUIRE(
-      manager >= -1 && manager < s.managers, op, ": manager is ", manager,
-      ", expected -1 .. ", s.managers - 1);
+      manager >= canary::kNoManager && manager < s.num_managers, op, ": manager is ",
+      manager, ", expected ", canary::kNoManager, " .. ", s.num_managers - 1);
 }
 
 canary::Site site_of(const canary::State& s, int64_t launch, int64_t manager) {
-  return {*s.clock, launch | (manager & 255) << 8 | s.pool << 16};
-}
-
-// numbers: page size, token offset, mode, period, max depth, manager, entry size
-canary::VerifyArgs verify_args(
-    const char* op, const Tensor& state, const OptionalTensors& rows,
-    const OptionalTensors& table, const OptionalTensor& k, const OptionalTensor& v,
-    const OptionalTensor& req_to_token, const OptionalTensor& tokens, const Numbers& n) {
-  SGLK_REQUIRE(n.size() >= 7, op, ": numbers has ", n.size(), " values, expected 7");
-  canary::VerifyArgs a{};
-  a.state = state_of(op, state);
-  a.rows = rows_of(op, rows, n[4], a.state);
-  check_req_rows(op, a.rows, a.state.req_rows);
-  check_manager(op, a.state, n[5]);
-  a.table = table_of(op, table, n[0], a.rows.count);
-  SGLK_REQUIRE(n[6] > 0, op, ": entry size is ", n[6], ", expected at least 1");
-  a.table.entry_size = n[6];
-  a.bytes = bytes_of(op, k, v, n[2], n[3], a.state.num_slots);
-  a.slots = columns_of(op, "req_to_token", req_to_token, a.rows);
-  a.tokens = columns_of(op, "tokens", tokens, a.rows);
-  a.token_offset = n[1];
-  return a;
+  using namespace canary;
+  const int64_t of_manager = (manager & kTagManagerMask) << kTagManagerShift;
+  return {*s.clock, launch | of_manager | s.pool << kTagPoolShift};
 }
 
 void run_verify(const canary::VerifyArgs& a, int64_t manager) {
+  using canary::Counter;
+  using canary::Launch;
   const bool sweep = !a.slots.data;
   const canary::Site site =
-      site_of(a.state, sweep ? canary::kSweepLaunch : canary::kVerifyLaunch, manager);
-  canary::step_phase(a.state, site, manager, canary::kIdle, canary::kAfterVerify);
-  canary::count(a.state, sweep ? canary::kSweepLaunches : canary::kVerifyLaunches, 1);
+      site_of(a.state, sweep ? Launch::kSweep : Launch::kVerify, manager);
+  canary::step_phase(
+      a.state, site, manager, canary::Phase::kIdle, canary::Phase::kAfterVerify);
+  canary::count(a.state, sweep ? Counter::kSweepLaunches : Counter::kVerifyLaunches, 1);
   int64_t elements = 0;
   for (int64_t r = 0; r < a.rows.count; r++)
     if (a.rows.req_rows[r]) elements += a.table.read_lens[r];
-  const double hashed = a.bytes.mode == canary::kRotate ? 1.0 / (double)a.bytes.period : 1.0;
+  const bool is_rotating = a.bytes.mode == canary::FingerprintMode::kRotate;
+  const double hashed = is_rotating ? 1.0 / double(a.bytes.period) : 1.0;
   const double each =
       kMicrosecondsPerElement + kMicrosecondsPerWord * hashed * words_per_hash(a.bytes);
-  run_split(a.rows.count, threads_for((double)elements * each), [&](int64_t b, int64_t e) {
+  run_split(a.rows.count, threads_for(double(elements) * each), [&](int64_t b, int64_t e) {
     for (int64_t r = b; r < e; r++) canary::verify_row(a, site, r);
   });
 }
@@ -254,22 +282,32 @@ void run_verify(const canary::VerifyArgs& a, int64_t manager) {
 void canary_verify(
     const Tensor& state, const OptionalTensors& rows, const OptionalTensors& table,
     const OptionalTensor& k, const OptionalTensor& v, const OptionalTensor& req_to_token,
-    const OptionalTensor& tokens, const Numbers& n) {
-  run_verify(
-      verify_args("canary_verify", state, rows, table, k, v, req_to_token, tokens, n), n[5]);
+    const OptionalTensor& tokens, const Numbers& numbers, bool steps_phase) {
+  const char* op = "canary_verify";
+  const auto n = unpack<ReadNumbers>(op, numbers);
+  canary::VerifyArgs a{};
+  a.state = state_of(op, state);
+  a.rows = rows_of(op, rows, n.forward.max_depth, a.state);
+  check_req_rows(op, a.rows, a.state.req_rows);
+  check_manager(op, a.state, n.forward.manager);
+  a.table = table_of(op, table, a.rows.count, n.table);
+  a.bytes = bytes_of(op, k, v, n.checks, a.state.num_slots);
+  a.slots = columns_of(op, "req_to_token", req_to_token, a.rows);
+  a.tokens = columns_of(op, "tokens", tokens, a.rows);
+  a.token_offset = n.checks.token_offset;
+  run_verify(a, steps_phase ? n.forward.manager : canary::kNoManager);
 }
 
-// numbers: page size, writer kind, mode, period, max depth, manager, advance (tail only)
 canary::WriteArgs write_args(
-    const char* op, const Tensor& state, const OptionalTensors& rows, const Numbers& n) {
-  SGLK_REQUIRE(n.size() >= 6, op, ": numbers has ", n.size(), " values, expected 6");
+    const char* op, const Tensor& state, const OptionalTensors& rows,
+    const WriteNumbers& n) {
   canary::WriteArgs a{};
   a.state = state_of(op, state);
-  a.rows = rows_of(op, rows, n[4], a.state);
+  a.rows = rows_of(op, rows, n.forward.max_depth, a.state);
   check_req_rows(op, a.rows, a.state.req_rows);
-  check_manager(op, a.state, n[5]);
-  a.page_size = n[0];
-  a.kind = n[1];
+  check_manager(op, a.state, n.forward.manager);
+  a.page_size = n.checks.page_size;
+  a.writer_kind = n.forward.writer_kind;
   return a;
 }
 
@@ -279,7 +317,7 @@ void run_rows(
     const canary::WriteArgs& a, const canary::Site& site, double words, RowWork work) {
   const double each = kMicrosecondsPerElement + kMicrosecondsPerWord * words;
   run_split(
-      a.rows.count, threads_for((double)a.rows.tokens * each), [&](int64_t b, int64_t e) {
+      a.rows.count, threads_for(double(a.rows.tokens) * each), [&](int64_t b, int64_t e) {
         for (int64_t r = b; r < e; r++) work(a, site, r);
       });
 }
@@ -294,9 +332,10 @@ void set_oracle(
 }
 
 void run_head(const canary::WriteArgs& a, int64_t manager) {
-  const canary::Site site = site_of(a.state, canary::kHeadLaunch, manager);
-  canary::step_phase(a.state, site, manager, canary::kAfterVerify, canary::kAfterHead);
-  canary::count(a.state, canary::kHeadLaunches, 1);
+  const canary::Site site = site_of(a.state, canary::Launch::kHead, manager);
+  canary::step_phase(
+      a.state, site, manager, canary::Phase::kAfterVerify, canary::Phase::kAfterHead);
+  canary::count(a.state, canary::Counter::kHeadLaunches, 1);
   // All checks see the records as they were before the launch.
   run_rows(a, site, 0, canary::check_head_row);
   run_rows(a, site, 0, canary::store_head_row);
@@ -305,43 +344,46 @@ void run_head(const canary::WriteArgs& a, int64_t manager) {
 void canary_write_head(
     const Tensor& state, const OptionalTensors& rows, const OptionalTensor& req_to_token,
     const OptionalTensor& published, const OptionalTensor& oracle_tokens,
-    const OptionalTensor& oracle_positions, const Numbers& n) {
+    const OptionalTensor& oracle_positions, const Numbers& numbers) {
   const char* op = "canary_write_head";
+  const auto n = unpack<WriteNumbers>(op, numbers);
   canary::WriteArgs a = write_args(op, state, rows, n);
   a.slots = columns_of(op, "req_to_token", req_to_token, a.rows);
   a.published = columns_of(op, "published", published, a.rows);
   set_oracle(op, a, oracle_tokens, oracle_positions);
-  run_head(a, n[5]);
+  run_head(a, n.forward.manager);
 }
 
 // `canary_verify`, then `canary_write_head`, their arguments read once.
-// numbers: those of verify, then the writer kind and the page size of writes
 void canary_before_model(
     const Tensor& state, const OptionalTensors& rows, const OptionalTensors& table,
     const OptionalTensor& k, const OptionalTensor& v, const Tensor& req_to_token,
     const OptionalTensor& tokens, const OptionalTensor& published,
     const OptionalTensor& oracle_tokens, const OptionalTensor& oracle_positions,
-    const Numbers& n) {
+    const Numbers& numbers) {
   const char* op = "canary_before_model";
-  SGLK_REQUIRE(n.size() == 9, op, ": numbers has ", n.size(), " values, expected 9");
-  const canary::VerifyArgs a =
-      verify_args(op, state, rows, table, k, v, req_to_token, tokens, n);
-  run_verify(a, n[5]);
-  canary::WriteArgs w{};
-  w.state = a.state;
-  w.rows = a.rows;
-  w.slots = a.slots;
-  w.published = columns_of(op, "published", published, a.rows);
-  w.page_size = n[8];
-  w.kind = n[7];
+  const auto n = unpack<ReadNumbers>(op, numbers);
+  canary::WriteArgs w = write_args(op, state, rows, n);
+  w.slots = columns_of(op, "req_to_token", req_to_token, w.rows);
+  w.published = columns_of(op, "published", published, w.rows);
   set_oracle(op, w, oracle_tokens, oracle_positions);
-  run_head(w, n[5]);
+  canary::VerifyArgs a{};
+  a.state = w.state;
+  a.rows = w.rows;
+  a.slots = w.slots;
+  a.table = table_of(op, table, a.rows.count, n.table);
+  a.bytes = bytes_of(op, k, v, n.checks, a.state.num_slots);
+  a.tokens = columns_of(op, "tokens", tokens, a.rows);
+  a.token_offset = n.checks.token_offset;
+  run_verify(a, n.forward.manager);
+  run_head(w, n.forward.manager);
 }
 
 void advance_lineages(const canary::State& s, const canary::Rows& rows) {
   for (int64_t r = 0; r < rows.count; r++)
     if (rows.req_rows[r])
-      s.expected_lineage[rows.published_row(r)] = (int64_t)canary::lineage_after(s, rows, r);
+      s.expected_lineage[rows.published_row(r)] =
+          canary::word(canary::lineage_after(s, rows, r));
 }
 
 // Entries in the ring, counters, verdicts of the rows, which are cleared.
@@ -349,12 +391,12 @@ void take_findings(
     const char* op, const canary::State& s, const int64_t* req_rows, int64_t count,
     const Tensor& findings) {
   SGLK_CHECK(
-      findings.numel() > count + canary::kNumCounters, op, "findings", findings,
+      findings.numel() > count + canary::Counter::kCount, op, "findings", findings,
       "room for a status and the verdicts of the rows");
   int64_t* to =
       vector_data<int64_t>(op, "findings", findings, ScalarType::Long, findings.numel());
   *to++ = *s.ring_count;
-  for (int64_t i = 0; i < canary::kNumCounters; i++) *to++ = s.counters[i];
+  for (int64_t i = 0; i < canary::Counter::kCount; i++) *to++ = s.counters[i];
   for (int64_t r = 0; r < count; r++) {
     const int64_t req = req_rows[r];
     SGLK_REQUIRE(
@@ -367,18 +409,21 @@ void take_findings(
 
 void canary_write_tail(
     const Tensor& state, const OptionalTensors& rows, const OptionalTensor& k,
-    const OptionalTensor& v, const OptionalTensor& findings, const Numbers& n) {
+    const OptionalTensor& v, const OptionalTensor& findings, const Numbers& numbers,
+    bool advance) {
   const char* op = "canary_write_tail";
-  SGLK_REQUIRE(n.size() == 7, op, ": numbers has ", n.size(), " values, expected 7");
+  const auto n = unpack<WriteNumbers>(op, numbers);
+  const int64_t manager = n.forward.manager;
   canary::WriteArgs a = write_args(op, state, rows, n);
-  a.bytes = bytes_of(op, k, v, n[2], n[3], a.state.num_slots);
-  const canary::Site site = site_of(a.state, canary::kTailLaunch, n[5]);
-  canary::step_phase(a.state, site, n[5], canary::kAfterHead, canary::kIdle);
-  canary::count(a.state, canary::kTailLaunches, 1);
+  a.bytes = bytes_of(op, k, v, n.checks, a.state.num_slots);
+  const canary::Site site = site_of(a.state, canary::Launch::kTail, manager);
+  canary::step_phase(
+      a.state, site, manager, canary::Phase::kAfterHead, canary::Phase::kIdle);
+  canary::count(a.state, canary::Counter::kTailLaunches, 1);
   run_rows(a, site, 0, canary::check_tail_row);
   run_rows(a, site, words_per_hash(a.bytes), canary::store_tail_row);
   ++*a.state.clock;
-  if (n[6]) advance_lineages(a.state, a.rows);
+  if (advance) advance_lineages(a.state, a.rows);
   if (findings) take_findings(op, a.state, a.rows.req_rows, a.rows.count, *findings);
 }
 
@@ -391,10 +436,11 @@ void canary_poison(
   const int64_t count = live && *live < slots.numel() ? *live : slots.numel();
   for (int64_t i = 0; i < count; i++) {
     if (at[i] < 0 || at[i] >= s.num_slots) continue;
-    for (int64_t* record : {s.head + at[i] * 4, s.tail + at[i] * 4}) {
-      if (record[0] == canary::kPoison) continue;
-      record[0] = canary::kPoison;
-      record[3] = canary::pack_word3(*s.clock, canary::kPoisonKind, record[3]);
+    for (canary::Record* record : {s.head + at[i], s.tail + at[i]}) {
+      if (record->word0 == canary::kPoisonWord) continue;
+      record->word0 = canary::kPoisonWord;
+      record->word3 =
+          canary::pack_word3(*s.clock, canary::WriterKind::kPoison, record->word3);
     }
   }
 }
@@ -421,13 +467,15 @@ void canary_finish_step(
 STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
   m.def(
       "canary_verify(Tensor(a!) state, Tensor?[] rows, Tensor?[] table, Tensor? k_words, "
-      "Tensor? v_words, Tensor? req_to_token, Tensor? tokens, int[] numbers) -> ()");
+      "Tensor? v_words, Tensor? req_to_token, Tensor? tokens, int[] numbers, "
+      "bool steps_phase) -> ()");
   m.def(
       "canary_write_head(Tensor(a!) state, Tensor?[] rows, Tensor? req_to_token, "
-      "Tensor? published, Tensor? oracle_tokens, Tensor? oracle_positions, int[] numbers) -> ()");
+      "Tensor? published, Tensor? oracle_tokens, Tensor? oracle_positions, "
+      "int[] numbers) -> ()");
   m.def(
       "canary_write_tail(Tensor(a!) state, Tensor?[] rows, Tensor? k_words, "
-      "Tensor? v_words, Tensor(b!)? findings, int[] numbers) -> ()");
+      "Tensor? v_words, Tensor(b!)? findings, int[] numbers, bool advance) -> ()");
   m.def(
       "canary_before_model(Tensor(a!) state, Tensor?[] rows, Tensor?[] table, "
       "Tensor? k_words, Tensor? v_words, Tensor req_to_token, Tensor? tokens, "

@@ -11,7 +11,7 @@ struct Truth {
   uint64_t lineage;
 };
 
-// Lineage of what stands before element i of the row's view.
+// Lineage before element i of the row's view.
 Truth before(const VerifyArgs& a, int64_t r, int64_t i, int64_t p, int64_t previous) {
   const State& s = a.state;
   if (p == 0) return {true, a.rows.seed(r)};
@@ -23,71 +23,69 @@ Truth before(const VerifyArgs& a, int64_t r, int64_t i, int64_t p, int64_t previ
     else slot = -1;
   }
   if (slot < a.table.page_size || slot >= s.num_slots) return {false, 0};
-  const int64_t* record = s.tail + slot * 4;
-  return {record[0] != kPoison, (uint64_t)record[1]};
+  const Record& record = s.tail[slot];
+  return {record.word0 != kPoisonWord, bits(record.lineage)};
 }
 
 // Whether the row looks at the slot's bytes now. In kRotate each slot has its turn while the
 // row grows by a period, whatever its steps.
 bool is_due(const VerifyArgs& a, int64_t r, int64_t slot) {
-  if (a.bytes.mode != kRotate) return a.bytes.mode != kNoBytes;
+  if (a.bytes.mode != FingerprintMode::kRotate) return a.bytes.mode != FingerprintMode::kNone;
   const int64_t period = a.bytes.period;
   const int64_t since = (slot + a.rows.prefix_lens[r]) % period;
   return (period - since) % period < a.rows.max_advance(r);
 }
 
-// The checks of a record against its row; fills in what the entry says of it.
+// The checks of a record against its row; fills in its words of the entry. Returns how many
+// slots were hashed whole.
 int64_t check_record(
     const VerifyArgs& a, int64_t r, int64_t i, int64_t p, int64_t slot, int64_t previous,
     Found& f) {
   const State& s = a.state;
-  const int64_t *tail = s.tail + slot * 4, *head = s.head + slot * 4;
+  const Record &tail = s.tail[slot], &head = s.head[slot];
   const int64_t req = a.rows.req_rows[r];
-  f.found_word0 = tail[0];
-  f.found_lineage = tail[1];
-  f.found_word3 = tail[3];
-  f.found_fingerprint = tail[2];
-  if (tail[0] == kPoison && head[0] == kPoison) {
-    f.reasons |= kFreed;
+  f.found_word0 = tail.word0;
+  f.found_lineage = tail.lineage;
+  f.found_word3 = tail.word3;
+  f.found_fingerprint = tail.fingerprint;
+  if (tail.word0 == kPoisonWord && head.word0 == kPoisonWord) {
+    f.reasons |= Reason::kVerifyFreed;
     return 0;
   }
-  if (tail[0] == kPoison || head[0] == kPoison) {
-    f.reasons |= kTorn;
+  if (tail.word0 == kPoisonWord || head.word0 == kPoisonWord) {
+    f.reasons |= Reason::kVerifyTorn;
     return 0;
   }
-  if (tail[0] != head[0] || tail[1] != head[1] || tail[3] != head[3]) f.reasons |= kTorn;
-  if (tail[0] >> 32 != p) f.reasons |= kPosition;
-  const uint64_t term = term_of(tail[0], a.rows.salt(r));
+  if (tail.word0 != head.word0 || tail.lineage != head.lineage || tail.word3 != head.word3)
+    f.reasons |= Reason::kVerifyTorn;
+  if (position_of(tail.word0) != p) f.reasons |= Reason::kVerifyPosition;
+  const uint64_t term = term_of(tail.word0, a.rows.salt(r));
   const Truth parent = before(a, r, i, p, previous);
   if (parent.known) {
-    f.expected_lineage = (int64_t)(parent.lineage + term);
-    if (f.expected_lineage != tail[1]) f.reasons |= kLineage;
+    f.expected_lineage = word(parent.lineage + term);
+    if (f.expected_lineage != tail.lineage) f.reasons |= Reason::kVerifyLineage;
   }
   if (a.slots.data && p == a.rows.prefix_lens[r] - 1) {
     f.expected_lineage = s.expected_lineage[a.rows.lineage_row(r)];
-    if (f.expected_lineage != tail[1]) f.reasons |= kToken;
+    if (f.expected_lineage != tail.lineage) f.reasons |= Reason::kVerifyToken;
   }
   if (a.tokens.data) {
     const int64_t token = a.tokens.at(req, p + a.token_offset);
     if (token >= 0) {
       f.expected_word0 = pack_word0(token, p);
-      if (token != (tail[0] & kTokenMask)) f.reasons |= kToken;
+      if (token != (tail.word0 & kTokenMask)) f.reasons |= Reason::kVerifyToken;
     }
   }
   if (!is_due(a, r, slot)) return 0;
-  f.computed = fingerprint(a.bytes, slot, tail[1]);
-  if (f.computed != tail[2]) f.reasons |= kRealKv;
-  return a.bytes.mode != kPartial;
+  f.computed_fingerprint = fingerprint(a.bytes, slot, tail.lineage);
+  if (f.computed_fingerprint != tail.fingerprint) f.reasons |= Reason::kVerifyRealKv;
+  return a.bytes.mode != FingerprintMode::kPartial;
 }
-
-}  // namespace
-
-namespace {
 
 // Records and bytes of a long row lie everywhere in a pool that no cache holds, so that a
 // row is checked in blocks, three of which are under way: with every element that is
 // compared, the sampled bytes of one in the next block are sent for, and the records of one
-// in the block behind it. Sent for a block at once, they would wait for each other.
+// in the block after it. Sent for a block at once, they would wait for each other.
 constexpr int64_t kBlock = 32;
 
 struct Block {
@@ -113,7 +111,7 @@ class Scan {
         r_(row),
         salt_(args.rows.salt(row)),
         first_(args.table.first ? args.table.first[row] : 0),
-        samples_(args.bytes.mode == kPartial) {}
+        samples_(args.bytes.mode == FingerprintMode::kPartial) {}
 
   // Looks up the slots of elements begin .. begin + count - 1.
   void start(Block& b, int64_t begin, int64_t count) const {
@@ -125,15 +123,15 @@ class Scan {
   }
 
   void fetch_records(const Block& b, int64_t j) const {
-    __builtin_prefetch(tail_ + b.slots[j] * 4);
-    __builtin_prefetch(head_ + b.slots[j] * 4);
+    __builtin_prefetch(tail_ + b.slots[j]);
+    __builtin_prefetch(head_ + b.slots[j]);
   }
 
   // Sends for the bytes that `partial` covers.
   void fetch_bytes(Block& b, int64_t j) const {
     const Bytes& bytes = a_.bytes;
     const int64_t slot = b.slots[j];
-    const Sample at = sample_of(bytes, tail_[slot * 4 + 1]);
+    const Sample at = sample_of(bytes, tail_[slot].lineage);
     b.k[j] = bytes.k.at(slot, at.layer) + at.k_word;
     b.v[j] = bytes.v.at(slot, at.layer) + at.v_word;
     b.k_keys[j] = bytes.k.keys + at.layer * bytes.k.count + at.k_word;
@@ -142,41 +140,40 @@ class Scan {
     __builtin_prefetch(b.v[j]);
   }
 
-  // What a block's elements are compared from; `previous`: slot of the element before it.
+  // The chain before a block's elements; `previous`: slot of the element before it.
   Chain open(const Block& b, int64_t previous) const {
     if (!b.in_range) return {0, 1};
     if (first_ + b.begin == 0) return {a_.rows.seed(r_), 0};
     if (b.begin == 0 || !is_readable(previous)) return {0, 1};
-    return {(uint64_t)tail_[previous * 4 + 1], tail_[previous * 4] == kPoison};
+    const Record& tail = tail_[previous];
+    return {bits(tail.lineage), tail.word0 == kPoisonWord};
   }
 
   void compare(const Block& b, int64_t j, Chain& chain) const {
-    const int64_t *tail = tail_ + b.slots[j] * 4, *head = head_ + b.slots[j] * 4;
-    // Poison stands for position -1, which no element has.
-    uint64_t wrong = (uint64_t)((tail[0] >> 32) ^ (first_ + b.begin + j));
-    wrong |= (uint64_t)((tail[0] ^ head[0]) | (tail[1] ^ head[1]) | (tail[3] ^ head[3]));
-    wrong |= (chain.lineage + term_of(tail[0], salt_)) ^ (uint64_t)tail[1];
-    chain.lineage = (uint64_t)tail[1];
+    const Record &tail = tail_[b.slots[j]], &head = head_[b.slots[j]];
+    // Poison has position -1, which no element has.
+    uint64_t wrong = bits(position_of(tail.word0) ^ (first_ + b.begin + j));
+    wrong |= bits(
+        (tail.word0 ^ head.word0) | (tail.lineage ^ head.lineage) | (tail.word3 ^ head.word3));
+    wrong |= (chain.lineage + term_of(tail.word0, salt_)) ^ bits(tail.lineage);
+    chain.lineage = bits(tail.lineage);
     if (samples_) {
-      const uint64_t k = mix64((uint64_t)b.k[j][0] ^ b.k_keys[j][0]) +
-                         mix64((uint64_t)b.k[j][1] ^ b.k_keys[j][1]);
-      const uint64_t v = mix64((uint64_t)b.v[j][0] ^ b.v_keys[j][0]) +
-                         mix64((uint64_t)b.v[j][1] ^ b.v_keys[j][1]);
-      wrong |= ((k & (uint64_t)kTokenMask) | (v << 32)) ^ (uint64_t)tail[2];
+      const uint64_t k = sum_words(b.k[j], b.k_keys[j]), v = sum_words(b.v[j], b.v_keys[j]);
+      wrong |= bits(pack_fingerprint(k, v) ^ tail.fingerprint);
     }
     chain.wrong |= wrong;
   }
 
-  // Whether every element of the block, all of the prefix, is beyond doubt: what nearly
-  // every block is. Anything unusual is left to `check_record`.
+  // Whether every element of the block, all of the prefix, is beyond doubt, as in nearly
+  // every block. Anything unusual is left to `check_record`.
   bool is_sound(const Block& b, const Chain& chain) const {
     if (!a_.slots.data) return chain.wrong == 0;
     const int64_t req = a_.rows.req_rows[r_], p0 = first_ + b.begin;
     uint64_t wrong = chain.wrong;
     for (int64_t j = 0; j < b.count; j++)
-      wrong |= (uint64_t)(b.slots[j] ^ a_.slots.at(req, column_of(a_.rows, r_, p0 + j)));
+      wrong |= bits(b.slots[j] ^ a_.slots.at(req, column_of(a_.rows, r_, p0 + j)));
     if (p0 + b.count == a_.rows.prefix_lens[r_])
-      wrong |= chain.lineage ^ (uint64_t)a_.state.expected_lineage[a_.rows.lineage_row(r_)];
+      wrong |= chain.lineage ^ bits(a_.state.expected_lineage[a_.rows.lineage_row(r_)]);
     return wrong == 0;
   }
 
@@ -202,14 +199,14 @@ class Scan {
   }
 
   const VerifyArgs& a_;
-  const int64_t *head_, *tail_;
+  const Record *head_, *tail_;
   int64_t r_;
   uint64_t salt_;
   int64_t first_;
   bool samples_;
 };
 
-// What one element adds to the counters.
+// Elements counted so far.
 struct Seen {
   int64_t visited = 0, rehashed = 0;
 };
@@ -228,13 +225,13 @@ void check_element(
   f.expected_word0 = pack_word0(-1, p);
   const bool in_range = slot >= 0 && slot < s.num_slots;
   if (new_token >= 0) {
-    f.expected_slot = new_token < a.rows.extend(r) ? a.rows.locs[start + new_token] : -1;
-    if (!in_range || slot != f.expected_slot) f.reasons = kReadSet;
+    if (new_token < a.rows.extend(r)) f.expected_slot = a.rows.out_cache_loc[start + new_token];
+    if (!in_range || slot != f.expected_slot) f.reasons = Reason::kReadSet;
   } else {
     seen.visited++;
     if (a.slots.data) f.expected_slot = a.slots.at(req, column_of(a.rows, r, p));
-    if (!in_range || (a.slots.data && slot != f.expected_slot)) f.reasons |= kReadSet;
-    if (in_range && slot < a.table.page_size) f.reasons |= kReadScratch;
+    if (!in_range || (a.slots.data && slot != f.expected_slot)) f.reasons |= Reason::kReadSet;
+    if (in_range && slot < a.table.page_size) f.reasons |= Reason::kReadScratch;
     else if (in_range)
       seen.rehashed += check_record(a, r, i, p, slot, previous, f);
   }
@@ -280,8 +277,8 @@ void verify_row(const VerifyArgs& a, const Site& site, int64_t r) {
   const int64_t first = a.table.first ? a.table.first[r] : 0;
   const int64_t prefix = a.rows.prefix_lens[r], extend = a.rows.extend(r);
   const int64_t length = std::max<int64_t>(a.table.read_lens[r], 0);
-  const bool is_plain =
-      !a.tokens.data && (a.bytes.mode == kPartial || a.bytes.mode == kNoBytes);
+  const bool is_plain = !a.tokens.data && (a.bytes.mode == FingerprintMode::kPartial ||
+                                           a.bytes.mode == FingerprintMode::kNone);
   const int64_t old = is_plain ? std::min(std::max<int64_t>(prefix - first, 0), length) : 0;
   Seen seen;
   check_blocks(a, site, r, old, seen);
@@ -289,19 +286,19 @@ void verify_row(const VerifyArgs& a, const Site& site, int64_t r) {
   const int64_t end = first + length;
   if (end < prefix || (end > prefix && end < prefix + extend)) {
     Found f;
-    f.reasons = kReadSet;
+    f.reasons = Reason::kReadSet;
     f.position = end;
     f.expected_word0 = pack_word0(-1, end);
     report(s, site, f, a.slots.data ? req : 0, a.rows.serials[r], r);
   }
-  count(s, a.slots.data ? kVerified : kSwept, seen.visited);
-  count(s, kRehashed, seen.rehashed);
+  count(s, a.slots.data ? Counter::kVerifiedSlots : Counter::kSweptSlots, seen.visited);
+  count(s, Counter::kRehashedSlots, seen.rehashed);
 }
 
 namespace {
 
 uint64_t base_of(const State& s, const Rows& rows, int64_t r) {
-  return rows.prefix_lens[r] > 0 ? (uint64_t)s.expected_lineage[rows.lineage_row(r)]
+  return rows.prefix_lens[r] > 0 ? bits(s.expected_lineage[rows.lineage_row(r)])
                                  : rows.seed(r);
 }
 
@@ -317,15 +314,15 @@ void for_each_token(const State& s, const Rows& rows, int64_t r, const Body& bod
   uint64_t sum = base;
   for (int64_t j = 0; j < extend; j++) {
     const int64_t t = start + j;
-    if (!rows.parents) {
+    if (!rows.parent_index) {
       sum += term(t);
     } else {
       sum = base + term(t);
-      int64_t parent = rows.parents[t];
+      int64_t parent = rows.parent_index[t];
       for (int64_t depth = 0; depth < rows.max_depth; depth++) {
         if (parent < start || parent >= start + extend) break;
         sum += term(parent);
-        parent = rows.parents[parent];
+        parent = rows.parent_index[parent];
       }
     }
     body(t, j, sum);
@@ -336,19 +333,23 @@ bool is_writable(const WriteArgs& a, int64_t slot) {
   return slot >= a.page_size && slot < a.state.num_slots;
 }
 
-}  // namespace
-
-namespace {
+// The record of new token t of a row, without a fingerprint.
+Record own_record(
+    const WriteArgs& a, const Site& site, int64_t r, int64_t t, uint64_t lineage) {
+  return {
+      pack_word0(a.rows.input_ids[t], a.rows.positions[t]), word(lineage), 0,
+      pack_word3(site.clock, a.writer_kind, a.rows.serials[r])};
+}
 
 // A padded row may write nothing but scratch.
 void check_padded_row(const WriteArgs& a, const Site& site, int64_t r) {
   const Rows& rows = a.rows;
-  const int64_t end = rows.indptr ? std::min(rows.indptr[r + 1], rows.tokens) : r + 1;
+  const int64_t end = rows.qo_indptr ? std::min(rows.qo_indptr[r + 1], rows.tokens) : r + 1;
   for (int64_t t = rows.start(r); t < end; t++) {
-    const int64_t slot = rows.locs[t];
+    const int64_t slot = rows.out_cache_loc[t];
     if (slot >= 0 && slot < a.page_size) continue;
     Found f;
-    f.reasons = kForeign;
+    f.reasons = Reason::kWriteForeign;
     f.slot = slot;
     f.position = rows.positions[t];
     f.expected_word0 = pack_word0(rows.input_ids[t], f.position);
@@ -359,122 +360,122 @@ void check_padded_row(const WriteArgs& a, const Site& site, int64_t r) {
 // Whether the old record of `slot` says that it holds what this request has there, or reads
 // there: that it may not be written now.
 bool is_taken(const WriteArgs& a, const Site& site, int64_t r, int64_t slot) {
-  const int64_t* old = a.state.head + slot * 4;
-  if (old[0] == kPoison) return false;
+  const Record& old = a.state.head[slot];
+  if (old.word0 == kPoisonWord) return false;
   // A record of this very forward is an alias, which the tail write reports.
-  if ((old[3] >> 28 & kClockMask) == (site.clock & kClockMask)) return false;
-  if ((old[3] ^ a.rows.serials[r]) & kSerialMask) return true;
-  const int64_t p = old[0] >> 32;
+  if (clock_of(old.word3) == (site.clock & kClockMask)) return false;
+  if ((old.word3 ^ a.rows.serials[r]) & kSerialMask) return true;
+  const int64_t p = position_of(old.word0);
   return a.slots.data && p < a.rows.prefix_lens[r] &&
          a.slots.at(a.rows.req_rows[r], column_of(a.rows, r, p)) == slot;
 }
 
-// The input of new token j of a row against what was published; what a verification reads
-// behind its roots are proposals.
+// The input of new token j of a row against what was published; after its roots a
+// verification reads proposals.
 void check_published(const WriteArgs& a, int64_t r, int64_t t, int64_t j, Found& f) {
-  if (a.kind == kVerifyKind && j) return;
+  if (a.writer_kind == WriterKind::kVerify && j) return;
   const int64_t position = a.rows.prefix_lens[r] + j;
   const int64_t token = a.published.at(a.rows.req_rows[r], position);
   if (token < 0) return;
   int64_t reasons = 0;
-  if (token != a.rows.input_ids[t]) reasons |= kWriteToken;
-  if (position != a.rows.positions[t]) reasons |= kWritePosition;
+  if (token != a.rows.input_ids[t]) reasons |= Reason::kWriteToken;
+  if (position != a.rows.positions[t]) reasons |= Reason::kWritePosition;
   if (!reasons) return;
   f.reasons |= reasons;
   f.found_word0 = f.expected_word0;
   f.expected_word0 = pack_word0(token, position);
 }
 
+// The input of new token t against the oracle.
+void check_oracle(const WriteArgs& a, int64_t t, int64_t own_word0, Found& f) {
+  const int64_t token = a.oracle_tokens[t], position = a.oracle_positions[t];
+  if (token >= 0 && token != a.rows.input_ids[t]) f.reasons |= Reason::kWriteToken;
+  if (position >= 0 && position != a.rows.positions[t]) f.reasons |= Reason::kWritePosition;
+  f.expected_word0 = pack_word0(token, position);
+  if (f.reasons & (Reason::kWriteToken | Reason::kWritePosition)) f.found_word0 = own_word0;
+}
+
+// The slot of new token j of a row: whether it may be written, and whether it is due.
+void check_slot(const WriteArgs& a, const Site& site, int64_t r, int64_t j, Found& f) {
+  const int64_t slot = f.slot;
+  if (slot >= 0 && slot < a.page_size) {
+    f.reasons |= Reason::kWriteScratch;
+  } else if (slot < 0 || slot >= a.state.num_slots) {
+    f.reasons |= Reason::kWriteForeign;
+  } else {
+    const Record& old = a.state.head[slot];
+    f.found_word0 = old.word0;
+    f.found_lineage = old.lineage;
+    f.found_word3 = old.word3;
+    if (is_taken(a, site, r, slot)) f.reasons |= Reason::kWriteForeign;
+  }
+  if (!a.slots.data) return;
+  const int64_t column = column_of(a.rows, r, a.rows.prefix_lens[r] + j);
+  f.expected_slot = a.slots.at(a.rows.req_rows[r], column);
+  if (slot != f.expected_slot && !(f.reasons & Reason::kWriteScratch))
+    f.reasons |= Reason::kWriteForeign;
+}
+
 }  // namespace
 
 void check_head_row(const WriteArgs& a, const Site& site, int64_t r) {
-  const State& s = a.state;
   if (a.rows.req_rows[r] == 0) check_padded_row(a, site, r);
-  for_each_token(s, a.rows, r, [&](int64_t t, int64_t j, uint64_t lineage) {
-    const int64_t slot = a.rows.locs[t], req = a.rows.req_rows[r];
-    const int64_t serial = a.rows.serials[r];
+  for_each_token(a.state, a.rows, r, [&](int64_t t, int64_t j, uint64_t lineage) {
     const int64_t own = pack_word0(a.rows.input_ids[t], a.rows.positions[t]);
     Found f;
-    f.slot = slot;
+    f.slot = a.rows.out_cache_loc[t];
     f.position = a.rows.positions[t];
     f.expected_word0 = own;
-    f.expected_lineage = (int64_t)lineage;
-    if (slot >= 0 && slot < a.page_size) f.reasons |= kWriteScratch;
-    else if (slot < 0 || slot >= s.num_slots) f.reasons |= kForeign;
-    else {
-      const int64_t* old = s.head + slot * 4;
-      f.found_word0 = old[0];
-      f.found_lineage = old[1];
-      f.found_word3 = old[3];
-      if (is_taken(a, site, r, slot)) f.reasons |= kForeign;
-    }
-    if (a.slots.data) {
-      f.expected_slot =
-          a.slots.at(req, column_of(a.rows, r, a.rows.prefix_lens[r] + j));
-      if (slot != f.expected_slot && !(f.reasons & kWriteScratch)) f.reasons |= kForeign;
-    }
+    f.expected_lineage = word(lineage);
+    check_slot(a, site, r, j, f);
     if (a.published.data) check_published(a, r, t, j, f);
-    if (a.oracle_tokens) {
-      const int64_t token = a.oracle_tokens[t], position = a.oracle_positions[t];
-      if (token >= 0 && token != a.rows.input_ids[t]) f.reasons |= kWriteToken;
-      if (position >= 0 && position != a.rows.positions[t]) f.reasons |= kWritePosition;
-      f.expected_word0 = pack_word0(token, position);
-      if (f.reasons & (kWriteToken | kWritePosition)) f.found_word0 = own;
-    }
-    if (f.reasons) report(s, site, f, req, serial, r);
+    if (a.oracle_tokens) check_oracle(a, t, own, f);
+    if (f.reasons) report(a.state, site, f, a.rows.req_rows[r], a.rows.serials[r], r);
   });
 }
 
 void store_head_row(const WriteArgs& a, const Site& site, int64_t r) {
   int64_t written = 0;
   for_each_token(a.state, a.rows, r, [&](int64_t t, int64_t, uint64_t lineage) {
-    const int64_t slot = a.rows.locs[t];
+    const int64_t slot = a.rows.out_cache_loc[t];
     if (!is_writable(a, slot)) return;
-    int64_t* record = a.state.head + slot * 4;
-    record[0] = pack_word0(a.rows.input_ids[t], a.rows.positions[t]);
-    record[1] = (int64_t)lineage;
-    record[2] = 0;
-    record[3] = pack_word3(site.clock, a.kind, a.rows.serials[r]);
+    a.state.head[slot] = own_record(a, site, r, t, lineage);
     written++;
   });
-  count(a.state, kHeadSlots, written);
+  count(a.state, Counter::kHeadSlots, written);
 }
 
 void check_tail_row(const WriteArgs& a, const Site& site, int64_t r) {
   for_each_token(a.state, a.rows, r, [&](int64_t t, int64_t, uint64_t lineage) {
-    const int64_t slot = a.rows.locs[t], serial = a.rows.serials[r];
+    const int64_t slot = a.rows.out_cache_loc[t];
     if (!is_writable(a, slot)) return;
-    const int64_t* head = a.state.head + slot * 4;
-    const int64_t own = pack_word0(a.rows.input_ids[t], a.rows.positions[t]);
-    const bool is_own = head[0] == own && head[1] == (int64_t)lineage &&
-                        head[3] == pack_word3(site.clock, a.kind, serial);
-    if (is_own) return;
+    const Record &head = a.state.head[slot], own = own_record(a, site, r, t, lineage);
+    if (head.word0 == own.word0 && head.lineage == own.lineage && head.word3 == own.word3)
+      return;
     Found f;
-    f.reasons = kAlias;
+    f.reasons = Reason::kWriteAlias;
     f.slot = slot;
     f.position = a.rows.positions[t];
-    f.expected_word0 = own;
-    f.found_word0 = head[0];
-    f.expected_lineage = (int64_t)lineage;
-    f.found_lineage = head[1];
-    f.found_word3 = head[3];
-    report(a.state, site, f, a.rows.req_rows[r], serial, r);
+    f.expected_word0 = own.word0;
+    f.found_word0 = head.word0;
+    f.expected_lineage = own.lineage;
+    f.found_lineage = head.lineage;
+    f.found_word3 = head.word3;
+    report(a.state, site, f, a.rows.req_rows[r], a.rows.serials[r], r);
   });
 }
 
 void store_tail_row(const WriteArgs& a, const Site& site, int64_t r) {
   int64_t written = 0;
   for_each_token(a.state, a.rows, r, [&](int64_t t, int64_t, uint64_t lineage) {
-    const int64_t slot = a.rows.locs[t];
+    const int64_t slot = a.rows.out_cache_loc[t];
     if (!is_writable(a, slot)) return;
-    int64_t* record = a.state.tail + slot * 4;
-    record[0] = pack_word0(a.rows.input_ids[t], a.rows.positions[t]);
-    record[1] = (int64_t)lineage;
-    record[2] = fingerprint(a.bytes, slot, (int64_t)lineage);
-    record[3] = pack_word3(site.clock, a.kind, a.rows.serials[r]);
+    Record own = own_record(a, site, r, t, lineage);
+    own.fingerprint = fingerprint(a.bytes, slot, own.lineage);
+    a.state.tail[slot] = own;
     written++;
   });
-  count(a.state, kTailSlots, written);
+  count(a.state, Counter::kTailSlots, written);
 }
 
 uint64_t lineage_after(const State& s, const Rows& rows, int64_t r) {

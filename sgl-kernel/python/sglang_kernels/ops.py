@@ -25,11 +25,6 @@ _decode_attention = _OPS.decode_attention.default._op
 _extend_attention = _OPS.extend_attention.default._op
 _packed_linear = _OPS.packed_linear.default._op
 _exp = _OPS.exp.default._op
-_canary_verify = _OPS.canary_verify.default._op
-_canary_write_head = _OPS.canary_write_head.default._op
-_canary_poison = _OPS.canary_poison.default._op
-_canary_gather_findings = _OPS.canary_gather_findings.default._op
-_canary_finish_step = _OPS.canary_finish_step.default._op
 _tree_top_k = _OPS.tree_top_k.default._op
 _tree_select = _OPS.tree_select.default._op
 _tree_build = _OPS.tree_build.default._op
@@ -185,85 +180,60 @@ def packed_linear(
     _packed_linear(x, weight, n, bias, out)
 
 
-def canary_verify(
-    state: Tensor,
-    rows: list[Tensor | None],
-    table: list[Tensor | None],
-    k_words: Tensor | None,
-    v_words: Tensor | None,
-    req_to_token: Tensor | None,
-    tokens: Tensor | None,
-    numbers: list[int],
-) -> None:
-    """Check the records of all slots that a forward is about to read.
+# Launches of the KV canary, called by `kv_canary.kernels.native`; their signatures are
+# the schemas. Every forward runs two of them: the frame of a Python function would cost
+# it about 2 us.
+canary_verify: Callable[..., None] = _OPS.canary_verify.default._op
+"""Check the records of all slots that a forward is about to read.
 
-    Args:
-        state: the canary's arena, [words] int64.
-        rows, table: fields of the rows and the read table, in the order that
-            `csrc/cpu/canary.cpp` takes them.
-        k_words, v_words: [layers, slots, words] int64 or None.
-        req_to_token, tokens: [rows, columns] int32 or None.
-        numbers: page size, token offset, fingerprint mode, rotation period, tree
-            depth, manager, elements of a table entry.
-    """
-    _canary_verify(state, rows, table, k_words, v_words, req_to_token, tokens, numbers)
+Args:
+    state: the canary's arena, [words] int64.
+    rows, table: lists of the tensors of `ForwardView` and `KVReadView`, in order; None:
+        absent.
+    k_words, v_words: [layers, slots, words] int64 or None.
+    req_to_token, tokens: [rows, columns] int32 or None.
+    numbers: those of `ForwardView`, `PoolChecks` and `KVReadView`, in order.
+    steps_phase: whether the phase of the forward's manager is stepped.
+"""
+canary_write_head: Callable[..., None] = _OPS.canary_write_head.default._op
+"""Check the slots and inputs of the new tokens and write their head records.
 
-
-def canary_write_head(
-    state: Tensor,
-    rows: list[Tensor | None],
-    req_to_token: Tensor | None,
-    published: Tensor | None,
-    oracle_tokens: Tensor | None,
-    oracle_positions: Tensor | None,
-    numbers: list[int],
-) -> None:
-    """Check the slots and inputs of the new tokens and write their head records.
-
-    Args:
-        published: [rows, columns] int32 or None, tokens by position.
-        numbers: page size, writer kind, fingerprint mode, rotation period, tree depth,
-            manager.
-    """
-    _canary_write_head(
-        state, rows, req_to_token, published, oracle_tokens, oracle_positions, numbers
-    )
-
-
-# Every forward runs these two: the frame of a Python function would cost it about 2 us.
+Args:
+    state, rows, req_to_token: as of `canary_verify`.
+    published: [rows, columns] int32 or None, tokens by position.
+    oracle_tokens, oracle_positions: [T] int64 or None.
+    numbers: those of `ForwardView` and `PoolChecks`, in order.
+"""
 canary_before_model: Callable[..., None] = _OPS.canary_before_model.default._op
 """`canary_verify`, then `canary_write_head`.
 
-Args: state, rows, table, k_words, v_words, req_to_token, tokens, published,
-    oracle_tokens, oracle_positions as theirs; numbers: those of verify, the writer kind
-    and the page size of writes.
+Args: tensors of both, then the numbers of `canary_verify`.
 """
 canary_write_tail: Callable[..., None] = _OPS.canary_write_tail.default._op
 """Compare the head records with this forward, write the tail records, step the clock.
 
-Args: state, rows, k_words, v_words as theirs; findings: int64 or None, filled as by
-    `canary_gather_findings`; numbers: as in `canary_write_head`, and whether lineages
-    advance before that, as by `canary_finish_step`.
+Args:
+    state, rows, k_words, v_words: as of `canary_verify`.
+    findings: int64 or None, filled as by `canary_gather_findings`.
+    numbers: as of `canary_write_head`.
+    advance: whether lineages advance before that, as by `canary_finish_step`.
 """
+canary_poison: Callable[..., None] = _OPS.canary_poison.default._op
+"""Poison the records of slots [n] int64, or of the first n_live[0] of them.
 
+Args: state, slots, n_live: [1] int64 or None.
+"""
+canary_gather_findings: Callable[..., None] = _OPS.canary_gather_findings.default._op
+"""Fill findings with ring entries, counters and verdicts of rows, which are cleared.
 
-def canary_poison(state: Tensor, slots: Tensor, n_live: Tensor | None) -> None:
-    """Poison the records of slots [n] int64, or of the first n_live[0] of them."""
-    _canary_poison(state, slots, n_live)
+Args: state; req_rows: [R] int64, request rows; findings: int64.
+"""
+canary_finish_step: Callable[..., None] = _OPS.canary_finish_step.default._op
+"""Add the terms of the rows' new tokens to their expected lineages, then
+`canary_gather_findings` of the rows.
 
-
-def canary_gather_findings(state: Tensor, req_rows: Tensor, findings: Tensor) -> None:
-    """Fill findings int64 with ring entries, counters and the verdicts of request rows
-    [R] int64, which are cleared."""
-    _canary_gather_findings(state, req_rows, findings)
-
-
-def canary_finish_step(
-    state: Tensor, rows: list[Tensor | None], findings: Tensor, max_depth: int
-) -> None:
-    """Add the terms of the rows' new tokens to their expected lineages, then
-    `canary_gather_findings` of the rows."""
-    _canary_finish_step(state, rows, findings, max_depth)
+Args: state, rows, findings, max_depth.
+"""
 
 
 def exp(x: Tensor, out: Tensor) -> None:

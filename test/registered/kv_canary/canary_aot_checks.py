@@ -1,4 +1,4 @@
-"""What is looked for in compiled kernels: threads of a program that may part ways.
+"""Checks of compiled kernels: threads of a program that may part ways.
 
 Warps run apart. Where they do not agree on a branch, they meet each other at the wrong
 barriers from then on, and what they exchange through shared memory is garbage.
@@ -49,7 +49,7 @@ def unguarded_stores(ttir: str) -> list[str]:
 def lonely_branches(ttgir: str, volatile: tuple[str, ...]) -> list[str]:
     """Branches and loops that hang on what a single warp has loaded.
 
-    `volatile` names the pointers behind which other programs write meanwhile: warps
+    `volatile` names the pointers to which other programs write meanwhile: warps
     that load the same word may see different ones. They agree on a value when it came
     out of a reduction over all of them, or of an atomic operation.
     """
@@ -76,7 +76,7 @@ class _Op(NamedTuple):
     used: set[str]
     targets: set[str]
     decides: set[str]
-    """What decides whether, or how often, a region runs."""
+    """Values that decide whether, or how often, a region runs."""
     is_load: bool
     is_agreed: bool
 

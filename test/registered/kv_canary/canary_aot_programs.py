@@ -1,6 +1,6 @@
 """Compiles the canary's Triton kernels for sm_90; run by test_canary_kernels_aot.
 
-What is compiled is what `triton_launch` launches for batches, views and pools of every
+Compiles the launches of `triton_launch` for batches, views and pools of every
 kind, on tensors that need not hold anything.
 """
 
@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 from kv_canary.checks import PoolChecks
 from kv_canary.kernels import triton_launch
 from kv_canary.kernels.triton_args import state_args
-from kv_canary.kernels.triton_common import told_to_all
+from kv_canary.kernels.triton_report import agree_across_warps
 from kv_canary.layout import Fingerprint, FingerprintMode
 from kv_canary.records import WriterKind
 from kv_canary.state import CanaryState, create_state
@@ -58,7 +58,7 @@ class Variant(NamedTuple):
 
 
 class Recorder:
-    """Stands in for a kernel, and notes what it is launched with."""
+    """Takes the place of a kernel, and notes the arguments of launches."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -72,7 +72,7 @@ class Recorder:
         self.launches.append((named | kwargs, num_warps))
 
 
-# -- what is launched --------------------------------------------------------------
+# -- launches ----------------------------------------------------------------------
 
 
 def longs(count: int = ROWS) -> Tensor:
@@ -335,7 +335,7 @@ def lonely_kernel(state, BLOCK: tl.constexpr, AGREED: tl.constexpr):
     """Each warp decides for itself, unless AGREED: a control of the check."""
     word = tl.load(state.tail + tl.arange(0, BLOCK))
     if AGREED:
-        word = told_to_all(word)
+        word = agree_across_warps(word)
     if tl.sum(word, axis=0) != 0:
         tl.store(state.clock, tl.load(state.clock) + 1)
 

@@ -11,6 +11,7 @@ import random
 from types import ModuleType
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -42,6 +43,7 @@ except ImportError:
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REQ_ROWS, WIDTH = 8, 320
+LENS = [11, 6, 20]
 LAYERS, HEADS, DIM = 3, 2, 8
 
 
@@ -52,13 +54,16 @@ class Backend(NamedTuple):
 
 
 def backends() -> list[Backend]:
-    """What can run here, the reference first."""
+    """Implementations that can run here, the reference first."""
     found = [Backend("reference", reference, reference_write)]
     if DEVICE == "cpu" and native_available():
         found.append(Backend("native", native, native))
     if triton_launch is not None:
         found.append(Backend("triton", triton_launch, triton_launch))
     return found
+
+
+each_backend = pytest.mark.parametrize("backend", backends(), ids=lambda b: b.name)
 
 
 def long(values: list[int]) -> Tensor:
@@ -136,7 +141,7 @@ class World:
         return int(self.tokens[request + 1, position + self.offset])
 
     def published(self) -> Tensor:
-        """What the inputs must be, by position."""
+        """Tokens that the inputs must be, by position."""
         return self.tokens[:, self.offset :]
 
     def seed_of(self, request: int) -> int:
@@ -169,7 +174,7 @@ class World:
         prefixes: list[int] | None = None,
         pad: int = 0,
     ) -> ForwardView:
-        """The next forward, chains; `pad` padded rows stand at the end."""
+        """The next forward, chains; `pad` padded rows at the end."""
         prefixes = prefixes or self.lens
         new = [
             (i, p + j)
@@ -206,7 +211,7 @@ class World:
         window: int | None = None,
         with_new: bool = True,
     ) -> KVReadView:
-        """What attention reads: a page table, or flat indices; of a window or all."""
+        """Slots that are read: a page table, or flat indices; of a window or all."""
         lens = rows.prefix_lens + (rows.extend_lens if with_new else 0)
         first = torch.zeros_like(lens)
         if window is not None:
@@ -319,7 +324,7 @@ class World:
     def advance(
         self, backend: Backend, state: CanaryState, rows: ForwardView
     ) -> Tensor:
-        """Lineages behind the new tokens; the findings."""
+        """Lineages after the new tokens; the findings."""
         findings = long([0] * (STATUS_WORDS + rows.num_rows))
         backend.write.finish_step(state, rows, findings)
         return findings
@@ -337,3 +342,22 @@ class World:
     ) -> None:
         view = dataclasses.replace(rows, writer_kind=kind, manager=manager)
         backend.write.write_tail(state, view, self.checks(), advance, findings)
+
+
+def small_world(**options: object) -> World:
+    """Three requests of a few tokens."""
+    return World(lens=LENS.copy(), **options)  # type: ignore[arg-type]
+
+
+def decode(w: World) -> ForwardView:
+    """One new token per request, and a padded row."""
+    return w.rows(extends=[1] * len(w.lens), pad=1)
+
+
+def step(backend: Backend, w: World, rows: ForwardView) -> None:
+    """A forward whose new tokens all stay."""
+    w.verify(backend, w.state, rows, w.table(rows))
+    w.write(backend, w.state, rows)
+    w.advance(backend, w.state, rows)
+    extends = rows.extend_lens.tolist()
+    w.lens = [n + e for n, e in zip(w.lens, extends, strict=False)]

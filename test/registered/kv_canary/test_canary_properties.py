@@ -208,8 +208,8 @@ def small_blocks(
 ) -> None:
     """Also programs that take several blocks, and rows of many programs."""
     if backend.name == "triton":
-        monkeypatch.setattr(backend.read, "_BLOCK", rng.choice([16, 64, 128]))
-        monkeypatch.setattr(backend.read, "_PROGRAMS", rng.choice([1, 9, 2048]))
+        monkeypatch.setattr(backend.read, "BLOCK_TOKENS", rng.choice([16, 64, 128]))
+        monkeypatch.setattr(backend.read, "TARGET_PROGRAMS", rng.choice([1, 9, 2048]))
 
 
 @pytest.mark.parametrize("backend", OTHERS, ids=lambda b: b.name)
@@ -273,7 +273,7 @@ def reads_what_it_writes(case: Case) -> bool:
     element = torch.arange(len(row), device=row.device) - (lens.cumsum(0) - lens)[row]
     first = 0 if table.first_position is None else table.first_position[row]
     old = first + element < rows.prefix_lens[row]
-    read = set(reference._slots_of(table, row, element)[old].tolist())
+    read = set(reference.slots_of(table, row, element)[old].tolist())
     return bool(read & set(rows.out_cache_loc.tolist()))
 
 
@@ -320,7 +320,7 @@ def test_most_cases_of_before_model_are_compared() -> None:
 
 @pytest.mark.parametrize("backend", OTHERS, ids=lambda b: b.name)
 @pytest.mark.parametrize("seed", range(6))
-def test_books_equal_the_reference(backend: Backend, seed: int) -> None:
+def test_ends_and_moves_equal_the_reference(backend: Backend, seed: int) -> None:
     rng = random.Random(seed)
     world = world_of(rng, seed)
     rows = world.rows(extends=[rng.randint(0, 9) for _ in world.lens], pad=1)
@@ -362,7 +362,7 @@ def test_the_tail_ends_the_forward(
     """Status and verdicts of the rows, which are cleared; lineages as `finish_step`
     leaves them. Where a row has many programs, all of them start from the old one."""
     if backend.name == "triton":
-        monkeypatch.setattr(backend.read, "_BLOCK", 16)
+        monkeypatch.setattr(backend.read, "BLOCK_TOKENS", 16)
     world = World(lens=[0, 11, 6])
     rows = world.rows(extends=[extend] * 3, pad=2)
     state, apart = world.state.clone(), world.state.clone()

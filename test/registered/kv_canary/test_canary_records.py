@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from canary_world import DEVICE, Backend, backends, long
@@ -36,6 +40,8 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=20, suite="cpu")
 register_cuda_ci(est_time=20, suite="cuda")
+
+REPO = Path(__file__).resolve().parents[3]
 
 profile = settings(max_examples=60, deadline=None, derandomize=True)
 tokens = st.integers(0, 2**31 - 1)
@@ -135,6 +141,12 @@ def test_names_and_sizes() -> None:
     ]
     assert [r.value for r in Reason] == [1 << i for i in range(14)]
     assert (RING_WORDS, NUM_COUNTERS) == (16, 9)
+
+
+def test_the_header_of_the_native_ops_is_up_to_date() -> None:
+    script = REPO / "scripts" / "generate_canary_header.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], check=False)
+    assert done.returncode == 0, f"run {script.relative_to(REPO)}"
 
 
 def test_samples_cover_all_layers_and_chunks() -> None:

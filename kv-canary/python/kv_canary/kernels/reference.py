@@ -23,6 +23,7 @@ from kv_canary.records import (
     fingerprint_keys,
     lineage_terms,
     pack_word0_tensor,
+    ring_tag,
     sample_place,
 )
 from kv_canary.state import CanaryState
@@ -41,7 +42,7 @@ class Report:
 
     def __init__(self, state: CanaryState, launch: Launch, manager: int) -> None:
         self._state = state
-        self._tag = launch | (manager & 255) << 8 | state.pool << 16
+        self._tag = ring_tag(launch, manager, state.pool)
 
     def add(self, columns: dict[Ring, Tensor]) -> None:
         """`columns` of [n]; what is missing is 0, a slot -1. Entries without a reason
@@ -108,7 +109,7 @@ def _word_sums(
 
 
 def columns_of(rows: ForwardView, row: Tensor, positions: Tensor) -> Tensor:
-    """Columns of `req_to_token` in which positions of batch rows stand."""
+    """Columns of `req_to_token` that hold positions of batch rows."""
     if rows.shift_from is None or rows.column_shift is None:
         return positions
     shift = torch.where(positions >= rows.shift_from[row], rows.column_shift[row], 0)
@@ -134,7 +135,8 @@ def row_starts(rows: ForwardView) -> tuple[Tensor, Tensor]:
     return starts, counts.clamp(min=0) * live
 
 
-def _slots_of(table: KVReadView, row: Tensor, element: Tensor) -> Tensor:
+def slots_of(table: KVReadView, row: Tensor, element: Tensor) -> Tensor:
+    """Slots [N] of elements of batch rows, as in `KVReadView`; -1 where unreadable."""
     if table.page_table is not None:
         at = row if table.row_index is None else table.row_index[row]
         inside = (at >= 0) & (at < table.page_table.shape[0])
@@ -182,7 +184,7 @@ def verify(
     if table.first_position is not None:
         first = table.first_position
     position = first[row] + element
-    slot = _slots_of(table, row, element)
+    slot = slots_of(table, row, element)
     req = rows.req_rows[row]
     in_range = (slot >= 0) & (slot < state.num_slots)
     is_prefix = position < rows.prefix_lens[row]
@@ -253,7 +255,7 @@ def _check_records(
     tokens: Tensor | None,
     token_offset: int,
 ) -> None:
-    """Add to `columns` what the records of the elements in `reads` say."""
+    """Add the findings about the records of the elements in `reads` to `columns`."""
     reasons, slot = columns[Ring.REASONS], columns[Ring.SLOT] * reads
     position, row = columns[Ring.POSITION], columns[Ring.BATCH_ROW]
     head, tail = state.head[slot], state.tail[slot] * reads[:, None]

@@ -91,7 +91,7 @@ def _ancestor_sums(
 
 
 def _padded_writes(rows: ForwardView, page_size: int) -> dict[Ring, Tensor]:
-    """What padded rows write: all they may write is scratch."""
+    """Writes of padded rows: all they may write is scratch."""
     place = torch.arange(rows.num_tokens, device=rows.positions.device)
     row = place
     if rows.qo_indptr is not None:
@@ -123,8 +123,8 @@ def _is_own_prefix(
 def _check_published(
     rows: ForwardView, new: _NewTokens, published: Tensor, kind: WriterKind
 ) -> tuple[Tensor, Tensor]:
-    """(reasons, word 0 that was due) of the new tokens that have been published; what a
-    verification reads behind its roots are proposals."""
+    """(reasons, word 0 that was due) of the new tokens that have been published; after
+    its roots a verification reads proposals."""
     due = rows.prefix_lens[new.row] + new.number
     token = look_up(published, rows.req_rows[new.row], due)
     is_known = token >= 0

@@ -1,66 +1,46 @@
-"""What the canary's Triton kernels are given, in groups: a named tuple is one argument.
+"""Arguments of the canary's Triton kernels, in groups: a named tuple is one argument.
 
 Triton compiles a kernel anew for each pattern of None in a tuple, and leaves out what
 belongs to an absent tensor; it does the same for numbers that are 1 or multiples of 16.
 So tuples hold numbers that stay what they are while a server runs. Those that change
-from launch to launch are arguments of their own.
+from launch to launch are arguments of their own. Triton 3.6 cannot compare a tuple with
+None that has a None in it: where kernels need to know, a constexpr says so.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from kv_canary.checks import PoolChecks
 from kv_canary.layout import Fingerprint
-from kv_canary.state import CanaryState
-from kv_canary.view import ForwardView, KVReadView
+from kv_canary.state import ARENA_PARTS, CanaryState
+from kv_canary.view import ROW_FIELDS, ForwardView, KVReadView
 
 
-class State(NamedTuple):
-    """`CanaryState`, as it lies in memory."""
-
-    head: Tensor
-    tail: Tensor
-    expected_lineage: Tensor
-    verdict: Tensor
-    ring: Tensor
-    ring_count: Tensor
-    counters: Tensor
-    clock: Tensor
-    phase: Tensor
-    ticket: Tensor
-    next_lineage: Tensor
-    num_slots: int
-    capacity: int
+def _tuple_type(name: str, names: Iterable[str]) -> Any:
+    """A named tuple of fields that are declared elsewhere."""
+    return namedtuple(name, tuple(names))
 
 
-class Rows(NamedTuple):
-    """`ForwardView` without what concerns the end of a forward."""
+State = _tuple_type("State", (*ARENA_PARTS, "num_slots", "capacity"))
+"""The tensors of a `CanaryState`, its slots, and the entries that the ring holds."""
 
-    req_rows: Tensor
-    prefix_lens: Tensor
-    extend_lens: Tensor
-    input_ids: Tensor
-    positions: Tensor
-    out_cache_loc: Tensor
-    serials: Tensor
-    salts: Tensor
-    qo_indptr: Tensor | None
-    parent_index: Tensor | None
-    seeds: Tensor | None
-    seed_table: Tensor | None
-    lineage_rows: Tensor | None
-    shift_from: Tensor | None
-    column_shift: Tensor | None
+Rows = _tuple_type("Rows", (f.name for f in ROW_FIELDS if not f.metadata["at_end"]))
+"""The tensors of a `ForwardView` but those of `Ends`."""
 
+Ends = _tuple_type(
+    "Ends", (*(f.name for f in ROW_FIELDS if f.metadata["at_end"]), "findings")
+)
+"""The tensors of a `ForwardView` for the end of a forward, and the findings."""
 
-class Ends(NamedTuple):
-    """Where lineages go, over which new tokens, and where findings go."""
-
-    publish_rows: Tensor | None
-    stay_lens: Tensor | None
-    findings: Tensor | None
+_parts_of = attrgetter(*ARENA_PARTS)
+_rows_of = attrgetter(*Rows._fields)
+_ends_of = attrgetter(*Ends._fields[:-1])
 
 
 class Table(NamedTuple):
@@ -99,10 +79,35 @@ class Bytes(NamedTuple):
 
 
 class Oracle(NamedTuple):
-    """What the new tokens and their positions must be; negative: not known."""
+    """Tokens and positions that the new tokens must have; negative: not known."""
 
     tokens: Tensor
     positions: Tensor
+
+
+class Checks(NamedTuple):
+    """The tables that a forward is compared with; None: the check is left out.
+
+    Fields:
+        columns: `req_to_token`; tokens: of the prefixes.
+        published, oracle: what the inputs must be.
+    """
+
+    columns: Table | None = None
+    tokens: Table | None = None
+    published: Table | None = None
+    oracle: Oracle | None = None
+
+
+NO_CHECKS = Checks()
+
+
+class Pages(NamedTuple):
+    """Slots of a page, and elements that an entry of a read view covers, known when a
+    kernel is compiled."""
+
+    page_size: int
+    entry_size: int
 
 
 class Hashing(NamedTuple):
@@ -121,51 +126,23 @@ class Hashing(NamedTuple):
     chunk: int
 
 
-def state_args(state: CanaryState) -> State:
-    return State(
-        head=state.head,
-        tail=state.tail,
-        expected_lineage=state.expected_lineage,
-        verdict=state.verdict,
-        ring=state.ring,
-        ring_count=state.ring_count,
-        counters=state.counters,
-        clock=state.clock,
-        phase=state.phase,
-        ticket=state.ticket,
-        next_lineage=state.next_lineage,
-        num_slots=state.num_slots,
-        capacity=state.ring.shape[0],
-    )
+def state_args(state: CanaryState) -> Any:
+    """A `State`."""
+    return State(*_parts_of(state), state.num_slots, state.ring.shape[0])
 
 
-def row_args(rows: ForwardView) -> Rows:
-    rows.check_layout()
+def row_args(view: ForwardView) -> Any:
+    """`Rows`."""
+    view.check_layout()
+    rows = Rows(*_rows_of(view))
     # A launch without rows runs one program, which loads shifts of row 0 unmasked.
-    has_shift = rows.num_rows > 0
-    return Rows(
-        req_rows=rows.req_rows,
-        prefix_lens=rows.prefix_lens,
-        extend_lens=rows.extend_lens,
-        input_ids=rows.input_ids,
-        positions=rows.positions,
-        out_cache_loc=rows.out_cache_loc,
-        serials=rows.serials,
-        salts=rows.salts,
-        qo_indptr=rows.qo_indptr,
-        parent_index=rows.parent_index,
-        seeds=rows.seeds,
-        seed_table=rows.seed_table,
-        lineage_rows=rows.lineage_rows,
-        shift_from=rows.shift_from if has_shift else None,
-        column_shift=rows.column_shift if has_shift else None,
-    )
+    has_rows = view.num_rows > 0
+    return rows if has_rows else rows._replace(shift_from=None, column_shift=None)
 
 
-def end_args(rows: ForwardView, findings: Tensor | None) -> Ends:
-    return Ends(
-        publish_rows=rows.publish_rows, stay_lens=rows.stay_lens, findings=findings
-    )
+def end_args(view: ForwardView, findings: Tensor | None) -> Any:
+    """`Ends`."""
+    return Ends(*_ends_of(view), findings)
 
 
 def table_args(table: Tensor | None, *, offset: int = 0) -> Table | None:
@@ -204,7 +181,7 @@ def byte_args(source: Fingerprint) -> Bytes | None:
     )
 
 
-def hashing_of(source: Fingerprint, *, chunk: int) -> Hashing:
+def hashing_args(source: Fingerprint, *, chunk: int) -> Hashing:
     k, v = source.k_words, source.v_words
     if k is None or v is None:
         return Hashing(mode=int(source.mode), layers=1, k_words=2, v_words=2, chunk=1)
@@ -217,5 +194,19 @@ def hashing_of(source: Fingerprint, *, chunk: int) -> Hashing:
     )
 
 
-def oracle_args(oracle: tuple[Tensor, Tensor] | None) -> Oracle | None:
-    return None if oracle is None else Oracle(*oracle)
+def check_args(
+    checks: PoolChecks, *, reads: bool = False, writes: ForwardView | None = None
+) -> Checks:
+    """Those of the slots that attention reads, of the new tokens of `writes`, or of
+    both."""
+    oracle = None if writes is None else writes.oracle
+    return Checks(
+        columns=table_args(checks.req_to_token),
+        tokens=table_args(checks.tokens, offset=checks.token_offset) if reads else None,
+        published=None if writes is None else table_args(checks.published),
+        oracle=None if oracle is None else Oracle(*oracle),
+    )
+
+
+def page_args(view: KVReadView) -> Pages:
+    return Pages(page_size=view.page_size, entry_size=view.entry_size)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kv_canary.kernels.triton_rows import Batch, Program
 from kv_canary.kernels.triton_verify import verify_program
 from kv_canary.kernels.triton_write import AFTER_HEAD, write_program
 
@@ -37,12 +38,9 @@ from kv_canary.kernels.triton_write import AFTER_HEAD, write_program
 def before_kernel(
     state,
     rows,
-    columns,
+    checks,
     reads,
-    tokens,
     data,
-    oracle,
-    published,
     num_rows,
     num_tokens,
     table_rows,
@@ -54,60 +52,52 @@ def before_kernel(
     tag,
     head_tag,
     verify_splits,
-    PAGE_SIZE: tl.constexpr,
-    ENTRY_SIZE: tl.constexpr,
+    PAGES: tl.constexpr,
     HASHING: tl.constexpr,
     BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
+    batch = Batch(num_rows=num_rows, num_tokens=num_tokens, max_depth=max_depth)
     if split < verify_splits:
         verify_program(
-            row,
-            split,
-            verify_splits,
+            Program(row=row, split=split, splits=verify_splits),
             state,
             rows,
-            columns,
+            checks,
             reads,
-            tokens,
             data,
-            num_rows,
-            num_tokens,
+            batch,
             table_rows,
             table_columns,
-            max_depth,
             manager,
             tag,
-            PAGE_SIZE,
-            ENTRY_SIZE,
+            PAGES,
             HASHING,
             BLOCK,
-            AFTER_HEAD,
+            NEXT_PHASE=AFTER_HEAD,
         )
     else:
         write_program(
-            row,
-            split - verify_splits,
-            tl.num_programs(1) - verify_splits,
+            Program(
+                row=row,
+                split=split - verify_splits,
+                splits=tl.num_programs(1) - verify_splits,
+            ),
             state,
             rows,
-            columns,
-            None,
-            oracle,
-            published,
-            None,
-            num_rows,
-            num_tokens,
-            page_size,
-            max_depth,
-            kind,
-            manager,
-            head_tag,
-            False,
-            False,
-            HASHING,
-            HEAD_BLOCK,
-            False,
+            checks,
+            data=None,
+            ends=None,
+            batch=batch,
+            page_size=page_size,
+            kind=kind,
+            manager=manager,
+            tag=head_tag,
+            IS_TAIL=False,
+            ADVANCES=False,
+            STEPS_PHASE=False,
+            HASHING=HASHING,
+            BLOCK=HEAD_BLOCK,
         )

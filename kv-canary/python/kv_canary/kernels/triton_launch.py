@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 from torch import Tensor
 
 from kv_canary.checks import PoolChecks
 from kv_canary.kernels.triton_args import (
-    Ends,
-    Table,
+    NO_CHECKS,
+    Checks,
     byte_args,
+    check_args,
     end_args,
-    hashing_of,
-    oracle_args,
+    hashing_args,
+    page_args,
     read_args,
     row_args,
     state_args,
-    table_args,
 )
 from kv_canary.kernels.triton_before import before_kernel
-from kv_canary.kernels.triton_books import (
-    finish_kernel,
-    move_kernel,
-    poison_kernel,
-)
+from kv_canary.kernels.triton_ends import finish_kernel
+from kv_canary.kernels.triton_records import move_kernel, poison_kernel
 from kv_canary.kernels.triton_verify import verify_kernel
 from kv_canary.kernels.triton_write import write_kernel
 from kv_canary.layout import NO_FINGERPRINT, Fingerprint, FingerprintMode
-from kv_canary.records import Launch
+from kv_canary.records import Launch, ring_tag
 from kv_canary.state import CanaryState
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 
 MAX_MOVES = 1024
 """Moves that one program can hold in registers."""
 
-_BLOCK = 128
+BLOCK_TOKENS = 128
+"""Elements, or new tokens, of a program that hashes no whole slots."""
+
 # A tile of words that are hashed whole has this many elements.
 _HASH_TILE = 1024
 _HASH_SLOTS = 8
-_PROGRAMS = 2048
+TARGET_PROGRAMS = 2048
+"""About how many programs a launch has in all."""
+
 _POISON_BLOCK = 128
 
 
@@ -46,7 +49,7 @@ def verify_block(mode: FingerprintMode) -> tuple[int, int]:
     """(elements, words of each that are hashed at a time) of a verify program."""
     if mode is FingerprintMode.ALL:
         return _HASH_SLOTS, _HASH_TILE // _HASH_SLOTS
-    return _BLOCK, _HASH_TILE
+    return BLOCK_TOKENS, _HASH_TILE
 
 
 def write_block(mode: FingerprintMode, *, one_token: bool) -> tuple[int, int]:
@@ -54,17 +57,13 @@ def write_block(mode: FingerprintMode, *, one_token: bool) -> tuple[int, int]:
     if mode in (FingerprintMode.ALL, FingerprintMode.ROTATE):
         block = 1 if one_token else _HASH_SLOTS
         return block, _HASH_TILE // block
-    return (1 if one_token else _BLOCK), 1
+    return (1 if one_token else BLOCK_TOKENS), 1
 
 
 def splits_for(rows: int, blocks: int) -> int:
-    """Programs per row, at most `blocks`, so that about `_PROGRAMS` run in all."""
-    wanted = triton.cdiv(_PROGRAMS, max(rows, 1))
+    """Programs per row, at most `blocks`, so that about `TARGET_PROGRAMS` run."""
+    wanted = triton.cdiv(TARGET_PROGRAMS, max(rows, 1))
     return int(max(1, min(triton.next_power_of_2(wanted), blocks)))
-
-
-def _tag(state: CanaryState, launch: Launch, manager: int) -> int:
-    return launch | (manager & 255) << 8 | state.pool << 16
 
 
 def verify(
@@ -80,6 +79,7 @@ def verify(
     ](
         state=state_args(state),
         rows=row_args(view),
+        checks=check_args(checks, reads=True),
         **_reads(state, view, checks, table, manager),
         num_warps=4,
     )
@@ -93,12 +93,11 @@ def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> N
     before_kernel[(max(view.num_rows, 1), verify_splits + write_splits)](
         state=state_args(state),
         rows=row_args(view),
-        oracle=oracle_args(view.oracle),
-        published=table_args(checks.published),
+        checks=check_args(checks, reads=True, writes=view),
         **_reads(state, view, checks, table, manager),
         page_size=checks.page_size,
         kind=int(view.writer_kind),
-        head_tag=_tag(state, Launch.HEAD, manager),
+        head_tag=ring_tag(Launch.HEAD, manager, state.pool),
         verify_splits=verify_splits,
         HEAD_BLOCK=block,
         num_warps=4,
@@ -123,8 +122,6 @@ def _reads(
     block, chunk = verify_block(checks.fingerprint.mode)
     launch = Launch.SWEEP if checks.req_to_token is None else Launch.VERIFY
     return {
-        "columns": table_args(checks.req_to_token),
-        "tokens": table_args(checks.tokens, offset=checks.token_offset),
         "reads": read_args(table),
         "data": byte_args(checks.fingerprint),
         "num_rows": view.num_rows,
@@ -133,10 +130,9 @@ def _reads(
         "table_columns": table.entries.shape[-1],
         "max_depth": view.max_depth,
         "manager": manager,
-        "tag": _tag(state, launch, manager),
-        "PAGE_SIZE": table.page_size,
-        "ENTRY_SIZE": table.entry_size,
-        "HASHING": hashing_of(checks.fingerprint, chunk=chunk),
+        "tag": ring_tag(launch, manager, state.pool),
+        "PAGES": page_args(table),
+        "HASHING": hashing_args(checks.fingerprint, chunk=chunk),
         "BLOCK": block,
     }
 
@@ -147,8 +143,7 @@ def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> Non
         view,
         NO_FINGERPRINT,
         Launch.HEAD,
-        columns=table_args(checks.req_to_token),
-        published=table_args(checks.published),
+        checks=check_args(checks, writes=view),
         ends=None,
         page_size=checks.page_size,
     )
@@ -168,8 +163,7 @@ def write_tail(
         view,
         checks.fingerprint,
         Launch.TAIL,
-        columns=None,
-        published=None,
+        checks=NO_CHECKS,
         ends=end_args(view, findings) if advance else None,
         page_size=checks.page_size,
     )
@@ -181,20 +175,16 @@ def _write(
     source: Fingerprint,
     launch: Launch,
     *,
-    columns: Table | None,
-    published: Table | None,
-    ends: Ends | None,
+    checks: Checks,
+    ends: Any,
     page_size: int,
 ) -> None:
-    is_tail = launch is Launch.TAIL
     block, chunk, splits = _write_shape(view, source.mode)
     write_kernel[(max(view.num_rows, 1), splits)](
         state=state_args(state),
         rows=row_args(view),
-        columns=columns,
+        checks=checks,
         data=byte_args(source),
-        oracle=None if is_tail else oracle_args(view.oracle),
-        published=published,
         ends=ends,
         num_rows=view.num_rows,
         num_tokens=view.num_tokens,
@@ -202,10 +192,10 @@ def _write(
         max_depth=view.max_depth,
         kind=int(view.writer_kind),
         manager=view.manager,
-        tag=_tag(state, launch, view.manager),
-        IS_TAIL=is_tail,
+        tag=ring_tag(launch, view.manager, state.pool),
+        IS_TAIL=launch is Launch.TAIL,
         ADVANCES=ends is not None,
-        HASHING=hashing_of(source, chunk=chunk),
+        HASHING=hashing_args(source, chunk=chunk),
         BLOCK=block,
         num_warps=1 if view.qo_indptr is None and chunk == 1 else 4,
     )

@@ -3,35 +3,45 @@
 A program takes every `splits`-th block of elements of one row. Records are loaded as
 separate strided words: each word is needed as a vector of its own, and the words of a
 record share one 32-byte sector, which the first load brings into L1. The parameters
-`state`, `rows`, `columns`, `reads`, `tokens`, `data` and HASHING are the tuples of
-`triton_args.py`; without `columns` it is a sweep.
+`state`, `rows`, `checks`, `reads`, `data`, PAGES and HASHING are the tuples of
+`triton_args.py`; without `checks.columns` it is a sweep.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from kv_canary.kernels.triton_common import (
+from kv_canary.kernels.triton_hash import (
     LOW_HALF,
     NONE,
     POISON,
     ROTATE,
-    column_of,
-    fingerprint_of,
-    in_table,
-    lineage_row_of,
+    fingerprint,
+    lineage_term,
     pack_word0,
+)
+from kv_canary.kernels.triton_report import (
+    Finding,
+    Site,
+    agree_across_warps,
     report,
     report_one,
-    salt_of,
-    seed_of,
-    start_of,
     step_phase,
-    term_of,
-    told_to_all,
+)
+from kv_canary.kernels.triton_rows import (
+    Batch,
+    Program,
+    load_columns,
+    load_lineage_row,
+    load_salt,
+    load_seed,
+    load_start,
+    shift_columns,
 )
 from kv_canary.records import Counter, Phase, Reason
 
@@ -52,62 +62,297 @@ LAUNCHES = tl.constexpr(int(Counter.VERIFY_LAUNCHES))
 SWEEPS = tl.constexpr(int(Counter.SWEEP_LAUNCHES))
 
 
+class _Reader(NamedTuple):
+    """A batch row that reads.
+
+    Fields:
+        row: number in the batch; req: row of the request table; live: whether it is
+            not padded; owner: the request row that findings name, 0 in a sweep.
+        prefix: tokens before this forward; start, extend: its new ones in [T];
+            max_advance: by how much the prefix can grow.
+        first, length: position of element 0, and elements.
+        begin, limit: where its entries start, and how many there are from there on;
+            in a page table the second are its columns.
+        salt: as `lineage_term` takes it; seed: lineage before position 0; last:
+            lineage of the last prefix token.
+        slot_before: slot of the token before element 0; -1: none.
+    """
+
+    row: Any
+    req: Any
+    live: Any
+    owner: Any
+    serial: Any
+    prefix: Any
+    start: Any
+    extend: Any
+    max_advance: Any
+    first: Any
+    length: Any
+    begin: Any
+    limit: Any
+    salt: Any
+    seed: Any
+    last: Any
+    slot_before: Any
+
+
+class _Elements(NamedTuple):
+    """Elements [N] of a row's read view.
+
+    Fields:
+        number: in the view; position, slot: of each.
+        expected_slot: the slot that is due, -1 where nothing says it.
+        in_prefix, in_range: whether it is of the prefix, and the slot one of the pool.
+    """
+
+    number: Any
+    position: Any
+    slot: Any
+    expected_slot: Any
+    in_prefix: Any
+    in_range: Any
+
+
+class _Record(NamedTuple):
+    """Tail records [N]; `sound`: neither half is missing or poisoned."""
+
+    word0: Any
+    lineage: Any
+    word2: Any
+    word3: Any
+    sound: Any
+
+
 @triton.jit
-def _entries_of(reads, row, live, table_rows, table_columns):
-    """(where the row starts in the entries, entries from there on); in a page table the
-    second are its columns."""
+def _find_entries(reads, row, live, table_rows, table_columns):
+    """(begin, limit) of the row's entries, as in `_Reader`."""
     if reads.indptr is None:
         begin = row
         if reads.row_index is not None:
             begin = tl.load(reads.row_index + row, mask=live, other=-1)
         is_inside = (begin >= 0) & (begin < table_rows)
-        count = tl.where(is_inside, table_columns, 0).to(tl.int64)
+        limit = tl.where(is_inside, table_columns, 0).to(tl.int64)
         begin = begin * reads.row_stride
     else:
         begin = tl.load(reads.indptr + row, mask=live, other=0).to(tl.int64)
-        count = table_columns - begin
-    return begin, count
+        limit = table_columns - begin
+    return begin, limit
 
 
 @triton.jit
-def _slot_of(
-    reads,
-    begin,
-    count,
-    element,
-    mask,
-    PAGE_SIZE: tl.constexpr,
-    ENTRY_SIZE: tl.constexpr,
-):
-    """Slots of elements; -1 beyond the entries (`_entries_of`) and outside `mask`."""
+def _load_slots(reads, reader, element, mask, PAGES: tl.constexpr):
+    """Slots of elements; -1 beyond the entries of the row and outside `mask`."""
     if reads.indptr is None:
-        column = element // PAGE_SIZE
-        mask = mask & (column >= 0) & (column < count)
-        at = reads.entries + begin + column * reads.column_stride
+        column = element // PAGES.page_size
+        mask = mask & (column >= 0) & (column < reader.limit)
+        at = reads.entries + reader.begin + column * reads.column_stride
         entry = tl.load(at, mask=mask, other=-1).to(tl.int64)
-        return tl.where(entry >= 0, entry + element % PAGE_SIZE, -1)
+        return tl.where(entry >= 0, entry + element % PAGES.page_size, -1)
     else:
-        column = element // ENTRY_SIZE
-        mask = mask & (column >= -begin) & (column < count)
-        at = reads.entries + begin + column
+        column = element // PAGES.entry_size
+        mask = mask & (column >= -reader.begin) & (column < reader.limit)
+        at = reads.entries + reader.begin + column
         entry = tl.load(at, mask=mask, other=-1).to(tl.int64)
-        return tl.where(entry >= 0, entry * ENTRY_SIZE + element % ENTRY_SIZE, -1)
+        slot = entry * PAGES.entry_size + element % PAGES.entry_size
+        return tl.where(entry >= 0, slot, -1)
 
 
 @triton.jit
-def _slot_before(reads, rows, columns, row, req, live, first):
+def _load_slot_before(reads, rows, columns, row, req, live, first):
     """The slot of the token before element 0; -1: none."""
     slot = first * 0 - 1
     if reads.prev_slots is not None:
         slot = tl.load(reads.prev_slots + row, mask=live, other=-1)
     elif columns is not None:
-        slot = in_table(columns, column_of(rows, first - 1, row), req, live)
+        slot = load_columns(columns, shift_columns(rows, first - 1, row), req, live)
     return slot
 
 
 @triton.jit
-def _rotating(data, slot, due, HASHING: tl.constexpr, BLOCK: tl.constexpr):
+def _load_reader(state, rows, checks, reads, row, batch, table_rows, table_columns):
+    """The `_Reader` of a row; beyond the batch it is one that is padded."""
+    req = tl.load(rows.req_rows + row, mask=row < batch.num_rows, other=0)
+    live = req != 0
+    length = tl.maximum(tl.load(reads.read_lens + row, mask=live, other=0), 0)
+    prefix = tl.load(rows.prefix_lens + row, mask=live, other=0)
+    first = prefix * 0
+    if reads.first_position is not None:
+        first = tl.load(reads.first_position + row, mask=live, other=0)
+    start = load_start(rows, row, live)
+    extend = tl.load(rows.extend_lens + row, mask=live, other=0)
+    extend = tl.minimum(extend, batch.num_tokens - start)
+    max_advance = extend
+    if rows.parent_index is not None:
+        max_advance = tl.minimum(extend, batch.max_depth + 1)
+    serial = tl.load(rows.serials + row, mask=live, other=0)
+    salt = load_salt(rows, row, live)
+    seed = load_seed(rows, row, req, live)
+    owner = req
+    last = prefix * 0
+    if checks.columns is None:
+        owner = req * 0
+    else:
+        lineage_row = load_lineage_row(rows, row, req, live)
+        last = tl.load(state.expected_lineage + lineage_row)
+    begin, limit = _find_entries(reads, row, live, table_rows, table_columns)
+    slot_before = _load_slot_before(reads, rows, checks.columns, row, req, live, first)
+    return _Reader(
+        row=row,
+        req=req,
+        live=live,
+        owner=owner,
+        serial=serial,
+        prefix=prefix,
+        start=start,
+        extend=extend,
+        max_advance=max_advance,
+        first=first,
+        length=length,
+        begin=begin,
+        limit=limit,
+        salt=salt,
+        seed=seed,
+        last=last,
+        slot_before=slot_before,
+    )
+
+
+@triton.jit
+def _check_length(state, site, reader):
+    """Report a row that ends before its prefix or among its new tokens."""
+    end = reader.first + reader.length
+    is_short = (end > reader.prefix) & (end < reader.prefix + reader.extend)
+    if reader.live & (is_short | (end < reader.prefix)):
+        short = Finding(
+            reasons=READ_SET,
+            req_row=reader.owner,
+            serial=reader.serial,
+            slot=-1,
+            position=end,
+            expected_word0=pack_word0(end * 0 - 1, end),
+            found_word0=0,
+            expected_lineage=None,
+            found_lineage=None,
+            found_word3=None,
+            clock=site.clock,
+            batch_row=reader.row,
+            expected_slot=-1,
+            found_fingerprint=None,
+            computed_fingerprint=None,
+            tag=site.tag,
+        )
+        report_one(state, short)
+    return tl.minimum(reader.prefix, end) - reader.first
+
+
+@triton.jit
+def _check_slots(
+    state, rows, columns, reads, reader, block, PAGES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """(reasons, elements) of a block: whether attention reads the slots that are
+    due."""
+    i = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    inside = i < reader.length
+    p = reader.first + i
+    is_prefix = inside & (p < reader.prefix)
+    slot = _load_slots(reads, reader, i, inside, PAGES)
+    in_range = (slot >= 0) & (slot < state.num_slots)
+    new = p - reader.prefix
+    is_new = inside & (new >= 0) & (new < reader.extend)
+    at = rows.out_cache_loc + reader.start + new
+    expected_slot = tl.load(at, mask=is_new, other=-1)
+    compared = inside
+    if columns is None:
+        compared = inside & (p >= reader.prefix)
+    else:
+        column = shift_columns(rows, p, reader.row)
+        column = load_columns(columns, column, reader.req, is_prefix)
+        expected_slot = tl.where(is_prefix, column, expected_slot)
+    wrong = (inside & (in_range == 0)) | (compared & (slot != expected_slot))
+    reasons = tl.where(wrong, READ_SET, 0).to(tl.int64)
+    scratch = is_prefix & in_range & (slot < PAGES.page_size)
+    reasons |= tl.where(scratch, READ_SCRATCH, 0)
+    elements = _Elements(
+        number=i,
+        position=p,
+        slot=slot,
+        expected_slot=expected_slot,
+        in_prefix=is_prefix,
+        in_range=in_range,
+    )
+    return reasons, elements
+
+
+@triton.jit
+def _check_halves(state, elements, PAGES: tl.constexpr):
+    """(reasons, tail records): whether both halves of the records are there, alike, and
+    of these positions."""
+    slot = elements.slot
+    found = elements.in_prefix & elements.in_range & (slot >= PAGES.page_size)
+    record = state.tail + slot * 4
+    word0 = tl.load(record, mask=found, other=0)
+    lineage = tl.load(record + 1, mask=found, other=0)
+    word2 = tl.load(record + 2, mask=found, other=0)
+    word3 = tl.load(record + 3, mask=found, other=0)
+    record = state.head + slot * 4
+    head0 = tl.load(record, mask=found, other=0)
+    head1 = tl.load(record + 1, mask=found, other=0)
+    head3 = tl.load(record + 3, mask=found, other=0)
+    freed = (word0 == POISON) & (head0 == POISON)
+    reasons = tl.where(found & freed, FREED, 0)
+    differ = (word0 != head0) | (lineage != head1) | (word3 != head3)
+    reasons |= tl.where(found & differ & (freed == 0), TORN, 0)
+    sound = found & (word0 != POISON) & (head0 != POISON)
+    reasons |= tl.where(sound & ((word0 >> 32) != elements.position), POSITION, 0)
+    tail = _Record(word0=word0, lineage=lineage, word2=word2, word3=word3, sound=sound)
+    return reasons, tail
+
+
+@triton.jit
+def _check_lineages(
+    state, reads, reader, elements, record, HAS_LAST: tl.constexpr, PAGES: tl.constexpr
+):
+    """(reasons, expected lineages): each record's against that of the slot before it,
+    and with HAS_LAST that of the last prefix token against the known one."""
+    i, p, sound = elements.number, elements.position, record.sound
+    previous = _load_slots(reads, reader, i - 1, sound & (i > 0), PAGES)
+    previous = tl.where(i == 0, reader.slot_before, previous)
+    known = sound & (p > 0)
+    known = known & (previous >= PAGES.page_size) & (previous < state.num_slots)
+    before = state.tail + previous * 4
+    before0 = tl.load(before, mask=known, other=POISON)
+    before1 = tl.load(before + 1, mask=known, other=0)
+    parent = tl.where(p == 0, reader.seed, before1)
+    known = sound & ((p == 0) | (before0 != POISON))
+    term = lineage_term(record.word0, reader.salt)
+    expected = tl.where(known, parent + term, 0)
+    reasons = tl.where(known & (expected != record.lineage), LINEAGE, 0)
+    if HAS_LAST:
+        is_last = sound & (p == reader.prefix - 1)
+        expected = tl.where(is_last, reader.last, expected)
+        reasons |= tl.where(is_last & (expected != record.lineage), TOKEN, 0)
+    return reasons, expected
+
+
+@triton.jit
+def _check_tokens(tokens, reader, position, record):
+    """(reasons, expected words 0) of records against the request's own tokens."""
+    reasons = tl.zeros_like(position)
+    expected_word0 = pack_word0(tl.zeros_like(position) - 1, position)
+    if tokens is not None:
+        token = load_columns(tokens, position + tokens.offset, reader.req, record.sound)
+        packed = pack_word0(token, position)
+        expected_word0 = tl.where(token >= 0, packed, expected_word0)
+        wrong = (token >= 0) & (token != (record.word0 & LOW_HALF))
+        reasons = tl.where(wrong, TOKEN, 0).to(tl.int64)
+    return reasons, expected_word0
+
+
+@triton.jit
+def _fingerprint_one_by_one(data, slot, due, HASHING: tl.constexpr):
     """Fingerprints of the few slots that are due, one after the other."""
+    BLOCK: tl.constexpr = slot.shape[0]
     lane = tl.arange(0, BLOCK)
     pending = due.to(tl.int32)
     computed = tl.zeros([BLOCK], dtype=tl.int64)
@@ -115,203 +360,101 @@ def _rotating(data, slot, due, HASHING: tl.constexpr, BLOCK: tl.constexpr):
         chosen = tl.min(tl.where(pending != 0, lane, BLOCK), axis=0)
         one = tl.sum(tl.where(lane == chosen, slot, 0), axis=0)
         one = one + tl.zeros([1], dtype=tl.int64)
-        value = fingerprint_of(data, one, one >= 0, one, HASHING)
+        value = fingerprint(data, one, one >= 0, one, HASHING)
         computed = tl.where(lane == chosen, tl.sum(value, axis=0), computed)
         pending = tl.where(lane == chosen, 0, pending)
     return computed
 
 
 @triton.jit
-def _check_bytes(
-    state,
-    data,
-    slot,
-    sound,
-    lineage,
-    stored,
-    prefix,
-    max_advance,
-    HASHING: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """(reasons, computed fingerprints) of sound records that hold `stored` ones."""
-    due = sound
+def _check_bytes(state, data, reader, slot, record, HASHING: tl.constexpr):
+    """(reasons, computed fingerprints) of the bytes of slots with these records."""
+    due = record.sound
     if HASHING.mode == ROTATE:
         # Each slot has its turn while the row grows by a period, whatever its steps.
-        since = (slot + prefix) % data.period
-        due = sound & ((data.period - since) % data.period < max_advance)
-        computed = _rotating(data, slot, due, HASHING, BLOCK)
+        since = (slot + reader.prefix) % data.period
+        due = due & ((data.period - since) % data.period < reader.max_advance)
+        computed = _fingerprint_one_by_one(data, slot, due, HASHING)
     else:
-        computed = fingerprint_of(data, slot, due, lineage, HASHING)
+        computed = fingerprint(data, slot, due, record.lineage, HASHING)
     if HASHING.mode >= ROTATE:
         rehashed = tl.sum(due.to(tl.int64), axis=0)
         tl.atomic_add(state.counters + REHASHED, rehashed, mask=rehashed > 0)
-    return tl.where(due & (computed != stored), REAL_KV, 0), computed
+    return tl.where(due & (computed != record.word2), REAL_KV, 0), computed
 
 
 @triton.jit
 def verify_program(
-    row,
-    split,
-    splits,
+    program,
     state,
     rows,
-    columns,
+    checks,
     reads,
-    tokens,
     data,
-    num_rows,
-    num_tokens,
+    batch,
     table_rows,
     table_columns,
-    max_depth,
     manager,
     tag,
-    PAGE_SIZE: tl.constexpr,
-    ENTRY_SIZE: tl.constexpr,
+    PAGES: tl.constexpr,
     HASHING: tl.constexpr,
     BLOCK: tl.constexpr,
     NEXT_PHASE: tl.constexpr,
 ):
-    """The `split`-th of `splits` programs of a row; the first of row 0 takes the phase
-    from IDLE to NEXT_PHASE."""
-    SWEEP: tl.constexpr = columns is None
-    now = tl.load(state.clock)
-    req = tl.load(rows.req_rows + row, mask=row < num_rows, other=0)
-    live = req != 0
-    length = tl.maximum(tl.load(reads.read_lens + row, mask=live, other=0), 0)
-    prefix = tl.load(rows.prefix_lens + row, mask=live, other=0)
-    first = prefix * 0
-    if reads.first_position is not None:
-        first = tl.load(reads.first_position + row, mask=live, other=0)
-    start = start_of(rows, row, live)
-    extend = tl.load(rows.extend_lens + row, mask=live, other=0)
-    extend = tl.minimum(extend, num_tokens - start)
-    max_advance = extend
-    if rows.parent_index is not None:
-        max_advance = tl.minimum(extend, max_depth + 1)
-    serial = tl.load(rows.serials + row, mask=live, other=0)
-    salt = salt_of(rows, row, live)
-    seed = seed_of(rows, row, req, live)
-    owner = req
-    truth = prefix * 0
-    if SWEEP:
-        owner = req * 0
-    else:
-        truth = tl.load(state.expected_lineage + lineage_row_of(rows, row, req, live))
-    begin, count = _entries_of(reads, row, live, table_rows, table_columns)
-    slot_before = _slot_before(reads, rows, columns, row, req, live, first)
-
-    if split == 0:
+    """One of the programs of a row; the first of row 0 takes the phase from IDLE to
+    NEXT_PHASE."""
+    IS_SWEEP: tl.constexpr = checks.columns is None
+    row = program.row
+    site = Site(clock=tl.load(state.clock), manager=manager, tag=tag)
+    reader = _load_reader(
+        state, rows, checks, reads, row, batch, table_rows, table_columns
+    )
+    if program.split == 0:
         if row == 0:
-            step_phase(state, manager, now, tag, IDLE, NEXT_PHASE)
-            tl.atomic_add(state.counters + (SWEEPS if SWEEP else LAUNCHES), 1)
-        end = first + length
-        is_short = (end > prefix) & (end < prefix + extend)
-        if live & (is_short | (end < prefix)):
-            nowhere = pack_word0(end * 0 - 1, end)
-            report_one(state, READ_SET, owner, serial, end, nowhere, 0, now, row, tag)
-        visited = tl.minimum(prefix, end) - first
+            step_phase(state, site, DUE=IDLE, NEXT=NEXT_PHASE)
+            tl.atomic_add(state.counters + (SWEEPS if IS_SWEEP else LAUNCHES), 1)
+        visited = _check_length(state, site, reader)
         if visited > 0:
-            tl.atomic_add(state.counters + (SWEPT if SWEEP else VERIFIED), visited)
+            tl.atomic_add(state.counters + (SWEPT if IS_SWEEP else VERIFIED), visited)
 
-    for block in range(split, (length + BLOCK - 1) // BLOCK, splits):
-        i = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-        inside = i < length
-        p = first + i
-        is_prefix = inside & (p < prefix)
-        slot = _slot_of(reads, begin, count, i, inside, PAGE_SIZE, ENTRY_SIZE)
-        in_range = (slot >= 0) & (slot < state.num_slots)
-        new = p - prefix
-        is_new = inside & (new >= 0) & (new < extend)
-        at = rows.out_cache_loc + start + new
-        expected_slot = tl.load(at, mask=is_new, other=-1)
-        compared = inside
-        if SWEEP:
-            compared = inside & (p >= prefix)
-        else:
-            column = in_table(columns, column_of(rows, p, row), req, is_prefix)
-            expected_slot = tl.where(is_prefix, column, expected_slot)
-        wrong = (inside & (in_range == 0)) | (compared & (slot != expected_slot))
-        reasons = tl.where(wrong, READ_SET, 0).to(tl.int64)
-        scratch = is_prefix & in_range & (slot < PAGE_SIZE)
-        reasons |= tl.where(scratch, READ_SCRATCH, 0)
-
-        found = is_prefix & in_range & (slot >= PAGE_SIZE)
-        record = state.tail + slot * 4
-        word0 = tl.load(record, mask=found, other=0)
-        lineage = tl.load(record + 1, mask=found, other=0)
-        word2 = tl.load(record + 2, mask=found, other=0)
-        word3 = tl.load(record + 3, mask=found, other=0)
-        record = state.head + slot * 4
-        head0 = tl.load(record, mask=found, other=0)
-        head1 = tl.load(record + 1, mask=found, other=0)
-        head3 = tl.load(record + 3, mask=found, other=0)
-        freed = (word0 == POISON) & (head0 == POISON)
-        reasons |= tl.where(found & freed, FREED, 0)
-        differ = (word0 != head0) | (lineage != head1) | (word3 != head3)
-        reasons |= tl.where(found & differ & (freed == 0), TORN, 0)
-        sound = found & (word0 != POISON) & (head0 != POISON)
-        reasons |= tl.where(sound & ((word0 >> 32) != p), POSITION, 0)
-
-        previous = _slot_of(
-            reads, begin, count, i - 1, sound & (i > 0), PAGE_SIZE, ENTRY_SIZE
+    blocks = (reader.length + BLOCK - 1) // BLOCK
+    for block in range(program.split, blocks, program.splits):
+        reasons, elements = _check_slots(
+            state, rows, checks.columns, reads, reader, block, PAGES, BLOCK
         )
-        previous = tl.where(i == 0, slot_before, previous)
-        known = sound & (p > 0)
-        known = known & (previous >= PAGE_SIZE) & (previous < state.num_slots)
-        record = state.tail + previous * 4
-        before0 = tl.load(record, mask=known, other=POISON)
-        before1 = tl.load(record + 1, mask=known, other=0)
-        parent = tl.where(p == 0, seed, before1)
-        known = sound & ((p == 0) | (before0 != POISON))
-        expected = tl.where(known, parent + term_of(word0, salt), 0)
-        reasons |= tl.where(known & (expected != lineage), LINEAGE, 0)
-        if not SWEEP:
-            last = sound & (p == prefix - 1)
-            expected = tl.where(last, truth, expected)
-            reasons |= tl.where(last & (expected != lineage), TOKEN, 0)
-        expected_word0 = pack_word0(tl.zeros_like(p) - 1, p)
-        if tokens is not None:
-            token = in_table(tokens, p + tokens.offset, req, sound)
-            packed = pack_word0(token, p)
-            expected_word0 = tl.where(token >= 0, packed, expected_word0)
-            wrong = (token >= 0) & (token != (word0 & LOW_HALF))
-            reasons |= tl.where(wrong, TOKEN, 0)
-        computed = tl.zeros_like(slot)
+        broken, record = _check_halves(state, elements, PAGES)
+        reasons |= broken
+        wrong, lineage = _check_lineages(
+            state, reads, reader, elements, record, HAS_LAST=not IS_SWEEP, PAGES=PAGES
+        )
+        reasons |= wrong
+        unlike, word0 = _check_tokens(checks.tokens, reader, elements.position, record)
+        reasons |= unlike
+        computed = tl.zeros_like(elements.slot)
         if HASHING.mode != NONE:
             changed, computed = _check_bytes(
-                state,
-                data,
-                slot,
-                sound,
-                lineage,
-                word2,
-                prefix,
-                max_advance,
-                HASHING,
-                BLOCK,
+                state, data, reader, elements.slot, record, HASHING
             )
             reasons |= changed
-        report(
-            state,
-            told_to_all(reasons),
-            owner,
-            serial,
-            slot,
-            p,
-            expected_word0,
-            word0,
-            expected,
-            lineage,
-            word3,
-            now,
-            row,
-            expected_slot,
-            word2,
-            computed,
-            tag,
+        finding = Finding(
+            reasons=agree_across_warps(reasons),
+            req_row=reader.owner,
+            serial=reader.serial,
+            slot=elements.slot,
+            position=elements.position,
+            expected_word0=word0,
+            found_word0=record.word0,
+            expected_lineage=lineage,
+            found_lineage=record.lineage,
+            found_word3=record.word3,
+            clock=site.clock,
+            batch_row=row,
+            expected_slot=elements.expected_slot,
+            found_fingerprint=record.word2,
+            computed_fingerprint=computed,
+            tag=tag,
         )
+        report(state, finding)
 
 
 @triton.jit(
@@ -328,9 +471,8 @@ def verify_program(
 def verify_kernel(
     state,
     rows,
-    columns,
+    checks,
     reads,
-    tokens,
     data,
     num_rows,
     num_tokens,
@@ -339,31 +481,28 @@ def verify_kernel(
     max_depth,
     manager,
     tag,
-    PAGE_SIZE: tl.constexpr,
-    ENTRY_SIZE: tl.constexpr,
+    PAGES: tl.constexpr,
     HASHING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     verify_program(
-        tl.program_id(0).to(tl.int64),
-        tl.program_id(1),
-        tl.num_programs(1),
+        Program(
+            row=tl.program_id(0).to(tl.int64),
+            split=tl.program_id(1),
+            splits=tl.num_programs(1),
+        ),
         state,
         rows,
-        columns,
+        checks,
         reads,
-        tokens,
         data,
-        num_rows,
-        num_tokens,
+        Batch(num_rows=num_rows, num_tokens=num_tokens, max_depth=max_depth),
         table_rows,
         table_columns,
-        max_depth,
         manager,
         tag,
-        PAGE_SIZE,
-        ENTRY_SIZE,
+        PAGES,
         HASHING,
         BLOCK,
-        AFTER_VERIFY,
+        NEXT_PHASE=AFTER_VERIFY,
     )

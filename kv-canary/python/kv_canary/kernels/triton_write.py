@@ -2,45 +2,52 @@
 
 A program takes a run of blocks of one row's new tokens, and adds up the terms before
 its run itself: an extend of any length is one launch. The parameters `state`, `rows`,
-`columns`, `published`, `data`, `oracle`, `ends` and HASHING are the tuples of
-`triton_args.py`.
+`checks`, `data`, `ends` and HASHING are the tuples of `triton_args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from kv_canary.kernels.triton_common import (
-    CLOCK_MASK,
+from kv_canary.kernels.triton_ends import end_forward, store_next_lineage
+from kv_canary.kernels.triton_hash import (
     CLOCK_SHIFT,
     NONE,
     POISON,
     SERIAL_MASK,
-    column_of,
-    fingerprint_of,
-    in_table,
-    lineage_row_of,
+    fingerprint,
     pack_word0,
     pack_word3,
+)
+from kv_canary.kernels.triton_report import (
+    Finding,
+    Site,
+    agree_across_warps,
     report,
-    salt_of,
-    seed_of,
-    start_of,
     step_phase,
-    term_of,
-    told_to_all,
 )
-from kv_canary.records import (
-    NUM_COUNTERS,
-    Counter,
-    Phase,
-    Reason,
-    WriterKind,
+from kv_canary.kernels.triton_rows import (
+    Batch,
+    Program,
+    Row,
+    load_base_lineage,
+    load_columns,
+    load_salt,
+    load_start,
+    load_tokens,
+    shift_columns,
+    sum_ancestors,
+    sum_terms,
 )
+from kv_canary.records import CLOCK_MASK as RECORDS_CLOCK_MASK
+from kv_canary.records import Counter, Phase, Reason, WriterKind
 
+CLOCK_MASK = tl.constexpr(RECORDS_CLOCK_MASK)
 FOREIGN = tl.constexpr(int(Reason.WRITE_FOREIGN))
 ALIAS = tl.constexpr(int(Reason.WRITE_ALIAS))
 SCRATCH = tl.constexpr(int(Reason.WRITE_SCRATCH))
@@ -54,372 +61,356 @@ TAIL_SLOTS = tl.constexpr(int(Counter.TAIL_SLOTS))
 HEAD_LAUNCHES = tl.constexpr(int(Counter.HEAD_LAUNCHES))
 TAIL_LAUNCHES = tl.constexpr(int(Counter.TAIL_LAUNCHES))
 VERIFY_KIND = tl.constexpr(int(WriterKind.VERIFY))
-SUM_BLOCK = tl.constexpr(512)
-COUNTERS = tl.constexpr(NUM_COUNTERS)
-COUNTERS_BLOCK = tl.constexpr(triton.next_power_of_2(NUM_COUNTERS))
-ROWS_BLOCK = tl.constexpr(128)
+
+
+class _Run(NamedTuple):
+    """The blocks of a row's new tokens that a program takes: first .. last - 1 of
+    `blocks`; `tokens`: of the row, those of a padded one too."""
+
+    first: Any
+    last: Any
+    blocks: Any
+    tokens: Any
+
+
+class _Writes(NamedTuple):
+    """A block of new tokens [N] of a row, and the head records of their slots.
+
+    Fields:
+        place: index in [T]; number: in the row; inside: whether the row has it.
+        token, position, word0, lineage, word3: that are written.
+        slot: where to; writable: whether the row may have a record there.
+        old0, old1, old3: words of the head record.
+    """
+
+    place: Any
+    number: Any
+    inside: Any
+    token: Any
+    position: Any
+    word0: Any
+    lineage: Any
+    word3: Any
+    slot: Any
+    writable: Any
+    old0: Any
+    old1: Any
+    old3: Any
+
+
+class _Outcome(NamedTuple):
+    """Outcome of the checks of new tokens [N]: reasons, the words 0 and the slots that
+    are due, and the words 0 that were found."""
+
+    reasons: Any
+    expected0: Any
+    found0: Any
+    expected_slot: Any
 
 
 @triton.jit
-def _terms(rows, token_index, mask, salt):
-    token = tl.load(rows.input_ids + token_index, mask=mask, other=0)
-    position = tl.load(rows.positions + token_index, mask=mask, other=0)
-    word0 = pack_word0(token, position)
-    return token, position, word0, tl.where(mask, term_of(word0, salt), 0)
+def _load_row(state, rows, row, batch):
+    """The `Row` of a number in the batch; beyond its end a padded one."""
+    inside = row < batch.num_rows
+    req = tl.load(rows.req_rows + row, mask=inside, other=0)
+    live = req != 0
+    prefix = tl.load(rows.prefix_lens + row, mask=live, other=0)
+    start = load_start(rows, row, inside)
+    extend = tl.load(rows.extend_lens + row, mask=live, other=0)
+    extend = tl.maximum(tl.minimum(extend, batch.num_tokens - start), 0)
+    serial = tl.load(rows.serials + row, mask=live, other=0)
+    salt = load_salt(rows, row, live)
+    base = load_base_lineage(state, rows, row, req, live, prefix)
+    return Row(
+        row=row,
+        inside=inside,
+        req=req,
+        live=live,
+        prefix=prefix,
+        start=start,
+        extend=extend,
+        serial=serial,
+        salt=salt,
+        base=base,
+    )
 
 
 @triton.jit
-def sum_of_terms(rows, begin, end, salt):
-    """Sum of the lineage terms of tokens begin .. end - 1."""
-    total = tl.zeros([SUM_BLOCK], dtype=tl.int64)
-    for at in range(begin, end, SUM_BLOCK):
-        index = at + tl.arange(0, SUM_BLOCK)
-        _, _, _, term = _terms(rows, index, index < end, salt)
-        total += term
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
-def _sum_of_ancestors(rows, index, mask, begin, end, salt, max_depth):
-    """Sums of the terms of the ancestors of tokens [N] among begin .. end - 1."""
-    node = tl.load(rows.parent_index + index, mask=mask, other=-1)
-    total = tl.zeros_like(index)
-    for _ in range(max_depth):
-        mask = mask & (node >= begin) & (node < end)
-        _, _, _, term = _terms(rows, node, mask, salt)
-        total += term
-        node = tl.load(rows.parent_index + node, mask=mask, other=-1)
-    return total
-
-
-@triton.jit
-def base_of(state, rows, row, req, live, prefix):
-    """Lineage of what stands before the row's first new token."""
-    lineage = tl.load(state.expected_lineage + lineage_row_of(rows, row, req, live))
-    return tl.where(prefix > 0, lineage, seed_of(rows, row, req, live))
-
-
-@triton.jit
-def published_row_of(rows, ends, row, req, live):
-    """The row of `expected_lineage` that gets the lineage behind the new tokens."""
-    if ends.publish_rows is not None:
-        published = tl.load(ends.publish_rows + row, mask=live, other=0)
-    else:
-        published = lineage_row_of(rows, row, req, live)
-    return published
-
-
-@triton.jit
-def take_status(state, findings):
-    """The words of findings before the verdicts."""
-    tl.store(findings, tl.load(state.ring_count, cache_modifier=".cg"))
-    index = tl.arange(0, COUNTERS_BLOCK)
-    is_counter = index < COUNTERS
-    at = state.counters + index
-    value = tl.load(at, mask=is_counter, other=0, cache_modifier=".cg")
-    tl.store(findings + 1 + index, value, mask=is_counter)
-
-
-@triton.jit
-def take_verdicts(state, findings, row, req, inside, live):
-    """Verdicts of rows into findings; those of live ones are cleared."""
-    verdict = state.verdict + req
-    found = tl.load(verdict, mask=live, other=0, cache_modifier=".cg")
-    tl.store(findings + 1 + COUNTERS + row, found.to(tl.int64), mask=inside)
-    # All warps have read what it was.
-    tl.debug_barrier()
-    tl.store(verdict, tl.zeros_like(found), mask=live)
-
-
-@triton.jit
-def _end_forward(state, rows, ends, num_rows):
-    """Lineages published, status, verdicts taken and cleared; by the last program, when
-    all others are done. Loads go past L1, which does not see what others wrote."""
-    if ends.findings is not None:
-        take_status(state, ends.findings)
-    for begin in range(0, num_rows, ROWS_BLOCK):
-        row = begin + tl.arange(0, ROWS_BLOCK)
-        inside = row < num_rows
-        req = tl.load(rows.req_rows + row, mask=inside, other=0)
-        live = req != 0
-        published = published_row_of(rows, ends, row, req, live)
-        at = state.next_lineage + row
-        lineage = tl.load(at, mask=live, other=0, cache_modifier=".cg")
-        tl.store(state.expected_lineage + published, lineage, mask=live)
-        if ends.findings is not None:
-            take_verdicts(state, ends.findings, row, req, inside, live)
-
-
-@triton.jit
-def _tokens_of_padded(rows, row, is_inside, start, num_tokens):
+def _count_padded_tokens(rows, row, num_tokens):
     """New tokens of a padded row, none outside of the batch."""
-    count = is_inside.to(tl.int64)
+    count = row.inside.to(tl.int64)
     if rows.qo_indptr is not None:
-        end = tl.load(rows.qo_indptr + row + 1, mask=is_inside, other=0)
-        count = tl.maximum(tl.minimum(end, num_tokens) - start, 0)
+        end = tl.load(rows.qo_indptr + row.row + 1, mask=row.inside, other=0)
+        count = tl.maximum(tl.minimum(end, num_tokens) - row.start, 0)
     return count
 
 
 @triton.jit
-def _leave_lineage(
-    state, rows, ends, row, live, start, extend, first_base, base, salt, is_inside
+def _find_run(
+    rows, row, program, num_tokens, IS_TAIL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The row's lineage behind the new tokens that stay, for the last program of all:
-    others of this row still start from the old one."""
-    if ends.stay_lens is not None:
-        stay = tl.load(ends.stay_lens + row, mask=live, other=0)
-        stay_end = start + tl.minimum(stay, extend)
-        base = first_base + sum_of_terms(rows, start, stay_end, salt)
-    tl.store(state.next_lineage + row, base, mask=is_inside)
+    tokens = row.extend
+    if not IS_TAIL:
+        # A padded row is looked at, too: all it may write is scratch.
+        padded = _count_padded_tokens(rows, row, num_tokens)
+        tokens = tl.where(row.live, row.extend, padded)
+    blocks = (tokens + BLOCK - 1) // BLOCK
+    each = (blocks + program.splits - 1) // program.splits
+    first = tl.minimum(program.split * each, blocks)
+    last = tl.minimum(first + each, blocks)
+    return _Run(first=first, last=last, blocks=blocks, tokens=tokens)
 
 
 @triton.jit
-def _check_head(
-    state,
-    rows,
-    columns,
-    req,
-    serial,
-    row,
-    prefix,
-    page_size,
-    j,
-    slot,
-    inside,
-    writable,
-    old0,
-    old3,
-    now,
-):
+def _check_slots(rows, columns, row, writes, page_size, clock):
     """(reasons, the slots that are due) of a head write, -1 where none is known."""
-    live = req != 0
-    expected_slot = j * 0 - 1
-    scratch = inside & (slot >= 0) & (slot < page_size)
+    slot, old0, old3, live = writes.slot, writes.old0, writes.old3, row.live
+    expected_slot = writes.number * 0 - 1
+    scratch = writes.inside & (slot >= 0) & (slot < page_size)
     reasons = tl.where(scratch & live, SCRATCH, 0).to(tl.int64)
     # A record of this very forward is an alias, which the tail write reports.
-    is_old = writable & (old0 != POISON)
-    is_old = is_old & (((old3 >> CLOCK_SHIFT) & CLOCK_MASK) != (now & CLOCK_MASK))
-    is_other = ((old3 ^ serial) & SERIAL_MASK) != 0
-    foreign = (inside & (scratch == 0) & (writable == 0)) | (is_old & is_other)
+    is_old = writes.writable & (old0 != POISON)
+    is_old = is_old & (((old3 >> CLOCK_SHIFT) & CLOCK_MASK) != (clock & CLOCK_MASK))
+    is_other = ((old3 ^ row.serial) & SERIAL_MASK) != 0
+    nowhere = writes.inside & (scratch == 0) & (writes.writable == 0)
+    foreign = nowhere | (is_old & is_other)
     if columns is not None:
-        column = column_of(rows, prefix + j, row)
-        expected_slot = in_table(columns, column, req, inside & live)
-        foreign = foreign | (inside & live & (scratch == 0) & (slot != expected_slot))
-        # What the row reads as its own prefix may not be written, either.
+        column = shift_columns(rows, row.prefix + writes.number, row.row)
+        expected_slot = load_columns(columns, column, row.req, writes.inside & live)
+        is_stray = (scratch == 0) & (slot != expected_slot)
+        foreign = foreign | (writes.inside & live & is_stray)
+        # The row may not overwrite its own prefix, either.
         place = old0 >> 32
-        is_prefix = is_old & (is_other == 0) & (place < prefix)
-        held = in_table(columns, column_of(rows, place, row), req, is_prefix)
+        is_prefix = is_old & (is_other == 0) & (place < row.prefix)
+        column = shift_columns(rows, place, row.row)
+        held = load_columns(columns, column, row.req, is_prefix)
         foreign = foreign | (is_prefix & (held == slot))
     return reasons | tl.where(foreign, FOREIGN, 0), expected_slot
 
 
 @triton.jit
-def _check_published(published, req, prefix, j, mask, kind, token, position):
-    """(reasons, word 0 that was due) of new tokens that have been published; what a
-    verification reads behind its roots are proposals."""
-    mask = mask & ((j == 0) | (kind != VERIFY_KIND))
-    due = prefix + j
-    token_due = in_table(published, due, req, mask)
+def _check_published(published, row, writes, kind):
+    """(reasons, word 0 that was due) of new tokens that have been published; after its
+    roots a verification reads proposals."""
+    mask = writes.inside & row.live & ((writes.number == 0) | (kind != VERIFY_KIND))
+    due = row.prefix + writes.number
+    token_due = load_columns(published, due, row.req, mask)
     is_known = token_due >= 0
-    reasons = tl.where(is_known & (token_due != token), TOKEN, 0)
-    reasons |= tl.where(is_known & (due != position), POSITION, 0)
+    reasons = tl.where(is_known & (token_due != writes.token), TOKEN, 0)
+    reasons |= tl.where(is_known & (due != writes.position), POSITION, 0)
     return reasons.to(tl.int64), pack_word0(token_due, due)
 
 
 @triton.jit
-def _check_oracle(oracle, t, mask, token, position):
+def _check_oracle(oracle, row, writes):
     """(reasons, word 0 that was due) of new tokens."""
-    token_due = tl.load(oracle.tokens + t, mask=mask, other=-1)
-    wrong = (token_due >= 0) & (token_due != token)
-    position_due = tl.load(oracle.positions + t, mask=mask, other=-1)
-    misplaced = (position_due >= 0) & (position_due != position)
+    mask = writes.inside & row.live
+    token_due = tl.load(oracle.tokens + writes.place, mask=mask, other=-1)
+    wrong = (token_due >= 0) & (token_due != writes.token)
+    position_due = tl.load(oracle.positions + writes.place, mask=mask, other=-1)
+    misplaced = (position_due >= 0) & (position_due != writes.position)
     reasons = tl.where(wrong, TOKEN, 0) | tl.where(misplaced, POSITION, 0)
     return reasons.to(tl.int64), pack_word0(token_due, position_due)
 
 
 @triton.jit
+def _check_head(rows, checks, row, writes, page_size, kind, clock):
+    """The `_Outcome` of new tokens before the model: slots and inputs."""
+    reasons, expected_slot = _check_slots(
+        rows, checks.columns, row, writes, page_size, clock
+    )
+    found0 = writes.old0
+    expected0 = writes.word0
+    if checks.published is not None:
+        unlike, due0 = _check_published(checks.published, row, writes, kind)
+        reasons |= unlike
+        expected0 = tl.where(unlike != 0, due0, expected0)
+        found0 = tl.where(unlike != 0, writes.word0, found0)
+    if checks.oracle is not None:
+        unlike, due0 = _check_oracle(checks.oracle, row, writes)
+        reasons |= unlike
+        expected0 = tl.where(row.live, due0, expected0)
+        found0 = tl.where(unlike != 0, writes.word0, found0)
+    return _Outcome(
+        reasons=agree_across_warps(reasons),
+        expected0=expected0,
+        found0=found0,
+        expected_slot=expected_slot,
+    )
+
+
+@triton.jit
+def _check_tail(writes):
+    """The `_Outcome` of new tokens after the model: whether the heads are still this
+    forward's."""
+    is_own = (writes.old0 == writes.word0) & (writes.old1 == writes.lineage)
+    is_own = is_own & (writes.old3 == writes.word3)
+    reasons = tl.where(writes.writable & (is_own == 0), ALIAS, 0).to(tl.int64)
+    return _Outcome(
+        reasons=reasons,
+        expected0=writes.word0,
+        found0=writes.old0,
+        expected_slot=tl.zeros_like(writes.slot) - 1,
+    )
+
+
+@triton.jit
+def _report_writes(state, site, row, writes, outcome):
+    finding = Finding(
+        reasons=outcome.reasons,
+        req_row=row.req,
+        serial=row.serial,
+        slot=writes.slot,
+        position=writes.position,
+        expected_word0=outcome.expected0,
+        found_word0=outcome.found0,
+        expected_lineage=writes.lineage,
+        found_lineage=writes.old1,
+        found_word3=writes.old3,
+        clock=site.clock,
+        batch_row=row.row,
+        expected_slot=outcome.expected_slot,
+        found_fingerprint=None,
+        computed_fingerprint=None,
+        tag=site.tag,
+    )
+    report(state, finding)
+
+
+@triton.jit
+def _store_records(records, writes, word2):
+    record = records + writes.slot * 4
+    tl.store(record, writes.word0, mask=writes.writable)
+    tl.store(record + 1, writes.lineage, mask=writes.writable)
+    tl.store(record + 2, word2, mask=writes.writable)
+    tl.store(record + 3, writes.word3, mask=writes.writable)
+
+
+@triton.jit
+def _load_writes(
+    state, rows, row, tokens, place, number, inside, lineage, page_size, word3
+):
+    """The `_Writes` of a block whose tokens and lineages are known."""
+    slot = tl.load(rows.out_cache_loc + place, mask=inside, other=-1)
+    writable = inside & row.live & (slot >= page_size) & (slot < state.num_slots)
+    record = state.head + slot * 4
+    old0 = tl.load(record, mask=writable, other=0)
+    old1 = tl.load(record + 1, mask=writable, other=0)
+    old3 = tl.load(record + 3, mask=writable, other=0)
+    return _Writes(
+        place=place,
+        number=number,
+        inside=inside,
+        token=tokens.token,
+        position=tokens.position,
+        word0=tokens.word0,
+        lineage=lineage,
+        word3=tl.zeros_like(place) + word3,
+        slot=slot,
+        writable=writable,
+        old0=old0,
+        old1=old1,
+        old3=old3,
+    )
+
+
+@triton.jit
+def _end_launch(state, rows, ends, batch, programs, clock, ADVANCES: tl.constexpr):
+    """Step the clock and end the forward, in the last program that comes here."""
+    # All threads have read the clock, and written what they have to, before this
+    # program says that it is done.
+    tl.debug_barrier()
+    if tl.atomic_add(state.ticket, 1) == programs - 1:
+        tl.store(state.ticket, 0)
+        tl.store(state.clock, clock + 1)
+        if ADVANCES:
+            end_forward(state, rows, ends, batch.num_rows)
+
+
+@triton.jit
 def write_program(
-    row,
-    split,
-    splits,
+    program,
     state,
     rows,
-    columns,
+    checks,
     data,
-    oracle,
-    published,
     ends,
-    num_rows,
-    num_tokens,
+    batch,
     page_size,
-    max_depth,
     kind,
     manager,
     tag,
     IS_TAIL: tl.constexpr,
     ADVANCES: tl.constexpr,
+    STEPS_PHASE: tl.constexpr,
     HASHING: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEPS_PHASE: tl.constexpr,
 ):
-    """The `split`-th of `splits` programs of a row. Without STEPS_PHASE the launch it
-    is a part of takes care of the phase."""
+    """One of the programs of a row. ADVANCES: the launch ends the forward, as `ends`
+    says. Without STEPS_PHASE the launch that it is a part of takes care of the phase.
+    """
     IS_TREE: tl.constexpr = rows.parent_index is not None
-    now = tl.load(state.clock)
-    if (row == 0) & (split == 0):
+    site = Site(clock=tl.load(state.clock), manager=manager, tag=tag)
+    if (program.row == 0) & (program.split == 0):
         if STEPS_PHASE:
             step_phase(
                 state,
-                manager,
-                now,
-                tag,
-                AFTER_HEAD if IS_TAIL else AFTER_VERIFY,
-                IDLE if IS_TAIL else AFTER_HEAD,
+                site,
+                DUE=AFTER_HEAD if IS_TAIL else AFTER_VERIFY,
+                NEXT=IDLE if IS_TAIL else AFTER_HEAD,
             )
         launches = TAIL_LAUNCHES if IS_TAIL else HEAD_LAUNCHES
         tl.atomic_add(state.counters + launches, 1)
-    is_inside = row < num_rows
-    req = tl.load(rows.req_rows + row, mask=is_inside, other=0)
-    live = req != 0
-    prefix = tl.load(rows.prefix_lens + row, mask=live, other=0)
-    start = start_of(rows, row, is_inside)
-    extend = tl.load(rows.extend_lens + row, mask=live, other=0)
-    extend = tl.maximum(tl.minimum(extend, num_tokens - start), 0)
-    serial = tl.load(rows.serials + row, mask=live, other=0)
-    salt = salt_of(rows, row, live)
-    base = base_of(state, rows, row, req, live, prefix)
-    first_base = base
-    count = extend
-    if not IS_TAIL:
-        # A padded row is looked at, too: all it may write is scratch.
-        padded = _tokens_of_padded(rows, row, is_inside, start, num_tokens)
-        count = tl.where(live, extend, padded)
-    blocks = (count + BLOCK - 1) // BLOCK
-    run = (blocks + splits - 1) // splits
-    first_block = tl.minimum(split * run, blocks)
-    last_block = tl.minimum(first_block + run, blocks)
+    row = _load_row(state, rows, program.row, batch)
+    run = _find_run(rows, row, program, batch.num_tokens, IS_TAIL, BLOCK)
+    base = row.base
     if rows.qo_indptr is not None and not IS_TREE:
-        before = tl.where(first_block < last_block, first_block * BLOCK, 0)
-        base += sum_of_terms(rows, start, start + before, salt)
-    written = prefix * 0
-    for block in range(first_block, last_block):
+        before = tl.where(run.first < run.last, run.first * BLOCK, 0)
+        base += sum_terms(rows, row.start, row.start + before, row.salt)
+    written = row.prefix * 0
+    for block in range(run.first, run.last):
         j = block * BLOCK + tl.arange(0, BLOCK)
-        inside = j < count
-        t = start + j
-        token, position, word0, term = _terms(rows, t, inside, salt)
+        inside = j < run.tokens
+        t = row.start + j
+        tokens = load_tokens(rows, t, inside, row.salt)
         if IS_TREE:
-            end = start + extend
-            lineage = base + term
-            lineage += _sum_of_ancestors(rows, t, inside, start, end, salt, max_depth)
+            lineage = base + tokens.term
+            lineage += sum_ancestors(rows, row, t, inside, batch.max_depth)
         else:
-            lineage = base + tl.cumsum(term, axis=0)
-            base += tl.sum(term, axis=0)
-        slot = tl.load(rows.out_cache_loc + t, mask=inside, other=-1)
-        writable = inside & live & (slot >= page_size) & (slot < state.num_slots)
-        record = state.head + slot * 4
-        old0 = tl.load(record, mask=writable, other=0)
-        old1 = tl.load(record + 1, mask=writable, other=0)
-        old3 = tl.load(record + 3, mask=writable, other=0)
-        word3 = tl.zeros_like(t) + pack_word3(now, kind, serial)
-        found0 = old0
-        expected0 = word0
-        expected_slot = tl.zeros_like(t) - 1
-        if IS_TAIL:
-            is_own = (old0 == word0) & (old1 == lineage) & (old3 == word3)
-            reasons = tl.where(writable & (is_own == 0), ALIAS, 0).to(tl.int64)
-        else:
-            reasons, expected_slot = _check_head(
-                state,
-                rows,
-                columns,
-                req,
-                serial,
-                row,
-                prefix,
-                page_size,
-                j,
-                slot,
-                inside,
-                writable,
-                old0,
-                old3,
-                now,
-            )
-            lineage = tl.where(live, lineage, 0)
-            if published is not None:
-                unlike, due0 = _check_published(
-                    published, req, prefix, j, inside & live, kind, token, position
-                )
-                reasons |= unlike
-                expected0 = tl.where(unlike != 0, due0, expected0)
-                found0 = tl.where(unlike != 0, word0, found0)
-            if oracle is not None:
-                unlike, due0 = _check_oracle(oracle, t, inside & live, token, position)
-                reasons |= unlike
-                expected0 = tl.where(live, due0, expected0)
-                found0 = tl.where(unlike != 0, word0, found0)
-            reasons = told_to_all(reasons)
-        nothing = tl.zeros_like(t)
-        report(
-            state,
-            reasons,
-            req,
-            serial,
-            slot,
-            position,
-            expected0,
-            found0,
-            lineage,
-            old1,
-            old3,
-            now,
-            row,
-            expected_slot,
-            nothing,
-            nothing,
-            tag,
+            lineage = base + tl.cumsum(tokens.term, axis=0)
+            base += tl.sum(tokens.term, axis=0)
+        if not IS_TAIL:
+            lineage = tl.where(row.live, lineage, 0)
+        word3 = pack_word3(site.clock, kind, row.serial)
+        writes = _load_writes(
+            state, rows, row, tokens, t, j, inside, lineage, page_size, word3
         )
-        word2 = nothing
         if IS_TAIL:
-            record = state.tail + slot * 4
+            _report_writes(state, site, row, writes, _check_tail(writes))
+            word2 = tl.zeros_like(t)
             if HASHING.mode != NONE:
-                word2 = fingerprint_of(data, slot, writable, lineage, HASHING)
+                word2 = fingerprint(
+                    data, writes.slot, writes.writable, lineage, HASHING
+                )
+            _store_records(state.tail, writes, word2)
         else:
-            # Warps that look at the same record have all read what it was.
+            outcome = _check_head(
+                rows, checks, row, writes, page_size, kind, site.clock
+            )
+            _report_writes(state, site, row, writes, outcome)
+            # Warps that look at the same record have all read the old one.
             tl.debug_barrier()
-        tl.store(record, word0, mask=writable)
-        tl.store(record + 1, lineage, mask=writable)
-        tl.store(record + 2, word2, mask=writable)
-        tl.store(record + 3, word3, mask=writable)
-        written += tl.sum(writable.to(tl.int64), axis=0)
+            _store_records(state.head, writes, tl.zeros_like(t))
+        written += tl.sum(writes.writable.to(tl.int64), axis=0)
     if written > 0:
         tl.atomic_add(state.counters + (TAIL_SLOTS if IS_TAIL else HEAD_SLOTS), written)
     if ADVANCES:
-        ends_here = (first_block < last_block) & (last_block == blocks)
-        if ends_here | ((blocks == 0) & (split == 0)):
-            _leave_lineage(
-                state,
-                rows,
-                ends,
-                row,
-                live,
-                start,
-                extend,
-                first_base,
-                base,
-                salt,
-                is_inside,
-            )
+        ends_here = (run.first < run.last) & (run.last == run.blocks)
+        if ends_here | ((run.blocks == 0) & (program.split == 0)):
+            store_next_lineage(state, rows, ends, row, base)
     if IS_TAIL:
-        # All threads have read the clock, and written what they have to, before this
-        # program says that it is done.
-        tl.debug_barrier()
-        programs = tl.num_programs(0) * splits
-        if tl.atomic_add(state.ticket, 1) == programs - 1:
-            tl.store(state.ticket, 0)
-            tl.store(state.clock, now + 1)
-            if ADVANCES:
-                _end_forward(state, rows, ends, num_rows)
+        programs = tl.num_programs(0) * program.splits
+        _end_launch(state, rows, ends, batch, programs, site.clock, ADVANCES)
 
 
 @triton.jit(
@@ -436,10 +427,8 @@ def write_program(
 def write_kernel(
     state,
     rows,
-    columns,
+    checks,
     data,
-    oracle,
-    published,
     ends,
     num_rows,
     num_tokens,
@@ -454,26 +443,24 @@ def write_kernel(
     BLOCK: tl.constexpr,
 ):
     write_program(
-        tl.program_id(0).to(tl.int64),
-        tl.program_id(1),
-        tl.num_programs(1),
+        Program(
+            row=tl.program_id(0).to(tl.int64),
+            split=tl.program_id(1),
+            splits=tl.num_programs(1),
+        ),
         state,
         rows,
-        columns,
+        checks,
         data,
-        oracle,
-        published,
         ends,
-        num_rows,
-        num_tokens,
+        Batch(num_rows=num_rows, num_tokens=num_tokens, max_depth=max_depth),
         page_size,
-        max_depth,
         kind,
         manager,
         tag,
-        IS_TAIL,
-        ADVANCES,
-        HASHING,
-        BLOCK,
-        True,
+        IS_TAIL=IS_TAIL,
+        ADVANCES=ADVANCES,
+        STEPS_PHASE=True,
+        HASHING=HASHING,
+        BLOCK=BLOCK,
     )

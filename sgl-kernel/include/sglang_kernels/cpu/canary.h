@@ -1,42 +1,13 @@
-// The KV canary's checks and record writes, torch-free. Mirrors
-// sglang/srt/kv_canary/kernels/records.py (words, reasons, ring columns, hashes) and the
-// torch references beside it; knows nothing of threads or of who owns a request.
+// The KV canary's checks and record writes, torch-free: words and tensors as declared by the
+// Python package `kv_canary` (canary_words.h), results equal to its torch references. Knows
+// nothing of threads or of who owns a request.
 #pragma once
 
 #include <cstdint>
 
+#include "sglang_kernels/cpu/canary_words.h"
+
 namespace sglk::canary {
-
-enum Reason : int64_t {
-  kLineage = 1 << 0,
-  kPosition = 1 << 1,
-  kToken = 1 << 2,
-  kRealKv = 1 << 3,
-  kTorn = 1 << 4,
-  kFreed = 1 << 5,
-  kReadSet = 1 << 6,
-  kReadScratch = 1 << 7,
-  kForeign = 1 << 8,
-  kAlias = 1 << 9,
-  kWriteScratch = 1 << 10,
-  kWriteToken = 1 << 11,
-  kWritePosition = 1 << 12,
-  kPhase = 1 << 13,
-};
-
-enum Counter { kVerified, kRehashed, kHeadSlots, kTailSlots, kVerifyLaunches, kHeadLaunches,
-               kTailLaunches, kSwept, kSweepLaunches, kNumCounters };
-enum Phase : int32_t { kIdle, kAfterVerify, kAfterHead };
-enum Launch { kVerifyLaunch, kHeadLaunch, kTailLaunch, kSweepLaunch };
-enum Mode { kNoBytes, kPartial, kRotate, kAll };
-
-constexpr int64_t kPoison = -1;
-constexpr int64_t kVerifyKind = 3, kPoisonKind = 15;
-constexpr int64_t kSerialMask = (1 << 24) - 1;
-constexpr int64_t kTokenMask = 0xFFFFFFFFll;
-constexpr int64_t kClockMask = (1ll << 36) - 1;
-constexpr uint64_t kSaltKey = 0x5EEDCA11AB1E0B0Eull;
-constexpr int kRingWords = 16;
 
 inline uint64_t mix64(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -44,33 +15,31 @@ inline uint64_t mix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
+// Words are signed, hashes unsigned.
+inline uint64_t bits(int64_t word) { return static_cast<uint64_t>(word); }
+inline int64_t word(uint64_t bits) { return static_cast<int64_t>(bits); }
+
 inline int64_t pack_word0(int64_t token, int64_t position) {
-  return (int64_t)(((uint64_t)position << 32) | (uint64_t)(token & kTokenMask));
+  return word(bits(position) << kHalfBits | bits(token & kTokenMask));
 }
 
+inline int64_t position_of(int64_t word0) { return word0 >> kHalfBits; }
+
 inline int64_t pack_word3(int64_t clock, int64_t kind, int64_t serial) {
-  return (int64_t)((uint64_t)clock << 28) | (kind << 24) | (serial & kSerialMask);
+  return word(bits(clock) << kClockShift) | (kind << kSerialBits) | (serial & kSerialMask);
 }
+
+inline int64_t clock_of(int64_t word3) { return word3 >> kClockShift & kClockMask; }
 
 // A lineage term of a packed word 0, given mix64(salt ^ kSaltKey).
 inline uint64_t term_of(int64_t word0, uint64_t salt) {
-  return mix64(mix64((uint64_t)word0) ^ salt);
+  return mix64(mix64(bits(word0)) ^ salt);
 }
 
-struct State {
-  int64_t *head, *tail, *expected_lineage, *ring, *ring_count, *counters, *clock;
-  int32_t *verdict, *phase;
-  int64_t num_slots, lineage_rows, req_rows, capacity, managers, pool;
-};
+struct Rows : RowTensors {
+  int64_t count, tokens, seed_rows, max_depth;
 
-struct Rows {
-  const int64_t *req_rows, *prefix_lens, *extend_lens, *input_ids, *positions, *locs,
-      *serials, *salts;
-  const int64_t *indptr, *parents, *seeds, *lineage_rows, *shift_from, *column_shift;
-  const int64_t *publish_rows, *stay_lens, *seed_table;
-  int64_t count, tokens, max_depth;
-
-  int64_t start(int64_t r) const { return indptr ? indptr[r] : r; }
+  int64_t start(int64_t r) const { return qo_indptr ? qo_indptr[r] : r; }
   // The row's new tokens, cut where [T] ends.
   int64_t extend(int64_t r) const {
     const int64_t left = tokens - start(r);
@@ -83,7 +52,7 @@ struct Rows {
   // By how much its prefix can grow in this forward.
   int64_t max_advance(int64_t r) const {
     const int64_t all = extend(r);
-    return parents && all > max_depth + 1 ? max_depth + 1 : all;
+    return parent_index && all > max_depth + 1 ? max_depth + 1 : all;
   }
   // The new tokens that its lineage goes on from.
   int64_t staying(int64_t r) const {
@@ -91,9 +60,9 @@ struct Rows {
     return stay_lens && stay_lens[r] < all ? stay_lens[r] : all;
   }
   uint64_t seed(int64_t r) const {
-    return (uint64_t)(seed_table ? seed_table[req_rows[r]] : seeds ? seeds[r] : 0);
+    return bits(seed_table ? seed_table[req_rows[r]] : seeds ? seeds[r] : 0);
   }
-  uint64_t salt(int64_t r) const { return mix64((uint64_t)salts[r] ^ kSaltKey); }
+  uint64_t salt(int64_t r) const { return mix64(bits(salts[r]) ^ bits(kSaltKey)); }
 };
 
 // int32 or int64 values.
@@ -101,7 +70,7 @@ struct Indices {
   const void* data;
   bool wide;
   int64_t operator[](int64_t i) const {
-    return wide ? ((const int64_t*)data)[i] : ((const int32_t*)data)[i];
+    return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
   }
 };
 
@@ -173,37 +142,45 @@ struct Bytes {
 };
 
 inline uint64_t key_of(int64_t layer, int64_t index) {
-  return mix64((uint64_t)layer << 32 | (uint64_t)index);
+  return mix64(bits(layer) << kHalfBits | bits(index));
 }
 
-// Two words of a slot, from `first` on.
+// Sum of two hashed words.
+inline uint64_t sum_words(const int64_t* words, const uint64_t* keys) {
+  return mix64(bits(words[0]) ^ keys[0]) + mix64(bits(words[1]) ^ keys[1]);
+}
+
+// The same of a slot's, from `first` on.
 inline uint64_t sum_sample(const Words& w, int64_t slot, int64_t layer, int64_t first) {
-  const int64_t* at = w.at(slot, layer) + first;
-  const uint64_t* keys = w.keys + layer * w.count + first;
-  return mix64((uint64_t)at[0] ^ keys[0]) + mix64((uint64_t)at[1] ^ keys[1]);
+  return sum_words(w.at(slot, layer) + first, w.keys + layer * w.count + first);
 }
 
-// Where `partial` looks: two words of K and of V.
+// The words that `partial` covers: two of K and of V each.
 struct Sample {
   int64_t layer, k_word, v_word;
 };
 
 inline Sample sample_of(const Bytes& bytes, int64_t lineage) {
-  const uint64_t spread = mix64((uint64_t)lineage);
-  const uint64_t high = spread >> 32;
-  const int64_t layer = (int64_t)(((spread & kTokenMask) * (uint64_t)bytes.layers) >> 32);
+  const uint64_t spread = mix64(bits(lineage));
+  const uint64_t low = spread & bits(kTokenMask), high = spread >> kHalfBits;
+  // Multiply and shift: a place in 0 .. n - 1 without a division.
+  const auto scale = [](uint64_t half, int64_t n) { return word(half * bits(n) >> kHalfBits); };
   return {
-      layer, (int64_t)((high * (uint64_t)(bytes.k.count / 2)) >> 32) * 2,
-      (int64_t)((high * (uint64_t)(bytes.v.count / 2)) >> 32) * 2};
+      scale(low, bytes.layers), scale(high, bytes.k.count / 2) * 2,
+      scale(high, bytes.v.count / 2) * 2};
+}
+
+inline int64_t pack_fingerprint(uint64_t k, uint64_t v) {
+  return word((k & bits(kTokenMask)) | v << kHalfBits);
 }
 
 inline int64_t fingerprint(const Bytes& bytes, int64_t slot, int64_t lineage) {
   uint64_t k = 0, v = 0;
-  if (bytes.mode == kPartial) {
+  if (bytes.mode == FingerprintMode::kPartial) {
     const Sample at = sample_of(bytes, lineage);
     k = sum_sample(bytes.k, slot, at.layer, at.k_word);
     v = sum_sample(bytes.v, slot, at.layer, at.v_word);
-  } else if (bytes.mode != kNoBytes) {
+  } else if (bytes.mode != FingerprintMode::kNone) {
     for (int64_t layer = 0; layer < bytes.layers; layer++) {
       const auto sum = [&](const Words& w) {
         return bytes.hash_words(w.at(slot, layer), w.keys + layer * w.count, w.count);
@@ -212,16 +189,15 @@ inline int64_t fingerprint(const Bytes& bytes, int64_t slot, int64_t lineage) {
       v += sum(bytes.v);
     }
   }
-  return (int64_t)((k & kTokenMask) | (v << 32));
+  return pack_fingerprint(k, v);
 }
 
-// What a ring entry says beyond its place; names are the columns.
-struct Found {
-  int64_t reasons = 0, slot = -1, position = -1;
-  int64_t expected_word0 = 0, found_word0 = 0, expected_lineage = 0, found_lineage = 0;
-  int64_t found_word3 = 0, expected_slot = -1, found_fingerprint = 0, computed = 0;
+// A ring entry whose launch and row `report` fills in.
+struct Found : RingEntry {
+  Found() : RingEntry{} { slot = position = expected_slot = -1; }
 };
 
+// The launch that finds something.
 struct Site {
   int64_t clock, tag;
 };
@@ -229,27 +205,30 @@ struct Site {
 inline void report(
     const State& s, const Site& site, const Found& f, int64_t req_row, int64_t serial,
     int64_t batch_row) {
-  __atomic_fetch_or(&s.verdict[req_row], (int32_t)f.reasons, __ATOMIC_RELAXED);
+  __atomic_fetch_or(
+      &s.verdict[req_row], static_cast<int32_t>(f.reasons), __ATOMIC_RELAXED);
   const int64_t at = __atomic_fetch_add(s.ring_count, 1, __ATOMIC_RELAXED);
-  if (at >= s.capacity) return;
-  const int64_t entry[kRingWords] = {
-      f.reasons, req_row, serial, f.slot, f.position, f.expected_word0, f.found_word0,
-      f.expected_lineage, f.found_lineage, f.found_word3, site.clock, batch_row,
-      f.expected_slot, f.found_fingerprint, f.computed, site.tag};
-  for (int i = 0; i < kRingWords; i++) s.ring[at * kRingWords + i] = entry[i];
+  if (at >= s.ring_capacity) return;
+  RingEntry& entry = s.ring[at];
+  entry = f;
+  entry.req_row = req_row;
+  entry.serial = serial;
+  entry.batch_row = batch_row;
+  entry.clock = site.clock;
+  entry.tag = site.tag;
 }
 
-inline void count(const State& s, Counter which, int64_t by) {
-  if (by) __atomic_fetch_add(&s.counters[which], by, __ATOMIC_RELAXED);
+inline void count(const State& s, int64_t counter, int64_t by) {
+  if (by) __atomic_fetch_add(&s.counters[counter], by, __ATOMIC_RELAXED);
 }
 
 // Takes the manager's phase from `due` to `next`; a breach is reported and repaired.
 inline void step_phase(
     const State& s, const Site& site, int64_t manager, int32_t due, int32_t next) {
-  if (manager < 0) return;
+  if (manager == kNoManager) return;
   if (s.phase[manager] != due) {
     Found f;
-    f.reasons = kPhase;
+    f.reasons = Reason::kPhase;
     f.expected_word0 = due;
     f.found_word0 = s.phase[manager];
     report(s, site, f, 0, 0, -1);
@@ -275,7 +254,7 @@ struct WriteArgs {
   Columns slots;      // absent: columns are not checked
   Columns published;  // tokens by position that the inputs must be; absent: not known
   const int64_t *oracle_tokens, *oracle_positions;
-  int64_t page_size, kind;
+  int64_t page_size, writer_kind;
 };
 
 // Checks of the head write; stores nothing in the records.

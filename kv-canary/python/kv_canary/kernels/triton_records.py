@@ -1,4 +1,4 @@
-"""Triton kernels of the canary's bookkeeping: poison, moves, lineages, findings."""
+"""Triton kernels that change records apart from a forward: poison and moves."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -7,19 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kv_canary.kernels.triton_common import (
-    POISON,
-    pack_word3,
-    salt_of,
-    start_of,
-)
-from kv_canary.kernels.triton_write import (
-    base_of,
-    published_row_of,
-    sum_of_terms,
-    take_status,
-    take_verdicts,
-)
+from kv_canary.kernels.triton_hash import POISON, pack_word3
 from kv_canary.records import WriterKind
 
 POISON_KIND = tl.constexpr(int(WriterKind.POISON))
@@ -68,31 +56,3 @@ def move_kernel(head, tail, dst, src, count, MOVES: tl.constexpr):
     # Threads of one program run apart: all loads come before any store.
     tl.debug_barrier()
     tl.store(records + target[:, None] * 4 + word, moved, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
-def finish_kernel(state, rows, ends, num_rows, num_tokens, ADVANCES: tl.constexpr):
-    """A program per row: its verdict, and its lineage if it ADVANCES; the first also
-    takes the status, which this launch does not change. `state`, `rows` and `ends`:
-    `triton_args.py`."""
-    row = tl.program_id(0).to(tl.int64)
-    inside = row < num_rows
-    req = tl.load(rows.req_rows + row, mask=inside, other=0)
-    live = req != 0
-    if row == 0:
-        take_status(state, ends.findings)
-    take_verdicts(state, ends.findings, row, req, inside, live)
-    if ADVANCES:
-        prefix = tl.load(rows.prefix_lens + row, mask=live, other=0)
-        start = start_of(rows, row, live)
-        extend = tl.load(rows.extend_lens + row, mask=live, other=0)
-        if ends.stay_lens is not None:
-            stay = tl.load(ends.stay_lens + row, mask=live, other=0)
-            extend = tl.minimum(stay, extend)
-        end = tl.minimum(start + extend, num_tokens)
-        value = base_of(state, rows, row, req, live, prefix)
-        value += sum_of_terms(rows, start, end, salt_of(rows, row, live))
-        published = published_row_of(rows, ends, row, req, live)
-        # All threads have read the old value before one stores the new.
-        tl.debug_barrier()
-        tl.store(state.expected_lineage + published, value, mask=live)

@@ -1,0 +1,141 @@
+"""Hashes of the canary's Triton kernels: packed words, lineage terms, fingerprints.
+
+Mirrors `records.py`. Hashing is unsigned; words are kept as int64. `data` and HASHING
+are tuples of `triton_args.py`.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kv_canary import records
+from kv_canary.layout import FingerprintMode
+
+MUL_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+MUL_2 = tl.constexpr(0x94D049BB133111EB)
+LOW_HALF = tl.constexpr(records.TOKEN_MASK)
+SERIAL_BITS = tl.constexpr(records.SERIAL_BITS)
+SERIAL_MASK = tl.constexpr(records.SERIAL_MASK)
+CLOCK_SHIFT = tl.constexpr(records.CLOCK_SHIFT)
+POISON = tl.constexpr(records.POISON_WORD)
+NONE, PARTIAL, ROTATE, ALL = (tl.constexpr(int(mode)) for mode in FingerprintMode)
+
+
+@triton.jit
+def mix64(x):
+    word = x.to(tl.uint64, bitcast=True)
+    word = (word ^ (word >> 30)) * MUL_1
+    word = (word ^ (word >> 27)) * MUL_2
+    return (word ^ (word >> 31)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def pack_word0(token, position):
+    return (position << 32) | (token & LOW_HALF)
+
+
+@triton.jit
+def pack_word3(clock, kind, serial):
+    return (clock << CLOCK_SHIFT) | (kind << SERIAL_BITS) | (serial & SERIAL_MASK)
+
+
+@triton.jit
+def lineage_term(word0, salt):
+    """Lineage term of a packed word 0; `salt` is mix64(salt ^ SALT_KEY)."""
+    return mix64(mix64(word0) ^ salt)
+
+
+@triton.jit
+def _sum_sample(words, slot, mask, layer, chunk, layer_stride, slot_stride):
+    """Sum of the two hashed words of a 16-byte chunk; low 32 bits count."""
+    at = words + layer * layer_stride + slot * slot_stride + 2 * chunk
+    key = (layer << 32) | (2 * chunk)
+    first = tl.load(at, mask=mask, other=0)
+    second = tl.load(at + 1, mask=mask, other=0)
+    return mix64(first ^ mix64(key)) + mix64(second ^ mix64(key + 1))
+
+
+@triton.jit
+def _sum_all(
+    words,
+    slot,
+    mask,
+    layer_stride,
+    slot_stride,
+    LAYERS: tl.constexpr,
+    WORDS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Sums of all hashed words of slots [N], as int64; low 32 bits count.
+
+    Layers and words are one dimension in tiles of [N, CHUNK], whose keys are hashed
+    once for all N slots; only the low halves are added up.
+    """
+    TOTAL: tl.constexpr = LAYERS * WORDS
+    sums = tl.zeros([slot.shape[0], CHUNK], dtype=tl.int32)
+    rows = words + slot * slot_stride
+    for start in range(0, TOTAL, CHUNK):
+        flat = start + tl.arange(0, CHUNK)
+        layer = (flat // WORDS).to(tl.int64)
+        index = (flat % WORDS).to(tl.int64)
+        key = mix64((layer << 32) | index)
+        inside = mask[:, None] & (flat < TOTAL)[None, :]
+        at = rows[:, None] + (layer * layer_stride + index)[None, :]
+        word = tl.load(at, mask=inside, other=0)
+        hashed = mix64(word ^ key[None, :]).to(tl.int32)
+        sums += tl.where(inside, hashed, 0)
+    return tl.sum(sums, axis=1).to(tl.int64)
+
+
+@triton.jit
+def fingerprint(data, slot, mask, lineage, HASHING: tl.constexpr):
+    """Fingerprints [N] of slots [N] with these lineages; 0 outside of `mask`. The mode
+    is not NONE."""
+    if HASHING.mode == PARTIAL:
+        # Multiply and shift: a place in 0 .. n - 1 without a division.
+        spread = mix64(lineage)
+        low, high = spread & LOW_HALF, (spread >> 32) & LOW_HALF
+        layer = (low * HASHING.layers) >> 32
+        k = _sum_sample(
+            data.k_words,
+            slot,
+            mask,
+            layer,
+            chunk=(high * (HASHING.k_words // 2)) >> 32,
+            layer_stride=data.k_layer_stride,
+            slot_stride=data.k_slot_stride,
+        )
+        v = _sum_sample(
+            data.v_words,
+            slot,
+            mask,
+            layer,
+            chunk=(high * (HASHING.v_words // 2)) >> 32,
+            layer_stride=data.v_layer_stride,
+            slot_stride=data.v_slot_stride,
+        )
+    else:
+        k = _sum_all(
+            data.k_words,
+            slot,
+            mask,
+            layer_stride=data.k_layer_stride,
+            slot_stride=data.k_slot_stride,
+            LAYERS=HASHING.layers,
+            WORDS=HASHING.k_words,
+            CHUNK=HASHING.chunk,
+        )
+        v = _sum_all(
+            data.v_words,
+            slot,
+            mask,
+            layer_stride=data.v_layer_stride,
+            slot_stride=data.v_slot_stride,
+            LAYERS=HASHING.layers,
+            WORDS=HASHING.v_words,
+            CHUNK=HASHING.chunk,
+        )
+    return tl.where(mask, (k & LOW_HALF) | (v << 32), 0)
