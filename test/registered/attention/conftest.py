@@ -1,5 +1,5 @@
-"""Without a GPU the kernels run in Triton's interpreter, which must be asked for before
-the first import of triton."""
+"""Asks for Triton's interpreter where there is no GPU, before the first import of
+triton."""
 
 from __future__ import annotations
 

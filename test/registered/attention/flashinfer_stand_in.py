@@ -1,7 +1,7 @@
 """FlashInfer's wrappers in torch, for machines without a GPU: the same arguments, the
 same static buffers read when they run, plans that must be made first.
 
-What is under test is who plans what, and when; the kernels themselves run on a GPU.
+It tests which plans are made, and when; the kernels themselves run on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _wrappers: dict[int, Any] = {}
 
 @torch.library.custom_op("flashinfer_stand_in::run", mutates_args=("out",))
 def _run(wrapper: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """One operator, so that a recorded graph holds the call and not what it did."""
+    """One operator, so that a recorded graph holds the call and not its work."""
     _wrappers[wrapper].attend(q, k, v, out)
 
 
@@ -74,7 +74,7 @@ class _Wrapper:
         _run(id(self), q, *pages, out)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        # Blocks were laid out by what was planned, whatever the device says now.
+        # Blocks were laid out by the plan, whatever the device holds now.
         assert torch.equal(self.indptr, self.planned)
         begin = 0
         for row, count in enumerate(self.new_tokens()):
@@ -182,7 +182,7 @@ def _attention(
 
 
 class _Event:
-    """Nothing is copied behind the host's back."""
+    """Nothing is copied after the call."""
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

@@ -1,4 +1,4 @@
-"""Lists and tables of draft branches, and what the fault points do to them."""
+"""Lists and tables of draft branches, and the effect of fault points on them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class World:
         )
 
     def wanted(self, step: int) -> list[list[int]]:
-        """What each branch reads: the prefix, then its own slots."""
+        """The slots that each branch reads: the prefix, then its own."""
         lists = []
         for columns, length in zip(self.columns.tolist(), LENS, strict=True):
             for branch in range(self.layout.topk):
@@ -83,7 +83,7 @@ def test_lists_hold_prefix_and_branch(layout: BranchLayout) -> None:
     branches = len(LENS) * layout.topk
     assert host.rows == branches and host.ones.tolist() == [1] * branches
     on_device = lists.indptr[: lists.steps * (branches + 1)].view(lists.steps, -1)
-    # What a plan is made from is what the kernels read.
+    # The kernels read the same offsets that the plan is made from.
     assert torch.equal(host.indptr, on_device.cpu())
     for step in range(lists.steps):
         bounds, flat = host.indptr[step].tolist(), lists.indices[step].tolist()
@@ -92,7 +92,7 @@ def test_lists_hold_prefix_and_branch(layout: BranchLayout) -> None:
     assert lists.guards_are_intact()
 
 
-def test_requests_behind_the_live_ones_read_their_own_slots_alone() -> None:
+def test_requests_after_the_live_ones_read_their_own_slots_alone() -> None:
     lists = World(LAYOUTS[1]).lists()
     host = lists.plan([7], requests=3)
     assert host.indptr.diff().tolist() == [[8 + i] * 4 + [1 + i] * 8 for i in (0, 1)]
@@ -109,7 +109,7 @@ def test_the_longest_batch_fits_and_no_longer_one() -> None:
 
 def test_27338_an_index_buffer_without_the_factor_is_seen() -> None:
     """Declared without top-k inside the whole allocation: short lists still fit, long
-    ones are refused before any kernel runs, and nothing is written behind."""
+    ones are refused before any kernel runs, and nothing is written after them."""
     world = World(LAYOUTS[3])
     with SMALL_INDEX_BUFFER.opened():
         small = world.lists()

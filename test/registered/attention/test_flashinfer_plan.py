@@ -1,4 +1,4 @@
-"""What FlashInfer plans are made from, and the refusal where the package is missing."""
+"""Inputs of FlashInfer plans, and the refusal where the package is missing."""
 
 from __future__ import annotations
 

@@ -75,14 +75,14 @@ def library():
 
 
 def flashinfer_backend(**pools: Any) -> AttentionBackend:
-    # Imports FlashInfer, which stands in sys.modules from the fixture on.
+    # Imports FlashInfer, which is in sys.modules from the fixture on.
     from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
     return FlashInferAttnBackend(**pools)
 
 
 def capture(function: Callable[[], None]) -> BreakableGraph:
-    """What it runs, after the warm-ups in which plans are made."""
+    """The forward that it runs, after the warm-ups in which plans are made."""
     with torch.inference_mode():
         for _ in range(2):
             function()
@@ -223,7 +223,7 @@ class DraftPhase:
         return SlotRows(self.rows.req_to_token, self.row_index, self.seq_lens)
 
     def shorten(self, lens: list[int]) -> None:
-        """Live requests with these lengths, padding behind them, in the same
+        """Live requests with these lengths, padding after them, in the same
         tensors."""
         padding = len(self.row_index) - len(lens)
         self.row_index[len(lens) :] = 0
@@ -445,7 +445,7 @@ def test_27338_the_index_buffer_is_checked(tmp_path):
 def test_27360_the_canary_sees_lists_of_one_slot_less(
     tmp_path, backend, numbers, eager
 ):
-    """What a view shows is what is read: a missing slot is the wrong one."""
+    """A view shows the slots that are read: a missing slot is the wrong one."""
     options = numbers | {"disable_cuda_graph": eager, "max_running_requests": 2}
     rng = random.Random(4)
     prompt = [rng.randrange(VOCAB) for _ in range(61)]

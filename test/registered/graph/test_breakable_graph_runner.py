@@ -154,7 +154,7 @@ def test_replay_equals_eager_around_every_bucket(models, family, page_size, back
         spans = mixed_batch(rng, tokens, [eager, graphed])
         expected = eager.extend(spans).clone()
         assert_same_logits(graphed.extend(spans), expected)
-        # What was written to the pool is read by the next forward.
+        # The next forward reads the KV that this one wrote to the pool.
         for harness in (eager, graphed):
             for row, _ in spans:
                 harness.append(row, row % VOCAB)
@@ -301,8 +301,8 @@ def test_everything_a_graph_reads_is_owned(models):
 
 
 def test_stale_scalars_would_show(models):
-    """What a segment froze at capture: nothing of the batch. The same graph serves
-    other numbers of requests, prefixes and slots."""
+    """A segment freezes nothing of the batch at capture: the same graph serves other
+    numbers of requests, prefixes and slots."""
     rng = random.Random(11)
     eager, graphed = (
         ForwardHarness(models["Qwen3ForCausalLM"], dtype="float32") for _ in range(2)

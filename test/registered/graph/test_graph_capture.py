@@ -107,8 +107,8 @@ def test_in_place_ops_and_views_replay_on_the_same_memory(device):
 
 
 def test_python_numbers_are_frozen_at_capture(device):
-    """What makes stale scalars dangerous: the recorder shows it as a CUDA graph
-    would."""
+    """Stale scalars give wrong results in the recorder, as they would in a CUDA
+    graph."""
     scale, static = 2.0, torch.ones(2)
     with capture(device) as graph:
         graph.outputs = static * scale
@@ -185,7 +185,7 @@ def test_outside_a_capture_a_break_is_a_call():
 
 
 class LoggedStream:
-    """Writes down who waits for whom."""
+    """Records the streams that wait, and those they wait for."""
 
     def __init__(self, name, log):
         self.name, self._log = name, log

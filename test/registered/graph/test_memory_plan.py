@@ -1,4 +1,4 @@
-"""Memory at start: graph sizes, what is set aside for them, and running out of it."""
+"""Memory at start: graph sizes, memory set aside for them, and running out of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole scheduler with prefill graphs: what requests get, and what is counted."""
+"""The whole scheduler with prefill graphs: the answers, and the counters."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def test_mixed_traffic_equals_the_oracle(mock, page_size, canary, overlap):
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
 def test_target_and_draft_replay_under_speculation(mock, tmp_path, algorithm):
-    """What is said equals the oracle, and as many drafts are accepted as eagerly: a
-    draft slot that a replay wrote wrongly would cost acceptance and nothing else."""
+    """Outputs equal the oracle, and as many drafts are accepted as eagerly: a wrong
+    draft slot of a replay would cost acceptance and nothing else."""
     draft = write_mock_draft(tmp_path, kind=algorithm, vocab_size=VOCAB)
     harnesses = [
         speculating_engine(mock, draft, algorithm, replays=replays)

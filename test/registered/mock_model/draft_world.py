@@ -1,4 +1,4 @@
-"""A mock target and a draft head side by side, and what the head's rows must say."""
+"""A mock target and a draft head side by side, and the expected rows of the head."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def random_tokens(rng, length):
 
 
 def folds_of(tokens):
-    """X_0 and X_1 behind each of `tokens`, from whole signatures."""
+    """X_0 and X_1 after each of `tokens`, from whole signatures."""
     ids, places = torch.tensor(tokens), torch.arange(len(tokens))
     x, folds = mock_math.key_layer0(ids, places), []
     for layer in range(2):

@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class ReadCount:
-    """Sums what the launched forwards read and write, in tokens."""
+    """Counts the tokens that the launched forwards read and write."""
 
     def __init__(self, harness: EngineHarness, monkeypatch: pytest.MonkeyPatch) -> None:
         self.forwards = self.read = self.written = 0

@@ -1,4 +1,5 @@
-"""Historical faults of speculation, each with and without: what sees them."""
+"""Historical faults of speculation, each re-opened and not, and the checks that see
+them."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def test_sampled_tail_of_a_chunk_changes_accept_lengths(tmp_path, monkeypatch):
 
 
 def test_prompt_tail_of_a_chunk_changes_accept_lengths(tmp_path, monkeypatch):
-    """28254: a retracted request prefills its output, too, whose chunks end behind the
+    """28254: a retracted request prefills its output, too, whose chunks end after the
     prompt."""
     prompts = random_prompts(6, range(5, 20))
     for fault in (None, fault_points.PROMPT_TAIL):
@@ -120,7 +121,7 @@ PAGED_TREE = {
 
 
 def multi_turn(engine, *, turns, prompt_len, new_tokens):
-    """A conversation: each turn's prompt is all that was said, and something more."""
+    """A conversation: each turn's prompt is the whole conversation so far and more."""
     rng = random.Random(5)
     said = []
     for _ in range(turns):

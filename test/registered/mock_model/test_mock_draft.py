@@ -101,7 +101,7 @@ def not_a_number(states):
 
 HIDDEN_DAMAGES = {
     "of the position before": lambda states: states.roll(1, 0),
-    "of the position behind": lambda states: states.roll(-1, 0),
+    "of the position after": lambda states: states.roll(-1, 0),
     "one bit flipped": flipped_bit,
     "never written": torch.zeros_like,
     "twice the value": lambda states: states * 2,

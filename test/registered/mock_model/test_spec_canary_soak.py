@@ -68,8 +68,8 @@ def model(folder: Path) -> Path:
 
 
 class Reads:
-    """What the launched forwards read and write by the arithmetic of an iteration, per
-    pool in tokens. Padding counts for nothing."""
+    """Tokens that the launched forwards read and write by the arithmetic of an
+    iteration, per pool. Padding does not count."""
 
     def __init__(self, harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
         self.read: CountsOf[str] = CountsOf()
@@ -162,7 +162,7 @@ def test_nothing_is_reported(
     states = {pool: m.target.buffers.state for pool, m in managers.items()}
     shape = harness.scheduler.server_args.tree_shape
     assert managers["target"].target.tree_depth == shape.num_steps
-    # What the capture of graphs ran.
+    # The forwards that the capture of graphs ran.
     before = {pool: state.counters.tolist() for pool, state in states.items()}
     reads = Reads(harness, monkeypatch)
     serve(harness, seed=seed, requests=REQUESTS)
@@ -225,7 +225,7 @@ def test_every_other_mode_is_silent_too(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_graphs_ran(folder: Path, model: Path) -> None:
-    """What the other tests check on a GPU was replayed."""
+    """The forwards that the other tests check on a GPU were replayed."""
     draft = write_mock_draft(
         folder / "graphs",
         kind="EAGLE3",

@@ -1,4 +1,4 @@
-"""What a client may write under `sampling_params`, and how wrong values are refused."""
+"""Fields that a client may set under `sampling_params`; refusals of wrong values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What speculation refuses, with the numbers and the fix; and what it only seems it
-should refuse."""
+"""Refusals of speculation, with the numbers and the fix; and inputs that it accepts
+though they look wrong."""
 
 from __future__ import annotations
 
@@ -318,9 +318,9 @@ def test_only_mapped_tokens_are_drafted(tmp_path, suffix):
     recorder = AcceptRecorder(mapped.scheduler)
     verify = worker.verify
 
-    def watch(batch, sampling_info, logits, part):
-        drafted.update(part.tree.tokens[:, 1:].flatten().tolist())
-        return verify(batch, sampling_info, logits, part)
+    def watch(live, logits, sampling_info, *, history):
+        drafted.update(live.tree.tokens[:, 1:].flatten().tolist())
+        return verify(live, logits, sampling_info, history=history)
 
     worker.verify = watch
     for prompt in prompts:
@@ -332,7 +332,7 @@ def test_only_mapped_tokens_are_drafted(tmp_path, suffix):
     check_no_leak(mapped)
 
 
-# -- what is served --------------------------------------------------------------------
+# -- accepted inputs -------------------------------------------------------------------
 
 
 def test_a_draft_of_a_shorter_context_goes_on(root, tmp_path, caplog):
@@ -348,9 +348,9 @@ def test_a_draft_of_a_shorter_context_goes_on(root, tmp_path, caplog):
         caplog.clear()
         with caplog.at_level(logging.INFO):
             harness = engine(root, "STANDALONE", draft)
-        told = [r for r in caplog.records if "rotary table" in r.getMessage()]
-        assert len(told) == (draft == short)
-        for record in told:
+        logged = [r for r in caplog.records if "rotary table" in r.getMessage()]
+        assert len(logged) == (draft == short)
+        for record in logged:
             assert "48" in record.getMessage() and str(LONG) in record.getMessage()
         recorder = AcceptRecorder(harness.scheduler)
         answer = harness.generate(prompt, max_new_tokens=119, ignore_eos=True)

@@ -1,5 +1,5 @@
-"""What a request may ask for beyond a greedy answer, with drafts accepted: the same as
-without speculation, wherever in an accepted run it takes effect.
+"""Options of requests beyond a greedy answer, with drafts accepted: the same as without
+speculation, wherever in an accepted run they take effect.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def test_lengths_at_every_place_of_a_run(pair):
 
 
 def test_to_the_last_position(pair):
-    """Prompt and output fill the context, whatever is drafted behind it."""
+    """Prompt and output fill the context, whatever is drafted after it."""
     rng = random.Random(2)
     prompts = [
         [rng.randrange(256) for _ in range(CONTEXT - rest)] for rest in (1, 2, 3, 5, 9)

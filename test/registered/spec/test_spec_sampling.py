@@ -46,7 +46,7 @@ SETTINGS = {
 
 
 def filtered(probs, setting):
-    """What is left of a distribution, by the definitions of the parameters."""
+    """The rest of a distribution, by the definitions of the parameters."""
     order = sorted(range(VOCAB), key=lambda t: -probs[t])
     kept = set(order[: setting.get("top_k", VOCAB)])
     mass = 0.0
@@ -254,7 +254,7 @@ def test_greedy_rows_of_a_sampled_batch_stay_greedy(tmp_path, topk):
 
 
 def test_low_thresholds_accept_more(world):
-    """What --speculative-accept-threshold-single and -acc are for."""
+    """The effect of --speculative-accept-threshold-single and -acc."""
     root, _ = world
     means = []
     for threshold in (1.0, 0.1):

@@ -316,7 +316,7 @@ def test_garbage_ends_and_stays_in_range(implementation: str) -> None:
             assert bool(((links == -1) | (links > index)).all())
             assert bool((links < nodes).all())
         assert int(wanted.positions.max()) <= 3 + shape.num_steps
-        # An unlinked node sees itself and the prefix only, where the root stands too.
+        # An unlinked node sees itself and the prefix only, whose end is the root.
         alone = ~linked
         assert bool((wanted.positions[alone] == 3).all())
         assert bool((wanted.mask[alone].sum(dim=-1) == 1).all())

@@ -47,7 +47,7 @@ def lens_for(layout: BranchLayout, implementation: str) -> list[int]:
 
 
 class Pool:
-    """A batch whose pages were handed out in random order, as the host books them."""
+    """A batch whose pages were handed out in random order, in the host's tables."""
 
     def __init__(
         self, layout: BranchLayout, lens: list[int], *, spare: int = 0
@@ -188,7 +188,7 @@ def read_paged(kv: Tensor, table: Tensor, page: int, length: int) -> list[int]:
 def test_token_lists_stop_at_the_declared_capacity(implementation: str) -> None:
     layout = BranchLayout(page_size=4, topk=2, num_steps=3)
     pool = Pool(layout, [9, 6])
-    # Guard words stand behind the declared size of both steps' lists.
+    # Guard words follow the declared size of both steps' lists.
     memory = garbage(2 * 25 + 64, dtype=torch.int32)
     indices = memory[: 2 * 25].view(2, 25)
     indptr = garbage(2, 5, dtype=torch.int32)

@@ -288,7 +288,7 @@ def test_tokens_are_distributed_as_the_target(topk: int, implementation: str) ->
     assert len(after) > samples / 5
     second = torch.bincount(after, minlength=vocab).cpu()
     assert chi_square(second, target[1].cpu()) < LIMIT[5]
-    # Whatever the children have of the root's distribution is accepted.
+    # The children's share of the root's distribution is accepted.
     mass = float(target[0][tokens[1 : topk + 1]].sum())
     accepted = float((lens > 1).float().mean())
     assert accepted == pytest.approx(mass, abs=4 / samples**0.5)

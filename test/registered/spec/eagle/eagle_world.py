@@ -20,7 +20,7 @@ CONTEXT = 512
 
 
 class EagleCase:
-    """A server's configuration, and what must hold of it. Subclasses say which.
+    """Checks of a server's configuration, which subclasses choose.
 
     Attributes:
         least_accept_length: on code that the model goes on with.
