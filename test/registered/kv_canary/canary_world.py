@@ -7,6 +7,7 @@ builds the rows and the read table of the next forward.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import random
 from types import ModuleType
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from kv_canary.checks import PoolChecks
 from kv_canary.findings import STATUS_WORDS
-from kv_canary.kernels import native, reference, reference_write
+from kv_canary.kernels import reference, reference_write
 from kv_canary.layout import (
     Fingerprint,
     FingerprintMode,
@@ -57,6 +58,7 @@ def backends() -> list[Backend]:
     """Implementations that can run here, the reference first."""
     found = [Backend("reference", reference, reference_write)]
     if DEVICE == "cpu" and native_available():
+        native = importlib.import_module("kv_canary.kernels.native")
         found.append(Backend("native", native, native))
     if triton_launch is not None:
         found.append(Backend("triton", triton_launch, triton_launch))
