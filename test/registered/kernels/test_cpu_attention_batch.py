@@ -11,13 +11,14 @@ from cpu_attention_problem import (
     make_problem,
 )
 
-from sglang.srt.layers.ops import attention, dispatch
+from kv_canary.op import native_available
+from sglang.srt.layers.ops import attention
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")
 
 pytestmark = pytest.mark.skipif(
-    not dispatch.native_available(), reason="the native CPU kernels are not installed"
+    not native_available(), reason="the native CPU kernels are not installed"
 )
 
 

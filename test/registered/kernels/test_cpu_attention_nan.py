@@ -11,14 +11,14 @@ from cpu_attention_problem import (
     random_tree,
 )
 
-from sglang.srt.layers.ops import dispatch
+from kv_canary.op import native_available
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 
 register_cpu_ci(est_time=5, suite="cpu")
 
 pytestmark = pytest.mark.skipif(
-    not dispatch.native_available(), reason="the native CPU kernels are not installed"
+    not native_available(), reason="the native CPU kernels are not installed"
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manager_world import (
+from forward_world import (
     canary_of,
     decode_batch,
     findings,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from manager_world import (
+from forward_world import (
     canary_of,
     decode_batch,
     findings,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from manager_world import (
+from forward_world import (
     canary_of,
     decode_batch,
     findings,
