@@ -206,11 +206,8 @@ def gemm_kernel(
         n = tl.arange(0, BLOCK_N)[:, None]
         column = tl.arange(0, BLOCK_M)[None, :]
         mine = partial + (tile * SPLIT_K) * (BLOCK_M * BLOCK_N) + column * BLOCK_N + n
-        tl.store(
-            mine + split * (BLOCK_M * BLOCK_N),
-            total,
-            mask=(column < rows) & (n < BLOCK_N),
-        )
+        inside = (column < rows) & (n < BLOCK_N)
+        tl.store(mine + split * (BLOCK_M * BLOCK_N), total, mask=inside)
         # All threads' stores before the one thread that says so.
         tl.debug_barrier()
         arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
