@@ -16,7 +16,7 @@ from sglang_kernels.library import load_library
 load_library()
 
 _OPS = torch.ops.sglang_kernels
-# The builtin behind an op: calling it directly saves a Python frame per call.
+# The builtin of an op: calling it directly saves a Python frame per call.
 _rmsnorm = _OPS.rmsnorm.default._op
 _fused_add_rmsnorm = _OPS.fused_add_rmsnorm.default._op
 _silu_and_mul = _OPS.silu_and_mul.default._op

@@ -194,7 +194,7 @@ def test_extend_reads_new_kv_from_the_inputs(
 @pytest.mark.usefixtures("short_rows")
 @pytest.mark.parametrize(("prefix", "new"), [(5, 0), (0, 1), (130, 64), (70, 90)])
 def test_extend_of_new_kv_of_one_row(prefix: int, new: int) -> None:
-    """What a captured prefill launches, padding after its tokens."""
+    """The launch of a captured prefill, padding after its tokens."""
     problem = make_problem(
         prefix_lens=[prefix], new_lens=[new], heads=(8, 2), dtype=torch.float16
     )

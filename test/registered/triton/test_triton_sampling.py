@@ -48,7 +48,7 @@ def test_greedy_corner_cases() -> None:
     ]
     logits = torch.tensor(rows, device=DEVICE)
     assert choose_tokens(logits).tolist() == [0, 0, 0, 2, 1]
-    # A wider tensor: rows with a stride, and ids behind the end are never chosen.
+    # A wider tensor: rows with a stride, and ids after the end are never chosen.
     wide = torch.full((5, 9), 7.0, device=DEVICE)
     wide[:, :4] = logits
     assert choose_tokens(wide[:, :4]).tolist() == [0, 0, 0, 2, 1]

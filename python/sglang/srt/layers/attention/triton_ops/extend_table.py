@@ -48,7 +48,7 @@ class ExtendTile(NamedTuple):
 
 
 class LaunchShape(NamedTuple):
-    """What tiles are chosen by."""
+    """Sizes by which tiles are chosen."""
 
     tokens: int
     rows: int
