@@ -34,10 +34,6 @@ class SlotRows(NamedTuple):
     seq_lens: Tensor
 
 
-def _place(rows: SlotRows, **_: object) -> Tensor:
-    return rows.seq_lens
-
-
 def tail_cache_loc_ref(rows: SlotRows, *, out: Tensor) -> None:
     """out[q, j] = slot of column seq_lens[q] + j: where verification (W = D) and draft
     extend (W = S + 1) write. out: [b, W] int64."""
@@ -49,7 +45,7 @@ tail_cache_loc = Op(
     reference=tail_cache_loc_ref,
     native=_NATIVE + "tail_cache_loc",
     triton=_TRITON + "tail_cache_loc",
-    place=_place,
+    place="rows.seq_lens",
 )
 
 
@@ -72,7 +68,7 @@ draft_out_cache_loc = Op(
     reference=draft_out_cache_loc_ref,
     native=_NATIVE + "draft_out_cache_loc",
     triton=_TRITON + "draft_out_cache_loc",
-    place=_place,
+    place="rows.seq_lens",
 )
 
 
@@ -100,7 +96,7 @@ branch_shifts = Op(
     reference=branch_shifts_ref,
     native=_NATIVE + "branch_shifts",
     triton=_TRITON + "branch_shifts",
-    place=_place,
+    place="rows.seq_lens",
 )
 
 
@@ -128,7 +124,7 @@ duplicate_prefix_tail = Op(
     reference=duplicate_prefix_tail_ref,
     native=_NATIVE + "duplicate_prefix_tail",
     triton=_TRITON + "duplicate_prefix_tail",
-    place=_place,
+    place="rows.seq_lens",
 )
 
 
@@ -200,7 +196,7 @@ branch_table = Op(
     reference=branch_table_ref,
     native=_NATIVE + "branch_table",
     triton=_TRITON + "branch_table",
-    place=_place,
+    place="rows.seq_lens",
 )
 
 
@@ -238,7 +234,7 @@ branch_token_indices = Op(
     reference=branch_token_indices_ref,
     native=_NATIVE + "branch_token_indices",
     triton=_TRITON + "branch_token_indices",
-    place=_place,
+    place="rows.seq_lens",
 )
 
 

@@ -123,7 +123,7 @@ select_top_k = Op(
     reference=select_top_k_ref,
     native=_NATIVE + "select_top_k",
     triton=_TRITON + "select:select_top_k",
-    place=lambda level, **named: named["topk_p"],
+    place="topk_p",
 )
 
 
@@ -186,7 +186,7 @@ build_tree = Op(
     reference=build_tree_ref,
     native=_NATIVE + "build_tree",
     triton=_TRITON + "build:build_tree",
-    place=lambda levels, **_: levels.scores,
+    place="levels.scores",
 )
 
 

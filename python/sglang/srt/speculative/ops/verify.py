@@ -53,7 +53,7 @@ verify_tree_greedy = Op(
     reference=verify_tree_greedy_ref,
     native=_NATIVE + "verify_tree_greedy",
     triton=_TRITON + "verify:verify_tree_greedy",
-    place=lambda tree, *_, **__: tree.tokens,
+    place="tree.tokens",
 )
 
 
@@ -133,7 +133,7 @@ verify_tree_target_only = Op(
     reference=verify_tree_target_only_ref,
     native=_NATIVE + "verify_tree_target_only",
     triton=_TRITON + "verify_sampled:verify_tree_target_only",
-    place=lambda tree, *_, **__: tree.tokens,
+    place="tree.tokens",
 )
 
 
@@ -205,5 +205,5 @@ gather_accepted = Op(
     reference=gather_accepted_ref,
     native=_NATIVE + "gather_accepted",
     triton=_TRITON + "verify:gather_accepted",
-    place=lambda result, **_: result.predict,
+    place="result.predict",
 )
