@@ -238,7 +238,7 @@ class ServerArgs:
     kv_canary: Annotated[
         str,
         Arg(
-            "Check the KV cache while serving; heal is refused as yet.",
+            "Check the KV cache while serving; heal is not available yet.",
             ("none", "log", "raise", "heal"),
         ),
     ] = "none"
