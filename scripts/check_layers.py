@@ -53,6 +53,8 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
             "srt.layers.ops",
             "srt.layers.triton_ops",
             "srt.layers.attention.triton_ops",
+            "srt.mem_cache.branch_slots",
+            "srt.mem_cache.native",
             "srt.mem_cache.ops",
             "srt.mem_cache.triton_ops",
             "srt.sampling.noise",

@@ -21,13 +21,13 @@ from cuda_timing import graph_us
 from torch import Tensor
 
 from kv_canary.op import force_reference
+from sglang.srt.mem_cache import branch_slots
 from sglang.srt.sampling import noise
-from sglang.srt.speculative.draft_layout import BranchLayout
-from sglang.srt.speculative.ops import slots, tree, verify
+from sglang.srt.speculative.draft_layout import BranchLayout, TreeShape
+from sglang.srt.speculative.ops import tree, verify
 from sglang.srt.speculative.ops.buffers import (
     DraftLevels,
     DraftTree,
-    TreeShape,
     VerifyResult,
 )
 
@@ -136,7 +136,7 @@ def slot_calls(rows: int, shape: TreeShape) -> Iterator[tuple[str, Call]]:
     length = PREFIX + PAGE_SIZE // 2
     width = -(-layout.end_column(length) // PAGE_SIZE) * PAGE_SIZE
     table = torch.arange((rows + 1) * width, dtype=torch.int32, device=DEVICE)
-    batch = slots.SlotRows(
+    batch = branch_slots.SlotRows(
         table.view(rows + 1, width),
         torch.arange(1, rows + 1, device=DEVICE),
         torch.full((rows,), length, device=DEVICE),
@@ -145,24 +145,28 @@ def slot_calls(rows: int, shape: TreeShape) -> Iterator[tuple[str, Call]]:
     out = longs(shape.num_steps, branches)
     yield (
         "draft_slots",
-        lambda: slots.draft_out_cache_loc(batch, layout=layout, out=out),
+        lambda: branch_slots.draft_out_cache_loc(batch, layout=layout, out=out),
     )
     pages = torch.zeros(branches, width // PAGE_SIZE, dtype=torch.int32, device=DEVICE)
     tokens = torch.zeros(branches, width, dtype=torch.int32, device=DEVICE)
     yield (
         "branch_pages",
-        lambda: slots.branch_table(batch, layout=layout, paged=True, out=pages),
+        lambda: branch_slots.branch_table(batch, layout=layout, paged=True, out=pages),
     )
     yield (
         "branch_tokens",
-        lambda: slots.branch_table(batch, layout=layout, paged=False, out=tokens),
+        lambda: branch_slots.branch_table(
+            batch, layout=layout, paged=False, out=tokens
+        ),
     )
     if shape.topk > 1:
         src = longs(rows * (shape.topk - 1) * (PAGE_SIZE - 1))
         dst = torch.zeros_like(src)
         yield (
             "tail_copies",
-            lambda: slots.duplicate_prefix_tail(batch, layout=layout, src=src, dst=dst),
+            lambda: branch_slots.duplicate_prefix_tail(
+                batch, layout=layout, src=src, dst=dst
+            ),
         )
 
 

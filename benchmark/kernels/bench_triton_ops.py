@@ -23,10 +23,11 @@ from sglang.srt.layers.ops import activation as activation_ops
 from sglang.srt.layers.ops import linear as linear_ops
 from sglang.srt.layers.ops import norm as norm_ops
 from sglang.srt.layers.ops import rope as rope_ops
-from sglang.srt.layers.triton_ops import activation, gemm, launch, norm, rope
+from sglang.srt.layers.triton_ops import activation, gemm, norm, rope
 from sglang.srt.mem_cache.triton_ops import move_kv
 from sglang.srt.sampling import noise, row_ops
 from sglang.srt.sampling.triton_ops.choose_tokens import choose_tokens
+from sglang.srt.utils import triton_launch
 
 Row = dict[str, Any]
 Call = Callable[[], object]
@@ -246,7 +247,7 @@ def bench_step(table: Table) -> None:
     for rows in ROWS:
         stream = random(rows, HIDDEN)
         us = graph_us([partial(step, stream, ours)])
-        with launch.without_dependent_launch():
+        with triton_launch.without_dependent_launch():
             ordered = graph_us([partial(step, stream, ours)])
             other = graph_us([partial(step, stream, cublas)])
         mixed = graph_us([partial(step, stream, cublas)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,8 +16,10 @@ from kv_canary.records import lineage_of
 from kv_canary.reporter import ReportOptions, ViolationReporter, as_error
 from kv_canary.serials import SerialMap
 from kv_canary.state import create_state
-from kv_canary.view import ForwardView
-from kv_canary.violation import Violation
+
+if TYPE_CHECKING:
+    from kv_canary.view import ForwardView
+    from kv_canary.violation import Violation
 
 
 class Canary:

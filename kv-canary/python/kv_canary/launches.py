@@ -7,14 +7,18 @@ except in torch. Knows no requests and no pools.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from kv_canary.checks import PoolChecks
 from kv_canary.findings import STATUS_WORDS
 from kv_canary.kernels import reference, reference_write
 from kv_canary.op import Op
-from kv_canary.state import CanaryState
-from kv_canary.view import ForwardView
+
+if TYPE_CHECKING:
+    from kv_canary.checks import PoolChecks
+    from kv_canary.state import CanaryState
+    from kv_canary.view import ForwardView
 
 _NATIVE = "kv_canary.kernels.native:"
 _TRITON = "kv_canary.kernels.triton_launch:"

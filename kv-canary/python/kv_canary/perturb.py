@@ -6,12 +6,15 @@ The engine plants faults in its own state (tables, frees, batches).
 from __future__ import annotations
 
 import random
+from typing import TYPE_CHECKING
 
 import torch
 
 from kv_canary.layout import Fingerprint, FingerprintMode, LayerGroup
 from kv_canary.records import sample_place
-from kv_canary.state import CanaryState
+
+if TYPE_CHECKING:
+    from kv_canary.state import CanaryState
 
 
 def flip_bytes(

@@ -13,11 +13,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kv_canary.records import SERIAL_MASK, Ring, unpack_word3
-from kv_canary.serials import SerialMap
 from kv_canary.violation import Owner, Violation, parse_entry
+
+if TYPE_CHECKING:
+    from kv_canary.serials import SerialMap
 
 logger = logging.getLogger(__name__)
 

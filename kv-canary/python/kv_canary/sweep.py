@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,10 @@ import torch
 from kv_canary.checks import PoolChecks
 from kv_canary.launches import verify
 from kv_canary.layout import Fingerprint, FingerprintMode
-from kv_canary.state import CanaryState
 from kv_canary.view import ForwardView, KVReadView
+
+if TYPE_CHECKING:
+    from kv_canary.state import CanaryState
 
 # Any row but 0: a sweep's rows belong to no request.
 _SWEEP_ROW = 1

@@ -16,9 +16,9 @@ from sglang.srt.layers.attention.paged_backend import (
     BranchDraftDecode,
     TorchNativeAttnBackend,
 )
+from sglang.srt.mem_cache.branch_slots import SlotRows
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.speculative.draft_layout import BranchLayout
-from sglang.srt.speculative.ops.slots import SlotRows
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=8, suite="cpu")

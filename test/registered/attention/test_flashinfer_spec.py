@@ -36,6 +36,7 @@ from sglang.srt.layers.attention.base_attn_backend import (
 )
 from sglang.srt.layers.attention.paged_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.branch_slots import SlotRows, draft_out_cache_loc
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.cuda_graph_runner import cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -44,7 +45,6 @@ from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.eagle_info_v2 import (
     duplicate_prefix_tail_to_draft_branches,
 )
-from sglang.srt.speculative.ops.slots import SlotRows, draft_out_cache_loc
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_traffic import Traffic, check

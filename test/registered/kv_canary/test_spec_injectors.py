@@ -29,9 +29,9 @@ from sglang.srt.kv_canary.perturb.injectors import INJECTORS
 from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
 from sglang.srt.layers.attention.branch_lists import BranchLists
 from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
+from sglang.srt.mem_cache.branch_slots import SlotRows
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.mock_oracle import next_tokens
-from sglang.srt.speculative.ops.slots import SlotRows
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.scale import count

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from tree_ops_world import DEVICE, TRITON, garbage, kernels, op
 
+from sglang.srt.mem_cache import branch_slots as slot_ops
+from sglang.srt.mem_cache.branch_slots import SlotRows
 from sglang.srt.speculative.draft_layout import BranchLayout, alloc_len_per_decode
-from sglang.srt.speculative.ops import slots as slot_ops
-from sglang.srt.speculative.ops.slots import SlotRows
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import is_full
 

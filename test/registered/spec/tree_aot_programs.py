@@ -17,17 +17,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sglang.srt.mem_cache.triton_ops import branch_slot_kernels
 from sglang.srt.sampling.triton_ops.choose_tokens import split_size
 from sglang.srt.speculative.draft_layout import TreeShape
 from sglang.srt.speculative.triton_ops import (
     build,
     select,
-    slot_kernels,
     top_k,
     verify,
     verify_sampled,
 )
-from sglang.srt.speculative.triton_ops.common import block_of
+from sglang.srt.utils.triton_launch import block_of
 from sglang.test.scale import sampled
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -114,12 +114,12 @@ def trees() -> Iterator[Variant]:
         path = {"PATH": steps + 1, "BLOCK": block_of(nodes)}
         gathered = {**path, "WIDTH": nodes}
         yield Variant(f"gather {shape}", verify.gather_kernel, gathered, 1, {})
-        moves = slot_kernels.accepted_moves_kernel
+        moves = branch_slot_kernels.accepted_moves_kernel
         yield Variant(f"moves {shape}", moves, {**path, "NODES": nodes}, 1, {})
 
 
 def slots() -> Iterator[Variant]:
-    kernels = slot_kernels
+    kernels = branch_slot_kernels
     yield Variant("tail", kernels.tail_kernel, {"WIDTH": 6, "BLOCK": 8}, 1, {})
     for page, topk, steps in ((1, 8, 5), (64, 1, 3), (64, 8, 5)):
         layout = {"PAGE": page, "K": topk, "STEPS": steps}

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from kv_canary.op import Op, native_available
-from sglang.srt.speculative.ops import slots, tree, verify
+from sglang.srt.mem_cache import branch_slots
+from sglang.srt.speculative.draft_layout import TreeShape
+from sglang.srt.speculative.ops import tree, verify
 from sglang.srt.speculative.ops.buffers import (
     DraftLevels,
     DraftTree,
-    TreeShape,
     VerifyResult,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NATIVE, TRITON = "native", "triton"
-_MODULES = (tree, verify, slots)
+_MODULES = (tree, verify, branch_slots)
 
 
 def kernels() -> list[Any]:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sglang.srt.layers.triton_ops import gemm, gemm_table, launch
+from sglang.srt.layers.triton_ops import gemm, gemm_table
 from sglang.srt.layers.triton_ops.gemm_table import GemmConfig
+from sglang.srt.utils import triton_launch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=15, suite="cpu")
@@ -200,7 +201,7 @@ def test_product_in_a_graph() -> None:
         x.normal_()
         graph.replay()
         expected = x
-        with launch.without_dependent_launch():
+        with triton_launch.without_dependent_launch():
             for _ in range(8):
                 expected = gemm.gemm(expected, weight[:4096], config=SPLITS[1])
                 expected = gemm.gemm(expected, weight[:4096], config=SPLITS[0])

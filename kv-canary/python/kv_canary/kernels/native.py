@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from kv_canary.checks import PoolChecks, check_numbers_of
-from kv_canary.state import CanaryState
 from kv_canary.view import READ_FIELDS, ForwardView, KVReadView
 from sglang_kernels import ops
+
+if TYPE_CHECKING:
+    from kv_canary.state import CanaryState
 
 _INDPTR = [f.name for f in READ_FIELDS].index("indptr")
 

@@ -5,10 +5,11 @@ Vectorised over all elements of all rows; allocates and synchronises as it likes
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from kv_canary.checks import PoolChecks
 from kv_canary.hashing import mix64
 from kv_canary.layout import Fingerprint, FingerprintMode
 from kv_canary.records import (
@@ -26,8 +27,11 @@ from kv_canary.records import (
     ring_tag,
     sample_place,
 )
-from kv_canary.state import CanaryState
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
+
+if TYPE_CHECKING:
+    from kv_canary.checks import PoolChecks
+    from kv_canary.state import CanaryState
 
 
 def seeds_of(rows: ForwardView) -> Tensor:

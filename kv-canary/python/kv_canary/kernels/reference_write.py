@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kv_canary.checks import PoolChecks
 from kv_canary.findings import STATUS_WORDS
 from kv_canary.kernels.reference import (
     Report,
@@ -34,8 +33,11 @@ from kv_canary.records import (
     pack_word0_tensor,
     pack_word3_tensor,
 )
-from kv_canary.state import CanaryState
-from kv_canary.view import ForwardView
+
+if TYPE_CHECKING:
+    from kv_canary.checks import PoolChecks
+    from kv_canary.state import CanaryState
+    from kv_canary.view import ForwardView
 
 
 class _NewTokens(NamedTuple):

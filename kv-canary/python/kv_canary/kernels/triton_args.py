@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from kv_canary.checks import PoolChecks
-from kv_canary.layout import Fingerprint
 from kv_canary.state import ARENA_PARTS, CanaryState
 from kv_canary.view import ROW_FIELDS, ForwardView, KVReadView
+
+if TYPE_CHECKING:
+    from kv_canary.checks import PoolChecks
+    from kv_canary.layout import Fingerprint
 
 
 def _tuple_type(name: str, names: Iterable[str]) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 from torch import Tensor
 
-from kv_canary.checks import PoolChecks
 from kv_canary.kernels.triton_args import (
     NO_CHECKS,
     Checks,
@@ -27,8 +26,11 @@ from kv_canary.kernels.triton_verify import verify_kernel
 from kv_canary.kernels.triton_write import write_kernel
 from kv_canary.layout import NO_FINGERPRINT, Fingerprint, FingerprintMode
 from kv_canary.records import Launch, ring_tag
-from kv_canary.state import CanaryState
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
+
+if TYPE_CHECKING:
+    from kv_canary.checks import PoolChecks
+    from kv_canary.state import CanaryState
 
 MAX_MOVES = 1024
 """Moves that one program can hold in registers."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang.srt.configs.model_config import ModelConfig
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
 
 DEFAULT_NUM_SOURCES = 3
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sglang.srt.constrained.base_grammar import Grammar
+if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar import Grammar
 
 
 def fill_tree_masks(

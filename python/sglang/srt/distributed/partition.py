@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from sglang.srt.distributed.parallel_state import TensorParallelGroup
+if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import TensorParallelGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,13 +3,17 @@ forward."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.module import Module
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_forward_context
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class RadixAttention(Module):

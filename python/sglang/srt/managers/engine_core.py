@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
-from sglang.srt.managers.io_struct import SchedulerReady
 from sglang.srt.managers.scheduler_client import SchedulerClient
 from sglang.srt.managers.scheduler_process import SchedulerDied, SchedulerProcess
 from sglang.srt.managers.tokenizer_manager import Phase, TokenizerManager
 from sglang.srt.metrics.front_metrics import FrontMetrics
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import SchedulerReady
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

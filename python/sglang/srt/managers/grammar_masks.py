@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.tree_masks import fill_tree_masks
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.vocab_mask import mask_words
-from sglang.srt.speculative.ops.buffers import DraftTree
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.grammar_manager import GrammarManager
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.speculative.ops.buffers import DraftTree
 
 
 class GrammarMasks:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from sglang.srt.managers.errors import BadRequest
-from sglang.srt.managers.prompt_request import Limits, PromptRequest
-from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.prompt_request import Limits, PromptRequest
+    from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 # Texts from this length on are tokenized in a thread: about a millisecond.
 LONG_TEXT_CHARS = 16384

@@ -5,18 +5,21 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang.srt.constrained.base_grammar import Grammar
-from sglang.srt.layers.logprobs import HostLogprob
 from sglang.srt.managers.io_struct import FinishReason, GenerateReq
-from sglang.srt.managers.stop_matcher import StopMatcher
-from sglang.srt.mem_cache.tree_node import TreeNode
 from sglang.srt.sampling.sampling_batch_info import SamplingRow
 from sglang.srt.utils.hashing import hash_string
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar import Grammar
+    from sglang.srt.layers.logprobs import HostLogprob
+    from sglang.srt.managers.stop_matcher import StopMatcher
+    from sglang.srt.mem_cache.tree_node import TreeNode
 
 _serials = itertools.count(1)
 

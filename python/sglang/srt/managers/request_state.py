@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sglang.srt.managers.errors import (
     CLIENT_ABORT_STATUS,
@@ -24,7 +25,9 @@ from sglang.srt.managers.io_struct import (
     LogprobDelta,
     RequestOutput,
 )
-from sglang.srt.managers.output_text import OutputText
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.output_text import OutputText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

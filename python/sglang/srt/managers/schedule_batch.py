@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sglang.srt.layers.logprobs import LogprobRequest
-from sglang.srt.managers.req import Req
-from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.common import extend_rows
-from sglang.srt.mem_cache.page_ledger import IntArray
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -31,6 +29,11 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.req import Req
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.page_ledger import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

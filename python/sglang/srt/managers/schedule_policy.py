@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang.srt.managers.req import Req
-from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.common import usable_size
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.req import Req
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 # A request is expected to sample at most this many more tokens: without a bound, one
 # large max_new_tokens would keep everybody else waiting.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.managers.grammar_masks import GrammarMasks
@@ -28,8 +28,6 @@ from sglang.srt.managers.io_struct import (
     SchedulerStats,
     ShutdownReq,
 )
-from sglang.srt.managers.req import Req
-from sglang.srt.managers.schedule_batch import LaunchRecord, ScheduleBatch
 from sglang.srt.managers.scheduler_components.batch_selector import BatchSelector
 from sglang.srt.managers.scheduler_components.canary_gate import CanaryGate
 from sglang.srt.managers.scheduler_components.environment import create_environment
@@ -46,18 +44,22 @@ from sglang.srt.managers.scheduler_components.request_intake import RequestIntak
 from sglang.srt.managers.scheduler_components.result_processor import (
     BatchResultProcessor,
 )
-from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
 from sglang.srt.managers.scheduler_components.stats import (
     StatsTracker,
     add_graph_stats,
 )
 from sglang.srt.managers.scheduler_components.step_inputs import StepInputs
 from sglang.srt.managers.scheduler_components.watchdog import Watchdog
-from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.managers.worker import Worker
 from sglang.srt.mem_cache.common import check_idle
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.req import Req
+    from sglang.srt.managers.schedule_batch import LaunchRecord, ScheduleBatch
+    from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.managers.worker import Worker
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

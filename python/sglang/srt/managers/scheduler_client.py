@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -18,7 +19,9 @@ from sglang.srt.managers.io_struct import (
     decode_response,
     encode,
 )
-from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from sglang.srt.environ import child_environment, envs
 from sglang.srt.managers.io_struct import SchedulerReady
 from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
-from sglang.srt.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

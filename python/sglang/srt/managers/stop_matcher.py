@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from sglang.srt.utils.detokenizer import IncrementalDetokenizer
 from sglang.srt.utils.stop_patterns import StopPatterns
+
+if TYPE_CHECKING:
+    from sglang.srt.utils.detokenizer import IncrementalDetokenizer
 
 
 class StopMatcher:

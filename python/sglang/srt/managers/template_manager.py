@@ -7,10 +7,12 @@ template.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.errors import BadRequest
-from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 # Role of the API -> role that templates know.
 ROLES = {

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.errors import (
     BadRequest,
@@ -44,9 +44,11 @@ from sglang.srt.managers.prompt_tokenizer import PromptTokenizer
 from sglang.srt.managers.request_state import RequestGroup, RequestState, Update
 from sglang.srt.managers.scheduler_calls import TIMEOUT_SECONDS, SchedulerCalls
 from sglang.srt.managers.template_manager import TemplateManager
-from sglang.srt.metrics.front_metrics import FrontMetrics
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sglang.srt.metrics.front_metrics import FrontMetrics
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.logprobs import LogprobResult
-from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampler import Sampler, SamplerOutput
-from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.layers.logprobs import LogprobResult
     from sglang.srt.managers.grammar_masks import GrammarMasks
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.server_args import ServerArgs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

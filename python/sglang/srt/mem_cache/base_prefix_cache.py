@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.page_ledger import IntArray
-from sglang.srt.mem_cache.tree_node import TreeNode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator import BaseAllocator
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.tree_node import TreeNode
 
 TokenSeq = Sequence[int] | IntArray
 

@@ -7,12 +7,15 @@ It decides nothing about which request to serve or to drop.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sglang.srt.mem_cache.allocator import Lens, host_array
-from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, CacheableReq
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, CacheableReq
 
 
 def ensure_available(cache: BasePrefixCache, num_slots: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import Op
+from sglang.srt.utils.dispatch import Op
 
 
 def move_kv_cache_ref(

@@ -22,13 +22,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
     RadixKey,
 )
-from sglang.srt.mem_cache.page_ledger import IntArray
 from sglang.srt.mem_cache.tree_check import check_tree
 from sglang.srt.mem_cache.tree_node import EMPTY, TreeNode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator import BaseAllocator
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.page_ledger import IntArray
 
 
 class RadixCache(BasePrefixCache):

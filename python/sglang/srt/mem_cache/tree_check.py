@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang.srt.mem_cache.tree_node import TreeNode
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.tree_node import TreeNode
 
 
 def check_tree(root: TreeNode, *, page_size: int, queued: Set[int]) -> None:

@@ -6,10 +6,12 @@ Plain data; only the cache changes it.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang.srt.mem_cache.page_ledger import IntArray
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.page_ledger import IntArray
 
 EMPTY: IntArray = np.empty(0, dtype=np.int64)
 

@@ -12,12 +12,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.attention_breaks import LiveAttention
 from sglang.srt.model_executor.cuda_graph_runner import (
     CapturedRunner,
@@ -29,11 +28,14 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.model_executor.graph_capture import BreakableGraph, SegmentBackend
 from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
 from sglang.srt.model_executor.input_buffers import PrefillInputs
 from sglang.srt.model_executor.memory_plan import whole_token_counts
 from sglang.srt.models.stack import StackOutput
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.model_executor.graph_capture import BreakableGraph, SegmentBackend
 
 WARM_UPS = 1
 # Above it the device computes longer than the host launches: padding beyond a percent

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -16,11 +15,14 @@ from sglang.srt.model_executor.forward_batch_info import (
     HostLens,
 )
 from sglang.srt.model_executor.graph_backends import CudaGraphBackend, GraphMemoryPool
-from sglang.srt.model_executor.graph_capture import BreakableGraph, SegmentBackend
 from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
 from sglang.srt.model_executor.input_buffers import GraphInputBuffers, GraphInputs
-from sglang.srt.models.registry import CausalLM
-from sglang.srt.models.stack import Stack
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.model_executor.graph_capture import BreakableGraph, SegmentBackend
+    from sglang.srt.models.registry import CausalLM
+    from sglang.srt.models.stack import Stack
 
 WARM_UPS = 2
 NO_LIVE_ROWS = HostLens(prefix_lens=[], extend_lens=[])

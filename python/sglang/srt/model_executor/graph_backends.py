@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.model_executor.graph_capture import Segment
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.graph_capture import Segment
 
 # Other threads may go on using the device during a capture: NCCL's watchdog does.
 _CAPTURE_MODE = "thread_local"

@@ -6,14 +6,12 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
@@ -24,7 +22,6 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.forward_scopes import ForwardScopes, NullScopes
-from sglang.srt.model_executor.input_buffers import GraphInputs
 from sglang.srt.model_executor.memory_plan import (
     NO_DRAFT_MEMORY,
     DraftMemory,
@@ -36,9 +33,15 @@ from sglang.srt.model_executor.model_runner_kv_cache_mixin import (
 )
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import CausalLM, supported_draft_architectures
-from sglang.srt.models.stack import Stack
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.memory import available_device_bytes
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.model_executor.input_buffers import GraphInputs
+    from sglang.srt.models.stack import Stack
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

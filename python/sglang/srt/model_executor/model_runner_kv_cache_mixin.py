@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import divide_kv_heads
 from sglang.srt.managers.utils import decode_reserve
@@ -27,9 +26,12 @@ from sglang.srt.model_executor.memory_plan import (
     prefill_token_counts,
 )
 from sglang.srt.models.draft import DraftModel
-from sglang.srt.models.registry import CausalLM
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.memory import available_device_bytes
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.models.registry import CausalLM
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.linear import Linear, LoadableParameter
 from sglang.srt.layers.module import cache_attributes
 from sglang.srt.model_loader.weight_utils import iterate_weights, tensor_names
-from sglang.srt.models.llama import LoadableModel
 from sglang.srt.models.registry import CausalLM, MockModel, create_model
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.models.llama import LoadableModel
 
 DUMMY_SEED = 20260101
 DUMMY_SCALE = 0.02

@@ -6,18 +6,20 @@ names that published checkpoints use. Knows no proposals, trees or workers.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.linear import Linear, LoadableParameter
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
-from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.llama import LoadableModel, check_activation
-from sglang.srt.models.stack import StackOutput
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.models.stack import StackOutput
 
 # Some checkpoints put all names below a module of this name.
 PREFIX = "model."

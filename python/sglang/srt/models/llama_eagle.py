@@ -7,13 +7,12 @@ followed by the target's head.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.draft import (
     DraftModel,
     StateProjection,
@@ -22,6 +21,10 @@ from sglang.srt.models.draft import (
 )
 from sglang.srt.models.llama import DecoderBlock, DecoderLayer, DecoderTraits
 from sglang.srt.models.stack import StackOutput
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 # Published heads may carry copies of the target's.
 TARGET_PARTS = ("embed_tokens.weight", "lm_head.weight")

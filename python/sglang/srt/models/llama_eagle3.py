@@ -7,17 +7,16 @@ head of its own over the most frequent tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sglang.srt.configs.draft_config import hidden_source_size, num_hidden_sources
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import LoadableParameter
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.draft import (
     DraftModel,
     StateProjection,
@@ -26,6 +25,10 @@ from sglang.srt.models.draft import (
 )
 from sglang.srt.models.llama import DecoderBlock, DecoderTraits
 from sglang.srt.models.stack import StackOutput
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 FIRST_LAYER = "layers.0."
 MIDLAYER = "midlayer."

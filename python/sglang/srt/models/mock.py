@@ -9,21 +9,24 @@ the correct one. The construction, and why sparse signs survive bf16, is in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import divide, divide_kv_heads
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models import mock_math
 from sglang.srt.models.llama import check_captured_layers
 from sglang.srt.models.stack import StackedModel, StackOutput
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 def load_codes(module: VocabEmbedding | LMHead, codes: Tensor) -> None:

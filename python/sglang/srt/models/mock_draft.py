@@ -7,16 +7,20 @@ proposals; `mock_draft_oracle` computes the correct accept lengths.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from kv_canary.hashing import mix64
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models import mock_draft_math, mock_math
 from sglang.srt.models.draft import DraftModel, target_hidden_states
 from sglang.srt.models.mock import MockAttention, load_codes
 from sglang.srt.models.stack import StackOutput
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 _SPOILT = 0x5BAD
 

@@ -7,11 +7,15 @@ sqrt(n / 16), so that a mean times n rounds to the exact integer even in bf16.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from kv_canary.hashing import mix64
-from sglang.srt.configs.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
 
 NUM_LAYERS = 2
 NUM_HEADS = 8

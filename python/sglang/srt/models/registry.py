@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sglang.srt.configs.model_config import ModelConfig
+from typing import TYPE_CHECKING
+
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
 from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
@@ -14,6 +15,9 @@ from sglang.srt.models.mock_draft import (
 )
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
 
 MockModel = MockForCausalLM | MockForCausalLMEagle
 DraftHead = LlamaForCausalLMEagle | LlamaForCausalLMEagle3 | MockForCausalLMEagle

@@ -7,13 +7,15 @@ graph; the head reads the real rows of a batch. Knows neither layers nor graphs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.module import Module
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class StackOutput(NamedTuple):
@@ -28,7 +30,7 @@ class StackOutput(NamedTuple):
 
 
 # (input_ids [T], positions [T], batch) -> the stack's output.
-Stack = Callable[[Tensor, Tensor, ForwardBatch], StackOutput]
+Stack: TypeAlias = "Callable[[Tensor, Tensor, ForwardBatch], StackOutput]"
 
 
 class StackedModel(Module):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import Op
 from sglang.srt.sampling import row_ops
 from sglang.srt.sampling.noise import uniform
+from sglang.srt.utils.dispatch import Op
 
 
 def choose_tokens_ref(

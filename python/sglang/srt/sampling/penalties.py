@@ -8,10 +8,12 @@ requests or grammars.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+if TYPE_CHECKING:
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

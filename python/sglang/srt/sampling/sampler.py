@@ -9,7 +9,7 @@ requests, schedulers or grammars beyond the rows of `SamplingBatchInfo`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -23,8 +23,10 @@ from sglang.srt.sampling.penalties import (
     apply_penalties,
     ban_stop_tokens,
 )
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.vocab_mask import apply_vocab_mask
+
+if TYPE_CHECKING:
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
 class SamplerOutput(NamedTuple):

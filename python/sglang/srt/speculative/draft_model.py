@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
@@ -20,9 +20,11 @@ from sglang.srt.models.draft import DraftModel, strip_prefix
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
 from sglang.srt.models.registry import CausalLM, draft_architectures
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_utils import STANDALONE
 from sglang.srt.utils.paths import resolve_model_folder
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

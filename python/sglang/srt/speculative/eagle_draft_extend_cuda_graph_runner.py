@@ -8,14 +8,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.model_executor.cuda_graph_runner import WARM_UPS, cuda_graph_backend
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, HostLens
-from sglang.srt.model_executor.graph_capture import BreakableGraph
 from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
-from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.speculative.workspace import EagleWorkspace, WorkspaceRows
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, HostLens
+    from sglang.srt.model_executor.graph_capture import BreakableGraph
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.workspace import EagleWorkspace, WorkspaceRows
 
 
 class DraftExtender(Protocol):

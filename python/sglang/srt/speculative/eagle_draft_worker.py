@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sglang.srt.configs.draft_config import layers_to_capture
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.managers.tp_worker import SampledForward
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.branch_slots import (
+    branch_shifts,
+    draft_out_cache_loc,
+    tail_cache_loc,
+)
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -37,7 +36,6 @@ from sglang.srt.model_executor.memory_plan import DraftMemory, draft_graph_bytes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import SharedPools
 from sglang.srt.models.draft import DraftModel
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.draft_model import (
     check_top_k,
@@ -60,14 +58,18 @@ from sglang.srt.speculative.eagle_utils import (
     get_draft_hidden_dim,
     propose,
 )
-from sglang.srt.speculative.ops.slots import (
-    branch_shifts,
-    draft_out_cache_loc,
-    tail_cache_loc,
-)
 from sglang.srt.speculative.ops.tree import build_tree, select_top_k
 from sglang.srt.speculative.relay import DraftRelay
 from sglang.srt.speculative.workspace import EagleWorkspace, RowIdentity, WorkspaceRows
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import SampledForward
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.server_args import ServerArgs
 
 
 class EagleDraftWorker:

@@ -6,17 +6,19 @@ Knows rows, lengths and slots; no scheduler and no model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.branch_slots import SlotRows, duplicate_prefix_tail
 from sglang.srt.mem_cache.common import extend_rows
-from sglang.srt.mem_cache.memory_pool import KVCache
-from sglang.srt.mem_cache.page_ledger import IntArray
-from sglang.srt.speculative.draft_layout import BranchLayout
-from sglang.srt.speculative.ops.slots import SlotRows, duplicate_prefix_tail
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.page_ledger import IntArray
+    from sglang.srt.speculative.draft_layout import BranchLayout
 
 
 class BranchColumns(NamedTuple):

@@ -16,7 +16,6 @@ from sglang.srt.configs.draft_config import hidden_source_size, num_hidden_sourc
 from sglang.srt.layers.logprobs import LogprobRequest, LogprobResult, compute_logprobs
 from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.sampler import greedy_choices, target_weights
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.ops.buffers import DraftCandidates, DraftTree, VerifyResult
 from sglang.srt.speculative.ops.tree import top_k_probs
 from sglang.srt.speculative.ops.verify import (
@@ -26,6 +25,7 @@ from sglang.srt.speculative.ops.verify import (
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 EAGLE3 = "EAGLE3"
 STANDALONE = "STANDALONE"

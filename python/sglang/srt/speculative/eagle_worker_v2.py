@@ -17,23 +17,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.environ import envs
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker, to_host
-from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.branch_slots import accepted_moves
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
     HostLens,
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.sampling.penalties import TokenHistory
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.draft_model import draft_model_config
 from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
 from sglang.srt.speculative.eagle_utils import (
@@ -43,12 +37,18 @@ from sglang.srt.speculative.eagle_utils import (
     node_history,
     simulate_acceptance,
 )
-from sglang.srt.speculative.ops.slots import accepted_moves
 from sglang.srt.speculative.ops.verify import gather_accepted
-from sglang.srt.speculative.workspace import WorkspaceRows
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
     from sglang.srt.managers.grammar_masks import GrammarMasks
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.sampling.penalties import TokenHistory
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.workspace import WorkspaceRows
 
 __all__ = ["EAGLEWorkerV2", "EagleDraftWorker", "EagleWorkerV2"]
 

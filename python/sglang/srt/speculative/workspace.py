@@ -11,21 +11,23 @@ after them: request row 0, no KV.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.branch_slots import SlotRows
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,
     HostLens,
 )
-from sglang.srt.speculative.draft_layout import BranchLayout, TreeShape
 from sglang.srt.speculative.ops.buffers import DraftLevels, DraftTree, VerifyResult
-from sglang.srt.speculative.ops.slots import SlotRows
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.speculative.draft_layout import BranchLayout, TreeShape
 
 
 class RowIdentity(NamedTuple):

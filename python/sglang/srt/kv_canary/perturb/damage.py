@@ -5,16 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kv_canary.perturb import flip_bytes
-from kv_canary.state import CanaryState
-from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+if TYPE_CHECKING:
+    from kv_canary.state import CanaryState
+    from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.environ import envs
 from sglang.srt.kv_canary.perturb.historical_faults import (
@@ -35,8 +35,10 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import decode_reserve
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import ROW_HEADROOM
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.attention.branch_lists import BranchLists
-from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.managers.tp_worker import SampledForward, TpModelWorker
-from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import ROW_HEADROOM
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
-from sglang.srt.speculative.ops.slots import SlotRows
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.branch_lists import BranchLists
+    from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.tp_worker import SampledForward, TpModelWorker
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.mem_cache.branch_slots import SlotRows
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
 
 Method = Callable[..., Any]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from kv_canary.records import Reason
-from sglang.srt.kv_canary.perturb.damage import Damage, Scene
+if TYPE_CHECKING:
+    from kv_canary.records import Reason
+    from sglang.srt.kv_canary.perturb.damage import Damage, Scene
 
 # Value of the KV elements in a slot whose copy was dropped.
 STALE = 0.3125

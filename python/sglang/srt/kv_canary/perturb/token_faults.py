@@ -4,17 +4,18 @@ samples."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
-from sglang.srt.kv_canary.perturb.driver import PerturbDriver
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.managers.worker import Worker
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.sampling.sampler import SamplerOutput
+if TYPE_CHECKING:
+    from sglang.srt.kv_canary.perturb.driver import PerturbDriver
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.worker import Worker
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.sampling.sampler import SamplerOutput
 
-Sample = Callable[[ScheduleBatch, ForwardBatch, Tensor], SamplerOutput]
+Sample: TypeAlias = "Callable[[ScheduleBatch, ForwardBatch, Tensor], SamplerOutput]"
 
 
 def install_token_faults(worker: Worker) -> None:

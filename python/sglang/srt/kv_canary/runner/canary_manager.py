@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from kv_canary.records import (
 from kv_canary.reporter import OwnerOf, ViolationReporter, as_error
 from kv_canary.serials import SerialMap
 from kv_canary.violation import POOLS, Violation
-from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.kernels import (
     finish_step,
@@ -54,11 +53,14 @@ from sglang.srt.kv_canary.single_forward_manager.manager import (
     SingleForwardManager,
     view_of,
 )
-from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import get_forward_context
 from sglang.srt.model_executor.graph_capture import SideStream
+
+if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import TensorParallelGroup
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 BESIDE_FROM_TOKENS = 16
 """New tokens from which on verify and head run beside the model: below, fork and join

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 from kv_canary.records import draft_seed
 from kv_canary.sweep import SweepLauncher, SweepRun
-from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
-from sglang.srt.mem_cache.page_ledger import IntArray
-from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.mem_cache.tree_node import TreeNode
 from sglang.srt.utils.hashing import hash_string
+
+if TYPE_CHECKING:
+    from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
+    from sglang.srt.mem_cache.page_ledger import IntArray
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.mem_cache.tree_node import TreeNode
 
 
 class Sweeper:

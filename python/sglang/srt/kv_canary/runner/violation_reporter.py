@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kv_canary.reporter import ReportOptions, ViolationReporter
-from kv_canary.serials import SerialMap
 from sglang.srt.environ import envs
-from sglang.srt.kv_canary.config import CanaryConfig
+
+if TYPE_CHECKING:
+    from kv_canary.serials import SerialMap
+    from sglang.srt.kv_canary.config import CanaryConfig
 
 
 def create_reporter(

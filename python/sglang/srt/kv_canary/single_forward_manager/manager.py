@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,14 +18,16 @@ from kv_canary.checks import PoolChecks
 from kv_canary.findings import STATUS_WORDS
 from kv_canary.records import WriterKind
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
-from sglang.srt.kv_canary.config import CanaryConfig
 from sglang.srt.kv_canary.kernels import before_model, write_tail
-from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
 from sglang.srt.kv_canary.token_oracle import oracle_tokens
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
+
+if TYPE_CHECKING:
+    from sglang.srt.kv_canary.config import CanaryConfig
+    from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 
 # Forwards of the target whose tokens all stay; a verification's are chosen later.
 _ENDS_STEP = (ForwardMode.EXTEND, ForwardMode.DECODE)

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from kv_canary.view import KVReadView
 from sglang.srt.configs.attention_backends import (
     ATTENTION_BACKENDS,
     AttentionBackendCapabilities,
 )
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 if TYPE_CHECKING:
+    from kv_canary.view import KVReadView
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.branch_slots import SlotRows
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.speculative.draft_layout import BranchLayout
-    from sglang.srt.speculative.ops.slots import SlotRows
 
 
 class DraftDecodeBackend(Protocol):

@@ -5,15 +5,17 @@ kernels that take (indptr, indices). Knows slots and lengths; no kernels, no lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.speculative.draft_layout import BranchLayout
-from sglang.srt.speculative.ops.slots import SlotRows, branch_token_indices
+from sglang.srt.mem_cache.branch_slots import SlotRows, branch_token_indices
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.speculative.draft_layout import BranchLayout
 
 GUARD_WORDS = 64
 # No slot: a list that has grown into the guard words shows.

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kv_canary.view import KVReadView
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.branch_lists import BranchLists, HostOffsets
 from sglang.srt.layers.attention.flashinfer_plan import LayerShape
 from sglang.srt.layers.attention.flashinfer_wrappers import (
     PlanBuffers,
@@ -23,12 +22,13 @@ from sglang.srt.layers.attention.flashinfer_wrappers import (
 )
 from sglang.srt.layers.attention.paged_backend import store_kv
 from sglang.srt.layers.ops.rope import rope_store_kv
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.branch_lists import BranchLists, HostOffsets
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.branch_slots import SlotRows
     from sglang.srt.mem_cache.memory_pool import KVCache
-    from sglang.srt.speculative.ops.slots import SlotRows
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class FlashInferDraftDecode:

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 # Query heads per KV head up to which the CUDA cores keep up with the memory.
 _CUDA_CORE_GROUP = 2

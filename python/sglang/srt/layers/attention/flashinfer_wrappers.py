@@ -7,13 +7,14 @@ imports it, through the backend, where it is asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flashinfer
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.attention.flashinfer_plan import HostPlan, LayerShape
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.flashinfer_plan import HostPlan, LayerShape
 
 _LAYOUT = "NHD"
 # Tile lists of a plan of few tokens per row; others keep FlashInfer's own 8 MiB.

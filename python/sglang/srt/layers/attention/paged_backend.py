@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kv_canary.op import native_available
 from kv_canary.view import KVReadView
-from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
 from sglang.srt.layers.attention.base_attn_backend import (
     AttentionBackend,
     DraftDecodeBackend,
@@ -29,13 +28,14 @@ from sglang.srt.layers.ops.attention import (
     extend_attention_ref,
 )
 from sglang.srt.layers.ops.rope import rope_store_kv, rope_store_kv_ref
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.speculative.draft_layout import BranchLayout
-from sglang.srt.speculative.ops.slots import SlotRows, branch_table
+from sglang.srt.mem_cache.branch_slots import SlotRows, branch_table
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.speculative.draft_layout import BranchLayout
 
 
 def store_kv(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sglang.srt.layers.ops.dispatch import Op
+from sglang.srt.utils.dispatch import Op
 
 
 def silu_and_mul_ref(x: Tensor, *, out: Tensor | None = None) -> Tensor:

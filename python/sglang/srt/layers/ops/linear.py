@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kv_canary.op import native_available
 from sglang.srt.layers.ops.activation import silu_and_mul
-from sglang.srt.layers.ops.dispatch import Op
+from sglang.srt.utils.dispatch import Op
 
 _TRITON = "sglang.srt.layers.triton_ops.gemm:"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import Op
+from sglang.srt.utils.dispatch import Op
 
 _TRITON = "sglang.srt.layers.triton_ops.norm:"
 

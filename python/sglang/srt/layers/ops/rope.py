@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import Op
 from sglang.srt.layers.ops.norm import rmsnorm_ref
+from sglang.srt.utils.dispatch import Op
 
 
 def rope_store_kv_ref(

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.triton_ops.gemm_kernels import LINE, prefetch
-from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
+from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -26,7 +26,7 @@ from sglang.srt.layers.triton_ops.gemm_table import (
     GemmConfig,
     lookup,
 )
-from sglang.srt.layers.triton_ops.launch import (
+from sglang.srt.utils.triton_launch import (
     Scratch,
     is_hopper_or_later,
     supports_dependent_launch,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
+from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
 LINE = tl.constexpr(64)  # elements of 2 bytes in a cache line
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang.srt.layers.triton_ops.launch import (
+from sglang.srt.utils.triton_launch import (
     let_next_start,
     supports_dependent_launch,
     wait_for_inputs,

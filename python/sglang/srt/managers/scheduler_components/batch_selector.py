@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from sglang.srt.managers.req import Req
 from sglang.srt.managers.schedule_batch import BatchEnvironment, ScheduleBatch
 from sglang.srt.managers.schedule_policy import (
     SCHEDULE_POLICIES,
@@ -19,9 +19,12 @@ from sglang.srt.managers.schedule_policy import (
     PrefillBudget,
 )
 from sglang.srt.managers.scheduler_components.retraction import retract_for_decode
-from sglang.srt.managers.scheduler_components.stats import StatsTracker
 from sglang.srt.mem_cache.common import release_req
-from sglang.srt.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.req import Req
+    from sglang.srt.managers.scheduler_components.stats import StatsTracker
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,19 +20,21 @@ from sglang.srt.kv_canary.perturb.fault_points import open_fault_point
 from sglang.srt.kv_canary.perturb.token_faults import install_token_faults
 from sglang.srt.managers.io_struct import EngineFailed, SchedulerReady
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
 from sglang.srt.managers.scheduler_components.scheduler_io import (
     NullIO,
     SchedulerIO,
     ZmqIO,
 )
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.managers.worker import Worker
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.logging import configure_logging
 from sglang.srt.utils.paths import resolve_model_folder
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
+    from sglang.srt.managers.worker import Worker
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections import Counter as CountsOf
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -18,14 +18,16 @@ from torch import Tensor
 from kv_canary.records import Counter
 from kv_canary.reporter import CanaryViolation, as_error
 from kv_canary.violation import Owner, Violation
-from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.kv_canary.config import CanaryMode
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-from sglang.srt.managers.io_struct import SchedulerStats
-from sglang.srt.managers.req import Req
-from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocator import host_array
-from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import TensorParallelGroup
+    from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+    from sglang.srt.managers.io_struct import SchedulerStats
+    from sglang.srt.managers.req import Req
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 logger = logging.getLogger(__name__)
 

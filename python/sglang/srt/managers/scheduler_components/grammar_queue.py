@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from sglang.srt.constrained.base_grammar import Grammar
+from typing import TYPE_CHECKING
+
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.llguidance_backend import LLGuidanceBackend
 from sglang.srt.managers.io_struct import GrammarDecision
-from sglang.srt.managers.req import Req
-from sglang.srt.managers.scheduler_components.request_factory import RequestLimits
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar import Grammar
+    from sglang.srt.managers.req import Req
+    from sglang.srt.managers.scheduler_components.request_factory import RequestLimits
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 GRAMMAR_THREADS = 2
 

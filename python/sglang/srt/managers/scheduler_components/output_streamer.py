@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from sglang.srt.layers.logprobs import HostLogprob
 from sglang.srt.managers.io_struct import (
     BatchOutput,
     FinishReason,
@@ -13,8 +13,11 @@ from sglang.srt.managers.io_struct import (
     RequestOutput,
     TokenLogprob,
 )
-from sglang.srt.managers.req import Req
-from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logprobs import HostLogprob
+    from sglang.srt.managers.req import Req
+    from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
 
 
 class OutputStreamer:

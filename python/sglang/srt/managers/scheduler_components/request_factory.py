@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kv_canary.hashing import mix64_int
-from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.stop_matcher import StopMatcher
 from sglang.srt.managers.utils import decode_reserve
-from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import MAX_SEED
-from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.detokenizer import IncrementalDetokenizer
-from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReq
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

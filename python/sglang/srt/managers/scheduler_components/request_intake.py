@@ -5,14 +5,17 @@ Knows nothing of batches beyond the queue.
 
 from __future__ import annotations
 
-from sglang.srt.managers.io_struct import AbortReq, GenerateReq, GrammarDecision
-from sglang.srt.managers.req import Req
-from sglang.srt.managers.scheduler_components.batch_selector import BatchSelector
-from sglang.srt.managers.scheduler_components.canary_gate import CanaryGate
-from sglang.srt.managers.scheduler_components.grammar_queue import GrammarQueue
-from sglang.srt.managers.scheduler_components.output_streamer import OutputStreamer
-from sglang.srt.managers.scheduler_components.request_factory import RequestFactory
-from sglang.srt.managers.scheduler_components.stats import StatsTracker
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import AbortReq, GenerateReq, GrammarDecision
+    from sglang.srt.managers.req import Req
+    from sglang.srt.managers.scheduler_components.batch_selector import BatchSelector
+    from sglang.srt.managers.scheduler_components.canary_gate import CanaryGate
+    from sglang.srt.managers.scheduler_components.grammar_queue import GrammarQueue
+    from sglang.srt.managers.scheduler_components.output_streamer import OutputStreamer
+    from sglang.srt.managers.scheduler_components.request_factory import RequestFactory
+    from sglang.srt.managers.scheduler_components.stats import StatsTracker
 
 
 class RequestIntake:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang.srt.layers.logprobs import HostLogprob
-from sglang.srt.managers.req import Req
-from sglang.srt.managers.schedule_batch import LaunchRecord
-from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.common import release_req
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logprobs import HostLogprob
+    from sglang.srt.managers.req import Req
+    from sglang.srt.managers.schedule_batch import LaunchRecord
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 logger = logging.getLogger(__name__)
 

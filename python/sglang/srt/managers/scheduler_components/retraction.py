@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from sglang.srt.managers.req import Req
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from typing import TYPE_CHECKING
+
 from sglang.srt.mem_cache.common import release_req
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.req import Req
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
 def retract_for_decode(batch: ScheduleBatch, *, chunked: Req | None) -> list[Req]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import zmq
 
@@ -13,7 +13,9 @@ from sglang.srt.managers.io_struct import (
     decode_request,
     encode,
 )
-from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
 
 
 class SchedulerIO(Protocol):

@@ -7,10 +7,10 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.io_struct import SchedulerStats
-from sglang.srt.managers.req import Req
-from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.req import Req
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)

@@ -6,14 +6,18 @@ meaning of the messages.
 
 from __future__ import annotations
 
-from sglang.srt.distributed.parallel_state import TensorParallelGroup
+from typing import TYPE_CHECKING
+
 from sglang.srt.managers.io_struct import (
     GrammarDecision,
     StepInput,
     decode_step_input,
     encode,
 )
-from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
+
+if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import TensorParallelGroup
+    from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
 
 
 class StepInputs:

@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang.srt.layers.triton_ops.launch import (
+from sglang.srt.sampling.ops import require_together
+from sglang.srt.sampling.triton_ops.noise import uniform
+from sglang.srt.utils.triton_launch import (
     Scratch,
     let_next_start,
     supports_dependent_launch,
     wait_for_inputs,
 )
-from sglang.srt.sampling.ops import require_together
-from sglang.srt.sampling.triton_ops.noise import uniform
 
 _MAX_SPLITS = 128
 _MAX_ROWS = 4096

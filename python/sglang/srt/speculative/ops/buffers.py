@@ -5,12 +5,13 @@ rows of them. Allocated once, so that captured graphs may hold their addresses.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from sglang.srt.speculative.draft_layout import TreeShape
+if TYPE_CHECKING:
+    from sglang.srt.speculative.draft_layout import TreeShape
 
 Buffers = TypeVar("Buffers", "DraftLevels", "DraftTree", "VerifyResult")
 

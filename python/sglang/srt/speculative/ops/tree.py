@@ -9,12 +9,16 @@ reference of `build_tree` alone reads everything on the host.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import Op
-from sglang.srt.speculative.draft_layout import TreeShape
-from sglang.srt.speculative.ops.buffers import DraftLevels, DraftTree
+from sglang.srt.utils.dispatch import Op
+
+if TYPE_CHECKING:
+    from sglang.srt.speculative.draft_layout import TreeShape
+    from sglang.srt.speculative.ops.buffers import DraftLevels, DraftTree
 
 _NATIVE = "sglang.srt.speculative.ops.native:"
 _TRITON = "sglang.srt.speculative.triton_ops."

@@ -8,12 +8,16 @@ device; the references of both verifications read everything on the host.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import Op
 from sglang.srt.sampling import noise
-from sglang.srt.speculative.ops.buffers import DraftTree, VerifyResult
+from sglang.srt.utils.dispatch import Op
+
+if TYPE_CHECKING:
+    from sglang.srt.speculative.ops.buffers import DraftTree, VerifyResult
 
 _NATIVE = "sglang.srt.speculative.ops.native:"
 _TRITON = "sglang.srt.speculative.triton_ops."

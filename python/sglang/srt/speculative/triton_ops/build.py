@@ -7,24 +7,26 @@ Semantics and its oracle are in `ops/tree.py`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
-from sglang.srt.speculative.draft_layout import TreeShape
-from sglang.srt.speculative.ops.buffers import DraftLevels, DraftTree
-from sglang.srt.speculative.triton_ops.common import (
-    NO_KEY,
+from sglang.srt.speculative.triton_ops.common import NO_KEY, score_key
+from sglang.srt.speculative.triton_ops.select import require_levels
+from sglang.srt.utils.triton_launch import (
     block_of,
     launch_options,
+    let_next_start,
     require,
-    score_key,
+    wait_for_inputs,
 )
-from sglang.srt.speculative.triton_ops.select import require_levels
+
+if TYPE_CHECKING:
+    from sglang.srt.speculative.draft_layout import TreeShape
+    from sglang.srt.speculative.ops.buffers import DraftLevels, DraftTree
 
 _RANK_CHUNK = 32
 

@@ -1,17 +1,11 @@
-"""Order of scores, launch options and checks, shared by the tree and slot kernels."""
+"""The order of scores, shared by the tree kernels."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from sglang.srt.layers.triton_ops.launch import supports_dependent_launch
 
 NO_KEY = tl.constexpr(-0x80000000)
 """Below the key of every score."""
@@ -42,29 +36,3 @@ def key_with_index(key, index):
 @triton.jit
 def index_of_key(key):
     return (0x7FFFFFFF - (key & 0x7FFFFFFF)).to(tl.int32)
-
-
-def launch_options(device: torch.device) -> dict[str, Any]:
-    """Arguments of a launch that may start before its predecessor ends, if it may."""
-    if supports_dependent_launch(device):
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
-
-
-def require(op: str, size: int, dtype: torch.dtype, **tensors: Tensor) -> None:
-    """For kernels that index raw memory, where another layout would be misread.
-
-    Raises:
-        ValueError: a tensor is not contiguous, or not `size` elements of `dtype`.
-    """
-    for name, t in tensors.items():
-        if t.dtype is not dtype or t.numel() != size or not t.is_contiguous():
-            raise ValueError(
-                f"{op}: {name} is {t.dtype} {list(t.shape)} with strides "
-                f"{list(t.stride())}; expected {size} contiguous elements of {dtype}"
-            )
-
-
-def block_of(size: int, *, least: int = 1) -> int:
-    """The power of two that holds `size` elements."""
-    return int(max(triton.next_power_of_2(max(size, 1)), least))

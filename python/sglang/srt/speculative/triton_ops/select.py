@@ -7,24 +7,31 @@ Semantics and its oracle are in `ops/tree.py`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
-from sglang.srt.speculative.draft_layout import TreeShape
-from sglang.srt.speculative.ops.buffers import DraftLevels
 from sglang.srt.speculative.triton_ops.common import (
     NO_KEY,
     NOTHING,
-    block_of,
     index_of_key,
     key_with_index,
-    launch_options,
-    require,
     score_key,
 )
+from sglang.srt.utils.triton_launch import (
+    block_of,
+    launch_options,
+    let_next_start,
+    require,
+    wait_for_inputs,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.speculative.draft_layout import TreeShape
+    from sglang.srt.speculative.ops.buffers import DraftLevels
 
 
 @triton.jit(do_not_specialize=["parents_at", "hot_size"])

@@ -12,23 +12,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang.srt.layers.triton_ops.launch import (
-    Scratch,
-    let_next_start,
-    wait_for_inputs,
-)
 from sglang.srt.sampling.triton_ops.choose_tokens import split_size
 from sglang.srt.speculative.ops.tree import require_topk
 from sglang.srt.speculative.triton_ops.common import (
     NO_KEY,
     NOTHING,
-    block_of,
     index_of_key,
     key_score,
     key_with_index,
-    launch_options,
-    require,
     score_key,
+)
+from sglang.srt.utils.triton_launch import (
+    Scratch,
+    block_of,
+    launch_options,
+    let_next_start,
+    require,
+    wait_for_inputs,
 )
 
 _SCRATCH = Scratch(partial_bytes=16 << 20, counters=1 << 16)

@@ -8,16 +8,23 @@ Semantics and oracles are in `ops/verify.py`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
-from sglang.srt.speculative.ops.buffers import DraftTree, VerifyResult
-from sglang.srt.speculative.triton_ops.common import block_of, launch_options, require
+from sglang.srt.utils.triton_launch import (
+    block_of,
+    launch_options,
+    let_next_start,
+    require,
+    wait_for_inputs,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.speculative.ops.buffers import DraftTree, VerifyResult
 
 
 class Walk(NamedTuple):

@@ -8,21 +8,27 @@ Semantics and oracles are in `ops/verify.py`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang.srt.layers.triton_ops.launch import (
-    Scratch,
-    let_next_start,
-    wait_for_inputs,
-)
 from sglang.srt.sampling.triton_ops.choose_tokens import split_size
 from sglang.srt.sampling.triton_ops.noise import uniform
-from sglang.srt.speculative.ops.buffers import DraftTree, VerifyResult
-from sglang.srt.speculative.triton_ops.common import block_of, launch_options, require
 from sglang.srt.speculative.triton_ops.verify import require_result, walk_of
+from sglang.srt.utils.triton_launch import (
+    Scratch,
+    block_of,
+    launch_options,
+    let_next_start,
+    require,
+    wait_for_inputs,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.speculative.ops.buffers import DraftTree, VerifyResult
 
 BONUS_STREAM = tl.constexpr(0x5851F42D4C957F2D)
 # Per request and split: sums of the weights with and without the rejected tokens.

@@ -7,7 +7,7 @@ it: `rope_store_kv` leaves it so. `extend_attention` decides between this and th
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +22,16 @@ from sglang.srt.layers.attention.triton_ops.args import (
 from sglang.srt.layers.attention.triton_ops.extend_dense_kernels import (
     extend_dense_kernel,
 )
-from sglang.srt.layers.attention.triton_ops.extend_inputs import ExtendInputs
 from sglang.srt.layers.attention.triton_ops.extend_table import (
     LaunchShape,
     heads_per_tile,
     searched_rows,
 )
 from sglang.srt.layers.attention.triton_ops.launch import Launch
-from sglang.srt.layers.triton_ops.launch import supports_dependent_launch
+from sglang.srt.utils.triton_launch import supports_dependent_launch
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.triton_ops.extend_inputs import ExtendInputs
 
 # Shorter rows spend their time on the prefix, which is in the pool.
 MIN_TOKENS_PER_ROW = 64

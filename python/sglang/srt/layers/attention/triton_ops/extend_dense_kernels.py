@@ -35,7 +35,7 @@ from sglang.srt.layers.attention.triton_ops.elements import (
     tokens_of,
 )
 from sglang.srt.layers.attention.triton_ops.masks import Mask
-from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
+from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
 
 @triton.jit

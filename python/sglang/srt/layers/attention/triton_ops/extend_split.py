@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -17,7 +18,6 @@ from sglang.srt.layers.attention.triton_ops.args import (
     Partials,
     padded_head,
 )
-from sglang.srt.layers.attention.triton_ops.extend_inputs import ExtendInputs
 from sglang.srt.layers.attention.triton_ops.extend_split_kernels import (
     extend_combine_kernel,
     extend_split_kernel,
@@ -29,6 +29,9 @@ from sglang.srt.layers.attention.triton_ops.extend_table import (
     heads_per_tile,
 )
 from sglang.srt.layers.attention.triton_ops.launch import Launch
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.triton_ops.extend_inputs import ExtendInputs
 
 _MAX_SPLITS = 64
 _MIN_ELEMENTS_PER_SPLIT = 64

@@ -13,16 +13,18 @@ seq_lens [b] int64, seq_lens being the KV lengths before drafting; K branches, S
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.dispatch import Op
-from sglang.srt.speculative.draft_layout import BranchLayout
+from sglang.srt.utils.dispatch import Op
 
-_NATIVE = "sglang.srt.speculative.ops.native:"
-_TRITON = "sglang.srt.speculative.triton_ops.slots:"
+if TYPE_CHECKING:
+    from sglang.srt.speculative.draft_layout import BranchLayout
+
+_NATIVE = "sglang.srt.mem_cache.native:"
+_TRITON = "sglang.srt.mem_cache.triton_ops.branch_slots:"
 
 
 class SlotRows(NamedTuple):

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sglang.srt.models import mock_math
 from sglang.srt.models.mock_draft_math import DraftSettings, proposal
-from sglang.srt.speculative.draft_layout import TreeShape
 from sglang.srt.speculative.ops.buffers import DraftLevels
 from sglang.srt.speculative.ops.tree import select_top_k_ref
+
+if TYPE_CHECKING:
+    from sglang.srt.speculative.draft_layout import TreeShape
 
 # Scores closer than this, relative to their size, may swap order under the rounding of
 # a softmax.

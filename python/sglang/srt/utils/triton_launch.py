@@ -1,4 +1,4 @@
-"""Dependent launch and scratch memory, shared by all Triton launches of the engine.
+"""Dependent launch, block sizes and checks: shared by all Triton launches.
 
 Kernels here start while the kernel before them still runs (programmatic dependent
 launch): each tells the device at once that the next one may start, and touches nothing
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import triton
@@ -108,3 +109,29 @@ class Scratch:
             )
             self._buffers[device] = found
         return found
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Arguments of a launch that may start before its predecessor ends, if it may."""
+    if supports_dependent_launch(device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+def require(op: str, size: int, dtype: torch.dtype, **tensors: Tensor) -> None:
+    """For kernels that index raw memory, where another layout would be misread.
+
+    Raises:
+        ValueError: a tensor is not contiguous, or not `size` elements of `dtype`.
+    """
+    for name, t in tensors.items():
+        if t.dtype is not dtype or t.numel() != size or not t.is_contiguous():
+            raise ValueError(
+                f"{op}: {name} is {t.dtype} {list(t.shape)} with strides "
+                f"{list(t.stride())}; expected {size} contiguous elements of {dtype}"
+            )
+
+
+def block_of(size: int, *, least: int = 1) -> int:
+    """The power of two that holds `size` elements."""
+    return int(max(triton.next_power_of_2(max(size, 1)), least))

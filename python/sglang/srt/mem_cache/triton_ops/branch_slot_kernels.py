@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.triton_ops.launch import let_next_start, wait_for_inputs
+from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
 
 @triton.jit

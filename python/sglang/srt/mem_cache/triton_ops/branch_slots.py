@@ -1,17 +1,14 @@
-"""Launches the kernels over the slots of draft branches; see `ops/slots.py`."""
+"""Launches of the kernels of `mem_cache/branch_slots.py`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 from torch import Tensor
 
-from sglang.srt.speculative.draft_layout import BranchLayout
-from sglang.srt.speculative.ops.slots import SlotRows
-from sglang.srt.speculative.triton_ops.common import block_of, launch_options, require
-from sglang.srt.speculative.triton_ops.slot_kernels import (
+from sglang.srt.mem_cache.triton_ops.branch_slot_kernels import (
     accepted_moves_kernel,
     branch_indices_kernel,
     branch_table_kernel,
@@ -20,6 +17,11 @@ from sglang.srt.speculative.triton_ops.slot_kernels import (
     tail_copies_kernel,
     tail_kernel,
 )
+from sglang.srt.utils.triton_launch import block_of, launch_options, require
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.branch_slots import SlotRows
+    from sglang.srt.speculative.draft_layout import BranchLayout
 
 _BLOCK = 1024
 
@@ -46,7 +48,7 @@ def _constants(layout: BranchLayout) -> dict[str, Any]:
 
 
 def tail_cache_loc(rows: SlotRows, *, out: Tensor) -> None:
-    """See `ops/slots.py`."""
+    """See `mem_cache/branch_slots.py`."""
     table, indices, lens = _table("tail_cache_loc", rows)
     n, width = out.shape
     require("tail_cache_loc", lens.numel() * width, torch.int64, out=out)
@@ -65,7 +67,7 @@ def tail_cache_loc(rows: SlotRows, *, out: Tensor) -> None:
 
 
 def draft_out_cache_loc(rows: SlotRows, *, layout: BranchLayout, out: Tensor) -> None:
-    """See `ops/slots.py`."""
+    """See `mem_cache/branch_slots.py`."""
     table, indices, lens = _table("draft_out_cache_loc", rows)
     n, size = lens.numel(), layout.topk * layout.num_steps
     require("draft_out_cache_loc", n * size, torch.int64, out=out)
@@ -91,7 +93,7 @@ def branch_shifts(
     shift_from: Tensor,
     column_shift: Tensor,
 ) -> None:
-    """See `ops/slots.py`."""
+    """See `mem_cache/branch_slots.py`."""
     _, _, lens = _table("branch_shifts", rows)
     n = lens.numel()
     require(
@@ -117,7 +119,7 @@ def branch_shifts(
 def duplicate_prefix_tail(
     rows: SlotRows, *, layout: BranchLayout, src: Tensor, dst: Tensor
 ) -> None:
-    """See `ops/slots.py`."""
+    """See `mem_cache/branch_slots.py`."""
     table, indices, lens = _table("duplicate_prefix_tail", rows)
     n, copies = lens.numel(), layout.topk - 1
     size = n * copies * layout.max_tail
@@ -140,7 +142,7 @@ def duplicate_prefix_tail(
 def accepted_moves(
     accept_index: Tensor, *, out_cache_loc: Tensor, src: Tensor, dst: Tensor
 ) -> None:
-    """See `ops/slots.py`."""
+    """See `mem_cache/branch_slots.py`."""
     n, path = accept_index.shape
     require(
         "accepted_moves",
@@ -174,7 +176,7 @@ def branch_table(
     skip_prefix: bool = False,
     out: Tensor,
 ) -> None:
-    """See `ops/slots.py`."""
+    """See `mem_cache/branch_slots.py`."""
     table, indices, lens = _table("branch_table", rows)
     branches, columns = out.shape
     if out.dtype is not torch.int32 or out.stride(1) != 1 and columns > 1:
@@ -209,7 +211,7 @@ def branch_table(
 def branch_token_indices(
     rows: SlotRows, *, layout: BranchLayout, indptr: Tensor, indices: Tensor
 ) -> None:
-    """See `ops/slots.py`."""
+    """See `mem_cache/branch_slots.py`."""
     table, req_indices, lens = _table("branch_token_indices", rows)
     n, (steps, capacity) = lens.numel(), indices.shape
     op = "branch_token_indices"
