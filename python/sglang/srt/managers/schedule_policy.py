@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.common import usable_size
 
 if TYPE_CHECKING:
     from sglang.srt.managers.req import Req
-    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
 
 # A request is expected to sample at most this many more tokens: without a bound, one
 # large max_new_tokens would keep everybody else waiting.
@@ -100,6 +100,27 @@ class PrefillBudget:
     decode_reserve: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotNeed:
+    """The numbers by which a waiting request would be admitted now or not.
+
+    Fields:
+        num_tokens, num_new_tokens: known tokens, and those that it may still sample.
+        cached: tokens of its cached prefix.
+        slots: it would take, in whole pages, until its end.
+        reserved: slots that others are expected to take.
+        usable: free and evictable slots beside its prefix.
+    """
+
+    rid: str
+    num_tokens: int
+    num_new_tokens: int
+    cached: int
+    slots: int
+    reserved: int
+    usable: int
+
+
 class PrefillAdder:
     """Collects the requests of one prefill batch.
 
@@ -146,9 +167,7 @@ class PrefillAdder:
         if self._is_full():
             return Admission.NO_BUDGET
         limit = req.cacheable_prefix_len()
-        match = self._cache.match_prefix(
-            self._cache.key(req.tokens[:limit], namespace=req.namespace)
-        )
+        match = self._match(req, limit)
         if self._shares_with_batch(req, limit, len(match)):
             return Admission.DEFERRED
         extend_len = len(req.tokens) - len(match)
@@ -169,6 +188,30 @@ class PrefillAdder:
             req.cached_tokens = len(match)
         self._take(req, extend_len, cost)
         return Admission.ADDED
+
+    def need_of(self, req: Req) -> SlotNeed:
+        """What `add` would compare for a waiting request; takes nothing."""
+        match = self._match(req, req.cacheable_prefix_len())
+        self._cache.inc_lock_ref(match.last_node)
+        req.cache_protected_len = len(match)
+        need = SlotNeed(
+            rid=req.rid,
+            num_tokens=len(req.tokens),
+            num_new_tokens=req.remaining_new_tokens,
+            cached=len(match),
+            slots=self._cost(req),
+            reserved=self._reserved,
+            usable=usable_size(self._cache),
+        )
+        self._cache.dec_lock_ref(match.last_node)
+        req.cache_protected_len = 0
+        return need
+
+    def _match(self, req: Req, limit: int) -> MatchResult:
+        """The cached prefix of the first `limit` tokens."""
+        return self._cache.match_prefix(
+            self._cache.key(req.tokens[:limit], namespace=req.namespace)
+        )
 
     def _is_full(self) -> bool:
         return (

@@ -44,6 +44,10 @@ from sglang.srt.managers.scheduler_components.request_intake import RequestIntak
 from sglang.srt.managers.scheduler_components.result_processor import (
     BatchResultProcessor,
 )
+from sglang.srt.managers.scheduler_components.stall_check import (
+    SchedulerStalled,
+    StallCheck,
+)
 from sglang.srt.managers.scheduler_components.stats import (
     StatsTracker,
     add_graph_stats,
@@ -53,6 +57,7 @@ from sglang.srt.managers.scheduler_components.watchdog import Watchdog
 from sglang.srt.mem_cache.common import check_idle
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import StepInput
     from sglang.srt.managers.req import Req
     from sglang.srt.managers.schedule_batch import LaunchRecord, ScheduleBatch
     from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
@@ -146,6 +151,7 @@ class Scheduler:
             on_verified=self._stats.on_verified,
         )
         self._streamer = streamer
+        self._stall_check = StallCheck(self.batches, cache=self.cache)
         self._watchdog = Watchdog(server_args.watchdog_timeout)
         self.in_flight: deque[InFlight] = deque()
         # The CPU has nothing to overlap with: a launch there returns when it is done.
@@ -228,8 +234,8 @@ class Scheduler:
             self._idle_checked = False
             self.in_flight.append(self._launch(batch))
         did_process = self._resolve(self.max_in_flight if batch is not None else 0)
-        if batch is None and not did_process and not self.has_work():
-            self._on_idle()
+        if batch is None and not did_process:
+            self._on_empty_round(inputs)
         return batch is not None or did_process
 
     def _must_know_results(self) -> bool:
@@ -293,6 +299,19 @@ class Scheduler:
         """
         if self._canary is not None:
             self._canary.fail(error)
+
+    def _on_empty_round(self, inputs: StepInput) -> None:
+        """Check what must hold where nothing was launched or processed."""
+        if not self.has_work():
+            self._on_idle()
+        elif inputs.requests or inputs.grammars or self._grammars:
+            self._stall_check.restart()
+        else:
+            try:
+                self._stall_check.count_round(self._stats.num_forwards)
+            except SchedulerStalled as error:
+                self._explain(error)
+                raise
 
     def _on_idle(self) -> None:
         """Check once per idle period that every slot is free or cached."""

@@ -17,6 +17,7 @@ from sglang.srt.managers.schedule_policy import (
     NewTokenRatio,
     PrefillAdder,
     PrefillBudget,
+    SlotNeed,
 )
 from sglang.srt.managers.scheduler_components.retraction import retract_for_decode
 from sglang.srt.mem_cache.common import release_req
@@ -153,9 +154,14 @@ class BatchSelector:
         release_req(req, cache=self._cache)
         self._on_dropped(req)
 
-    def _fill_prefill_adder(self) -> PrefillAdder:
+    def slot_needs(self, limit: int) -> list[SlotNeed]:
+        """What admission would ask for each of the first `limit` waiting requests."""
+        adder = self._new_adder()
+        return [adder.need_of(req) for req in self.waiting[:limit]]
+
+    def _new_adder(self) -> PrefillAdder:
         running = [] if self.running is None else self.running.reqs
-        adder = PrefillAdder(
+        return PrefillAdder(
             cache=self._cache,
             running=[req for req in running if req.decodes_on],
             new_token_ratio=self._new_token_ratio.value,
@@ -167,6 +173,9 @@ class BatchSelector:
                 decode_reserve=self._env.decode_reserve,
             ),
         )
+
+    def _fill_prefill_adder(self) -> PrefillAdder:
+        adder = self._new_adder()
         if self.chunked is not None:
             adder.add_chunked(self.chunked)
         self.waiting = self._order_waiting(self.waiting, self._cache)

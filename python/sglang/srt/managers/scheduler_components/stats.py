@@ -46,6 +46,11 @@ class StatsTracker:
         self._verified = [0, 0]
         self._accept_length = 0.0
 
+    @property
+    def num_forwards(self) -> int:
+        """Batches launched so far."""
+        return self._totals.forward_passes_total
+
     def on_verified(self, tokens: int) -> None:
         """Count a verified draft that yielded `tokens` output tokens."""
         self._verified[0] += 1
