@@ -37,7 +37,7 @@ class BatchSelector:
         resolve: processes the results in flight, so that requests that ended in them
             give their slots back; True where there were any.
         on_dropped: called with a request that was aborted between two chunks of its
-            prompt, after its memory is released.
+            prompt or before it was retracted, after its memory is released.
 
     Attributes:
         waiting: the queue; these requests hold no memory.
@@ -239,9 +239,13 @@ class BatchSelector:
         )
 
     def _requeue(self, req: Req) -> None:
-        """Put a request whose memory was (or is now) released at the front."""
+        """Put a request whose memory was (or is now) released at the front; end it where
+        it was aborted meanwhile."""
         if req.req_pool_idx:
             release_req(req, cache=self._cache)
             req.req_pool_idx = 0
         req.reset_for_retry()
+        if req.finish_if_aborted():
+            self._on_dropped(req)
+            return
         self.waiting.insert(0, req)
