@@ -59,6 +59,11 @@ def prompt_of(length: int, *, start: int = 0) -> list[int]:
     return [(start + 7 * i) % VOCAB for i in range(length)]
 
 
+def pages(num_tokens: int, page_size: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-num_tokens // page_size)
+
+
 def oracle(prompt: Sequence[int], count: int) -> list[int]:
     """The answer of `count` tokens."""
     tokens = list(prompt)

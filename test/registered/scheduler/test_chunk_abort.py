@@ -24,9 +24,7 @@ def assert_aborted(answer: Finished) -> None:
 @pytest.mark.parametrize("turn", ["decode", "prefill"])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_between_two_chunks(
-    models: Path, kind: str, page_size: int, turn: str
-) -> None:
+def test_between_two_chunks(models: Path, kind: str, page_size: int, turn: str) -> None:
     scene = make_scene(models, kind, page_size)
     # Tokens with KV, and whether the client had its answer, before each later step.
     committed: list[int] = []

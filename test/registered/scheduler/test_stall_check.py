@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scheduler_world import KINDS, VOCAB, engine, prompt_of
 
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.constrained.base_grammar import Grammar
@@ -25,51 +26,21 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.mock_traffic import Traffic, check
 from sglang.test.scale import count
-from sglang.test.tiny_models import (
-    write_mock_draft,
-    write_mock_model,
-    write_tiny_model,
-)
+from sglang.test.tiny_models import write_tiny_model
 
 register_cpu_ci(est_time=15, suite="cpu")
 
-VOCAB, CONTEXT = 1000, 512
 SLOTS = 320
-KINDS = ("plain", "overlap", "spec", "spec-overlap")
 
 Build = Callable[..., EngineHarness]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("mock")
-    sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
-    write_mock_model(root / "target", **sizes)
-    write_mock_draft(root / "draft", kind="EAGLE", source="attention", **sizes)
-    return root
-
-
 @pytest.fixture
-def build(folder: Path) -> Build:
+def build(models: Path) -> Build:
     def build(kind: str = "plain", **options: Any) -> EngineHarness:
-        if kind.startswith("spec"):
-            options |= {
-                "speculative_algorithm": "EAGLE",
-                "speculative_draft_model_path": str(folder / "draft"),
-                "speculative_eagle_topk": 1,
-                "speculative_num_steps": 3,
-                "speculative_num_draft_tokens": 4,
-            }
-        usual = {"max_total_tokens": SLOTS, "skip_tokenizer_init": True}
-        return EngineHarness(
-            folder / "target", overlap=kind.endswith("overlap"), **usual | options
-        )
+        return engine(models, kind, **{"max_total_tokens": SLOTS} | options)
 
     return build
-
-
-def prompt_of(length: int, *, start: int = 0) -> list[int]:
-    return [(start + 7 * i) % VOCAB for i in range(length)]
 
 
 def fill_cache(harness: EngineHarness) -> None:

@@ -239,8 +239,8 @@ class BatchSelector:
         )
 
     def _requeue(self, req: Req) -> None:
-        """Put a request whose memory was (or is now) released at the front; end it where
-        it was aborted meanwhile."""
+        """Put a request whose memory was (or is now) released at the front; one that
+        was aborted meanwhile ends."""
         if req.req_pool_idx:
             release_req(req, cache=self._cache)
             req.req_pool_idx = 0
