@@ -1,4 +1,4 @@
-"""A long prompt that is prefilled in chunks while two requests decode."""
+"""A long prompt that is prefilled in chunks while other requests decode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEW_TOKENS = 9
 
 @dataclass(kw_only=True)
 class Scene:
-    """Serves "long" in chunks beside "beside 0" and "beside 1".
+    """Serves "long" in chunks beside "beside 0", "beside 1", ...
 
     Attributes:
         shortage: of slots; ends before every step.
@@ -40,18 +40,18 @@ class Scene:
     resumed: int | None = None
     asked: dict[str, tuple[list[int], int]] = field(default_factory=dict)
 
-    def start(self, **options: Any) -> None:
+    def start(self, *, num_beside: int, **options: Any) -> None:
         """Begin to decode, and submit "long" with `options`."""
         self.harness.generate(PROMPT[:STEM], max_new_tokens=1, ignore_eos=True)
-        for i in range(2):
+        for i in range(num_beside):
             # One of them enters a page of 16 slots soon, the other later.
             prompt = PROMPT[: STEM - i] + prompt_of(1 + 8 * i, start=700 + i)
-            self._ask(f"beside {i}", prompt, 60, stream=True)
+            self.ask(f"beside {i}", prompt, 44, stream=True)
         for _ in range(4):
             self.harness.scheduler.step()
-        self._ask("long", PROMPT, NEW_TOKENS, **options)
+        self.ask("long", PROMPT, NEW_TOKENS, **options)
 
-    def _ask(self, rid: str, prompt: list[int], count: int, **options: Any) -> None:
+    def ask(self, rid: str, prompt: list[int], count: int, **options: Any) -> None:
         self.asked[rid] = (prompt, count)
         self.harness.submit(
             prompt, rid=rid, max_new_tokens=count, ignore_eos=True, **options
@@ -128,11 +128,13 @@ def make_scene(
     page_size: int,
     *,
     has_radix: bool = True,
+    num_beside: int = 2,
     **options: Any,
 ) -> Scene:
     """A scene in which everything but the first chunk has happened.
 
     Args:
+        num_beside: requests that decode.
         options: of "long".
     """
     harness = watched_engine(
@@ -144,5 +146,5 @@ def make_scene(
         disable_radix_cache=not has_radix,
     )
     scene = Scene(harness=harness, shortage=Shortage(harness))
-    scene.start(**options)
+    scene.start(num_beside=num_beside, **options)
     return scene

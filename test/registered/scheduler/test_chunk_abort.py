@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chunk_scene import HALF, NEW_TOKENS, PROMPT, make_scene
+from chunk_scene import CHUNK, HALF, NEW_TOKENS, PROMPT, make_scene
 from scheduler_world import KINDS, check_answer
 
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -36,6 +36,10 @@ def test_between_two_chunks(models: Path, kind: str, page_size: int, turn: str) 
         elif scene.is_half_done and scene.next_turn == turn:
             scene.harness.abort("long")
             committed.append(scene.committed)
+            # Others find all chunks whose results are there.
+            cache = scene.harness.scheduler.cache
+            done = scene.committed - len(scene.harness.scheduler.in_flight) * CHUNK
+            assert cache.match_length(cache.key(PROMPT)) >= cache.shared_len(done)
 
     answers = scene.run(act)
     assert_aborted(answers["long"])

@@ -14,7 +14,7 @@ from scheduler_world import KINDS
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="cpu")
+register_cpu_ci(est_time=14, suite="cpu")
 
 # By a decode step that needs its slots, or because its next chunk finds none.
 TURNS = ("decode", "prefill")
@@ -37,6 +37,34 @@ def test_answers(models: Path, kind: str, page_size: int, turn: str) -> None:
     assert 0 <= lost <= max(2 * page_size, 16)
     # That of the first admission.
     assert answers["long"].cached_tokens == shared_len(STEM)
+    scene.check(answers)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_alone(models: Path, kind: str, page_size: int) -> None:
+    """With overlap its last chunk is in flight when the next one finds no slot."""
+    scene = make_scene(models, kind, page_size, num_beside=0)
+    answers = scene.run(lambda: scene.starve("prefill"))
+    shared_len = scene.harness.scheduler.cache.shared_len
+    assert scene.resumed == shared_len(scene.committed) >= HALF - page_size
+    scene.check(answers)
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_overtakes_it(models: Path, kind: str, turn: str) -> None:
+    scene = make_scene(models, kind, 1)
+    queues: list[list[str]] = []
+
+    def act() -> None:
+        if scene.starve(turn):
+            scene.ask("next", PROMPT[:30], 5)
+        elif scene.was_retracted:
+            queues.append([req.rid for req in scene.harness.scheduler.waiting])
+
+    answers = scene.run(act)
+    assert queues[0] == ["long", "next"]
     scene.check(answers)
 
 
