@@ -1,0 +1,70 @@
+"""Which faults are planted: all, some by name, or a sample over areas and operators."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scripts.mutation.mutants import mutants
+from scripts.mutation.sites import Mutant
+from scripts.mutation.targets import Area, path_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A mutant and the area that it lies in."""
+
+    area: Area
+    mutant: Mutant
+
+
+def all_faults(areas: Sequence[Area]) -> list[Fault]:
+    """The faults of all modules of these areas, in source order."""
+    return [
+        Fault(area=area, mutant=mutant)
+        for area in areas
+        for module in area.names
+        for mutant in mutants(module, path_of(module).read_text(encoding="utf-8"))
+    ]
+
+
+def only(faults: Sequence[Fault], place: str) -> list[Fault]:
+    """Those of `module` or `module:line`; a module may be named by its last part."""
+    module, _, line = place.partition(":")
+    return [
+        fault
+        for fault in faults
+        if f".{fault.mutant.module}".endswith(f".{module}")
+        and (not line or fault.mutant.line == int(line))
+    ]
+
+
+def sample(faults: Sequence[Fault], *, count: int, seed: int) -> list[Fault]:
+    """About `count` of them: equally many of each area, where it has enough, and in it
+    one operator after the other, so that frequent ones do not crowd out the rest."""
+    rng = random.Random(seed)
+    by_area: dict[str, list[Fault]] = defaultdict(list)
+    for fault in faults:
+        by_area[fault.area.name].append(fault)
+    queues = [_in_turn(found, rng) for found in by_area.values()]
+    chosen: list[Fault] = []
+    while len(chosen) < count and any(queues):
+        for queue in queues:
+            if queue and len(chosen) < count:
+                chosen.append(queue.pop())
+    return chosen
+
+
+def _in_turn(faults: list[Fault], rng: random.Random) -> list[Fault]:
+    """The faults in the order in which `pop` shall give them."""
+    by_operator: dict[str, list[Fault]] = defaultdict(list)
+    for fault in faults:
+        by_operator[fault.mutant.operator].append(fault)
+    queues = [rng.sample(found, len(found)) for found in by_operator.values()]
+    rng.shuffle(queues)
+    order: list[Fault] = []
+    while any(queues):
+        order += [queue.pop() for queue in queues if queue]
+    return order[::-1]

@@ -1,0 +1,139 @@
+"""Names of the engine that are easily taken for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+# Names within one function.
+GROUPS = (
+    ("starts", "ends"),
+    ("start", "end", "stop"),
+    ("begin", "end"),
+    ("first", "last"),
+    ("prefix_lens", "seq_lens", "extend_lens"),
+    ("prefix", "seq", "fill"),
+    ("src", "dst"),
+    ("source", "target"),
+    ("sources", "targets"),
+    ("committed", "allocated"),
+    ("before", "after"),
+    ("indices", "positions"),
+    ("rows", "slots", "pages"),
+    ("row", "slot", "page"),
+    ("node", "parent", "child"),
+    ("low", "high"),
+    ("layer", "level", "step"),
+    ("shift_from", "shift"),
+    ("touched", "fresh"),
+    ("live", "kept"),
+)
+# A shared last word makes two names alike as well.
+SUFFIXES = ("_lens", "_len", "_indices", "_pages", "_slots", "_loc", "_rows", "_ids")
+MAX_SIBLINGS = 2
+
+
+def siblings_of(name: str, names: frozenset[str]) -> Iterator[str]:
+    """Other names of `names` that a person could write for `name`."""
+    found: list[str] = []
+    for group in GROUPS:
+        if name in group:
+            found += [other for other in group if other != name and other in names]
+    for suffix in SUFFIXES:
+        if name.endswith(suffix):
+            found += [
+                other
+                for other in sorted(names)
+                if other != name and other.endswith(suffix)
+            ]
+    yield from list(dict.fromkeys(found))[:MAX_SIBLINGS]
+
+
+def are_alike(first: str, second: str) -> bool:
+    """Whether two arguments are easily given in the wrong order."""
+    if not first or not second or first == second:
+        return False
+    both = frozenset((first, second))
+    return both <= ROWS or second in siblings_of(first, both)
+
+
+# Fields, each with what is written for it.
+ATTRIBUTES = {
+    "committed_len": ("allocated_len", "cache_protected_len"),
+    "allocated_len": ("committed_len",),
+    "cache_protected_len": ("committed_len",),
+    "seq_lens": ("prefix_lens",),
+    "prefix_lens": ("seq_lens",),
+    "seq_lens_cpu": ("_prefix_lens",),
+    "_prefix_lens": ("seq_lens_cpu",),
+    "_prefix_lens_device": ("seq_lens",),
+    "extend_lens": ("seq_lens",),
+    "prompt_len": ("output_len",),
+    "output_len": ("prompt_len", "sent_tokens"),
+    "starts": ("ends",),
+    "ends": ("starts",),
+    "move_src": ("move_dst",),
+    "move_dst": ("move_src",),
+    "num_steps": ("topk", "num_draft_tokens"),
+    "num_draft_tokens": ("num_steps", "accept_width"),
+    "accept_width": ("num_steps",),
+    "topk": ("num_steps",),
+    "accept_lens": ("seq_lens",),
+    "req_pool_indices": ("seq_lens",),
+    "next_token": ("next_sibling",),
+    "next_sibling": ("next_token",),
+    "parents": ("tokens",),
+    "parent": ("children",),
+    "serial": ("salt",),
+    "salt": ("serial",),
+    "num_free": ("num_pages",),
+    "page_size": ("size",),
+    "positions": ("tokens",),
+    "shift_from": ("shift",),
+    "max_tail": ("page_size",),
+    "was_admitted": ("is_chunked",),
+    "is_chunked": ("was_admitted",),
+    "is_finished": ("is_chunked",),
+    "decodes_on": ("is_finished",),
+}
+
+# Tensors and arrays with a row per request, node or token.
+ROWS = {
+    "accept_index",
+    "accept_lens",
+    "allocated",
+    "bonus_tokens",
+    "columns",
+    "committed",
+    "hidden_states",
+    "identity",
+    "indices",
+    "input_ids",
+    "last",
+    "last_locs",
+    "node_rows",
+    "node_slots",
+    "out_cache_loc",
+    "pages",
+    "positions",
+    "prefix_lens",
+    "req_pool_indices",
+    "req_pool_indices_cpu",
+    "root_tokens",
+    "seq_lens",
+    "slots",
+    "token_ids",
+    "tokens",
+}
+
+KEYWORD_PAIRS = (
+    ("src", "dst"),
+    ("prefix_lens", "seq_lens"),
+    ("prefix_lens", "extend_lens"),
+    ("starts", "ends"),
+    ("committed", "allocated"),
+    ("probs", "ids"),
+    ("next_token", "next_sibling"),
+    ("positions", "input_ids"),
+    ("req_serial", "salt"),
+)
+NO_DROP = ("super", "super().__init__")

@@ -1,0 +1,199 @@
+"""The modules in which faults are planted, by area, and the tests of each area."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+TESTS = "test/registered/"
+PLAIN, SPEC, BOTH = "plain", "spec", "both"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Area:
+    """Modules that do one part of the work.
+
+    Fields:
+        modules: below `prefix`.
+        worlds: kinds of engines that run them; empty: none is run for a fault.
+        tests: files below `TESTS`, each within about 20 s.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    worlds: str
+    tests: tuple[str, ...]
+    prefix: str = "sglang.srt."
+
+    @property
+    def names(self) -> list[str]:
+        return [self.prefix + module for module in self.modules]
+
+
+MEMORY_TESTS = (
+    "mem_cache/test_allocator.py",
+    "mem_cache/test_memory_pool.py",
+    "mem_cache/test_radix_cache.py",
+    "mem_cache/test_request_memory.py",
+)
+SCHEDULER_TESTS = (
+    "scheduler/test_scheduler.py",
+    "scheduler/test_scheduler_properties.py",
+    "mock_model/test_canary_soak.py",
+)
+TREE_TESTS = (
+    "spec/test_tree_ops.py",
+    "spec/test_tree_ops_slots.py",
+    "spec/test_tree_ops_verify.py",
+    "attention/test_branch_lists.py",
+)
+SPEC_TESTS = (
+    "mock_model/test_e2e_spec_eagle.py",
+    "mock_model/test_spec_canary_soak.py",
+)
+CORE_TESTS = (
+    "kv_canary/test_canary_kernels.py",
+    "kv_canary/test_canary_records.py",
+    "kv_canary/test_canary_reads.py",
+    "kv_canary/test_canary_writes.py",
+    "kv_canary/test_canary_trees.py",
+    "kv_canary/test_self_unit_violation.py",
+    "kv_canary/test_self_unit_reports.py",
+    "kv_canary/test_self_unit_explain.py",
+    "kv_canary/test_self_unit_sweep.py",
+)
+
+AREAS = (
+    Area(
+        name="memory",
+        modules=(
+            "mem_cache.allocator",
+            "mem_cache.base_prefix_cache",
+            "mem_cache.common",
+            "mem_cache.memory_pool",
+            "mem_cache.ops",
+            "mem_cache.page_ledger",
+            "mem_cache.radix_cache",
+            "mem_cache.tree_node",
+        ),
+        worlds=BOTH,
+        tests=MEMORY_TESTS + SCHEDULER_TESTS,
+    ),
+    Area(
+        name="batch",
+        modules=("managers.req", "managers.schedule_batch", "managers.schedule_policy"),
+        worlds=BOTH,
+        tests=SCHEDULER_TESTS + SPEC_TESTS[:1],
+    ),
+    Area(
+        name="scheduler",
+        modules=(
+            "managers.scheduler",
+            "managers.scheduler_components.batch_selector",
+            "managers.scheduler_components.request_intake",
+            "managers.scheduler_components.retraction",
+        ),
+        worlds=BOTH,
+        tests=SCHEDULER_TESTS + SPEC_TESTS[:1],
+    ),
+    Area(
+        name="results",
+        modules=("managers.scheduler_components.result_processor", "managers.utils"),
+        worlds=BOTH,
+        tests=SCHEDULER_TESTS + SPEC_TESTS[:1],
+    ),
+    Area(
+        name="publishing",
+        modules=("managers.tp_worker",),
+        worlds=BOTH,
+        tests=SCHEDULER_TESTS + SPEC_TESTS[:1],
+    ),
+    Area(
+        name="relay",
+        modules=(
+            "speculative.relay",
+            "speculative.workspace",
+            "speculative.eagle_worker_v2",
+            "speculative.eagle_draft_worker",
+            "speculative.eagle_info_v2",
+        ),
+        worlds=SPEC,
+        tests=SPEC_TESTS,
+    ),
+    Area(
+        name="tree",
+        modules=(
+            "speculative.eagle_utils",
+            "speculative.ops.buffers",
+            "speculative.ops.tree",
+            "speculative.ops.verify",
+        ),
+        worlds=SPEC,
+        tests=TREE_TESTS[:1] + TREE_TESTS[2:3] + SPEC_TESTS,
+    ),
+    Area(
+        name="branches",
+        modules=("mem_cache.branch_slots", "speculative.draft_layout"),
+        worlds=SPEC,
+        tests=(TREE_TESTS[1], TREE_TESTS[3], *SPEC_TESTS),
+    ),
+    Area(
+        name="attention",
+        modules=("layers.attention.paged_backend", "layers.attention.branch_lists"),
+        worlds=BOTH,
+        tests=(TREE_TESTS[3], SCHEDULER_TESTS[2], *SPEC_TESTS),
+    ),
+    Area(
+        name="core",
+        prefix="kv_canary.",
+        modules=(
+            "canary",
+            "explain",
+            "findings",
+            "kernels.reference",
+            "kernels.reference_write",
+            "launches",
+            "layout",
+            "records",
+            "reporter",
+            "serials",
+            "state",
+            "sweep",
+            "view",
+            "violation",
+        ),
+        worlds="",
+        tests=CORE_TESTS,
+    ),
+)
+# Where a native kernel does the work, a fault acts in the torch reference only.
+WITH_REFERENCES = {
+    "sglang.srt.mem_cache.branch_slots",
+    "sglang.srt.speculative.ops.tree",
+    "sglang.srt.speculative.ops.verify",
+    "kv_canary.kernels.reference",
+    "kv_canary.kernels.reference_write",
+}
+# The ops that call into a module without being in it.
+CALLERS = {
+    "sglang.srt.speculative.draft_layout": ("sglang.srt.mem_cache.branch_slots",),
+}
+
+
+def references_of(module: str) -> tuple[str, ...]:
+    """The modules whose ops must run their references for a fault in `module`."""
+    own = (module,) if module in WITH_REFERENCES else ()
+    return own + CALLERS.get(module, ())
+
+
+def path_of(module: str) -> Path:
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    return Path(spec.origin)
+
+
+def short_path(module: str) -> str:
+    """The module's file from the root of the repository."""
+    return path_of(module).relative_to(REPO).as_posix()
