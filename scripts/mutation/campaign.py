@@ -24,7 +24,7 @@ from scripts.mutation.outcomes import (
 from scripts.mutation.planting import EquivalentError, NotPlantableError, planted
 from scripts.mutation.runner import Done, Send, Work, run_all
 from scripts.mutation.runs import run_world
-from scripts.mutation.targets import REPO, TESTS, references_of, short_path
+from scripts.mutation.targets import REPO, TESTS, Area, references_of, short_path
 from scripts.mutation.worlds import ModelFolders, World, worlds_for
 
 # A world may run with the canary and then without it, on a busy machine.
@@ -164,7 +164,17 @@ def _promise_row(fault: Fault, done: Done) -> dict[str, Any]:
 
 
 def test_run(faults: Sequence[Fault], *, limits: Limits, on_row: OnRow) -> None:
-    """Run each fault's tests; `on_row` gets killed, survived or timeout."""
+    """Run each fault's tests; `on_row` gets killed, survived or timeout.
+
+    Raises:
+        RuntimeError: tests fail without a fault, so that nothing can be said.
+    """
+    areas = list({fault.area.name: fault.area for fault in faults}.values())
+    controls: list[Work] = [partial(_tests_of, area) for area in areas]
+    for done in run_all(controls, jobs=limits.jobs, silence=limits.tests):
+        if not done.messages or done.messages[0]["code"]:
+            name = areas[done.job].name
+            raise RuntimeError(f"tests of {name} fail without any fault: {done}")
     works: list[Work] = [partial(_under_tests, fault) for fault in faults]
     for done in run_all(works, jobs=limits.jobs, silence=limits.tests):
         row = description(faults[done.job]) | {"seconds": round(done.seconds, 2)}
@@ -186,15 +196,19 @@ class FirstFailure:
             self.name = report.nodeid
 
 
-def _under_tests(fault: Fault, send: Send) -> None:
+def _tests_of(area: Area, send: Send) -> None:
     os.chdir(REPO)
     failure = FirstFailure()
-    files = [TESTS + name for name in fault.area.tests]
+    files = [TESTS + name for name in area.tests]
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    code = int(pytest.main([*options, *files], plugins=[failure]))
+    send({"code": code, "by": failure.name})
+
+
+def _under_tests(fault: Fault, send: Send) -> None:
     try:
         with planted(fault.mutant):
-            code = int(pytest.main([*options, *files], plugins=[failure]))
-        send({"code": code, "by": failure.name})
+            _tests_of(fault.area, send)
     except NotPlantableError as error:
         send({"skipped": f"not plantable: {error}"})
     except EquivalentError:
