@@ -15,8 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kv_canary.records import SERIAL_MASK, Ring, unpack_word3
-from kv_canary.violation import Owner, Violation, parse_entry
+from kv_canary.records import SERIAL_MASK, Reason, Ring, unpack_word3
+from kv_canary.violation import (
+    DraftBranch,
+    Owner,
+    Violation,
+    parse_entry,
+    ring_order,
+)
 
 if TYPE_CHECKING:
     from kv_canary.serials import SerialMap
@@ -32,6 +38,8 @@ REMEMBERED_KEYS = 65_536
 OwnerOf = Callable[[int], Owner]
 # A forward's mode by name, or "sweep"; None: not known any more.
 ModeOf = Callable[[Violation], str | None]
+# The branch whose draft step found it; None: no draft step did.
+BranchOf = Callable[[Violation], DraftBranch | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,19 +118,32 @@ class ViolationReporter:
         dropped: int = 0,
         owner_of: OwnerOf = lambda slot: Owner("unknown"),
         mode_of: ModeOf = lambda violation: None,
+        branch_of: BranchOf = lambda violation: None,
         details: Callable[[Violation], dict[str, Any]] = lambda violation: {},
     ) -> list[Violation]:
         """Log, count and keep the new violations; returns them.
 
         Args:
-            entries: rows of the ring.
+            entries: rows of the ring, in any order.
             dropped: entries that found no place in it.
             owner_of: the owner of a slot by the host's records.
             mode_of: mode of the forward that found a violation.
+            branch_of: branch of the draft step that found it.
             details: fields that only the host can add to an incident.
         """
-        new = [v for v in map(self._parse, entries) if self._is_new(v)]
-        fresh = [dataclasses.replace(v, owner=owner_of(v.slot)) for v in new]
+        found = [self._parse(entry) for entry in sorted(entries, key=ring_order)]
+        stray = {_place(v, v.expected_slot, v.slot) for v in found if _is_stray(v)}
+        fresh = [
+            dataclasses.replace(
+                violation,
+                owner=owner_of(violation.slot),
+                draft=branch_of(violation),
+                blames_write=bool(violation.reasons & Reason.READ_SET)
+                and _place(violation, violation.slot, violation.expected_slot) in stray,
+            )
+            for violation in found
+            if self._is_new(violation)
+        ]
         for violation in fresh:
             logger.error("%s", violation.line(with_tokens=self._options.with_tokens))
             self.total += 1
@@ -211,6 +232,18 @@ class ViolationReporter:
             with contextlib.suppress(OSError):
                 begun.unlink(missing_ok=True)
             logger.error("kv_canary: cannot write %s: %s", folder / name, error)
+
+
+def _is_stray(violation: Violation) -> bool:
+    """Whether it is a write into another slot than that of the row's column."""
+    wrote = violation.reasons & (Reason.WRITE_FOREIGN | Reason.WRITE_SCRATCH)
+    return bool(wrote) and 0 <= violation.expected_slot != violation.slot
+
+
+def _place(violation: Violation, column: int, written: int) -> tuple[object, ...]:
+    """A new token of a forward, by the slots of its row's column and of its write."""
+    row = (violation.worker, violation.forward, violation.batch_row)
+    return (*row, column, written)
 
 
 def _for_incident(fresh: list[Violation]) -> list[Violation]:

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kv_canary.diagnosis import Diagnosis, diagnose
 from kv_canary.records import (
     POISON_WORD,
     SERIAL_MASK,
+    TAG_POOL_SHIFT,
     Launch,
+    Phase,
     Provenance,
     Reason,
     Ring,
@@ -22,6 +25,7 @@ from kv_canary.records import (
 
 _MASK64 = (1 << 64) - 1
 _UNKNOWN_TOKEN = (1 << 32) - 1
+_LAUNCH_MASK = 255
 POOLS = ("target", "draft")
 """Names of the pools by their number in a tag."""
 
@@ -42,11 +46,29 @@ class RecordWord:
 
 
 class Owner(NamedTuple):
-    """The owner of a slot by the host's records, in words; `is_shared`: the prefix
-    cache, for any request."""
+    """The owner of a slot by the host's records.
+
+    Fields:
+        text: in words.
+        is_shared: the prefix cache, for any request.
+        is_allocated: whether the allocator has given it to somebody.
+        claims: serials of the requests that hold it beside the prefix cache, one for
+            each time that it is in their rows.
+        prefix_of: serials of the requests in whose cached prefix it lies.
+    """
 
     text: str
     is_shared: bool = False
+    is_allocated: bool = False
+    claims: tuple[int, ...] = ()
+    prefix_of: frozenset[int] = frozenset()
+
+
+class DraftBranch(NamedTuple):
+    """A draft step, and a branch of a request in it."""
+
+    step: int
+    branch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +82,8 @@ class Violation:
         req_row, serial, rid: the request that read or wrote; rid None: not known, or
             none.
         slot, page, position: where; -1 where it does not apply.
-        branch: row of the batch, requests x branches in a draft step; -1: none, as in a
-            sweep.
+        batch_row: row of the batch, requests x branches in a draft step; -1: none, as
+            in a sweep.
         expected, found: token and position that were due and that the record holds.
         expected_lineage, found_lineage: prefix hashes.
         writer: provenance of the found record; writer_rid: its request, if still known.
@@ -69,6 +91,9 @@ class Violation:
         expected_slot: by the device's table, or -1.
         found_fingerprint, computed_fingerprint: of the slot's bytes.
         owner: of the slot.
+        draft: in a draft step, which one and of which branch.
+        blames_write: whether attention reads the row's column, and the forward writes
+            to another slot.
     """
 
     reasons: int
@@ -80,7 +105,7 @@ class Violation:
     slot: int
     page: int
     position: int
-    branch: int
+    batch_row: int
     expected: RecordWord
     found: RecordWord
     expected_lineage: int
@@ -92,6 +117,8 @@ class Violation:
     found_fingerprint: int
     computed_fingerprint: int
     owner: Owner = Owner("unknown")
+    draft: DraftBranch | None = None
+    blames_write: bool = False
 
     @property
     def labels(self) -> list[str]:
@@ -108,28 +135,16 @@ class Violation:
     @property
     def diagnosis(self) -> str:
         """The likely class of fault, in words for a report."""
-        if self.reasons & Reason.VERIFY_FREED and not self.writer.clock:
-            return "read of a slot that was never written"
-        for reason, text in _DIAGNOSES:
-            if self.reasons & reason:
-                return text
-        if self.reasons & _WRONG_RECORD and self._is_aliased:
-            return f"aliased with request {self.writer_rid or 'unknown'}"
-        if self.reasons & Reason.VERIFY_POSITION:
-            return "misplaced"
-        if self.reasons & _WRONG_RECORD:
-            return "stale record"
-        return "bytes changed in place"
+        return self._diagnosis.name.format(writer=self.writer_rid or "unknown")
 
     @property
-    def _is_aliased(self) -> bool:
-        """Whether the record is another request's, in a slot that the two do not share.
-        They share slots of the prefix cache, unless the writer wrote the record for
-        another position or into another slot than the table names."""
-        if not self.serial or self.writer.serial in (0, self.serial & SERIAL_MASK):
-            return False
-        has_moved = self.found.position != self.position
-        return has_moved or self.slot != self.expected_slot or not self.owner.is_shared
+    def _diagnosis(self) -> Diagnosis:
+        return diagnose(self)
+
+    @property
+    def branch(self) -> int:
+        """Branch of a draft step; -1: in no draft step."""
+        return -1 if self.draft is None else self.draft.branch
 
     def public_line(self) -> str:
         """The line that any client may see: no request, no token."""
@@ -153,6 +168,7 @@ class Violation:
             "position": self.position,
             "page": self.page,
             "branch": self.branch,
+            "batch_row": self.batch_row,
             "forward": self.forward,
             "stored_token": _number(found),
             "expected_token": _number(expected),
@@ -171,7 +187,9 @@ class Violation:
     def document(self, *, with_tokens: bool) -> dict[str, Any]:
         """The incident's JSON object; token ids only where reports may hold them."""
 
-        def record(word: RecordWord) -> dict[str, int | None]:
+        def record(word: RecordWord) -> dict[str, int | str | None]:
+            if self.reasons & Reason.PHASE:
+                return {"phase": _phase_name(word.token), "position": None}
             tokens = {"token": word.token} if with_tokens else {}
             return {**tokens, "position": word.position}
 
@@ -182,9 +200,12 @@ class Violation:
             "request_row": self.req_row,
             "reasons": self.labels,
             "diagnosis": self.diagnosis,
+            "look_at": self._diagnosis.look_at,
             "slot": self.slot,
             "page": self.page,
             "position": self.position,
+            "batch_row": self.batch_row,
+            **({} if self.draft is None else {"step": self.draft.step}),
             "branch": self.branch,
             "forward": self.forward,
             "expected": {
@@ -207,17 +228,22 @@ class Violation:
         }
 
 
-_DIAGNOSES: tuple[tuple[Reason, str], ...] = (
-    (Reason.PHASE, "canary launches out of order"),
-    (Reason.VERIFY_FREED, "use after free"),
-    (Reason.READ_SCRATCH | Reason.READ_SET, "wrong read table"),
-    (Reason.WRITE_ALIAS, "two tokens of one forward share a slot"),
-    (Reason.WRITE_FOREIGN, "write into a slot of another owner"),
-    (Reason.WRITE_SCRATCH, "write of a live token to the scratch page"),
-    (Reason.WRITE_TOKEN | Reason.WRITE_POSITION, "wrong input of the forward"),
-    (Reason.VERIFY_TORN, "torn write"),
-)
-_WRONG_RECORD = Reason.VERIFY_POSITION | Reason.VERIFY_TOKEN | Reason.VERIFY_LINEAGE
+# Launches of a forward in the order in which they run; a sweep comes before it.
+_LAUNCH_ORDER = (Launch.SWEEP, Launch.VERIFY, Launch.HEAD, Launch.TAIL)
+
+
+def ring_order(entry: Sequence[int]) -> tuple[int, ...]:
+    """Key that sorts ring entries by forward, launch, pool, row and position: threads
+    of one launch append theirs in any order."""
+    tag = entry[Ring.TAG]
+    return (
+        entry[Ring.CLOCK],
+        _LAUNCH_ORDER.index(Launch(tag & _LAUNCH_MASK)),
+        tag >> TAG_POOL_SHIFT,
+        entry[Ring.BATCH_ROW],
+        entry[Ring.POSITION],
+        *entry,
+    )
 
 
 def parse_entry(
@@ -229,10 +255,10 @@ def parse_entry(
         rid_of: request ids by serial modulo 2^24, for those that are known.
     """
     tag = entry[Ring.TAG]
-    pool = tag >> 16
+    pool = tag >> TAG_POOL_SHIFT
     slot = entry[Ring.SLOT]
     writer = unpack_word3(entry[Ring.FOUND_WORD3])
-    launch = tag & 255
+    launch = tag & _LAUNCH_MASK
     return Violation(
         reasons=entry[Ring.REASONS],
         worker=POOLS[pool] if 0 <= pool < len(POOLS) else str(pool),
@@ -244,7 +270,7 @@ def parse_entry(
         page=slot // page_size if slot >= 0 else -1,
         position=entry[Ring.POSITION],
         # A sweep's rows are runs of cached slots.
-        branch=-1 if launch == Launch.SWEEP else entry[Ring.BATCH_ROW],
+        batch_row=-1 if launch == Launch.SWEEP else entry[Ring.BATCH_ROW],
         expected=RecordWord.of(entry[Ring.EXPECTED_WORD0]),
         found=RecordWord.of(entry[Ring.FOUND_WORD0]),
         expected_lineage=entry[Ring.EXPECTED_LINEAGE],
@@ -264,3 +290,8 @@ def _number(value: int | None) -> object:
 
 def _kind_name(kind: WriterKind | int) -> str:
     return kind.name.lower() if isinstance(kind, WriterKind) else str(kind)
+
+
+def _phase_name(number: int | None) -> str:
+    names = {phase.value: phase.name.lower() for phase in Phase}
+    return str(number) if number is None else names.get(number, str(number))

@@ -155,8 +155,15 @@ class TestSlotOwners:
         row = cache.req_to_token_pool.row_slots(
             req.req_pool_idx, 0, req.allocated_len
         ).tolist()
-        assert owners.owner_of(row[5]) == Owner("prefix cache", is_shared=True)
-        assert owners.owner_of(row[-1]) == Owner('request "a"')
+        assert owners.owner_of(row[5]) == Owner(
+            "prefix cache",
+            is_shared=True,
+            is_allocated=True,
+            prefix_of=frozenset({req.serial}),
+        )
+        assert owners.owner_of(row[-1]) == Owner(
+            'request "a"', is_allocated=True, claims=(req.serial,)
+        )
         (taken,) = cache.allocator.alloc(1).tolist()
         size = cache.allocator.size
         asked = (-1, 0, taken, size, size + 1, 10**9)

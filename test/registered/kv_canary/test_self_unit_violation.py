@@ -45,8 +45,8 @@ register_cpu_ci(est_time=3, suite="cpu")
 GOLDEN_LINE = (
     "kv_canary violation: launch_tag=target.verify "
     'fail_reason=verify_lineage+verify_token rid="reader" slot_idx=77 '
-    "position=12 page=19 branch=1 forward=42 stored_token=101 expected_token=-1 "
-    "stored_position=12 stored_lineage=0xffffffffffffffff "
+    "position=12 page=19 branch=-1 batch_row=1 forward=42 stored_token=101 "
+    "expected_token=-1 stored_position=12 stored_lineage=0xffffffffffffffff "
     "expected_lineage=0x0000000000000001 expected_slot=78 writer=decode "
     'writer_forward=40 writer_rid="writer" '
     'diagnosis="aliased with request writer"'
@@ -81,8 +81,9 @@ def test_the_line_of_what_has_no_request_and_no_slot() -> None:
     ).line(with_tokens=True)
     assert line == (
         "kv_canary violation: launch_tag=draft.tail fail_reason=phase rid=null "
-        "slot_idx=-1 position=-1 page=-1 branch=-1 forward=42 stored_token=-1 "
-        "expected_token=-1 stored_position=-1 stored_lineage=0xffffffffffffffff "
+        "slot_idx=-1 position=-1 page=-1 branch=-1 batch_row=-1 forward=42 "
+        "stored_token=-1 expected_token=-1 stored_position=-1 "
+        "stored_lineage=0xffffffffffffffff "
         "expected_lineage=0x0000000000000001 expected_slot=-1 writer=none "
         'writer_forward=0 writer_rid=null diagnosis="canary launches out of order"'
     )
@@ -114,7 +115,7 @@ def test_serials_are_known_modulo_2_to_the_24() -> None:
         (Reason.READ_SET | Reason.VERIFY_TOKEN, WRITER, "wrong read table"),
         (Reason.READ_SCRATCH, WRITER, "wrong read table"),
         (Reason.WRITE_ALIAS, READER, "two tokens of one forward share a slot"),
-        (Reason.WRITE_FOREIGN, WRITER, "write into a slot of another owner"),
+        (Reason.WRITE_FOREIGN, WRITER, "wrong write slot"),
         (Reason.WRITE_SCRATCH, 0, "write of a live token to the scratch page"),
         (Reason.WRITE_TOKEN, READER, "wrong input of the forward"),
         (Reason.WRITE_POSITION, READER, "wrong input of the forward"),
@@ -244,7 +245,9 @@ def test_incident(tmp_path: Path, with_tokens: bool) -> None:
                 "slot": 77,
                 "page": 19,
                 "position": 12,
-                "branch": 1,
+                "look_at": "the allocator; the two requests' rows of req_to_token",
+                "batch_row": 1,
+                "branch": -1,
                 "forward": 42,
                 "forward_mode": "decode",
                 "expected": expected

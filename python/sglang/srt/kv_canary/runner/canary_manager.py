@@ -34,7 +34,7 @@ from kv_canary.records import (
 )
 from kv_canary.reporter import OwnerOf, ViolationReporter, as_error
 from kv_canary.serials import SerialMap
-from kv_canary.violation import POOLS, Violation
+from kv_canary.violation import POOLS, DraftBranch, Violation
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.kernels import (
     finish_step,
@@ -421,17 +421,15 @@ class CanaryManager:
             dropped=max(count - capacity, 0),
             owner_of=owner_of,
             mode_of=self._mode_of,
+            branch_of=self._branch_of,
             details=lambda violation: self._details(violation, tokens_of),
         )
 
     def _details(self, violation: Violation, tokens_of: TokensOf) -> dict[str, int]:
-        """Fields that only the host can add to an incident. In a draft's pool: the step
-        and the branch (the reported batch row modulo top-k). For `verify_token` of the
+        """Fields that only the host can add to an incident. For `verify_token` of the
         target: the first position, if any, whose slot in the device's table does not
         hold the request's own token."""
-        if self.target.is_draft:
-            return self._branch_of(violation)
-        if "verify_token" not in violation.labels:
+        if self.target.is_draft or "verify_token" not in violation.labels:
             return {}
         tokens = tokens_of(violation.serial)
         if tokens is None:
@@ -448,15 +446,16 @@ class CanaryManager:
                 return {"first_wrong_position": position}
         return {}
 
-    def _branch_of(self, violation: Violation) -> dict[str, int]:
+    def _branch_of(self, violation: Violation) -> DraftBranch | None:
+        """Rows of a draft step are the branches of a request, request by request."""
         launch = self._launch_of(violation.forward)
-        if launch is None or violation.branch < 0:
-            return {}
+        if launch is None or violation.batch_row < 0 or not self.target.is_draft:
+            return None
         clock, _, mode = launch
         if not mode.is_decode:
-            return {}
-        step = violation.forward - clock
-        return {"step": step, "branch": violation.branch % self.target.topk}
+            return None
+        step, branch = violation.forward - clock, violation.batch_row % self.target.topk
+        return DraftBranch(step=step, branch=branch)
 
     def _mode_of(self, violation: Violation) -> str | None:
         """Mode of the forward that found it, or "sweep"; None: too long ago."""

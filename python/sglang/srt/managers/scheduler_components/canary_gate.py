@@ -50,27 +50,49 @@ class SlotOwners:
             return Owner("scratch page")
         if slot >= len(self._is_cached):
             return Owner("outside the pool")
-        holders = [
-            f"request {rid}" for rid, slots in self._request_slots if slot in slots
-        ]
         is_cached = bool(self._is_cached[slot])
+        is_owned = slot // allocator.page_size in self._owned_pages
+        claims = self._claims.get(slot, [])
+        holders = [f"request {json.dumps(req.rid)}" for req in dict.fromkeys(claims)]
         if is_cached:
             holders.append("prefix cache")
-        if holders:
-            return Owner(", ".join(holders), is_shared=is_cached)
-        is_owned = slot // allocator.page_size in self._owned_pages
-        return Owner("owned, holder unknown" if is_owned else "free")
+        nobody = "owned, holder unknown" if is_owned else "free"
+        return Owner(
+            ", ".join(holders) or nobody,
+            is_shared=is_cached,
+            is_allocated=is_owned,
+            claims=tuple(req.serial for req in claims),
+            prefix_of=frozenset(self._readers.get(slot, ())),
+        )
 
     @cached_property
-    def _request_slots(self) -> list[tuple[str, frozenset[int]]]:
-        """Id in quotes, and slots beside the cached ones, of each running request."""
-        return [
-            (json.dumps(req.rid), frozenset(self._slots(req).tolist()))
-            for req in self._requests()
-            if req.req_pool_idx
-        ]
+    def _running(self) -> list[Req]:
+        return [req for req in self._requests() if req.req_pool_idx]
 
-    def _slots(self, req: Req) -> Tensor:
+    @cached_property
+    def _claims(self) -> dict[int, list[Req]]:
+        """The running requests that hold a slot beside the prefix cache, each as often
+        as its row has the slot."""
+        found: dict[int, list[Req]] = {}
+        for req in self._running:
+            for slot in self._own_slots(req).tolist():
+                found.setdefault(slot, []).append(req)
+        return found
+
+    @cached_property
+    def _readers(self) -> dict[int, list[int]]:
+        """Serials of the running requests in whose prefix a cached slot lies, by the
+        cache's own records and not by the requests' rows."""
+        found: dict[int, list[int]] = {}
+        for req in self._running:
+            node = req.last_node
+            while node is not None:
+                for slot in node.slots.tolist():
+                    found.setdefault(slot, []).append(req.serial)
+                node = node.parent
+        return found
+
+    def _own_slots(self, req: Req) -> Tensor:
         return self._cache.req_to_token_pool.row_slots(
             req.req_pool_idx, req.cache_protected_len, req.allocated_len
         )
