@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ MEANING = {
     "write_foreign": "the forward wrote into a slot that it does not own",
     "write_alias": "two tokens of one forward went to the same slot",
     "write_scratch": "a live token was written to the scratch page",
-    "write_token": "the forward got another token than was published, or than the "
-    "oracle says",
+    "write_token": "the input token differs from the one that was published (the "
+    "prompt's, then the sampled ones), or from the oracle's",
     "write_position": "the forward got another position than its row says",
     "phase": "the canary's own launches ran out of order",
 }
@@ -71,7 +71,10 @@ def _runs(violations: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return runs
 
 
-_SAME = ("rid", "worker", "launch", "branch", "reasons", "diagnosis", "owner", "writer")
+_SAME = (
+    *("rid", "worker", "launch", "batch_row", "branch", "reasons", "diagnosis"),
+    *("owner", "writer"),
+)
 # In the violations of draft steps only.
 _SAME_IF_ANY = ("step",)
 
@@ -100,25 +103,27 @@ def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
     lines += [
         f"   because   {MEANING[reason]} [{reason}]" for reason in violation["reasons"]
     ]
-    lines += _record_lines(violation)
+    for part in _parts(violation):
+        lines += [f"   {name:<10}{text}" for name, text in part(violation)]
     if "first_wrong_position" in violation:
         lines.append(
             f"   first     position {violation['first_wrong_position']} is the first "
             "whose record is not the request's token"
         )
+    lines.append(f"   look at   {violation['look_at']}")
     return lines
 
 
 def _row(violation: dict[str, Any]) -> str:
     """The step and the branch of a draft step; elsewhere the row of the batch."""
-    branch = violation["branch"]
+    row = violation["batch_row"]
     if violation["launch"] == SWEEP:
         return "prefix cache"
-    if branch < 0:
+    if row < 0:
         return "no row"
     if "step" not in violation:
-        return f"batch row {branch}"
-    return f"draft step {violation['step']}, branch {branch}"
+        return f"batch row {row}"
+    return f"draft step {violation['step']}, branch {violation['branch']}"
 
 
 def _span(name: str, run: list[dict[str, Any]]) -> str:
@@ -130,28 +135,104 @@ def _span(name: str, run: list[dict[str, Any]]) -> str:
     return f"{name}s {values[0]} to {values[-1]}"
 
 
-def _record_lines(violation: dict[str, Any]) -> list[str]:
-    writer, expected = violation["writer"], violation["expected"]
-    by = f"request {_request(writer['rid'], otherwise='unknown')}"
-    if writer["kind"] == POISON and not writer["forward"]:
-        return ["   found     a slot that was never written"]
-    if writer["kind"] == POISON:
-        return [
-            f"   found     a freed slot: its last owner was {by}, it was freed before "
-            f"forward {writer['forward']}"
-        ]
-    first = (
-        f"   expected  {_record(expected)}, slot {expected['slot']}, "
-        f"fingerprint {expected['fingerprint']}"
-    )
-    if writer["kind"] == NONE:
-        return [first, "   found     no record was read: there is none for this slot"]
+# Lines of a violation: a name and a text.
+_Lines = list[tuple[str, str]]
+
+
+def _input_lines(violation: dict[str, Any]) -> _Lines:
+    """What was published, and what the forward got instead."""
     return [
-        first,
-        f"   found     {_record(violation['found'])}, fingerprint "
-        f"{violation['found']['fingerprint']}, written by {writer['kind']} of {by} in "
-        f"forward {writer['forward']}",
+        ("expected", f"{_input(violation['expected'])}, as published"),
+        ("found", f"{_input(violation['found'])}, in the forward's inputs"),
     ]
+
+
+def _phase_lines(violation: dict[str, Any]) -> _Lines:
+    due, found = (violation[name]["phase"] for name in ("expected", "found"))
+    return [("expected", f"phase {due}"), ("found", f"phase {found}")]
+
+
+def _write_lines(violation: dict[str, Any]) -> _Lines:
+    """The token that is written, and what its slot held before."""
+    held = ("slot held", _found(violation, with_bytes=False))
+    if _INPUTS & set(violation["reasons"]):
+        # Of the record only its writer is known: the input stands in its place.
+        return [("slot held", _writer(violation))]
+    expected = violation["expected"]
+    text = f"{_record(expected)}; by the row it belongs into {_slot(expected['slot'])}"
+    return [("writes", text), held]
+
+
+def _alias_lines(violation: dict[str, Any]) -> _Lines:
+    return [
+        ("writes", _record(violation["expected"])),
+        ("slot has", _found(violation, with_bytes=False)),
+    ]
+
+
+def _record_lines(violation: dict[str, Any]) -> _Lines:
+    """The record that was due, and the one that was read."""
+    kind, expected = violation["writer"]["kind"], violation["expected"]
+    found = ("found", _found(violation, with_bytes=True))
+    if kind == POISON:
+        return [found]
+    slot = _slot(expected["slot"])
+    if kind == NONE:
+        return [("expected", f"position {expected['position']}, {slot}"), found]
+    text = f"{_record(expected)}, {slot}, fingerprint {expected['fingerprint']}"
+    return [("expected", text), found]
+
+
+_Part = Callable[[dict[str, Any]], _Lines]
+_INPUTS = frozenset({"write_token", "write_position"})
+# What is printed of a violation with one of these reasons; without any, the records.
+_PARTS: tuple[tuple[frozenset[str], _Part], ...] = (
+    (frozenset({"phase"}), _phase_lines),
+    (_INPUTS, _input_lines),
+    (frozenset({"write_foreign", "write_scratch"}), _write_lines),
+    (frozenset({"write_alias"}), _alias_lines),
+)
+
+
+def _parts(violation: dict[str, Any]) -> list[_Part]:
+    reasons = set(violation["reasons"])
+    return [part for of, part in _PARTS if of & reasons] or [_record_lines]
+
+
+def _found(violation: dict[str, Any], *, with_bytes: bool) -> str:
+    """The record that lies in the slot."""
+    if violation["writer"]["kind"] in (POISON, NONE):
+        return _writer(violation)
+    found = violation["found"]
+    bytes_ = f", fingerprint {found['fingerprint']}" if with_bytes else ""
+    return f"{_record(found)}{bytes_}, {_writer(violation)}"
+
+
+def _writer(violation: dict[str, Any]) -> str:
+    writer = violation["writer"]
+    by = f"request {_request(writer['rid'], otherwise='unknown')}"
+    if writer["kind"] == NONE:
+        return "no record was read: there is none for this slot"
+    if writer["kind"] != POISON:
+        return f"written by {writer['kind']} of {by} in forward {writer['forward']}"
+    if not writer["forward"]:
+        return "a slot that was never written"
+    return (
+        f"a freed slot: its last owner was {by}, it was freed before forward "
+        f"{writer['forward']}"
+    )
+
+
+def _input(word: dict[str, Any]) -> str:
+    token = "token withheld (--kv-canary-report-tokens shows it)"
+    if "token" in word:
+        known = word["token"] is not None
+        token = f"token {word['token']}" if known else "a token that is not known"
+    return f"{token}, position {word['position']}"
+
+
+def _slot(slot: int) -> str:
+    return "no slot that is known" if slot < 0 else f"slot {slot}"
 
 
 def _record(record: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,10 @@ from violation_world import (
 from kv_canary.explain import NONE, POISON, SWEEP, explain
 from kv_canary.records import (
     Launch,
+    Phase,
     Reason,
     WriterKind,
+    pack_word0,
     pack_word3,
 )
 from kv_canary.serials import SerialMap
@@ -31,6 +34,8 @@ from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")
+
+FREED = pack_word3(0, WriterKind.POISON, 0)
 
 GOLDEN_TEXT = """\
 T  rank 1  forward 42 (decode)  mode raise, real data all
@@ -45,7 +50,8 @@ T  rank 1  forward 42 (decode)  mode raise, real data all
 0xfffffffffffffffe
    found     position 12, lineage 0xffffffffffffffff, fingerprint \
 0x00000000000000ab, written by decode of request "writer" in forward 40
-   first     position 8 is the first whose record is not the request's token"""
+   first     position 8 is the first whose record is not the request's token
+   look at   the allocator; the two requests' rows of req_to_token"""
 
 
 def test_explain(tmp_path: Path) -> None:
@@ -64,6 +70,7 @@ GOLDEN_RUN = """\
    because   the slot held nothing when it was read [verify_freed]
    found     a freed slot: its last owner was request "writer", it was freed before \
 forward 40
+   look at   who freed the slot: `found` has its last owner, and when
 
 4. use after free
 """
@@ -92,7 +99,7 @@ def test_explain_says_what_a_sweep_looked_at(tmp_path: Path) -> None:
     report = reporter(report_dir=tmp_path)
     swept = entry(TAG=Launch.SWEEP, SERIAL=0, BATCH_ROW=3, EXPECTED_SLOT=-1)
     (found,) = report.report([swept], dropped=0, owner_of=owner_of)
-    assert found.branch == -1
+    assert (found.batch_row, found.branch) == (-1, -1)
     text = explain(report.incidents[0])
     assert "no request (target pool, found by sweep, prefix cache)" in text
     phase = entry(REASONS=Reason.PHASE, SERIAL=0, BATCH_ROW=-1, POSITION=-1, SLOT=-1)
@@ -103,6 +110,121 @@ def test_explain_says_what_a_sweep_looked_at(tmp_path: Path) -> None:
 def test_explain_shows_tokens_where_the_report_has_them(tmp_path: Path) -> None:
     text = explain(incident(tmp_path, with_tokens=True))
     assert "found     token 101, position 12" in text
+
+
+# Reasons, what else their ring entries have, and the lines between `where` and `look`.
+PARTS: list[tuple[Reason, dict[str, int], list[str]]] = [
+    (
+        Reason.WRITE_TOKEN,
+        {"EXPECTED_WORD0": pack_word0(17, 12), "FOUND_WORD3": FREED},
+        [
+            "because   the input token differs from the one that was published (the "
+            "prompt's, then the sampled ones), or from the oracle's [write_token]",
+            "expected  {17}, position 12, as published",
+            "found     {101}, position 12, in the forward's inputs",
+        ],
+    ),
+    (
+        Reason.WRITE_POSITION,
+        {"EXPECTED_WORD0": pack_word0(101, 13), "FOUND_WORD3": 0},
+        [
+            "because   the forward got another position than its row says "
+            "[write_position]",
+            "expected  {101}, position 13, as published",
+            "found     {101}, position 12, in the forward's inputs",
+        ],
+    ),
+    (
+        Reason.WRITE_FOREIGN,
+        {"EXPECTED_WORD0": pack_word0(17, 12), "FOUND_WORD0": pack_word0(101, 3)},
+        [
+            "because   the forward wrote into a slot that it does not own "
+            "[write_foreign]",
+            "writes    [token 17, ]position 12, lineage 0x0000000000000001; by the row "
+            "it belongs into slot 78",
+            "slot held [token 101, ]position 3, lineage 0xffffffffffffffff, written by "
+            'decode of request "writer" in forward 40',
+        ],
+    ),
+    (
+        Reason.WRITE_FOREIGN | Reason.WRITE_TOKEN,
+        {"EXPECTED_WORD0": pack_word0(17, 12)},
+        [
+            "because   the forward wrote into a slot that it does not own "
+            "[write_foreign]",
+            "because   the input token differs from the one that was published (the "
+            "prompt's, then the sampled ones), or from the oracle's [write_token]",
+            "expected  {17}, position 12, as published",
+            "found     {101}, position 12, in the forward's inputs",
+            'slot held written by decode of request "writer" in forward 40',
+        ],
+    ),
+    (
+        Reason.WRITE_SCRATCH,
+        {"EXPECTED_WORD0": pack_word0(17, 12), "SLOT": 0, "FOUND_WORD3": 0},
+        [
+            "because   a live token was written to the scratch page [write_scratch]",
+            "writes    [token 17, ]position 12, lineage 0x0000000000000001; by the row "
+            "it belongs into slot 78",
+            "slot held no record was read: there is none for this slot",
+        ],
+    ),
+    (
+        Reason.WRITE_ALIAS,
+        {
+            "EXPECTED_WORD0": pack_word0(17, 12),
+            "FOUND_WORD0": pack_word0(101, 3),
+            "TAG": Launch.TAIL,
+        },
+        [
+            "because   two tokens of one forward went to the same slot [write_alias]",
+            "writes    [token 17, ]position 12, lineage 0x0000000000000001",
+            "slot has  [token 101, ]position 3, lineage 0xffffffffffffffff, written by "
+            'decode of request "writer" in forward 40',
+        ],
+    ),
+    (
+        Reason.READ_SET,
+        {"FOUND_WORD0": 0, "FOUND_WORD3": 0},
+        [
+            "because   attention read a slot that the request's table does not name "
+            "[read_set]",
+            "expected  position 12, slot 78",
+            "found     no record was read: there is none for this slot",
+        ],
+    ),
+    (
+        Reason.PHASE,
+        {"EXPECTED_WORD0": Phase.AFTER_VERIFY, "FOUND_WORD0": Phase.IDLE},
+        [
+            "because   the canary's own launches ran out of order [phase]",
+            "expected  phase after_verify",
+            "found     phase idle",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize(("reasons", "columns", "lines"), PARTS, ids=str)
+def test_explain_says_what_each_reason_is_about(
+    reasons: Reason, columns: dict[str, int], lines: list[str], with_tokens: bool
+) -> None:
+    report = reporter(report_tokens=with_tokens)
+    report.report([entry(REASONS=reasons, **columns)], owner_of=owner_of)
+    text = explain(report.incidents[0])
+    withheld = "token withheld (--kv-canary-report-tokens shows it)"
+    due = [
+        re.sub(r"\[(token \d+, )\]", r"\1" if with_tokens else "", line)
+        for line in lines
+    ]
+    due = [
+        re.sub(r"\{(\d+)\}", r"token \1" if with_tokens else withheld, line)
+        for line in due
+    ]
+    *said, look_at = [line.strip() for line in text.splitlines()[6:]]
+    assert said == due
+    assert look_at.startswith("look at   ")
 
 
 def test_explain_prints_no_control_characters() -> None:
