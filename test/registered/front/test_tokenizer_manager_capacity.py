@@ -15,9 +15,12 @@ from sglang.srt.managers.errors import (
     Unavailable,
 )
 from sglang.srt.managers.io_struct import (
+    EngineFailed,
     FinishReason,
     FlushCacheReq,
     FlushCacheRsp,
+    decode_response,
+    encode,
 )
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
@@ -123,6 +126,31 @@ def test_a_dead_engine_fails_everything_with_a_logged_id(
     with caplog.at_level(logging.ERROR, logger="sglang"):
         logging.getLogger("sglang").propagate = True
         run(work())
+
+
+@pytest.mark.parametrize("exit_is_seen_first", [False, True])
+def test_incidents_of_an_engine_that_failed(exit_is_seen_first: bool) -> None:
+    """They came with its failure, and answer who asked before and who asks later; an
+    engine that ended without a word has none to show."""
+    incidents = [{"time": "T", "violations": [{"rid": "a"}]}]
+    data = encode(EngineFailed(message="kv_canary violation", incidents=incidents))
+
+    async def work() -> None:
+        wire = Wire()
+        early = asyncio.create_task(wire.manager.canary_incidents())
+        await asyncio.sleep(0)
+        if exit_is_seen_first:
+            wire.manager.set_dead("the scheduler process died")
+            with pytest.raises(EngineFailure):
+                await early
+        wire.manager.receive(decode_response(data))
+        if not exit_is_seen_first:
+            assert await early == incidents
+        assert await wire.manager.canary_incidents() == incidents
+        with pytest.raises(EngineFailure):
+            await wire.manager.flush_cache()
+
+    run(work())
 
 
 def test_what_came_before_the_engine_failed_is_read_first() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,17 @@ from typing import Any
 import pytest
 import torch
 from live_server import CONTEXT, Server, greedy
+from starlette.testclient import TestClient
 
+from kv_canary.records import Reason, reason_labels
+from sglang import Engine
+from sglang.srt.entrypoints.front import Front
+from sglang.srt.entrypoints.http_server import create_app
+from sglang.srt.managers.errors import EngineFailure
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import sampled
-from sglang.test.tiny_models import write_mock_draft
+from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
 register_cpu_ci(est_time=26, suite="cpu")
 register_cuda_ci(est_time=110, suite="cuda")
@@ -87,13 +94,15 @@ def prompts() -> list[list[int]]:
     return [[(11 * i + j) % VOCAB for j in range(20)] for i in range(4)]
 
 
-def counts_by_reason(server: Server) -> dict[str, float]:
-    """The metric of violations."""
+def counts_by_reason(server: Server) -> Counter[str]:
+    """The metric of violations, which has every reason from the start."""
     pattern = re.compile(
         r'sglang:kv_canary_violations_total\{.*reason="(\w+)".*\} (\S+)'
     )
     found = map(pattern.match, server.get("/metrics").text.splitlines())
-    return {m[1]: float(m[2]) for m in found if m}
+    counts = Counter({m[1]: int(float(m[2])) for m in found if m})
+    assert set(counts) == {label for r in Reason for label in reason_labels(r)}
+    return counts
 
 
 @pytest.mark.parametrize("fault", sampled(FAULTS, key=type, ci=2))
@@ -107,6 +116,7 @@ def test_log_mode_reports_and_serves_on(
         **{f"PERTURB_{fault}_PROB": "0.1", "PERTURB_WARMUP_STEPS": "3"},
         **variables,
     )
+    assert not counts_by_reason(server).total()
     # Something for the cache to hold alone.
     assert server.generate([5] * 30, max_new_tokens=2)
     body = {
@@ -200,6 +210,49 @@ def test_raise_mode_answers_500_to_everyone_in_flight(
         message = answer.json()["error"]["message"]
         assert "kv_canary violation: launch_tag=target.verify" in message
     assert server.wait_exit() != 0
+
+
+def test_incidents_of_an_engine_that_has_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the front is there; here it lives in this process."""
+    monkeypatch.setenv(PREFIX + "PERTURB_REAL_KV_USED_PROB", "1")
+    monkeypatch.setenv(PREFIX + "PERTURB_WARMUP_STEPS", "10")
+    model = write_mock_model(
+        tmp_path / "mock", vocab_size=VOCAB, max_position_embeddings=CONTEXT
+    )
+    options: dict[str, Any] = {"kv_canary": "raise", "kv_canary_real_data": "all"}
+    folder = tmp_path / "reports"
+    with Engine(
+        model_path=str(model),
+        device=DEVICE,
+        kv_canary_report_dir=str(folder),
+        **options,
+    ) as engine:
+        with pytest.raises(EngineFailure, match="kv_canary violation"):
+            engine.generate(
+                input_ids=prompts()[0], sampling_params=greedy(max_new_tokens=99)
+            )
+        wait_gone(engine)
+        (file,) = folder.iterdir()
+        (incident,) = engine.canary_incidents()
+        assert incident == json.loads(file.read_text())
+        front = Front(
+            server_args=engine.server_args,
+            manager=engine.tokenizer_manager,
+            model_name="mock",
+        )
+        with TestClient(create_app(front)) as client:
+            answer = client.get("/canary/incidents")
+        assert answer.status_code == 200
+        assert answer.json() == {"mode": "raise", "incidents": [incident]}
+
+
+def wait_gone(engine: Engine) -> None:
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in engine.scheduler_pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from sglang.srt.distributed.parallel_state import (
     tensor_parallel_group,
 )
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
-from sglang.srt.managers.scheduler_components.build import _for_clients
+from sglang.srt.managers.scheduler_components.build import _last_message
 from sglang.srt.managers.scheduler_components.canary_gate import SlotOwners
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
@@ -106,7 +106,9 @@ class TestFailedForward:
         assert (found["rid"], found["slot"], found["position"]) == ("a", 2000, 5)
         if mode == "raise":
             assert isinstance(raised.value.__cause__, KeyError)
-            assert _for_clients(raised.value) == raised.value.public
+            told = _last_message(raised.value, harness.scheduler.own_incidents())
+            assert told.message == raised.value.public
+            assert [v for i in told.incidents for v in i["violations"]] == [found]
 
     @pytest.mark.parametrize("mode", ["log", "raise"])
     def test_a_failure_without_findings_stays_what_it_is(
@@ -142,7 +144,7 @@ class TestFailedForward:
         """They may wait in a collective of the forward that failed here."""
         error = CanaryViolation("all of it", public="a part", is_alone=True)
         with tensor_parallel_group(TensorParallelGroup(rank=1, size=2)):
-            assert _for_clients(error) == "a part"
+            assert _last_message(error, []).message == "a part"
 
 
 class TestSlotOwners:

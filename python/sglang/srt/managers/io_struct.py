@@ -186,9 +186,12 @@ class GetIncidentsRsp(msgspec.Struct, kw_only=True, tag="get_incidents_rsp"):
 
 
 class EngineFailed(msgspec.Struct, kw_only=True, tag="engine_failed"):
-    """The last message of a scheduler that stops because of an error."""
+    """The last message of a scheduler that stops because of an error; with the
+    incidents of the KV canary, as in `GetIncidentsRsp`: nobody can ask for them later.
+    """
 
     message: str
+    incidents: list[dict[str, Any]] = []
 
 
 SchedulerResponse = (

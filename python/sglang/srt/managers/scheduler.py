@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.managers.grammar_masks import GrammarMasks
@@ -351,6 +351,10 @@ class Scheduler:
     def _incidents(self, message: GetIncidentsReq) -> GetIncidentsRsp:
         found = [] if self._canary is None else self._canary.incidents()
         return GetIncidentsRsp(call_id=message.call_id, incidents=found)
+
+    def own_incidents(self) -> list[dict[str, Any]]:
+        """The KV canary's newest incidents of this rank; asks no other one."""
+        return [] if self._canary is None else self._canary.own_incidents()
 
     @property
     def running(self) -> ScheduleBatch | None:

@@ -96,6 +96,8 @@ class TokenizerManager:
         self._feeding: set[RequestGroup] = set()
         self._waiting_for_change: list[asyncio.Future[None]] = []
         self._failure: EngineFailure | None = None
+        # Of a scheduler that has told them before it ended.
+        self._last_incidents: list[dict[str, Any]] | None = None
         self._calls = SchedulerCalls(send)
         self._prompts = PromptTokenizer(tokenizer)
 
@@ -268,9 +270,19 @@ class TokenizerManager:
         return await self._calls.stats(timeout)
 
     async def canary_incidents(self) -> list[dict[str, Any]]:
-        """The KV canary's incidents, oldest first; empty while it is off."""
-        self._check_up()
-        return await self._calls.incidents()
+        """The KV canary's incidents, oldest first; empty while it is off. Of an engine
+        that failed, those that it told of with its failure.
+
+        Raises:
+            EngineFailure: it ended without a word.
+        """
+        try:
+            self._check_up()
+            return await self._calls.incidents()
+        except EngineFailure:
+            if self._last_incidents is None:
+                raise
+            return self._last_incidents
 
     # -- the wire ------------------------------------------------------------------
 
@@ -280,6 +292,7 @@ class TokenizerManager:
             for output in message.outputs:
                 self._on_output(output)
         elif isinstance(message, EngineFailed):
+            self._last_incidents = message.incidents
             self.set_dead(message.message)
         else:
             self._calls.receive(message)

@@ -8,8 +8,9 @@ import logging
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -115,7 +116,7 @@ def run_scheduler_process(
         scheduler.run_event_loop()
     except Exception as error:
         logger.exception("The scheduler of rank %d failed", rank)
-        io.send(EngineFailed(message=_for_clients(error)))
+        io.send(_last_message(error, scheduler.own_incidents()))
         if rank > 0:
             # Rank 0 has most likely failed alike, and must say so before it finds this
             # process gone in the middle of a collective.
@@ -125,29 +126,42 @@ def run_scheduler_process(
         io.close()
 
 
-def _for_clients(error: Exception) -> str:
-    """The message for every client in flight: nothing of another client's request."""
-    if isinstance(error, CanaryViolation):
-        if error.is_alone:
-            # No collective here: the other ranks may wait in one of the forward's.
-            return error.public
-        return _findings_of_all_ranks(error)
-    return f"the scheduler failed with {type(error).__name__}"
+# A rank's part of the last message: what any client may see, and its incidents.
+_Findings = tuple[str, list[dict[str, Any]]]
 
 
-def _findings_of_all_ranks(error: CanaryViolation) -> str:
-    """The message for clients, from the findings of every rank: all of them stop in the
-    same step, and the first one that ends takes the others along.
-    """
-    group, found = get_tp_group(), [error.public]
+def _last_message(error: Exception, incidents: list[dict[str, Any]]) -> EngineFailed:
+    """What is told of a failure: to every client in flight, nothing of another client's
+    request; to those who may ask for them, the incidents of all ranks."""
+    if not isinstance(error, CanaryViolation):
+        text = f"the scheduler failed with {type(error).__name__}"
+        return EngineFailed(message=text, incidents=incidents)
+    found: list[_Findings] = [(error.public, incidents)]
+    if not error.is_alone:
+        # Otherwise no collective: the other ranks may wait in one of the forward's.
+        found = _findings_of_all_ranks(found[0])
+    # All ranks find what concerns the requests and not the data.
+    texts = dict.fromkeys(text for text, _ in found if text)
+    return EngineFailed(
+        message="\n".join(texts) or str(error),
+        incidents=sorted(
+            (incident for _, of_rank in found for incident in of_rank),
+            key=itemgetter("time"),
+        ),
+    )
+
+
+def _findings_of_all_ranks(own: _Findings) -> list[_Findings]:
+    """What every rank tells: all of them stop in the same step, and the first one that
+    ends takes the others along."""
+    group = get_tp_group()
     try:
         group.meet(REPORT_TIMEOUT)
-        every = group.all_gather_bytes(error.public.encode())
-        found = [of_rank.decode() for of_rank in every]
+        every = group.all_gather_bytes(msgspec.msgpack.encode(own))
     except RuntimeError as gone:
         logger.warning("another rank's report of its KV cache may be cut: %s", gone)
-    # All ranks find what concerns the requests and not the data.
-    return "\n".join(dict.fromkeys(filter(None, found))) or str(error)
+        return [own]
+    return [msgspec.msgpack.decode(of_rank, type=_Findings) for of_rank in every]
 
 
 def _refuse(ready: Connection, error: Exception, *, has_peers: bool) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kv_canary.records import Counter
+from kv_canary.records import Counter, Reason, reason_labels
 from kv_canary.reporter import CanaryViolation, as_error
 from kv_canary.violation import Owner, Violation
 from sglang.srt.kv_canary.config import CanaryMode
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 logger = logging.getLogger(__name__)
+
+EVERY_REASON = [label for reason in Reason for label in reason_labels(reason)]
 
 
 class SlotOwners:
@@ -201,9 +203,13 @@ class CanaryGate:
                 )
         return found
 
+    def own_incidents(self) -> list[dict[str, Any]]:
+        """The newest incidents of this rank, oldest first."""
+        return list(self.manager.reporter.incidents)
+
     def incidents(self) -> list[dict[str, Any]]:
         """The newest incidents of every rank, oldest first."""
-        own = msgspec.msgpack.encode(list(self.manager.reporter.incidents))
+        own = msgspec.msgpack.encode(self.own_incidents())
         found: list[dict[str, Any]] = []
         for of_rank in self._group.all_gather_bytes(own):
             found += msgspec.msgpack.decode(of_rank)
@@ -225,8 +231,9 @@ class CanaryGate:
         stats.kv_canary_violations_total = self._violations()
 
     def _violations(self) -> dict[str, int]:
+        """By reason: a series that does not exist yet cannot be watched."""
         own = msgspec.msgpack.encode(dict(self.manager.reporter.counts))
-        counts: CountsOf[str] = CountsOf()
+        counts: CountsOf[str] = CountsOf(dict.fromkeys(EVERY_REASON, 0))
         for of_rank in self._group.all_gather_bytes(own):
             counts.update(msgspec.msgpack.decode(of_rank, type=dict[str, int]))
         return dict(counts)
