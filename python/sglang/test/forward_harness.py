@@ -34,6 +34,10 @@ class _Row:
     tokens: array[int]
     salt: int = 0
 
+    @property
+    def prompt_len(self) -> int:
+        return len(self.tokens)
+
 
 class ForwardHarness:
     """Keeps rows of tokens and how many of them have KV; runs one forward at a time."""

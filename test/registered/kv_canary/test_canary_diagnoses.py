@@ -182,6 +182,31 @@ def test_a_slot_that_two_requests_own(model: Path) -> None:
     assert names(found, "write_foreign") == {"write into a slot of another owner"}
 
 
+@pytest.mark.parametrize("with_tokens", [False, True])
+def test_a_wrong_input(model: Path, with_tokens: bool) -> None:
+    """The report has both tokens, or says that it withholds them."""
+    harness = serving(model, kv_canary_report_tokens=with_tokens)
+    submit(harness, PROMPT, "r")
+    step(harness, 5)
+    manager = canary_of(harness)
+    manager.perturb.arm("input_token", seed=1)
+    (found,) = stop(harness)
+    assert (found["reasons"], found["diagnosis"]) == (
+        ["write_token"],
+        "wrong input of the forward",
+    )
+    req, _ = row_of(harness, "r")
+    due = req.tokens[found["position"]]
+    told = [f"token {token}" for token in (due, (due + 1) % VOCAB)]
+    if not with_tokens:
+        told = ["token withheld (--kv-canary-report-tokens shows it)"] * 2
+    text = explain(manager.reporter.incidents[0])
+    place = f"position {found['position']}"
+    assert f"   expected  {told[0]}, {place}, as published\n" in text
+    assert f"   found     {told[1]}, {place}, in the forward's inputs\n" in text
+    assert "never written" not in text
+
+
 # -- tables of requests ------------------------------------------------------------
 
 

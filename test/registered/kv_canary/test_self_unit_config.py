@@ -118,21 +118,6 @@ def test_every_setting_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 # -- refusals ----------------------------------------------------------------------
 
 
-def test_token_oracle_does_not_go_with_speculation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(f"{PREFIX}ENABLE_TOKEN_ORACLE", "1")
-    flags: dict[str, Any] = {
-        "kv_canary": "raise",
-        "speculative_draft_model_path": str(tmp_path),
-        "speculative_num_steps": 2,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": 3,
-    }
-    with pytest.raises(ValueError, match=r"ENABLE_TOKEN_ORACLE=1 .*algorithm EAGLE"):
-        config_of(speculative_algorithm="EAGLE", **flags)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -14,6 +14,7 @@ from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
+from sglang.srt.kv_canary.token_oracle import InputOracle
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 if TYPE_CHECKING:
@@ -67,6 +68,13 @@ def install_canary(
         num_branches=req_to_token_pool.size * topk if is_draft else 0,
     )
     seeds = buffers.state.expected_lineage.new_zeros(req_to_token_pool.size + 1)
+    oracle = None
+    if config.check_write_inputs and not is_draft:
+        oracle = InputOracle(
+            vocab_size=model_runner.model_config.vocab_size,
+            req_rows=req_to_token_pool.size + 1,
+            device=pool.device,
+        )
     manager = CanaryManager(
         CanaryTarget(
             config=config,
@@ -79,6 +87,7 @@ def install_canary(
             topk=topk,
             tree_depth=tree_depth,
             seeds=seeds if is_draft else None,
+            oracle=oracle,
         ),
         num_managers=num_managers,
         group=get_tp_group(),

@@ -120,12 +120,6 @@ class CanaryConfig:
                 "SGLANG_KV_CANARY_PERTURB_REAL_KV_UNUSED_CACHE_PROB damages the prefix "
                 "cache, which --disable-radix-cache turns off; unset one of them"
             )
-        if server_args.speculative_algorithm is not None and config.use_token_oracle:
-            raise ValueError(
-                "SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE=1 replaces the tokens of decode "
-                "steps, of which --speculative-algorithm "
-                f"{server_args.speculative_algorithm} has none; unset one of them"
-            )
         return config
 
     def _refuse_conflicts(self) -> None:

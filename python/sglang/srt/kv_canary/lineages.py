@@ -12,10 +12,14 @@ from kv_canary.records import draft_seed, extend_lineage
 
 
 class TokenOwner(Protocol):
-    """A request: its tokens so far, and the salt of its cache namespace."""
+    """A request: its tokens so far, of which the first `prompt_len` are its client's,
+    and the salt of its cache namespace."""
 
     tokens: array[int]
     salt: int
+
+    @property
+    def prompt_len(self) -> int: ...
 
 
 class PrefixLineages:

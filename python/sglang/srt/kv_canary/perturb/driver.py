@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.speculative.workspace import RowIdentity
 
 SEED = 20_260_101
 
@@ -155,28 +156,57 @@ class PerturbDriver:
                 forward_batch.seq_lens,
                 vocab_size=self._target.vocab_size,
             )
-        chance = config.perturb.next_token_swap
+        return self._swapped(
+            token_ids,
+            rows=forward_batch.req_pool_indices,
+            serials=forward_batch.req_serial,
+            ends=forward_batch.seq_lens,
+        )
+
+    def node_tokens(self, identity: RowIdentity, positions: Tensor) -> Tensor:
+        """The oracle's tokens [b, D] after the nodes of trees, at `positions` [b, D];
+        those of two requests swapped where that fault is planted."""
+        tokens = oracle_tokens(
+            identity.rids_int[:, None],
+            positions + 1,
+            vocab_size=self._target.vocab_size,
+        )
+        return self._swapped(
+            tokens,
+            rows=identity.req_pool_indices,
+            serials=identity.req_serial,
+            ends=positions[:, 0] + 1,
+        )
+
+    def _swapped(
+        self, tokens: Tensor, *, rows: Tensor, serials: Tensor, ends: Tensor
+    ) -> Tensor:
+        """`tokens` [R] or [R, ...] with those of two requests swapped, if it is due.
+
+        Args:
+            rows, serials: of the requests; ends: positions of their first tokens.
+        """
+        chance = self._target.config.perturb.next_token_swap
         is_armed = "next_token_swap" in self._armed
         if not chance and not is_armed:
-            return token_ids
-        if len(token_ids) < 2 or not (is_armed or self._is_due(chance)):
-            return token_ids
-        first, second = self._rng.sample(range(len(token_ids)), 2)
-        if int(token_ids[first]) == int(token_ids[second]):
-            return token_ids
+            return tokens
+        if len(tokens) < 2 or not (is_armed or self._is_due(chance)):
+            return tokens
+        first, second = self._rng.sample(range(len(tokens)), 2)
+        if int(tokens[first].view(-1)[0]) == int(tokens[second].view(-1)[0]):
+            return tokens
         if is_armed:
             self._armed.remove("next_token_swap")
-        order = list(range(len(token_ids)))
+        order = list(range(len(tokens)))
         order[first], order[second] = second, first
-        serials, ends = forward_batch.req_serial, forward_batch.seq_lens
         damage = Damage(
-            req_row=int(forward_batch.req_pool_indices[first]),
+            req_row=int(rows[first]),
             serial=int(serials[first]),
             position=int(ends[first]),
             other=(int(serials[second]), int(ends[second])),
         )
         self._note("next_token_swap", damage, self._undo)
-        return token_ids[order]
+        return tokens[order]
 
     def _is_due(self, chance: float) -> bool:
         is_warm = self._forwards >= self._target.config.perturb.warmup_steps

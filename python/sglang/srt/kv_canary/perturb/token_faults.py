@@ -1,5 +1,5 @@
 """Lets the token oracle, and the fault that swaps two tokens, change what a worker
-samples."""
+samples and what a verification chooses."""
 
 from __future__ import annotations
 
@@ -8,23 +8,35 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
+from sglang.srt.kv_canary.token_oracle import oracle_logits
+from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+
 if TYPE_CHECKING:
     from sglang.srt.kv_canary.perturb.driver import PerturbDriver
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.worker import Worker
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.sampling.sampler import SamplerOutput
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.speculative.workspace import WorkspaceRows
 
 Sample: TypeAlias = "Callable[[ScheduleBatch, ForwardBatch, Tensor], SamplerOutput]"
 
 
 def install_token_faults(worker: Worker) -> None:
-    """Wrap `TpModelWorker.sample` where the configuration has the token oracle, which
-    speculation excludes; leave every other worker as it is."""
-    target: Any = worker
-    for manager in worker.canary_managers():
-        if manager.config.use_token_oracle:
-            target.sample = _with_faults(target.sample, manager.perturb)
+    """Wrap `TpModelWorker.sample`, and `EAGLEWorkerV2.verify`, where the configuration
+    has the token oracle; leave every other worker as it is."""
+    managers = worker.canary_managers()
+    if not managers or not managers[0].config.use_token_oracle:
+        return
+    perturb, target = managers[0].perturb, _target(worker)
+    target.sample = _with_faults(target.sample, perturb)
+    if isinstance(worker, EAGLEWorkerV2):
+        _replace_choices(worker, perturb)
+
+
+def _target(worker: Worker) -> Any:
+    return worker.target_worker if isinstance(worker, EAGLEWorkerV2) else worker
 
 
 def _with_faults(sample: Sample, perturb: PerturbDriver) -> Sample:
@@ -36,3 +48,22 @@ def _with_faults(sample: Sample, perturb: PerturbDriver) -> Sample:
         return sampled._replace(token_ids=tokens)
 
     return sample_with_faults
+
+
+def _replace_choices(worker: Any, perturb: PerturbDriver) -> None:
+    """Let the target choose the oracle's token after each node: its logits allow no
+    other one, whether the request samples or not."""
+    verify = worker.verify
+
+    def verify_with_oracle(
+        live: WorkspaceRows,
+        logits: Tensor,
+        sampling_info: SamplingBatchInfo,
+        **options: Any,
+    ) -> Tensor:
+        tokens = perturb.node_tokens(live.row_identity(), live.tree.positions)
+        only = oracle_logits(logits, tokens.view(-1))
+        processed: Tensor = verify(live, only, sampling_info, **options)
+        return processed
+
+    worker.verify = verify_with_oracle

@@ -187,6 +187,11 @@ class CanaryManager:
         set_lineage(self._state, req_pool_indices, lineages)
         if self.target.seeds is not None:
             self.target.seeds.index_copy_(0, req_pool_indices, seeds)
+        if self.target.oracle is not None:
+            prompt_lens = torch.tensor([owner.prompt_len for owner in owners])
+            self.target.oracle.expect_prompts(
+                self._upload(prompt_lens), req_pool_indices
+            )
 
     def mark_init_finished(self) -> None:
         """Let faults, sweeps and health checks begin: all graphs are captured."""
@@ -349,6 +354,8 @@ class CanaryManager:
         Returns:
             int64 [STATUS_WORDS + R] on the device.
         """
+        if self.target.oracle is not None:
+            self.target.oracle.check_accepted(self._state, accepted)
         findings = finish_step(self._state, view_of(accepted))
         if self._group.size > 1:
             self._combine(findings)

@@ -19,13 +19,13 @@ from kv_canary.findings import STATUS_WORDS
 from kv_canary.records import WriterKind
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 from sglang.srt.kv_canary.kernels import before_model, write_tail
-from sglang.srt.kv_canary.token_oracle import oracle_tokens
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 
 if TYPE_CHECKING:
     from sglang.srt.kv_canary.config import CanaryConfig
     from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
+    from sglang.srt.kv_canary.token_oracle import InputOracle
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 
@@ -47,6 +47,7 @@ class CanaryTarget:
         topk: branches of a draft step; tree_depth: levels of a tree below its root.
         seeds: int64 [req_rows], lineage of each request row before position 0, in a
             draft's pool; None: the target's, where it is 0.
+        oracle: what inputs must be (tests), of the target; None: it is off.
     """
 
     config: CanaryConfig
@@ -59,6 +60,7 @@ class CanaryTarget:
     topk: int = 1
     tree_depth: int = 0
     seeds: Tensor | None = None
+    oracle: InputOracle | None = None
 
     @property
     def is_draft(self) -> bool:
@@ -98,7 +100,6 @@ class SingleForwardManager:
         self._kinds = dict(_KINDS)
         if target.is_draft:
             self._kinds[ForwardMode.DECODE] = WriterKind.DRAFT
-        self._has_oracle = target.config.check_write_inputs and not target.is_draft
         self._checks = target.checks()
         # No table holds tokens of branches after the first step.
         self._branch_checks = dataclasses.replace(self._checks, tokens=None)
@@ -138,12 +139,13 @@ class SingleForwardManager:
     ) -> ForwardView:
         kind = self._kinds[forward_batch.forward_mode]
         if not self._is_draft:
+            oracle = self._target.oracle
             return view_of(
                 forward_batch,
                 reads=reads,
                 writer_kind=kind,
                 manager=self.index,
-                oracle=self._oracle(forward_batch) if self._has_oracle else None,
+                oracle=None if oracle is None else oracle.of(forward_batch),
                 max_depth=self._target.tree_depth,
             )
         spec = forward_batch.spec_info
@@ -186,16 +188,6 @@ class SingleForwardManager:
 
     def post_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
         """Nothing to do on the host: findings travel with the result."""
-
-    def _oracle(self, forward_batch: ForwardBatch) -> tuple[Tensor, Tensor] | None:
-        """Tokens and positions that a decode must have as its inputs (tests)."""
-        if not forward_batch.forward_mode.is_decode:
-            return None
-        positions = forward_batch.prefix_lens
-        tokens = oracle_tokens(
-            forward_batch.rids_int, positions, vocab_size=self._target.vocab_size
-        )
-        return tokens, positions
 
 
 def view_of(
