@@ -107,7 +107,9 @@ class _BaselineBase:
             "protected_tokens_total",
             "swept_tokens_total",
             "sweep_passes_total",
+            "violations_total",
         }
+        assert after["violations_total"] == 0
         # Decode steps read 50, 51, ... tokens; the cached part of the prompt is read
         # by the prefill. A GPU runs one step more before it knows the end.
         cached = answer["meta_info"]["cached_tokens"]
