@@ -68,6 +68,8 @@ CONSTANTS = {
         "CLOCK_SHIFT",
         "CLOCK_MASK",
         "SALT_KEY",
+        "UNKNOWN",
+        "SENTINEL",
         "TAG_MANAGER_SHIFT",
         "TAG_MANAGER_MASK",
         "TAG_POOL_SHIFT",
@@ -80,6 +82,7 @@ CONSTANTS = {
 LENGTHS = {"rows": "kRows", "rows + 1": "kRowEnds", "tokens": "kTokens", "any": "kAny"}
 STRUCTS: dict[type[IntEnum], str] = {
     records.Record: "Record",
+    records.Request: "Request",
     records.Ring: "RingEntry",
 }
 NUMBERS = {

@@ -115,6 +115,33 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
         applies=_has(Reason.PHASE),
     ),
     Diagnosis(
+        name="row of another request",
+        look_at="the order of rows when the batch was made, filtered or merged; who "
+        "freed the row of req_to_token",
+        applies=_has(Reason.ROW_OWNER),
+    ),
+    Diagnosis(
+        name="the host keeps other tokens than were sampled",
+        look_at="the processing of the result: rows, accept lengths, the copy to the "
+        "host; a prompt whose last tokens were never prefilled",
+        applies=_has(Reason.RESULT_TOKEN),
+    ),
+    Diagnosis(
+        name="accepted tokens are no path of the tree",
+        look_at="the verification: accept_index, parents, the target's choices",
+        applies=_has(Reason.ACCEPT_PATH),
+    ),
+    Diagnosis(
+        name="nodes that do not follow their tree",
+        look_at="the builder of the tree: parents and tree_mask",
+        applies=_has(Reason.TREE_SHAPE),
+    ),
+    Diagnosis(
+        name="K or V was not stored",
+        look_at="the kernel that stores K and V; the slots that it is given",
+        applies=_has(Reason.WRITE_MISSING),
+    ),
+    Diagnosis(
         name="read of a slot that was never written",
         look_at="the request's row of req_to_token; a forward that skipped storing KV",
         applies=_both(Reason.VERIFY_FREED, _is_never_written),

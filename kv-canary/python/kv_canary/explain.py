@@ -31,6 +31,12 @@ MEANING = {
     "prompt's, then the sampled ones), or from the oracle's",
     "write_position": "the forward got another position than its row says",
     "phase": "the canary's own launches ran out of order",
+    "row_owner": "the row of the request table belongs to another request",
+    "tree_shape": "a node's parent or what it attends to is not the tree's",
+    "accept_path": "an accepted token does not follow from the tree and the target",
+    "result_token": "the host keeps another token, or at another place, than the "
+    "device sampled",
+    "write_missing": "the bytes of the slot were not stored by the model",
 }
 
 
@@ -135,15 +141,25 @@ def _span(name: str, run: list[dict[str, Any]]) -> str:
     return f"{name}s {values[0]} to {values[-1]}"
 
 
+# Where the due token and the other one come from, elsewhere than in a forward's input.
+_SOURCES = {
+    "accept_path": ("as the target chose", "among the tokens gained"),
+    "result_token": ("as the device sampled", "as the host keeps"),
+}
+
 # Lines of a violation: a name and a text.
 _Lines = list[tuple[str, str]]
 
 
 def _input_lines(violation: dict[str, Any]) -> _Lines:
-    """What was published, and what the forward got instead."""
+    """The token that was due, and the one that is there instead."""
+    due, there = next(
+        (words for reason, words in _SOURCES.items() if reason in violation["reasons"]),
+        ("as published", "in the forward's inputs"),
+    )
     return [
-        ("expected", f"{_input(violation['expected'])}, as published"),
-        ("found", f"{_input(violation['found'])}, in the forward's inputs"),
+        ("expected", f"{_input(violation['expected'])}, {due}"),
+        ("found", f"{_input(violation['found'])}, {there}"),
     ]
 
 
@@ -184,7 +200,7 @@ def _record_lines(violation: dict[str, Any]) -> _Lines:
 
 
 _Part = Callable[[dict[str, Any]], _Lines]
-_INPUTS = frozenset({"write_token", "write_position"})
+_INPUTS = frozenset({"write_token", "write_position", "accept_path", "result_token"})
 # What is printed of a violation with one of these reasons; without any, the records.
 _PARTS: tuple[tuple[frozenset[str], _Part], ...] = (
     (frozenset({"phase"}), _phase_lines),

@@ -16,6 +16,7 @@ from kv_canary.kernels import reference, reference_write
 from kv_canary.op import Op
 
 if TYPE_CHECKING:
+    from kv_canary.accepted import AcceptedPath
     from kv_canary.checks import PoolChecks
     from kv_canary.state import CanaryState
     from kv_canary.view import ForwardView
@@ -60,6 +61,17 @@ _gather_findings = Op(
     reference=reference_write.gather_findings,
     native=_NATIVE + "gather_findings",
     triton=_TRITON + "gather_findings",
+)
+
+_note_tokens = Op(
+    reference=reference_write.note_tokens,
+    native=_NATIVE + "note_tokens",
+    triton=_TRITON + "note_tokens",
+)
+_note_accepted = Op(
+    reference=reference_write.note_accepted,
+    native=_NATIVE + "note_accepted",
+    triton=_TRITON + "note_accepted",
 )
 
 
@@ -120,6 +132,59 @@ def move_records(state: CanaryState, *, dst: Tensor, src: Tensor) -> None:
 def set_lineage(state: CanaryState, rows: Tensor, values: Tensor) -> None:
     """Set expected_lineage[rows] = values, int64 [n] each, from the host's tokens."""
     state.expected_lineage.index_copy_(0, rows, values)
+
+
+def set_requests(state: CanaryState, rows: Tensor, values: Tensor) -> None:
+    """Set requests[rows] = values, int64 [n, len(Request)], from the host's requests;
+    `UNKNOWN`: not compared."""
+    state.requests.index_copy_(0, rows, values)
+
+
+def note_tokens(
+    state: CanaryState,
+    *,
+    req_rows: Tensor,
+    serials: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Note what was sampled, from the sampler's own result: the next forward's inputs
+    are compared with it. int64 [R] each, contiguous; rows other than 0 differ.
+
+    Args:
+        tokens: of each row; negative: none, so that its next input is not known.
+        positions: theirs.
+
+    Returns:
+        marks, int64 [2, R] on the device: serials, and words 0 of the tokens (`UNKNOWN`
+        where there is none), for the host to compare with what it keeps.
+    """
+    marks = serials.new_empty((2, len(req_rows)))
+    _note_tokens(
+        state,
+        req_rows=req_rows,
+        serials=serials,
+        tokens=tokens,
+        positions=positions,
+        marks=marks,
+    )
+    return marks
+
+
+def note_accepted(state: CanaryState, path: AcceptedPath) -> Tensor:
+    """Check what a verification accepted, and note the last token gained of each row
+    as `note_tokens` does; the first node in doubt of a row is an ACCEPT_PATH.
+
+    Every node of the path must follow its predecessor in the tree and be the token
+    that this one's prediction names; tokens gained must be the predictions, and these
+    the target's choices where they are given.
+
+    Returns:
+        marks, as `note_tokens`.
+    """
+    marks = path.serials.new_empty((2, path.num_rows))
+    _note_accepted(state, path, marks=marks)
+    return marks
 
 
 def finish_step(state: CanaryState, view: ForwardView) -> Tensor:

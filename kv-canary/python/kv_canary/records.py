@@ -53,6 +53,23 @@ class Record(IntEnum):
 RECORD_WORDS = len(Record)
 
 
+class Request(IntEnum):
+    """Words of what is known of the request in a row of the request table; -1: not
+    known. NEXT_WORD0 is word 0 of the token that the row must have next as its first
+    new one: the host's at prefill, later what the sampler drew."""
+
+    SERIAL = 0
+    NEXT_WORD0 = 1
+
+
+UNKNOWN = -1
+"""A word of `Request` that is not known."""
+
+SENTINEL = to_signed64(0xFFA5FFA5FFA5FFA5)
+"""Fills the bytes of new slots before the model where all bytes are covered: words of
+NaN in every float format but those of 8 bits, which no model computes."""
+
+
 class WriterKind(IntEnum):
     """Who wrote a record; four bits of word 3."""
 
@@ -84,6 +101,11 @@ class Reason(IntFlag):
     WRITE_TOKEN = 1 << 11
     WRITE_POSITION = 1 << 12
     PHASE = 1 << 13
+    ROW_OWNER = 1 << 14
+    TREE_SHAPE = 1 << 15
+    ACCEPT_PATH = 1 << 16
+    RESULT_TOKEN = 1 << 17
+    WRITE_MISSING = 1 << 18
 
 
 def reason_labels(reasons: int) -> list[str]:
@@ -106,6 +128,8 @@ class Launch(IntEnum):
     HEAD = 1
     TAIL = 2
     SWEEP = 3
+    ACCEPT = 4
+    RESULT = 5
 
 
 class Ring(IntEnum):

@@ -17,7 +17,9 @@ from kv_canary.records import (
     NUM_COUNTERS,
     POISON_WORD,
     TAG_MANAGER_MASK,
+    UNKNOWN,
     Record,
+    Request,
     Ring,
     WriterKind,
     pack_word3,
@@ -87,6 +89,7 @@ class CanaryState:
         head, tail: int64 [num_slots, RECORD_WORDS], records (`records.py`).
         expected_lineage: int64 [lineage_rows], lineage of the last KV token of a row,
             known without the records.
+        requests: int64 [req_rows, len(Request)], whose each row is, and its next input.
         verdict: int32 [req_rows], reasons per request row since the last gather. Row 0
             (padding) collects PHASE, which belongs to no request.
         ring: int64 [capacity, RING_WORDS]; ring_count: int64 [1], counts on when the
@@ -104,6 +107,7 @@ class CanaryState:
     head: Tensor = field(metadata=_part("num_slots", words=Record))
     tail: Tensor = field(metadata=_part("num_slots", words=Record))
     expected_lineage: Tensor = field(metadata=_part("lineage_rows"))
+    requests: Tensor = field(metadata=_part("req_rows", words=Request))
     verdict: Tensor = field(metadata=_part("req_rows", dtype=torch.int32))
     ring: Tensor = field(metadata=_part("ring_capacity", words=Ring))
     ring_count: Tensor = field(metadata=_part(1))
@@ -204,5 +208,6 @@ def create_state(
     for records in (state.head, state.tail):
         records[:, Record.WORD0] = POISON_WORD
         records[:, Record.WORD3] = pack_word3(0, WriterKind.POISON, 0)
+    state.requests.fill_(UNKNOWN)
     state.clock.fill_(FIRST_CLOCK)
     return state

@@ -46,6 +46,8 @@ class KVReadView:
         first_position: int64 [R] | None.
         prev_slots: int64 [R] | None, slot of the token before element 0, -1: none; for
             views of no forward (a sweep).
+        takes_new: whether attention reads K and V of the new tokens from these slots
+            too; without it the elements may end at the prefix.
         entry_size: elements that one entry of the table covers.
         numbers, tensors: for the native ops, `READ_NUMBERS` and `READ_FIELDS` in order,
             without the absent tensors at the end.
@@ -60,6 +62,7 @@ class KVReadView:
     first_position: Tensor | None = field(default=None, metadata=_declared("rows"))
     prev_slots: Tensor | None = field(default=None, metadata=_declared("rows"))
     page_size: int = 1
+    takes_new: bool = True
     entry_size: int = field(init=False)
     numbers: tuple[int, ...] = field(init=False, repr=False, compare=False)
     tensors: list[Tensor | None] = field(init=False, repr=False, compare=False)
@@ -118,6 +121,8 @@ class ForwardView:
         qo_indptr: [R + 1], offsets of the rows in [T]; None: one token per row.
         parent_index: [T] | None, for trees: place in [T] of a token's parent, -1: the
             row's last prefix token.
+        tree_mask: bool [T, W] | None, with `parent_index`: whether token t attends to
+            the j-th new token of its row. None: not compared.
         seeds: [R] | None, lineage before position 0; seed_table: [req_rows] | None,
             the same by request row. Neither: 0.
         lineage_rows: [R] | None, rows of `expected_lineage` that these rows go on from;
@@ -165,6 +170,7 @@ class ForwardView:
     writer_kind: WriterKind = WriterKind.NONE
     manager: int = NO_MANAGER
     oracle: tuple[Tensor, Tensor] | None = None
+    tree_mask: Tensor | None = None
     max_depth: int = 0
     # Made once and not by each launch of a forward.
     numbers: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -177,6 +183,8 @@ class ForwardView:
             raise ValueError("ForwardView: give either seeds or seed_table")
         if self.parent_index is not None and self.max_depth < 1:
             raise ValueError("ForwardView: a tree without max_depth")
+        if self.tree_mask is not None and self.parent_index is None:
+            raise ValueError("ForwardView: tree_mask without parent_index")
         self.numbers = _forward_numbers_of(self)
         self.tensors = _without_absent_end(_row_tensors_of(self))
 
@@ -188,6 +196,17 @@ class ForwardView:
         """
         for f, tensor in zip(ROW_FIELDS, self.tensors, strict=False):
             require_vector(f"ForwardView: {f.name}", tensor)
+        mask = self.tree_mask
+        if mask is not None and (
+            mask.dtype is not torch.bool
+            or mask.dim() != 2
+            or len(mask) != self.num_tokens
+            or not mask.is_contiguous()
+        ):
+            raise ValueError(
+                f"ForwardView: tree_mask is {mask.dtype} of shape {list(mask.shape)}; "
+                "it must be contiguous bool [tokens, width]"
+            )
 
     def max_advance(self, extend_lens: Tensor) -> Tensor:
         """By how much the rows' prefixes can grow in this forward, [R]."""
@@ -210,7 +229,7 @@ READ_FIELDS = tuple(f for f in fields(KVReadView) if f.metadata)
 ROW_FIELDS = tuple(f for f in fields(ForwardView) if f.metadata)
 """The tensors of a `ForwardView`, in order, with their metadata."""
 
-READ_NUMBERS = ("page_size", "entry_size")
+READ_NUMBERS = ("page_size", "entry_size", "takes_new")
 """The numbers of a `KVReadView` that the native ops take."""
 
 FORWARD_NUMBERS = ("max_depth", "manager", "writer_kind")

@@ -229,7 +229,14 @@ class Violation:
 
 
 # Launches of a forward in the order in which they run; a sweep comes before it.
-_LAUNCH_ORDER = (Launch.SWEEP, Launch.VERIFY, Launch.HEAD, Launch.TAIL)
+_LAUNCH_ORDER = (
+    Launch.SWEEP,
+    Launch.VERIFY,
+    Launch.HEAD,
+    Launch.TAIL,
+    Launch.ACCEPT,
+    Launch.RESULT,
+)
 
 
 def ring_order(entry: Sequence[int]) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ class _Row:
 
     tokens: array[int]
     salt: int = 0
+    serial: int = 0
 
     @property
     def prompt_len(self) -> int:
@@ -146,7 +147,9 @@ class ForwardHarness:
             self.pool.write_tokens([row], [0], [len(known)], known)
         zeros = torch.zeros(len(rows), dtype=torch.int64)
         if self.canary is not None and mode is ForwardMode.EXTEND:
-            owners = [_Row(tokens=array("q", self._tokens[row])) for row in rows]
+            owners = [
+                _Row(tokens=array("q", self._tokens[row]), serial=row) for row in rows
+            ]
             indices = torch.tensor(rows, device=self.runner.device)
             self.canary.expect_prefixes(owners, starts, indices)
         batch = ForwardBatch(

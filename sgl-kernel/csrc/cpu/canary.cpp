@@ -1,5 +1,6 @@
 // Checks of arguments and launches of the KV canary. The state is one arena; the tensors of a
 // forward and of what attention reads arrive as lists, in the order of canary_words.h.
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -197,6 +198,7 @@ canary::Table table_of(
   table.prev_slots = longs(op, "prev_slots", t[Read::kPrevSlots], rows);
   table.page_size = n.page_size;
   table.entry_size = n.entry_size;
+  table.takes_new = n.takes_new != 0;
   if (pages) set_pages(op, entries, t[Read::kRowIndex], rows, table);
   else set_flat(op, entries, *indptr, rows, table);
   return table;
@@ -308,7 +310,18 @@ canary::WriteArgs write_args(
   check_manager(op, a.state, n.forward.manager);
   a.page_size = n.checks.page_size;
   a.writer_kind = n.forward.writer_kind;
+  a.token_offset = n.checks.token_offset;
   return a;
+}
+
+void set_mask(const char* op, canary::WriteArgs& a, const OptionalTensor& mask) {
+  if (!mask) return;
+  SGLK_CHECK(
+      mask->dim() == 2 && mask->scalar_type() == ScalarType::Bool &&
+          mask->size(0) == a.rows.tokens && mask->is_contiguous() && a.rows.parent_index,
+      op, "tree_mask", *mask, "contiguous bool [tokens, width], with parent_index");
+  a.tree_mask = static_cast<const bool*>(mask->const_data_ptr());
+  a.mask_width = mask->size(1);
 }
 
 using RowWork = void (*)(const canary::WriteArgs&, const canary::Site&, int64_t);
@@ -342,12 +355,16 @@ void run_head(const canary::WriteArgs& a, int64_t manager) {
 }
 
 void canary_write_head(
-    const Tensor& state, const OptionalTensors& rows, const OptionalTensor& req_to_token,
-    const OptionalTensor& published, const OptionalTensor& oracle_tokens,
-    const OptionalTensor& oracle_positions, const Numbers& numbers) {
+    const Tensor& state, const OptionalTensors& rows, const OptionalTensor& k,
+    const OptionalTensor& v, const OptionalTensor& req_to_token,
+    const OptionalTensor& published, const OptionalTensor& tree_mask,
+    const OptionalTensor& oracle_tokens, const OptionalTensor& oracle_positions,
+    const Numbers& numbers) {
   const char* op = "canary_write_head";
   const auto n = unpack<WriteNumbers>(op, numbers);
   canary::WriteArgs a = write_args(op, state, rows, n);
+  a.bytes = bytes_of(op, k, v, n.checks, a.state.num_slots);
+  set_mask(op, a, tree_mask);
   a.slots = columns_of(op, "req_to_token", req_to_token, a.rows);
   a.published = columns_of(op, "published", published, a.rows);
   set_oracle(op, a, oracle_tokens, oracle_positions);
@@ -359,8 +376,8 @@ void canary_before_model(
     const Tensor& state, const OptionalTensors& rows, const OptionalTensors& table,
     const OptionalTensor& k, const OptionalTensor& v, const Tensor& req_to_token,
     const OptionalTensor& tokens, const OptionalTensor& published,
-    const OptionalTensor& oracle_tokens, const OptionalTensor& oracle_positions,
-    const Numbers& numbers) {
+    const OptionalTensor& tree_mask, const OptionalTensor& oracle_tokens,
+    const OptionalTensor& oracle_positions, const Numbers& numbers) {
   const char* op = "canary_before_model";
   const auto n = unpack<ReadNumbers>(op, numbers);
   canary::WriteArgs w = write_args(op, state, rows, n);
@@ -372,9 +389,10 @@ void canary_before_model(
   a.rows = w.rows;
   a.slots = w.slots;
   a.table = table_of(op, table, a.rows.count, n.table);
-  a.bytes = bytes_of(op, k, v, n.checks, a.state.num_slots);
+  a.bytes = w.bytes = bytes_of(op, k, v, n.checks, a.state.num_slots);
   a.tokens = columns_of(op, "tokens", tokens, a.rows);
   a.token_offset = n.checks.token_offset;
+  set_mask(op, w, tree_mask);
   run_verify(a, n.forward.manager);
   run_head(w, n.forward.manager);
 }
@@ -462,6 +480,88 @@ void canary_finish_step(
   take_findings(op, s, r.req_rows, r.count, findings);
 }
 
+// Notes the token that row r must have next, -1 where it has none, and marks it.
+void note(
+    const char* op, const canary::State& s, int64_t req, int64_t serial, int64_t token,
+    int64_t position, int64_t* mark_serial, int64_t* mark_word0) {
+  SGLK_REQUIRE(
+      req >= 0 && req < s.req_rows, op, ": a req_row is ", req, ", expected 0 .. ",
+      s.req_rows - 1);
+  *mark_serial = serial;
+  *mark_word0 = token < 0 ? canary::kUnknown : canary::pack_word0(token, position);
+  if (req) s.requests[req].next_word0 = *mark_word0;
+}
+
+int64_t* marks_of(const char* op, const Tensor& marks, int64_t count) {
+  SGLK_CHECK(
+      marks.scalar_type() == ScalarType::Long && marks.is_contiguous() &&
+          marks.numel() == 2 * count,
+      op, "marks", marks, "contiguous int64 [2, rows]");
+  return static_cast<int64_t*>(marks.mutable_data_ptr());
+}
+
+void canary_note_tokens(
+    const Tensor& state, const Tensor& req_rows, const Tensor& serials,
+    const Tensor& tokens, const Tensor& positions, const Tensor& marks) {
+  const char* op = "canary_note_tokens";
+  const canary::State s = state_of(op, state);
+  const int64_t count = req_rows.numel();
+  const int64_t* rows = longs(op, "req_rows", req_rows, count);
+  const int64_t* serial = longs(op, "serials", serials, count);
+  const int64_t* token = longs(op, "tokens", tokens, count);
+  const int64_t* position = longs(op, "positions", positions, count);
+  int64_t* mark = marks_of(op, marks, count);
+  for (int64_t r = 0; r < count; r++)
+    note(op, s, rows[r], serial[r], token[r], position[r], mark + r, mark + count + r);
+}
+
+const int64_t* matrix(
+    const char* op, const char* name, const OptionalTensor& t, int64_t rows, int64_t columns) {
+  if (!t) return nullptr;
+  SGLK_CHECK(
+      t->scalar_type() == ScalarType::Long && t->is_contiguous() &&
+          t->numel() == rows * columns,
+      op, name, *t, "contiguous int64 [rows, columns] of the path");
+  return static_cast<const int64_t*>(t->const_data_ptr());
+}
+
+// `path`: the tensors of an AcceptedPath, in order.
+void canary_note_accepted(
+    const Tensor& state, const OptionalTensors& path, const Tensor& marks) {
+  const char* op = "canary_note_accepted";
+  const canary::State s = state_of(op, state);
+  constexpr int64_t kTensors = 10;
+  SGLK_REQUIRE(path.size() == kTensors, op, ": expected ", kTensors, " tensors");
+  for (int64_t i = 0; i < kTensors - 1; i++)
+    SGLK_REQUIRE(path[i], op, ": tensor ", i, " of the path is missing");
+  canary::Path p{};
+  p.count = path[0]->numel();
+  SGLK_REQUIRE(p.count == 0 || (path[3]->dim() == 2 && path[6]->dim() == 2),
+               op, ": tokens and accept_index must have two dimensions");
+  p.nodes = path[3]->size(1);
+  p.width = path[6]->size(1);
+  const char* rows_only = "path";
+  p.req_rows = longs(op, rows_only, path[0], p.count);
+  p.serials = longs(op, rows_only, path[1], p.count);
+  p.prefix_lens = longs(op, rows_only, path[2], p.count);
+  p.tokens = matrix(op, "tokens", path[3], p.count, p.nodes);
+  p.parent_index = matrix(op, "parent_index", path[4], p.count, p.nodes);
+  p.predict = matrix(op, "predict", path[5], p.count, p.nodes);
+  p.accept_index = matrix(op, "accept_index", path[6], p.count, p.width);
+  p.accept_lens = longs(op, rows_only, path[7], p.count);
+  p.gained = matrix(op, "gained", path[8], p.count, p.width);
+  p.choices = matrix(op, "choices", path[9], p.count, p.nodes);
+  int64_t* mark = marks_of(op, marks, p.count);
+  const canary::Site site = site_of(s, canary::Launch::kAccept, canary::kNoManager);
+  for (int64_t q = 0; q < p.count; q++) {
+    canary::check_path(s, site, p, q);
+    const int64_t length = std::clamp<int64_t>(p.accept_lens[q], 1, p.width);
+    note(
+        op, s, p.req_rows[q], p.serials[q], p.gained[q * p.width + length - 1],
+        p.prefix_lens[q] + p.accept_lens[q], mark + q, mark + p.count + q);
+  }
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
@@ -470,17 +570,22 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
       "Tensor? v_words, Tensor? req_to_token, Tensor? tokens, int[] numbers, "
       "bool steps_phase) -> ()");
   m.def(
-      "canary_write_head(Tensor(a!) state, Tensor?[] rows, Tensor? req_to_token, "
-      "Tensor? published, Tensor? oracle_tokens, Tensor? oracle_positions, "
-      "int[] numbers) -> ()");
+      "canary_write_head(Tensor(a!) state, Tensor?[] rows, Tensor? k_words, "
+      "Tensor? v_words, Tensor? req_to_token, Tensor? published, Tensor? tree_mask, "
+      "Tensor? oracle_tokens, Tensor? oracle_positions, int[] numbers) -> ()");
   m.def(
       "canary_write_tail(Tensor(a!) state, Tensor?[] rows, Tensor? k_words, "
       "Tensor? v_words, Tensor(b!)? findings, int[] numbers, bool advance) -> ()");
   m.def(
       "canary_before_model(Tensor(a!) state, Tensor?[] rows, Tensor?[] table, "
       "Tensor? k_words, Tensor? v_words, Tensor req_to_token, Tensor? tokens, "
-      "Tensor? published, Tensor? oracle_tokens, Tensor? oracle_positions, "
-      "int[] numbers) -> ()");
+      "Tensor? published, Tensor? tree_mask, Tensor? oracle_tokens, "
+      "Tensor? oracle_positions, int[] numbers) -> ()");
+  m.def(
+      "canary_note_tokens(Tensor(a!) state, Tensor req_rows, Tensor serials, "
+      "Tensor tokens, Tensor positions, Tensor(b!) marks) -> ()");
+  m.def(
+      "canary_note_accepted(Tensor(a!) state, Tensor?[] path, Tensor(b!) marks) -> ()");
   m.def("canary_poison(Tensor(a!) state, Tensor slots, Tensor? n_live) -> ()");
   m.def(
       "canary_gather_findings(Tensor(a!) state, Tensor req_rows, Tensor(b!) findings) -> ()");
@@ -494,6 +599,8 @@ STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
   m.impl("canary_write_head", TORCH_BOX(&canary_write_head));
   m.impl("canary_write_tail", TORCH_BOX(&canary_write_tail));
   m.impl("canary_before_model", TORCH_BOX(&canary_before_model));
+  m.impl("canary_note_tokens", TORCH_BOX(&canary_note_tokens));
+  m.impl("canary_note_accepted", TORCH_BOX(&canary_note_accepted));
   m.impl("canary_poison", TORCH_BOX(&canary_poison));
   m.impl("canary_gather_findings", TORCH_BOX(&canary_gather_findings));
   m.impl("canary_finish_step", TORCH_BOX(&canary_finish_step));

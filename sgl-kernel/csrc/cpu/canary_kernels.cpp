@@ -284,7 +284,7 @@ void verify_row(const VerifyArgs& a, const Site& site, int64_t r) {
   check_blocks(a, site, r, old, seen);
   check_elements(a, site, r, old, length, old > 0 ? a.table.slot(r, old - 1) : -1, seen);
   const int64_t end = first + length;
-  if (end < prefix || (end > prefix && end < prefix + extend)) {
+  if (end < prefix + extend && (a.table.takes_new || end != prefix)) {
     Found f;
     f.reasons = Reason::kReadSet;
     f.position = end;
@@ -370,20 +370,83 @@ bool is_taken(const WriteArgs& a, const Site& site, int64_t r, int64_t slot) {
          a.slots.at(a.rows.req_rows[r], column_of(a.rows, r, p)) == slot;
 }
 
-// The input of new token j of a row against what was published; after its roots a
-// verification reads proposals.
-void check_published(const WriteArgs& a, int64_t r, int64_t t, int64_t j, Found& f) {
-  if (a.writer_kind == WriterKind::kVerify && j) return;
-  const int64_t position = a.rows.prefix_lens[r] + j;
-  const int64_t token = a.published.at(a.rows.req_rows[r], position);
-  if (token < 0) return;
-  int64_t reasons = 0;
-  if (token != a.rows.input_ids[t]) reasons |= Reason::kWriteToken;
-  if (position != a.rows.positions[t]) reasons |= Reason::kWritePosition;
+// Notes that the input of new token t is not what is due.
+void expect_input(const WriteArgs& a, int64_t t, int64_t due, int64_t reasons, Found& f) {
   if (!reasons) return;
   f.reasons |= reasons;
-  f.found_word0 = f.expected_word0;
-  f.expected_word0 = pack_word0(token, position);
+  f.expected_word0 = due;
+  f.found_word0 = pack_word0(a.rows.input_ids[t], a.rows.positions[t]);
+}
+
+// Ancestors of a token within its row, and whether they precede their children up to one
+// without a parent.
+struct Depth {
+  int64_t ancestors;
+  bool is_sound;
+};
+
+Depth depth_of(const Rows& rows, int64_t start, int64_t t) {
+  int64_t child = t, parent = rows.parent_index[t], ancestors = 0;
+  for (; ancestors < rows.max_depth && parent >= start && parent < child; ancestors++) {
+    child = parent;
+    parent = rows.parent_index[parent];
+  }
+  return {ancestors, parent == -1};
+}
+
+// Whether token j of a row, at t, attends to what its parent does and itself.
+bool has_sound_mask(const WriteArgs& a, int64_t t, int64_t j, int64_t start) {
+  const int64_t parent = a.rows.parent_index[t];
+  const bool* own = a.tree_mask + t * a.mask_width;
+  const bool* of_parent =
+      parent >= start && parent < t ? a.tree_mask + parent * a.mask_width : nullptr;
+  bool wrong = false;
+  for (int64_t i = 0; i < a.mask_width; i++)
+    wrong |= own[i] != ((of_parent && of_parent[i]) || i == j);
+  return !wrong;
+}
+
+// The place of new token j of a row: its position, in a tree also its parent and its mask.
+void check_shape(const WriteArgs& a, int64_t r, int64_t t, int64_t j, Found& f) {
+  const Rows& rows = a.rows;
+  const int64_t position = rows.positions[t];
+  int64_t reasons = 0, due = rows.prefix_lens[r] + j;
+  if (rows.parent_index) {
+    const int64_t start = rows.start(r);
+    const Depth depth = depth_of(rows, start, t);
+    const bool is_orphan = j && rows.parent_index[t] == -1;
+    due = is_orphan ? position : rows.prefix_lens[r] + depth.ancestors;
+    if (!depth.is_sound || (a.tree_mask && !has_sound_mask(a, t, j, start)))
+      reasons |= Reason::kTreeShape;
+  }
+  if (due != position) reasons |= Reason::kWritePosition;
+  expect_input(a, t, pack_word0(rows.input_ids[t], due), reasons, f);
+}
+
+// The first new token of a row against what is known of its request; branches have none of
+// their own.
+void check_request(const WriteArgs& a, int64_t r, int64_t t, Found& f) {
+  if (a.rows.lineage_rows) return;
+  const Request& known = a.state.requests[a.rows.req_rows[r]];
+  int64_t reasons = 0;
+  if (known.serial != kUnknown && known.serial != a.rows.serials[r])
+    f.reasons |= Reason::kRowOwner;
+  const int64_t own = pack_word0(a.rows.input_ids[t], a.rows.positions[t]);
+  const int64_t unlike = known.next_word0 == kUnknown ? 0 : known.next_word0 ^ own;
+  if (unlike & kTokenMask) reasons |= Reason::kWriteToken;
+  if (position_of(unlike)) reasons |= Reason::kWritePosition;
+  expect_input(a, t, known.next_word0, reasons, f);
+}
+
+// The input of new token j of a row against what was published; a draft step, and a
+// verification after its roots, read proposals.
+void check_published(const WriteArgs& a, int64_t r, int64_t t, int64_t j, Found& f) {
+  if (a.writer_kind == WriterKind::kDraft) return;
+  if (a.writer_kind == WriterKind::kVerify && j) return;
+  const int64_t position = a.rows.prefix_lens[r] + j;
+  const int64_t token = a.published.at(a.rows.req_rows[r], position + a.token_offset);
+  if (token < 0 || token == a.rows.input_ids[t]) return;
+  expect_input(a, t, pack_word0(token, position), Reason::kWriteToken, f);
 }
 
 // The input of new token t against the oracle.
@@ -393,6 +456,31 @@ void check_oracle(const WriteArgs& a, int64_t t, int64_t own_word0, Found& f) {
   if (position >= 0 && position != a.rows.positions[t]) f.reasons |= Reason::kWritePosition;
   f.expected_word0 = pack_word0(token, position);
   if (f.reasons & (Reason::kWriteToken | Reason::kWritePosition)) f.found_word0 = own_word0;
+}
+
+// Body(words of a layer's K or V in the slot, how many) where all bytes are covered.
+template <class Body>
+void for_each_part(const Bytes& bytes, int64_t slot, const Body& body) {
+  if (bytes.mode != FingerprintMode::kAll) return;
+  for (int64_t layer = 0; layer < bytes.layers; layer++)
+    for (const Words* words : {&bytes.k, &bytes.v}) body(words->at(slot, layer), words->count);
+}
+
+// Makes a store that does not happen show.
+void fill_sentinel(const Bytes& bytes, int64_t slot) {
+  for_each_part(bytes, slot, [](const int64_t* words, int64_t count) {
+    // The one launch that writes what it otherwise reads.
+    std::fill_n(const_cast<int64_t*>(words), count, kSentinel);
+  });
+}
+
+// Whether the first or the last word of a part still is the sentinel.
+bool has_sentinel(const Bytes& bytes, int64_t slot) {
+  bool found = false;
+  for_each_part(bytes, slot, [&](const int64_t* words, int64_t count) {
+    found |= words[0] == kSentinel || words[count - 1] == kSentinel;
+  });
+  return found;
 }
 
 // The slot of new token j of a row: whether it may be written, and whether it is due.
@@ -428,6 +516,8 @@ void check_head_row(const WriteArgs& a, const Site& site, int64_t r) {
     f.expected_word0 = own;
     f.expected_lineage = word(lineage);
     check_slot(a, site, r, j, f);
+    check_shape(a, r, t, j, f);
+    if (j == 0) check_request(a, r, t, f);
     if (a.published.data) check_published(a, r, t, j, f);
     if (a.oracle_tokens) check_oracle(a, t, own, f);
     if (f.reasons) report(a.state, site, f, a.rows.req_rows[r], a.rows.serials[r], r);
@@ -440,6 +530,7 @@ void store_head_row(const WriteArgs& a, const Site& site, int64_t r) {
     const int64_t slot = a.rows.out_cache_loc[t];
     if (!is_writable(a, slot)) return;
     a.state.head[slot] = own_record(a, site, r, t, lineage);
+    fill_sentinel(a.bytes, slot);
     written++;
   });
   count(a.state, Counter::kHeadSlots, written);
@@ -450,10 +541,11 @@ void check_tail_row(const WriteArgs& a, const Site& site, int64_t r) {
     const int64_t slot = a.rows.out_cache_loc[t];
     if (!is_writable(a, slot)) return;
     const Record &head = a.state.head[slot], own = own_record(a, site, r, t, lineage);
-    if (head.word0 == own.word0 && head.lineage == own.lineage && head.word3 == own.word3)
-      return;
     Found f;
-    f.reasons = Reason::kWriteAlias;
+    if (head.word0 != own.word0 || head.lineage != own.lineage || head.word3 != own.word3)
+      f.reasons |= Reason::kWriteAlias;
+    if (has_sentinel(a.bytes, slot)) f.reasons |= Reason::kWriteMissing;
+    if (!f.reasons) return;
     f.slot = slot;
     f.position = a.rows.positions[t];
     f.expected_word0 = own.word0;
@@ -476,6 +568,37 @@ void store_tail_row(const WriteArgs& a, const Site& site, int64_t r) {
     written++;
   });
   count(a.state, Counter::kTailSlots, written);
+}
+
+void check_path(const State& s, const Site& site, const Path& path, int64_t q) {
+  if (path.req_rows[q] == 0) return;
+  const int64_t root = q * path.nodes, end = root + path.nodes;
+  const int64_t length = path.accept_lens[q];
+  const int64_t *accepted = path.accept_index + q * path.width,
+                *gained = path.gained + q * path.width;
+  int64_t before = root, due = 0;
+  const auto doubt = [&](int64_t i, int64_t wanted, int64_t found) {
+    Found f;
+    f.reasons = Reason::kAcceptPath;
+    f.position = path.prefix_lens[q] + i;
+    f.expected_word0 = pack_word0(wanted, f.position + 1);
+    f.found_word0 = pack_word0(found, f.position + 1);
+    report(s, site, f, path.req_rows[q], path.serials[q], q);
+  };
+  if (length < 1 || length > path.width) return doubt(0, -1, length);
+  for (int64_t i = 0; i < length; i++) {
+    const int64_t node = accepted[i];
+    const bool inside = node >= root && node < end;
+    const int64_t at = inside ? node : root;
+    const int64_t follows = path.predict[at];
+    const int64_t choice = path.choices ? path.choices[at] : follows;
+    bool wrong = i == 0 ? node != root
+                        : !inside || path.parent_index[at] != before || path.tokens[at] != due;
+    wrong |= gained[i] != follows || choice != follows;
+    if (wrong) return doubt(i, choice, gained[i]);
+    before = at;
+    due = follows;
+  }
 }
 
 uint64_t lineage_after(const State& s, const Rows& rows, int64_t r) {

@@ -199,7 +199,8 @@ canary_write_head: Callable[..., None] = _OPS.canary_write_head.default._op
 """Check the slots and inputs of the new tokens and write their head records.
 
 Args:
-    state, rows, req_to_token: as of `canary_verify`.
+    state, rows, k_words, v_words, req_to_token: as of `canary_verify`.
+    tree_mask: [tokens, width] bool or None.
     published: [rows, columns] int32 or None, tokens by position.
     oracle_tokens, oracle_positions: [T] int64 or None.
     numbers: those of `ForwardView` and `PoolChecks`, in order.
@@ -208,6 +209,22 @@ canary_before_model: Callable[..., None] = _OPS.canary_before_model.default._op
 """`canary_verify`, then `canary_write_head`.
 
 Args: tensors of both, then the numbers of `canary_verify`.
+"""
+canary_note_tokens: Callable[..., None] = _OPS.canary_note_tokens.default._op
+"""Note what was sampled.
+
+Args:
+    state: as of `canary_verify`.
+    req_rows, serials, tokens, positions: [rows] int64.
+    marks: [2, rows] int64, written.
+"""
+canary_note_accepted: Callable[..., None] = _OPS.canary_note_accepted.default._op
+"""Check an accepted path and note its last token.
+
+Args:
+    state: as of `canary_verify`.
+    path: the tensors of `AcceptedPath`, in order.
+    marks: [2, rows] int64, written.
 """
 canary_write_tail: Callable[..., None] = _OPS.canary_write_tail.default._op
 """Compare the head records with this forward, write the tail records, step the clock.

@@ -51,7 +51,11 @@ def test_equals_the_reference(level: str, chunks: int) -> None:
         state = create_state(
             num_slots=SLOTS, req_rows=2, ring_capacity=8, num_managers=1, device="cpu"
         )
+        stored = k.clone(), v.clone()
         module.write_head(state, rows, checks)
+        # The model stores what the tensors held.
+        k.copy_(stored[0])
+        v.copy_(stored[1])
         module.write_tail(state, rows, checks, False, None)
         assert int(state.ring_count) == 0
         written.append(state.tail)

@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kv_canary.accepted import AcceptedPath
 from kv_canary.checks import PoolChecks
 from kv_canary.kernels import triton_launch
 from kv_canary.kernels.triton_args import state_args
@@ -119,7 +120,11 @@ def branch_rows() -> ForwardView:
 ALL_ROWS = {
     "decode": decode_rows(),
     "extend": extend_rows(),
-    "tree": extend_rows(parent_index=longs(600), max_depth=5),
+    "tree": extend_rows(
+        parent_index=longs(600),
+        tree_mask=torch.zeros(600, 120, dtype=torch.bool),
+        max_depth=5,
+    ),
     "branches": branch_rows(),
     "draft extend": extend_rows(seed_table=longs(8), stay_lens=longs()),
     "seeds": create_rows(seeds=longs()),
@@ -227,6 +232,35 @@ def launch_tail(mode: FingerprintMode, rows: str) -> None:
     )
 
 
+def launch_note() -> None:
+    triton_launch.note_tokens(
+        create_canary(),
+        req_rows=longs(),
+        serials=longs(),
+        tokens=longs(),
+        positions=longs(),
+        marks=torch.zeros(2, ROWS, dtype=torch.int64),
+    )
+
+
+def launch_accepted(*, with_choices: bool) -> None:
+    nodes, path = longs(ROWS * 8).view(ROWS, 8), longs(ROWS * 4).view(ROWS, 4)
+    accepted = AcceptedPath(
+        req_rows=longs(),
+        serials=longs(),
+        prefix_lens=longs(),
+        tokens=nodes,
+        parent_index=nodes,
+        predict=nodes,
+        accept_index=path,
+        accept_lens=longs(),
+        gained=path,
+        choices=nodes if with_choices else None,
+    )
+    marks = torch.zeros(2, ROWS, dtype=torch.int64)
+    triton_launch.note_accepted(create_canary(), accepted, marks=marks)
+
+
 def launches() -> Iterator[tuple[str, Any]]:
     """Names, and what launches one kernel each."""
     for rows in ALL_ROWS:
@@ -244,6 +278,12 @@ def launches() -> Iterator[tuple[str, Any]]:
         yield (
             f"move {moves}",
             lambda dst=dst: triton_launch.move_records(state, dst, dst),
+        )
+    yield "note tokens", launch_note
+    for choices in (False, True):
+        yield (
+            f"note accepted {choices}",
+            lambda choices=choices: launch_accepted(with_choices=choices),
         )
     rows = ALL_ROWS["draft extend"]
     yield "finish", lambda: triton_launch.finish_step(state, rows, longs(64))

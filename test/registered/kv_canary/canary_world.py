@@ -143,8 +143,8 @@ class World:
         return int(self.tokens[request + 1, position + self.offset])
 
     def published(self) -> Tensor:
-        """Tokens that the inputs must be, by position."""
-        return self.tokens[:, self.offset :]
+        """Tokens that the inputs must be: of slot p, that of position p + offset."""
+        return self.tokens
 
     def seed_of(self, request: int) -> int:
         first = int(self.tokens[request + 1, 0])
@@ -233,6 +233,7 @@ class World:
                 indptr=torch.cat([ends.new_zeros(1), ends]),
                 slot_indices=torch.cat(parts),
                 first_position=None if window is None else first,
+                takes_new=with_new,
             )
         pages = self.req_to_token[:, :: self.page_size]
         if window is None:
@@ -241,6 +242,7 @@ class World:
                 page_size=self.page_size,
                 page_table=pages,
                 row_index=rows.req_rows,
+                takes_new=with_new,
             )
         shifted = torch.stack(
             [
@@ -253,6 +255,7 @@ class World:
             page_size=self.page_size,
             page_table=shifted,
             first_position=first,
+            takes_new=with_new,
         )
 
     def verify(
@@ -321,7 +324,11 @@ class World:
         view = dataclasses.replace(
             rows, writer_kind=kind, manager=manager, oracle=oracle
         )
+        kept = self.k.clone(), self.v.clone()
         backend.write.write_head(state, view, self.checks(published=published))
+        # The model stores what the world already holds.
+        self.k.copy_(kept[0])
+        self.v.copy_(kept[1])
 
     def advance(
         self, backend: Backend, state: CanaryState, rows: ForwardView

@@ -353,7 +353,7 @@ def test_positions_moved_before_the_draft_forward(
     shape: tuple[tuple[int, int, int], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """25015: the second draft step reads what the first one has written."""
+    """25015: the first draft step writes at positions that do not follow its prefix."""
     monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", EARLY_POSITIONS.name)
     tree, page_size = shape
     for seed in SEEDS:
@@ -367,14 +367,14 @@ def test_positions_moved_before_the_draft_forward(
         (first,) = [
             f for f in logs["draft"].forwards if f.clock == violations[0]["forward"]
         ]
-        assert first.step == 1 and first is logs["draft"].forwards[2]
+        assert first.step == 0 and first is logs["draft"].forwards[1]
         found = [v for v in violations if v["forward"] == first.clock]
         assert [v["branch"] for v in found] == list(range(tree[0]))
         for violation, row in zip(found, first.rows, strict=True):
-            assert violation["reasons"] == ["verify_position"]
-            assert violation["diagnosis"] == "misplaced"
-            assert (violation["rid"], violation["step"]) == ("q", 1)
-            assert violation["position"] == len(prompt)
+            assert violation["reasons"] == ["write_position"]
+            assert violation["diagnosis"] == "wrong input of the forward"
+            assert (violation["rid"], violation["step"]) == ("q", 0)
+            assert violation["expected"]["position"] == len(prompt)
             assert violation["slot"] == row.slots[len(prompt)]
             assert violation["found"]["position"] == len(prompt) + 1
 
@@ -385,7 +385,7 @@ def test_sampled_token_at_the_end_of_a_chunk(
     shape: tuple[tuple[int, int, int], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """26329: the next chunk reads a token that is not the prompt's."""
+    """26329: the last input of a chunk is not the prompt's next token."""
     monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", SAMPLED_TAIL.name)
     tree, page_size = shape
     for seed in SEEDS:
@@ -400,9 +400,9 @@ def test_sampled_token_at_the_end_of_a_chunk(
         harness.submit(prompt, rid="q", max_new_tokens=40)
         with logged(harness) as logs:
             violation = stop(harness)[0]
-        chunk = logs["draft"].forwards[1]
+        chunk = logs["draft"].forwards[0]
         assert violation["forward"] == chunk.clock
-        assert "verify_token" in violation["reasons"]
+        assert violation["reasons"] == ["write_token"]
         assert (violation["rid"], violation["position"]) == ("q", 63)
         assert violation["slot"] == chunk.rows[0].slots[63]
 
@@ -434,21 +434,12 @@ def test_tail_that_only_the_prompt_was_asked_for(
         with logged(harness) as logs:
             violation = stop(harness)[0]
         assert harness.scheduler.stats_snapshot().num_retracted_reqs > 0
-        assert "verify_token" in violation["reasons"]
+        assert violation["reasons"] == ["write_token"]
         log = logs["draft"]
         (first,) = [f for f in log.forwards if f.clock == violation["forward"]]
         (row,) = [row for row in first.rows if row.rid == violation["rid"]]
-        assert violation["position"] == row.prefix_len - 1 >= 30
-        assert violation["slot"] == row.slots[row.prefix_len - 1]
-        # The chunk that wrote it is that request's newest one.
-        earlier = [
-            f.clock
-            for f in log.forwards
-            if f.clock < first.clock
-            for r in f.rows
-            if violation["slot"] in r.slots[r.prefix_len :]
-        ]
-        assert earlier[-1] == violation["writer"]["forward"]
+        assert violation["position"] == len(row.slots) - 1 >= 30
+        assert violation["slot"] == row.slots[-1]
 
 
 @pytest.mark.parametrize("shape", [TREE, WIDE], ids=id_of)

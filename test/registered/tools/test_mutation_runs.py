@@ -146,7 +146,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> ModelFolders:
 
 
 def outcome_of(
-    mutant: Mutant, folders: ModelFolders, name: str, *references: str
+    mutant: Mutant,
+    folders: ModelFolders,
+    name: str,
+    *references: str,
+    limit: float = 10.0,
 ) -> WorldRow:
     world = WORLD[name]
     healthy = run_world(world, folders, seed=1, canary=True, expected={})
@@ -154,7 +158,7 @@ def outcome_of(
     assert not healthy.wrong_drafts
     assert healthy.retracted
     with planted(mutant, references=references):
-        return in_world(world, folders, 1, healthy.verified, 10.0)
+        return in_world(world, folders, 1, healthy.verified, limit)
 
 
 def test_input_shifted_by_one_column_is_named_before_a_token_leaves(
@@ -175,10 +179,10 @@ def test_a_wrong_token_that_is_sent_shows_whatever_names_it(
     folders: ModelFolders,
 ) -> None:
     mutant = by_hand(
-        SRT + "managers.scheduler_components.result_processor",
-        "BatchResultProcessor._take_tokens",
-        "            req.append(new_tokens)\n",
-        "            req.append([token ^ 1 for token in new_tokens])\n",
+        SRT + "managers.scheduler_components.output_streamer",
+        "OutputStreamer._output",
+        "output_ids=list(req.tokens[req.prompt_len + start : req.prompt_len + stop]),",
+        "output_ids=list(req.tokens[req.prompt_len : req.prompt_len + stop - start]),",
     )
     row = outcome_of(mutant, folders, "plain-16")
     assert row.outcome in ("never", "after")
@@ -209,14 +213,39 @@ def test_worse_drafts_are_told_from_wrong_tokens(folders: ModelFolders) -> None:
     assert row.wrong_sent == 0
 
 
+def test_a_result_taken_wrongly_is_named_before_a_token_leaves(
+    folders: ModelFolders,
+) -> None:
+    mutant = by_hand(
+        SRT + "managers.scheduler_components.result_processor",
+        "BatchResultProcessor._take_tokens",
+        "            req.append(new_tokens)\n",
+        "            req.append([token ^ 1 for token in new_tokens])\n",
+    )
+    row = outcome_of(mutant, folders, "plain-16")
+    assert (row.outcome, row.changes, row.wrong_sent) == ("before", "tokens", 0)
+
+
 def test_an_endless_loop_ends_as_hang(folders: ModelFolders) -> None:
+    mutant = by_hand(
+        SRT + "managers.scheduler_components.batch_selector",
+        "BatchSelector._get_new_prefill_batch",
+        "        adder = self._fill_prefill_adder()\n",
+        "        adder = self._fill_prefill_adder()\n        while True: pass\n",
+    )
+    row = outcome_of(mutant, folders, "plain-1", limit=1.0)
+    assert row.outcome == "hang"
+
+
+def test_a_standstill_is_stopped(folders: ModelFolders) -> None:
     mutant = by_hand(
         SRT + "managers.scheduler_components.batch_selector",
         "BatchSelector._get_new_prefill_batch",
         "        adder = self._fill_prefill_adder()\n",
         "        return None\n",
     )
-    assert outcome_of(mutant, folders, "plain-1").outcome == "hang"
+    row = outcome_of(mutant, folders, "plain-1")
+    assert (row.outcome, row.end) == ("guard", "error")
 
 
 def test_an_output_that_is_too_short_is_no_wrong_token(folders: ModelFolders) -> None:

@@ -11,6 +11,7 @@ from kv_canary.view import READ_FIELDS, ForwardView, KVReadView
 from sglang_kernels import ops
 
 if TYPE_CHECKING:
+    from kv_canary.accepted import AcceptedPath
     from kv_canary.state import CanaryState
 
 _INDPTR = [f.name for f in READ_FIELDS].index("indptr")
@@ -61,6 +62,7 @@ def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> N
         checks.req_to_token,
         checks.tokens,
         checks.published,
+        view.tree_mask,
         oracle_tokens,
         oracle_positions,
         [*view.numbers, *check_numbers_of(checks), *table.numbers],
@@ -72,8 +74,11 @@ def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> Non
     ops.canary_write_head(
         state.arena,
         view.tensors,
+        checks.fingerprint.k_words,
+        checks.fingerprint.v_words,
         checks.req_to_token,
         checks.published,
+        view.tree_mask,
         oracle_tokens,
         oracle_positions,
         [*view.numbers, *check_numbers_of(checks)],
@@ -109,3 +114,19 @@ def finish_step(state: CanaryState, view: ForwardView, findings: Tensor) -> None
 
 def gather_findings(state: CanaryState, req_rows: Tensor, findings: Tensor) -> None:
     ops.canary_gather_findings(state.arena, req_rows, findings)
+
+
+def note_tokens(
+    state: CanaryState,
+    *,
+    req_rows: Tensor,
+    serials: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    marks: Tensor,
+) -> None:
+    ops.canary_note_tokens(state.arena, req_rows, serials, tokens, positions, marks)
+
+
+def note_accepted(state: CanaryState, path: AcceptedPath, *, marks: Tensor) -> None:
+    ops.canary_note_accepted(state.arena, path.tensors, marks)

@@ -165,8 +165,9 @@ def verify(
     in the verdict of its request row.
 
     Elements below `prefix_lens` are compared with their records, the others with
-    `out_cache_loc`. A row whose elements end before its prefix, or among its new
-    tokens, is a READ_SET at the position where they end, with slot -1.
+    `out_cache_loc`. A row whose elements end before its prefix, or before its last
+    new token, is a READ_SET at the position where they end, with slot -1; they may end
+    with the prefix where the view does not take new tokens.
 
     Args:
         table: one of `view.reads`.
@@ -231,7 +232,9 @@ def verify(
     report.add(columns)
 
     end = first + lens
-    short = (end > rows.prefix_lens) & (end < rows.prefix_lens + extends)
+    short = end < rows.prefix_lens + extends
+    if not table.takes_new:
+        short &= end > rows.prefix_lens
     short = live & (short | (end < rows.prefix_lens))
     report.add(
         {

@@ -18,24 +18,32 @@ from kv_canary.kernels.reference import (
     seeds_of,
     verify,
 )
+from kv_canary.layout import FingerprintMode
 from kv_canary.records import (
     CLOCK_MASK,
     CLOCK_SHIFT,
     POISON_WORD,
+    SENTINEL,
     SERIAL_MASK,
+    TOKEN_MASK,
+    UNKNOWN,
     Counter,
     Launch,
     Phase,
     Reason,
+    Request,
     Ring,
     WriterKind,
     lineage_terms,
     pack_word0_tensor,
     pack_word3_tensor,
 )
+from kv_canary.view import NO_MANAGER
 
 if TYPE_CHECKING:
+    from kv_canary.accepted import AcceptedPath
     from kv_canary.checks import PoolChecks
+    from kv_canary.layout import Fingerprint
     from kv_canary.state import CanaryState
     from kv_canary.view import ForwardView
 
@@ -75,6 +83,66 @@ def _new_tokens(state: CanaryState, rows: ForwardView, kind: int) -> _NewTokens:
     return _NewTokens(
         index, row, number, pack_word0_tensor(tokens, positions), lineage, word3
     )
+
+
+def _depths(rows: ForwardView, new: _NewTokens) -> tuple[Tensor, Tensor]:
+    """(ancestors within the row, whether all of them precede their children and the
+    walk ends at -1) of the new tokens of trees."""
+    assert rows.parent_index is not None
+    starts, _ = row_starts(rows)
+    first = starts[new.row]
+    child, node = new.place, rows.parent_index[new.place]
+    depth = torch.zeros_like(node)
+    for _ in range(rows.max_depth):
+        active = (node >= first) & (node < child)
+        depth += active
+        child = torch.where(active, node, child)
+        node = torch.where(active, rows.parent_index[node * active], node)
+    return depth, node == -1
+
+
+def _check_shape(rows: ForwardView, new: _NewTokens) -> tuple[Tensor, Tensor]:
+    """(reasons, positions that are due) of the new tokens, from their places: in a
+    tree the depth counts, and a token attends to what its parent does and itself. A
+    node without a parent that is not the first of its row may have any position."""
+    number = new.number
+    if rows.parent_index is None:
+        due = rows.prefix_lens[new.row] + number
+        wrong = due != rows.positions[new.place]
+        return torch.where(wrong, int(Reason.WRITE_POSITION), 0), due
+    depth, is_sound = _depths(rows, new)
+    position = rows.positions[new.place]
+    parent = rows.parent_index[new.place]
+    due = rows.prefix_lens[new.row] + depth
+    due = torch.where((parent == -1) & (number > 0), position, due)
+    reasons = torch.where(due != position, int(Reason.WRITE_POSITION), 0)
+    wrong = ~is_sound
+    if rows.tree_mask is not None:
+        column = torch.arange(rows.tree_mask.shape[1], device=number.device)
+        has_parent = (parent >= 0) & (parent < new.place)
+        wanted = rows.tree_mask[parent * has_parent] & has_parent[:, None]
+        wanted |= column == number[:, None]
+        wrong |= (rows.tree_mask[new.place] != wanted).any(dim=1)
+    return reasons | torch.where(wrong, int(Reason.TREE_SHAPE), 0), due
+
+
+def _check_request(
+    state: CanaryState, rows: ForwardView, new: _NewTokens
+) -> tuple[Tensor, Tensor]:
+    """(reasons, word 0 that is due) of the first new token of each row, from what is
+    known of its request; branches have no request of their own."""
+    none = torch.zeros_like(new.number)
+    if rows.lineage_rows is not None:
+        return none, new.word0
+    known = state.requests[rows.req_rows[new.row]]
+    serial, due = known[:, Request.SERIAL], known[:, Request.NEXT_WORD0]
+    is_first = new.number == 0
+    is_other = is_first & (serial != UNKNOWN) & (serial != rows.serials[new.row])
+    unlike = torch.where(is_first & (due != UNKNOWN), due ^ new.word0, 0)
+    reasons = torch.where(is_other, int(Reason.ROW_OWNER), 0)
+    reasons |= torch.where(unlike & TOKEN_MASK != 0, int(Reason.WRITE_TOKEN), 0)
+    reasons |= torch.where(unlike >> 32 != 0, int(Reason.WRITE_POSITION), 0)
+    return reasons, torch.where(unlike != 0, due, new.word0)
 
 
 def _ancestor_sums(
@@ -123,20 +191,19 @@ def _is_own_prefix(
 
 
 def _check_published(
-    rows: ForwardView, new: _NewTokens, published: Tensor, kind: WriterKind
+    rows: ForwardView, new: _NewTokens, published: Tensor, offset: int
 ) -> tuple[Tensor, Tensor]:
-    """(reasons, word 0 that was due) of the new tokens that have been published; after
-    its roots a verification reads proposals."""
+    """(reasons, word 0 that was due) of the new tokens that have been published; a
+    draft step, and a verification after its roots, read proposals."""
     due = rows.prefix_lens[new.row] + new.number
-    token = look_up(published, rows.req_rows[new.row], due)
+    token = look_up(published, rows.req_rows[new.row], due + offset)
     is_known = token >= 0
-    if kind is WriterKind.VERIFY:
+    if rows.writer_kind is WriterKind.VERIFY:
         is_known &= new.number == 0
+    is_known &= rows.writer_kind is not WriterKind.DRAFT
     wrong = is_known & (token != rows.input_ids[new.place])
-    misplaced = is_known & (due != rows.positions[new.place])
     reasons = torch.where(wrong, int(Reason.WRITE_TOKEN), 0)
-    reasons |= torch.where(misplaced, int(Reason.WRITE_POSITION), 0)
-    return reasons, pack_word0_tensor(token, due)
+    return reasons, torch.where(wrong, pack_word0_tensor(token, due), new.word0)
 
 
 def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
@@ -178,12 +245,18 @@ def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> Non
     foreign |= writable & (old[:, 0] != POISON_WORD) & ~is_now & is_taken
     reasons = torch.where(scratch, int(Reason.WRITE_SCRATCH), 0)
     reasons |= torch.where(foreign, int(Reason.WRITE_FOREIGN), 0)
-    expected0, found0 = new.word0, old[:, 0]
+    wrong, due = _check_shape(rows, new)
+    reasons |= wrong
+    input_due = pack_word0_tensor(rows.input_ids[new.place], due)
+    expected0, found0 = torch.where(wrong != 0, input_due, new.word0), old[:, 0]
+    found0 = torch.where(wrong != 0, new.word0, found0)
+    inputs = [_check_request(state, rows, new)]
     if published is not None:
-        unlike, due0 = _check_published(rows, new, published, writer_kind)
+        inputs.append(_check_published(rows, new, published, checks.token_offset))
+    for unlike, due0 in inputs:
         reasons |= unlike
-        expected0 = torch.where(unlike != 0, due0, expected0)
-        found0 = torch.where(unlike != 0, new.word0, found0)
+        expected0 = torch.where(due0 != new.word0, due0, expected0)
+        found0 = torch.where(due0 != new.word0, new.word0, found0)
     if oracle is not None:
         tokens, positions = (part[new.place] for part in oracle)
         wrong = (tokens >= 0) & (tokens != rows.input_ids[new.place])
@@ -212,7 +285,29 @@ def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> Non
     zeros = torch.zeros_like(slot)
     record = torch.stack((new.word0, new.lineage, zeros, new.word3), dim=1)
     state.head[slot[writable]] = record[writable]
+    _fill_sentinel(checks.fingerprint, slot[writable])
     state.counters[Counter.HEAD_SLOTS] += writable.sum()
+
+
+def _fill_sentinel(fingerprint: Fingerprint, slot: Tensor) -> None:
+    """Where all bytes are covered, make a store that does not happen show."""
+    if fingerprint.mode is not FingerprintMode.ALL:
+        return
+    for words in (fingerprint.k_words, fingerprint.v_words):
+        assert words is not None
+        words[:, slot] = SENTINEL
+
+
+def _is_missing(fingerprint: Fingerprint, slot: Tensor) -> Tensor:
+    """Whether the first or the last word of a slot, of K or of V in some layer, still
+    is the sentinel."""
+    found = torch.zeros_like(slot, dtype=torch.bool)
+    if fingerprint.mode is FingerprintMode.ALL:
+        for words in (fingerprint.k_words, fingerprint.v_words):
+            assert words is not None
+            ends = words[:, slot][..., [0, -1]]
+            found |= (ends == SENTINEL).any(dim=2).any(dim=0)
+    return found
 
 
 def write_tail(
@@ -233,9 +328,12 @@ def write_tail(
     head = state.head[slot * writable]
     own = torch.stack((new.word0, new.lineage, new.word3), dim=1)
     alias = writable & (head[:, [0, 1, 3]] != own).any(dim=1)
+    missing = writable & _is_missing(fingerprint, slot * writable)
+    reasons = torch.where(alias, int(Reason.WRITE_ALIAS), 0)
+    reasons |= torch.where(missing, int(Reason.WRITE_MISSING), 0)
     report.add(
         {
-            Ring.REASONS: torch.where(alias, int(Reason.WRITE_ALIAS), 0),
+            Ring.REASONS: reasons,
             Ring.REQ_ROW: rows.req_rows[new.row],
             Ring.SERIAL: rows.serials[new.row],
             Ring.SLOT: slot,
@@ -314,3 +412,67 @@ def _advance_lineage(state: CanaryState, rows: ForwardView) -> None:
 def finish_step(state: CanaryState, view: ForwardView, findings: Tensor) -> None:
     _advance_lineage(state, view)
     gather_findings(state, view.req_rows, findings)
+
+
+def note_tokens(
+    state: CanaryState,
+    *,
+    req_rows: Tensor,
+    serials: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    marks: Tensor,
+) -> None:
+    word0 = torch.where(tokens >= 0, pack_word0_tensor(tokens, positions), UNKNOWN)
+    live = req_rows != 0
+    state.requests[req_rows[live], Request.NEXT_WORD0] = word0[live]
+    marks[0], marks[1] = serials, word0
+
+
+def note_accepted(state: CanaryState, path: AcceptedPath, *, marks: Tensor) -> None:
+    report = Report(state, Launch.ACCEPT, NO_MANAGER)
+    row = torch.arange(path.num_rows, device=path.req_rows.device)
+    root = row * path.nodes
+    length = path.accept_lens.clamp(1, path.width)
+    bad = length != path.accept_lens
+    place, wanted, found = torch.zeros_like(row), root * 0 - 1, path.accept_lens
+    before, due = root, root
+    for i in range(path.width):
+        node = path.accept_index[:, i]
+        inside = (node >= root) & (node < root + path.nodes)
+        at = torch.where(inside, node, root)
+        follows = path.predict.view(-1)[at]
+        if i == 0:
+            wrong = node != root
+        else:
+            wrong = ~inside | (path.parent_index.view(-1)[at] != before)
+            wrong |= path.tokens.view(-1)[at] != due
+        choice = follows if path.choices is None else path.choices.view(-1)[at]
+        wrong |= (path.gained[:, i] != follows) | (choice != follows)
+        is_first = wrong & (i < length) & ~bad
+        place = torch.where(is_first, i, place)
+        wanted = torch.where(is_first, choice, wanted)
+        found = torch.where(is_first, path.gained[:, i], found)
+        bad |= is_first
+        before, due = at, follows
+    position = path.prefix_lens + place
+    live = path.req_rows != 0
+    report.add(
+        {
+            Ring.REASONS: torch.where(bad & live, int(Reason.ACCEPT_PATH), 0),
+            Ring.REQ_ROW: path.req_rows,
+            Ring.SERIAL: path.serials,
+            Ring.POSITION: position,
+            Ring.EXPECTED_WORD0: pack_word0_tensor(wanted, position + 1),
+            Ring.FOUND_WORD0: pack_word0_tensor(found, position + 1),
+            Ring.BATCH_ROW: row,
+        }
+    )
+    note_tokens(
+        state,
+        req_rows=path.req_rows,
+        serials=path.serials,
+        tokens=path.gained.gather(1, length[:, None] - 1)[:, 0],
+        positions=path.prefix_lens + path.accept_lens,
+        marks=marks,
+    )

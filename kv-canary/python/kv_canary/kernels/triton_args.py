@@ -14,12 +14,13 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, uint8
 
 from kv_canary.state import ARENA_PARTS, CanaryState
 from kv_canary.view import ROW_FIELDS, ForwardView, KVReadView
 
 if TYPE_CHECKING:
+    from kv_canary.accepted import AcceptedPath
     from kv_canary.checks import PoolChecks
     from kv_canary.layout import Fingerprint
 
@@ -87,29 +88,56 @@ class Oracle(NamedTuple):
     positions: Tensor
 
 
+class Mask(NamedTuple):
+    """bool [tokens, width]: whether a token attends to a new one of its row."""
+
+    at: Tensor
+    width: int
+
+
 class Checks(NamedTuple):
     """The tables that a forward is compared with; None: the check is left out.
 
     Fields:
         columns: `req_to_token`; tokens: of the prefixes.
         published, oracle: what the inputs must be.
+        mask: what the nodes of trees must see.
     """
 
     columns: Table | None = None
     tokens: Table | None = None
     published: Table | None = None
     oracle: Oracle | None = None
+    mask: Mask | None = None
 
 
 NO_CHECKS = Checks()
 
 
+class Path(NamedTuple):
+    """The tensors of an `AcceptedPath`, and its numbers of nodes and places."""
+
+    req_rows: Tensor
+    serials: Tensor
+    prefix_lens: Tensor
+    tokens: Tensor
+    parent_index: Tensor
+    predict: Tensor
+    accept_index: Tensor
+    accept_lens: Tensor
+    gained: Tensor
+    choices: Tensor | None
+    nodes: int
+    width: int
+
+
 class Pages(NamedTuple):
-    """Slots of a page, and elements that an entry of a read view covers, known when a
-    kernel is compiled."""
+    """Slots of a page, elements that an entry of a read view covers, and whether it
+    takes new tokens: known when a kernel is compiled."""
 
     page_size: int
     entry_size: int
+    takes_new: bool
 
 
 class Hashing(NamedTuple):
@@ -202,13 +230,27 @@ def check_args(
     """Those of the slots that attention reads, of the new tokens of `writes`, or of
     both."""
     oracle = None if writes is None else writes.oracle
+    mask = None if writes is None else writes.tree_mask
     return Checks(
         columns=table_args(checks.req_to_token),
         tokens=table_args(checks.tokens, offset=checks.token_offset) if reads else None,
-        published=None if writes is None else table_args(checks.published),
+        published=None
+        if writes is None
+        else table_args(checks.published, offset=checks.token_offset),
         oracle=None if oracle is None else Oracle(*oracle),
+        mask=None if mask is None else Mask(at=mask.view(uint8), width=mask.shape[1]),
     )
 
 
 def page_args(view: KVReadView) -> Pages:
-    return Pages(page_size=view.page_size, entry_size=view.entry_size)
+    return Pages(
+        page_size=view.page_size,
+        entry_size=view.entry_size,
+        takes_new=view.takes_new,
+    )
+
+
+def path_args(path: AcceptedPath) -> Path:
+    make: Any = Path
+    found: Path = make(*path.tensors, path.nodes, path.width)
+    return found

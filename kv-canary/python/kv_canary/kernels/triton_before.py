@@ -88,7 +88,7 @@ def before_kernel(
             state,
             rows,
             checks,
-            data=None,
+            data=data,
             ends=None,
             batch=batch,
             page_size=page_size,

@@ -21,6 +21,8 @@ SERIAL_BITS = tl.constexpr(records.SERIAL_BITS)
 SERIAL_MASK = tl.constexpr(records.SERIAL_MASK)
 CLOCK_SHIFT = tl.constexpr(records.CLOCK_SHIFT)
 POISON = tl.constexpr(records.POISON_WORD)
+SENTINEL = tl.constexpr(records.SENTINEL)
+FILL_TILE = tl.constexpr(1024)
 NONE, PARTIAL, ROTATE, ALL = (tl.constexpr(int(mode)) for mode in FingerprintMode)
 
 
@@ -88,6 +90,72 @@ def _sum_all(
         hashed = mix64(word ^ key[None, :]).to(tl.int32)
         sums += tl.where(inside, hashed, 0)
     return tl.sum(sums, axis=1).to(tl.int64)
+
+
+@triton.jit
+def _fill(
+    words,
+    slot,
+    mask,
+    layer_stride,
+    slot_stride,
+    LAYERS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    TOTAL: tl.constexpr = LAYERS * WORDS
+    CHUNK: tl.constexpr = FILL_TILE // slot.shape[0]
+    rows = words + slot * slot_stride
+    for start in range(0, TOTAL, CHUNK):
+        flat = start + tl.arange(0, CHUNK)
+        offset = (flat // WORDS).to(tl.int64) * layer_stride + flat % WORDS
+        inside = mask[:, None] & (flat < TOTAL)[None, :]
+        at = rows[:, None] + offset[None, :]
+        tl.store(at, tl.zeros_like(at.to(tl.int64)) + SENTINEL, mask=inside)
+
+
+@triton.jit
+def fill_sentinel(data, slot, mask, HASHING: tl.constexpr):
+    """Make a store that does not happen show: fill K and V of slots [N], of up to
+    FILL_TILE."""
+    _fill(
+        data.k_words,
+        slot,
+        mask,
+        data.k_layer_stride,
+        data.k_slot_stride,
+        LAYERS=HASHING.layers,
+        WORDS=HASHING.k_words,
+    )
+    _fill(
+        data.v_words,
+        slot,
+        mask,
+        data.v_layer_stride,
+        data.v_slot_stride,
+        LAYERS=HASHING.layers,
+        WORDS=HASHING.v_words,
+    )
+
+
+@triton.jit
+def _holds_sentinel(at, mask, last):
+    first = tl.load(at, mask=mask, other=0) == SENTINEL
+    return first | (tl.load(at + last, mask=mask, other=0) == SENTINEL)
+
+
+@triton.jit
+def has_sentinel(data, slot, mask, HASHING: tl.constexpr):
+    """Whether the first or the last word of slots [N], of K or of V in some layer,
+    still is the sentinel."""
+    found = tl.zeros_like(slot) != 0
+    k = data.k_words + slot * data.k_slot_stride
+    v = data.v_words + slot * data.v_slot_stride
+    for _ in range(HASHING.layers):
+        found = found | _holds_sentinel(k, mask, HASHING.k_words - 1)
+        found = found | _holds_sentinel(v, mask, HASHING.v_words - 1)
+        k += data.k_layer_stride
+        v += data.v_layer_stride
+    return found
 
 
 @triton.jit

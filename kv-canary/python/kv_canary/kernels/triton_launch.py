@@ -15,12 +15,14 @@ from kv_canary.kernels.triton_args import (
     end_args,
     hashing_args,
     page_args,
+    path_args,
     read_args,
     row_args,
     state_args,
 )
 from kv_canary.kernels.triton_before import before_kernel
 from kv_canary.kernels.triton_ends import finish_kernel
+from kv_canary.kernels.triton_notes import accepted_kernel, note_kernel
 from kv_canary.kernels.triton_records import move_kernel, poison_kernel
 from kv_canary.kernels.triton_verify import verify_kernel
 from kv_canary.kernels.triton_write import write_kernel
@@ -29,6 +31,7 @@ from kv_canary.records import Launch, ring_tag
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 
 if TYPE_CHECKING:
+    from kv_canary.accepted import AcceptedPath
     from kv_canary.checks import PoolChecks
     from kv_canary.state import CanaryState
 
@@ -45,6 +48,7 @@ TARGET_PROGRAMS = 2048
 """About how many programs a launch has in all."""
 
 _POISON_BLOCK = 128
+_NOTE_BLOCK = 128
 
 
 def verify_block(mode: FingerprintMode) -> tuple[int, int]:
@@ -140,10 +144,12 @@ def _reads(
 
 
 def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
+    # Before the model bytes only matter where all of them are filled.
+    fills = checks.fingerprint.mode is FingerprintMode.ALL
     _write(
         state,
         view,
-        NO_FINGERPRINT,
+        checks.fingerprint if fills else NO_FINGERPRINT,
         Launch.HEAD,
         checks=check_args(checks, writes=view),
         ends=None,
@@ -267,5 +273,40 @@ def _finish(
         num_rows=rows.num_rows,
         num_tokens=rows.num_tokens,
         ADVANCES=advance,
+        num_warps=1,
+    )
+
+
+def note_tokens(
+    state: CanaryState,
+    *,
+    req_rows: Tensor,
+    serials: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    marks: Tensor,
+) -> None:
+    count = len(req_rows)
+    note_kernel[(triton.cdiv(max(count, 1), _NOTE_BLOCK),)](
+        state.requests,
+        req_rows,
+        serials,
+        tokens,
+        positions,
+        marks,
+        count,
+        BLOCK=_NOTE_BLOCK,
+        num_warps=1,
+    )
+
+
+def note_accepted(state: CanaryState, path: AcceptedPath, *, marks: Tensor) -> None:
+    path.check_layout()
+    accepted_kernel[(max(path.num_rows, 1),)](
+        state=state_args(state),
+        path=path_args(path),
+        marks=marks,
+        num_rows=path.num_rows,
+        tag=ring_tag(Launch.ACCEPT, NO_MANAGER, state.pool),
         num_warps=1,
     )

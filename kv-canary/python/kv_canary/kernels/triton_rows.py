@@ -159,3 +159,19 @@ def sum_ancestors(rows, row, index, mask, max_depth):
         total += load_tokens(rows, node, mask, row.salt).term
         node = tl.load(rows.parent_index + node, mask=mask, other=-1)
     return total
+
+
+@triton.jit
+def count_ancestors(rows, row, index, mask, max_depth):
+    """(ancestors of new tokens [N] of a `Row`, whether all precede their children and
+    the walk ends at a node without a parent)."""
+    node = tl.load(rows.parent_index + index, mask=mask, other=-1)
+    child = index
+    depth = tl.zeros_like(index)
+    for _ in range(max_depth):
+        active = mask & (node >= row.start) & (node < child)
+        depth += active.to(tl.int64)
+        child = tl.where(active, node, child)
+        parent = tl.load(rows.parent_index + node, mask=active, other=-1)
+        node = tl.where(active, parent, node)
+    return depth, node == -1

@@ -219,11 +219,13 @@ def _load_reader(state, rows, checks, reads, row, batch, table_rows, table_colum
 
 
 @triton.jit
-def _check_length(state, site, reader):
-    """Report a row that ends before its prefix or among its new tokens."""
+def _check_length(state, site, reader, PAGES: tl.constexpr):
+    """Report a row that ends before its prefix or its last new token."""
     end = reader.first + reader.length
-    is_short = (end > reader.prefix) & (end < reader.prefix + reader.extend)
-    if reader.live & (is_short | (end < reader.prefix)):
+    is_short = end < reader.prefix + reader.extend
+    if not PAGES.takes_new:
+        is_short = is_short & (end != reader.prefix)
+    if reader.live & is_short:
         short = Finding(
             reasons=READ_SET,
             req_row=reader.owner,
@@ -413,7 +415,7 @@ def verify_program(
         if row == 0:
             step_phase(state, site, DUE=IDLE, NEXT=NEXT_PHASE)
             tl.atomic_add(state.counters + (SWEEPS if IS_SWEEP else LAUNCHES), 1)
-        visited = _check_length(state, site, reader)
+        visited = _check_length(state, site, reader, PAGES)
         if visited > 0:
             tl.atomic_add(state.counters + (SWEPT if IS_SWEEP else VERIFIED), visited)
 

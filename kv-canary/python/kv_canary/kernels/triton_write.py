@@ -20,7 +20,9 @@ from kv_canary.kernels.triton_hash import (
     NONE,
     POISON,
     SERIAL_MASK,
+    fill_sentinel,
     fingerprint,
+    has_sentinel,
     pack_word0,
     pack_word3,
 )
@@ -35,6 +37,7 @@ from kv_canary.kernels.triton_rows import (
     Batch,
     Program,
     Row,
+    count_ancestors,
     load_base_lineage,
     load_columns,
     load_salt,
@@ -44,8 +47,11 @@ from kv_canary.kernels.triton_rows import (
     sum_ancestors,
     sum_terms,
 )
+from kv_canary.layout import FingerprintMode
 from kv_canary.records import CLOCK_MASK as RECORDS_CLOCK_MASK
-from kv_canary.records import Counter, Phase, Reason, WriterKind
+from kv_canary.records import TOKEN_MASK as RECORDS_TOKEN_MASK
+from kv_canary.records import UNKNOWN as RECORDS_UNKNOWN
+from kv_canary.records import Counter, Phase, Reason, Request, WriterKind
 
 CLOCK_MASK = tl.constexpr(RECORDS_CLOCK_MASK)
 FOREIGN = tl.constexpr(int(Reason.WRITE_FOREIGN))
@@ -53,6 +59,16 @@ ALIAS = tl.constexpr(int(Reason.WRITE_ALIAS))
 SCRATCH = tl.constexpr(int(Reason.WRITE_SCRATCH))
 TOKEN = tl.constexpr(int(Reason.WRITE_TOKEN))
 POSITION = tl.constexpr(int(Reason.WRITE_POSITION))
+OWNER = tl.constexpr(int(Reason.ROW_OWNER))
+SHAPE = tl.constexpr(int(Reason.TREE_SHAPE))
+MISSING = tl.constexpr(int(Reason.WRITE_MISSING))
+ALL = tl.constexpr(int(FingerprintMode.ALL))
+TOKEN_BITS = tl.constexpr(RECORDS_TOKEN_MASK)
+UNKNOWN = tl.constexpr(RECORDS_UNKNOWN)
+SERIAL_WORD = tl.constexpr(int(Request.SERIAL))
+NEXT_WORD = tl.constexpr(int(Request.NEXT_WORD0))
+REQUEST_WORDS = tl.constexpr(len(Request))
+MASK_TILE = tl.constexpr(16)
 IDLE = tl.constexpr(int(Phase.IDLE))
 AFTER_VERIFY = tl.constexpr(int(Phase.AFTER_VERIFY))
 AFTER_HEAD = tl.constexpr(int(Phase.AFTER_HEAD))
@@ -61,6 +77,7 @@ TAIL_SLOTS = tl.constexpr(int(Counter.TAIL_SLOTS))
 HEAD_LAUNCHES = tl.constexpr(int(Counter.HEAD_LAUNCHES))
 TAIL_LAUNCHES = tl.constexpr(int(Counter.TAIL_LAUNCHES))
 VERIFY_KIND = tl.constexpr(int(WriterKind.VERIFY))
+DRAFT_KIND = tl.constexpr(int(WriterKind.DRAFT))
 
 
 class _Run(NamedTuple):
@@ -190,15 +207,78 @@ def _check_slots(rows, columns, row, writes, page_size, clock):
 
 @triton.jit
 def _check_published(published, row, writes, kind):
-    """(reasons, word 0 that was due) of new tokens that have been published; after its
-    roots a verification reads proposals."""
+    """(reasons, word 0 that was due) of new tokens that have been published; a draft
+    step, and a verification after its roots, read proposals."""
     mask = writes.inside & row.live & ((writes.number == 0) | (kind != VERIFY_KIND))
+    mask = mask & (kind != DRAFT_KIND)
     due = row.prefix + writes.number
-    token_due = load_columns(published, due, row.req, mask)
-    is_known = token_due >= 0
-    reasons = tl.where(is_known & (token_due != writes.token), TOKEN, 0)
-    reasons |= tl.where(is_known & (due != writes.position), POSITION, 0)
-    return reasons.to(tl.int64), pack_word0(token_due, due)
+    token_due = load_columns(published, due + published.offset, row.req, mask)
+    wrong = (token_due >= 0) & (token_due != writes.token)
+    due0 = tl.where(wrong, pack_word0(token_due, due), writes.word0)
+    return tl.where(wrong, TOKEN, 0).to(tl.int64), due0
+
+
+@triton.jit
+def _find_wrong_masks(checks, row, writes, parent):
+    """Of nodes [N] of a tree, whether one attends to anything but what its parent does
+    and itself."""
+    wrong = writes.place < 0
+    mask = writes.inside & row.live
+    has_parent = mask & (parent >= row.start) & (parent < writes.place)
+    own = checks.mask.at + writes.place * checks.mask.width
+    of_parent = checks.mask.at + parent * checks.mask.width
+    for begin in range(0, checks.mask.width, MASK_TILE):
+        column = begin + tl.arange(0, MASK_TILE)
+        inside = (column < checks.mask.width)[None, :]
+        at = own[:, None] + column[None, :]
+        seen = tl.load(at, mask=mask[:, None] & inside, other=0) != 0
+        at = of_parent[:, None] + column[None, :]
+        wanted = tl.load(at, mask=has_parent[:, None] & inside, other=0) != 0
+        wanted = wanted | (column[None, :] == writes.number[:, None])
+        unlike = (seen != wanted) & mask[:, None] & inside
+        wrong = wrong | (tl.max(unlike.to(tl.int32), axis=1) != 0)
+    return wrong
+
+
+@triton.jit
+def _check_shape(rows, checks, row, writes, max_depth):
+    """(reasons, word 0 that was due) of new tokens by their places: positions, in a
+    tree also parents and masks."""
+    mask = writes.inside & row.live
+    due = row.prefix + writes.number
+    reasons = tl.zeros_like(writes.place)
+    if rows.parent_index is not None:
+        parent = tl.load(rows.parent_index + writes.place, mask=mask, other=-1)
+        depth, sound = count_ancestors(rows, row, writes.place, mask, max_depth)
+        is_orphan = (parent == -1) & (writes.number > 0)
+        due = tl.where(is_orphan, writes.position, row.prefix + depth)
+        wrong = mask & (sound == 0)
+        if checks.mask is not None:
+            wrong = wrong | _find_wrong_masks(checks, row, writes, parent)
+        reasons = tl.where(wrong, SHAPE, 0).to(tl.int64)
+    reasons |= tl.where(mask & (due != writes.position), POSITION, 0)
+    due0 = tl.where(reasons != 0, pack_word0(writes.token, due), writes.word0)
+    return reasons, due0
+
+
+@triton.jit
+def _check_request(state, rows, row, writes):
+    """(reasons, word 0 that was due) of the first new token of a row, from what is
+    known of its request; branches have none of their own."""
+    reasons = tl.zeros_like(writes.place)
+    due0 = writes.word0
+    if rows.lineage_rows is None:
+        mask = writes.inside & row.live & (writes.number == 0)
+        known = state.requests + row.req * REQUEST_WORDS
+        serial = tl.load(known + SERIAL_WORD)
+        next0 = tl.load(known + NEXT_WORD)
+        is_other = mask & (serial != UNKNOWN) & (serial != row.serial)
+        unlike = tl.where(mask & (next0 != UNKNOWN), next0 ^ writes.word0, 0)
+        reasons |= tl.where(is_other, OWNER, 0)
+        reasons |= tl.where((unlike & TOKEN_BITS) != 0, TOKEN, 0)
+        reasons |= tl.where((unlike >> 32) != 0, POSITION, 0)
+        due0 = tl.where(unlike != 0, next0, due0)
+    return reasons, due0
 
 
 @triton.jit
@@ -214,13 +294,18 @@ def _check_oracle(oracle, row, writes):
 
 
 @triton.jit
-def _check_head(rows, checks, row, writes, page_size, kind, clock):
+def _check_head(state, rows, checks, row, writes, page_size, kind, max_depth, clock):
     """The `_Outcome` of new tokens before the model: slots and inputs."""
     reasons, expected_slot = _check_slots(
         rows, checks.columns, row, writes, page_size, clock
     )
-    found0 = writes.old0
-    expected0 = writes.word0
+    unlike, expected0 = _check_shape(rows, checks, row, writes, max_depth)
+    reasons |= unlike
+    found0 = tl.where(unlike != 0, writes.word0, writes.old0)
+    unlike, due0 = _check_request(state, rows, row, writes)
+    reasons |= unlike
+    expected0 = tl.where(due0 != writes.word0, due0, expected0)
+    found0 = tl.where(due0 != writes.word0, writes.word0, found0)
     if checks.published is not None:
         unlike, due0 = _check_published(checks.published, row, writes, kind)
         reasons |= unlike
@@ -240,14 +325,17 @@ def _check_head(rows, checks, row, writes, page_size, kind, clock):
 
 
 @triton.jit
-def _check_tail(writes):
+def _check_tail(data, writes, HASHING: tl.constexpr):
     """The `_Outcome` of new tokens after the model: whether the heads are still this
-    forward's."""
+    forward's, and where all bytes are covered, whether K and V were stored."""
     is_own = (writes.old0 == writes.word0) & (writes.old1 == writes.lineage)
     is_own = is_own & (writes.old3 == writes.word3)
     reasons = tl.where(writes.writable & (is_own == 0), ALIAS, 0).to(tl.int64)
+    if HASHING.mode == ALL:
+        missing = has_sentinel(data, writes.slot, writes.writable, HASHING)
+        reasons |= tl.where(writes.writable & missing, MISSING, 0)
     return _Outcome(
-        reasons=reasons,
+        reasons=agree_across_warps(reasons),
         expected0=writes.word0,
         found0=writes.old0,
         expected_slot=tl.zeros_like(writes.slot) - 1,
@@ -386,7 +474,8 @@ def write_program(
             state, rows, row, tokens, t, j, inside, lineage, page_size, word3
         )
         if IS_TAIL:
-            _report_writes(state, site, row, writes, _check_tail(writes))
+            outcome = _check_tail(data, writes, HASHING)
+            _report_writes(state, site, row, writes, outcome)
             word2 = tl.zeros_like(t)
             if HASHING.mode != NONE:
                 word2 = fingerprint(
@@ -395,12 +484,22 @@ def write_program(
             _store_records(state.tail, writes, word2)
         else:
             outcome = _check_head(
-                rows, checks, row, writes, page_size, kind, site.clock
+                state,
+                rows,
+                checks,
+                row,
+                writes,
+                page_size,
+                kind,
+                batch.max_depth,
+                site.clock,
             )
             _report_writes(state, site, row, writes, outcome)
             # Warps that look at the same record have all read the old one.
             tl.debug_barrier()
             _store_records(state.head, writes, tl.zeros_like(t))
+            if HASHING.mode == ALL:
+                fill_sentinel(data, writes.slot, writes.writable, HASHING)
         written += tl.sum(writes.writable.to(tl.int64), axis=0)
     if written > 0:
         tl.atomic_add(state.counters + (TAIL_SLOTS if IS_TAIL else HEAD_SLOTS), written)

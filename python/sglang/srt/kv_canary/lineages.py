@@ -13,10 +13,11 @@ from kv_canary.records import draft_seed, extend_lineage
 
 class TokenOwner(Protocol):
     """A request: its tokens so far, of which the first `prompt_len` are its client's,
-    and the salt of its cache namespace."""
+    the salt of its cache namespace, and its number."""
 
     tokens: array[int]
     salt: int
+    serial: int
 
     @property
     def prompt_len(self) -> int: ...

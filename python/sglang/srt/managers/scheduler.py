@@ -283,6 +283,8 @@ class Scheduler:
                 if self._canary is not None:
                     self._canary.inspect(done.result)
                 processed = self._results.process(done.launched, done.result)
+                if self._canary is not None:
+                    self._canary.confirm(done.launched, done.result)
             except Exception as error:
                 self._explain(error)
                 raise

@@ -32,27 +32,30 @@ class SampledForward:
     Fields:
         token_ids: int64 [R], published in the token table already.
         findings: int64, what the KV canary found (`CanaryManager.finish_step`), true
-            until the next forward; None: it is off.
+            until the next forward; marks: int64 [2, R], what it noted
+            (`CanaryManager.note_tokens`). None: it is off.
     """
 
     forward_batch: ForwardBatch
     output: LogitsProcessorOutput
     token_ids: Tensor
     findings: Tensor | None
+    marks: Tensor | None
     logprobs: LogprobResult | None
 
     @property
     def vectors(self) -> list[Tensor]:
-        """Tokens and findings, as `to_host` joins them."""
-        if self.findings is None:
+        """Tokens, findings and marks, as `to_host` joins them."""
+        if self.findings is None or self.marks is None:
             return [self.token_ids]
-        return [self.token_ids, self.findings]
+        return [self.token_ids, self.findings, self.marks.view(-1)]
 
     def to_host(self) -> GenerationBatchResult:
         """Enqueue the copies after the forward; do not wait."""
         return to_host(
             self.vectors,
             bs=len(self.token_ids),
+            has_marks=self.marks is not None,
             logprobs=self.logprobs,
             input_logprobs=self.output.input_logprobs,
             hidden=self.output.hidden_states,
@@ -122,13 +125,18 @@ class TpModelWorker:
             )
         output = self.model_runner.forward(forward_batch)
         sampled = self.sample(batch, forward_batch, output.next_token_logits)
-        self._publish(forward_batch, batch, sampled.token_ids)
-        findings = None if canary is None else canary.finish_step(forward_batch)
+        rows = batch.sampled_rows()
+        findings = marks = None
+        if canary is not None:
+            findings = canary.finish_step(forward_batch)
+            marks = canary.note_tokens(forward_batch, sampled.token_ids, rows)
+        self._publish(forward_batch, sampled.token_ids, rows)
         return SampledForward(
             forward_batch=forward_batch,
             output=output,
             token_ids=sampled.token_ids,
             findings=findings,
+            marks=marks,
             logprobs=sampled.logprobs,
         )
 
@@ -152,13 +160,12 @@ class TpModelWorker:
         return sampled
 
     def _publish(
-        self, forward_batch: ForwardBatch, batch: ScheduleBatch, token_ids: Tensor
+        self, forward_batch: ForwardBatch, token_ids: Tensor, sampled: Tensor | None
     ) -> None:
-        """Write the sampled tokens to the token table, where the next step reads its
-        inputs."""
+        """Write the sampled tokens, or those of the rows `sampled`, to the token table,
+        where the next step reads its inputs."""
         table = self.model_runner.req_to_token_pool.token_table
         indices, positions = forward_batch.req_pool_indices, forward_batch.seq_lens
-        sampled = batch.sampled_rows()
         if sampled is not None:
             indices, positions = indices[sampled], positions[sampled]
             token_ids = token_ids[sampled]
@@ -172,6 +179,7 @@ def to_host(
     stride: int = 1,
     has_accept_lens: bool = False,
     num_pools: int = 1,
+    has_marks: bool = False,
     logprobs: LogprobResult | None = None,
     input_logprobs: dict[int, LogprobResult] | None = None,
     hidden: Tensor | None = None,
@@ -189,6 +197,7 @@ def to_host(
         stride=stride,
         has_accept_lens=has_accept_lens,
         num_pools=num_pools,
+        has_marks=has_marks,
         logprobs=logprobs and logprobs.with_packed(take(logprobs.packed)),
         input_logprobs={
             row: scored.with_packed(take(scored.packed))

@@ -23,12 +23,12 @@ class GenerationBatchResult:
     Fields:
         packed: int64 words: `stride` tokens of each request, accept lengths if there
             are any, then the findings of the KV canary, pool by pool
-            (`kv_canary/kernels/finish.py`). On the CPU a list.
+            (`kv_canary/findings.py`), then its marks. On the CPU a list.
         bs: requests.
         stride: tokens per request (1 without speculation).
         has_accept_lens: False where each request got one token.
         num_pools: KV pools with findings: the target's, and the draft's where it
-            worked.
+            worked. has_marks: whether there are marks.
         logprobs: of the sampled tokens, for requests that asked.
         input_logprobs: of prompt tokens, by index in the batch, for requests that
             asked.
@@ -41,6 +41,7 @@ class GenerationBatchResult:
     stride: int = 1
     has_accept_lens: bool = False
     num_pools: int = 1
+    has_marks: bool = False
     logprobs: LogprobResult | None = None
     input_logprobs: dict[int, LogprobResult] = field(default_factory=dict)
     hidden: torch.Tensor | None = None
@@ -69,12 +70,21 @@ class GenerationBatchResult:
         """Words of the KV canary's findings by pool; none while it is off."""
         words = self._unpacked()
         begin = self.bs * (self.stride + self.has_accept_lens)
-        if begin == len(words):
+        end = len(words) - 2 * self.bs * self.has_marks
+        if begin == end:
             return []
-        if self.num_pools == 1:
-            return [words[begin:]]
-        each = (len(words) - begin) // self.num_pools
-        return [words[i : i + each] for i in range(begin, len(words), each)]
+        each = (end - begin) // self.num_pools
+        return [words[i : i + each] for i in range(begin, end, each)]
+
+    @property
+    def marks(self) -> tuple[list[int], list[int]] | None:
+        """(serials, words 0 of the last tokens), [b] each, as the KV canary noted them
+        on the device; None while it is off."""
+        if not self.has_marks:
+            return None
+        words, bs = self._unpacked(), self.bs
+        begin = len(words) - 2 * bs
+        return words[begin : begin + bs], words[begin + bs :]
 
     def _unpacked(self) -> list[int]:
         """`packed` on the host; waits for the copy."""

@@ -7,7 +7,7 @@ Everything runs on the device without waiting for it; shapes depend on the batch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,14 @@ class AcceptThresholds:
     acc: float
 
 
+class Decision(NamedTuple):
+    """The logits that tokens were chosen by, [b * D, V], edited as the requests ask;
+    the target's choices [b, D] where all requests are greedy."""
+
+    logits: Tensor
+    choices: Tensor | None
+
+
 def accept_drafts(
     tree: DraftTree,
     logits: Tensor,
@@ -74,7 +82,7 @@ def accept_drafts(
     history: TokenHistory | None,
     thresholds: AcceptThresholds,
     result: VerifyResult,
-) -> Tensor:
+) -> Decision:
     """Decide which nodes of b trees are accepted, and the token after the last one.
 
     Args:
@@ -82,9 +90,6 @@ def accept_drafts(
         info: of the b requests; where it carries a mask, one row per node.
         history: tokens on the path to each node, where a row has a penalty.
         result: b rows, written.
-
-    Returns:
-        [b * D, V]: the logits that tokens were chosen by, edited as the requests ask.
     """
     nodes = tree.tokens.shape[1]
     positions = tree.positions.view(-1) + 1
@@ -92,8 +97,9 @@ def accept_drafts(
         processed, choices = greedy_choices(
             logits, info, nodes=nodes, positions=positions, history=history
         )
-        verify_tree_greedy(tree, choices.view(-1, nodes), result=result)
-        return processed
+        choices = choices.view(-1, nodes)
+        verify_tree_greedy(tree, choices, result=result)
+        return Decision(processed, choices)
     processed, weights = target_weights(
         logits, info, nodes=nodes, positions=positions, history=history
     )
@@ -106,7 +112,7 @@ def accept_drafts(
         threshold_acc=thresholds.acc,
         result=result,
     )
-    return processed
+    return Decision(processed, None)
 
 
 def node_history(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kv_canary.accepted import AcceptedPath
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.environ import envs
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
@@ -32,6 +33,7 @@ from sglang.srt.speculative.draft_model import draft_model_config
 from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
 from sglang.srt.speculative.eagle_utils import (
     AcceptThresholds,
+    Decision,
     accept_drafts,
     accepted_logprobs,
     node_history,
@@ -133,6 +135,7 @@ class EAGLEWorkerV2:
         result = to_host(
             done.vectors,
             bs=len(done.token_ids),
+            has_marks=done.marks is not None,
             logprobs=done.logprobs,
             input_logprobs=done.output.input_logprobs,
         )
@@ -160,14 +163,14 @@ class EAGLEWorkerV2:
                 lens_cpu=self._verify_lens(seq_lens),
             )
         )
-        processed = self.verify(
+        decided = self.verify(
             live,
             output.next_token_logits,
             sampling_info,
             history=self._history(batch, live),
         )
         self._take_accepted(live, output.hidden_states)
-        result = self._to_host(batch, live, processed)
+        result = self._to_host(batch, live, decided)
         draft._draft_extend_for_decode(bs, seq_lens=seq_lens)
         return result
 
@@ -184,17 +187,14 @@ class EAGLEWorkerV2:
         sampling_info: SamplingBatchInfo,
         *,
         history: TokenHistory | None,
-    ) -> Tensor:
+    ) -> Decision:
         """Decide which drafts are accepted (`live.result`); every rank alike.
 
         Args:
             logits: [b * D, V], the target's after each node.
             history: tokens on the path to each node, where a request has a penalty.
-
-        Returns:
-            [b * D, V], the logits that tokens were chosen by.
         """
-        processed = accept_drafts(
+        decided = accept_drafts(
             live.tree,
             logits,
             sampling_info,
@@ -206,13 +206,13 @@ class EAGLEWorkerV2:
             simulate_acceptance(live.result, mean=self._simulated_length)
         if not sampling_info.is_all_greedy or self._simulated_length:
             # Not every sum over a distribution on a GPU has the same bits twice.
-            for decided in (
+            for tensor in (
                 live.result.predict,
                 live.result.accept_index,
                 live.result.accept_lens,
             ):
-                self._group.broadcast(decided)
-        return processed
+                self._group.broadcast(tensor)
+        return decided
 
     def _history(
         self, batch: ScheduleBatch, live: WorkspaceRows
@@ -286,13 +286,39 @@ class EAGLEWorkerV2:
             **live.row_identity()._asdict(),
         )
 
+    def _note(
+        self,
+        canary: CanaryManager,
+        live: WorkspaceRows,
+        rows: ForwardBatch,
+        choices: Tensor | None,
+    ) -> Tensor:
+        """Have the target's canary check and note what was accepted; its marks."""
+        if self._simulated_length:
+            # No path of the tree.
+            return canary.note_tokens(rows, live.bonus_tokens, None)
+        result = live.result
+        path = AcceptedPath(
+            req_rows=rows.req_pool_indices,
+            serials=rows.req_serial,
+            prefix_lens=live.seq_lens,
+            tokens=live.tree.tokens,
+            parent_index=live.tree.parent_index,
+            predict=result.predict,
+            accept_index=result.accept_index,
+            accept_lens=result.accept_lens,
+            gained=live.tokens,
+            choices=choices,
+        )
+        return canary.note_accepted(path)
+
     def _to_host(
-        self, batch: ScheduleBatch, live: WorkspaceRows, processed: Tensor
+        self, batch: ScheduleBatch, live: WorkspaceRows, decided: Decision
     ) -> GenerationBatchResult:
         logprobs = None
         if batch.logprob_request is not None:
             logprobs = accepted_logprobs(
-                processed,
+                decided.logits,
                 node_rows=live.node_rows,
                 tokens=live.tokens,
                 request=batch.logprob_request,
@@ -300,14 +326,18 @@ class EAGLEWorkerV2:
         vectors = [live.tokens.view(-1), live.result.accept_lens]
         pools = self.canary_managers()
         if pools:
+            rows = self._accepted_rows(live)
+            marks = self._note(pools[0], live, rows, decided.choices)
             vectors += [
-                pools[0].finish_verify(self._accepted_rows(live)),
+                pools[0].finish_verify(rows),
                 pools[1].collect(live.identity[0]),
+                marks.view(-1),
             ]
         return to_host(
             vectors,
             bs=live.bs,
             num_pools=len(pools),
+            has_marks=bool(pools),
             stride=self._shape.accept_width,
             has_accept_lens=True,
             logprobs=logprobs,

@@ -79,7 +79,7 @@ struct Table {
   const int64_t *read_lens, *row_index, *indptr, *first, *prev_slots;
   int64_t rows, columns, row_stride, column_stride, page_size;  // flat: columns entries
   int64_t entry_size;  // flat: elements of an entry
-  bool paged;
+  bool paged, takes_new;
 
   // -1 beyond the table, and where it has no page.
   int64_t slot(int64_t r, int64_t i) const {
@@ -254,7 +254,8 @@ struct WriteArgs {
   Columns slots;      // absent: columns are not checked
   Columns published;  // tokens by position that the inputs must be; absent: not known
   const int64_t *oracle_tokens, *oracle_positions;
-  int64_t page_size, writer_kind;
+  const bool* tree_mask;  // [tokens, mask_width]; absent: not compared
+  int64_t mask_width, page_size, writer_kind, token_offset;
 };
 
 // Checks of the head write; stores nothing in the records.
@@ -262,6 +263,15 @@ void check_head_row(const WriteArgs& args, const Site& site, int64_t r);
 void store_head_row(const WriteArgs& args, const Site& site, int64_t r);
 void check_tail_row(const WriteArgs& args, const Site& site, int64_t r);
 void store_tail_row(const WriteArgs& args, const Site& site, int64_t r);
+
+// The paths that a verification accepted in trees of `nodes` nodes; see AcceptedPath.
+struct Path {
+  const int64_t *req_rows, *serials, *prefix_lens, *tokens, *parent_index, *predict,
+      *accept_index, *accept_lens, *gained, *choices;
+  int64_t count, nodes, width;
+};
+
+void check_path(const State& s, const Site& site, const Path& path, int64_t q);
 
 // The row's lineage after the new tokens that stay, from what it was before them.
 uint64_t lineage_after(const State& s, const Rows& rows, int64_t r);

@@ -15,6 +15,8 @@ constexpr int64_t kSerialMask = 0xffffff;
 constexpr int64_t kClockShift = 28;
 constexpr int64_t kClockMask = 0xfffffffff;
 constexpr int64_t kSaltKey = 0x5eedca11ab1e0b0e;
+constexpr int64_t kUnknown = -1;
+constexpr int64_t kSentinel = -25333134456914011;
 constexpr int64_t kTagManagerShift = 8;
 constexpr int64_t kTagManagerMask = 255;
 constexpr int64_t kTagPoolShift = 16;
@@ -38,8 +40,13 @@ struct Reason {
     kWriteToken = 2048,
     kWritePosition = 4096,
     kPhase = 8192,
+    kRowOwner = 16384,
+    kTreeShape = 32768,
+    kAcceptPath = 65536,
+    kResultToken = 131072,
+    kWriteMissing = 262144,
   };
-  static constexpr int64_t kCount = 14;
+  static constexpr int64_t kCount = 19;
 };
 
 struct WriterKind {
@@ -72,8 +79,10 @@ struct Launch {
     kHead = 1,
     kTail = 2,
     kSweep = 3,
+    kAccept = 4,
+    kResult = 5,
   };
-  static constexpr int64_t kCount = 4;
+  static constexpr int64_t kCount = 6;
 };
 
 struct Counter {
@@ -106,6 +115,11 @@ struct Record {
   int64_t lineage;
   int64_t fingerprint;
   int64_t word3;
+};
+
+struct Request {
+  int64_t serial;
+  int64_t next_word0;
 };
 
 struct RingEntry {
@@ -143,6 +157,7 @@ struct CheckNumbers {
 struct ReadNumbers {
   int64_t page_size;
   int64_t entry_size;
+  int64_t takes_new;
 };
 
 struct Row {
@@ -243,6 +258,7 @@ struct State {
   Record* head;
   Record* tail;
   int64_t* expected_lineage;
+  Request* requests;
   int32_t* verdict;
   RingEntry* ring;
   int64_t* ring_count;
@@ -287,6 +303,7 @@ inline State take_state(Arena& arena) {
   s.head = arena.take<Record>(s.num_slots);
   s.tail = arena.take<Record>(s.num_slots);
   s.expected_lineage = arena.take<int64_t>(s.lineage_rows);
+  s.requests = arena.take<Request>(s.req_rows);
   s.verdict = arena.take<int32_t>(s.req_rows);
   s.ring = arena.take<RingEntry>(s.ring_capacity);
   s.ring_count = arena.take<int64_t>(1);

@@ -10,8 +10,11 @@ from kv_canary.launches import (
     finish_step,
     gather_findings,
     move_records,
+    note_accepted,
+    note_tokens,
     poison,
     set_lineage,
+    set_requests,
     write_tail,
 )
 
@@ -20,7 +23,10 @@ __all__ = [
     "finish_step",
     "gather_findings",
     "move_records",
+    "note_accepted",
+    "note_tokens",
     "poison",
     "set_lineage",
+    "set_requests",
     "write_tail",
 ]

@@ -24,10 +24,12 @@ import torch
 from torch import Tensor
 
 from kv_canary.findings import STATUS_WORDS, is_clean
+from kv_canary.layout import FingerprintMode
 from kv_canary.records import (
     FIRST_CLOCK,
     NUM_COUNTERS,
     POISON_WORD,
+    UNKNOWN,
     Counter,
     Launch,
     unpack_word0,
@@ -39,8 +41,11 @@ from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.kernels import (
     finish_step,
     gather_findings,
+    note_accepted,
+    note_tokens,
     poison,
     set_lineage,
+    set_requests,
 )
 from sglang.srt.kv_canary.lineages import PrefixLineages, TokenOwner
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver
@@ -59,6 +64,7 @@ from sglang.srt.model_executor.forward_context import get_forward_context
 from sglang.srt.model_executor.graph_capture import SideStream
 
 if TYPE_CHECKING:
+    from kv_canary.accepted import AcceptedPath
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
@@ -182,16 +188,50 @@ class CanaryManager:
                 for owner, length in zip(owners, prefix_lens, strict=True)
             ],
             [self._lineages.seed(owner) for owner in owners],
+            [owner.serial for owner in owners],
+            # Inputs of a prefill are looked up in the token table.
+            [UNKNOWN] * len(owners),
         ]
-        lineages, seeds = self._upload(torch.tensor(values)).unbind()
-        set_lineage(self._state, req_pool_indices, lineages)
+        known = self._upload(torch.tensor(values))
+        set_lineage(self._state, req_pool_indices, known[0])
+        set_requests(self._state, req_pool_indices, known[2:].T)
         if self.target.seeds is not None:
-            self.target.seeds.index_copy_(0, req_pool_indices, seeds)
+            self.target.seeds.index_copy_(0, req_pool_indices, known[1])
         if self.target.oracle is not None:
             prompt_lens = torch.tensor([owner.prompt_len for owner in owners])
             self.target.oracle.expect_prompts(
                 self._upload(prompt_lens), req_pool_indices
             )
+
+    def note_tokens(
+        self, forward_batch: ForwardBatch, tokens: Tensor, sampled: Tensor | None
+    ) -> Tensor:
+        """Note the sampler's own result, before it is published: the next inputs are
+        compared with it.
+
+        Args:
+            tokens: int64 [R], of each row.
+            sampled: int64, the rows whose token counts; None: all.
+
+        Returns:
+            marks, int64 [2, R] on the device, for `CanaryGate.confirm`.
+        """
+        if sampled is not None:
+            counting = torch.full_like(tokens, UNKNOWN)
+            counting[sampled] = tokens[sampled]
+            tokens = counting
+        return note_tokens(
+            self._state,
+            req_rows=forward_batch.req_pool_indices,
+            serials=forward_batch.req_serial,
+            tokens=tokens,
+            positions=forward_batch.prefix_lens + forward_batch.extend_lens,
+        )
+
+    def note_accepted(self, path: AcceptedPath) -> Tensor:
+        """Check what a verification accepted, and note the last token of each row; see
+        `note_tokens`."""
+        return note_accepted(self._state, path)
 
     def mark_init_finished(self) -> None:
         """Let faults, sweeps and health checks begin: all graphs are captured."""
@@ -271,7 +311,10 @@ class CanaryManager:
         if is_live and not perturb.is_idle:
             perturb.before_step(forward_batch, step=current.index, backend=backend)
         views = backend.read_view(forward_batch)
-        if self.side is None or forward_batch.num_tokens < BESIDE_FROM_TOKENS:
+        # Where all bytes are covered new slots are filled, which the model must follow.
+        fills = self.target.buffers.fingerprint.mode is FingerprintMode.ALL
+        is_small = forward_batch.num_tokens < BESIDE_FROM_TOKENS
+        if self.side is None or is_small or fills:
             current.pre_ops_maybe_inside_graph(forward_batch, views)
             return
         # Beside the model: it writes other slots than verify reads, and no records.
@@ -397,17 +440,24 @@ class CanaryManager:
         self._stats.on_counters(counters, violations=self.reporter.total)
         return not is_clean(words)
 
-    def report(self, *, owner_of: OwnerOf, tokens_of: TokensOf) -> None:
-        """Report the findings that `take` saw.
+    def report(
+        self,
+        *,
+        owner_of: OwnerOf,
+        tokens_of: TokensOf,
+        host_entries: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """Report the findings that `take` saw, and those of the host.
 
         Args:
             owner_of: the owner of a slot by the host's records.
             tokens_of: the tokens of a request by serial, None: not running.
+            host_entries: findings of the host, as entries of the ring.
 
         Raises:
             CanaryViolation: the mode is `raise`.
         """
-        violations = self._drain(owner_of, tokens_of)
+        violations = self._drain(owner_of, tokens_of, host_entries)
         if self.config.mode is CanaryMode.RAISE:
             raise as_error(violations, with_tokens=self.config.report_tokens)
 
@@ -418,10 +468,16 @@ class CanaryManager:
             self.side.join()
         return self._drain(owner_of, tokens_of)
 
-    def _drain(self, owner_of: OwnerOf, tokens_of: TokensOf) -> list[Violation]:
+    def _drain(
+        self,
+        owner_of: OwnerOf,
+        tokens_of: TokensOf,
+        host_entries: Sequence[Sequence[int]] = (),
+    ) -> list[Violation]:
         count = int(self._state.ring_count.item())
         capacity = self._state.ring.shape[0]
         entries = self._state.ring[: min(count, capacity)].tolist()
+        entries += host_entries
         self._state.ring_count.zero_()
         return self.reporter.report(
             entries,

@@ -75,8 +75,7 @@ class CanaryTarget:
             req_to_token=pool.req_to_token,
             tokens=pool.token_table if self.config.check_read_tokens else None,
             token_offset=self.buffers.kv_token_id_vs_position_offset,
-            # A draft's inputs are proposals, or were inputs of the target.
-            published=None if self.is_draft else pool.token_table,
+            published=pool.token_table,
         )
 
 
@@ -212,6 +211,7 @@ def view_of(
         salts=forward_batch.salt,
         qo_indptr=forward_batch.qo_indptr,
         parent_index=forward_batch.parent_index,
+        tree_mask=_mask_of(forward_batch),
         seed_table=seed_table,
         reads=reads,
         writer_kind=writer_kind,
@@ -219,3 +219,17 @@ def view_of(
         oracle=oracle,
         max_depth=max_depth,
     )
+
+
+def _mask_of(forward_batch: ForwardBatch) -> Tensor | None:
+    """What the nodes of trees attend to, [T, D], as attention is given it.
+
+    Raises:
+        ValueError: trees without a mask, whose nodes would attend to all before them.
+    """
+    mask = forward_batch.tree_mask
+    if mask is not None:
+        return mask.flatten(0, 1)
+    if forward_batch.parent_index is not None:
+        raise ValueError("KV canary: a batch of trees without a tree_mask")
+    return None

@@ -91,6 +91,9 @@ class PagedAttnBackend(AttentionBackend):
         self.page_table = req_to_token_pool.req_to_token[:, :: self._page_size]
         # Whether row r of a forward reads row r of the table.
         self._is_own_table = False
+        # Of the forward that was viewed last.
+        self._viewed: ForwardBatch | None = None
+        self._view: KVReadView | None = None
 
     def draft_decode(
         self, layout: BranchLayout, *, max_requests: int
@@ -106,6 +109,7 @@ class PagedAttnBackend(AttentionBackend):
         other.page_table = page_table
         other._page_size = page_size
         other._is_own_table = True
+        other._viewed = other._view = None
         return other
 
     def init_eager(self, forward_batch: ForwardBatch) -> None:
@@ -118,18 +122,23 @@ class PagedAttnBackend(AttentionBackend):
         """Nothing to fill, for the same reason."""
 
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
-        reads_new = self._reads_new(forward_batch)
-        batch = forward_batch
-        view = KVReadView(
-            read_lens=batch.prefix_lens if reads_new else batch.seq_lens,
-            page_size=self._page_size,
-            page_table=self.page_table,
-            row_index=self._row_index(batch),
-        )
-        return (view,)
+        return (self._view_of(forward_batch),)
 
-    def _row_index(self, forward_batch: ForwardBatch) -> Tensor | None:
-        return None if self._is_own_table else forward_batch.req_pool_indices
+    def _view_of(self, forward_batch: ForwardBatch) -> KVReadView:
+        """The view of a forward, from which `attend` takes its arguments as well: the
+        same for all layers."""
+        if self._viewed is not forward_batch:
+            batch = self._viewed = forward_batch
+            takes_new = not self._reads_new(batch)
+            self._view = KVReadView(
+                read_lens=batch.seq_lens if takes_new else batch.prefix_lens,
+                page_size=self._page_size,
+                page_table=self.page_table,
+                row_index=None if self._is_own_table else batch.req_pool_indices,
+                takes_new=takes_new,
+            )
+        assert self._view is not None
+        return self._view
 
     def store(
         self,
@@ -152,10 +161,11 @@ class PagedAttnBackend(AttentionBackend):
         out: Tensor,
     ) -> None:
         k_cache, v_cache = self._kv_pool.get_kv_buffer(layer.layer_id)
+        view = self._view_of(forward_batch)
         common = {
-            "page_table": self.page_table,
-            "row_index": self._row_index(forward_batch),
-            "page_size": self._page_size,
+            "page_table": view.page_table,
+            "row_index": view.row_index,
+            "page_size": view.page_size,
             "sm_scale": layer.scaling,
             "window": layer.window,
             "out": out,
@@ -166,7 +176,7 @@ class PagedAttnBackend(AttentionBackend):
                 q,
                 k_cache,
                 v_cache,
-                read_lens=forward_batch.seq_lens,
+                read_lens=view.read_lens,
                 **common,
                 **options,
             )

@@ -19,6 +19,9 @@ from kv_canary.records import Counter, Reason, reason_labels
 from kv_canary.reporter import CanaryViolation, as_error
 from kv_canary.violation import Owner, Violation
 from sglang.srt.kv_canary.config import CanaryMode
+from sglang.srt.managers.scheduler_components.result_faults import (
+    find_result_faults,
+)
 from sglang.srt.mem_cache.allocator import host_array
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
     from sglang.srt.managers.io_struct import SchedulerStats
     from sglang.srt.managers.req import Req
+    from sglang.srt.managers.schedule_batch import LaunchRecord
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
@@ -156,6 +160,28 @@ class CanaryGate:
                 found.append(manager)
         if found:
             self._report(found)
+
+    def confirm(self, launched: LaunchRecord, result: GenerationBatchResult) -> None:
+        """Compare what requests keep of a step with what the device noted of it, before
+        any of its tokens is sent.
+
+        Args:
+            launched: the step, its result processed.
+
+        Raises:
+            CanaryViolation: something differs and the mode is `raise`.
+        """
+        marks = result.marks
+        if marks is None:
+            return
+        found = find_result_faults(launched, result, *marks)
+        if found:
+            owners = self._slot_owners()
+            self.manager.report(
+                owner_of=owners.owner_of,
+                tokens_of=self._tokens_of,
+                host_entries=found,
+            )
 
     def _report(self, managers: list[CanaryManager]) -> None:
         errors, owners = [], self._slot_owners()

@@ -1,0 +1,135 @@
+"""Triton kernels of the canary that note what was sampled and accepted; see
+`launches.py`.
+
+`state` and `path` are tuples of `triton_args.py`.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kv_canary.kernels.triton_hash import pack_word0
+from kv_canary.kernels.triton_report import Finding, report_one
+from kv_canary.records import UNKNOWN as RECORDS_UNKNOWN
+from kv_canary.records import Reason, Request
+
+ACCEPT = tl.constexpr(int(Reason.ACCEPT_PATH))
+UNKNOWN = tl.constexpr(RECORDS_UNKNOWN)
+NEXT_WORD = tl.constexpr(int(Request.NEXT_WORD0))
+REQUEST_WORDS = tl.constexpr(len(Request))
+
+
+@triton.jit
+def _note(requests, marks, row, num_rows, req, serial, token, position, mask):
+    """Note the tokens that rows must have next, and mark them."""
+    word0 = tl.where(token >= 0, pack_word0(token, position), UNKNOWN)
+    tl.store(requests + req * REQUEST_WORDS + NEXT_WORD, word0, mask=mask & (req != 0))
+    tl.store(marks + row, serial, mask=mask)
+    tl.store(marks + num_rows + row, word0, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def note_kernel(
+    requests,
+    req_rows,
+    serials,
+    tokens,
+    positions,
+    marks,
+    num_rows,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < num_rows
+    req = tl.load(req_rows + row, mask=mask, other=0)
+    serial = tl.load(serials + row, mask=mask, other=0)
+    token = tl.load(tokens + row, mask=mask, other=-1)
+    position = tl.load(positions + row, mask=mask, other=0)
+    _note(requests, marks, row, num_rows, req, serial, token, position, mask)
+
+
+@triton.jit
+def _find_doubt(path, row, length):
+    """(place on the path, wanted token, found token) of the first node of a row's path
+    that is in doubt; place -1: none."""
+    root = row * path.nodes
+    end = root + path.nodes
+    doubt = root * 0 - 1
+    wanted = root * 0 - 1
+    found = length
+    if (length < 1) | (length > path.width):
+        doubt = root * 0
+    steps = tl.minimum(tl.maximum(length, 0), path.width)
+    before = root
+    due = root * 0
+    for i in range(steps):
+        node = tl.load(path.accept_index + row * path.width + i)
+        gained = tl.load(path.gained + row * path.width + i)
+        inside = (node >= root) & (node < end)
+        at = tl.where(inside, node, root)
+        follows = tl.load(path.predict + at)
+        choice = follows
+        if path.choices is not None:
+            choice = tl.load(path.choices + at)
+        parent = tl.load(path.parent_index + at)
+        token = tl.load(path.tokens + at)
+        is_child = inside & (parent == before) & (token == due)
+        sound = tl.where(i == 0, node == root, is_child)
+        sound = sound & (gained == follows) & (choice == follows)
+        is_first = (sound == 0) & (doubt < 0)
+        doubt = tl.where(is_first, i, doubt)
+        wanted = tl.where(is_first, choice, wanted)
+        found = tl.where(is_first, gained, found)
+        before = at
+        due = follows
+    return doubt, wanted, found
+
+
+@triton.jit(do_not_specialize=["num_rows", "tag"])
+def accepted_kernel(state, path, marks, num_rows, tag):
+    """A program per row: its path is checked, and its last token noted."""
+    row = tl.program_id(0).to(tl.int64)
+    inside = row < num_rows
+    if inside:
+        req = tl.load(path.req_rows + row)
+        serial = tl.load(path.serials + row)
+        prefix = tl.load(path.prefix_lens + row)
+        length = tl.load(path.accept_lens + row)
+        doubt, wanted, found = _find_doubt(path, row, length)
+        if (req != 0) & (doubt >= 0):
+            position = prefix + doubt
+            finding = Finding(
+                reasons=ACCEPT,
+                req_row=req,
+                serial=serial,
+                slot=-1,
+                position=position,
+                expected_word0=pack_word0(wanted, position + 1),
+                found_word0=pack_word0(found, position + 1),
+                expected_lineage=None,
+                found_lineage=None,
+                found_word3=None,
+                clock=tl.load(state.clock),
+                batch_row=row,
+                expected_slot=-1,
+                found_fingerprint=None,
+                computed_fingerprint=None,
+                tag=tag,
+            )
+            report_one(state, finding)
+        last = tl.minimum(tl.maximum(length, 1), path.width) - 1
+        token = tl.load(path.gained + row * path.width + last)
+        _note(
+            state.requests,
+            marks,
+            row,
+            num_rows,
+            req,
+            serial,
+            token,
+            prefix + length,
+            inside,
+        )

@@ -1,0 +1,339 @@
+"""The canary's knowledge of requests: whose a row is, which token comes next, what a
+verification accepted; on every implementation that runs here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from canary_world import (
+    DEVICE,
+    Backend,
+    World,
+    decode,
+    each_backend,
+    entries,
+    findings,
+    long,
+    small_world,
+)
+from torch import Tensor
+
+from kv_canary.accepted import AcceptedPath
+from kv_canary.layout import FingerprintMode
+from kv_canary.records import (
+    SENTINEL,
+    UNKNOWN,
+    Launch,
+    Reason,
+    Request,
+    Ring,
+    WriterKind,
+    pack_word0,
+    unpack_word0,
+)
+from kv_canary.view import ForwardView
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+
+register_cpu_ci(est_time=15, suite="cpu")
+register_cuda_ci(est_time=15, suite="cuda")
+
+
+def know(w: World, request: int, *, token: int, position: int) -> None:
+    """Set what the canary knows of the request in a row."""
+    known = w.state.requests[request + 1]
+    known[Request.SERIAL] = w.serials[request]
+    known[Request.NEXT_WORD0] = pack_word0(token, position)
+
+
+@each_backend
+def test_the_owner_of_a_row(backend: Backend) -> None:
+    w = small_world()
+    rows = decode(w)
+    for i, length in enumerate(w.lens):
+        know(w, i, token=w.token(i, length), position=length)
+    w.state.requests[2, Request.SERIAL] += 1
+    w.write(backend, w.state, rows)
+    assert findings(w.state) == [(Reason.ROW_OWNER, 2, w.slot(1, 6), 6)]
+
+
+@each_backend
+def test_the_first_new_token_is_the_one_that_was_noted(backend: Backend) -> None:
+    w = small_world()
+    rows = w.rows(extends=[2, 2, 1])
+    know(w, 0, token=w.token(0, 11) + 1, position=11)
+    know(w, 1, token=w.token(1, 6), position=7)
+    w.write(backend, w.state, rows)
+    assert findings(w.state) == [
+        (Reason.WRITE_TOKEN, 1, w.slot(0, 11), 11),
+        (Reason.WRITE_POSITION, 2, w.slot(1, 6), 6),
+    ]
+    expected = {e[Ring.REQ_ROW]: e[Ring.EXPECTED_WORD0] for e in entries(w.state)}
+    assert unpack_word0(expected[1]) == (w.token(0, 11) + 1, 11)
+    assert unpack_word0(expected[2]) == (w.token(1, 6), 7)
+
+
+@each_backend
+def test_branches_have_no_request(backend: Backend) -> None:
+    w = small_world()
+    rows = decode(w)
+    know(w, 0, token=w.token(0, 11) + 1, position=3)
+    w.state.requests[2, Request.SERIAL] = 5
+    branches = dataclasses.replace(rows, lineage_rows=rows.req_rows)
+    w.write(backend, w.state, branches, WriterKind.DRAFT)
+    assert findings(w.state) == []
+
+
+@each_backend
+def test_notes_and_marks(backend: Backend) -> None:
+    """A padded row is marked and not noted; a row without a token knows none."""
+    w = small_world()
+    marks = long([0] * 8).view(2, 4)
+    backend.write.note_tokens(
+        w.state,
+        req_rows=long([3, 1, 0, 2]),
+        serials=long([30, 10, 0, 20]),
+        tokens=long([7, 8, 9, -1]),
+        positions=long([40, 41, 42, 43]),
+        marks=marks,
+    )
+    words = [pack_word0(7, 40), pack_word0(8, 41), pack_word0(9, 42), UNKNOWN]
+    assert marks.tolist() == [[30, 10, 0, 20], words]
+    noted = w.state.requests[:, Request.NEXT_WORD0].tolist()
+    assert noted[:4] == [UNKNOWN, words[1], UNKNOWN, words[0]]
+    assert (w.state.requests[:, Request.SERIAL] == UNKNOWN).all()
+
+
+@each_backend
+def test_positions_follow_the_prefix(backend: Backend) -> None:
+    w = small_world()
+    rows = w.rows(extends=[3, 1, 1])
+    rows.positions[1] += 4
+    w.write(backend, w.state, rows)
+    assert findings(w.state) == [(Reason.WRITE_POSITION, 1, w.slot(0, 12), 16)]
+    (entry,) = entries(w.state)
+    assert unpack_word0(entry[Ring.EXPECTED_WORD0]) == (w.token(0, 12), 12)
+
+
+@each_backend
+def test_draft_inputs_are_what_was_published(backend: Backend) -> None:
+    """Slot p of a draft's pool holds token p + 1; a draft step reads proposals."""
+    w = small_world(draft=True)
+    rows = w.rows(extends=[2, 2, 2])
+    published = w.published().clone()
+    published[2, 7 + 1] += 1
+    w.head(backend, w.state, rows, WriterKind.DRAFT, published=published)
+    assert findings(w.state) == []
+    w.head(backend, w.state, rows, WriterKind.DRAFT_EXTEND, published=published)
+    assert findings(w.state) == [(Reason.WRITE_TOKEN, 2, w.slot(1, 7), 7)]
+
+
+#  0 - 1 - 3     4 - 5
+#   \- 2
+PARENTS = [-1, 0, 0, 1, -1, 4]
+DEPTHS = [0, 1, 1, 2, 0, 1]
+
+
+def tree(w: World) -> ForwardView:
+    rows = w.rows(extends=[4, 0, 2])
+    positions = [w.lens[0 if t < 4 else 2] + DEPTHS[t] for t in range(6)]
+    mask = torch.zeros(6, 4, dtype=torch.bool)
+    for t, parent in enumerate(PARENTS):
+        mask[t] = mask[parent] if parent >= 0 else False
+        mask[t, t % 4] = True
+    return dataclasses.replace(
+        rows,
+        parent_index=long(PARENTS),
+        positions=long(positions),
+        tree_mask=mask.to(DEVICE),
+        max_depth=4,
+    )
+
+
+@each_backend
+def test_a_sound_tree_is_silent(backend: Backend) -> None:
+    w = small_world()
+    w.write(backend, w.state, tree(w), WriterKind.VERIFY)
+    assert findings(w.state) == []
+
+
+@each_backend
+def test_a_node_without_a_parent_sees_itself(backend: Backend) -> None:
+    """Its parent was not selected; its position is that of its level."""
+    w = small_world()
+    rows = tree(w)
+    assert rows.parent_index is not None and rows.tree_mask is not None
+    rows.parent_index[3] = -1
+    rows.tree_mask[3] = False
+    rows.tree_mask[3, 3] = True
+    w.write(backend, w.state, rows, WriterKind.VERIFY)
+    assert findings(w.state) == []
+
+
+@each_backend
+@pytest.mark.parametrize("node, column", [(3, 0), (3, 1), (3, 3), (2, 1), (5, 3)])
+def test_a_mask_that_is_not_the_tree_s(
+    backend: Backend, node: int, column: int
+) -> None:
+    w = small_world()
+    rows = tree(w)
+    assert rows.tree_mask is not None
+    rows.tree_mask[node, column] ^= True
+    w.write(backend, w.state, rows, WriterKind.VERIFY)
+    assert {e[Ring.REASONS] for e in entries(w.state)} == {Reason.TREE_SHAPE}
+
+
+@each_backend
+@pytest.mark.parametrize("node, parent", [(1, 3), (5, 0), (2, 2), (3, 5), (4, -2)])
+def test_a_parent_that_none_can_be(backend: Backend, node: int, parent: int) -> None:
+    """After its child, of another request, itself, or no place at all."""
+    w = small_world()
+    rows = dataclasses.replace(tree(w), tree_mask=None)
+    assert rows.parent_index is not None
+    rows.parent_index[node] = parent
+    w.head(backend, w.state, rows, WriterKind.VERIFY)
+    rows_found = {e[Ring.SLOT] for e in entries(w.state)}
+    assert int(rows.out_cache_loc[node]) in rows_found
+    assert all(e[Ring.REASONS] & Reason.TREE_SHAPE for e in entries(w.state))
+
+
+@each_backend
+def test_positions_by_node_number(backend: Backend) -> None:
+    w = small_world()
+    rows = tree(w)
+    rows.positions[2] = w.lens[0] + 2
+    w.write(backend, w.state, rows, WriterKind.VERIFY)
+    place = w.lens[0] + 2
+    assert findings(w.state) == [(Reason.WRITE_POSITION, 1, w.slot(0, place), place)]
+    (entry,) = entries(w.state)
+    assert unpack_word0(entry[Ring.EXPECTED_WORD0])[1] == w.lens[0] + 1
+
+
+def accepted(w: World) -> AcceptedPath:
+    """Trees of four nodes; the paths 0 - 1 - 3, 0, and 0 - 2."""
+    lens = [3, 1, 2]
+    parents = [[-1, 0, 0, 1], [-1, 4, 4, 5], [-1, 8, 8, 9]]
+    paths = [[0, 1, 3], [4, -1, -1], [8, 10, -1]]
+    gained = [[101, 103, 199], [299, 299, 299], [302, 399, 399]]
+    predict = torch.zeros(12, dtype=torch.int64)
+    tokens = torch.arange(12) % 4 + torch.tensor([100, 200, 300]).repeat_interleave(4)
+    for path, names, length in zip(paths, gained, lens, strict=True):
+        for node, token in zip(path[:length], names, strict=False):
+            predict[node] = token
+    return AcceptedPath(
+        req_rows=long([1, 2, 3]),
+        serials=long(w.serials),
+        prefix_lens=long(w.lens),
+        tokens=tokens.view(3, 4).to(DEVICE),
+        parent_index=long(parents),
+        predict=predict.view(3, 4).to(DEVICE),
+        accept_index=long(paths),
+        accept_lens=long(lens),
+        gained=long(gained),
+        choices=predict.view(3, 4).clone().to(DEVICE),
+    )
+
+
+def note(backend: Backend, w: World, path: AcceptedPath) -> Tensor:
+    marks = long([0] * 6).view(2, 3)
+    backend.write.note_accepted(w.state, path, marks=marks)
+    return marks
+
+
+@each_backend
+def test_a_sound_path_is_noted(backend: Backend) -> None:
+    w = small_world()
+    path = accepted(w)
+    marks = note(backend, w, path)
+    assert findings(w.state) == []
+    words = [
+        pack_word0(token, length + gained)
+        for token, length, gained in zip(
+            (199, 299, 399), w.lens, (3, 1, 2), strict=True
+        )
+    ]
+    assert marks.tolist() == [w.serials, words]
+    assert w.state.requests[1:4, Request.NEXT_WORD0].tolist() == words
+    without = dataclasses.replace(path, choices=None)
+    note(backend, w, without)
+    assert findings(w.state) == []
+
+
+FAULTS = {
+    "a node of another request": ("accept_index", (0, 1), 9, 1),
+    "no child of the node before": ("parent_index", (0, 3), 2, 2),
+    "not the token that was predicted": ("tokens", (0, 3), 7, 2),
+    "the root is another node": ("accept_index", (0, 0), 1, 0),
+    "the root of another request": ("accept_index", (1, 0), 0, 0),
+    "a token gained that was not predicted": ("gained", (2, 1), 5, 1),
+    "not the target's choice": ("choices", (2, 2), 5, 1),
+    "one node too many": ("accept_lens", (2,), 3, 2),
+    "no node": ("accept_lens", (1,), 0, 0),
+    "more nodes than a path has": ("accept_lens", (1,), 9, 0),
+}
+
+
+@each_backend
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_path_in_doubt(backend: Backend, fault: str) -> None:
+    w = small_world()
+    name, place, value, at = FAULTS[fault]
+    path = accepted(w)
+    getattr(path, name)[place] = value
+    note(backend, w, path)
+    request = place[0]
+    (entry,) = entries(w.state)
+    assert entry[Ring.REASONS] == Reason.ACCEPT_PATH
+    assert entry[Ring.REQ_ROW] == request + 1
+    assert entry[Ring.POSITION] == w.lens[request] + at
+    assert entry[Ring.TAG] & 255 == Launch.ACCEPT
+    assert int(w.state.verdict[request + 1]) == Reason.ACCEPT_PATH
+
+
+@each_backend
+def test_one_node_too_few_is_sound(backend: Backend) -> None:
+    """The tree could have given more: a loss of speed that no token shows."""
+    w = small_world()
+    path = accepted(w)
+    path.accept_lens[0] = 2
+    note(backend, w, path)
+    assert findings(w.state) == []
+
+
+@each_backend
+def test_a_store_that_does_not_happen(backend: Backend) -> None:
+    """All words of new slots are filled before the model, and looked at after it."""
+    w = small_world(mode=FingerprintMode.ALL)
+    rows = w.rows(extends=[2, 1, 3])
+    w.head(backend, w.state, rows)
+    words = w.fingerprint.k_words, w.fingerprint.v_words
+    assert words[0] is not None and words[1] is not None
+    words[0][1, w.slot(0, 12)] = SENTINEL
+    words[1][0, w.slot(2, 21), -1] = SENTINEL
+    w.tail(backend, w.state, rows)
+    assert findings(w.state) == sorted(
+        [
+            (Reason.WRITE_MISSING, 1, w.slot(0, 12), 12),
+            (Reason.WRITE_MISSING, 3, w.slot(2, 21), 21),
+        ]
+    )
+
+
+@each_backend
+def test_new_slots_are_filled_before_the_model(backend: Backend) -> None:
+    w = small_world(mode=FingerprintMode.ALL)
+    rows = w.rows(extends=[2, 1, 3])
+    before = w.k.clone()
+    backend.write.write_head(w.state, rows, w.checks())
+    k, v = w.fingerprint.k_words, w.fingerprint.v_words
+    assert k is not None and v is not None
+    slots = rows.out_cache_loc
+    assert (k[:, slots] == SENTINEL).all() and (v[:, slots] == SENTINEL).all()
+    others = torch.ones(w.num_slots, dtype=torch.bool, device=DEVICE)
+    others[slots] = False
+    assert torch.equal(w.k[:, others], before[:, others])
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
