@@ -55,6 +55,7 @@ ENUMS: tuple[type[IntEnum] | type[IntFlag], ...] = (
     records.Phase,
     records.Launch,
     records.Counter,
+    records.Expected,
     FingerprintMode,
 )
 CONSTANTS = {

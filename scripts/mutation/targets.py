@@ -41,6 +41,12 @@ MEMORY_TESTS = (
 SCHEDULER_TESTS = (
     "scheduler/test_scheduler.py",
     "scheduler/test_scheduler_properties.py",
+    "scheduler/test_admission.py",
+    "scheduler/test_admission_engine.py",
+    "scheduler/test_stall_check.py",
+    "scheduler/test_wasted_step.py",
+    "scheduler/test_chunk_abort.py",
+    "scheduler/test_chunk_retraction.py",
     "mock_model/test_canary_soak.py",
 )
 TREE_TESTS = (
@@ -59,6 +65,9 @@ CORE_TESTS = (
     "kv_canary/test_canary_reads.py",
     "kv_canary/test_canary_writes.py",
     "kv_canary/test_canary_trees.py",
+    "kv_canary/test_canary_requests.py",
+    "kv_canary/test_canary_diagnoses.py",
+    "kv_canary/test_self_unit_report_order.py",
     "kv_canary/test_self_unit_violation.py",
     "kv_canary/test_self_unit_reports.py",
     "kv_canary/test_self_unit_explain.py",

@@ -63,6 +63,11 @@ _gather_findings = Op(
     triton=_TRITON + "gather_findings",
 )
 
+_expect_rows = Op(
+    reference=reference_write.expect_rows,
+    native=_NATIVE + "expect_rows",
+    triton=_TRITON + "expect_rows",
+)
 _note_tokens = Op(
     reference=reference_write.note_tokens,
     native=_NATIVE + "note_tokens",
@@ -134,10 +139,18 @@ def set_lineage(state: CanaryState, rows: Tensor, values: Tensor) -> None:
     state.expected_lineage.index_copy_(0, rows, values)
 
 
-def set_requests(state: CanaryState, rows: Tensor, values: Tensor) -> None:
-    """Set requests[rows] = values, int64 [n, len(Request)], from the host's requests;
-    `UNKNOWN`: not compared."""
-    state.requests.index_copy_(0, rows, values)
+def expect_rows(
+    state: CanaryState, rows: Tensor, values: Tensor, seeds: Tensor | None = None
+) -> None:
+    """Announce a prefill by the host's requests: the lineages that rows [R] int64 go on
+    from, and whose they are. Their next inputs are not known any more. Rows differ.
+
+    Args:
+        values: int64 [len(Expected), R], contiguous.
+        seeds: int64 [req_rows], set where the pool has seeds; None: it has none.
+    """
+    if rows.numel():
+        _expect_rows(state, rows, values, seeds)
 
 
 def note_tokens(
@@ -146,14 +159,15 @@ def note_tokens(
     req_rows: Tensor,
     serials: Tensor,
     tokens: Tensor,
-    positions: Tensor,
+    prefix_lens: Tensor,
+    extend_lens: Tensor,
 ) -> Tensor:
     """Note what was sampled, from the sampler's own result: the next forward's inputs
     are compared with it. int64 [R] each, contiguous; rows other than 0 differ.
 
     Args:
-        tokens: of each row; negative: none, so that its next input is not known.
-        positions: theirs.
+        tokens: of each row, at position prefix_lens + extend_lens; negative: none, so
+            that its next input is not known.
 
     Returns:
         marks, int64 [2, R] on the device: serials, and words 0 of the tokens (`UNKNOWN`
@@ -165,7 +179,8 @@ def note_tokens(
         req_rows=req_rows,
         serials=serials,
         tokens=tokens,
-        positions=positions,
+        prefix_lens=prefix_lens,
+        extend_lens=extend_lens,
         marks=marks,
     )
     return marks

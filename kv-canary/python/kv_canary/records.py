@@ -62,6 +62,14 @@ class Request(IntEnum):
     NEXT_WORD0 = 1
 
 
+class Expected(IntEnum):
+    """Rows of what the host announces of request rows before a prefill."""
+
+    LINEAGE = 0
+    SEED = 1
+    SERIAL = 2
+
+
 UNKNOWN = -1
 """A word of `Request` that is not known."""
 

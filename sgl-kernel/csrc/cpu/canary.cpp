@@ -492,6 +492,33 @@ void note(
   if (req) s.requests[req].next_word0 = *mark_word0;
 }
 
+// `values`: the rows of `Expected`, one after the other.
+void canary_expect_rows(
+    const Tensor& state, const Tensor& rows, const Tensor& values,
+    const OptionalTensor& seeds) {
+  using canary::Expected;
+  const char* op = "canary_expect_rows";
+  const canary::State s = state_of(op, state);
+  const int64_t count = rows.numel();
+  const int64_t* row = longs(op, "rows", rows, count);
+  SGLK_CHECK(
+      values.scalar_type() == ScalarType::Long && values.is_contiguous() &&
+          values.numel() == Expected::kCount * count,
+      op, "values", values, "contiguous int64, the rows of Expected");
+  const int64_t* value = static_cast<const int64_t*>(values.const_data_ptr());
+  int64_t* seed = seeds ? vector_data<int64_t>(op, "seeds", *seeds, ScalarType::Long, s.req_rows)
+                        : nullptr;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t r = row[i];
+    SGLK_REQUIRE(
+        r >= 0 && r < s.req_rows, op, ": rows[", i, "] is ", r, ", expected 0 .. ",
+        s.req_rows - 1);
+    s.expected_lineage[r] = value[Expected::kLineage * count + i];
+    s.requests[r] = {value[Expected::kSerial * count + i], canary::kUnknown};
+    if (seed) seed[r] = value[Expected::kSeed * count + i];
+  }
+}
+
 int64_t* marks_of(const char* op, const Tensor& marks, int64_t count) {
   SGLK_CHECK(
       marks.scalar_type() == ScalarType::Long && marks.is_contiguous() &&
@@ -502,17 +529,21 @@ int64_t* marks_of(const char* op, const Tensor& marks, int64_t count) {
 
 void canary_note_tokens(
     const Tensor& state, const Tensor& req_rows, const Tensor& serials,
-    const Tensor& tokens, const Tensor& positions, const Tensor& marks) {
+    const Tensor& tokens, const Tensor& prefix_lens, const Tensor& extend_lens,
+    const Tensor& marks) {
   const char* op = "canary_note_tokens";
   const canary::State s = state_of(op, state);
   const int64_t count = req_rows.numel();
   const int64_t* rows = longs(op, "req_rows", req_rows, count);
   const int64_t* serial = longs(op, "serials", serials, count);
   const int64_t* token = longs(op, "tokens", tokens, count);
-  const int64_t* position = longs(op, "positions", positions, count);
+  const int64_t* prefix = longs(op, "prefix_lens", prefix_lens, count);
+  const int64_t* extend = longs(op, "extend_lens", extend_lens, count);
   int64_t* mark = marks_of(op, marks, count);
   for (int64_t r = 0; r < count; r++)
-    note(op, s, rows[r], serial[r], token[r], position[r], mark + r, mark + count + r);
+    note(
+        op, s, rows[r], serial[r], token[r], prefix[r] + extend[r], mark + r,
+        mark + count + r);
 }
 
 const int64_t* matrix(
@@ -582,8 +613,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
       "Tensor? published, Tensor? tree_mask, Tensor? oracle_tokens, "
       "Tensor? oracle_positions, int[] numbers) -> ()");
   m.def(
+      "canary_expect_rows(Tensor(a!) state, Tensor rows, Tensor values, "
+      "Tensor(b!)? seeds) -> ()");
+  m.def(
       "canary_note_tokens(Tensor(a!) state, Tensor req_rows, Tensor serials, "
-      "Tensor tokens, Tensor positions, Tensor(b!) marks) -> ()");
+      "Tensor tokens, Tensor prefix_lens, Tensor extend_lens, Tensor(b!) marks) -> ()");
   m.def(
       "canary_note_accepted(Tensor(a!) state, Tensor?[] path, Tensor(b!) marks) -> ()");
   m.def("canary_poison(Tensor(a!) state, Tensor slots, Tensor? n_live) -> ()");
@@ -599,6 +633,7 @@ STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
   m.impl("canary_write_head", TORCH_BOX(&canary_write_head));
   m.impl("canary_write_tail", TORCH_BOX(&canary_write_tail));
   m.impl("canary_before_model", TORCH_BOX(&canary_before_model));
+  m.impl("canary_expect_rows", TORCH_BOX(&canary_expect_rows));
   m.impl("canary_note_tokens", TORCH_BOX(&canary_note_tokens));
   m.impl("canary_note_accepted", TORCH_BOX(&canary_note_accepted));
   m.impl("canary_poison", TORCH_BOX(&canary_poison));

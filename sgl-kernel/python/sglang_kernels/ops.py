@@ -210,12 +210,20 @@ canary_before_model: Callable[..., None] = _OPS.canary_before_model.default._op
 
 Args: tensors of both, then the numbers of `canary_verify`.
 """
+canary_expect_rows: Callable[..., None] = _OPS.canary_expect_rows.default._op
+"""Set what the host knows of rows.
+
+Args:
+    state: as of `canary_verify`.
+    rows: [rows] int64; values: [values, rows] int64, the rows of `Expected`.
+    seeds: [req_rows] int64 or None.
+"""
 canary_note_tokens: Callable[..., None] = _OPS.canary_note_tokens.default._op
 """Note what was sampled.
 
 Args:
     state: as of `canary_verify`.
-    req_rows, serials, tokens, positions: [rows] int64.
+    req_rows, serials, tokens, prefix_lens, extend_lens: [rows] int64.
     marks: [2, rows] int64, written.
 """
 canary_note_accepted: Callable[..., None] = _OPS.canary_note_accepted.default._op

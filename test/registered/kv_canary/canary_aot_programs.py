@@ -238,7 +238,8 @@ def launch_note() -> None:
         req_rows=longs(),
         serials=longs(),
         tokens=longs(),
-        positions=longs(),
+        prefix_lens=longs(),
+        extend_lens=longs(),
         marks=torch.zeros(2, ROWS, dtype=torch.int64),
     )
 
@@ -280,6 +281,13 @@ def launches() -> Iterator[tuple[str, Any]]:
             lambda dst=dst: triton_launch.move_records(state, dst, dst),
         )
     yield "note tokens", launch_note
+    for seeds in (None, longs(8)):
+        yield (
+            f"expect {seeds is not None}",
+            lambda seeds=seeds: triton_launch.expect_rows(
+                create_canary(), longs(), longs(3 * ROWS).view(3, ROWS), seeds
+            ),
+        )
     for choices in (False, True):
         yield (
             f"note accepted {choices}",

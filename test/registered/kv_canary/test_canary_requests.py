@@ -95,7 +95,8 @@ def test_notes_and_marks(backend: Backend) -> None:
         req_rows=long([3, 1, 0, 2]),
         serials=long([30, 10, 0, 20]),
         tokens=long([7, 8, 9, -1]),
-        positions=long([40, 41, 42, 43]),
+        prefix_lens=long([30, 40, 40, 40]),
+        extend_lens=long([10, 1, 2, 3]),
         marks=marks,
     )
     words = [pack_word0(7, 40), pack_word0(8, 41), pack_word0(9, 42), UNKNOWN]
@@ -103,6 +104,22 @@ def test_notes_and_marks(backend: Backend) -> None:
     noted = w.state.requests[:, Request.NEXT_WORD0].tolist()
     assert noted[:4] == [UNKNOWN, words[1], UNKNOWN, words[0]]
     assert (w.state.requests[:, Request.SERIAL] == UNKNOWN).all()
+
+
+@each_backend
+@pytest.mark.parametrize("has_seeds", [False, True])
+def test_a_prefill_is_announced(backend: Backend, has_seeds: bool) -> None:
+    w = small_world()
+    w.state.requests[:, Request.NEXT_WORD0] = 7
+    before = w.state.expected_lineage.clone()
+    seeds = long([0] * len(w.state.requests)) if has_seeds else None
+    values = long([[5, 6], [50, 60], [500, 600]])
+    backend.write.expect_rows(w.state, long([3, 1]), values, seeds)
+    assert w.state.expected_lineage[[1, 3]].tolist() == [6, 5]
+    assert w.state.expected_lineage[2] == before[2]
+    assert w.state.requests[1:4].tolist() == [[600, UNKNOWN], [-1, 7], [500, UNKNOWN]]
+    if seeds is not None:
+        assert seeds[:4].tolist() == [0, 60, 0, 50]
 
 
 @each_backend

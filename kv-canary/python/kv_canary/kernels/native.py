@@ -116,16 +116,25 @@ def gather_findings(state: CanaryState, req_rows: Tensor, findings: Tensor) -> N
     ops.canary_gather_findings(state.arena, req_rows, findings)
 
 
+def expect_rows(
+    state: CanaryState, rows: Tensor, values: Tensor, seeds: Tensor | None
+) -> None:
+    ops.canary_expect_rows(state.arena, rows, values, seeds)
+
+
 def note_tokens(
     state: CanaryState,
     *,
     req_rows: Tensor,
     serials: Tensor,
     tokens: Tensor,
-    positions: Tensor,
+    prefix_lens: Tensor,
+    extend_lens: Tensor,
     marks: Tensor,
 ) -> None:
-    ops.canary_note_tokens(state.arena, req_rows, serials, tokens, positions, marks)
+    ops.canary_note_tokens(
+        state.arena, req_rows, serials, tokens, prefix_lens, extend_lens, marks
+    )
 
 
 def note_accepted(state: CanaryState, path: AcceptedPath, *, marks: Tensor) -> None:

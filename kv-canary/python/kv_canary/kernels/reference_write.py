@@ -28,6 +28,7 @@ from kv_canary.records import (
     TOKEN_MASK,
     UNKNOWN,
     Counter,
+    Expected,
     Launch,
     Phase,
     Reason,
@@ -414,16 +415,28 @@ def finish_step(state: CanaryState, view: ForwardView, findings: Tensor) -> None
     gather_findings(state, view.req_rows, findings)
 
 
+def expect_rows(
+    state: CanaryState, rows: Tensor, values: Tensor, seeds: Tensor | None
+) -> None:
+    state.expected_lineage[rows] = values[Expected.LINEAGE]
+    state.requests[rows, Request.SERIAL] = values[Expected.SERIAL]
+    state.requests[rows, Request.NEXT_WORD0] = UNKNOWN
+    if seeds is not None:
+        seeds[rows] = values[Expected.SEED]
+
+
 def note_tokens(
     state: CanaryState,
     *,
     req_rows: Tensor,
     serials: Tensor,
     tokens: Tensor,
-    positions: Tensor,
+    prefix_lens: Tensor,
+    extend_lens: Tensor,
     marks: Tensor,
 ) -> None:
-    word0 = torch.where(tokens >= 0, pack_word0_tensor(tokens, positions), UNKNOWN)
+    words = pack_word0_tensor(tokens, prefix_lens + extend_lens)
+    word0 = torch.where(tokens >= 0, words, UNKNOWN)
     live = req_rows != 0
     state.requests[req_rows[live], Request.NEXT_WORD0] = word0[live]
     marks[0], marks[1] = serials, word0
@@ -473,6 +486,7 @@ def note_accepted(state: CanaryState, path: AcceptedPath, *, marks: Tensor) -> N
         req_rows=path.req_rows,
         serials=path.serials,
         tokens=path.gained.gather(1, length[:, None] - 1)[:, 0],
-        positions=path.prefix_lens + path.accept_lens,
+        prefix_lens=path.prefix_lens,
+        extend_lens=path.accept_lens,
         marks=marks,
     )

@@ -22,7 +22,11 @@ from kv_canary.kernels.triton_args import (
 )
 from kv_canary.kernels.triton_before import before_kernel
 from kv_canary.kernels.triton_ends import finish_kernel
-from kv_canary.kernels.triton_notes import accepted_kernel, note_kernel
+from kv_canary.kernels.triton_notes import (
+    accepted_kernel,
+    expect_kernel,
+    note_kernel,
+)
 from kv_canary.kernels.triton_records import move_kernel, poison_kernel
 from kv_canary.kernels.triton_verify import verify_kernel
 from kv_canary.kernels.triton_write import write_kernel
@@ -277,13 +281,30 @@ def _finish(
     )
 
 
+def expect_rows(
+    state: CanaryState, rows: Tensor, values: Tensor, seeds: Tensor | None
+) -> None:
+    count = len(rows)
+    expect_kernel[(triton.cdiv(count, _NOTE_BLOCK),)](
+        state.expected_lineage,
+        state.requests,
+        seeds,
+        rows,
+        values,
+        count,
+        BLOCK=_NOTE_BLOCK,
+        num_warps=1,
+    )
+
+
 def note_tokens(
     state: CanaryState,
     *,
     req_rows: Tensor,
     serials: Tensor,
     tokens: Tensor,
-    positions: Tensor,
+    prefix_lens: Tensor,
+    extend_lens: Tensor,
     marks: Tensor,
 ) -> None:
     count = len(req_rows)
@@ -292,7 +313,8 @@ def note_tokens(
         req_rows,
         serials,
         tokens,
-        positions,
+        prefix_lens,
+        extend_lens,
         marks,
         count,
         BLOCK=_NOTE_BLOCK,

@@ -14,12 +14,34 @@ import triton.language as tl
 from kv_canary.kernels.triton_hash import pack_word0
 from kv_canary.kernels.triton_report import Finding, report_one
 from kv_canary.records import UNKNOWN as RECORDS_UNKNOWN
-from kv_canary.records import Reason, Request
+from kv_canary.records import Expected, Reason, Request
 
 ACCEPT = tl.constexpr(int(Reason.ACCEPT_PATH))
 UNKNOWN = tl.constexpr(RECORDS_UNKNOWN)
 NEXT_WORD = tl.constexpr(int(Request.NEXT_WORD0))
+SERIAL_WORD = tl.constexpr(int(Request.SERIAL))
 REQUEST_WORDS = tl.constexpr(len(Request))
+LINEAGE_ROW = tl.constexpr(int(Expected.LINEAGE))
+SEED_ROW = tl.constexpr(int(Expected.SEED))
+SERIAL_ROW = tl.constexpr(int(Expected.SERIAL))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def expect_kernel(
+    expected_lineage, requests, seeds, rows, values, num_rows, BLOCK: tl.constexpr
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < num_rows
+    req = tl.load(rows + i, mask=mask, other=0)
+    lineage = tl.load(values + LINEAGE_ROW * num_rows + i, mask=mask, other=0)
+    tl.store(expected_lineage + req, lineage, mask=mask)
+    serial = tl.load(values + SERIAL_ROW * num_rows + i, mask=mask, other=0)
+    known = requests + req * REQUEST_WORDS
+    tl.store(known + SERIAL_WORD, serial, mask=mask)
+    tl.store(known + NEXT_WORD, tl.zeros_like(serial) + UNKNOWN, mask=mask)
+    if seeds is not None:
+        seed = tl.load(values + SEED_ROW * num_rows + i, mask=mask, other=0)
+        tl.store(seeds + req, seed, mask=mask)
 
 
 @triton.jit
@@ -37,7 +59,8 @@ def note_kernel(
     req_rows,
     serials,
     tokens,
-    positions,
+    prefix_lens,
+    extend_lens,
     marks,
     num_rows,
     BLOCK: tl.constexpr,
@@ -47,7 +70,8 @@ def note_kernel(
     req = tl.load(req_rows + row, mask=mask, other=0)
     serial = tl.load(serials + row, mask=mask, other=0)
     token = tl.load(tokens + row, mask=mask, other=-1)
-    position = tl.load(positions + row, mask=mask, other=0)
+    position = tl.load(prefix_lens + row, mask=mask, other=0)
+    position += tl.load(extend_lens + row, mask=mask, other=0)
     _note(requests, marks, row, num_rows, req, serial, token, position, mask)
 
 

@@ -100,6 +100,15 @@ struct Counter {
   static constexpr int64_t kCount = 9;
 };
 
+struct Expected {
+  enum : int64_t {
+    kLineage = 0,
+    kSeed = 1,
+    kSerial = 2,
+  };
+  static constexpr int64_t kCount = 3;
+};
+
 struct FingerprintMode {
   enum : int64_t {
     kNone = 0,

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 from kv_canary.launches import (
     before_model,
+    expect_rows,
     finish_step,
     gather_findings,
     move_records,
     note_accepted,
     note_tokens,
     poison,
-    set_lineage,
-    set_requests,
     write_tail,
 )
 
 __all__ = [
     "before_model",
+    "expect_rows",
     "finish_step",
     "gather_findings",
     "move_records",
     "note_accepted",
     "note_tokens",
     "poison",
-    "set_lineage",
-    "set_requests",
     "write_tail",
 ]

@@ -39,13 +39,12 @@ from kv_canary.serials import SerialMap
 from kv_canary.violation import POOLS, DraftBranch, Violation
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.kernels import (
+    expect_rows,
     finish_step,
     gather_findings,
     note_accepted,
     note_tokens,
     poison,
-    set_lineage,
-    set_requests,
 )
 from sglang.srt.kv_canary.lineages import PrefixLineages, TokenOwner
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver
@@ -189,14 +188,13 @@ class CanaryManager:
             ],
             [self._lineages.seed(owner) for owner in owners],
             [owner.serial for owner in owners],
-            # Inputs of a prefill are looked up in the token table.
-            [UNKNOWN] * len(owners),
         ]
-        known = self._upload(torch.tensor(values))
-        set_lineage(self._state, req_pool_indices, known[0])
-        set_requests(self._state, req_pool_indices, known[2:].T)
-        if self.target.seeds is not None:
-            self.target.seeds.index_copy_(0, req_pool_indices, known[1])
+        expect_rows(
+            self._state,
+            req_pool_indices,
+            self._upload(torch.tensor(values)),
+            self.target.seeds,
+        )
         if self.target.oracle is not None:
             prompt_lens = torch.tensor([owner.prompt_len for owner in owners])
             self.target.oracle.expect_prompts(
@@ -225,7 +223,8 @@ class CanaryManager:
             req_rows=forward_batch.req_pool_indices,
             serials=forward_batch.req_serial,
             tokens=tokens,
-            positions=forward_batch.prefix_lens + forward_batch.extend_lens,
+            prefix_lens=forward_batch.prefix_lens,
+            extend_lens=forward_batch.extend_lens,
         )
 
     def note_accepted(self, path: AcceptedPath) -> Tensor:
