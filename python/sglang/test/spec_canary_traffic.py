@@ -25,6 +25,7 @@ VOCAB = 1000
 CONTEXT = 512
 WARM_STEPS = 8
 MAX_STEPS = 300
+SHORTEST_PROMPT = 30
 POOLS = ("target", "draft")
 
 
@@ -219,12 +220,18 @@ class SpecTraffic:
     """Requests of which some share a prefix, a new one in every third step.
 
     The first ones and half of the others run until the end of a test.
+
+    Args:
+        longer_by: tokens that are added to every prompt.
     """
 
-    def __init__(self, harness: EngineHarness, *, seed: int) -> None:
+    def __init__(
+        self, harness: EngineHarness, *, seed: int, longer_by: int = 0
+    ) -> None:
         self._harness = harness
         self._rng = random.Random(seed)
         self._shared = self._tokens(32)
+        self._shortest = SHORTEST_PROMPT + longer_by
         self.asked: dict[str, list[int]] = {}
 
     def _tokens(self, length: int) -> list[int]:
@@ -236,7 +243,7 @@ class SpecTraffic:
         rng, i = self._rng, len(self.asked)
         earlier: Sequence[list[int]] = list(self.asked.values())
         head = self._shared if i % 3 == 0 else []
-        ids = head + self._tokens(rng.randrange(30, 36))
+        ids = head + self._tokens(self._shortest + rng.randrange(6))
         if i % 4 == 3:
             ids = rng.choice(earlier) + ids[:3]
         # Requests that run when a fault is planted continue, and read it.

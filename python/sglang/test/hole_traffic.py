@@ -1,0 +1,302 @@
+"""Run of an engine in which one of `HOLE_INJECTORS` is planted, until the canary stops
+it, or without the canary, to see what clients would have received."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from kv_canary.records import reason_labels
+from kv_canary.reporter import CanaryViolation
+from sglang.srt.kv_canary.perturb.hole_injectors import HOLE_INJECTORS
+from sglang.srt.kv_canary.perturb.holes.site import Changes, FoundBy, planted
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.models.mock_oracle import next_tokens
+from sglang.test.harness import EngineHarness, Finished
+from sglang.test.spec_canary_traffic import (
+    POOLS,
+    SHORTEST_PROMPT,
+    VOCAB,
+    WARM_STEPS,
+    SpecTraffic,
+    speculating,
+)
+
+# The moment of a fault lies so many steps after the first ones at most.
+MOMENTS = 12
+# Steps in which an opportunity must come, or its report.
+PATIENCE = 40
+STEPS_UNSEEN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """Configuration of an engine.
+
+    Fields:
+        tree: top-k, steps and nodes; None: no speculation.
+    """
+
+    page_size: int
+    overlap: bool = False
+    tree: tuple[int, int, int] | None = None
+
+    def __str__(self) -> str:
+        tree = "" if self.tree is None else f"tree{'x'.join(map(str, self.tree))}-"
+        return f"{tree}page{self.page_size}{'-overlap' * self.overlap}"
+
+    def traffic(self, harness: EngineHarness, *, seed: int) -> SpecTraffic:
+        """Requests whose prompts are longer than a page."""
+        longer_by = self.page_size if self.page_size > SHORTEST_PROMPT else 0
+        return SpecTraffic(harness, seed=seed, longer_by=longer_by)
+
+    def build(self, models: dict[str, Path], **options: Any) -> EngineHarness:
+        options |= {
+            "page_size": self.page_size,
+            "overlap": self.overlap,
+            "max_total_tokens": 512 * self.page_size + 4096,
+        }
+        if self.tree is not None:
+            return speculating(**models, tree=self.tree, **options)
+        return EngineHarness(
+            models["model"],
+            max_running_requests=8,
+            skip_tokenizer_init=True,
+            **options,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A batch that was launched.
+
+    Fields:
+        forwards: numbers of its forwards on the device, by pool.
+    """
+
+    rids: frozenset[str]
+    forwards: dict[str, range]
+
+
+@dataclass(kw_only=True)
+class LaunchLog:
+    """Records what an engine launches."""
+
+    harness: EngineHarness
+    launches: list[Launch] = field(default_factory=list)
+
+    def clocks(self) -> dict[str, int]:
+        managers = self.harness.scheduler.worker.canary_managers()
+        return {
+            pool: int(manager.target.buffers.state.clock)
+            for pool, manager in zip(POOLS, managers, strict=False)
+        }
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        worker = self.harness.scheduler.worker
+        launch: Callable[..., GenerationBatchResult] = worker.forward_batch_generation
+
+        def noted(batch: ScheduleBatch, *rest: Any) -> GenerationBatchResult:
+            rids, before = frozenset(req.rid for req in batch.reqs), self.clocks()
+            try:
+                return launch(batch, *rest)
+            finally:
+                forwards = {
+                    pool: range(before[pool], clock)
+                    for pool, clock in self.clocks().items()
+                }
+                self.launches.append(Launch(rids=rids, forwards=forwards))
+
+        with patch.object(worker, "forward_batch_generation", noted):
+            yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """A run that the canary stopped.
+
+    Fields:
+        harmed: requests that the fault was done to.
+        launches: all of them; `planted` is the place of the one with the fault.
+        violations: of all incidents, as JSON objects.
+        asked, said: prompts, and what clients had received.
+        last_messages: messages that the last step sent.
+    """
+
+    harmed: tuple[str, ...]
+    launches: Sequence[Launch]
+    planted: int
+    violations: list[dict[str, Any]]
+    text: str
+    asked: dict[str, list[int]]
+    said: dict[str, Finished]
+    last_messages: int
+
+    def launch_of(self, violation: dict[str, Any]) -> int:
+        """The place of the launch with the forward of a violation."""
+        # An accepted path is checked after its verification has ended.
+        forward = violation["forward"] - (violation["launch"] == "accept")
+        return next(
+            i
+            for i, launch in enumerate(self.launches)
+            if forward in launch.forwards[violation["worker"]]
+        )
+
+    def next_launch(self) -> int:
+        """The place of the first launch after the fault with a harmed request."""
+        return next(
+            i
+            for i, launch in enumerate(self.launches)
+            if i > self.planted and launch.rids.intersection(self.harmed)
+        )
+
+
+def wrong_tokens(asked: dict[str, list[int]], said: dict[str, Finished]) -> int:
+    """Tokens that clients received and that are not the oracle's."""
+    wrong = 0
+    for rid, answer in said.items():
+        prompt, output = asked[rid], answer.output_ids
+        due = next_tokens(prompt + output, vocab_size=VOCAB)[len(prompt) - 1 : -1]
+        wrong += sum(a != b for a, b in zip(output, due, strict=True))
+    return wrong
+
+
+def stop_by(
+    name: str, engine: Engine, models: dict[str, Path], *, seed: int
+) -> Stopped:
+    """Serve mock requests in mode `raise`, plant the fault, run to the report."""
+    injector, rng = HOLE_INJECTORS[name], random.Random(seed)
+    harness = engine.build(
+        models,
+        kv_canary="raise",
+        kv_canary_real_data="all" if injector.needs_all else "partial",
+    )
+    traffic, moment = engine.traffic(harness, seed=seed), _moment(rng)
+    log = LaunchLog(harness=harness)
+    harmed: tuple[str, ...] = ()
+    place = -1
+
+    def step() -> None:
+        nonlocal harmed, place
+        if harmed or number < moment:
+            harness.scheduler.step()
+            return
+        with planted(injector, harness.scheduler, rng=rng) as site:
+            try:
+                harness.scheduler.step()
+            finally:
+                harmed, place = site.harmed, len(log.launches) - 1
+
+    with log.opened():
+        for number in range(moment + PATIENCE):
+            traffic.on_step(number)
+            messages = len(harness.io.responses)
+            try:
+                step()
+            except CanaryViolation as error:
+                last_messages = len(harness.io.responses) - messages
+                manager = harness.scheduler.worker.canary_managers()[0]
+                incidents = manager.reporter.incidents
+                return Stopped(
+                    harmed=harmed,
+                    launches=log.launches,
+                    planted=place,
+                    violations=[v for i in incidents for v in i["violations"]],
+                    text=str(error),
+                    asked=traffic.asked,
+                    said=harness.collect(),
+                    last_messages=last_messages,
+                )
+    wrong = wrong_tokens(traffic.asked, harness.collect())
+    raise AssertionError(
+        f"{name}, {engine}, seed {seed}: not reported; done to {harmed or 'nobody'}; "
+        f"{wrong} wrong tokens were sent"
+    )
+
+
+def _moment(rng: random.Random) -> int:
+    return WARM_STEPS + rng.randrange(MOMENTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unseen:
+    """What clients received of an engine without the canary.
+
+    Fields:
+        sent, wrong: tokens, and how many of them are not the oracle's.
+    """
+
+    sent: int
+    wrong: int
+
+
+def run_unseen(
+    name: str | None, engine: Engine, models: dict[str, Path], *, seed: int
+) -> Unseen:
+    """Serve the same requests without the canary, with the fault in every step from its
+    moment on; None: with no fault."""
+    rng = random.Random(seed)
+    harness = engine.build(models, kv_canary="none")
+    traffic, moment = engine.traffic(harness, seed=seed), _moment(rng)
+    for number in range(moment + STEPS_UNSEEN):
+        traffic.on_step(number)
+        if name is None or number < moment:
+            harness.scheduler.step()
+            continue
+        with planted(HOLE_INJECTORS[name], harness.scheduler, rng=rng):
+            harness.scheduler.step()
+    said = harness.collect()
+    return Unseen(
+        sent=sum(len(answer.output_ids) for answer in said.values()),
+        wrong=wrong_tokens(traffic.asked, said),
+    )
+
+
+@cache
+def _sent_unharmed(engine: Engine, model: Path, draft: Path, seed: int) -> int:
+    unharmed = run_unseen(None, engine, {"model": model, "draft": draft}, seed=seed)
+    assert unharmed.wrong == 0
+    return unharmed.sent
+
+
+def does_damage(
+    name: str, engine: Engine, models: dict[str, Path], *, seed: int
+) -> bool:
+    """Whether clients notice the fault as its table says, without the canary."""
+    changes = HOLE_INJECTORS[name].changes
+    unseen = run_unseen(name, engine, models, seed=seed)
+    if changes is Changes.TOKENS:
+        return unseen.wrong > 0
+    # The target decides: worse drafts take more steps, and are nothing else.
+    assert unseen.wrong == 0
+    sent = _sent_unharmed(engine, **models, seed=seed)
+    return unseen.sent != sent if changes is Changes.DRAFTS else unseen.sent == sent
+
+
+def check_named(name: str, stopped: Stopped) -> None:
+    """A harmed request is named with an expected reason, first by the launch that the
+    fault belongs to; nothing of the step that failed was sent, and nothing wrong."""
+    injector = HOLE_INJECTORS[name]
+    allowed = set(reason_labels(injector.reasons))
+    found = [
+        violation
+        for violation in stopped.violations
+        if allowed & set(violation["reasons"]) and violation["rid"] in stopped.harmed
+    ]
+    assert found, stopped.text
+    if injector.found_by is FoundBy.HOST:
+        assert {v["launch"] for v in found} == {"result"}
+    else:
+        is_next = injector.found_by is FoundBy.NEXT
+        due = stopped.next_launch() if is_next else stopped.planted
+        assert min(map(stopped.launch_of, found)) == due, stopped.text
+    assert stopped.last_messages == 0
+    assert wrong_tokens(stopped.asked, stopped.said) == 0

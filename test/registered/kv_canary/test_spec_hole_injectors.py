@@ -1,0 +1,137 @@
+"""As `test_hole_injectors.py`, with speculation, on a chain and on trees; and attention
+is called with the very tensors that the canary was shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_canary.view import KVReadView
+from sglang.srt.kv_canary.perturb.hole_injectors import HOLE_INJECTORS
+from sglang.srt.kv_canary.perturb.holes.site import Where
+from sglang.srt.layers.attention.paged_backend import (
+    CpuNativeAttnBackend,
+    PagedAttnBackend,
+)
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.hole_traffic import Engine, check_named, does_damage, stop_by
+from sglang.test.scale import count, sampled
+from sglang.test.spec_canary_traffic import CONTEXT, VOCAB, SpecTraffic
+from sglang.test.tiny_models import write_mock_draft, write_mock_model
+
+register_cpu_ci(est_time=30, suite="cpu")
+
+SEEDS = range(count(ci=1, full=20))
+SHAPES = [((1, 4, 5), 4), ((4, 4, 12), 1), ((4, 4, 12), 4), ((8, 3, 16), 64)]
+ENGINES = [
+    Engine(page_size=page_size, overlap=overlap, tree=tree)
+    for tree, page_size in SHAPES
+    for overlap in (False, True)
+]
+
+
+def engines_of(name: str) -> list[Engine]:
+    """Those in which a fault can occur."""
+    where = HOLE_INJECTORS[name].where
+    return [
+        engine
+        for engine in ENGINES
+        if engine.tree is not None
+        and (Where.CHAIN if engine.tree[0] == 1 else Where.TREE) in where
+    ]
+
+
+NAMES = [name for name in HOLE_INJECTORS if engines_of(name)]
+CASES = sampled(
+    [(name, engine) for name in NAMES for engine in engines_of(name)],
+    key=lambda case: case[0],
+    ci=2,
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("mock")
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    return {
+        "model": write_mock_model(folder / "target", **sizes),
+        "draft": write_mock_draft(
+            folder / "draft", kind="EAGLE", source="attention", **sizes
+        ),
+    }
+
+
+@pytest.mark.parametrize(("name", "engine"), CASES, ids=str)
+def test_is_named_before_a_wrong_token_is_sent(
+    models: dict[str, Path], name: str, engine: Engine
+) -> None:
+    for seed in SEEDS:
+        check_named(name, stop_by(name, engine, models, seed=seed))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_does_its_damage_where_nobody_looks(models: dict[str, Path], name: str) -> None:
+    engine = engines_of(name)[0]
+    assert any(does_damage(name, engine, models, seed=seed) for seed in range(20))
+
+
+class Calls:
+    """What each attention call was given, beside the last view of its backend."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.decodes = self.extends = 0
+        self._view: KVReadView | None = None
+        self._batch: ForwardBatch | None = None
+        read_view = PagedAttnBackend.read_view
+
+        def viewed(
+            backend: PagedAttnBackend, batch: ForwardBatch
+        ) -> Sequence[KVReadView]:
+            views = read_view(backend, batch)
+            (self._view,), self._batch = views, batch
+            return views
+
+        patch.setattr(PagedAttnBackend, "read_view", viewed)
+        for name in ("decode_op", "extend_op"):
+            noted = self._noted(getattr(CpuNativeAttnBackend, name))
+            patch.setattr(CpuNativeAttnBackend, name, staticmethod(noted))
+
+    def _noted(self, op: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **given: Any) -> None:
+            view, batch = self._view, self._batch
+            assert view is not None and batch is not None
+            for name in ("page_table", "row_index", "page_size"):
+                assert given[name] is getattr(view, name)
+            if batch.forward_mode.is_decode:
+                self.decodes += 1
+                assert given["read_lens"] is view.read_lens
+            else:
+                self.extends += 1
+                for name in ("qo_indptr", "prefix_lens", "tree_mask"):
+                    assert given[name] is getattr(batch, name)
+            op(*args, **given)
+
+        return call
+
+
+@pytest.mark.parametrize("engine", [Engine(page_size=4), *ENGINES[::2]], ids=str)
+def test_attention_is_called_with_what_the_canary_saw(
+    models: dict[str, Path], engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Table, rows and lengths are the view's tensors, or in an extend the batch's: a
+    change of what attention is given is a change of what the canary is given."""
+    calls = Calls(monkeypatch)
+    harness = engine.build(models, kv_canary="raise")
+    traffic = SpecTraffic(harness, seed=0)
+    for number in range(12):
+        traffic.on_step(number)
+        harness.scheduler.step()
+    assert calls.decodes > 0 and calls.extends > 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
