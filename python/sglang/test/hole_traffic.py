@@ -144,19 +144,14 @@ class Stopped:
         """The place of the launch with the forward of a violation."""
         # An accepted path is checked after its verification has ended.
         forward = violation["forward"] - (violation["launch"] == "accept")
-        return next(
-            i
-            for i, launch in enumerate(self.launches)
-            if forward in launch.forwards[violation["worker"]]
-        )
+        pool = violation["worker"]
+        places = range(len(self.launches))
+        return next(i for i in places if forward in self.launches[i].forwards[pool])
 
     def next_launch(self) -> int:
         """The place of the first launch after the fault with a harmed request."""
-        return next(
-            i
-            for i, launch in enumerate(self.launches)
-            if i > self.planted and launch.rids.intersection(self.harmed)
-        )
+        places = range(self.planted + 1, len(self.launches))
+        return next(i for i in places if self.launches[i].rids & set(self.harmed))
 
 
 def wrong_tokens(asked: dict[str, list[int]], said: dict[str, Finished]) -> int:

@@ -256,28 +256,21 @@ RESULTS: dict[str, HoleInjector] = {
     ),
 }
 
-_STORES: Mapping[str, tuple[stores.StoreOf, Where, Changes]] = {
-    "prefill": (stores.StoreOf(mode=ForwardMode.EXTEND), Where.ALL, Changes.TOKENS),
-    "decode": (stores.StoreOf(mode=ForwardMode.DECODE), Where.PLAIN, Changes.TOKENS),
-    "verify": (
-        stores.StoreOf(mode=ForwardMode.TARGET_VERIFY),
-        Where.SPECULATION,
-        Changes.TOKENS,
-    ),
+_STORES: Mapping[str, tuple[stores.StoreOf, Where]] = {
+    "prefill": (stores.StoreOf(mode=ForwardMode.EXTEND), Where.ALL),
+    "decode": (stores.StoreOf(mode=ForwardMode.DECODE), Where.PLAIN),
+    "verify": (stores.StoreOf(mode=ForwardMode.TARGET_VERIFY), Where.SPECULATION),
     "draft_prefill": (
         stores.StoreOf(mode=ForwardMode.EXTEND, is_draft=True),
         Where.SPECULATION,
-        Changes.DRAFTS,
     ),
     "draft_step": (
         stores.StoreOf(mode=ForwardMode.DECODE, is_draft=True),
         Where.SPECULATION,
-        Changes.DRAFTS,
     ),
     "draft_extend": (
         stores.StoreOf(mode=ForwardMode.DRAFT_EXTEND_V2, is_draft=True),
         Where.SPECULATION,
-        Changes.DRAFTS,
     ),
 }
 
@@ -286,10 +279,10 @@ STORES: dict[str, HoleInjector] = {
         plant=plant(store),
         where=where,
         reasons=Reason.WRITE_MISSING,
-        changes=changes,
+        changes=Changes.DRAFTS if store.is_draft else Changes.TOKENS,
         needs_all=True,
     )
-    for forward, (store, where, changes) in _STORES.items()
+    for forward, (store, where) in _STORES.items()
     for name, plant in (
         ("kv_further", stores.store_further),
         ("kv_nowhere", stores.store_nowhere),

@@ -222,7 +222,8 @@ def drop_token(site: Site) -> None:
     prefill are also missed by the prefix cache, where the next step is launched.)"""
 
     def append(original: Fault, req: Req, new_tokens: Sequence[int]) -> None:
-        if site.harmed or not req.output_len or not runs_on(req):
+        can_be = req.output_len > 0 and runs_on(req) and not site.harmed
+        if not can_be or site.rng.random() < 0.5:
             original(req, new_tokens)
             return
         site.harmed = (req.rid,)
