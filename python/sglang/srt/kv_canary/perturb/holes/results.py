@@ -203,7 +203,6 @@ def _on_result(
 
     def launch(original: Fault, batch: ScheduleBatch, *rest: Any) -> Any:
         result: GenerationBatchResult = original(batch, *rest)
-        site.batch = batch
         if site.is_decode:
             packed = result.packed
             words = packed.tolist() if isinstance(packed, torch.Tensor) else packed
@@ -211,7 +210,6 @@ def _on_result(
             if rows:
                 site.harm(*rows)
             result.packed = words
-        site.batch = None
         return result
 
     site.wrap(site.scheduler.worker, "forward_batch_generation", launch)

@@ -77,14 +77,18 @@ class Site:
         self.batch: ScheduleBatch | None = None
         self.harmed: tuple[str, ...] = ()
         self._stack = stack
-        self.wrap(scheduler.worker, "forward_batch_generation", self._launch)
 
-    def _launch(self, launch: Fault, batch: ScheduleBatch, *rest: Any) -> Any:
-        self.batch = batch
-        try:
-            return launch(batch, *rest)
-        finally:
-            self.batch = None
+    def watch_launches(self) -> None:
+        """Know the batch that is launched, in every method that was wrapped before."""
+
+        def launched(launch: Fault, batch: ScheduleBatch, *rest: Any) -> Any:
+            self.batch = batch
+            try:
+                return launch(batch, *rest)
+            finally:
+                self.batch = None
+
+        self.wrap(self.scheduler.worker, "forward_batch_generation", launched)
 
     @property
     def worker(self) -> EAGLEWorkerV2:
@@ -180,6 +184,7 @@ def planted(
     with ExitStack() as stack:
         site = Site(scheduler, rng=rng, stack=stack)
         injector.plant(site)
+        site.watch_launches()
         yield site
 
 
