@@ -583,7 +583,9 @@ void canary_note_accepted(
   p.gained = matrix(op, "gained", path[8], p.count, p.width);
   p.choices = matrix(op, "choices", path[9], p.count, p.nodes);
   int64_t* mark = marks_of(op, marks, p.count);
-  const canary::Site site = site_of(s, canary::Launch::kAccept, canary::kNoManager);
+  // The verification's own tail has advanced the clock.
+  canary::Site site = site_of(s, canary::Launch::kAccept, canary::kNoManager);
+  site.clock--;
   for (int64_t q = 0; q < p.count; q++) {
     canary::check_path(s, site, p, q);
     const int64_t length = std::clamp<int64_t>(p.accept_lens[q], 1, p.width);

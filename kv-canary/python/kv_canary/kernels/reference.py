@@ -44,7 +44,11 @@ def seeds_of(rows: ForwardView) -> Tensor:
 class Report:
     """Appends ring entries of one launch and sets the verdicts of their rows."""
 
-    def __init__(self, state: CanaryState, launch: Launch, manager: int) -> None:
+    def __init__(
+        self, state: CanaryState, launch: Launch, manager: int, *, clock_offset: int = 0
+    ) -> None:
+        """`clock_offset`: of the forward that the entries are about, to the clock."""
+        self._clock_offset = clock_offset
         self._state = state
         self._tag = ring_tag(launch, manager, state.pool)
 
@@ -56,7 +60,7 @@ class Report:
         n = int(bad.sum())
         entries = state.ring.new_zeros(n, RING_WORDS)
         entries[:, [Ring.SLOT, Ring.EXPECTED_SLOT]] = -1
-        entries[:, Ring.CLOCK] = state.clock
+        entries[:, Ring.CLOCK] = state.clock + self._clock_offset
         entries[:, Ring.TAG] = self._tag
         for column, values in columns.items():
             entries[:, column] = values[bad]

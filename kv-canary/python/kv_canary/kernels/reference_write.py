@@ -443,7 +443,8 @@ def note_tokens(
 
 
 def note_accepted(state: CanaryState, path: AcceptedPath, *, marks: Tensor) -> None:
-    report = Report(state, Launch.ACCEPT, NO_MANAGER)
+    # The verification's own tail has advanced the clock.
+    report = Report(state, Launch.ACCEPT, NO_MANAGER, clock_offset=-1)
     row = torch.arange(path.num_rows, device=path.req_rows.device)
     root = row * path.nodes
     length = path.accept_lens.clamp(1, path.width)

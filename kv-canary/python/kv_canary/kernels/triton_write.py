@@ -334,8 +334,9 @@ def _check_tail(data, writes, HASHING: tl.constexpr):
     if HASHING.mode == ALL:
         missing = has_sentinel(data, writes.slot, writes.writable, HASHING)
         reasons |= tl.where(writes.writable & missing, MISSING, 0)
+        reasons = agree_across_warps(reasons)
     return _Outcome(
-        reasons=agree_across_warps(reasons),
+        reasons=reasons,
         expected0=writes.word0,
         found0=writes.old0,
         expected_slot=tl.zeros_like(writes.slot) - 1,

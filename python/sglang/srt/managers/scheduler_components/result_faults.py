@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kv_canary.findings import counters_of
 from kv_canary.records import (
     HALF_BITS,
     RING_WORDS,
     UNKNOWN,
+    Counter,
     Launch,
     Reason,
     Ring,
@@ -56,8 +58,14 @@ def find_result_faults(
         if is_last and result.stride == 1 and not launched.is_chunked[row]:
             continue
         if not _is_kept(launched, result, row, serial, word):
-            found.append(_entry(req, row, word))
+            found.append(_entry(req, row, word, forward=_forward_of(result)))
     return found
+
+
+def _forward_of(result: GenerationBatchResult) -> int:
+    """Number of the target's forward that ended the step: forwards are counted from 1,
+    where they end."""
+    return counters_of(result.findings[_TARGET])[Counter.TAIL_LAUNCHES]
 
 
 def _is_kept(
@@ -86,7 +94,7 @@ def _is_kept(
     return len(req.tokens) == position + 1 and list(req.tokens[first:]) == gained
 
 
-def _entry(req: Req, row: int, word: int) -> list[int]:
+def _entry(req: Req, row: int, word: int, *, forward: int) -> list[int]:
     """A RESULT_TOKEN: expected is what the device noted, found what the host keeps."""
     entry = [0] * RING_WORDS
     last = len(req.tokens) - 1
@@ -97,6 +105,7 @@ def _entry(req: Req, row: int, word: int) -> list[int]:
     entry[Ring.POSITION] = last
     entry[Ring.EXPECTED_WORD0] = word
     entry[Ring.FOUND_WORD0] = pack_word0(req.tokens[last], last)
+    entry[Ring.CLOCK] = forward
     entry[Ring.BATCH_ROW] = row
     entry[Ring.TAG] = ring_tag(Launch.RESULT, NO_MANAGER, _TARGET)
     return entry
