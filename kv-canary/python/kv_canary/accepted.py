@@ -1,4 +1,5 @@
-"""What a verification of draft trees decided, as the canary checks it.
+"""What was sampled, and what a verification of draft trees decided, as the canary notes
+and checks it.
 
 Holds tensors; launches nothing.
 """
@@ -6,9 +7,24 @@ Holds tensors; launches nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class SampledTokens(NamedTuple):
+    """Tokens that were drawn for R rows; int64 [R] each, contiguous.
+
+    `tokens`: of each row, at position prefix_lens + extend_lens; negative: none, so
+    that its next input is not known. The others as in `ForwardView`.
+    """
+
+    req_rows: Tensor
+    serials: Tensor
+    tokens: Tensor
+    prefix_lens: Tensor
+    extend_lens: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

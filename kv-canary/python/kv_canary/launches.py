@@ -16,7 +16,7 @@ from kv_canary.kernels import reference, reference_write
 from kv_canary.op import Op
 
 if TYPE_CHECKING:
-    from kv_canary.accepted import AcceptedPath
+    from kv_canary.accepted import AcceptedPath, SampledTokens
     from kv_canary.checks import PoolChecks
     from kv_canary.state import CanaryState
     from kv_canary.view import ForwardView
@@ -153,36 +153,16 @@ def expect_rows(
         _expect_rows(state, rows, values, seeds)
 
 
-def note_tokens(
-    state: CanaryState,
-    *,
-    req_rows: Tensor,
-    serials: Tensor,
-    tokens: Tensor,
-    prefix_lens: Tensor,
-    extend_lens: Tensor,
-) -> Tensor:
+def note_tokens(state: CanaryState, sampled: SampledTokens) -> Tensor:
     """Note what was sampled, from the sampler's own result: the next forward's inputs
-    are compared with it. int64 [R] each, contiguous; rows other than 0 differ.
-
-    Args:
-        tokens: of each row, at position prefix_lens + extend_lens; negative: none, so
-            that its next input is not known.
+    are compared with it. Rows other than 0 differ.
 
     Returns:
         marks, int64 [2, R] on the device: serials, and words 0 of the tokens (`UNKNOWN`
         where there is none), for the host to compare with what it keeps.
     """
-    marks = serials.new_empty((2, len(req_rows)))
-    _note_tokens(
-        state,
-        req_rows=req_rows,
-        serials=serials,
-        tokens=tokens,
-        prefix_lens=prefix_lens,
-        extend_lens=extend_lens,
-        marks=marks,
-    )
+    marks = sampled.serials.new_empty((2, len(sampled.serials)))
+    _note_tokens(state, sampled, marks)
     return marks
 
 
@@ -198,7 +178,7 @@ def note_accepted(state: CanaryState, path: AcceptedPath) -> Tensor:
         marks, as `note_tokens`.
     """
     marks = path.serials.new_empty((2, path.num_rows))
-    _note_accepted(state, path, marks=marks)
+    _note_accepted(state, path, marks)
     return marks
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kv_canary.accepted import AcceptedPath
+from kv_canary.accepted import AcceptedPath, SampledTokens
 from kv_canary.checks import PoolChecks
 from kv_canary.kernels import triton_launch
 from kv_canary.kernels.triton_args import state_args
@@ -233,15 +233,9 @@ def launch_tail(mode: FingerprintMode, rows: str) -> None:
 
 
 def launch_note() -> None:
-    triton_launch.note_tokens(
-        create_canary(),
-        req_rows=longs(),
-        serials=longs(),
-        tokens=longs(),
-        prefix_lens=longs(),
-        extend_lens=longs(),
-        marks=torch.zeros(2, ROWS, dtype=torch.int64),
-    )
+    sampled_tokens = SampledTokens(*(longs() for _ in SampledTokens._fields))
+    marks = torch.zeros(2, ROWS, dtype=torch.int64)
+    triton_launch.note_tokens(create_canary(), sampled_tokens, marks)
 
 
 def launch_accepted(*, with_choices: bool) -> None:
@@ -259,7 +253,7 @@ def launch_accepted(*, with_choices: bool) -> None:
         choices=nodes if with_choices else None,
     )
     marks = torch.zeros(2, ROWS, dtype=torch.int64)
-    triton_launch.note_accepted(create_canary(), accepted, marks=marks)
+    triton_launch.note_accepted(create_canary(), accepted, marks)
 
 
 def launches() -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ from canary_world import (
 )
 from torch import Tensor
 
-from kv_canary.accepted import AcceptedPath
+from kv_canary.accepted import AcceptedPath, SampledTokens
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import (
     SENTINEL,
@@ -90,15 +90,14 @@ def test_notes_and_marks(backend: Backend) -> None:
     """A padded row is marked and not noted; a row without a token knows none."""
     w = small_world()
     marks = long([0] * 8).view(2, 4)
-    backend.write.note_tokens(
-        w.state,
+    sampled = SampledTokens(
         req_rows=long([3, 1, 0, 2]),
         serials=long([30, 10, 0, 20]),
         tokens=long([7, 8, 9, -1]),
         prefix_lens=long([30, 40, 40, 40]),
         extend_lens=long([10, 1, 2, 3]),
-        marks=marks,
     )
+    backend.write.note_tokens(w.state, sampled, marks)
     words = [pack_word0(7, 40), pack_word0(8, 41), pack_word0(9, 42), UNKNOWN]
     assert marks.tolist() == [[30, 10, 0, 20], words]
     noted = w.state.requests[:, Request.NEXT_WORD0].tolist()
@@ -254,7 +253,7 @@ def accepted(w: World) -> AcceptedPath:
 
 def note(backend: Backend, w: World, path: AcceptedPath) -> Tensor:
     marks = long([0] * 6).view(2, 3)
-    backend.write.note_accepted(w.state, path, marks=marks)
+    backend.write.note_accepted(w.state, path, marks)
     return marks
 
 

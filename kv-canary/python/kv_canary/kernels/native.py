@@ -11,7 +11,7 @@ from kv_canary.view import READ_FIELDS, ForwardView, KVReadView
 from sglang_kernels import ops
 
 if TYPE_CHECKING:
-    from kv_canary.accepted import AcceptedPath
+    from kv_canary.accepted import AcceptedPath, SampledTokens
     from kv_canary.state import CanaryState
 
 _INDPTR = [f.name for f in READ_FIELDS].index("indptr")
@@ -122,20 +122,9 @@ def expect_rows(
     ops.canary_expect_rows(state.arena, rows, values, seeds)
 
 
-def note_tokens(
-    state: CanaryState,
-    *,
-    req_rows: Tensor,
-    serials: Tensor,
-    tokens: Tensor,
-    prefix_lens: Tensor,
-    extend_lens: Tensor,
-    marks: Tensor,
-) -> None:
-    ops.canary_note_tokens(
-        state.arena, req_rows, serials, tokens, prefix_lens, extend_lens, marks
-    )
+def note_tokens(state: CanaryState, sampled: SampledTokens, marks: Tensor) -> None:
+    ops.canary_note_tokens(state.arena, *sampled, marks)
 
 
-def note_accepted(state: CanaryState, path: AcceptedPath, *, marks: Tensor) -> None:
+def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None:
     ops.canary_note_accepted(state.arena, path.tensors, marks)

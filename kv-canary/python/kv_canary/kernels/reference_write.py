@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from kv_canary.accepted import SampledTokens
 from kv_canary.findings import STATUS_WORDS
 from kv_canary.kernels.reference import (
     Report,
@@ -425,16 +426,8 @@ def expect_rows(
         seeds[rows] = values[Expected.SEED]
 
 
-def note_tokens(
-    state: CanaryState,
-    *,
-    req_rows: Tensor,
-    serials: Tensor,
-    tokens: Tensor,
-    prefix_lens: Tensor,
-    extend_lens: Tensor,
-    marks: Tensor,
-) -> None:
+def note_tokens(state: CanaryState, sampled: SampledTokens, marks: Tensor) -> None:
+    req_rows, serials, tokens, prefix_lens, extend_lens = sampled
     words = pack_word0_tensor(tokens, prefix_lens + extend_lens)
     word0 = torch.where(tokens >= 0, words, UNKNOWN)
     live = req_rows != 0
@@ -442,7 +435,7 @@ def note_tokens(
     marks[0], marks[1] = serials, word0
 
 
-def note_accepted(state: CanaryState, path: AcceptedPath, *, marks: Tensor) -> None:
+def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None:
     # The verification's own tail has advanced the clock.
     report = Report(state, Launch.ACCEPT, NO_MANAGER, clock_offset=-1)
     row = torch.arange(path.num_rows, device=path.req_rows.device)
@@ -482,12 +475,11 @@ def note_accepted(state: CanaryState, path: AcceptedPath, *, marks: Tensor) -> N
             Ring.BATCH_ROW: row,
         }
     )
-    note_tokens(
-        state,
+    last = SampledTokens(
         req_rows=path.req_rows,
         serials=path.serials,
         tokens=path.gained.gather(1, length[:, None] - 1)[:, 0],
         prefix_lens=path.prefix_lens,
         extend_lens=path.accept_lens,
-        marks=marks,
     )
+    note_tokens(state, last, marks)

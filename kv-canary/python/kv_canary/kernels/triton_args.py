@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Iterable
+from dataclasses import fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, uint8
 
+from kv_canary.accepted import AcceptedPath
 from kv_canary.state import ARENA_PARTS, CanaryState
 from kv_canary.view import ROW_FIELDS, ForwardView, KVReadView
 
 if TYPE_CHECKING:
-    from kv_canary.accepted import AcceptedPath
     from kv_canary.checks import PoolChecks
     from kv_canary.layout import Fingerprint
 
@@ -35,6 +36,9 @@ State = _tuple_type("State", (*ARENA_PARTS, "num_slots", "capacity"))
 
 Rows = _tuple_type("Rows", (f.name for f in ROW_FIELDS if not f.metadata["at_end"]))
 """The tensors of a `ForwardView` but those of `Ends`."""
+
+Path = _tuple_type("Path", (*(f.name for f in fields(AcceptedPath)), "nodes", "width"))
+"""The tensors of an `AcceptedPath`, and its numbers of nodes and places."""
 
 Ends = _tuple_type(
     "Ends", (*(f.name for f in ROW_FIELDS if f.metadata["at_end"]), "findings")
@@ -112,23 +116,6 @@ class Checks(NamedTuple):
 
 
 NO_CHECKS = Checks()
-
-
-class Path(NamedTuple):
-    """The tensors of an `AcceptedPath`, and its numbers of nodes and places."""
-
-    req_rows: Tensor
-    serials: Tensor
-    prefix_lens: Tensor
-    tokens: Tensor
-    parent_index: Tensor
-    predict: Tensor
-    accept_index: Tensor
-    accept_lens: Tensor
-    gained: Tensor
-    choices: Tensor | None
-    nodes: int
-    width: int
 
 
 class Pages(NamedTuple):
@@ -250,7 +237,6 @@ def page_args(view: KVReadView) -> Pages:
     )
 
 
-def path_args(path: AcceptedPath) -> Path:
-    make: Any = Path
-    found: Path = make(*path.tensors, path.nodes, path.width)
-    return found
+def path_args(path: AcceptedPath) -> Any:
+    """A `Path`."""
+    return Path(*path.tensors, path.nodes, path.width)

@@ -35,7 +35,7 @@ from kv_canary.records import Launch, ring_tag
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 
 if TYPE_CHECKING:
-    from kv_canary.accepted import AcceptedPath
+    from kv_canary.accepted import AcceptedPath, SampledTokens
     from kv_canary.checks import PoolChecks
     from kv_canary.state import CanaryState
 
@@ -297,24 +297,11 @@ def expect_rows(
     )
 
 
-def note_tokens(
-    state: CanaryState,
-    *,
-    req_rows: Tensor,
-    serials: Tensor,
-    tokens: Tensor,
-    prefix_lens: Tensor,
-    extend_lens: Tensor,
-    marks: Tensor,
-) -> None:
-    count = len(req_rows)
+def note_tokens(state: CanaryState, sampled: SampledTokens, marks: Tensor) -> None:
+    count = len(sampled.req_rows)
     note_kernel[(triton.cdiv(max(count, 1), _NOTE_BLOCK),)](
         state.requests,
-        req_rows,
-        serials,
-        tokens,
-        prefix_lens,
-        extend_lens,
+        *sampled,
         marks,
         count,
         BLOCK=_NOTE_BLOCK,
@@ -322,7 +309,7 @@ def note_tokens(
     )
 
 
-def note_accepted(state: CanaryState, path: AcceptedPath, *, marks: Tensor) -> None:
+def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None:
     path.check_layout()
     accepted_kernel[(max(path.num_rows, 1),)](
         state=state_args(state),

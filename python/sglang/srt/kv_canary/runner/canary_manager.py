@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kv_canary.accepted import AcceptedPath, SampledTokens
 from kv_canary.findings import STATUS_WORDS, is_clean
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import (
@@ -63,7 +64,6 @@ from sglang.srt.model_executor.forward_context import get_forward_context
 from sglang.srt.model_executor.graph_capture import SideStream
 
 if TYPE_CHECKING:
-    from kv_canary.accepted import AcceptedPath
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
@@ -218,14 +218,14 @@ class CanaryManager:
             counting = torch.full_like(tokens, UNKNOWN)
             counting[sampled] = tokens[sampled]
             tokens = counting
-        return note_tokens(
-            self._state,
+        drawn = SampledTokens(
             req_rows=forward_batch.req_pool_indices,
             serials=forward_batch.req_serial,
             tokens=tokens,
             prefix_lens=forward_batch.prefix_lens,
             extend_lens=forward_batch.extend_lens,
         )
+        return note_tokens(self._state, drawn)
 
     def note_accepted(self, path: AcceptedPath) -> Tensor:
         """Check what a verification accepted, and note the last token of each row; see
