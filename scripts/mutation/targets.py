@@ -49,6 +49,11 @@ SCHEDULER_TESTS = (
     "scheduler/test_chunk_retraction.py",
     "mock_model/test_canary_soak.py",
 )
+# Planted faults between the sampler and the client.
+RESULT_TESTS = (
+    "kv_canary/test_hole_injectors.py",
+    "kv_canary/test_spec_hole_injectors.py",
+)
 TREE_TESTS = (
     "spec/test_tree_ops.py",
     "spec/test_tree_ops_slots.py",
@@ -111,13 +116,13 @@ AREAS = (
         name="results",
         modules=("managers.scheduler_components.result_processor", "managers.utils"),
         worlds=BOTH,
-        tests=SCHEDULER_TESTS + SPEC_TESTS[:1],
+        tests=SCHEDULER_TESTS + SPEC_TESTS[:1] + RESULT_TESTS,
     ),
     Area(
         name="publishing",
         modules=("managers.tp_worker",),
         worlds=BOTH,
-        tests=SCHEDULER_TESTS + SPEC_TESTS[:1],
+        tests=SCHEDULER_TESTS + SPEC_TESTS[:1] + RESULT_TESTS,
     ),
     Area(
         name="relay",
