@@ -27,8 +27,6 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
         (
             "srt.kv_canary.perturb.fault_points",
             "srt.kv_canary.perturb.historical_faults",
-            "srt.kv_canary.perturb.hole_injectors",
-            "srt.kv_canary.perturb.holes",
             "srt.kv_canary.perturb.token_faults",
         ),
     ),

@@ -28,7 +28,7 @@ import torch
 from bench_decode import read_bandwidth
 from model_shapes import SHAPES, write_draft_shape, write_shape
 
-from kv_canary.violation import Owner
+from kv_canary.evidence import Owner
 from sglang.bench_utils.report import format_table
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.ops.linear import linear

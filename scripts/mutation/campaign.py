@@ -117,7 +117,7 @@ def in_world(
     expected: dict[str, tuple[int, int]],
     seconds: float,
 ) -> WorldRow:
-    """What the fault that is planted now does in one world."""
+    """The outcome, in one world, of the fault that is planted now."""
     run = partial(
         run_world, world, folders, seed=seed, expected=expected, seconds=seconds
     )

@@ -1,4 +1,4 @@
-"""What became of a fault: of one run with the canary and, where that stopped, one
+"""The outcome of a fault: of one run with the canary and, where that stopped, one
 without it; then of the fault in all worlds.
 """
 

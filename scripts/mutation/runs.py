@@ -156,7 +156,7 @@ def _wrong_drafts(
 ) -> int:
     try:
         found = predicted_acceptance(recorder, harness, rids)
-    except Exception:
-        # The oracle assumes the bookkeeping of an iteration.
+    except (AssertionError, LookupError, RuntimeError, ValueError):
+        # The oracle assumes the bookkeeping of an iteration, which the fault broke.
         return len(rids)
     return len(found.differing)

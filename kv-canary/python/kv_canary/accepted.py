@@ -1,5 +1,4 @@
-"""What was sampled, and what a verification of draft trees decided, as the canary notes
-and checks it.
+"""Sampled tokens, and accepted paths of draft trees, as the canary notes them.
 
 Holds tensors; launches nothing.
 """

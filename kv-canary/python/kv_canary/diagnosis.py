@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kv_canary.records import SERIAL_MASK, Reason, WriterKind
 
 if TYPE_CHECKING:
-    from kv_canary.violation import Violation
+    from kv_canary.evidence import Evidence
 
 _READ = Reason.READ_SET | Reason.READ_SCRATCH
 _INPUT = Reason.WRITE_TOKEN | Reason.WRITE_POSITION
@@ -31,34 +31,34 @@ class Diagnosis:
 
     name: str
     look_at: str
-    applies: Callable[[Violation], bool]
+    applies: Callable[[Evidence], bool]
 
 
-def diagnose(violation: Violation) -> Diagnosis:
+def diagnose(violation: Evidence) -> Diagnosis:
     """The first of `DIAGNOSES` that applies."""
     return next(kind for kind in DIAGNOSES if kind.applies(violation))
 
 
-def _has(reasons: Reason) -> Callable[[Violation], bool]:
+def _has(reasons: Reason) -> Callable[[Evidence], bool]:
     return lambda violation: bool(violation.reasons & reasons)
 
 
 def _both(
-    reasons: Reason, also: Callable[[Violation], bool]
-) -> Callable[[Violation], bool]:
+    reasons: Reason, also: Callable[[Evidence], bool]
+) -> Callable[[Evidence], bool]:
     return lambda violation: bool(violation.reasons & reasons) and also(violation)
 
 
-def _is_never_written(violation: Violation) -> bool:
+def _is_never_written(violation: Evidence) -> bool:
     return not violation.writer.clock
 
 
-def _is_of_reader(violation: Violation) -> bool:
+def _is_of_reader(violation: Evidence) -> bool:
     """Whether the record's request is the one that reads or writes."""
     return violation.writer.serial == violation.serial & SERIAL_MASK
 
 
-def _is_held_once(violation: Violation) -> bool:
+def _is_held_once(violation: Evidence) -> bool:
     """Whether by the host's records the slot belongs to this request alone, or to the
     prefix cache alone."""
     owner = violation.owner
@@ -66,7 +66,7 @@ def _is_held_once(violation: Violation) -> bool:
     return owner.is_allocated and owner.claims == due
 
 
-def _is_still_unwritten(violation: Violation) -> bool:
+def _is_still_unwritten(violation: Evidence) -> bool:
     """Whether the slot was freed before it got its present owner. It was not where it
     was freed just before this forward: only what a draft step reads may have been
     allocated since then, for a copy."""
@@ -74,16 +74,16 @@ def _is_still_unwritten(violation: Violation) -> bool:
     return is_old and _is_held_once(violation)
 
 
-def _goes_elsewhere(violation: Violation) -> bool:
+def _goes_elsewhere(violation: Evidence) -> bool:
     """Whether the token belongs into another slot by the row's columns."""
     return 0 <= violation.expected_slot != violation.slot
 
 
-def _is_padded(violation: Violation) -> bool:
+def _is_padded(violation: Evidence) -> bool:
     return violation.req_row == 0
 
 
-def _is_of_former_owner(violation: Violation) -> bool:
+def _is_of_former_owner(violation: Evidence) -> bool:
     """Whether a live record lies in a slot that the host has given to the writing
     request alone: its owner had freed it."""
     kinds = (WriterKind.NONE, WriterKind.POISON)
@@ -91,13 +91,13 @@ def _is_of_former_owner(violation: Violation) -> bool:
     return is_live and not violation.owner.is_shared and _is_held_once(violation)
 
 
-def _is_own_prefix(violation: Violation) -> bool:
+def _is_own_prefix(violation: Evidence) -> bool:
     """Whether the record, of another position, lies in the reader's cached prefix."""
     has_moved = violation.found.position != violation.position
     return has_moved and violation.serial in violation.owner.prefix_of
 
 
-def _is_aliased(violation: Violation) -> bool:
+def _is_aliased(violation: Evidence) -> bool:
     """Whether the record is another request's, in a slot that the two do not share.
     They share slots of the prefix cache, unless the writer wrote the record for another
     position or into another slot than the table names."""

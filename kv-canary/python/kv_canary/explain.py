@@ -172,7 +172,7 @@ def _write_lines(violation: dict[str, Any]) -> _Lines:
     """The token that is written, and what its slot held before."""
     held = ("slot held", _found(violation, with_bytes=False))
     if _INPUTS & set(violation["reasons"]):
-        # Of the record only its writer is known: the input stands in its place.
+        # Of the record only its writer is known: the input is shown instead.
         return [("slot held", _writer(violation))]
     expected = violation["expected"]
     text = f"{_record(expected)}; by the row it belongs into {_slot(expected['slot'])}"
@@ -201,7 +201,7 @@ def _record_lines(violation: dict[str, Any]) -> _Lines:
 
 _Part = Callable[[dict[str, Any]], _Lines]
 _INPUTS = frozenset({"write_token", "write_position", "accept_path", "result_token"})
-# What is printed of a violation with one of these reasons; without any, the records.
+# The lines of a violation with one of these reasons; without any, the records.
 _PARTS: tuple[tuple[frozenset[str], _Part], ...] = (
     (frozenset({"phase"}), _phase_lines),
     (_INPUTS, _input_lines),

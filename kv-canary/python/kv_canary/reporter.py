@@ -15,14 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kv_canary.evidence import DraftBranch, Owner
 from kv_canary.records import SERIAL_MASK, Reason, Ring, unpack_word3
-from kv_canary.violation import (
-    DraftBranch,
-    Owner,
-    Violation,
-    parse_entry,
-    ring_order,
-)
+from kv_canary.violation import Violation, parse_entry, ring_order
 
 if TYPE_CHECKING:
     from kv_canary.serials import SerialMap

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kv_canary.violation import Owner
+from kv_canary.evidence import Owner
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput

@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 from kv_canary.records import reason_labels
 from kv_canary.reporter import CanaryViolation
-from sglang.srt.kv_canary.perturb.hole_injectors import HOLE_INJECTORS
-from sglang.srt.kv_canary.perturb.holes.site import Changes, FoundBy, planted
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.harness import EngineHarness, Finished
+from sglang.test.hole_injectors import HOLE_INJECTORS
+from sglang.test.holes.site import Changes, FoundBy, planted
 from sglang.test.spec_canary_traffic import (
     POOLS,
     SHORTEST_PROMPT,
@@ -221,7 +221,7 @@ def _moment(rng: random.Random) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unseen:
-    """What clients received of an engine without the canary.
+    """The answers of an engine without the canary.
 
     Fields:
         sent, wrong: tokens, and how many of them are not the oracle's.

@@ -227,5 +227,18 @@ def test_the_last_line_is_json() -> None:
     assert found["scheduler_lines"] > 0 and found["verify_walk"]["stays"] > 1
 
 
+def test_this_tree_keeps_its_measures(load: Callable[[str], ModuleType]) -> None:
+    """The aims of ADR 10, without the walk of `verify`, longer than its aim."""
+    found = load("house_measures").measure(SCRIPTS.parent)
+    back = found["back_running"]
+    assert back["modules"] <= 7, back["list"]
+    assert len(found["circles"]) <= 2, found["circles"]
+    for kind in ("long_python", "long_triton", "triton_many_parameters", "dispatch"):
+        counted = found[kind]
+        assert not any(counted.values()), (kind, counted)
+    assert found["scheduler_lines"] < 450
+    assert not any(found["words"].values()), found["words"]
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

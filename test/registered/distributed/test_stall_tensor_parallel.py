@@ -64,7 +64,7 @@ def test_both_ranks_stop(
     log = capfd.readouterr().err
     for rank in (0, 1):
         assert f"The scheduler of rank {rank} failed" in log
-    assert log.count("stands still: 1 request(s) wait") >= 2
+    assert log.count("has stalled: 1 request(s) wait") >= 2
     assert "diverged" not in log
 
 

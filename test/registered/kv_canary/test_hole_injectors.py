@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.kv_canary.perturb.hole_injectors import HOLE_INJECTORS
-from sglang.srt.kv_canary.perturb.holes.site import Where
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.hole_injectors import HOLE_INJECTORS
 from sglang.test.hole_traffic import Engine, check_named, does_damage, stop_by
+from sglang.test.holes.site import Where
 from sglang.test.scale import count
 from sglang.test.spec_canary_traffic import CONTEXT, VOCAB
 from sglang.test.tiny_models import write_mock_model

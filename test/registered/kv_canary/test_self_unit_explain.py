@@ -18,6 +18,7 @@ from violation_world import (
     reporter,
 )
 
+from kv_canary.evidence import Owner
 from kv_canary.explain import NONE, POISON, SWEEP, explain
 from kv_canary.records import (
     Launch,
@@ -28,7 +29,6 @@ from kv_canary.records import (
     pack_word3,
 )
 from kv_canary.serials import SerialMap
-from kv_canary.violation import Owner
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
 from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
 from sglang.test.ci.ci_register import register_cpu_ci

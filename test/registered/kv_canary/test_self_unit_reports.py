@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from kv_canary.evidence import Owner
 from kv_canary.records import NUM_COUNTERS, Counter
 from kv_canary.reporter import CanaryViolation
-from kv_canary.violation import Owner
 from sglang.srt.distributed.parallel_state import (
     TensorParallelGroup,
     tensor_parallel_group,

@@ -20,6 +20,7 @@ from violation_world import (
 )
 
 from kv_canary import reporter as violation_reporter
+from kv_canary.evidence import Owner
 from kv_canary.explain import MEANING, explain
 from kv_canary.records import (
     POISON_WORD,
@@ -35,7 +36,6 @@ from kv_canary.reporter import (
     as_error,
 )
 from kv_canary.serials import REMEMBERED, SerialMap
-from kv_canary.violation import Owner
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")

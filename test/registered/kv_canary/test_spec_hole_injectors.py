@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from kv_canary.view import KVReadView
-from sglang.srt.kv_canary.perturb.hole_injectors import HOLE_INJECTORS
-from sglang.srt.kv_canary.perturb.holes.site import Where
 from sglang.srt.layers.attention.paged_backend import (
     CpuNativeAttnBackend,
     PagedAttnBackend,
 )
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.hole_injectors import HOLE_INJECTORS
 from sglang.test.hole_traffic import Engine, check_named, does_damage, stop_by
+from sglang.test.holes.site import Where
 from sglang.test.scale import count, sampled
 from sglang.test.spec_canary_traffic import CONTEXT, VOCAB, SpecTraffic
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
@@ -80,7 +80,7 @@ def test_does_its_damage_where_nobody_looks(models: dict[str, Path], name: str) 
 
 
 class Calls:
-    """What each attention call was given, beside the last view of its backend."""
+    """The arguments of each attention call, beside the last view of its backend."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.decodes = self.extends = 0

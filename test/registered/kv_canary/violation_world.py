@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kv_canary.evidence import Owner
 from kv_canary.records import (
     TOKEN_MASK,
     Launch,
@@ -19,7 +20,7 @@ from kv_canary.reporter import (
     ViolationReporter,
 )
 from kv_canary.serials import SerialMap
-from kv_canary.violation import Owner, Violation, parse_entry
+from kv_canary.violation import Violation, parse_entry
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
 from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
 

@@ -89,7 +89,7 @@ def test_an_eviction_of_one_page_too_few(
     fill_cache(harness)
     evict_too_little(monkeypatch)
     harness.submit(prompt_of(150), rid="waits", max_new_tokens=3, ignore_eos=True)
-    rounds, message = rounds_to_stall(harness, match="stands still: 1 request")
+    rounds, message = rounds_to_stall(harness, match="has stalled: 1 request")
     assert rounds <= MAX_EMPTY_ROUNDS + 2
     assert '"waits": 150 tokens and up to 3 new ones, 0 cached' in message
     assert "it fits, and yet its slots could not be taken" in message
@@ -148,7 +148,7 @@ def test_books_that_never_let_anybody_in(
     for i in range(10):
         prompt = prompt_of(149, start=i)
         harness.submit(prompt, rid=f"w{i}", max_new_tokens=2, ignore_eos=True)
-    rounds, message = rounds_to_stall(harness, match="stands still: 10 request")
+    rounds, message = rounds_to_stall(harness, match="has stalled: 10 request")
     assert rounds <= MAX_EMPTY_ROUNDS + 2
     assert '"w7": 149 tokens' in message and '"w8"' not in message
     assert "asks for 150 slots beside 0 reserved" in message
@@ -194,7 +194,7 @@ def test_what_the_canary_found_comes_first(
     harness.submit(prompt_of(150), max_new_tokens=2, ignore_eos=True)
     asked = []
     monkeypatch.setattr(manager, "drain", lambda **_: asked.append(1) or [])
-    rounds_to_stall(harness, match="stands still")
+    rounds_to_stall(harness, match="has stalled")
     assert asked == [1]
     assert not issubclass(SchedulerStalled, CanaryViolation)
 

@@ -190,7 +190,7 @@ class PrefillAdder:
         return Admission.ADDED
 
     def need_of(self, req: Req) -> SlotNeed:
-        """What `add` would compare for a waiting request; takes nothing."""
+        """The need that `add` compares for a waiting request; takes nothing."""
         match = self._match(req, req.cacheable_prefix_len())
         self._cache.inc_lock_ref(match.last_node)
         req.cache_protected_len = len(match)

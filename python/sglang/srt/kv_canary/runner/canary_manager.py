@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kv_canary.accepted import AcceptedPath, SampledTokens
+from kv_canary.evidence import DraftBranch
 from kv_canary.findings import STATUS_WORDS, is_clean
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import (
@@ -37,7 +38,7 @@ from kv_canary.records import (
 )
 from kv_canary.reporter import OwnerOf, ViolationReporter, as_error
 from kv_canary.serials import SerialMap
-from kv_canary.violation import POOLS, DraftBranch, Violation
+from kv_canary.violation import POOLS, Violation
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.kernels import (
     expect_rows,

@@ -222,7 +222,7 @@ def view_of(
 
 
 def _mask_of(forward_batch: ForwardBatch) -> Tensor | None:
-    """What the nodes of trees attend to, [T, D], as attention is given it.
+    """The nodes that each node of a tree attends to, [T, D], as attention gets them.
 
     Raises:
         ValueError: trees without a mask, whose nodes would attend to all before them.

@@ -155,7 +155,7 @@ class BatchSelector:
         self._on_dropped(req)
 
     def slot_needs(self, limit: int) -> list[SlotNeed]:
-        """What admission would ask for each of the first `limit` waiting requests."""
+        """The needs that admission compares, of the first `limit` waiting requests."""
         adder = self._new_adder()
         return [adder.need_of(req) for req in self.waiting[:limit]]
 

@@ -131,8 +131,8 @@ _Findings = tuple[str, list[dict[str, Any]]]
 
 
 def _last_message(error: Exception, incidents: list[dict[str, Any]]) -> EngineFailed:
-    """What is told of a failure: to every client in flight, nothing of another client's
-    request; to those who may ask for them, the incidents of all ranks."""
+    """The news of a failure: for every client in flight, nothing of another client's
+    request; for those who may ask for them, the incidents of all ranks."""
     if not isinstance(error, CanaryViolation):
         text = f"the scheduler failed with {type(error).__name__}"
         return EngineFailed(message=text, incidents=incidents)
@@ -152,8 +152,8 @@ def _last_message(error: Exception, incidents: list[dict[str, Any]]) -> EngineFa
 
 
 def _findings_of_all_ranks(own: _Findings) -> list[_Findings]:
-    """What every rank tells: all of them stop in the same step, and the first one that
-    ends takes the others along."""
+    """The findings of every rank: all of them stop in the same step, and the first one
+    that ends takes the others along."""
     group = get_tp_group()
     try:
         group.meet(REPORT_TIMEOUT)

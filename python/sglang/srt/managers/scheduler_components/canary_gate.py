@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kv_canary.evidence import Owner
 from kv_canary.records import Counter, Reason, reason_labels
 from kv_canary.reporter import CanaryViolation, as_error
-from kv_canary.violation import Owner, Violation
 from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.managers.scheduler_components.result_faults import (
     find_result_faults,
@@ -25,6 +25,7 @@ from sglang.srt.managers.scheduler_components.result_faults import (
 from sglang.srt.mem_cache.allocator import host_array
 
 if TYPE_CHECKING:
+    from kv_canary.violation import Violation
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
     from sglang.srt.managers.io_struct import SchedulerStats

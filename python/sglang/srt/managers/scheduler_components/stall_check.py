@@ -68,7 +68,7 @@ class StallCheck:
         waiting = self._batches.waiting
         needs = self._batches.slot_needs(MAX_DESCRIBED)
         lines = [
-            f"the scheduler stands still: {len(waiting)} request(s) wait, none runs, "
+            f"the scheduler has stalled: {len(waiting)} request(s) wait, none runs, "
             f"and none was admitted in {self._num_rounds} rounds",
             *map(_describe_need, needs),
         ]

@@ -53,7 +53,7 @@ class FoundBy(Enum):
 
 
 class Changes(Enum):
-    """What clients would notice without the canary."""
+    """The effect that clients would notice without the canary."""
 
     TOKENS = "wrong tokens"
     DRAFTS = "worse drafts"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sglang.srt.kv_canary.perturb.holes.site import Fault, Site, runs_on
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.speculative.workspace import RowIdentity
+from sglang.test.holes.site import Fault, Site, runs_on
 
 if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sglang.srt.kv_canary.perturb.holes.site import Fault, Site, changed
+from sglang.test.holes.site import Fault, Site, changed
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch

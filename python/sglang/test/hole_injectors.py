@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kv_canary.records import Reason
-from sglang.srt.kv_canary.perturb.holes import (
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.test.holes import (
     lengths,
     publishing,
     results,
     stores,
     trees,
 )
-from sglang.srt.kv_canary.perturb.holes.site import (
+from sglang.test.holes.site import (
     Changes,
     FoundBy,
     HoleInjector,
     Where,
 )
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 _INPUT = Reason.WRITE_TOKEN | Reason.WRITE_POSITION
 _RECORD = (

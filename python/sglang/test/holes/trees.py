@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.kv_canary.perturb.holes.site import Fault, Site
     from sglang.srt.speculative.ops.buffers import DraftTree
+    from sglang.test.holes.site import Fault, Site
 
 # Changes the tree of a row; returns whether it could.
 Change: TypeAlias = "Callable[[Site, DraftTree, int], bool]"

@@ -13,9 +13,9 @@ from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sglang.srt.kv_canary.perturb.holes.site import Fault, Site
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.test.holes.site import Fault, Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

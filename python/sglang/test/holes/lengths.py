@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sglang.srt.kv_canary.perturb.holes.site import Fault, Site, changed, runs_on
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.test.holes.site import Fault, Site, changed, runs_on
 
 if TYPE_CHECKING:
     from sglang.srt.managers.req import Req
