@@ -18,6 +18,7 @@ REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "kv-canary" / "python"))
 
 from kv_canary import records  # noqa: E402
+from kv_canary.carried import FACTOR, KEY  # noqa: E402
 from kv_canary.checks import CHECK_NUMBERS  # noqa: E402
 from kv_canary.layout import FingerprintMode  # noqa: E402
 from kv_canary.state import (  # noqa: E402
@@ -76,6 +77,8 @@ CONSTANTS = {
         "TAG_POOL_SHIFT",
     )
 } | {
+    "CARRIED_FACTOR": FACTOR,
+    "CARRIED_KEY": KEY,
     "NO_MANAGER": NO_MANAGER,
     "HEADER_WORDS": HEADER_WORDS,
     "ALIGN_WORDS": ALIGN_WORDS,

@@ -89,6 +89,9 @@ class Clients:
                 asked = self.asked[output.rid]
                 asked.messages_after_end += asked.reason is not None
                 asked.output += output.output_ids
+                if len(asked.output) != output.completion_tokens:
+                    # As `RequestState.receive`.
+                    raise RuntimeError(f"tokens of {output.rid} are missing")
                 asked.verified = (output.spec_verify_ct, output.spec_accept_tokens)
                 if output.finish_reason is not None:
                     asked.reason = output.finish_reason.type

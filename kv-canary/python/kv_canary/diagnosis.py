@@ -132,6 +132,12 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
         applies=_has(Reason.ACCEPT_PATH),
     ),
     Diagnosis(
+        name="state of another row or iteration",
+        look_at="what a draft leaves for its next forward: the relay's stash and "
+        "gather, the rows of accepted nodes",
+        applies=_has(Reason.CARRIED_STATE),
+    ),
+    Diagnosis(
         name="nodes that do not follow their tree",
         look_at="the builder of the tree: parents and tree_mask",
         applies=_has(Reason.TREE_SHAPE),

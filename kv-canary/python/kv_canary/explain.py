@@ -33,6 +33,7 @@ MEANING = {
     "phase": "the canary's own launches ran out of order",
     "row_owner": "the row of the request table belongs to another request",
     "tree_shape": "a node's parent or what it attends to is not the tree's",
+    "carried_state": "a draft starts from another state than was computed for it",
     "accept_path": "an accepted token does not follow from the tree and the target",
     "result_token": "the host keeps another token, or at another place, than the "
     "device sampled",

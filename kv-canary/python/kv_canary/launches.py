@@ -17,6 +17,7 @@ from kv_canary.op import Op
 
 if TYPE_CHECKING:
     from kv_canary.accepted import AcceptedPath, SampledTokens
+    from kv_canary.carried import CarriedRows
     from kv_canary.checks import PoolChecks
     from kv_canary.state import CanaryState
     from kv_canary.view import ForwardView
@@ -72,6 +73,16 @@ _note_tokens = Op(
     reference=reference_write.note_tokens,
     native=_NATIVE + "note_tokens",
     triton=_TRITON + "note_tokens",
+)
+_note_carried = Op(
+    reference=reference_write.note_carried,
+    native=_NATIVE + "note_carried",
+    triton=_TRITON + "note_carried",
+)
+_check_carried = Op(
+    reference=reference_write.check_carried,
+    native=_NATIVE + "check_carried",
+    triton=_TRITON + "check_carried",
 )
 _note_accepted = Op(
     reference=reference_write.note_accepted,
@@ -180,6 +191,18 @@ def note_accepted(state: CanaryState, path: AcceptedPath) -> Tensor:
     marks = path.serials.new_empty((2, path.num_rows))
     _note_accepted(state, path, marks)
     return marks
+
+
+def note_carried(state: CanaryState, rows: CarriedRows) -> None:
+    """Note the sums of rows that a later forward will use, where they are made; their
+    places differ."""
+    _note_carried(state, rows)
+
+
+def check_carried(state: CanaryState, rows: CarriedRows) -> None:
+    """Compare the sums of rows with those noted in their places, where they are used;
+    another sum is a CARRIED_STATE, with the sums as lineages."""
+    _check_carried(state, rows)
 
 
 def finish_step(state: CanaryState, view: ForwardView) -> Tensor:

@@ -114,6 +114,7 @@ class Reason(IntFlag):
     ACCEPT_PATH = 1 << 16
     RESULT_TOKEN = 1 << 17
     WRITE_MISSING = 1 << 18
+    CARRIED_STATE = 1 << 19
 
 
 def reason_labels(reasons: int) -> list[str]:
@@ -138,6 +139,7 @@ class Launch(IntEnum):
     SWEEP = 3
     ACCEPT = 4
     RESULT = 5
+    CARRIED = 6
 
 
 class Ring(IntEnum):

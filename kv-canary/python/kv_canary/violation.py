@@ -147,6 +147,7 @@ _LAUNCH_ORDER = (
     Launch.TAIL,
     Launch.ACCEPT,
     Launch.RESULT,
+    Launch.CARRIED,
 )
 
 

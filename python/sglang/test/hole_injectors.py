@@ -1,7 +1,8 @@
 """Faults that changed tokens or drafts and were not seen once, by name.
 
 Each belongs to a hole that was found by planting one-line faults (`scripts/mutation`):
-A publishing, B lengths, C prompts, D trees, E rows, F results, H stores.
+A publishing, B lengths, C prompts, D trees, E rows, F results, H stores; and what
+drafts hand on beside their KV.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from kv_canary.records import Reason
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.test.holes import (
+    carried,
     lengths,
     publishing,
     results,
@@ -289,6 +291,35 @@ STORES: dict[str, HoleInjector] = {
     )
 }
 
+CARRIED: dict[str, HoleInjector] = {
+    "stash_nothing": HoleInjector(
+        plant=carried.stash_nothing,
+        where=Where.SPECULATION,
+        reasons=Reason.CARRIED_STATE,
+        found_by=FoundBy.NEXT,
+        changes=Changes.DRAFTS,
+    ),
+    "stash_swapped": HoleInjector(
+        plant=carried.stash_swapped,
+        where=Where.SPECULATION,
+        reasons=Reason.CARRIED_STATE,
+        found_by=FoundBy.NEXT,
+        changes=Changes.DRAFTS,
+    ),
+    "gather_neighbours": HoleInjector(
+        plant=carried.gather_neighbours,
+        where=Where.SPECULATION,
+        reasons=Reason.CARRIED_STATE,
+        changes=Changes.DRAFTS,
+    ),
+    "take_other_nodes": HoleInjector(
+        plant=carried.take_other_nodes,
+        where=Where.SPECULATION,
+        reasons=Reason.CARRIED_STATE,
+        changes=Changes.DRAFTS,
+    ),
+}
+
 HOLE_INJECTORS: Mapping[str, HoleInjector] = (
-    PUBLISHING | LENGTHS | PROMPTS | TREES | ROWS | RESULTS | STORES
+    PUBLISHING | LENGTHS | PROMPTS | TREES | ROWS | RESULTS | STORES | CARRIED
 )

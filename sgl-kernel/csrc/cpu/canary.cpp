@@ -595,6 +595,51 @@ void canary_note_accepted(
   }
 }
 
+template <typename T>
+const T* words(const char* op, const OptionalTensor& t, ScalarType type) {
+  if (!t) return nullptr;
+  SGLK_CHECK(t->scalar_type() == type && t->dim() == 2, op, "rows", *t,
+             "the tensors of CarriedRows");
+  return static_cast<const T*>(t->const_data_ptr());
+}
+
+// `given`: tensors of a CarriedRows, floats as int32; `numbers`: its own.
+void canary_carry(
+    const Tensor& state, const OptionalTensors& given, const Tensor& sums,
+    const std::vector<int64_t>& numbers, bool checks) {
+  const char* op = "canary_carry";
+  const canary::State s = state_of(op, state);
+  SGLK_REQUIRE(given.size() == 7 && numbers.size() == 4, op, ": not those of CarriedRows");
+  for (int64_t i = 0; i < 4; i++) SGLK_REQUIRE(given[i], op, ": tensor ", i, " is missing");
+  canary::Carried c{};
+  c.count = given[0]->numel();
+  const int64_t requests = given[1]->numel();
+  c.places = longs(op, "places", given[0], c.count);
+  c.req_rows = longs(op, "req_rows", given[1], requests);
+  c.serials = longs(op, "serials", given[2], requests);
+  c.positions = longs(op, "positions", given[3], requests);
+  c.words = words<int32_t>(op, given[4], ScalarType::Int);
+  c.ids = words<int64_t>(op, given[5], ScalarType::Long);
+  c.bits = words<int32_t>(op, given[6], ScalarType::Int);
+  c.num_sums = sums.numel();
+  c.sums = vector_data<int64_t>(op, "sums", sums, ScalarType::Long, c.num_sums);
+  c.group = numbers[0];
+  c.known = numbers[1];
+  c.width = numbers[2];
+  c.row_stride = numbers[3];
+  SGLK_REQUIRE(c.count == c.group * requests, op, ": ", c.count, " rows of ", requests);
+  const canary::Site site = site_of(s, canary::Launch::kCarried, canary::kNoManager);
+  for (int64_t i = 0; i < c.count; i++) {
+    if (!canary::is_carried(c, i)) continue;
+    SGLK_REQUIRE(c.places[i] < c.num_sums, op, ": places[", i, "] is ", c.places[i],
+                 ", but there are ", c.num_sums, " sums");
+    if (checks)
+      canary::check_carried(s, site, c, i);
+    else
+      c.sums[c.places[i]] = canary::carried_sum(c, i);
+  }
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
@@ -622,6 +667,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
       "Tensor tokens, Tensor prefix_lens, Tensor extend_lens, Tensor(b!) marks) -> ()");
   m.def(
       "canary_note_accepted(Tensor(a!) state, Tensor?[] path, Tensor(b!) marks) -> ()");
+  m.def(
+      "canary_carry(Tensor(a!) state, Tensor?[] rows, Tensor(b!) sums, int[] numbers, "
+      "bool checks) -> ()");
   m.def("canary_poison(Tensor(a!) state, Tensor slots, Tensor? n_live) -> ()");
   m.def(
       "canary_gather_findings(Tensor(a!) state, Tensor req_rows, Tensor(b!) findings) -> ()");
@@ -638,6 +686,7 @@ STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
   m.impl("canary_expect_rows", TORCH_BOX(&canary_expect_rows));
   m.impl("canary_note_tokens", TORCH_BOX(&canary_note_tokens));
   m.impl("canary_note_accepted", TORCH_BOX(&canary_note_accepted));
+  m.impl("canary_carry", TORCH_BOX(&canary_carry));
   m.impl("canary_poison", TORCH_BOX(&canary_poison));
   m.impl("canary_gather_findings", TORCH_BOX(&canary_gather_findings));
   m.impl("canary_finish_step", TORCH_BOX(&canary_finish_step));

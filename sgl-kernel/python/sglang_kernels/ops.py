@@ -234,6 +234,17 @@ Args:
     path: the tensors of `AcceptedPath`, in order.
     marks: [2, rows] int64, written.
 """
+canary_carry: Callable[..., None] = _OPS.canary_carry.default._op
+"""Note or compare sums of what a forward leaves for a later one.
+
+Args:
+    state: as of `canary_verify`.
+    rows: places, req_rows, serials, positions, int64; words int32, ids int64, bits
+        int32 or None: of `CarriedRows`.
+    sums: int64, written or compared.
+    numbers: of `CarriedRows`.
+    checks: whether they are compared.
+"""
 canary_write_tail: Callable[..., None] = _OPS.canary_write_tail.default._op
 """Compare the head records with this forward, write the tail records, step the clock.
 

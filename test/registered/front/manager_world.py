@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
@@ -44,6 +45,7 @@ class Wire:
 
     def __init__(self, *, tokenizer: Any = TOKENIZER, **flags: Any) -> None:
         self.sent: list[SchedulerRequest] = []
+        self._said: Counter[str] = Counter()
         args = ServerArgs(model_path=FOLDER, **flags)
         self.manager = TokenizerManager(
             server_args=args,
@@ -66,15 +68,18 @@ class Wire:
         finish: FinishReason | None = LENGTH,
         **fields: Any,
     ) -> None:
+        self._said[rid] += len(ids)
+        counts = {"completion_tokens": self._said[rid]} | fields
         output = RequestOutput(
             rid=rid,
             output_ids=ids,
             prompt_tokens=1,
-            completion_tokens=len(ids),
             cached_tokens=0,
             finish_reason=finish,
-            **fields,
+            **counts,
         )
+        if finish is not None:
+            del self._said[rid]
         self.manager.receive(BatchOutput(outputs=[output]))
 
 

@@ -61,6 +61,24 @@ def test_a_message_that_cannot_be_sent_leaves_nothing_behind(
     run(work())
 
 
+@pytest.mark.parametrize(("first", "count"), [([1], 2), ([1, 2], 1)])
+def test_tokens_that_are_lost_or_repeated_fail_their_request_alone(
+    first: list[int], count: int
+) -> None:
+    async def work() -> None:
+        wire = Wire()
+        group = await wire.manager.submit([prompt(rid="a", stream=True)])
+        other = await wire.manager.submit([prompt(rid="b")])
+        wire.answer("a", first, None, completion_tokens=count)
+        wire.answer("b", [7])
+        with pytest.raises(EngineFailure, match=r"request a: \d tokens arrived, but"):
+            await wire.manager.results(group)
+        (update,) = await wire.manager.results(other)
+        assert update.output_ids == [7]
+
+    run(work())
+
+
 def test_two_prompts_with_one_rid_are_refused() -> None:
     async def work() -> None:
         with pytest.raises(BadRequest, match="in use"):

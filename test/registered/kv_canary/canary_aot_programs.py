@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kv_canary.accepted import AcceptedPath, SampledTokens
+from kv_canary.carried import CarriedRows
 from kv_canary.checks import PoolChecks
 from kv_canary.kernels import triton_launch
 from kv_canary.kernels.triton_args import state_args
@@ -256,6 +257,21 @@ def launch_accepted(*, with_choices: bool) -> None:
     triton_launch.note_accepted(create_canary(), accepted, marks)
 
 
+def launch_carried(*, checks: bool, has_hidden: bool) -> None:
+    rows = CarriedRows(
+        places=longs(ROWS * 4),
+        req_rows=longs(),
+        serials=longs(),
+        positions=longs(),
+        hidden=torch.zeros(ROWS * 4, 64, dtype=torch.bfloat16) if has_hidden else None,
+        ids=None if has_hidden else longs(ROWS * 8).view(ROWS * 4, 2),
+        probs=None if has_hidden else torch.zeros(ROWS * 4, 2),
+        sums=longs(),
+    )
+    launch = triton_launch.check_carried if checks else triton_launch.note_carried
+    launch(create_canary(), rows)
+
+
 def launches() -> Iterator[tuple[str, Any]]:
     """Names, and what launches one kernel each."""
     for rows in ALL_ROWS:
@@ -287,6 +303,14 @@ def launches() -> Iterator[tuple[str, Any]]:
             f"note accepted {choices}",
             lambda choices=choices: launch_accepted(with_choices=choices),
         )
+    for checks in (False, True):
+        for has_hidden in (False, True):
+            yield (
+                f"carried {checks} {has_hidden}",
+                lambda checks=checks, has_hidden=has_hidden: launch_carried(
+                    checks=checks, has_hidden=has_hidden
+                ),
+            )
     rows = ALL_ROWS["draft extend"]
     yield "finish", lambda: triton_launch.finish_step(state, rows, longs(64))
     yield "gather", lambda: triton_launch.gather_findings(state, longs(), longs(64))

@@ -16,7 +16,7 @@ from sglang.srt.layers.attention.paged_backend import (
 )
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.hole_injectors import HOLE_INJECTORS
+from sglang.test.hole_injectors import CARRIED, HOLE_INJECTORS
 from sglang.test.hole_traffic import Engine, check_named, does_damage, stop_by
 from sglang.test.holes.site import Where
 from sglang.test.scale import count, sampled
@@ -53,29 +53,46 @@ CASES = sampled(
 )
 
 
+Models = dict[str, Path]
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Models]:
+    """Target and draft for an injector, by name: what the draft proposes hangs on KV,
+    or on hidden states where these are damaged."""
     folder = tmp_path_factory.mktemp("mock")
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
-    return {
-        "model": write_mock_model(folder / "target", **sizes),
-        "draft": write_mock_draft(
-            folder / "draft", kind="EAGLE", source="attention", **sizes
-        ),
+    target = write_mock_model(folder / "target", **sizes)
+    drafts = {
+        source: write_mock_draft(folder / source, kind="EAGLE", source=source, **sizes)
+        for source in ("attention", "hidden")
     }
+
+    def models(name: str) -> Models:
+        source = "hidden" if name in CARRIED else "attention"
+        return {"model": target, "draft": drafts[source]}
+
+    return models
+
+
+@pytest.fixture(scope="module")
+def models(models_of: Callable[[str], Models]) -> Models:
+    return models_of("")
 
 
 @pytest.mark.parametrize(("name", "engine"), CASES, ids=str)
 def test_is_named_before_a_wrong_token_is_sent(
-    models: dict[str, Path], name: str, engine: Engine
+    models_of: Callable[[str], Models], name: str, engine: Engine
 ) -> None:
     for seed in SEEDS:
-        check_named(name, stop_by(name, engine, models, seed=seed))
+        check_named(name, stop_by(name, engine, models_of(name), seed=seed))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_does_its_damage_where_nobody_looks(models: dict[str, Path], name: str) -> None:
-    engine = engines_of(name)[0]
+def test_does_its_damage_where_nobody_looks(
+    models_of: Callable[[str], Models], name: str
+) -> None:
+    engine, models = engines_of(name)[0], models_of(name)
     assert any(does_damage(name, engine, models, seed=seed) for seed in range(20))
 
 
@@ -120,7 +137,7 @@ class Calls:
 
 @pytest.mark.parametrize("engine", [Engine(page_size=4), *ENGINES[::2]], ids=str)
 def test_attention_is_called_with_what_the_canary_saw(
-    models: dict[str, Path], engine: Engine, monkeypatch: pytest.MonkeyPatch
+    models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Table, rows and lengths are the view's tensors, or in an extend the batch's: a
     change of what attention is given is a change of what the canary is given."""

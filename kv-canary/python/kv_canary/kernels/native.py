@@ -12,6 +12,7 @@ from sglang_kernels import ops
 
 if TYPE_CHECKING:
     from kv_canary.accepted import AcceptedPath, SampledTokens
+    from kv_canary.carried import CarriedRows
     from kv_canary.state import CanaryState
 
 _INDPTR = [f.name for f in READ_FIELDS].index("indptr")
@@ -124,6 +125,28 @@ def expect_rows(
 
 def note_tokens(state: CanaryState, sampled: SampledTokens, marks: Tensor) -> None:
     ops.canary_note_tokens(state.arena, *sampled, marks)
+
+
+def note_carried(state: CanaryState, rows: CarriedRows) -> None:
+    _carry(state, rows, checks=False)
+
+
+def check_carried(state: CanaryState, rows: CarriedRows) -> None:
+    _carry(state, rows, checks=True)
+
+
+def _carry(state: CanaryState, rows: CarriedRows, *, checks: bool) -> None:
+    rows.check_layout()
+    given = [
+        rows.places,
+        rows.req_rows,
+        rows.serials,
+        rows.positions,
+        rows.words,
+        rows.ids,
+        rows.bits,
+    ]
+    ops.canary_carry(state.arena, given, rows.sums, rows.numbers, checks)
 
 
 def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kv_canary.accepted import SampledTokens
+from kv_canary.carried import FACTOR, KEY, CarriedRows
 from kv_canary.findings import STATUS_WORDS
+from kv_canary.hashing import MASK64, to_signed64
 from kv_canary.kernels.reference import (
     Report,
     columns_of,
@@ -433,6 +435,53 @@ def note_tokens(state: CanaryState, sampled: SampledTokens, marks: Tensor) -> No
     live = req_rows != 0
     state.requests[req_rows[live], Request.NEXT_WORD0] = word0[live]
     marks[0], marks[1] = serials, word0
+
+
+def note_carried(state: CanaryState, rows: CarriedRows) -> None:
+    live = _is_carried(rows)
+    rows.sums[rows.places[live]] = _carried_sums(rows)[live]
+
+
+def check_carried(state: CanaryState, rows: CarriedRows) -> None:
+    report = Report(state, Launch.CARRIED, NO_MANAGER)
+    group, live = rows.group, _is_carried(rows)
+    due, found = rows.sums[rows.places.clamp(min=0)], _carried_sums(rows)
+    request = torch.arange(len(rows.places), device=rows.places.device) // group
+    bad = live & (due != found)
+    report.add(
+        {
+            Ring.REASONS: torch.where(bad, int(Reason.CARRIED_STATE), 0),
+            Ring.REQ_ROW: rows.req_rows[request],
+            Ring.SERIAL: rows.serials[request],
+            Ring.POSITION: rows.positions[request],
+            Ring.EXPECTED_LINEAGE: due,
+            Ring.FOUND_LINEAGE: found,
+            Ring.BATCH_ROW: request,
+        }
+    )
+
+
+def _is_carried(rows: CarriedRows) -> Tensor:
+    return (rows.req_rows != 0).repeat_interleave(rows.group) & (rows.places >= 0)
+
+
+def _carried_sums(rows: CarriedRows) -> Tensor:
+    _, known, *_ = rows.numbers
+    sums = _carried_term(rows.serials.repeat_interleave(rows.group), -1)
+    words: list[Tensor] = []
+    if rows.words is not None:
+        words += rows.words.long().unbind(1)
+    if rows.ids is not None and rows.bits is not None:
+        for k in range(known):
+            words += [rows.ids[:, k], rows.bits[:, k].long()]
+    for j, word in enumerate(words):
+        sums = sums + _carried_term(word, j)
+    return sums
+
+
+def _carried_term(words: Tensor, place: int) -> Tensor:
+    mixed = (words + to_signed64((place + 1) * KEY & MASK64)) * FACTOR
+    return mixed ^ (mixed >> 32)
 
 
 def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None:

@@ -24,6 +24,7 @@ from kv_canary.kernels.triton_before import before_kernel
 from kv_canary.kernels.triton_ends import finish_kernel
 from kv_canary.kernels.triton_notes import (
     accepted_kernel,
+    carried_kernel,
     expect_kernel,
     note_kernel,
 )
@@ -36,6 +37,7 @@ from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 
 if TYPE_CHECKING:
     from kv_canary.accepted import AcceptedPath, SampledTokens
+    from kv_canary.carried import CarriedRows
     from kv_canary.checks import PoolChecks
     from kv_canary.state import CanaryState
 
@@ -53,6 +55,7 @@ TARGET_PROGRAMS = 2048
 
 _POISON_BLOCK = 128
 _NOTE_BLOCK = 128
+_CARRIED_BLOCK = 512
 
 
 def verify_block(mode: FingerprintMode) -> tuple[int, int]:
@@ -305,6 +308,40 @@ def note_tokens(state: CanaryState, sampled: SampledTokens, marks: Tensor) -> No
         marks,
         count,
         BLOCK=_NOTE_BLOCK,
+        num_warps=1,
+    )
+
+
+def note_carried(state: CanaryState, rows: CarriedRows) -> None:
+    _carry(state, rows, checks=False)
+
+
+def check_carried(state: CanaryState, rows: CarriedRows) -> None:
+    _carry(state, rows, checks=True)
+
+
+def _carry(state: CanaryState, rows: CarriedRows, *, checks: bool) -> None:
+    rows.check_layout()
+    count = len(rows.places)
+    group, known, width, row_stride = rows.numbers
+    carried_kernel[(max(count, 1),)](
+        state=state_args(state),
+        places=rows.places,
+        req_rows=rows.req_rows,
+        serials=rows.serials,
+        positions=rows.positions,
+        words=rows.words,
+        ids=rows.ids,
+        bits=rows.bits,
+        sums=rows.sums,
+        num_rows=count,
+        tag=ring_tag(Launch.CARRIED, NO_MANAGER, state.pool),
+        group=group,
+        row_stride=row_stride,
+        WIDTH=width,
+        KNOWN=known,
+        CHECKS=checks,
+        BLOCK=min(_CARRIED_BLOCK, triton.next_power_of_2(max(width, 1))),
         num_warps=1,
     )
 

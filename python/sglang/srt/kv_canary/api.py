@@ -133,6 +133,8 @@ def _with_canary_bracketing(
     def bracketed(*args: Any, **kwargs: Any) -> Any:
         forward_batch = _extract_forward_batch(args, kwargs)
         manager.pre_ops_maybe_inside_graph(forward_batch)
+        if kwargs.get("stack") is not None:
+            manager.calls.leave_out()
         if stack is not None and manager.side is not None:
             kwargs["stack"] = manager.with_tail_after(kwargs.get("stack") or stack)
         output = forward(*args, **kwargs)

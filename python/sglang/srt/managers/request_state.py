@@ -18,6 +18,7 @@ from sglang.srt.managers.errors import (
     ApiError,
     EngineFailure,
     abort_error,
+    log_failure,
 )
 from sglang.srt.managers.io_struct import (
     FinishReason,
@@ -81,6 +82,7 @@ class RequestState:
         self.group = group
         self._text = text
         self._outputs: list[RequestOutput] = []
+        self._received = 0
 
     @property
     def rid(self) -> str:
@@ -91,7 +93,16 @@ class RequestState:
         return self.request.stream
 
     def receive(self, output: RequestOutput) -> None:
-        """Keep an output of the scheduler and wake the group's reader."""
+        """Keep an output of the scheduler and wake the group's reader; an output with
+        tokens that do not follow those before it fails the group instead."""
+        self._received += len(output.output_ids)
+        if self._received != output.completion_tokens:
+            self.group.fail(
+                log_failure(
+                    f"request {self.rid}: {self._received} tokens arrived, but the "
+                    f"engine counts {output.completion_tokens}"
+                )
+            )
         self._outputs.append(output)
         self.is_finished = output.finish_reason is not None
         self.group.notify(self, output.finish_reason)

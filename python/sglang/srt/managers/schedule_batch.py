@@ -196,7 +196,17 @@ class ScheduleBatch:
 
         Returns:
             None, with nothing taken, where the slots do not suffice.
+
+        Raises:
+            RuntimeError: a request has no token to prefill, so that nothing would
+                yield its next one.
         """
+        for req, length in zip(reqs, extend_lens, strict=True):
+            if length < 1:
+                raise RuntimeError(
+                    f"request {req.rid} was scheduled to prefill {length} tokens after "
+                    f"{req.committed_len} of {len(req.tokens)}"
+                )
         cache, pool = env.cache, env.cache.req_to_token_pool
         new = [r for r in reqs if r.req_pool_idx == 0]
         rows = pool.alloc(len(new))

@@ -64,6 +64,7 @@ from sglang.srt.speculative.workspace import EagleWorkspace, RowIdentity, Worksp
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.kv_canary.draft_state import DraftState
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -79,7 +80,7 @@ class EagleDraftWorker:
         target: its weights are loaded, its memory is not built yet.
 
     Attributes:
-        canary: of the draft's pool, or None.
+        canary: of the draft's pool; state_check: of what the draft hands on. None: off.
         draft_runner: of the draft model.
         workspace, relay: tensors of an iteration, and between iterations; from
             `init_memory_pool` on.
@@ -89,6 +90,7 @@ class EagleDraftWorker:
     workspace: EagleWorkspace
     relay: DraftRelay
     no_lens: list[int] | None
+    state_check: DraftState | None
 
     def __init__(
         self,
@@ -167,8 +169,14 @@ class EagleDraftWorker:
             model_runner=runner,
             target_canary=target_canary,
         )
+        shape = self._shape
+        self.state_check = None
+        if self.canary is not None:
+            self.state_check = self.canary.draft_state(
+                max_nodes=pool.size * shape.num_draft_tokens
+            )
         self.workspace = EagleWorkspace(
-            shape=self._shape,
+            shape=shape,
             layout=self._layout,
             req_to_token_pool=pool,
             max_rows=pool.size,
@@ -177,7 +185,7 @@ class EagleDraftWorker:
         )
         self.relay = DraftRelay(
             rows=pool.size + 1,
-            topk=self._shape.topk,
+            topk=shape.topk,
             hidden_size=None
             if self._hidden_dim is None
             else runner.model_config.hidden_size,
@@ -192,13 +200,13 @@ class EagleDraftWorker:
         self._needs_tails = capabilities.needs_paged_draft_rows
         self.no_lens = [] if capabilities.needs_cpu_seq_lens else None
         # Constants of the fixed-width extend.
-        width, device = self._shape.accept_width, pool.device
+        width, device = shape.accept_width, pool.device
         self._extend_steps = torch.arange(width, device=device)
         self._extend_offsets = torch.arange(
             0, (pool.size + 1) * width, width, device=device
         )
         self._extend_widths = torch.full((pool.size,), width, device=device)
-        branches = pool.size * self._shape.topk
+        branches = pool.size * shape.topk
         self._ones = torch.ones(branches, dtype=torch.int64, device=device)
 
     def init_lm_head(self) -> None:
@@ -328,6 +336,8 @@ class EagleDraftWorker:
     def _run_levels(self, views: WorkspaceRows, seq_lens: Sequence[int] | None) -> None:
         shape = self._shape
         candidates, hidden = self.relay.gather(views.identity[0])
+        if self.state_check is not None:
+            self.state_check.on_gather(views, candidates, hidden)
         branches = views.bs * shape.topk
         identity = RowIdentity(
             *views.identity.repeat_interleave(shape.topk, dim=1).unbind()
@@ -427,7 +437,7 @@ class EagleDraftWorker:
                 spec_info=EagleDraftInput(hidden_states=done.output.hidden_states),
             )
         )
-        self._stash(forward_batch.req_pool_indices, output)
+        self._stash(forward_batch, output)
 
     def next_tokens(self, forward_batch: ForwardBatch) -> Tensor:
         """The token after each one that a prefill computes, sampled or known: int64
@@ -495,8 +505,14 @@ class EagleDraftWorker:
     def extend_forward(self, forward_batch: ForwardBatch) -> None:
         """Run the extend and store the state that the next iteration starts from."""
         output = self.draft_runner.run_model(forward_batch)
-        self._stash(forward_batch.req_pool_indices, output)
+        self._stash(forward_batch, output)
 
-    def _stash(self, indices: Tensor, output: LogitsProcessorOutput) -> None:
+    def _stash(
+        self, forward_batch: ForwardBatch, output: LogitsProcessorOutput
+    ) -> None:
         candidates = propose(output.next_token_logits, self._shape.topk)
-        self.relay.stash(indices, candidates, output.hidden_states)
+        rows, hidden = forward_batch.req_pool_indices, output.hidden_states
+        if self.state_check is not None:
+            serials = forward_batch.req_serial
+            self.state_check.on_stash(rows, serials, candidates, hidden)
+        self.relay.stash(rows, candidates, hidden)

@@ -250,8 +250,7 @@ class EAGLEWorkerV2:
             )
         if live.hidden_states is not None:
             assert hidden is not None
-            nodes = live.node_rows.view(-1)
-            torch.index_select(hidden, 0, nodes, out=live.hidden_states)
+            self._take_hidden(live, hidden, out=live.hidden_states)
         req_pool_indices = live.identity[0]
         table = self.model_runner.req_to_token_pool.token_table
         # The tokens gained follow the root, which is at the old length.
@@ -260,6 +259,22 @@ class EAGLEWorkerV2:
         self.draft_worker.relay.publish(
             req_pool_indices, live.seq_lens + live.result.accept_lens
         )
+
+    def _take_hidden(self, live: WorkspaceRows, hidden: Tensor, *, out: Tensor) -> None:
+        """Raises:
+        RuntimeError: the target returns other hidden states than the draft reads.
+        """
+        if hidden.shape[1] != out.shape[1]:
+            raise RuntimeError(
+                f"the target returns hidden states of width {hidden.shape[1]}, but the "
+                f"draft reads {out.shape[1]}"
+            )
+        check = self.draft_worker.state_check
+        if check is not None:
+            check.on_verify(live, hidden)
+        torch.index_select(hidden, 0, live.node_rows.view(-1), out=out)
+        if check is not None:
+            check.on_take(live)
 
     def _columns(self, device: torch.device) -> Tensor:
         return torch.arange(1, self._shape.accept_width + 1, device=device)

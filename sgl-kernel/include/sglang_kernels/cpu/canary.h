@@ -273,6 +273,20 @@ struct Path {
 
 void check_path(const State& s, const Site& site, const Path& path, int64_t q);
 
+// What a forward leaves for a later one; see CarriedRows. `group` rows of each request.
+struct Carried {
+  const int64_t *places, *req_rows, *serials, *positions;
+  const int32_t *words, *bits;
+  const int64_t* ids;
+  int64_t* sums;
+  int64_t count, num_sums, group, known, width, row_stride;
+};
+
+// Whether row i counts: neither padding nor left out.
+bool is_carried(const Carried& rows, int64_t i);
+int64_t carried_sum(const Carried& rows, int64_t i);
+void check_carried(const State& s, const Site& site, const Carried& rows, int64_t i);
+
 // The row's lineage after the new tokens that stay, from what it was before them.
 uint64_t lineage_after(const State& s, const Rows& rows, int64_t r);
 

@@ -20,6 +20,8 @@ constexpr int64_t kSentinel = -25333134456914011;
 constexpr int64_t kTagManagerShift = 8;
 constexpr int64_t kTagManagerMask = 255;
 constexpr int64_t kTagPoolShift = 16;
+constexpr int64_t kCarriedFactor = -7046029254386353131;
+constexpr int64_t kCarriedKey = -2960836687051489901;
 constexpr int64_t kNoManager = -1;
 constexpr int64_t kHeaderWords = 8;
 constexpr int64_t kAlignWords = 8;
@@ -45,8 +47,9 @@ struct Reason {
     kAcceptPath = 65536,
     kResultToken = 131072,
     kWriteMissing = 262144,
+    kCarriedState = 524288,
   };
-  static constexpr int64_t kCount = 19;
+  static constexpr int64_t kCount = 20;
 };
 
 struct WriterKind {
@@ -81,8 +84,9 @@ struct Launch {
     kSweep = 3,
     kAccept = 4,
     kResult = 5,
+    kCarried = 6,
   };
-  static constexpr int64_t kCount = 6;
+  static constexpr int64_t kCount = 7;
 };
 
 struct Counter {

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from kv_canary.launches import (
     before_model,
+    check_carried,
     expect_rows,
     finish_step,
     gather_findings,
     move_records,
     note_accepted,
+    note_carried,
     note_tokens,
     poison,
     write_tail,
@@ -19,11 +21,13 @@ from kv_canary.launches import (
 
 __all__ = [
     "before_model",
+    "check_carried",
     "expect_rows",
     "finish_step",
     "gather_findings",
     "move_records",
     "note_accepted",
+    "note_carried",
     "note_tokens",
     "poison",
     "write_tail",

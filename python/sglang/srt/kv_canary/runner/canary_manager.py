@@ -39,7 +39,9 @@ from kv_canary.records import (
 from kv_canary.reporter import OwnerOf, ViolationReporter, as_error
 from kv_canary.serials import SerialMap
 from kv_canary.violation import POOLS, Violation
+from sglang.srt.kv_canary.attention_calls import AttentionCalls
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
+from sglang.srt.kv_canary.draft_state import DraftState
 from sglang.srt.kv_canary.kernels import (
     expect_rows,
     finish_step,
@@ -103,6 +105,7 @@ class CanaryManager:
         reporter: of everything found so far.
         perturb: fault injection.
         active: whose forward is open.
+        calls: of attention, in the forward that is open.
         side: the stream of launches beside the model; None on the CPU.
     """
 
@@ -139,6 +142,8 @@ class CanaryManager:
         )
         self._has_tail = False
         self._launched: ForwardBatch | None = None
+        # Forwards of that launch that ran outside graphs.
+        self._num_run = 0
         self._is_init_finished = False
         self._freed: list[Tensor] = []
         self._lineages = PrefixLineages(is_draft=target.is_draft)
@@ -151,6 +156,8 @@ class CanaryManager:
         self._health = HealthChecker()
         self._counters = [0] * NUM_COUNTERS
         self.perturb = PerturbDriver(target)
+        self.calls = AttentionCalls(target.kv_pool)
+        self.calls.watch(target.attn_backend)
 
     @property
     def config(self) -> CanaryConfig:
@@ -233,6 +240,11 @@ class CanaryManager:
         `note_tokens`."""
         return note_accepted(self._state, path)
 
+    def draft_state(self, *, max_nodes: int) -> DraftState:
+        """The check of what this pool's worker hands on from forward to forward."""
+        req_rows = self.target.req_to_token_pool.size + 1
+        return DraftState(self._state, req_rows=req_rows, max_nodes=max_nodes)
+
     def mark_init_finished(self) -> None:
         """Let faults, sweeps and health checks begin: all graphs are captured."""
         self._is_init_finished = True
@@ -268,6 +280,7 @@ class CanaryManager:
         if self._launched is not None:
             raise RuntimeError("KV canary: a launch is already open; they do not nest")
         self._launched = forward_batch
+        self._num_run = 0
         mode = forward_batch.forward_mode
         self._launches.append((self._clock, len(indices), mode))
         self._clock += len(indices)
@@ -291,6 +304,11 @@ class CanaryManager:
         self._launched = None
         if not has_run:
             return
+        # A graph that is replayed runs all of its forwards, and opens no scope.
+        if self._num_run not in (0, len(indices)):
+            raise RuntimeError(
+                f"KV canary: {self._num_run} forwards ran in a launch of {len(indices)}"
+            )
         for i in indices:
             self._managers[i].post_ops_outside_graph(forward_batch)
         if self._is_init_finished:
@@ -311,6 +329,7 @@ class CanaryManager:
         if is_live and not perturb.is_idle:
             perturb.before_step(forward_batch, step=current.index, backend=backend)
         views = backend.read_view(forward_batch)
+        self.calls.begin(forward_batch, views[0])
         # Where all bytes are covered new slots are filled, which the model must follow.
         fills = self.target.buffers.fingerprint.mode is FingerprintMode.ALL
         is_small = forward_batch.num_tokens < BESIDE_FROM_TOKENS
@@ -342,7 +361,12 @@ class CanaryManager:
         return run
 
     def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
-        """After the model: record its writes, unless `with_tail_after` did."""
+        """After the model: record its writes, unless `with_tail_after` did.
+
+        Raises:
+            RuntimeError: a layer has not made its calls.
+        """
+        self.calls.end()
         if self.side is not None:
             self.side.join()
             if self._has_tail:
@@ -581,6 +605,7 @@ class _ForwardScope:
         if self._manager.active is not None:
             raise RuntimeError("KV canary: a forward is already open; they do not nest")
         self._manager.active = self._forward
+        self._manager._num_run += 1
 
     def __exit__(self, *rest: object) -> None:
         self._manager.active = None

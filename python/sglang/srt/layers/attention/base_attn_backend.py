@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.branch_slots import SlotRows
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.speculative.draft_layout import BranchLayout
+
+CallWrapper = Callable[[Callable[..., None]], Callable[..., None]]
+"""Takes an op, returns one with the same arguments."""
 
 
 class DraftDecodeBackend(Protocol):
@@ -88,6 +91,11 @@ class AttentionBackend(ABC):
         raise ValueError(
             f"--attention-backend {self.name} does not serve speculative decoding"
         )
+
+    def wrap_calls(self, on_store: CallWrapper, on_attend: CallWrapper) -> bool:
+        """Wrap the ops that store and that attend, of this backend and of copies that
+        are made of it later; returns whether it has such ops."""
+        return False
 
     @abstractmethod
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:

@@ -19,6 +19,7 @@ from kv_canary.op import native_available
 from kv_canary.view import KVReadView
 from sglang.srt.layers.attention.base_attn_backend import (
     AttentionBackend,
+    CallWrapper,
     DraftDecodeBackend,
 )
 from sglang.srt.layers.ops.attention import (
@@ -111,6 +112,12 @@ class PagedAttnBackend(AttentionBackend):
         other._is_own_table = True
         other._viewed = other._view = None
         return other
+
+    def wrap_calls(self, on_store: CallWrapper, on_attend: CallWrapper) -> bool:
+        self.store_op = on_store(self.store_op)
+        self.decode_op = on_attend(self.decode_op)
+        self.extend_op = on_attend(self.extend_op)
+        return True
 
     def init_eager(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare: the tables are the pools' own."""
