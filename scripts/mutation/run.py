@@ -67,7 +67,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
     parser.add_argument("--world-seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--world-limit", type=float, default=10.0, help="CPU seconds")
-    parser.add_argument("--test-limit", type=float, default=180.0, help="seconds")
+    parser.add_argument("--test-limit", type=float, default=300.0, help="seconds")
     return parser.parse_args()
 
 

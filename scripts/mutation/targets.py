@@ -71,6 +71,7 @@ CORE_TESTS = (
     "kv_canary/test_canary_writes.py",
     "kv_canary/test_canary_trees.py",
     "kv_canary/test_canary_requests.py",
+    "kv_canary/test_canary_carried.py",
     "kv_canary/test_canary_diagnoses.py",
     "kv_canary/test_self_unit_report_order.py",
     "kv_canary/test_self_unit_violation.py",
@@ -157,13 +158,19 @@ AREAS = (
         name="attention",
         modules=("layers.attention.paged_backend", "layers.attention.branch_lists"),
         worlds=BOTH,
-        tests=(TREE_TESTS[3], SCHEDULER_TESTS[2], *SPEC_TESTS),
+        tests=(
+            TREE_TESTS[3],
+            "kv_canary/test_attention_calls.py",
+            SCHEDULER_TESTS[2],
+            *SPEC_TESTS,
+        ),
     ),
     Area(
         name="core",
         prefix="kv_canary.",
         modules=(
             "canary",
+            "diagnosis",
             "explain",
             "findings",
             "kernels.reference",

@@ -183,7 +183,8 @@ def note_accepted(state: CanaryState, path: AcceptedPath) -> Tensor:
 
     Every node of the path must follow its predecessor in the tree and be the token
     that this one's prediction names; tokens gained must be the predictions, and these
-    the target's choices where they are given.
+    the target's choices where they are given; then no node may go on from the last one
+    by its choice.
 
     Returns:
         marks, as `note_tokens`.

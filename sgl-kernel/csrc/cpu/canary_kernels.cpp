@@ -416,7 +416,7 @@ void check_shape(const WriteArgs& a, int64_t r, int64_t t, int64_t j, Found& f) 
     const Depth depth = depth_of(rows, start, t);
     const bool is_orphan = j && rows.parent_index[t] == -1;
     due = is_orphan ? position : rows.prefix_lens[r] + depth.ancestors;
-    if (!depth.is_sound || (a.tree_mask && !has_sound_mask(a, t, j, start)))
+    if (is_orphan || !depth.is_sound || (a.tree_mask && !has_sound_mask(a, t, j, start)))
       reasons |= Reason::kTreeShape;
   }
   if (due != position) reasons |= Reason::kWritePosition;
@@ -599,6 +599,11 @@ void check_path(const State& s, const Site& site, const Path& path, int64_t q) {
     before = at;
     due = follows;
   }
+  if (!path.choices || length == path.width) return;
+  const int64_t choice = path.choices[before];
+  for (int64_t node = root; node < end; node++)
+    if (path.parent_index[node] == before && path.tokens[node] == choice)
+      return doubt(length - 1, choice, -1);
 }
 
 bool is_carried(const Carried& rows, int64_t i) {

@@ -152,6 +152,16 @@ def test_a_level_of_the_draft_that_is_left_out(
         harness.run()
 
 
+def test_a_draft_that_does_not_run(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = serve(models, speculates=True)
+    draft = worker_of(harness).draft_worker
+    monkeypatch.setattr(draft, "draft_forward", lambda live, seq_lens: None)
+    with pytest.raises(RuntimeError, match="0 forwards ran in a launch of 3"):
+        harness.run()
+
+
 def test_hidden_states_of_another_width(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

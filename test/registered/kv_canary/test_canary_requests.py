@@ -175,8 +175,8 @@ def test_a_sound_tree_is_silent(backend: Backend) -> None:
 
 
 @each_backend
-def test_a_node_without_a_parent_sees_itself(backend: Backend) -> None:
-    """Its parent was not selected; its position is that of its level."""
+def test_only_the_root_has_no_parent(backend: Backend) -> None:
+    """Whatever its position, and though it sees itself alone."""
     w = small_world()
     rows = tree(w)
     assert rows.parent_index is not None and rows.tree_mask is not None
@@ -184,7 +184,9 @@ def test_a_node_without_a_parent_sees_itself(backend: Backend) -> None:
     rows.tree_mask[3] = False
     rows.tree_mask[3, 3] = True
     w.write(backend, w.state, rows, WriterKind.VERIFY)
-    assert findings(w.state) == []
+    (entry,) = entries(w.state)
+    assert entry[Ring.REASONS] == Reason.TREE_SHAPE
+    assert entry[Ring.SLOT] == int(rows.out_cache_loc[3])
 
 
 @each_backend
@@ -308,13 +310,17 @@ def test_a_path_in_doubt(backend: Backend, fault: str) -> None:
 
 
 @each_backend
-def test_one_node_too_few_is_sound(backend: Backend) -> None:
-    """The tree could have given more: a loss of speed that no token shows."""
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_one_node_too_few(backend: Backend, is_greedy: bool) -> None:
+    """The tree could have given more, if the target's choice alone decides."""
     w = small_world()
     path = accepted(w)
     path.accept_lens[0] = 2
+    if not is_greedy:
+        path = dataclasses.replace(path, choices=None)
     note(backend, w, path)
-    assert findings(w.state) == []
+    due = [(Reason.ACCEPT_PATH, 1, -1, w.lens[0] + 1)]
+    assert findings(w.state) == (due if is_greedy else [])
 
 
 @each_backend

@@ -281,12 +281,10 @@ class TestLaunchEndpointsPerForward:
         (row,) = prefilled(harness, 3)
         batch = decode_batch(harness, row)
         launch, step = context_tuple(manager, index=0, forward_batch=batch)
-        with (
-            launch,
-            pytest.raises(RuntimeError, match="launch is already open"),
-            launch,
-        ):
-            pass
+        with launch:
+            with pytest.raises(RuntimeError, match="launch is already open"), launch:
+                pass
+            manager.on_replay()
         with step, pytest.raises(RuntimeError, match="forward is already open"), step:
             pass
         assert findings(harness, batch) == []

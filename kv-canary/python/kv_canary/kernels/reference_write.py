@@ -107,8 +107,8 @@ def _depths(rows: ForwardView, new: _NewTokens) -> tuple[Tensor, Tensor]:
 
 def _check_shape(rows: ForwardView, new: _NewTokens) -> tuple[Tensor, Tensor]:
     """(reasons, positions that are due) of the new tokens, from their places: in a
-    tree the depth counts, and a token attends to what its parent does and itself. A
-    node without a parent that is not the first of its row may have any position."""
+    tree the depth counts, and a token attends to what its parent does and itself; only
+    the first of a row has no parent."""
     number = new.number
     if rows.parent_index is None:
         due = rows.prefix_lens[new.row] + number
@@ -118,9 +118,10 @@ def _check_shape(rows: ForwardView, new: _NewTokens) -> tuple[Tensor, Tensor]:
     position = rows.positions[new.place]
     parent = rows.parent_index[new.place]
     due = rows.prefix_lens[new.row] + depth
-    due = torch.where((parent == -1) & (number > 0), position, due)
+    is_orphan = (parent == -1) & (number > 0)
+    due = torch.where(is_orphan, position, due)
     reasons = torch.where(due != position, int(Reason.WRITE_POSITION), 0)
-    wrong = ~is_sound
+    wrong = ~is_sound | is_orphan
     if rows.tree_mask is not None:
         column = torch.arange(rows.tree_mask.shape[1], device=number.device)
         has_parent = (parent >= 0) & (parent < new.place)
@@ -484,6 +485,14 @@ def _carried_term(words: Tensor, place: int) -> Tensor:
     return mixed ^ (mixed >> 32)
 
 
+def _is_missed(path: AcceptedPath, last: Tensor) -> Tensor:
+    """Whether a child of the last node of each row's path is the target's choice."""
+    assert path.choices is not None
+    choice = path.choices.view(-1)[last][:, None]
+    is_child = path.parent_index == last[:, None]
+    return (is_child & (path.tokens == choice)).any(dim=1)
+
+
 def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None:
     # The verification's own tail has advanced the clock.
     report = Report(state, Launch.ACCEPT, NO_MANAGER, clock_offset=-1)
@@ -510,7 +519,13 @@ def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None
         wanted = torch.where(is_first, choice, wanted)
         found = torch.where(is_first, path.gained[:, i], found)
         bad |= is_first
-        before, due = at, follows
+        before, due = torch.where(i < length, at, before), follows
+    if path.choices is not None:
+        missed = _is_missed(path, before) & (length < path.width) & ~bad
+        place = torch.where(missed, length - 1, place)
+        wanted = torch.where(missed, path.choices.view(-1)[before], wanted)
+        found = torch.where(missed, -1, found)
+        bad |= missed
     position = path.prefix_lens + place
     live = path.req_rows != 0
     report.add(

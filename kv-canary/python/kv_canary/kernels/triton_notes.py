@@ -22,6 +22,7 @@ CARRIED = tl.constexpr(int(Reason.CARRIED_STATE))
 FACTOR = tl.constexpr(CARRIED_FACTOR)
 KEY = tl.constexpr(CARRIED_KEY)
 ACCEPT = tl.constexpr(int(Reason.ACCEPT_PATH))
+NODE_TILE = tl.constexpr(64)
 UNKNOWN = tl.constexpr(RECORDS_UNKNOWN)
 NEXT_WORD = tl.constexpr(int(Request.NEXT_WORD0))
 SERIAL_WORD = tl.constexpr(int(Request.SERIAL))
@@ -81,6 +82,20 @@ def note_kernel(
 
 
 @triton.jit
+def _has_child(path, root, parent, token):
+    """Whether a node of the tree at `root` is a child of `parent` with this token."""
+    count = root * 0
+    for begin in range(0, path.nodes, NODE_TILE):
+        number = begin + tl.arange(0, NODE_TILE)
+        mask = number < path.nodes
+        of = tl.load(path.parent_index + root + number, mask=mask, other=-1)
+        its = tl.load(path.tokens + root + number, mask=mask, other=-1)
+        is_it = mask & (of == parent) & (its == token)
+        count += tl.sum(is_it.to(tl.int64), axis=0)
+    return count > 0
+
+
+@triton.jit
 def _find_doubt(path, row, length):
     """(place on the path, wanted token, found token) of the first node of a row's path
     that is in doubt; place -1: none."""
@@ -114,6 +129,13 @@ def _find_doubt(path, row, length):
         found = tl.where(is_first, gained, found)
         before = at
         due = follows
+    if path.choices is not None:
+        choice = tl.load(path.choices + before)
+        is_missed = _has_child(path, root, before, choice)
+        is_missed = is_missed & (doubt < 0) & (length < path.width)
+        doubt = tl.where(is_missed, length - 1, doubt)
+        wanted = tl.where(is_missed, choice, wanted)
+        found = tl.where(is_missed, -1, found)
     return doubt, wanted, found
 
 

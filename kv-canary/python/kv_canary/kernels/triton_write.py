@@ -252,7 +252,7 @@ def _check_shape(rows, checks, row, writes, max_depth):
         depth, sound = count_ancestors(rows, row, writes.place, mask, max_depth)
         is_orphan = (parent == -1) & (writes.number > 0)
         due = tl.where(is_orphan, writes.position, row.prefix + depth)
-        wrong = mask & (sound == 0)
+        wrong = mask & ((sound == 0) | is_orphan)
         if checks.mask is not None:
             wrong = wrong | _find_wrong_masks(checks, row, writes, parent)
         reasons = tl.where(wrong, SHAPE, 0).to(tl.int64)

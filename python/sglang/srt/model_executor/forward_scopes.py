@@ -36,6 +36,9 @@ class ForwardScopes(Protocol):
     ) -> AbstractContextManager[None]:
         """Scope around one model forward of a launch, graph capture included."""
 
+    def on_replay(self) -> None:
+        """Note that a graph runs all forwards of the launch, without their scopes."""
+
 
 class NullScopes:
     """Watches nothing."""
@@ -54,3 +57,6 @@ class NullScopes:
         self, index: int
     ) -> AbstractContextManager[None]:
         return self._nothing
+
+    def on_replay(self) -> None:
+        """Nothing to note."""

@@ -263,6 +263,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         """Replay a decode graph or a prefill graph where one fits; else run eagerly."""
         decode, prefill = self.graph_runner, self.prefill_graph_runner
         if decode is not None and decode.can_run(forward_batch):
+            self.scopes.on_replay()
             return decode.replay(forward_batch)
         output = None if prefill is None else prefill.try_replay(forward_batch)
         if output is not None:

@@ -273,11 +273,13 @@ class EagleDraftWorker:
             seq_lens: their KV lengths on the host, where the backend needs them.
         """
         views, graphs = self.workspace.rows(bs), self._draft_graphs
-        with self.draft_runner.scopes.with_ops_outside_graph(
+        scopes = self.draft_runner.scopes
+        with scopes.with_ops_outside_graph(
             single_forward_indices=range(self._shape.num_steps - 1),
             maybe_inaccurate_forward_batch=self._first_step(views),
         ):
             if graphs is not None and graphs.can_run(bs):
+                scopes.on_replay()
                 graphs.replay(bs, seq_lens=seq_lens)
             else:
                 self.plan_draft(seq_lens)
@@ -458,6 +460,7 @@ class EagleDraftWorker:
             single_forward_indices=(0,), maybe_inaccurate_forward_batch=batch
         ):
             if graphs is not None and graphs.can_run(bs):
+                runner.scopes.on_replay()
                 graphs.replay(bs, seq_lens=seq_lens)
                 return
             runner.attn_backend.init_eager(batch)

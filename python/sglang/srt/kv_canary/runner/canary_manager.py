@@ -142,8 +142,8 @@ class CanaryManager:
         )
         self._has_tail = False
         self._launched: ForwardBatch | None = None
-        # Forwards of that launch that ran outside graphs.
-        self._num_run = 0
+        # Forwards of that launch that ran, and that must.
+        self._num_run = self._num_due = 0
         self._is_init_finished = False
         self._freed: list[Tensor] = []
         self._lineages = PrefixLineages(is_draft=target.is_draft)
@@ -276,11 +276,15 @@ class CanaryManager:
         """Scope around one model forward, graph capture included."""
         return self._forward_scopes[index]
 
+    def on_replay(self) -> None:
+        """Note that a graph runs all forwards of the launch, without their scopes."""
+        self._num_run = self._num_due
+
     def _open_launch(self, indices: Sequence[int], forward_batch: ForwardBatch) -> None:
         if self._launched is not None:
             raise RuntimeError("KV canary: a launch is already open; they do not nest")
         self._launched = forward_batch
-        self._num_run = 0
+        self._num_run, self._num_due = 0, len(indices)
         mode = forward_batch.forward_mode
         self._launches.append((self._clock, len(indices), mode))
         self._clock += len(indices)
@@ -304,8 +308,7 @@ class CanaryManager:
         self._launched = None
         if not has_run:
             return
-        # A graph that is replayed runs all of its forwards, and opens no scope.
-        if self._num_run not in (0, len(indices)):
+        if self._num_run != len(indices):
             raise RuntimeError(
                 f"KV canary: {self._num_run} forwards ran in a launch of {len(indices)}"
             )

@@ -1,0 +1,165 @@
+"""Policies of the scheduler: the share of new tokens that is expected, the order of the
+waiting queue, and who gives up memory first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scheduler_world import Shortage, check_answer, engine, prompt_of, write_models
+from test_admission import make_cache, make_req, store
+
+from sglang.srt.managers.req import Req
+from sglang.srt.managers.schedule_policy import (
+    LPM_MAX_QUEUE,
+    NewTokenRatio,
+    order_by_longest_match,
+)
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.harness import EngineHarness
+
+register_cpu_ci(est_time=10, suite="cpu")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+def running(prompt: int, *, output: int, new: int) -> Req:
+    """A request that has sampled `output` of its `new` tokens."""
+    req = make_req(prompt_of(prompt), new=new)
+    req.append(range(output))
+    return req
+
+
+# -- the ratio of new tokens -------------------------------------------------------
+
+
+@pytest.mark.parametrize(("conservativeness", "first"), [(1.0, 0.7), (0.5, 0.35)])
+def test_the_ratio_decays_to_a_seventh_in_600_steps(
+    conservativeness: float, first: float
+) -> None:
+    ratio = NewTokenRatio(conservativeness)
+    assert ratio.value == pytest.approx(first)
+    ratio.on_decode()
+    assert ratio.value == pytest.approx(first - first * 0.86 / 600)
+    for _ in range(598):
+        ratio.on_decode()
+    assert ratio.value > first * 0.14 + 1e-6
+    for _ in range(5):
+        ratio.on_decode()
+    assert ratio.value == pytest.approx(first * 0.14)
+
+
+def test_the_ratio_is_at_most_one() -> None:
+    assert NewTokenRatio(3.0).value == 1.0
+
+
+def test_a_retraction_sets_the_ratio_from_what_was_generated() -> None:
+    """With a margin of 20 steps for each request that still runs."""
+    ratio = NewTokenRatio(1.0)
+    ratio.on_retract([running(9, output=30, new=100), running(9, output=10, new=100)])
+    assert ratio.value == pytest.approx((30 + 20 + 10 + 20) / (100 + 100 + 1))
+    ratio.on_retract([running(9, output=95, new=100)])
+    assert ratio.value == 1.0
+
+
+def test_an_idle_engine_is_careful_again() -> None:
+    ratio = NewTokenRatio(1.0)
+    ratio.on_retract([running(9, output=1, new=1000)])
+    assert ratio.value < 0.1
+    ratio.on_idle()
+    assert ratio.value == pytest.approx(0.7)
+
+
+def test_an_engine_steps_decays_and_resets_its_ratio(models: Path) -> None:
+    harness = engine(models, "plain", max_total_tokens=512)
+    ratio = harness.scheduler.batches._new_token_ratio
+    harness.submit(prompt_of(8), rid="a", max_new_tokens=30, ignore_eos=True)
+    for _ in range(12):
+        harness.scheduler.step()
+    assert ratio.value < 0.7
+    harness.run()
+    harness.scheduler.step()
+    assert ratio.value == pytest.approx(0.7)
+
+
+# -- the waiting queue -------------------------------------------------------------
+
+
+def test_the_longest_cached_prefix_goes_first() -> None:
+    cache = make_cache(64, 4)
+    stem = prompt_of(24)
+    store(cache, stem)
+    reqs = [
+        make_req(prompt_of(30, start=500)),
+        make_req([*stem[:8], *prompt_of(9, start=700)]),
+        make_req([*stem, 1, 2]),
+        make_req([*stem[:8], *prompt_of(30, start=800)]),
+    ]
+    ordered = order_by_longest_match(reqs, cache)
+    assert [reqs.index(req) for req in ordered] == [2, 1, 3, 0]
+
+
+def test_a_long_queue_stays_in_order() -> None:
+    cache = make_cache(64, 4)
+    store(cache, prompt_of(24))
+    late = make_req([*prompt_of(24), 1])
+    others = [make_req([3, 4, 5]) for _ in range(LPM_MAX_QUEUE - 1)]
+    assert order_by_longest_match([*others, late], cache)[0] is late
+    longer = [*others, make_req([3]), late]
+    assert order_by_longest_match(longer, cache) == longer
+
+
+# -- who gives up memory -----------------------------------------------------------
+
+
+def retracted(harness: EngineHarness) -> list[str]:
+    """Serve a shortage of slots; ids of those that wait, in order."""
+    shortage = Shortage(harness)
+    shortage.leave(0)
+    for _ in range(8):
+        harness.scheduler.step()
+        if harness.scheduler.waiting:
+            break
+    waiting = [req.rid for req in harness.scheduler.waiting]
+    shortage.end()
+    return waiting
+
+
+ASKED = {"a": (20, 60), "b": (90, 60), "c": (50, 60)}
+
+
+@pytest.mark.parametrize("order", ["abc", "bca", "cab"])
+def test_of_equals_the_longest_prompt_gives_way(models: Path, order: str) -> None:
+    """All have sampled as many tokens."""
+    harness = engine(models, "plain", max_total_tokens=512)
+    for rid in order:
+        length, new = ASKED[rid]
+        start = 100 * ord(rid)
+        harness.submit(
+            prompt_of(length, start=start), rid=rid, max_new_tokens=new, ignore_eos=True
+        )
+    for _ in range(6):
+        harness.scheduler.step()
+    assert retracted(harness) == ["b"]
+    answers = harness.run()
+    for rid, (length, new) in ASKED.items():
+        prompt = prompt_of(length, start=100 * ord(rid))
+        check_answer(prompt, answers[rid].output_ids, new)
+
+
+def test_the_fewest_tokens_give_way_whatever_the_prompt(models: Path) -> None:
+    harness = engine(models, "plain", max_total_tokens=512)
+    for rid, (length, new) in ASKED.items():
+        harness.submit(
+            prompt_of(length, start=100 * ord(rid)),
+            rid=rid,
+            max_new_tokens=new,
+            ignore_eos=True,
+        )
+        for _ in range(3):
+            harness.scheduler.step()
+    assert retracted(harness) == ["c"]
+    harness.run()
