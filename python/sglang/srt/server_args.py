@@ -38,6 +38,7 @@ from sglang.srt.configs.attention_backends import (
 from sglang.srt.speculative.draft_layout import MAX_TOP_K, TreeShape
 from sglang.srt.utils.devices import cuda_device_count
 from sglang.srt.utils.paths import bundled_demo_model_path
+from sglang.version import __version__
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -71,6 +72,9 @@ class ServerArgs:
     served_model_name: Annotated[
         str | None, Arg("Name in /v1/models; unset: the model path, or demo.")
     ] = None
+    strict_model_name: Annotated[
+        bool, Arg("Answer requests for a model of another name with 404.")
+    ] = False
     chat_template: Annotated[
         str | None, Arg("A jinja file, or the template itself; unset: the tokenizer's.")
     ] = None
@@ -285,6 +289,11 @@ class ServerArgs:
                 "--trust-remote-code is refused: code from a checkpoint is never run; "
                 "remove the flag"
             )
+        if self.api_key is not None and not self.api_key.strip():
+            raise ValueError(
+                "--api-key is empty, which would serve everybody; set a key, or remove "
+                "the flag"
+            )
         if self.disaggregation_mode == "decode":
             raise ValueError(
                 "--disaggregation-mode decode is not available in this version: there "
@@ -418,6 +427,7 @@ class ServerArgs:
     def parser(cls, prog: str = "python -m sglang.launch_server") -> FlagParser:
         """Return the parser of every flag."""
         parser = FlagParser(prog=prog, description="Serve a language model over HTTP.")
+        parser.add_argument("--version", action="version", version=__version__)
         add_fields(parser, cls)
         return parser
 

@@ -10,6 +10,7 @@ import pytest
 from sglang.srt.arg_groups.arg_parser import declared_fields, from_namespace
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.version import __version__
 
 register_cpu_ci(est_time=2, suite="cpu")
 
@@ -99,6 +100,19 @@ def test_values_from_the_command_line():
     )
     assert (args.page_size, args.max_total_tokens) == (4, 64)
     assert args.disable_radix_cache
+
+
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_key_is_refused(key):
+    with pytest.raises(ValueError, match="--api-key is empty"):
+        ServerArgs(api_key=key)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        ServerArgs.from_cli(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == __version__
 
 
 def test_resolving_twice_changes_nothing():

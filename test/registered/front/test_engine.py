@@ -211,8 +211,18 @@ def test_hidden_states(model: Path) -> None:
 def test_a_model_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="/does/not/exist"):
         sglang.Engine(model_path="/does/not/exist")
-    with pytest.raises(TypeError, match="no_such_flag"):
+    with pytest.raises(TypeError, match="no argument 'no_such_flag'; its arguments"):
         sglang.Engine(no_such_flag=1)
+    with pytest.raises(TypeError, match="did you mean model_path"):
+        sglang.Engine(modelpath="x")
+
+
+def test_options_of_sglang_s_own_engine(engine: sglang.Engine) -> None:
+    neutral = {"lora_path": None, "image_data": None, "custom_logit_processor": None}
+    answer = engine.generate("abc", GREEDY, **neutral)
+    assert ids(answer) == ids(engine.generate("abc", GREEDY))
+    with pytest.raises(ValueError, match="image_data is not supported"):
+        engine.generate("abc", GREEDY, image_data=["x"])
 
 
 def test_a_plain_script_needs_no_main_guard_and_leaves_nothing(

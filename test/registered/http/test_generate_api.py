@@ -203,6 +203,53 @@ def test_abort_ends_the_request_with_an_answer(
     assert answer["meta_info"]["completion_tokens"] < CONTEXT - 10
 
 
+# As SGLang's own router and benchmark send them.
+NEUTRAL: dict[str, Any] = {
+    "model": None,
+    "log_metrics": True,
+    "background": False,
+    "no_logs": False,
+    "return_bytes": False,
+    "return_entropy": False,
+    "lora_path": None,
+    "return_routed_experts": False,
+    "image_data": None,
+    "custom_logit_processor": None,
+}
+
+
+def test_fields_that_ask_for_nothing_are_accepted(server: Server) -> None:
+    body = {"text": "x", "sampling_params": greedy(max_new_tokens=2)}
+    plain = server.post("/generate", body).json()
+    same = server.post("/generate", body | NEUTRAL).json()
+    assert same["text"] == plain["text"]
+    other = server.post("/generate", body | {"model": "another name"}).json()
+    assert other["text"] == plain["text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("image_data", ["x"]), ("background", True), ("lora_path", "a" * 500)],
+)
+def test_fields_that_ask_for_more_are_refused_by_name(
+    server: Server, name: str, value: object
+) -> None:
+    answer = server.post("/generate", {"text": "x", name: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name
+    assert f"{name} is not supported" in answer.json()["error"]["message"]
+
+
+def test_newer_names_of_the_routes(server: Server) -> None:
+    index = server.get("/").json()
+    assert index["model"] == "mock"
+    for path in index["paths"]:
+        assert server.get(path).status_code != 404
+    for name in ("model_info", "server_info"):
+        old, new = server.get(f"/get_{name}").json(), server.get(f"/{name}").json()
+        assert old.keys() == new.keys()
+
+
 def test_health_and_info(server: Server) -> None:
     assert server.get("/health").status_code == 200
     assert server.get("/health_generate").status_code == 200

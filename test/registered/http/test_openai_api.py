@@ -56,7 +56,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "needs stream: true"),
     ({"max_tokens": -1}, "max_tokens must be at least 0"),
     ({"temperature": 9e29, "top_p": 2}, "top_p must be in"),
-    ({"nonsense": 1}, "unknown field 'nonsense'"),
+    ({"nonsense": 1}, "unknown field 'nonsense'; known fields: .*messages"),
     ({"n": 0}, "n must be between 1 and 128"),
     ({"logit_bias": {"999": 1}}, "logit_bias holds token id 999"),
 ]
@@ -153,11 +153,137 @@ def test_refusals_name_the_prompt_and_the_newer_fields(client: openai.OpenAI) ->
     assert param == "response_format" and param in message
 
 
-def test_unknown_models_are_not_found(client: openai.OpenAI) -> None:
+def test_a_model_of_another_name_is_served_under_it(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="gpt-9", messages=MESSAGES, max_tokens=2
+    )
+    assert chat.model == "gpt-9"
+    answer = client.completions.create(model="gpt-9", prompt="x", max_tokens=2)
+    assert answer.model == "gpt-9"
+
+
+def test_strict_model_names(start_server: Callable[..., Server]) -> None:
+    server = start_server("--strict-model-name").wait_ready()
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.NotFoundError, match="'gpt-9' does not exist"):
         client.chat.completions.create(model="gpt-9", messages=MESSAGES)
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="gpt-9", prompt="x", stream=True)
+    assert client.completions.create(model="mock", prompt="x").model == "mock"
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 1}}
+    assert server.post("/generate", body).status_code == 200
+    assert server.post("/generate", body | {"model": "gpt-9"}).status_code == 404
+
+
+# As SGLang's own router sends them, and fields beside them.
+NEUTRAL: dict[str, Any] = {
+    "lora_path": None,
+    "session_params": None,
+    "custom_logit_processor": None,
+    "return_hidden_states": False,
+    "priority": 0,
+    "bootstrap_room": None,
+    "data_parallel_rank": None,
+    "return_routed_experts": False,
+    "structural_tag": None,
+    "custom_params": {},
+    "user": "u",
+    "metadata": {"a": [[], [1]]},
+}
+NEUTRAL_CHAT: dict[str, Any] = NEUTRAL | {
+    "continue_final_message": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_that_ask_for_nothing_are_accepted(
+    client: openai.OpenAI, stream: bool
+) -> None:
+    for ask in (
+        partial(client.completions.create, prompt="x", extra_body=NEUTRAL),
+        partial(
+            client.chat.completions.create, messages=MESSAGES, extra_body=NEUTRAL_CHAT
+        ),
+    ):
+        answer = ask(model="mock", max_tokens=2, stream=stream)
+        assert not stream or list(answer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lora_path": "adapter"},
+        {"return_hidden_states": True},
+        {"priority": 3},
+        {"priority": False},
+        {"custom_params": {"a": 1}},
+        {"session_params": {"id": "x" * 100}},
+        {"structural_tag": "{}"},
+    ],
+)
+def test_fields_that_ask_for_more_are_refused_by_name(
+    client: openai.OpenAI, change: dict[str, Any]
+) -> None:
+    (name,) = change
+    with pytest.raises(openai.BadRequestError, match=f"{name} is not supported") as at:
+        client.completions.create(model="mock", prompt="x", extra_body=change)
+    assert isinstance(at.value.body, dict) and at.value.body["param"] == name
+    with pytest.raises(openai.BadRequestError, match=f"{name} is not supported"):
+        client.chat.completions.create(
+            model="mock", messages=MESSAGES, extra_body=change
+        )
+
+
+def test_an_unknown_field_is_named_with_those_of_its_level(
+    client: openai.OpenAI,
+) -> None:
+    options = {"stream_options": {"include_usage": True, "no": 1}}
+    with pytest.raises(
+        openai.BadRequestError,
+        match=r"unknown field 'stream_options.no'; known fields: include_usage, "
+        r"include_obfuscation, continuous_usage_stats",
+    ):
+        client.completions.create(
+            model="mock", prompt="x", stream=True, extra_body=options
+        )
+
+
+def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    for stream in (
+        client.completions.create(
+            model="mock", prompt="x", max_tokens=6, stream=True, stream_options=options
+        ),
+        client.chat.completions.create(
+            model="mock",
+            messages=MESSAGES,
+            max_tokens=6,
+            stream=True,
+            stream_options=options,
+        ),
+    ):
+        counts = [chunk.usage.completion_tokens for chunk in stream]
+        assert counts == sorted(counts) and counts[-1] == 6
+
+
+def test_a_salt_keeps_prefixes_apart(client: openai.OpenAI) -> None:
+    prompt = "the same prompt, long enough to be kept in the prefix cache " * 3
+
+    def cached(**fields: str) -> int:
+        answer = client.completions.create(
+            model="mock", prompt=prompt, max_tokens=1, extra_body=fields
+        )
+        assert answer.usage is not None
+        details = answer.usage.prompt_tokens_details
+        return 0 if details is None else details.cached_tokens or 0
+
+    assert cached(cache_salt="a") == 0
+    assert cached(cache_salt="a") > 0
+    assert cached(cache_salt="b") == 0
+    assert cached(cache_salt="a", extra_key="x") == 0
+    assert cached(extra_key="ax") > 0
 
 
 def test_the_key_is_asked_for_except_by_probes_and_scrapers(server: Server) -> None:

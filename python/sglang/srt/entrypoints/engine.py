@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import difflib
 import threading
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -24,6 +25,7 @@ from sglang.srt.entrypoints.generate_api import (
     ParsedGenerate,
     parse_generate,
 )
+from sglang.srt.entrypoints.neutral_fields import GENERATE, without_neutral
 from sglang.srt.managers.engine_core import EngineCore, start_engine
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.scheduler_process import SchedulerDied, available_cores
@@ -46,12 +48,14 @@ class Engine:
     leaving a `with` block, or the end of the process) stops it.
 
     Raises:
+        TypeError: an argument that `ServerArgs` has not.
         ValueError: a configuration that cannot be served.
         SchedulerDied: the scheduler ended while it started.
     """
 
     def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
         if server_args is None:
+            _check_arguments(kwargs)
             server_args = ServerArgs(**{"log_level": DEFAULT_LOG_LEVEL, **kwargs})
         elif kwargs:
             raise ValueError(
@@ -178,7 +182,7 @@ class Engine:
             "sampling_params": sampling_params,
             "input_ids": input_ids,
             "stream": stream,
-            **options,
+            **without_neutral(options, GENERATE),
         }
         try:
             request = msgspec.convert(fields, GenerateRequest)
@@ -204,6 +208,21 @@ class Engine:
                 yield answer
         finally:
             await self._host.acall(_close(answers))
+
+
+def _check_arguments(kwargs: dict[str, Any]) -> None:
+    """Raises:
+    TypeError: names the first that is no field of `ServerArgs`, and the closest ones.
+    """
+    known = [field.name for field in dataclasses.fields(ServerArgs)]
+    for name in kwargs:
+        if name not in known:
+            close = difflib.get_close_matches(name, known)
+            hint = f"did you mean {' or '.join(close)}? " if close else ""
+            raise TypeError(
+                f"Engine has no argument {name!r}; {hint}"
+                "its arguments are the server's flags (docs/server_arguments.md)"
+            )
 
 
 class _EngineHost:

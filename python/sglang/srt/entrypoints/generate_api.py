@@ -5,10 +5,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from sglang.srt.entrypoints.neutral_fields import (
+    GENERATE,
+    refuse_others,
+    with_neutral,
+)
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.io_struct import FinishReason, TokenLogprob
 from sglang.srt.managers.prompt_request import PromptRequest, sampling_error
@@ -20,7 +25,13 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer
 ShownLogprob = tuple[float | None, int, str | None]
 
 
-class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+if TYPE_CHECKING:
+    _Generate = msgspec.Struct
+else:
+    _Generate = with_neutral(msgspec.Struct, GENERATE)
+
+
+class GenerateRequest(_Generate, kw_only=True, forbid_unknown_fields=True):
     """The body of `/generate`. A list of prompts makes a list of answers.
 
     Options may be lists too, one entry per prompt.
@@ -38,6 +49,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rid: str | list[str] | None = None
     extra_key: str | list[str] | None = None
     return_hidden_states: bool | list[bool] | None = False
+    model: str | None = None
 
 
 class ParsedGenerate(msgspec.Struct, kw_only=True, frozen=True):
@@ -60,6 +72,7 @@ def parse_generate(
     Raises:
         BadRequest: names the field and what is wrong.
     """
+    refuse_others(request, GENERATE)
     prompts, is_batch = _any_prompts(request)
     count = len(prompts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import typing
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -57,16 +58,26 @@ async def read_body(request: Request, kind: type[T]) -> T:
 
 
 def _validation_error(message: str, kind: type[Any]) -> BadRequest:
-    unknown = _UNKNOWN.search(message)
+    unknown, where = _UNKNOWN.search(message), _WHERE.search(message)
     if unknown:
-        known = ", ".join(field.name for field in msgspec.structs.fields(kind))
-        return BadRequest(
-            f"unknown field {unknown[1]!r}; known fields: {known}", param=unknown[1]
-        )
-    where = _WHERE.search(message)
+        path = where[1] if where else ""
+        known = ", ".join(_fields_at(kind, path))
+        name = f"{path}.{unknown[1]}" if path else unknown[1]
+        return BadRequest(f"unknown field {name!r}; known fields: {known}", param=name)
     if not where or not where[1]:
         return BadRequest(message)
     return BadRequest(f"{where[1]}: {message[: where.start()].lower()}", param=where[1])
+
+
+def _fields_at(kind: type[Any], path: str) -> list[str]:
+    """Fields that `kind`, or the struct in its field `path`, reads."""
+    for field in msgspec.structs.fields(kind) if path else ():
+        if field.name == path:
+            parts = typing.get_args(field.type) or (field.type,)
+            structs = [t for t in parts if hasattr(t, "__struct_fields__")]
+            return _fields_at(structs[0], "") if structs else []
+    fields = msgspec.structs.fields(kind)
+    return [field.name for field in fields if field.type is not msgspec.Raw]
 
 
 def json_response(content: Any, *, status: int = 200) -> Response:

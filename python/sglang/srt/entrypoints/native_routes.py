@@ -57,16 +57,34 @@ class NativeRoutes:
             Route("/generate", self.generate, methods=["POST", "PUT"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/health_generate", self.health_generate, methods=["GET"]),
+            Route("/", self.index, methods=["GET"]),
             Route("/get_model_info", self.model_info, methods=["GET"]),
+            Route("/model_info", self.model_info, methods=["GET"]),
             Route("/get_server_info", self.server_info, methods=["GET"]),
+            Route("/server_info", self.server_info, methods=["GET"]),
             Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
             Route("/abort_request", self.abort_request, methods=["POST"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/canary/incidents", self.canary_incidents, methods=["GET"]),
         ]
 
+    async def index(self, request: Request) -> Response:
+        """Say where to go from here."""
+        return json_response(
+            {
+                "name": "sglang-canary",
+                "version": __version__,
+                "model": self._front.model_name,
+                "paths": [
+                    *("/v1/chat/completions", "/v1/completions", "/v1/models"),
+                    *("/generate", "/health", "/model_info", "/server_info"),
+                ],
+            }
+        )
+
     async def generate(self, request: Request) -> Response:
         body = await read_body(request, GenerateRequest)
+        self._front.check_model(body.model)
         self._manager.check_sizes(body.text, field="text")
         self._manager.check_sizes(body.input_ids, field="input_ids")
         allow_hidden = self._front.server_args.enable_return_hidden_states

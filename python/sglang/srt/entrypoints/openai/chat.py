@@ -17,16 +17,17 @@ from sglang.srt.entrypoints.http_io import (
     read_body,
     whole_results,
 )
+from sglang.srt.entrypoints.neutral_fields import CHAT, refuse_others
 from sglang.srt.entrypoints.openai.common import (
     MAX_TOP_LOGPROBS,
     ClientNames,
+    StreamUsage,
     UsageCounter,
-    check_model,
     finish_name,
-    includes_usage,
     make_id,
     matched_stop,
     sampling_params,
+    stream_usage,
 )
 from sglang.srt.entrypoints.openai.logprobs import chat_logprobs, need_tokenizer
 from sglang.srt.entrypoints.openai.protocol import ChatRequest
@@ -49,15 +50,22 @@ class ChatApi:
 
     async def handle(self, request: Request) -> Response:
         body = await read_body(request, ChatRequest)
-        check_model(body.model, self._front.model_name)
+        refuse_others(body, CHAT)
+        self._front.check_model(body.model)
         tokenizer = need_tokenizer(self._manager.tokenizer)
-        with_usage = includes_usage(body)
+        with_usage = stream_usage(body)
         length_field, _ = _max_tokens(body)
         names = ClientNames(body, prompt="messages", max_tokens=length_field)
         with names.in_errors():
             prompt = _prompt_request(body, self._manager.templates)
             group = await self._manager.submit([prompt])
-        answer = _ChatAnswer(self._front, tokenizer, prompt)
+        answer = _ChatAnswer(
+            self._front,
+            tokenizer,
+            prompt,
+            model=body.model,
+            with_usage=with_usage.is_continuous,
+        )
         if body.stream:
             events = self._events(group, answer, names, with_usage=with_usage)
             return EventStream(events, group=group, release=self._manager.release)
@@ -74,7 +82,7 @@ class ChatApi:
         answer: _ChatAnswer,
         names: ClientNames,
         *,
-        with_usage: bool,
+        with_usage: StreamUsage,
     ) -> AsyncIterator[bytes]:
         is_first = True
         with names.in_errors():
@@ -85,7 +93,7 @@ class ChatApi:
                 for update in news:
                     chunks += answer.delta_chunks(update)
                 yield b"".join(map(event, chunks))
-        if with_usage:
+        if with_usage.at_end:
             yield event(answer.chunk([], usage=answer.usage.as_dict()))
 
 
@@ -93,7 +101,13 @@ class _ChatAnswer:
     """Builds the chunks of a stream, or the one body without a stream."""
 
     def __init__(
-        self, front: Front, tokenizer: Tokenizer, prompt: PromptRequest
+        self,
+        front: Front,
+        tokenizer: Tokenizer,
+        prompt: PromptRequest,
+        *,
+        model: str | None,
+        with_usage: bool,
     ) -> None:
         self.usage = UsageCounter(
             n=prompt.sampling_params.n,
@@ -103,7 +117,8 @@ class _ChatAnswer:
         self._with_logprobs = prompt.return_logprob
         self._id = make_id("chatcmpl")
         self._created = int(time.time())
-        self._model = front.model_name
+        self._model = model or front.model_name
+        self._with_usage = with_usage
 
     def body(
         self,
@@ -124,6 +139,8 @@ class _ChatAnswer:
     def chunk(
         self, choices: Sequence[dict[str, Any]], *, usage: dict[str, Any] | None = None
     ) -> dict[str, Any]:
+        if self._with_usage:
+            usage = self.usage.as_dict()
         return self.body("chat.completion.chunk", choices, usage=usage)
 
     def choice(self, update: Update) -> dict[str, Any]:
@@ -186,7 +203,7 @@ def _prompt_request(body: ChatRequest, templates: TemplateManager) -> PromptRequ
         return_logprob=bool(body.logprobs),
         top_logprobs_num=body.top_logprobs or 0,
         rid=body.rid,
-        extra_key=body.extra_key,
+        extra_key=body.namespace,
     )
 
 

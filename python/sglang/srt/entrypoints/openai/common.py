@@ -1,4 +1,4 @@
-"""Shared code of both OpenAI endpoints: model names, sampling fields, usage, finish."""
+"""Shared code of both OpenAI endpoints: sampling fields, usage, finish."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from sglang.srt.entrypoints.generate_api import parse_sampling_params
 from sglang.srt.entrypoints.openai.protocol import SAMPLING_FIELDS, Sampled
-from sglang.srt.managers.errors import BadRequest, NotFound
+from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.request_state import Update
 from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
@@ -21,15 +21,6 @@ from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 _WORD = re.compile(r"(?<![\w.])\w+")
 JSON_OBJECT_SCHEMA = '{"type": "object"}'
 MAX_TOP_LOGPROBS = 20
-
-
-def check_model(asked: str | None, served: str) -> None:
-    """Refuse a model that is not served; a request may leave the name out."""
-    if asked is not None and asked != served:
-        raise NotFound(
-            f"the model {asked!r} does not exist; this server has {served!r}",
-            param="model",
-        )
 
 
 def make_id(prefix: str) -> str:
@@ -131,13 +122,24 @@ def _response_schema(response_format: dict[str, Any] | None) -> str | None:
     return msgspec.json.encode(schema).decode()
 
 
-def includes_usage(body: Sampled) -> bool:
-    """Whether the stream ends with a chunk that reports usage."""
-    if body.stream_options is None:
-        return False
+class StreamUsage(NamedTuple):
+    """Where a stream reports usage: in a last chunk of its own, in every chunk."""
+
+    at_end: bool
+    is_continuous: bool
+
+
+def stream_usage(body: Sampled) -> StreamUsage:
+    """The usage that `stream_options` asks for."""
+    options = body.stream_options
+    if options is None:
+        return StreamUsage(at_end=False, is_continuous=False)
     if not body.stream:
         raise BadRequest("stream_options needs stream: true", param="stream_options")
-    return body.stream_options.include_usage
+    return StreamUsage(
+        at_end=options.include_usage,
+        is_continuous=options.include_usage and options.continuous_usage_stats,
+    )
 
 
 def finish_name(reason: FinishReason | None) -> str | None:

@@ -18,16 +18,17 @@ from sglang.srt.entrypoints.http_io import (
     read_body,
     whole_results,
 )
+from sglang.srt.entrypoints.neutral_fields import COMPLETION, refuse_others
 from sglang.srt.entrypoints.openai.common import (
     MAX_TOP_LOGPROBS,
     ClientNames,
+    StreamUsage,
     UsageCounter,
-    check_model,
     finish_name,
-    includes_usage,
     make_id,
     matched_stop,
     sampling_params,
+    stream_usage,
 )
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs, need_tokenizer
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
@@ -48,9 +49,10 @@ class CompletionApi:
 
     async def handle(self, request: Request) -> Response:
         body = await read_body(request, CompletionRequest)
-        check_model(body.model, self._front.model_name)
+        refuse_others(body, COMPLETION)
+        self._front.check_model(body.model)
         tokenizer = need_tokenizer(self._manager.tokenizer)
-        with_usage = includes_usage(body)
+        with_usage = stream_usage(body)
         names = ClientNames(body, prompt="prompt", max_tokens="max_tokens")
         with names.in_errors():
             self._manager.check_sizes(body.prompt, field="prompt")
@@ -72,15 +74,17 @@ class CompletionApi:
         answer: _CompletionAnswer,
         names: ClientNames,
         *,
-        with_usage: bool,
+        with_usage: StreamUsage,
     ) -> AsyncIterator[bytes]:
         with names.in_errors():
             async for news in self._manager.updates(group):
                 answer.usage.add(news)
+                usage = answer.usage.as_dict() if with_usage.is_continuous else None
                 yield b"".join(
-                    event(answer.body([answer.choice(update)])) for update in news
+                    event(answer.body([answer.choice(update)], usage=usage))
+                    for update in news
                 )
-        if with_usage:
+        if with_usage.at_end:
             yield event(answer.body([], usage=answer.usage.as_dict()))
 
 
@@ -109,7 +113,7 @@ class _CompletionAnswer:
             "id": make_id("cmpl"),
             "object": "text_completion",
             "created": int(time.time()),
-            "model": front.model_name,
+            "model": body.model or front.model_name,
         }
 
     def body(
@@ -177,7 +181,7 @@ def _prompt_requests(body: CompletionRequest) -> list[PromptRequest]:
             logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
             top_logprobs_num=body.logprobs or 0,
             rid=body.rid,
-            extra_key=body.extra_key,
+            extra_key=body.namespace,
         )
         for prompt in prompts
     ]

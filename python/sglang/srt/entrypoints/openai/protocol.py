@@ -1,14 +1,22 @@
 """OpenAI's request bodies, with the sampling fields that SGLang adds.
 
-A field that this engine cannot honour is refused by name; those in `Harmless` are
-accepted without effect, because common clients send them.
+A field that this engine cannot honour is refused by name, but for a neutral value
+(`neutral_fields`); those in `Harmless` are accepted without effect, because common
+clients send them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from sglang.srt.entrypoints.neutral_fields import (
+    CHAT,
+    COMPLETION,
+    UNSET,
+    with_neutral,
+)
 
 # Field of the body -> name in SamplingParams, where both mean the same.
 SAMPLING_FIELDS: dict[str, str] = {
@@ -38,23 +46,24 @@ SAMPLING_FIELDS: dict[str, str] = {
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Harmless(msgspec.Struct, kw_only=True):
-    """Fields without any effect here.
+    """Fields without any effect here, whose values are not even built.
 
     All but the last are about accounts, storage or caching elsewhere. `verbosity` is
     for models that were trained on it; no chat template can express it.
     """
 
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    verbosity: Any = None
+    user: msgspec.Raw = UNSET
+    metadata: msgspec.Raw = UNSET
+    store: msgspec.Raw = UNSET
+    service_tier: msgspec.Raw = UNSET
+    safety_identifier: msgspec.Raw = UNSET
+    prompt_cache_key: msgspec.Raw = UNSET
+    prompt_cache_retention: msgspec.Raw = UNSET
+    verbosity: msgspec.Raw = UNSET
 
 
 class Sampled(Harmless, kw_only=True):
@@ -67,6 +76,7 @@ class Sampled(Harmless, kw_only=True):
     response_format: dict[str, Any] | None = None
     rid: str | None = None
     extra_key: str | None = None
+    cache_salt: str | None = None
 
     temperature: float | None = None
     top_p: float | None = None
@@ -89,8 +99,25 @@ class Sampled(Harmless, kw_only=True):
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | None = None
 
+    @property
+    def namespace(self) -> str | None:
+        """The part of the prefix cache that the request shares: salt, then key."""
+        parts = [part for part in (self.cache_salt, self.extra_key) if part is not None]
+        return "".join(parts) if parts else None
 
-class CompletionRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
+
+if TYPE_CHECKING:
+
+    class _Completion(Sampled): ...
+
+    class _Chat(Sampled): ...
+
+else:
+    _Completion = with_neutral(Sampled, COMPLETION)
+    _Chat = with_neutral(Sampled, CHAT)
+
+
+class CompletionRequest(_Completion, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/completions`."""
 
     prompt: str | list[Any]
@@ -100,7 +127,7 @@ class CompletionRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
     suffix: str | None = None
 
 
-class ChatRequest(Sampled, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(_Chat, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/chat/completions`.
 
     `reasoning_effort` is a variable of the chat template; most templates have no use

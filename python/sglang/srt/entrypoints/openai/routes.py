@@ -11,7 +11,6 @@ from starlette.routing import Route
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import json_response
 from sglang.srt.entrypoints.openai.chat import ChatApi
-from sglang.srt.entrypoints.openai.common import check_model
 from sglang.srt.entrypoints.openai.completions import CompletionApi
 
 
@@ -35,7 +34,7 @@ class OpenAIRoutes:
         return json_response({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
-        check_model(request.path_params["model"], self._front.model_name)
+        self._front.check_model(request.path_params["model"], is_strict=True)
         return json_response(self._card())
 
     def _card(self) -> dict[str, Any]:

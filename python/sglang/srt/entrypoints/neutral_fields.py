@@ -1,0 +1,132 @@
+"""Fields of SGLang's protocol that this engine does not serve.
+
+SGLang's own clients (router, benchmark, `sglang.lang`) send every field of a request,
+most of them at a value that asks for nothing. Such a value is accepted; another one is
+refused by name. Bodies keep these fields as raw JSON, so that a bulky one costs its
+bytes and builds no objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from sglang.srt.managers.errors import BadRequest
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+UNSET = msgspec.Raw(b"null")
+# A longer text is no neutral value.
+MAX_NEUTRAL_BYTES = 64
+
+
+class Neutral:
+    """The values of a field that ask for nothing.
+
+    Args:
+        values: besides None. is_any: every value is neutral here.
+    """
+
+    def __init__(self, *values: Any, is_any: bool = False) -> None:
+        self.values = (None, *values)
+        self.is_any = is_any
+
+    def accepts(self, value: Any) -> bool:
+        return self.is_any or any(
+            type(value) is type(known) and value == known for known in self.values
+        )
+
+
+ANY = Neutral(is_any=True)
+NOTHING = Neutral()
+OFF = Neutral(False)
+EMPTY = Neutral("", [], {})
+
+# In all requests.
+_COMMON: dict[str, Neutral] = {
+    "lora_path": EMPTY,
+    "custom_logit_processor": EMPTY,
+    "session_params": EMPTY,
+    "bootstrap_host": NOTHING,
+    "bootstrap_port": NOTHING,
+    "bootstrap_room": NOTHING,
+    "data_parallel_rank": NOTHING,
+    "routed_dp_rank": NOTHING,
+    "priority": Neutral(0),
+    "return_routed_experts": OFF,
+    "return_cached_tokens_details": OFF,
+}
+GENERATE: dict[str, Neutral] = _COMMON | {
+    "image_data": EMPTY,
+    "video_data": EMPTY,
+    "audio_data": EMPTY,
+    "modalities": Neutral([], ["text"]),
+    "token_ids_logprob": EMPTY,
+    # How much of a request is logged is the operator's choice.
+    "log_metrics": ANY,
+    "no_logs": OFF,
+    "background": OFF,
+    "return_bytes": OFF,
+    "return_entropy": OFF,
+    "lora_id": EMPTY,
+    "bootstrap_pair_key": NOTHING,
+    "validation_time": ANY,
+    "conversation_id": ANY,
+    "custom_labels": EMPTY,
+}
+COMPLETION: dict[str, Neutral] = _COMMON | {
+    "return_hidden_states": OFF,
+    "custom_params": EMPTY,
+    "structural_tag": NOTHING,
+}
+CHAT: dict[str, Neutral] = COMPLETION | {
+    "continue_final_message": OFF,
+    # Nothing is told apart as reasoning: both ways are the same.
+    "separate_reasoning": ANY,
+    "stream_reasoning": ANY,
+}
+
+
+def with_neutral(base: type[T], table: Mapping[str, Neutral]) -> type[T]:
+    """A struct with the fields of `base`, and those of `table` as raw JSON."""
+    fields = [(name, msgspec.Raw, UNSET) for name in table]
+    made = msgspec.defstruct(
+        f"Neutral{base.__name__}", fields, bases=(base,), kw_only=True
+    )
+    return cast("type[T]", made)
+
+
+def refuse_others(values: Any, table: Mapping[str, Neutral]) -> None:
+    """Refuse the fields of a body (of a type `with_neutral`) that ask for something.
+
+    Raises:
+        BadRequest: names the first of them.
+    """
+    for name, neutral in table.items():
+        raw: msgspec.Raw = getattr(values, name)
+        if raw is not UNSET and not neutral.is_any:
+            text = bytes(raw)
+            is_short = len(text) <= MAX_NEUTRAL_BYTES
+            _check(name, neutral, msgspec.json.decode(text) if is_short else text)
+
+
+def without_neutral(
+    options: Mapping[str, Any], table: Mapping[str, Neutral]
+) -> dict[str, Any]:
+    """The keyword arguments that are none of `table`, whose own must be neutral.
+
+    Raises:
+        BadRequest: names the first that is not.
+    """
+    for name in options.keys() & table.keys():
+        _check(name, table[name], options[name])
+    return {name: value for name, value in options.items() if name not in table}
+
+
+def _check(name: str, neutral: Neutral, value: Any) -> None:
+    if not neutral.accepts(value):
+        raise BadRequest(
+            f"{name} is not supported by this server; leave it out", param=name
+        )
