@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
@@ -27,13 +26,11 @@ from sglang.srt.entrypoints.http_io import (
     whole_results,
 )
 from sglang.srt.managers.errors import ApiError, BadRequest, NotFound, Unavailable
-from sglang.srt.managers.prompt_request import PromptRequest
+from sglang.srt.managers.health_probe import HealthProbe
 from sglang.srt.managers.request_state import RequestGroup
 from sglang.srt.metrics.front_metrics import CONTENT_TYPE
-from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.version import __version__
 
-HEALTH_TIMEOUT_SECONDS = 20.0
 SCRAPE_TIMEOUT_SECONDS = 1.0
 SECRET_FIELDS = frozenset({"api_key"})
 
@@ -51,6 +48,7 @@ class NativeRoutes:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._manager = front.manager
+        self._health = HealthProbe(front.manager)
 
     def routes(self) -> list[Route]:
         return [
@@ -103,20 +101,9 @@ class NativeRoutes:
         return Response()
 
     async def health_generate(self, request: Request) -> Response:
-        """Answer 200 after a request for one token has come back."""
-        probe = PromptRequest(
-            prompt=[0],
-            sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0),
-        )
-        group = await self._manager.submit([probe])
-        try:
-            results = self._manager.results(group)
-            await asyncio.wait_for(results, HEALTH_TIMEOUT_SECONDS)
-        except asyncio.TimeoutError:
-            raise Unavailable(
-                f"no token within {HEALTH_TIMEOUT_SECONDS:g} seconds"
-            ) from None
-        return Response()
+        """Answer 200 where the engine has just shown that it makes tokens."""
+        age = await self._health.check()
+        return json_response({"status": "ok", "seconds_since_last_sign": round(age, 3)})
 
     async def model_info(self, request: Request) -> Response:
         args, limits = self._front.server_args, self._manager.limits

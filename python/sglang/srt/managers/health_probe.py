@@ -1,0 +1,65 @@
+"""Whether the engine still makes tokens: one question, shared by all who ask."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.errors import Unavailable
+from sglang.srt.managers.prompt_request import PromptRequest
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+INTERVAL_SECONDS = 1.0
+"""An answer is true for so long."""
+
+TIMEOUT_SECONDS = 20.0
+
+
+class HealthProbe:
+    """Asks the engine at most once in `INTERVAL_SECONDS`, whoever asks how often.
+
+    While requests run, that the scheduler answers between two steps is enough: a
+    request of its own would take a place in the queue from somebody. An idle engine
+    must make a token.
+    """
+
+    def __init__(self, manager: TokenizerManager) -> None:
+        self._manager = manager
+        self._last_good = -INTERVAL_SECONDS
+        self._asking: asyncio.Task[None] | None = None
+
+    async def check(self) -> float:
+        """Seconds since the engine last showed that it works.
+
+        Raises:
+            ApiError: it does not; Unavailable also where nothing came in time.
+        """
+        if time.monotonic() - self._last_good > INTERVAL_SECONDS:
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._ask())
+            # Somebody who leaves must not end it for the others.
+            await asyncio.shield(self._asking)
+        return time.monotonic() - self._last_good
+
+    async def _ask(self) -> None:
+        if self._manager.num_in_flight:
+            await self._manager.scheduler_stats(TIMEOUT_SECONDS)
+        else:
+            await self._make_token()
+        self._last_good = time.monotonic()
+
+    async def _make_token(self) -> None:
+        probe = PromptRequest(
+            prompt=[0],
+            sampling_params=SamplingParams(max_new_tokens=1, temperature=0.0),
+        )
+        group = await self._manager.submit([probe])
+        try:
+            results = self._manager.results(group)
+            await asyncio.wait_for(results, TIMEOUT_SECONDS)
+        except asyncio.TimeoutError:
+            raise Unavailable(f"no token within {TIMEOUT_SECONDS:g} seconds") from None

@@ -1,0 +1,89 @@
+"""Who asks for health shares one question, which takes nobody's place."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from manager_world import Wire, prompt, run
+
+from sglang.srt.managers import health_probe
+from sglang.srt.managers.errors import Unavailable
+from sglang.srt.managers.health_probe import HealthProbe
+from sglang.srt.managers.io_struct import GetStateReq, GetStateRsp, SchedulerStats
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=3, suite="cpu")
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def questions(wire: Wire) -> list[GetStateReq]:
+    return [message for message in wire.sent if isinstance(message, GetStateReq)]
+
+
+def test_an_idle_engine_makes_one_token_for_all_who_ask() -> None:
+    async def work() -> None:
+        wire = Wire()
+        probe = HealthProbe(wire.manager)
+        asking = [asyncio.create_task(probe.check()) for _ in range(50)]
+        await settle()
+        (sent,) = wire.generated()
+        assert sent.sampling_params.max_new_tokens == 1
+        asking[0].cancel()
+        wire.answer(sent.rid, [1])
+        ages = await asyncio.gather(*asking, return_exceptions=True)
+        assert isinstance(ages[0], asyncio.CancelledError)
+        assert all(isinstance(age, float) and age < 1 for age in ages[1:])
+        assert await probe.check() < 1
+        assert len(wire.generated()) == 1
+
+    run(work())
+
+
+def test_a_busy_engine_is_asked_between_two_steps() -> None:
+    """In a full queue, too."""
+
+    async def work() -> None:
+        wire = Wire(max_queued_requests=1, max_running_requests=1)
+        probe = HealthProbe(wire.manager)
+        for rid in ("a", "b"):
+            await wire.manager.submit([prompt(rid=rid)])
+        asking = [asyncio.create_task(probe.check()) for _ in range(50)]
+        await settle()
+        assert [sent.rid for sent in wire.generated()] == ["a", "b"]
+        (question,) = questions(wire)
+        wire.manager.receive(
+            GetStateRsp(call_id=question.call_id, stats=SchedulerStats())
+        )
+        assert max(await asyncio.gather(*asking)) < 1
+
+    run(work())
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_no_answer_is_a_503_for_all_and_the_next_asks_again(
+    is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_probe, "TIMEOUT_SECONDS", 0.05)
+
+    async def work() -> None:
+        wire = Wire()
+        probe = HealthProbe(wire.manager)
+        if is_busy:
+            await wire.manager.submit([prompt(rid="a")])
+        for count in (1, 2):
+            asking = [asyncio.create_task(probe.check()) for _ in range(5)]
+            for answer in await asyncio.gather(*asking, return_exceptions=True):
+                assert isinstance(answer, Unavailable)
+            asked = questions(wire) if is_busy else wire.generated()
+            assert len(asked) == count
+            if not is_busy:
+                # What was asked for and given up must not count as busy.
+                assert wire.aborted() == [sent.rid for sent in wire.generated()]
+                wire.answer(asked[-1].rid, [])
+
+    run(work())
