@@ -45,6 +45,27 @@ def oracle(prompt, count):
     return tokens[len(prompt) :]
 
 
+def test_an_idle_engine_checks_its_memory(mock):
+    harness = mock_harness(mock, max_total_tokens=64)
+    harness.generate([1, 2, 3], max_new_tokens=2)
+    harness.scheduler.cache.allocator.alloc(1)
+    with pytest.raises(RuntimeError, match="slots"):
+        harness.generate([1, 2, 3], max_new_tokens=2)
+
+
+def test_the_row_of_a_prompt_in_the_middle_is_not_taken_twice(mock):
+    """Beside its last chunk as many start as there are free rows."""
+    harness = mock_harness(mock, max_running_requests=2, chunked_prefill_size=16)
+    for rid, length in (("long", 20), ("short", 5), ("third", 3)):
+        start = 100 * len(rid)
+        harness.submit([start + i for i in range(length)], rid=rid, max_new_tokens=9)
+    for _ in range(3):
+        harness.scheduler.step()
+    assert {req.rid for req in harness.scheduler.running.reqs} == {"long", "short"}
+    assert {req.rid for req in harness.scheduler.waiting} == {"third"}
+    harness.run()
+
+
 # -- limits ------------------------------------------------------------------------
 
 
@@ -430,6 +451,68 @@ def test_hidden_states_do_not_depend_on_what_is_cached(tiny):
     assert len(first.hidden_states) == len(again.hidden_states) == len(prompt) + 2
     assert again.cached_tokens == 0
     assert harness.generate(prompt, max_new_tokens=1).cached_tokens > 0
+
+
+def test_hidden_states_of_a_retracted_request_come_once(tiny):
+    """What it computes again after it was admitted anew is dropped."""
+    harness = EngineHarness(
+        tiny,
+        enable_return_hidden_states=True,
+        max_total_tokens=64,
+        schedule_conservativeness=0.1,
+    )
+    prompts = {rid: [65 + i, 66] * 8 for i, rid in enumerate("ab")}
+    options = {"max_new_tokens": 30, "ignore_eos": True, "return_hidden_states": True}
+    for rid, prompt in prompts.items():
+        harness.submit(prompt, rid=rid, **options)
+    waited = []
+    answers = harness.run(
+        on_step=lambda step: waited.append(
+            any(req.was_admitted for req in harness.scheduler.waiting)
+        )
+    )
+    assert any(waited), "nobody was retracted"
+    model = reference(tiny)
+    for rid, prompt in prompts.items():
+        tokens = prompt + answers[rid].output_ids[:-1]
+        with torch.inference_mode():
+            expected = model.model(torch.tensor([tokens])).last_hidden_state[0]
+        found = torch.tensor(answers[rid].hidden_states)
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_hidden_states_are_kept_for_those_who_ask_until_they_end(tiny, overlap):
+    harness = EngineHarness(tiny, enable_return_hidden_states=True, overlap=overlap)
+    options = {"ignore_eos": True, "max_new_tokens": 9}
+    harness.submit([65, 66, 67], rid="asks", return_hidden_states=True, **options)
+    harness.submit([65, 66], rid="does not", ignore_eos=True, max_new_tokens=20)
+    seen = {}
+    for _ in range(12):
+        harness.scheduler.step()
+        batch = harness.scheduler.running
+        seen |= {req.rid: req for req in batch.reqs} if batch is not None else {}
+    harness.run()
+    assert len(seen["asks"].hidden_states) == 3 + 8
+    assert seen["does not"].hidden_states == []
+
+
+def test_penalties_count_each_request_s_own_tokens(tiny):
+    """Beside requests of other lengths, as alone."""
+    options = {
+        "max_new_tokens": 14,
+        "ignore_eos": True,
+        "frequency_penalty": 1.5,
+        "presence_penalty": 0.5,
+    }
+    prompts = [[65], [66, 67] * 20, [68] * 9]
+    alone = [EngineHarness(tiny).generate(p, **options).output_ids for p in prompts]
+    harness = EngineHarness(tiny)
+    rids = [harness.submit(prompt, **options) for prompt in prompts]
+    answers = harness.run()
+    assert [answers[rid].output_ids for rid in rids] == alone
+    plain = EngineHarness(tiny).generate(prompts[0], max_new_tokens=14, ignore_eos=True)
+    assert plain.output_ids != alone[0]
 
 
 def test_hidden_states_need_the_flag(tiny):
