@@ -66,6 +66,7 @@ SPEC_TESTS = (
 )
 CORE_TESTS = (
     "kv_canary/test_canary_kernels.py",
+    "kv_canary/test_canary_properties.py",
     "kv_canary/test_canary_records.py",
     "kv_canary/test_canary_reads.py",
     "kv_canary/test_canary_writes.py",

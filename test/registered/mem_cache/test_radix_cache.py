@@ -316,6 +316,28 @@ def test_locked_paths_survive_any_eviction() -> None:
         cache.dec_lock_ref(cache.match_prefix(cache.key([1, 2])).last_node)
 
 
+def test_a_leaf_that_is_locked_again_is_not_evicted() -> None:
+    """It was queued when it was unlocked, and nobody has looked at it since."""
+    cache = make_cache()
+    put(cache, [1, 2, 3])
+    leaf = cache.match_prefix(cache.key([1, 2, 3])).last_node
+    cache.inc_lock_ref(leaf)
+    cache.dec_lock_ref(leaf)
+    cache.inc_lock_ref(leaf)
+    assert cache.evict(3) == 0
+    assert len(cache.match_prefix(cache.key([1, 2, 3]))) == 3
+    cache.dec_lock_ref(leaf)
+    assert cache.evict(3) == 3
+
+
+def test_a_leaf_that_has_grown_a_child_is_not_evicted_before_it() -> None:
+    cache = make_cache()
+    put(cache, [1, 2, 3])
+    put(cache, [1, 2, 3, 4, 5])
+    assert cache.evict(2) == 2
+    assert len(cache.match_prefix(cache.key([1, 2, 3, 4, 5]))) == 3
+
+
 @pytest.mark.parametrize("evicted", [1, 8])
 def test_a_match_that_was_evicted_cannot_be_locked(evicted: int) -> None:
     cache = make_cache()
