@@ -41,6 +41,8 @@ MEMORY_TESTS = (
 SCHEDULER_TESTS = (
     "scheduler/test_scheduler.py",
     "scheduler/test_scheduler_properties.py",
+    "scheduler/test_schedule_policy.py",
+    "scheduler/test_input_embeds.py",
     "scheduler/test_admission.py",
     "scheduler/test_admission_engine.py",
     "scheduler/test_stall_check.py",
@@ -63,6 +65,7 @@ TREE_TESTS = (
 SPEC_TESTS = (
     "mock_model/test_e2e_spec_eagle.py",
     "mock_model/test_spec_canary_soak.py",
+    "spec/test_node_history.py",
 )
 CORE_TESTS = (
     "kv_canary/test_canary_kernels.py",
@@ -136,7 +139,7 @@ AREAS = (
             "speculative.eagle_info_v2",
         ),
         worlds=SPEC,
-        tests=SPEC_TESTS,
+        tests=(*SPEC_TESTS, "attention/test_flashinfer_spec.py"),
     ),
     Area(
         name="tree",
@@ -147,7 +150,7 @@ AREAS = (
             "speculative.ops.verify",
         ),
         worlds=SPEC,
-        tests=TREE_TESTS[:1] + TREE_TESTS[2:3] + SPEC_TESTS,
+        tests=TREE_TESTS[:1] + TREE_TESTS[2:3] + SPEC_TESTS + RESULT_TESTS[1:],
     ),
     Area(
         name="branches",

@@ -169,6 +169,12 @@ def _phase_lines(violation: dict[str, Any]) -> _Lines:
     return [("expected", f"phase {due}"), ("found", f"phase {found}")]
 
 
+def _state_lines(violation: dict[str, Any]) -> _Lines:
+    """The sums of what was handed on (`carried.py`)."""
+    due, found = (violation[name]["lineage"] for name in ("expected", "found"))
+    return [("expected", f"a state with sum {due}"), ("found", f"sum {found}")]
+
+
 def _write_lines(violation: dict[str, Any]) -> _Lines:
     """The token that is written, and what its slot held before."""
     held = ("slot held", _found(violation, with_bytes=False))
@@ -205,6 +211,7 @@ _INPUTS = frozenset({"write_token", "write_position", "accept_path", "result_tok
 # The lines of a violation with one of these reasons; without any, the records.
 _PARTS: tuple[tuple[frozenset[str], _Part], ...] = (
     (frozenset({"phase"}), _phase_lines),
+    (frozenset({"carried_state"}), _state_lines),
     (_INPUTS, _input_lines),
     (frozenset({"write_foreign", "write_scratch"}), _write_lines),
     (frozenset({"write_alias"}), _alias_lines),

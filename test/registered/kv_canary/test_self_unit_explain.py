@@ -194,6 +194,26 @@ PARTS: list[tuple[Reason, dict[str, int], list[str]]] = [
         ],
     ),
     (
+        Reason.READ_SET,
+        {"FOUND_WORD0": 0, "FOUND_WORD3": 0, "EXPECTED_SLOT": -1},
+        [
+            "because   attention read a slot that the request's table does not name "
+            "[read_set]",
+            "expected  position 12, no slot that is known",
+            "found     no record was read: there is none for this slot",
+        ],
+    ),
+    (
+        Reason.CARRIED_STATE,
+        {"FOUND_WORD0": 0, "FOUND_WORD3": 0, "TAG": Launch.CARRIED},
+        [
+            "because   a draft starts from another state than was computed for it "
+            "[carried_state]",
+            "expected  a state with sum 0x0000000000000001",
+            "found     sum 0xffffffffffffffff",
+        ],
+    ),
+    (
         Reason.PHASE,
         {"EXPECTED_WORD0": Phase.AFTER_VERIFY, "FOUND_WORD0": Phase.IDLE},
         [

@@ -317,17 +317,29 @@ def test_locked_paths_survive_any_eviction() -> None:
 
 
 def test_a_leaf_that_is_locked_again_is_not_evicted() -> None:
-    """It was queued when it was unlocked, and nobody has looked at it since."""
+    """It was queued with its newest use when it was unlocked."""
     cache = make_cache()
     put(cache, [1, 2, 3])
+    put(cache, [9])
     leaf = cache.match_prefix(cache.key([1, 2, 3])).last_node
-    cache.inc_lock_ref(leaf)
-    cache.dec_lock_ref(leaf)
+    # Looks at the leaf, which has been used since, before it finds the other one.
+    assert cache.evict(1) == 1
     cache.inc_lock_ref(leaf)
     assert cache.evict(3) == 0
     assert len(cache.match_prefix(cache.key([1, 2, 3]))) == 3
     cache.dec_lock_ref(leaf)
     assert cache.evict(3) == 3
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_match_from_before_a_flush_cannot_be_locked(depth: int) -> None:
+    cache = make_cache()
+    for end in range(1, 4):
+        put(cache, [1, 2, 3][:end])
+    old = cache.match_prefix(cache.key([1, 2, 3][:depth])).last_node
+    cache.reset()
+    with pytest.raises(RuntimeError, match="was evicted after its match"):
+        cache.inc_lock_ref(old)
 
 
 def test_a_leaf_that_has_grown_a_child_is_not_evicted_before_it() -> None:

@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 import transformers
+from test_admission import make_req
 
 from sglang.srt.managers.io_struct import FlushCacheReq, FlushCacheRsp
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
@@ -51,6 +53,33 @@ def test_an_idle_engine_checks_its_memory(mock):
     harness.scheduler.cache.allocator.alloc(1)
     with pytest.raises(RuntimeError, match="slots"):
         harness.generate([1, 2, 3], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_a_prefill_of_no_tokens_is_refused(mock, length):
+    env = mock_harness(mock).scheduler.env
+    reqs = [make_req([1, 2, 3]), make_req([1, 2])]
+    free = env.cache.allocator.available_size()
+    for lengths in ([length, 2], [3, length]):
+        with pytest.raises(RuntimeError, match=f"scheduled to prefill {length} tokens"):
+            ScheduleBatch.prepare_for_extend(reqs, lengths, env)
+    assert env.cache.allocator.available_size() == free
+    assert [req.req_pool_idx for req in reqs] == [0, 0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_generated_tokens_are_those_that_were_sent(mock, overlap):
+    """Of an aborted request, too."""
+    harness = mock_harness(mock, overlap=overlap)
+    for rid in "ab":
+        harness.submit([1, 2, 3], rid=rid, max_new_tokens=30)
+    for _ in range(6):
+        harness.scheduler.step()
+    harness.abort("a")
+    answers = harness.run()
+    sent = sum(len(answer.output_ids) for answer in answers.values())
+    assert 30 < sent < 60
+    assert harness.scheduler._stats._totals.generation_tokens_total == sent
 
 
 def test_the_row_of_a_prompt_in_the_middle_is_not_taken_twice(mock):
