@@ -74,15 +74,10 @@ _note_tokens = Op(
     native=_NATIVE + "note_tokens",
     triton=_TRITON + "note_tokens",
 )
-_note_carried = Op(
-    reference=reference_write.note_carried,
-    native=_NATIVE + "note_carried",
-    triton=_TRITON + "note_carried",
-)
-_check_carried = Op(
-    reference=reference_write.check_carried,
-    native=_NATIVE + "check_carried",
-    triton=_TRITON + "check_carried",
+_carry = Op(
+    reference=reference_write.carry,
+    native=_NATIVE + "carry",
+    triton=_TRITON + "carry",
 )
 _note_accepted = Op(
     reference=reference_write.note_accepted,
@@ -197,13 +192,13 @@ def note_accepted(state: CanaryState, path: AcceptedPath) -> Tensor:
 def note_carried(state: CanaryState, rows: CarriedRows) -> None:
     """Note the sums of rows that a later forward will use, where they are made; their
     places differ."""
-    _note_carried(state, rows)
+    _carry(state, rows, False)
 
 
 def check_carried(state: CanaryState, rows: CarriedRows) -> None:
     """Compare the sums of rows with those noted in their places, where they are used;
     another sum is a CARRIED_STATE, with the sums as lineages."""
-    _check_carried(state, rows)
+    _carry(state, rows, True)
 
 
 def finish_step(state: CanaryState, view: ForwardView) -> Tensor:

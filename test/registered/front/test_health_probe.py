@@ -82,7 +82,7 @@ def test_no_answer_is_a_503_for_all_and_the_next_asks_again(
             asked = questions(wire) if is_busy else wire.generated()
             assert len(asked) == count
             if not is_busy:
-                # What was asked for and given up must not count as busy.
+                # A token that nobody waits for any more does not make the engine busy.
                 assert wire.aborted() == [sent.rid for sent in wire.generated()]
                 wire.answer(asked[-1].rid, [])
 

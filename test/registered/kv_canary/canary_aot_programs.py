@@ -268,8 +268,7 @@ def launch_carried(*, checks: bool, has_hidden: bool) -> None:
         probs=None if has_hidden else torch.zeros(ROWS * 4, 2),
         sums=longs(),
     )
-    launch = triton_launch.check_carried if checks else triton_launch.note_carried
-    launch(create_canary(), rows)
+    triton_launch.carry(create_canary(), rows, checks)
 
 
 def launches() -> Iterator[tuple[str, Any]]:

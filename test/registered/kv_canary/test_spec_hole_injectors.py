@@ -96,6 +96,18 @@ def test_does_its_damage_where_nobody_looks(
     assert any(does_damage(name, engine, models, seed=seed) for seed in range(20))
 
 
+def test_a_state_has_no_branch(models_of: Callable[[str], Models]) -> None:
+    """Its row is a request, though the launch is one of draft steps."""
+    engine = Engine(page_size=4, overlap=False, tree=(4, 4, 12))
+    stopped = stop_by(
+        "gather_neighbours", engine, models_of("gather_neighbours"), seed=0
+    )
+    found = [v for v in stopped.violations if "carried_state" in v["reasons"]]
+    assert found
+    for violation in found:
+        assert violation["branch"] == -1 and "step" not in violation
+
+
 class Calls:
     """The arguments of each attention call, beside the last view of its backend."""
 

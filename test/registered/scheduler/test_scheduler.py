@@ -483,7 +483,7 @@ def test_hidden_states_do_not_depend_on_what_is_cached(tiny):
 
 
 def test_hidden_states_of_a_retracted_request_come_once(tiny):
-    """What it computes again after it was admitted anew is dropped."""
+    """States that are computed a second time are dropped."""
     harness = EngineHarness(
         tiny,
         enable_return_hidden_states=True,

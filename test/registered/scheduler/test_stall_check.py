@@ -111,7 +111,7 @@ def test_between_two_chunks_of_a_prompt(
     evict_too_little(monkeypatch)
     harness.submit(prompt_of(200), rid="half", max_new_tokens=3, ignore_eos=True)
     rounds, message = rounds_to_stall(harness, match="1 request")
-    # What was prefilled is in the cache, and found again.
+    # The cache keeps the tokens prefilled so far: they are found again.
     assert '"half": 200 tokens and up to 3 new ones, 0 cached' not in message
     assert rounds <= MAX_EMPTY_ROUNDS + 2
 

@@ -127,15 +127,7 @@ def note_tokens(state: CanaryState, sampled: SampledTokens, marks: Tensor) -> No
     ops.canary_note_tokens(state.arena, *sampled, marks)
 
 
-def note_carried(state: CanaryState, rows: CarriedRows) -> None:
-    _carry(state, rows, checks=False)
-
-
-def check_carried(state: CanaryState, rows: CarriedRows) -> None:
-    _carry(state, rows, checks=True)
-
-
-def _carry(state: CanaryState, rows: CarriedRows, *, checks: bool) -> None:
+def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
     rows.check_layout()
     given = [
         rows.places,

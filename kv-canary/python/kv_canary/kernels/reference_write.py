@@ -438,18 +438,15 @@ def note_tokens(state: CanaryState, sampled: SampledTokens, marks: Tensor) -> No
     marks[0], marks[1] = serials, word0
 
 
-def note_carried(state: CanaryState, rows: CarriedRows) -> None:
-    live = _is_carried(rows)
-    rows.sums[rows.places[live]] = _carried_sums(rows)[live]
-
-
-def check_carried(state: CanaryState, rows: CarriedRows) -> None:
-    report = Report(state, Launch.CARRIED, NO_MANAGER)
-    group, live = rows.group, _is_carried(rows)
-    due, found = rows.sums[rows.places.clamp(min=0)], _carried_sums(rows)
-    request = torch.arange(len(rows.places), device=rows.places.device) // group
+def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
+    live, found = _is_carried(rows), _carried_sums(rows)
+    if not checks:
+        rows.sums[rows.places[live]] = found[live]
+        return
+    due = rows.sums[rows.places.clamp(min=0)]
+    request = torch.arange(len(rows.places), device=rows.places.device) // rows.group
     bad = live & (due != found)
-    report.add(
+    Report(state, Launch.CARRIED, NO_MANAGER).add(
         {
             Ring.REASONS: torch.where(bad, int(Reason.CARRIED_STATE), 0),
             Ring.REQ_ROW: rows.req_rows[request],

@@ -541,6 +541,9 @@ class CanaryManager:
         launch = self._launch_of(violation.forward)
         if launch is None or violation.batch_row < 0 or not self.target.is_draft:
             return None
+        if violation.launch == Launch.CARRIED.name.lower():
+            # Its rows are requests.
+            return None
         clock, _, mode = launch
         if not mode.is_decode:
             return None
