@@ -160,6 +160,36 @@ class ServerArgs:
         ),
     ] = 300.0
 
+    # Limits of a request
+    max_logprobs: Annotated[
+        int, Arg("Alternatives per token that a request may ask for.", low=0)
+    ] = 20
+    max_logprob_entries: Annotated[
+        int,
+        Arg(
+            "Log probabilities of one request: its tokens, times one and the "
+            "alternatives.",
+            low=1,
+        ),
+    ] = 1 << 20
+    max_call_tokens: Annotated[
+        int,
+        Arg("Tokens of all prompts and outputs of one request together.", low=1),
+    ] = 1 << 24
+    max_token_entries: Annotated[
+        int, Arg("Entries of stop_token_ids and of logit_bias.", low=1)
+    ] = 4096
+    max_queued_tokens: Annotated[
+        int,
+        Arg("Prompt tokens of all requests in flight; beyond it 503.", low=1),
+    ] = 1 << 24
+    max_body_values: Annotated[
+        int,
+        Arg(
+            "JSON values in a body, counted as its commas and opening brackets.", low=1
+        ),
+    ] = 1 << 19
+
     # CUDA graphs
     disable_cuda_graph: Annotated[bool, Arg("Run decode without CUDA graphs.")] = False
     cuda_graph_max_bs: Annotated[
@@ -186,6 +216,10 @@ class ServerArgs:
             "and /metrics are open."
         ),
     ] = None
+    incremental_streaming_output: Annotated[
+        bool,
+        Arg("Send only what is new in each event of a /generate stream."),
+    ] = False
     enable_return_hidden_states: Annotated[
         bool, Arg("Let requests ask for hidden states.")
     ] = False

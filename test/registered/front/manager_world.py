@@ -11,6 +11,7 @@ from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchOutput,
     FinishReason,
+    GenerateBatch,
     GenerateReq,
     RequestOutput,
     SchedulerReady,
@@ -56,7 +57,7 @@ class Wire:
         self.manager.set_ready(READY)
 
     def generated(self) -> list[GenerateReq]:
-        return [m for m in self.sent if isinstance(m, GenerateReq)]
+        return [request for message in self.sent for request in _requests(message)]
 
     def aborted(self) -> list[str]:
         return [m.rid for m in self.sent if isinstance(m, AbortReq)]
@@ -81,6 +82,12 @@ class Wire:
         if finish is not None:
             del self._said[rid]
         self.manager.receive(BatchOutput(outputs=[output]))
+
+
+def _requests(message: SchedulerRequest) -> list[GenerateReq]:
+    if isinstance(message, GenerateBatch):
+        return list(message.unpack())
+    return [message] if isinstance(message, GenerateReq) else []
 
 
 def prompt(

@@ -38,7 +38,7 @@ async def submit_error(wire: Wire, request: PromptRequest) -> ApiError:
         (prompt([-1]), "input_ids holds -1"),
         (prompt([1] * 90, {"max_new_tokens": 11}), "11, but .* 90 tokens at most 10"),
         (prompt(rid=""), "rid must have 1 to 256"),
-        (prompt(top_logprobs_num=-1), "top_logprobs_num must be between 0 and"),
+        (prompt(top_logprobs_num=-1), "top_logprobs_num must be at least 0"),
         (prompt([1, 2], logprob_start_len=2), "below the 2 tokens"),
         (
             prompt(params={"stop_token_ids": [5000]}),
@@ -58,12 +58,13 @@ def test_bad_prompts_are_refused_with_numbers(
     run(work())
 
 
-def test_a_default_length_shrinks_to_the_room() -> None:
+def test_a_default_length_fits_whatever_the_room() -> None:
     async def work() -> None:
         wire = Wire()
         request = prompt([1] * 97, {"max_new_tokens": 128}, is_length_exact=False)
         await wire.manager.submit([request])
-        assert wire.generated()[0].sampling_params.max_new_tokens == 3
+        (sent,) = wire.generated()
+        assert sent.sampling_params.max_new_tokens == 128, "the engine ends it"
 
     run(work())
 
@@ -105,7 +106,7 @@ def test_n_outputs_share_the_prompt_and_differ_in_seed() -> None:
         group = await wire.manager.submit([request])
         sent = wire.generated()
         assert [r.rid for r in sent] == ["job-0", "job-1", "job-2"]
-        assert [r.sampling_params.sampling_seed for r in sent] == [7, 8, 9]
+        assert [r.seed for r in sent] == [7, 8, 9]
         for i, request_ in enumerate(reversed(sent)):
             wire.answer(request_.rid, [100 + i])
         results = await wire.manager.results(group)

@@ -73,7 +73,7 @@ def test_defaults() -> None:
         ("stop_regex", "\ud800"),
         ("stop_regex", {"a": 1}),
         ("stop_regex", r"\pL{100}"),
-        ("stop_regex", [r"\pL+"] * 8),
+        ("stop_regex", [r"\pL+" + "a" * i for i in range(8)]),
         ("stop_token_ids", ["x"]),
         ("logit_bias", {"x": 1.0}),
         ("logit_bias", {"5": "x"}),

@@ -47,7 +47,7 @@ def make_req(tokens: list[int], *, new: int = 8, most: int = 100_000) -> Req:
     params = SamplingParams(temperature=0.0, max_new_tokens=new)
     return Req(
         GenerateReq(rid="r", input_ids=tokens, sampling_params=params),
-        eos_token_ids=(),
+        stop_ids=frozenset(),
         seed=0,
         max_total_len=most,
         stop_matcher=None,

@@ -94,8 +94,8 @@ class Engine:
         Args:
             prompt: text; or `input_ids`, the tokens.
             sampling_params: as in `POST /generate`; a list has one entry per prompt.
-            stream: return an iterator over cumulative answers; those of a list have
-                an `index`.
+            stream: return an iterator over answers, cumulative but with
+                `incremental_streaming_output`; those of a list have an `index`.
             options: further fields of `POST /generate`, such as `return_logprob`.
 
         Raises:
@@ -303,7 +303,13 @@ class _EngineHost:
             manager.release(group)
 
     def _answer(self, parsed: ParsedGenerate) -> GenerateAnswer:
-        return GenerateAnswer(self.core.manager.tokenizer, with_text=parsed.with_text)
+        manager = self.core.manager
+        return GenerateAnswer(
+            manager.tokenizer,
+            with_text=parsed.with_text,
+            is_incremental=parsed.stream
+            and manager.server_args.incremental_streaming_output,
+        )
 
 
 async def _next(answers: AsyncIterator[Answer]) -> Answer | None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from sglang.srt.entrypoints.http_io import EventStream
+from sglang.srt.entrypoints.output_share import OutputShare
 from sglang.srt.managers.errors import NotFound
+from sglang.srt.managers.request_state import RequestGroup
 from sglang.srt.managers.tokenizer_manager import Phase, TokenizerManager
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.quoting import quoted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +23,14 @@ class Front:
         server_args: configuration.
         manager: takes requests.
         model_name: name under which clients address the model.
+        output_share: what streams with large events share.
         started: UNIX time in seconds.
     """
 
     server_args: ServerArgs
     manager: TokenizerManager
     model_name: str
+    output_share: OutputShare = field(default_factory=OutputShare)
     started: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, asked: str | None, *, is_strict: bool = False) -> None:
@@ -36,10 +43,19 @@ class Front:
         is_strict = is_strict or self.server_args.strict_model_name
         if is_strict and asked is not None and asked != self.model_name:
             raise NotFound(
-                f"the model {asked!r} does not exist; this server has "
+                f"the model {quoted(asked)} does not exist; this server has "
                 f"{self.model_name!r}",
                 param="model",
             )
+
+    def stream(self, events: AsyncIterator[bytes], group: RequestGroup) -> EventStream:
+        """The answer that sends `events` about `group`."""
+        return EventStream(
+            events,
+            group=group,
+            release=self.manager.release,
+            share=self.output_share,
+        )
 
     @property
     def is_ready(self) -> bool:

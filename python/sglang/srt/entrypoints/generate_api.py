@@ -16,7 +16,11 @@ from sglang.srt.entrypoints.neutral_fields import (
 )
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.io_struct import FinishReason, TokenLogprob
-from sglang.srt.managers.prompt_request import PromptRequest, sampling_error
+from sglang.srt.managers.prompt_request import (
+    PromptRequest,
+    cache_namespace,
+    sampling_error,
+)
 from sglang.srt.managers.request_state import Update
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_tokenizer import Tokenizer
@@ -93,6 +97,7 @@ def parse_generate(
     # Parameters shared by all prompts are parsed once: they may be large.
     is_shared = not isinstance(request.sampling_params, list)
     shared = parse_sampling_params(nth("sampling_params", 0, {})) if is_shared else None
+    shared_key = cache_namespace(nth("extra_key", 0, None))
     parsed = []
     for i, prompt in enumerate(prompts):
         raw = nth("sampling_params", i, {})
@@ -114,7 +119,9 @@ def parse_generate(
                 logprob_start_len=nth("logprob_start_len", i, -1),
                 top_logprobs_num=nth("top_logprobs_num", i, 0),
                 rid=nth("rid", i, None),
-                extra_key=nth("extra_key", i, None),
+                extra_key=cache_namespace(nth("extra_key", i, None))
+                if isinstance(request.extra_key, list)
+                else shared_key,
                 return_hidden_states=hidden,
             )
         )
@@ -207,22 +214,15 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int]], bool]:
         return [request.text], False
     if request.text is not None:
         return _non_empty(list(request.text), "text"), True
-    return split_ids(request.input_ids or [], name="input_ids")
-
-
-def split_ids(
-    ids: Sequence[int | list[int]], *, name: str
-) -> tuple[list[str | list[int]], bool]:
-    """Split the token ids of one prompt (a flat list) or several (a list of lists).
-
-    Returns:
-        The prompts, and whether they came as a list of lists.
-    """
-    if all(isinstance(entry, list) for entry in ids) and ids:
+    ids = request.input_ids or []
+    kinds = set(map(type, ids))
+    if kinds == {list}:
         return list(ids), True  # type: ignore[arg-type]
-    if any(isinstance(entry, list) for entry in ids):
-        raise BadRequest(f"{name} mixes token ids and lists of them", param=name)
-    return [list(ids)], False  # type: ignore[arg-type]
+    if list in kinds:
+        raise BadRequest(
+            "input_ids mixes token ids and lists of them", param="input_ids"
+        )
+    return [ids], False  # type: ignore[list-item]
 
 
 def _non_empty(prompts: list[str | list[int]], name: str) -> list[str | list[int]]:
@@ -232,10 +232,23 @@ def _non_empty(prompts: list[str | list[int]], name: str) -> list[str | list[int
 
 
 class GenerateAnswer:
-    """The cumulative answer for one output."""
+    """The answer for one output, update by update.
 
-    def __init__(self, tokenizer: Tokenizer | None, *, with_text: bool) -> None:
+    Args:
+        with_text: log probabilities show the text of their tokens.
+        is_incremental: answers hold the new text, tokens and log probabilities only;
+            else all so far.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        with_text: bool,
+        is_incremental: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer if with_text else None
+        self._is_incremental = is_incremental
         self._text = ""
         self._output_ids: list[int] = []
         self._input: list[ShownLogprob] | None = None
@@ -246,7 +259,9 @@ class GenerateAnswer:
         self._hidden_states: list[list[float]] | None = None
 
     def add(self, update: Update) -> dict[str, Any]:
-        """Apply an update; return the answer so far, cumulative in every field."""
+        """Apply an update; return the answer."""
+        if self._is_incremental:
+            self._forget()
         self._text += update.text
         self._output_ids += update.output_ids
         self._add_logprobs(update)
@@ -257,6 +272,12 @@ class GenerateAnswer:
             "output_ids": list(self._output_ids),
             "meta_info": self._meta_info(update),
         }
+
+    def _forget(self) -> None:
+        """Drop what earlier answers showed."""
+        self._text, self._output_ids = "", []
+        self._input = self._input_top = self._hidden_states = None
+        self._output, self._output_top = [], []
 
     def _meta_info(self, update: Update) -> dict[str, Any]:
         meta: dict[str, Any] = {
@@ -269,9 +290,9 @@ class GenerateAnswer:
         }
         if self._has_logprobs:
             meta["input_token_logprobs"] = self._input or []
-            meta["output_token_logprobs"] = self._output
+            meta["output_token_logprobs"] = list(self._output)
             meta["input_top_logprobs"] = self._input_top or []
-            meta["output_top_logprobs"] = self._output_top
+            meta["output_top_logprobs"] = list(self._output_top)
         if self._hidden_states is not None:
             meta["hidden_states"] = self._hidden_states
         if update.spec_verify_ct:

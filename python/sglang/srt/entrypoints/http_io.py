@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import re
 import typing
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from sglang.srt.entrypoints.output_share import OutputShare
 from sglang.srt.managers.errors import (
     ApiError,
     BadRequest,
@@ -23,11 +26,14 @@ from sglang.srt.managers.errors import (
 )
 from sglang.srt.managers.request_state import RequestGroup, Update
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.utils.quoting import clipped, quoted
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# A larger answer is sent in such pieces.
+PIECE_BYTES = 1 << 18
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -44,17 +50,60 @@ async def read_body(request: Request, kind: type[T]) -> T:
     Raises:
         BadRequest: not UTF-8, not JSON, an unknown field or a wrong type; names it.
     """
-    body = await request.body()
+    # Not `request.body()`, which would keep the bytes for as long as the answer takes.
+    body = b"".join([chunk async for chunk in request.stream()])
+    request.state.body_size = len(body)
+    _check_values(body, limit=request.app.state.max_body_values)
     try:
-        return msgspec.json.decode(body, type=kind)
+        with _no_collection():
+            return msgspec.json.decode(body, type=kind)
     except UnicodeDecodeError as error:
         raise BadRequest(f"the body is not valid UTF-8: {error}") from error
     except msgspec.ValidationError as error:
-        raise _validation_error(str(error), kind) from error
+        raise _validation_error(clipped(str(error)), kind) from error
     except msgspec.DecodeError as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise BadRequest("the body is nested too deeply") from error
+
+
+def _check_values(body: bytes, *, limit: int) -> None:
+    """Refuse a body that would become too many objects: each but the first follows a
+    comma or an opening bracket. Those within texts count too, as telling them apart
+    would cost as much as parsing.
+
+    Raises:
+        BadRequest: names the limit.
+    """
+    values = sum(map(body.count, (b",", b"[", b"{")))
+    if values > limit:
+        raise BadRequest(
+            f"the body may hold {values} values (commas and opening brackets), but at "
+            f"most {limit} are accepted (--max-body-values); split the request",
+            status=413,
+        )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from walking half-built objects again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+async def aside(
+    request: Request,
+    manager: TokenizerManager,
+    work: Callable[..., T],
+    *args: Any,
+    **options: Any,
+) -> T:
+    """Return `work(...)` over the parsed body, in a thread where the body is large."""
+    size = request.state.body_size
+    return await manager.side_work.run(size, partial(work, *args, **options))
 
 
 def _validation_error(message: str, kind: type[Any]) -> BadRequest:
@@ -63,7 +112,9 @@ def _validation_error(message: str, kind: type[Any]) -> BadRequest:
         path = where[1] if where else ""
         known = ", ".join(_fields_at(kind, path))
         name = f"{path}.{unknown[1]}" if path else unknown[1]
-        return BadRequest(f"unknown field {name!r}; known fields: {known}", param=name)
+        return BadRequest(
+            f"unknown field {quoted(name)}; known fields: {known}", param=name
+        )
     if not where or not where[1]:
         return BadRequest(message)
     return BadRequest(f"{where[1]}: {message[: where.start()].lower()}", param=where[1])
@@ -80,10 +131,30 @@ def _fields_at(kind: type[Any], path: str) -> list[str]:
     return [field.name for field in fields if field.type is not msgspec.Raw]
 
 
+class JsonResponse(Response):
+    """An encoded answer; a large one is sent piece by piece, as fast as it is read."""
+
+    media_type = "application/json"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if len(self.body) <= PIECE_BYTES:
+            await super().__call__(scope, receive, send)
+            return
+        body = memoryview(self.body)
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        for at in range(0, len(body), PIECE_BYTES):
+            await _send_chunk(send, bytes(body[at : at + PIECE_BYTES]))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 def json_response(content: Any, *, status: int = 200) -> Response:
-    return Response(
-        msgspec.json.encode(content), status_code=status, media_type="application/json"
-    )
+    return JsonResponse(msgspec.json.encode(content), status_code=status)
 
 
 def error_response(error: ApiError) -> Response:
@@ -113,6 +184,12 @@ async def whole_results(
         watch.cancel()
 
 
+def answer_size(updates: Iterable[Update]) -> int:
+    """Tokens and log probabilities in whole answers: a measure of the work to show
+    them."""
+    return sum(update.size for update in updates)
+
+
 class EventStream(Response):
     """Server-sent events about a group of requests.
 
@@ -127,8 +204,10 @@ class EventStream(Response):
         *,
         group: RequestGroup,
         release: Callable[[RequestGroup], None],
+        share: OutputShare,
     ) -> None:
         self._events = events
+        self.share = share
         self._group = group
         self._release = release
         self.background = None
@@ -153,8 +232,11 @@ class EventStream(Response):
         )
         await _send_chunk(send, chunk)
         try:
+            await self.share.pay(len(chunk))
             async for chunk in self._events:
                 await _send_chunk(send, chunk)
+                # What arrives meanwhile comes in one event.
+                await self.share.pay(len(chunk))
         except ApiError as error:
             await _send_chunk(send, event(error.body()))
         except ClientDisconnected:

@@ -53,6 +53,7 @@ MAX_OPEN_FILES = 65536
 def create_app(front: Front) -> FastAPI:
     """The ASGI application; every error it answers has the shape of `ApiError.body`."""
     app = FastAPI(title="SGLang", openapi_url=None, redirect_slashes=False)
+    app.state.max_body_values = front.server_args.max_body_values
     app.router.routes[:] = [
         *NativeRoutes(front).routes(),
         *OpenAIRoutes(front).routes(),

@@ -19,7 +19,8 @@ from sglang.srt.entrypoints.generate_api import (
     parse_generate,
 )
 from sglang.srt.entrypoints.http_io import (
-    EventStream,
+    answer_size,
+    aside,
     event,
     json_response,
     read_body,
@@ -86,14 +87,24 @@ class NativeRoutes:
         self._manager.check_sizes(body.text, field="text")
         self._manager.check_sizes(body.input_ids, field="input_ids")
         allow_hidden = self._front.server_args.enable_return_hidden_states
-        parsed = parse_generate(body, allow_hidden_states=allow_hidden)
+        parsed = await aside(
+            request,
+            self._manager,
+            parse_generate,
+            body,
+            allow_hidden_states=allow_hidden,
+        )
         group = await self._manager.submit(parsed.prompts)
         if parsed.stream:
             events = self._events(group, parsed)
-            return EventStream(events, group=group, release=self._manager.release)
+            return self._front.stream(events, group)
         updates = await whole_results(request, self._manager, group)
-        answers = [self._answer(parsed).add(update) for update in updates]
-        return json_response(answers if parsed.is_list else answers[0])
+
+        def answer() -> Response:
+            answers = [self._answer(parsed).add(update) for update in updates]
+            return json_response(answers if parsed.is_list else answers[0])
+
+        return await self._manager.side_work.run(answer_size(updates), answer)
 
     async def health(self, request: Request) -> Response:
         if not self._front.is_ready:
@@ -170,7 +181,12 @@ class NativeRoutes:
         return json_response({"mode": mode, "incidents": incidents})
 
     def _answer(self, parsed: ParsedGenerate) -> GenerateAnswer:
-        return GenerateAnswer(self._manager.tokenizer, with_text=parsed.with_text)
+        return GenerateAnswer(
+            self._manager.tokenizer,
+            with_text=parsed.with_text,
+            is_incremental=parsed.stream
+            and self._front.server_args.incremental_streaming_output,
+        )
 
     async def _events(
         self, group: RequestGroup, parsed: ParsedGenerate

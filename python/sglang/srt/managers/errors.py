@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import uuid
 
+from sglang.srt.utils.quoting import MAX_QUOTED_CHARS, clipped
+
 logger = logging.getLogger(__name__)
 
 # An abort that the client asked for: its answer is the finish reason, not an error.
@@ -16,6 +18,8 @@ CLIENT_ABORT_STATUS = 499
 
 class ApiError(Exception):
     """An answer `{"error": {"message", "type", "param", "code"}}`.
+
+    What it quotes is cut to some hundreds of characters.
 
     Attributes:
         status: HTTP status.
@@ -34,9 +38,10 @@ class ApiError(Exception):
         status: int | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        message = clipped(message)
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = None if param is None else clipped(param, MAX_QUOTED_CHARS)
         self.headers = headers or {}
         if status is not None:
             self.status = status

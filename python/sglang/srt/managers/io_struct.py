@@ -6,11 +6,12 @@ processes; the HTTP format is in `entrypoints`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 
 # One entry per token: (logprob, token id). Top entries: a list per position.
 TokenLogprob = tuple[float | None, int]
@@ -45,24 +46,101 @@ class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     output_token: list[TokenLogprob] = []
     output_top: list[list[TokenLogprob]] = []
 
+    @property
+    def size(self) -> int:
+        """Number of log probabilities."""
+        tops = [top or () for top in (*(self.input_top or ()), *self.output_top)]
+        singles = len(self.input_token or ()) + len(self.output_token)
+        return singles + sum(map(len, tops))
 
-class GenerateReq(msgspec.Struct, kw_only=True, omit_defaults=True, tag="generate"):
-    """One tokenized request. `stream` False: outputs come once, when it has finished.
 
-    `logprob_start_len` -1 means no input logprobs. `input_embeds` is float32
-    [len(input_ids), hidden_size], row after row; the ids are then all 0.
+class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a request asks for beside its prompt and sampling parameters.
+
+    `stream` False: outputs come once, when it has finished. `logprob_start_len` -1
+    means no input logprobs. `copy` counts the outputs of one prompt: it is added to the
+    seed of the parameters, which they share. `extra_key` is a digest of the client's.
     """
 
     rid: str
-    input_ids: list[int]
-    sampling_params: SamplingParams
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     extra_key: str | None = None
     return_hidden_states: bool = False
+    copy: int = 0
+
+
+class GenerateReq(RequestOptions, kw_only=True, tag="generate"):
+    """One tokenized request.
+
+    `input_embeds` is float32 [len(input_ids), hidden_size], row after row; the ids are
+    then all 0.
+    """
+
+    input_ids: list[int]
+    sampling_params: SamplingParams
     input_embeds: bytes | None = None
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of this output; None: the scheduler draws one."""
+        seed = self.sampling_params.sampling_seed
+        return None if seed is None else (seed + self.copy) % (MAX_SEED + 1)
+
+
+class PackedPrompt(msgspec.Struct, kw_only=True, omit_defaults=True):
+    input_ids: list[int]
+    input_embeds: bytes | None = None
+
+
+class PackedReq(RequestOptions, kw_only=True):
+    """A `GenerateReq` whose prompt and parameters are positions in its batch."""
+
+    prompt: int
+    params: int
+
+
+class GenerateBatch(msgspec.Struct, kw_only=True, tag="generate_batch"):
+    """Requests of one call. Prompts and parameters that they share travel once, and are
+    one object again where they arrive."""
+
+    prompts: list[PackedPrompt]
+    params: list[SamplingParams]
+    requests: list[PackedReq]
+
+    @classmethod
+    def pack(cls, requests: Sequence[GenerateReq]) -> GenerateBatch:
+        """Pack `requests`; what two of them share is the same object in both."""
+        prompts: dict[int, tuple[int, PackedPrompt]] = {}
+        params: dict[int, tuple[int, SamplingParams]] = {}
+        packed = []
+        for request in requests:
+            ids, sampling = request.input_ids, request.sampling_params
+            prompt = PackedPrompt(input_ids=ids, input_embeds=request.input_embeds)
+            prompt_at, _ = prompts.setdefault(id(ids), (len(prompts), prompt))
+            params_at, _ = params.setdefault(id(sampling), (len(params), sampling))
+            options = {name: getattr(request, name) for name in _OPTIONS}
+            packed.append(PackedReq(prompt=prompt_at, params=params_at, **options))
+        return cls(
+            prompts=[prompt for _, prompt in prompts.values()],
+            params=[sampling for _, sampling in params.values()],
+            requests=packed,
+        )
+
+    def unpack(self) -> Iterator[GenerateReq]:
+        for packed in self.requests:
+            prompt = self.prompts[packed.prompt]
+            yield GenerateReq(
+                input_ids=prompt.input_ids,
+                input_embeds=prompt.input_embeds,
+                sampling_params=self.params[packed.params],
+                **{name: getattr(packed, name) for name in _OPTIONS},
+            )
+
+
+_OPTIONS = RequestOptions.__struct_fields__
 
 
 class AbortReq(msgspec.Struct, kw_only=True, omit_defaults=True, tag="abort"):
@@ -90,7 +168,13 @@ class ShutdownReq(msgspec.Struct, kw_only=True, tag="shutdown"):
 
 
 SchedulerRequest = (
-    GenerateReq | AbortReq | FlushCacheReq | GetStateReq | GetIncidentsReq | ShutdownReq
+    GenerateReq
+    | GenerateBatch
+    | AbortReq
+    | FlushCacheReq
+    | GetStateReq
+    | GetIncidentsReq
+    | ShutdownReq
 )
 
 

@@ -9,14 +9,12 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.io_struct import GenerateReq, SchedulerReady
-from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.hashing import digest
 
 MAX_RID_CHARS = 256
-MAX_TOP_LOGPROBS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +30,7 @@ class PromptRequest:
         rid: None means that one is generated.
         input_embeds: float32 [tokens, hidden_size] that replace the prompt, whose ids
             then only count them.
+        extra_key: the `cache_namespace` of the client's key.
     """
 
     prompt: str | list[int]
@@ -98,27 +97,36 @@ class Limits:
             param=field,
         )
 
-    def fit_new_tokens(self, request: PromptRequest, prompt_len: int) -> SamplingParams:
-        """Return the sampling parameters with a length that fits after the prompt."""
+    def check_length(self, request: PromptRequest, prompt_len: int) -> None:
+        """Refuse an output length that does not fit after the prompt. A default one
+        always fits: the engine ends such an output where the room ends."""
         params = request.sampling_params
-        # Beyond the longest prompt there is room for one token.
-        room = self.max_req_input_len + 1 - prompt_len
-        if params.max_new_tokens <= room:
-            return params
-        if request.is_length_exact:
-            raise BadRequest(
-                f"max_new_tokens is {params.max_new_tokens}, but after a prompt of "
-                f"{prompt_len} tokens at most {room} fit (context of "
-                f"{self.context_len} tokens, KV pool of {self.max_total_num_tokens})",
-                param="max_new_tokens",
-            )
-        if params.min_new_tokens > room:
-            raise BadRequest(
-                f"min_new_tokens is {params.min_new_tokens}, but after a prompt of "
-                f"{prompt_len} tokens at most {room} fit",
-                param="min_new_tokens",
-            )
-        return msgspec.structs.replace(params, max_new_tokens=room)
+        room = self.room_after(prompt_len)
+        for name, asked, is_exact in (
+            ("max_new_tokens", params.max_new_tokens, request.is_length_exact),
+            ("min_new_tokens", params.min_new_tokens, True),
+        ):
+            if is_exact and asked > room:
+                raise BadRequest(
+                    f"{name} is {asked}, but after a prompt of {prompt_len} tokens at "
+                    f"most {room} fit (context of {self.context_len} tokens, KV pool "
+                    f"of {self.max_total_num_tokens})",
+                    param=name,
+                )
+
+    def room_after(self, prompt_len: int) -> int:
+        """Output tokens that fit; after the longest prompt there is room for one."""
+        return self.max_req_input_len + 1 - prompt_len
+
+
+def cache_namespace(*keys: str | None) -> str | None:
+    """Return the name of the part of the prefix cache that is for `keys`: a digest, as
+    keys may be large and every cached prefix holds its name; None: the common part.
+
+    Keys are joined: requests share prefixes where all of it is the same text.
+    """
+    joined = "".join(key for key in keys if key)
+    return digest(joined) if joined else None
 
 
 def sampling_error(error: ValueError) -> BadRequest:
@@ -140,24 +148,30 @@ def check_options(request: PromptRequest) -> None:
         )
     if request.rid is not None and not request.rid.isprintable():
         raise BadRequest("rid must hold printable characters only", param="rid")
-    if not 0 <= request.top_logprobs_num <= MAX_TOP_LOGPROBS:
+    if request.top_logprobs_num < 0:
         raise BadRequest(
-            f"top_logprobs_num must be between 0 and {MAX_TOP_LOGPROBS}, got "
-            f"{request.top_logprobs_num}",
+            f"top_logprobs_num must be at least 0, got {request.top_logprobs_num}",
             param="top_logprobs_num",
         )
+
+
+def check_vocab(params: SamplingParams, limits: Limits) -> None:
+    """Refuse token ids outside of the vocabulary."""
+    try:
+        params.verify_vocab(limits.vocab_size)
+    except ValueError as error:
+        raise sampling_error(error) from error
 
 
 def to_wire(
     request: PromptRequest, ids: list[int], limits: Limits
 ) -> list[GenerateReq]:
-    """Return the `n` messages to the scheduler, checked against the engine's limits."""
+    """Return the `n` messages to the scheduler, checked against the engine's limits.
+
+    They share `ids` and the sampling parameters, whose token ids `check_vocab` checks.
+    """
     limits.check_prompt(ids, field=request.field)
-    params = limits.fit_new_tokens(request, len(ids))
-    try:
-        params.verify_vocab(limits.vocab_size)
-    except ValueError as error:
-        raise sampling_error(error) from error
+    limits.check_length(request, len(ids))
     if not -1 <= request.logprob_start_len < len(ids):
         raise BadRequest(
             f"logprob_start_len is {request.logprob_start_len}; it must be -1 (output "
@@ -168,7 +182,8 @@ def to_wire(
         GenerateReq(
             rid=_rid(request, copy),
             input_ids=ids,
-            sampling_params=_nth_params(params, copy),
+            sampling_params=request.sampling_params,
+            copy=copy,
             stream=request.stream,
             return_logprob=request.return_logprob,
             logprob_start_len=request.logprob_start_len,
@@ -177,7 +192,7 @@ def to_wire(
             return_hidden_states=request.return_hidden_states,
             input_embeds=request.input_embeds,
         )
-        for copy in range(params.n)
+        for copy in range(request.sampling_params.n)
     ]
 
 
@@ -185,11 +200,3 @@ def _rid(request: PromptRequest, copy: int) -> str:
     if request.rid is None:
         return uuid.uuid4().hex
     return request.rid if request.sampling_params.n == 1 else f"{request.rid}-{copy}"
-
-
-def _nth_params(params: SamplingParams, copy: int) -> SamplingParams:
-    """Return the parameters of output `copy`; a seed becomes `seed + copy`."""
-    if copy == 0 or params.sampling_seed is None:
-        return params
-    seed = (params.sampling_seed + copy) % (MAX_SEED + 1)
-    return msgspec.structs.replace(params, sampling_seed=seed)

@@ -39,6 +39,7 @@ class Req:
     Attributes:
         serial: number of the request in this process, never reused.
         finished_len: output tokens that count; set with `finish_reason`.
+        stop_ids: tokens that end the output; one set for all copies of a prompt.
         max_total_len: prompt plus output at most.
         input_embeds: float32 [prompt_len, hidden_size] in place of the prompt's tokens,
             which are then all 0. Such a prompt shares no prefix with anybody.
@@ -50,7 +51,7 @@ class Req:
         self,
         request: GenerateReq,
         *,
-        eos_token_ids: tuple[int, ...],
+        stop_ids: frozenset[int],
         seed: int,
         max_total_len: int,
         stop_matcher: StopMatcher | None,
@@ -65,15 +66,14 @@ class Req:
         self.input_embeds = input_embeds
         self.stream = request.stream
         self.max_total_len = min(self.prompt_len + params.max_new_tokens, max_total_len)
-        eos = () if params.ignore_eos else eos_token_ids
-        self.stop_ids = frozenset((*eos, *params.stop_token_ids))
+        self.stop_ids = stop_ids
         self.stop_matcher = stop_matcher
         self.grammar: Grammar | None = None
         self.sampling_row = SamplingRow(
             params=params,
-            seed=seed if params.sampling_seed is None else params.sampling_seed,
+            seed=seed,
             prompt_len=self.prompt_len,
-            stop_ids=tuple(sorted(self.stop_ids)),
+            stop_ids=stop_ids,
         )
         self.rid_hash = hash_string(self.rid)
         self.salt = hash_string(request.extra_key) if request.extra_key else 0

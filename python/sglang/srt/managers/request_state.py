@@ -57,6 +57,16 @@ class Update:
     spec_verify_ct: int
     spec_accept_tokens: int
 
+    @property
+    def size(self) -> int:
+        """Tokens and log probabilities: a measure of the work to show them."""
+        size = len(self.output_ids)
+        if self.logprobs is not None:
+            size += self.logprobs.size
+        if self.hidden_states:
+            size += len(self.hidden_states) * len(self.hidden_states[0])
+        return size
+
 
 class RequestState:
     """One request between its arrival and its last output.
@@ -72,7 +82,9 @@ class RequestState:
         base_rid: str | None,
         text: OutputText | None,
     ) -> None:
-        self.request = request
+        self.rid = request.rid
+        self.is_stream = request.stream
+        self.num_prompt_tokens = len(request.input_ids)
         self.base_rid = base_rid or request.rid
         self.index = len(group.states)
         self.arrived = time.monotonic()
@@ -80,26 +92,25 @@ class RequestState:
         self.is_sent = False
         self.is_finished = False
         self.group = group
+        self._request: GenerateReq | None = request
         self._text = text
         self._outputs: list[RequestOutput] = []
-        self._received = 0
+        self.num_received = 0
 
-    @property
-    def rid(self) -> str:
-        return self.request.rid
-
-    @property
-    def is_stream(self) -> bool:
-        return self.request.stream
+    def hand_over(self) -> GenerateReq:
+        """Return the request to send, once: its prompt need not stay here."""
+        assert self._request is not None
+        request, self._request = self._request, None
+        return request
 
     def receive(self, output: RequestOutput) -> None:
         """Keep an output of the scheduler and wake the group's reader; an output with
         tokens that do not follow those before it fails the group instead."""
-        self._received += len(output.output_ids)
-        if self._received != output.completion_tokens:
+        self.num_received += len(output.output_ids)
+        if self.num_received != output.completion_tokens:
             self.group.fail(
                 log_failure(
-                    f"request {self.rid}: {self._received} tokens arrived, but the "
+                    f"request {self.rid}: {self.num_received} tokens arrived, but the "
                     f"engine counts {output.completion_tokens}"
                 )
             )
@@ -113,7 +124,7 @@ class RequestState:
             RequestOutput(
                 rid=self.rid,
                 output_ids=[],
-                prompt_tokens=len(self.request.input_ids),
+                prompt_tokens=self.num_prompt_tokens,
                 completion_tokens=0,
                 cached_tokens=0,
                 finish_reason=FinishReason(
@@ -166,6 +177,11 @@ class RequestGroup:
         self._unfinished += 1
         return state
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all requests; each copy of a prompt counts."""
+        return sum(state.num_prompt_tokens for state in self.states)
+
     def notify(self, state: RequestState, finish: FinishReason | None) -> None:
         """Record that `state` has a new output; `finish` ends it."""
         if self.is_released:
@@ -207,8 +223,8 @@ class RequestGroup:
     def _is_refused(self) -> bool:
         return self._error is not None and not isinstance(self._error, EngineFailure)
 
-    async def results(self) -> list[Update]:
-        """Return one update per request, in order, once all have finished.
+    async def wait_finished(self) -> None:
+        """Wait until all requests have finished, for `take_results`.
 
         Raises: as `updates`.
         """
@@ -218,7 +234,15 @@ class RequestGroup:
         if self._error is not None:
             raise self._error
         self._fresh.clear()
+
+    def take_results(self) -> list[Update]:
+        """Return one update per request, in order; nothing changes them any more."""
         return [state.take() for state in self.states]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that have arrived."""
+        return sum(state.num_received for state in self.states)
 
 
 def _refusal(finish: FinishReason) -> ApiError | None:

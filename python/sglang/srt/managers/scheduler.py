@@ -18,6 +18,7 @@ from sglang.srt.managers.io_struct import (
     AbortReq,
     FlushCacheReq,
     FlushCacheRsp,
+    GenerateBatch,
     GenerateReq,
     GetIncidentsReq,
     GetIncidentsRsp,
@@ -329,6 +330,9 @@ class Scheduler:
         match message:
             case GenerateReq():
                 self._intake.accept(message)
+            case GenerateBatch():
+                for request in message.unpack():
+                    self._intake.accept(request)
             case AbortReq():
                 self._intake.abort(message)
             case FlushCacheReq():

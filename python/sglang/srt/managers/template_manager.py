@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.errors import BadRequest
+from sglang.srt.utils.quoting import quoted
 
 if TYPE_CHECKING:
     from sglang.srt.utils.hf_tokenizer import Tokenizer
@@ -62,7 +63,7 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, str]:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise BadRequest(
-            f"{where}.role is {role!r}; supported: {', '.join(ROLES)}",
+            f"{where}.role is {quoted(role)}; supported: {', '.join(ROLES)}",
             param=f"{where}.role",
         )
     extra = sorted(set(message) - {"role", "content"} - IGNORED_MESSAGE_FIELDS)
@@ -92,7 +93,7 @@ def _part_text(where: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise BadRequest(
-            f"{where} is of type {kind!r}; this engine reads text parts only",
+            f"{where} is of type {quoted(kind)}; this engine reads text parts only",
             param=where,
         )
     text = part.get("text")

@@ -25,6 +25,7 @@ from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchOutput,
     EngineFailed,
+    GenerateBatch,
     GenerateReq,
     RequestOutput,
     SchedulerReady,
@@ -33,20 +34,26 @@ from sglang.srt.managers.io_struct import (
     SchedulerStats,
     ShutdownReq,
 )
+from sglang.srt.managers.occupancy import Occupancy
 from sglang.srt.managers.output_text import OutputText
 from sglang.srt.managers.prompt_request import (
     Limits,
     PromptRequest,
     check_options,
+    check_vocab,
     to_wire,
 )
 from sglang.srt.managers.prompt_tokenizer import PromptTokenizer
+from sglang.srt.managers.request_cost import CostLimits
 from sglang.srt.managers.request_state import RequestGroup, RequestState, Update
 from sglang.srt.managers.scheduler_calls import TIMEOUT_SECONDS, SchedulerCalls
+from sglang.srt.managers.side_work import SideWork
 from sglang.srt.managers.template_manager import TemplateManager
+from sglang.srt.utils.quoting import quoted
 
 if TYPE_CHECKING:
     from sglang.srt.metrics.front_metrics import FrontMetrics
+    from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.hf_tokenizer import Tokenizer
 
@@ -87,12 +94,10 @@ class TokenizerManager:
         self.metrics = metrics
         self.phase = Phase.STARTING
         self.limits: Limits | None = None
-        assert server_args.max_running_requests is not None
-        self.capacity = (
-            server_args.max_queued_requests + server_args.max_running_requests
-        )
         self._send = send
+        self._cost = CostLimits.of(server_args)
         self._states: dict[str, RequestState] = {}
+        self._occupancy = Occupancy(server_args)
         self._feeding: set[RequestGroup] = set()
         self._waiting_for_change: list[asyncio.Future[None]] = []
         self._failure: EngineFailure | None = None
@@ -100,6 +105,7 @@ class TokenizerManager:
         self._last_incidents: list[dict[str, Any]] | None = None
         self._calls = SchedulerCalls(send)
         self._prompts = PromptTokenizer(tokenizer)
+        self.side_work = SideWork()
 
     # -- life ----------------------------------------------------------------------
 
@@ -125,6 +131,7 @@ class TokenizerManager:
                 state.group.fail(self._failure)
             self._calls.fail(self._failure)
             self._states.clear()
+            self._occupancy.clear()
             self._on_change()
         return self._failure
 
@@ -134,6 +141,7 @@ class TokenizerManager:
 
     def close(self) -> None:
         self._prompts.close()
+        self.side_work.close()
 
     @property
     def num_in_flight(self) -> int:
@@ -166,7 +174,7 @@ class TokenizerManager:
             return
         ids_lists = [prompts]
         if not isinstance(prompts[0], int):
-            self._check_count(len(prompts))
+            self._occupancy.check_count(len(prompts))
             ids_lists = [entry for entry in prompts if isinstance(entry, list)]
         longest = max(map(len, ids_lists), default=0)
         if longest > self.limits.max_req_input_len:
@@ -190,23 +198,57 @@ class TokenizerManager:
         """
         count = sum(prompt.sampling_params.n for prompt in prompts)
         limits = self._admit(count, wait_for_room=wait_for_room)
+        prompts, ids = await self._tokenized(
+            prompts, limits, cost=None if wait_for_room else self._cost
+        )
         group = RequestGroup(stream=any(prompt.stream for prompt in prompts))
-        for i, prompt in enumerate(prompts):
-            check_options(prompt)
-            ids = await self._prompts.ids(prompt, limits)
-            for request in to_wire(prompt, ids, limits):
+        for i, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
+            for request in to_wire(prompt, tokens, limits):
                 text = self._output_text(request)
                 group.add(request, base_rid=prompt.rid, text=text)
-            if i % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
-                await asyncio.sleep(0)
+            await _let_others_in(i)
         self._check_rids(group)
         # Others were admitted while a long text was tokenized.
         self._admit(count, wait_for_room=wait_for_room)
-        if wait_for_room and count > self._room_in_queue():
+        if wait_for_room and count > self._occupancy.room_in_queue:
             group.feeder = asyncio.create_task(self._feed(group))
         else:
+            if not wait_for_room:
+                self._occupancy.check_tokens(group.num_prompt_tokens)
             self._dispatch(group.states)
         return group
+
+    async def _tokenized(
+        self,
+        prompts: Sequence[PromptRequest],
+        limits: Limits,
+        *,
+        cost: CostLimits | None,
+    ) -> tuple[list[PromptRequest], list[list[int]]]:
+        """Check what needs no engine and tokenize; with `cost`, a call within bounds.
+
+        Returns:
+            The prompts, default lengths made to fit, and the token ids of each.
+        """
+        fitted, all_ids = [], []
+        checked: SamplingParams | None = None
+        for i, prompt in enumerate(prompts):
+            check_options(prompt)
+            if cost is not None:
+                cost.check_options(prompt)
+            # The prompts of a call may share parameters of many entries.
+            if prompt.sampling_params is not checked:
+                checked = prompt.sampling_params
+                check_vocab(checked, limits)
+            ids = await self._prompts.ids(prompt, limits)
+            all_ids.append(ids)
+            if cost is not None:
+                prompt = cost.fit_default(prompt, len(ids), limits)
+            fitted.append(prompt)
+            await _let_others_in(i)
+        if cost is not None:
+            cost.check_call(fitted, list(map(len, all_ids)), limits)
+        return fitted, all_ids
 
     async def updates(self, group: RequestGroup) -> AsyncIterator[list[Update]]:
         """Updates of the group as they come; errors as of `RequestGroup.updates`."""
@@ -218,9 +260,12 @@ class TokenizerManager:
             self.release(group)
 
     async def results(self, group: RequestGroup) -> list[Update]:
-        """The whole answers of the group; errors as of `RequestGroup.results`."""
+        """The whole answers of the group; errors as of `RequestGroup.updates`."""
         try:
-            results = await group.results()
+            await group.wait_finished()
+            results = await self.side_work.run(
+                group.num_output_tokens, group.take_results
+            )
             self._log_finished(results)
             return results
         finally:
@@ -305,6 +350,7 @@ class TokenizerManager:
             self.metrics.on_output(state, output)
         if output.finish_reason is not None:
             del self._states[output.rid]
+            self._occupancy.remove(state.num_prompt_tokens)
             self._on_change()
         state.receive(output)
 
@@ -319,30 +365,9 @@ class TokenizerManager:
         self._check_up()
         if self.phase is not Phase.READY or self.limits is None:
             raise Unavailable(f"the server is {self.phase.value}")
-        if wait_for_room:
-            return self.limits
-        self._check_count(count)
-        if count > self._room():
-            raise Unavailable(
-                f"{len(self._states)} requests are in flight, of at most "
-                f"{self.capacity}; try again later"
-            )
+        if not wait_for_room:
+            self._occupancy.check_requests(count)
         return self.limits
-
-    def _check_count(self, count: int) -> None:
-        if count > self.capacity:
-            raise BadRequest(
-                f"one call asks for {count} outputs, but at most {self.capacity} "
-                "requests may be in flight (--max-queued-requests and "
-                "--max-running-requests); split it"
-            )
-
-    def _room(self) -> int:
-        return self.capacity - len(self._states)
-
-    def _room_in_queue(self) -> int:
-        """Requests that the scheduler takes whatever the state of its batch is."""
-        return self.server_args.max_queued_requests - len(self._states)
 
     def _output_text(self, request: GenerateReq) -> OutputText | None:
         params = request.sampling_params
@@ -360,18 +385,21 @@ class TokenizerManager:
         seen: set[str] = set()
         for state in group.states:
             if state.rid in seen or state.rid in self._states:
-                raise BadRequest(f"rid {state.rid!r} is in use", param="rid")
+                raise BadRequest(f"rid {quoted(state.rid)} is in use", param="rid")
             seen.add(state.rid)
 
     def _dispatch(self, states: Sequence[RequestState]) -> None:
         """Send, then await answers: a request that cannot be sent leaves no state."""
-        self._send([state.request for state in states])
+        requests = [state.hand_over() for state in states]
+        if self.server_args.log_requests:
+            for request in requests:
+                _log_request(request)
+        single = len(requests) == 1
+        self._send(requests if single else [GenerateBatch.pack(requests)])
         for state in states:
             state.is_sent = True
             self._states[state.rid] = state
-        if self.server_args.log_requests:
-            for state in states:
-                _log_request(state)
+            self._occupancy.add(state.num_prompt_tokens)
 
     async def _feed(self, group: RequestGroup) -> None:
         """Send the requests of `group` as room appears."""
@@ -380,7 +408,7 @@ class TokenizerManager:
         try:
             while waiting and self._failure is None:
                 batch: list[RequestState] = []
-                while waiting and len(batch) < self._room_in_queue():
+                while waiting and len(batch) < self._occupancy.room_in_queue:
                     state = waiting.popleft()
                     if not state.is_finished:
                         batch.append(state)
@@ -424,8 +452,13 @@ class TokenizerManager:
                 )
 
 
-def _log_request(state: RequestState) -> None:
-    request = state.request
+async def _let_others_in(prompt: int) -> None:
+    """Let the loop serve others after some prompts of a long list."""
+    if prompt % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
+        await asyncio.sleep(0)
+
+
+def _log_request(request: GenerateReq) -> None:
     logger.info(
         "received rid=%s prompt_tokens=%d stream=%s params=%s",
         request.rid,

@@ -8,7 +8,7 @@ carries the grammars' token mask).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from operator import or_
@@ -47,7 +47,7 @@ class SamplingRow:
     params: SamplingParams
     seed: int = 0
     prompt_len: int = 0
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: Collection[int] = ()
     needs: int = field(init=False, compare=False, repr=False)
     floats: tuple[float, ...] = field(init=False, compare=False, repr=False)
     ints: tuple[int, ...] = field(init=False, compare=False, repr=False)

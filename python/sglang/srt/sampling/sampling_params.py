@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.utils.quoting import quoted
 from sglang.srt.utils.stop_patterns import compile_stop_patterns
 
 GREEDY_TEMPERATURE = 1e-5
@@ -86,6 +87,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def from_wire(cls, raw: dict[str, Any] | None) -> SamplingParams:
         """Parse and validate a client's fields; None means the default.
 
+        Stops that occur twice count once.
+
         Raises:
             ValueError: an unknown field, a wrong type or a value out of range; the
                 message names the field, the value and the legal range.
@@ -95,7 +98,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if unknown:
             raise ValueError(
                 "sampling_params has unknown field(s) "
-                f"{', '.join(map(repr, unknown))}; "
+                f"{', '.join(map(quoted, unknown[:8]))}; "
                 f"known fields: {', '.join(sorted(cls.__struct_fields__))}"
             )
         for name in _TEXT_LISTS:
@@ -110,6 +113,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             params = msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
             raise ValueError(f"sampling_params: {error}") from error
+        for name in ("stop", "stop_regex", "stop_token_ids"):
+            setattr(params, name, list(dict.fromkeys(getattr(params, name))))
         params.verify()
         return params
 
@@ -120,7 +125,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number, got {value}")
             if not is_legal(value):
-                raise ValueError(f"{name} must be {rule}, got {value!r}")
+                raise ValueError(f"{name} must be {rule}, got {quoted(value)}")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens ({self.min_new_tokens}) must not exceed "

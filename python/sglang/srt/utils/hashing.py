@@ -7,5 +7,12 @@ import hashlib
 
 def hash_string(text: str) -> int:
     """Return blake2b of the UTF-8 bytes: 8 bytes, little endian, signed."""
-    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    value = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
+    return int.from_bytes(value, "little", signed=True)
+
+
+def digest(text: str) -> str:
+    """Return 128 bits of blake2b of `text` as hexadecimal digits: its name where the
+    text itself may be large."""
+    data = text.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -11,7 +11,8 @@ from starlette.responses import Response
 
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import (
-    EventStream,
+    answer_size,
+    aside,
     event,
     json_response,
     read_body,
@@ -19,7 +20,6 @@ from sglang.srt.entrypoints.http_io import (
 )
 from sglang.srt.entrypoints.neutral_fields import CHAT, refuse_others
 from sglang.srt.entrypoints.openai.common import (
-    MAX_TOP_LOGPROBS,
     ClientNames,
     StreamUsage,
     UsageCounter,
@@ -39,6 +39,7 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 # Larger than any context: a chat without a limit may use all that the prompt leaves.
 WHOLE_CONTEXT = 1 << 40
+MAX_TEMPLATE_VARIABLES = 64
 
 
 class ChatApi:
@@ -55,9 +56,16 @@ class ChatApi:
         tokenizer = need_tokenizer(self._manager.tokenizer)
         with_usage = stream_usage(body)
         length_field, _ = _max_tokens(body)
-        names = ClientNames(body, prompt="messages", max_tokens=length_field)
+        names = ClientNames(
+            body,
+            prompt="messages",
+            max_tokens=length_field,
+            top_logprobs="top_logprobs",
+        )
         with names.in_errors():
-            prompt = _prompt_request(body, self._manager.templates)
+            prompt = await aside(
+                request, self._manager, _prompt_request, body, self._manager.templates
+            )
             group = await self._manager.submit([prompt])
         answer = _ChatAnswer(
             self._front,
@@ -68,13 +76,17 @@ class ChatApi:
         )
         if body.stream:
             events = self._events(group, answer, names, with_usage=with_usage)
-            return EventStream(events, group=group, release=self._manager.release)
+            return self._front.stream(events, group)
         with names.in_errors():
             updates = await whole_results(request, self._manager, group)
         answer.usage.add(updates)
-        choices = [answer.choice(update) for update in updates]
-        usage = answer.usage.as_dict()
-        return json_response(answer.body("chat.completion", choices, usage=usage))
+
+        def whole() -> Response:
+            choices = [answer.choice(update) for update in updates]
+            usage = answer.usage.as_dict()
+            return json_response(answer.body("chat.completion", choices, usage=usage))
+
+        return await self._manager.side_work.run(answer_size(updates), whole)
 
     async def _events(
         self,
@@ -203,12 +215,19 @@ def _prompt_request(body: ChatRequest, templates: TemplateManager) -> PromptRequ
         return_logprob=bool(body.logprobs),
         top_logprobs_num=body.top_logprobs or 0,
         rid=body.rid,
-        extra_key=body.namespace,
+        extra_key=body.namespace(),
     )
 
 
 def _template_variables(body: ChatRequest) -> dict[str, Any]:
-    variables = dict(body.chat_template_kwargs or {})
+    given = body.chat_template_kwargs or {}
+    if len(given) > MAX_TEMPLATE_VARIABLES:
+        raise BadRequest(
+            f"chat_template_kwargs has {len(given)} entries, but at most "
+            f"{MAX_TEMPLATE_VARIABLES} are accepted",
+            param="chat_template_kwargs",
+        )
+    variables = dict(given)
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     return variables
@@ -236,13 +255,5 @@ def _refuse_unsupported(body: ChatRequest) -> None:
     for name, is_asked in asked.items():
         if is_asked:
             raise BadRequest(f"{name} is not supported by this server", param=name)
-    top = body.top_logprobs
-    if top is None:
-        return
-    if not body.logprobs:
+    if body.top_logprobs is not None and not body.logprobs:
         raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    if not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise BadRequest(
-            f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {top}",
-            param="top_logprobs",
-        )

@@ -16,11 +16,11 @@ from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.request_state import Update
 from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
+from sglang.srt.utils.quoting import quoted
 
 # A name by itself, not a part of a path such as response_format.json_schema.
 _WORD = re.compile(r"(?<![\w.])\w+")
 JSON_OBJECT_SCHEMA = '{"type": "object"}'
-MAX_TOP_LOGPROBS = 20
 
 
 def make_id(prefix: str) -> str:
@@ -33,11 +33,19 @@ class ClientNames:
     Args:
         prompt: field of the body that holds the prompt.
         max_tokens: field that holds the output limit.
+        top_logprobs: field that holds the number of alternatives.
     """
 
-    def __init__(self, body: Sampled, *, prompt: str, max_tokens: str) -> None:
+    def __init__(
+        self, body: Sampled, *, prompt: str, max_tokens: str, top_logprobs: str
+    ) -> None:
         self._names = {ours: theirs for theirs, ours in SAMPLING_FIELDS.items()}
-        self._names |= {"max_new_tokens": max_tokens, "input_ids": prompt}
+        self._names |= {
+            "max_new_tokens": max_tokens,
+            "input_ids": prompt,
+            "top_logprobs_num": top_logprobs,
+            "top_logprobs": top_logprobs,
+        }
         if body.response_format is not None:
             self._names["json_schema"] = "response_format"
         self._fields = {**self._names, "text": prompt}
@@ -108,7 +116,7 @@ def _response_schema(response_format: dict[str, Any] | None) -> str | None:
         return JSON_OBJECT_SCHEMA
     if kind != "json_schema":
         raise BadRequest(
-            f"response_format.type is {kind!r}; supported: text, json_object, "
+            f"response_format.type is {quoted(kind)}; supported: text, json_object, "
             "json_schema",
             param="response_format.type",
         )

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.front import Front
-from sglang.srt.entrypoints.generate_api import split_ids
 from sglang.srt.entrypoints.http_io import (
-    EventStream,
+    answer_size,
+    aside,
     event,
     json_response,
     read_body,
@@ -20,7 +20,6 @@ from sglang.srt.entrypoints.http_io import (
 )
 from sglang.srt.entrypoints.neutral_fields import COMPLETION, refuse_others
 from sglang.srt.entrypoints.openai.common import (
-    MAX_TOP_LOGPROBS,
     ClientNames,
     StreamUsage,
     UsageCounter,
@@ -53,20 +52,26 @@ class CompletionApi:
         self._front.check_model(body.model)
         tokenizer = need_tokenizer(self._manager.tokenizer)
         with_usage = stream_usage(body)
-        names = ClientNames(body, prompt="prompt", max_tokens="max_tokens")
+        names = ClientNames(
+            body, prompt="prompt", max_tokens="max_tokens", top_logprobs="logprobs"
+        )
         with names.in_errors():
             self._manager.check_sizes(body.prompt, field="prompt")
-            prompts = _prompt_requests(body)
+            prompts = await aside(request, self._manager, _prompt_requests, body)
             group = await self._manager.submit(prompts)
         answer = _CompletionAnswer(self._front, tokenizer, body, prompts)
         if body.stream:
             events = self._events(group, answer, names, with_usage=with_usage)
-            return EventStream(events, group=group, release=self._manager.release)
+            return self._front.stream(events, group)
         with names.in_errors():
             updates = await whole_results(request, self._manager, group)
         answer.usage.add(updates)
-        choices = [answer.choice(update) for update in updates]
-        return json_response(answer.body(choices, usage=answer.usage.as_dict()))
+
+        def whole() -> Response:
+            choices = [answer.choice(update) for update in updates]
+            return json_response(answer.body(choices, usage=answer.usage.as_dict()))
+
+        return await self._manager.side_work.run(answer_size(updates), whole)
 
     async def _events(
         self,
@@ -160,15 +165,11 @@ def _prompt_requests(body: CompletionRequest) -> list[PromptRequest]:
         raise BadRequest("suffix is not supported", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise BadRequest("best_of must equal n", param="best_of")
-    if body.logprobs is not None and not 0 <= body.logprobs <= MAX_TOP_LOGPROBS:
-        raise BadRequest(
-            f"logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {body.logprobs}",
-            param="logprobs",
-        )
     params = sampling_params(
         body, max_tokens=body.max_tokens, default_max_tokens=DEFAULT_MAX_TOKENS
     )
     prompts = _prompts(body.prompt)
+    namespace = body.namespace()
     if body.rid is not None and len(prompts) > 1:
         raise BadRequest("rid needs a single prompt", param="rid")
     return [
@@ -181,25 +182,23 @@ def _prompt_requests(body: CompletionRequest) -> list[PromptRequest]:
             logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
             top_logprobs_num=body.logprobs or 0,
             rid=body.rid,
-            extra_key=body.namespace,
+            extra_key=namespace,
         )
         for prompt in prompts
     ]
 
 
-def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
     """Split `prompt` (text, texts, token ids or lists of ids) into single prompts."""
     if isinstance(prompt, str):
         return [prompt]
-    if prompt and all(isinstance(entry, str) for entry in prompt):
-        return list(prompt)
-    flat = [
-        i for entry in prompt for i in (entry if isinstance(entry, list) else [entry])
-    ]
-    if not prompt or any(type(token) is not int for token in flat):
-        raise BadRequest(
-            "prompt must be a string, a list of strings, a list of token ids or a list "
-            "of such lists",
-            param="prompt",
-        )
-    return split_ids(prompt, name="prompt")[0]
+    kinds = set(map(type, prompt))
+    if kinds == {str} or kinds == {list}:
+        return list(prompt)  # type: ignore[arg-type]
+    if kinds == {int}:
+        return [prompt]  # type: ignore[list-item]
+    raise BadRequest(
+        "prompt must be a string, a list of strings, a list of token ids or a list of "
+        "such lists",
+        param="prompt",
+    )

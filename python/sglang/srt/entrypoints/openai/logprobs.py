@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.io_struct import LogprobDelta, TokenLogprob
 from sglang.srt.utils.detokenizer import IncrementalDetokenizer
 from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+# Tokens of a long answer that are shown at once.
+SLICE_TOKENS = 256
 
 
 def need_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
@@ -26,16 +31,36 @@ def need_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: LogprobDelta) -> dict[str, Any]:
-    """Return `choices[].logprobs` of `/v1/chat/completions` for `delta`'s tokens."""
-    tops: Sequence[Sequence[TokenLogprob]] = delta.output_top or [
-        [] for _ in delta.output_token
+    """Return `choices[].logprobs` of `/v1/chat/completions` for `delta`'s tokens.
+
+    Those of a long answer are encoded in slices: as objects they would take hundreds of
+    bytes each, and their encoding would hold the interpreter for as long.
+    """
+    count = len(delta.output_token)
+    if count <= SLICE_TOKENS:
+        return {"content": _chat_tokens(tokenizer, delta, 0, count), "refusal": None}
+    slices = [
+        msgspec.json.encode(_chat_tokens(tokenizer, delta, at, at + SLICE_TOKENS))
+        for at in range(0, count, SLICE_TOKENS)
+    ]
+    content = b",".join(encoded[1:-1] for encoded in slices)
+    return {"content": msgspec.Raw(b"[" + content + b"]"), "refusal": None}
+
+
+def _chat_tokens(
+    tokenizer: Tokenizer, delta: LogprobDelta, begin: int, end: int
+) -> list[dict[str, Any]]:
+    """Return the entries of the tokens from `begin` to `end`."""
+    chosen = delta.output_token[begin:end]
+    tops: Sequence[Sequence[TokenLogprob]] = delta.output_top[begin:end] or [
+        [] for _ in chosen
     ]
     content = []
-    for entry, top in zip(delta.output_token, tops, strict=True):
+    for entry, top in zip(chosen, tops, strict=True):
         shown = _chat_token(tokenizer, entry)
         shown["top_logprobs"] = [_chat_token(tokenizer, other) for other in top]
         content.append(shown)
-    return {"content": content, "refusal": None}
+    return content
 
 
 def _chat_token(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, Any]:

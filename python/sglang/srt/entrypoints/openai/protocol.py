@@ -17,6 +17,7 @@ from sglang.srt.entrypoints.neutral_fields import (
     UNSET,
     with_neutral,
 )
+from sglang.srt.managers.prompt_request import cache_namespace
 
 # Field of the body -> name in SamplingParams, where both mean the same.
 SAMPLING_FIELDS: dict[str, str] = {
@@ -99,11 +100,10 @@ class Sampled(Harmless, kw_only=True):
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | None = None
 
-    @property
     def namespace(self) -> str | None:
-        """The part of the prefix cache that the request shares: salt, then key."""
-        parts = [part for part in (self.cache_salt, self.extra_key) if part is not None]
-        return "".join(parts) if parts else None
+        """Return the part of the prefix cache that the request shares: salt, then
+        key."""
+        return cache_namespace(self.cache_salt, self.extra_key)
 
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ else:
 class CompletionRequest(_Completion, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[Any]
+    prompt: str | list[str | int | list[int]]
     echo: bool | None = False
     logprobs: int | None = None
     best_of: int | None = None

@@ -12,7 +12,7 @@ from kv_canary.hashing import mix64_int
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.stop_matcher import StopMatcher
 from sglang.srt.managers.utils import decode_reserve
-from sglang.srt.sampling.sampling_params import MAX_SEED
+from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 from sglang.srt.utils.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ class RequestFactory:
         self._tokenizer = tokenizer
         self._random_seed = random_seed
         self._created = 0
+        # Copies and prompts of one call follow each other and share their parameters.
+        self._shared: tuple[SamplingParams, frozenset[int]] | None = None
 
     def create(self, request: GenerateReq) -> Req:
         """The request, ready to be queued.
@@ -141,7 +143,7 @@ class RequestFactory:
                 "return_hidden_states needs a server started with "
                 "--enable-return-hidden-states"
             )
-        params.verify_vocab(limits.vocab_size)
+        stop_ids = self._checked_stop_ids(params)
         if (
             limits.max_new_tokens is not None
             and params.max_new_tokens > limits.max_new_tokens
@@ -152,14 +154,27 @@ class RequestFactory:
             )
         embeds = self._embeds(request)
         self._created += 1
+        drawn = mix64_int(self._random_seed + self._created) & MAX_SEED
         return Req(
             request,
-            eos_token_ids=limits.eos_token_ids,
-            seed=mix64_int(self._random_seed + self._created) & MAX_SEED,
+            stop_ids=stop_ids,
+            seed=drawn if request.seed is None else request.seed,
             max_total_len=limits.max_total_len,
             stop_matcher=self._stop_matcher(request),
             input_embeds=embeds,
         )
+
+    def _checked_stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end an output, once for all requests that share `params`.
+
+        Raises:
+            ValueError: `params` name a token outside of the vocabulary.
+        """
+        if self._shared is None or self._shared[0] is not params:
+            params.verify_vocab(self.limits.vocab_size)
+            eos = () if params.ignore_eos else self.limits.eos_token_ids
+            self._shared = params, frozenset((*eos, *params.stop_token_ids))
+        return self._shared[1]
 
     def _embeds(self, request: GenerateReq) -> npt.NDArray[np.float32] | None:
         """The embeddings [tokens, hidden_size] of a request that brings some."""
