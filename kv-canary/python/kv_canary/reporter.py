@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import logging
-import os
 import time
 from collections import Counter as CountsOf
 from collections import OrderedDict, deque
@@ -16,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kv_canary.evidence import DraftBranch, Owner
+from kv_canary.incident_folder import IncidentFolder
 from kv_canary.records import SERIAL_MASK, Reason, Ring, unpack_word3
+from kv_canary.report_log import ReportLog
 from kv_canary.violation import Violation, parse_entry, ring_order
 
 if TYPE_CHECKING:
@@ -57,6 +56,17 @@ class ReportOptions:
     max_files_option: str = "max_files"
     ring_capacity: int = 0
     ring_capacity_option: str = "ring_capacity"
+
+    def incident_folder(self, rank: int) -> IncidentFolder | None:
+        """The folder as the process of `rank` writes to it."""
+        if self.folder is None:
+            return None
+        return IncidentFolder(
+            self.folder,
+            rank=rank,
+            max_files=self.max_files,
+            max_files_option=self.max_files_option,
+        )
 
 
 class CanaryViolation(RuntimeError):
@@ -103,7 +113,8 @@ class ViolationReporter:
         self._seen: OrderedDict[tuple[str, int, int, int, int], None] = OrderedDict()
         self.counts: CountsOf[str] = CountsOf()
         self.total = 0
-        self._files = 0
+        self._log = ReportLog(with_tokens=options.with_tokens)
+        self._folder = options.incident_folder(rank)
         self.incidents: deque[dict[str, Any]] = deque(maxlen=KEPT_INCIDENTS)
 
     def report(
@@ -139,8 +150,8 @@ class ViolationReporter:
             for violation in found
             if self._is_new(violation)
         ]
+        is_new_kind = self._log.violations(fresh)
         for violation in fresh:
-            logger.error("%s", violation.line(with_tokens=self._options.with_tokens))
             self.total += 1
             self.counts.update(violation.labels)
         if dropped:
@@ -151,7 +162,11 @@ class ViolationReporter:
                 self._options.ring_capacity,
             )
         if fresh:
-            self._keep(fresh, dropped, mode_of, details)
+            incident = self._document(fresh, dropped, mode_of, details)
+            self.incidents.append(incident)
+            file = None if self._folder is None else self._folder.write(incident)
+            if is_new_kind:
+                self._log.explain(incident, file)
         return fresh
 
     def _parse(self, entry: Sequence[int]) -> Violation:
@@ -167,15 +182,15 @@ class ViolationReporter:
             self._seen.popitem(last=False)
         return True
 
-    def _keep(
+    def _document(
         self,
         fresh: list[Violation],
         dropped: int,
         mode_of: ModeOf,
         details: Callable[[Violation], dict[str, Any]],
-    ) -> None:
+    ) -> dict[str, Any]:
         with_tokens = self._options.with_tokens
-        document = {
+        return {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "mode": self._options.mode,
             "real_data": self._options.real_data,
@@ -192,41 +207,6 @@ class ViolationReporter:
                 for violation in _for_incident(fresh)
             ],
         }
-        self.incidents.append(document)
-        if self._options.folder is not None and self._may_write():
-            self._write(self._options.folder, document)
-
-    def _may_write(self) -> bool:
-        """Whether one more file may be written: a damaged slot of the cache may be
-        reported for as long as the server runs."""
-        limit = self._options.max_files
-        self._files += 1
-        if limit and self._files == limit + 1:
-            logger.error(
-                "kv_canary: %d incident files are written, no more follow (%s); the "
-                "log goes on",
-                limit,
-                self._options.max_files_option,
-            )
-        return not limit or self._files <= limit
-
-    def _write(self, folder: Path, document: dict[str, Any]) -> None:
-        """Write the incident's file, which is complete once it has its name: a reader
-        may look meanwhile, and the process may be killed."""
-        name = (
-            f"kv_canary-{time.time_ns()}-rank{self._rank}-forward"
-            f"{document['forward']}.json"
-        )
-        begun = folder / f".{name}.part"
-        try:
-            descriptor = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(document, file, indent=2)
-            begun.rename(folder / name)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                begun.unlink(missing_ok=True)
-            logger.error("kv_canary: cannot write %s: %s", folder / name, error)
 
 
 def _is_stray(violation: Violation) -> bool:
@@ -260,8 +240,10 @@ def as_error(
         return CanaryViolation(
             "kv_canary violation: found by another rank; see its log", public=""
         )
+    first, others = violations[0], len(violations) - 1
+    more = f" ({others} more violation(s))" if others else ""
     return CanaryViolation(
-        "\n".join(v.line(with_tokens=with_tokens) for v in violations),
-        public="\n".join(v.public_line() for v in violations[:VIOLATIONS_PER_INCIDENT]),
+        first.line(with_tokens=with_tokens) + more,
+        public=first.public_line() + more,
         is_alone=is_alone,
     )

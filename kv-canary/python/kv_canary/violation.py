@@ -49,6 +49,11 @@ class Violation(Evidence):
         return self._diagnosis.name.format(writer=self.writer_rid or "unknown")
 
     @property
+    def diagnosis_name(self) -> str:
+        """The class of fault whoever wrote the slot: one of a fixed list."""
+        return self._diagnosis.name
+
+    @property
     def _diagnosis(self) -> Diagnosis:
         return diagnose(self)
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLLOWER_LOG_LEVEL = "error"
+FAILURE_EXIT_CODE = 1
 # Longer than the parent needs to read a refusal and to end the ranks.
 REFUSAL_SECONDS = 5.0
 # Longer than rank 0 needs to tell its clients why the engine stops.
@@ -92,8 +93,7 @@ def run_scheduler_process(
         store: file through which the ranks meet.
 
     Raises:
-        Exception: raised by the engine while it served; the log has it, and the parent
-            sees the process end.
+        SystemExit: the engine failed while it served; the log says why.
     """
     configure_logging(server_args.log_level if rank == 0 else FOLLOWER_LOG_LEVEL)
     try:
@@ -115,15 +115,27 @@ def run_scheduler_process(
     try:
         scheduler.run_event_loop()
     except Exception as error:
-        logger.exception("The scheduler of rank %d failed", rank)
+        _log_failure(error, rank)
         io.send(_last_message(error, scheduler.own_incidents()))
         if rank > 0:
             # Rank 0 has most likely failed alike, and must say so before it finds this
             # process gone in the middle of a collective.
             time.sleep(FAILURE_SECONDS)
-        raise
+        raise SystemExit(FAILURE_EXIT_CODE) from error
     finally:
         io.close()
+
+
+def _log_failure(error: Exception, rank: int) -> None:
+    """A violation is in the log already, but for the failure that it led to."""
+    if not isinstance(error, CanaryViolation):
+        logger.error("The scheduler of rank %d failed", rank, exc_info=error)
+        return
+    logger.error(
+        "The scheduler of rank %d failed: the KV canary stopped it",
+        rank,
+        exc_info=error.__cause__,
+    )
 
 
 # A rank's part of the last message: what any client may see, and its incidents.
@@ -141,9 +153,10 @@ def _last_message(error: Exception, incidents: list[dict[str, Any]]) -> EngineFa
         # Otherwise no collective: the other ranks may wait in one of the forward's.
         found = _findings_of_all_ranks(found[0])
     # All ranks find what concerns the requests and not the data.
-    texts = dict.fromkeys(text for text, _ in found if text)
+    texts = list(dict.fromkeys(text for text, _ in found if text)) or [str(error)]
+    elsewhere = f" ({len(texts) - 1} other rank(s) found more)" if texts[1:] else ""
     return EngineFailed(
-        message="\n".join(texts) or str(error),
+        message=texts[0] + elsewhere,
         incidents=sorted(
             (incident for _, of_rank in found for incident in of_rank),
             key=itemgetter("time"),

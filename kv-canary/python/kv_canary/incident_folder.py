@@ -1,0 +1,84 @@
+"""The folder of incident files: one JSON document each, a bounded number."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class IncidentFolder:
+    """Writes documents into `path`; a folder that takes none stops nothing.
+
+    Args:
+        rank: of this process, for the names.
+        max_files: of this process; 0: no limit. max_files_option: its name for users.
+    """
+
+    def __init__(
+        self, path: Path, *, rank: int, max_files: int, max_files_option: str
+    ) -> None:
+        self._path = path
+        self._rank = rank
+        self._max_files = max_files
+        self._max_files_option = max_files_option
+        self._num_asked = 0
+        self._has_failed = False
+
+    def write(self, document: dict[str, Any]) -> Path | None:
+        """Write one more file; None where there is none: too many, or no room."""
+        if not self._may_write():
+            return None
+        name = (
+            f"kv_canary-{time.time_ns()}-rank{self._rank}-forward"
+            f"{document['forward']}.json"
+        )
+        try:
+            self._write(name, document)
+        except OSError as error:
+            # Once: a full disk stays full for long.
+            if not self._has_failed:
+                logger.error(
+                    "kv_canary: cannot write %s: %s; goes on without incident files "
+                    "until it can",
+                    self._path / name,
+                    error,
+                )
+            self._has_failed = True
+            return None
+        self._has_failed = False
+        return self._path / name
+
+    def _may_write(self) -> bool:
+        """Whether one more file may be written: a damaged slot of the cache may be
+        reported for as long as the server runs."""
+        limit = self._max_files
+        self._num_asked += 1
+        if limit and self._num_asked == limit + 1:
+            logger.error(
+                "kv_canary: %d incident files are written, no more follow (%s); the "
+                "log goes on",
+                limit,
+                self._max_files_option,
+            )
+        return not limit or self._num_asked <= limit
+
+    def _write(self, name: str, document: dict[str, Any]) -> None:
+        """Write a file that is complete once it has its name: a reader may look
+        meanwhile, and the process may be killed."""
+        begun = self._path / f".{name}.part"
+        try:
+            descriptor = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(document, file, indent=2)
+            begun.rename(self._path / name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                begun.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,90 @@
+"""Log lines about violations: enough to act on, however many there are."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kv_canary.explain import explain
+from kv_canary.violation import Violation
+
+logger = logging.getLogger(__name__)
+
+QUIET_SECONDS = 60.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Kind:
+    """Violations of one diagnosis.
+
+    Fields:
+        last_line: time of the last line about one.
+        held_back: violations since then without a line. total: all of them.
+    """
+
+    last_line: float
+    held_back: int = 0
+    total: int = 0
+
+
+class ReportLog:
+    """Logs the first incident of each diagnosis in full, then one line per
+    `QUIET_SECONDS` with the count: a slot that stays damaged is found at each step.
+
+    Args:
+        with_tokens: whether lines hold token ids.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, *, with_tokens: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._with_tokens = with_tokens
+        self._clock = clock
+        self._kinds: dict[str, _Kind] = {}
+
+    def violations(self, fresh: Sequence[Violation]) -> bool:
+        """Log one line of each diagnosis for which one is due, and count the others.
+
+        Returns whether a diagnosis is new, so that the incident is to be explained.
+        """
+        by_name: dict[str, list[Violation]] = {}
+        for violation in fresh:
+            by_name.setdefault(violation.diagnosis_name, []).append(violation)
+        is_new = not by_name.keys() <= self._kinds.keys()
+        for name, found in by_name.items():
+            self._of_one_kind(name, found, is_explained=is_new)
+        return is_new
+
+    def _of_one_kind(
+        self, name: str, found: list[Violation], *, is_explained: bool
+    ) -> None:
+        now = self._clock()
+        kind = self._kinds.get(name)
+        is_due = kind is None or now - kind.last_line >= QUIET_SECONDS
+        if kind is None:
+            kind = self._kinds[name] = _Kind(last_line=now)
+        kind.total += len(found)
+        if not is_due:
+            kind.held_back += 0 if is_explained else len(found)
+            return
+        logger.error("%s", found[0].line(with_tokens=self._with_tokens))
+        kind.held_back += 0 if is_explained else len(found) - 1
+        if kind.held_back:
+            logger.error(
+                "kv_canary: %d more violation(s) in the last %.0f s, %d in all, of: %s",
+                kind.held_back,
+                now - kind.last_line,
+                kind.total,
+                found[0].diagnosis,
+            )
+        kind.last_line, kind.held_back = now, 0
+
+    def explain(self, incident: dict[str, Any], file: Path | None) -> None:
+        """Log the whole incident in words, and where its file is."""
+        where = "" if file is None else f" in {file}"
+        logger.error("kv_canary: incident%s:\n%s", where, explain(incident))

@@ -1,0 +1,73 @@
+"""The log of violations: in full once, then counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from violation_world import entry, owner_of, reporter, violation
+
+from kv_canary.explain import explain
+from kv_canary.records import Reason
+from kv_canary.report_log import QUIET_SECONDS, ReportLog
+from kv_canary.violation import Violation
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="cpu")
+
+
+def violations(count: int, *, reason: Reason = Reason.VERIFY_REAL_KV) -> list[Violation]:
+    return [violation(REASONS=reason, SLOT=slot) for slot in range(10, 10 + count)]
+
+
+def test_an_incident_is_told_once_with_its_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = reporter(report_dir=tmp_path)
+    report.report([entry(SLOT=slot) for slot in range(26)], owner_of=owner_of)
+    line, told = caplog.messages
+    assert line.startswith("kv_canary violation: ")
+    (file,) = tmp_path.iterdir()
+    head, _, text = told.partition("\n")
+    assert head == f"kv_canary: incident in {file}:"
+    assert text == explain(json.loads(file.read_text()))
+    # The next one of its kind is counted, whatever request it concerns.
+    report.report([entry(SLOT=77, SERIAL=6)], owner_of=owner_of)
+    assert len(caplog.messages) == 2 and report.total == 27
+
+
+def test_a_fault_that_goes_on_has_one_line_per_interval(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 1000.0
+    log = ReportLog(with_tokens=False, clock=lambda: now)
+    assert log.violations(violations(4))
+    (first,) = caplog.messages
+    assert first == violations(1)[0].line(with_tokens=False)
+    for _ in range(30):
+        now += 1.0
+        assert not log.violations(violations(100))
+    assert caplog.messages == [first]
+    now += QUIET_SECONDS - 30.0
+    caplog.clear()
+    assert not log.violations(violations(2))
+    line, count = caplog.messages
+    assert line == first
+    assert count == (
+        "kv_canary: 3001 more violation(s) in the last 60 s, 3006 in all, of: "
+        f"{violations(1)[0].diagnosis}"
+    )
+
+
+def test_another_diagnosis_is_not_held_back(caplog: pytest.LogCaptureFixture) -> None:
+    log = ReportLog(with_tokens=False)
+    assert log.violations(violations(3))
+    both = violations(3) + violations(3, reason=Reason.READ_SET)
+    assert log.violations(both)
+    assert len(caplog.messages) == 2
+    assert "fail_reason=read_set" in caplog.messages[1]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
