@@ -31,7 +31,7 @@ from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.scheduler_process import SchedulerDied, available_cores
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.logging import configure_logging
+from sglang.srt.utils.logging import configure_embedded_logging
 from sglang.version import __version__
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Engine:
                 f"Engine got server_args and also {', '.join(sorted(kwargs))}; "
                 "set them in server_args"
             )
-        configure_logging(server_args.log_level)
+        configure_embedded_logging(server_args.log_level)
         self.server_args = server_args
         self._host = _EngineHost(server_args)
         self._finalizer = weakref.finalize(self, self._host.close)

@@ -7,7 +7,6 @@ the scheduler of a killed parent ends, too.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import signal
@@ -20,12 +19,15 @@ import msgspec
 from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
 from sglang.srt.managers.scheduler_components.build import run_scheduler_process
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.line_writer import flush_all
+from sglang.srt.utils.standard_streams import guard_standard_streams
 
 STDIN = 0
 STORE_NAME = "ranks"
 
 
 def main() -> None:
+    guard_standard_streams()
     # The front decides when to stop and sends a message.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -45,7 +47,7 @@ def main() -> None:
     if server_args.tp_size > 1:
         # NCCL's communicators cannot be destroyed while CUDA graphs refer to them, and
         # there is nothing left to save: the interpreter's finalization is skipped.
-        logging.shutdown()
+        flush_all()
         os._exit(0)
 
 
@@ -64,6 +66,7 @@ def _exit_with_parent(addresses: SchedulerAddresses) -> None:
     while os.read(STDIN, 4096):
         pass
     shutil.rmtree(addresses.folder, ignore_errors=True)
+    flush_all()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from sglang.srt.utils.line_writer import flush_all
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ class Watchdog:
     """A thread that ends the process when one guarded section outlasts the time-out.
 
     The process is beyond repair then (a hung kernel cannot be interrupted), so it
-    prints all stacks and exits; the parent reports it to the clients.
+    logs all stacks and exits; the parent reports it to the clients.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -43,8 +44,18 @@ class Watchdog:
             began = self._began
             if began is not None and time.monotonic() - began > self._timeout:
                 logger.critical(
-                    "A forward runs for more than --watchdog-timeout %s s; stopping",
+                    "A forward runs for more than --watchdog-timeout %s s; stopping\n"
+                    "%s",
                     self._timeout,
+                    _all_stacks(),
                 )
-                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+                flush_all()
                 os._exit(EXIT_CODE)
+
+
+def _all_stacks() -> str:
+    """The stacks of all threads; through memory, because stderr may be blocked."""
+    descriptor = os.memfd_create("stacks")
+    faulthandler.dump_traceback(file=descriptor, all_threads=True)
+    size = os.lseek(descriptor, 0, os.SEEK_CUR)
+    return os.pread(descriptor, size, 0).decode(errors="replace")
