@@ -1,4 +1,4 @@
-"""A log that cannot be written: nothing waits for it, and what is missing is counted."""
+"""A log that cannot be written: nothing waits for it, what is missing is counted."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_template_language() -> None:
     [
         ({"tokenizer.json": "{"}, "is not a tokenizer"),
         ({"tokenizer_config.json": "[]"}, "must hold a JSON object"),
-        ({"tokenizer_config.json": "{"}, "is not JSON"),
+        ({"tokenizer_config.json": "{"}, "not valid JSON"),
         ({"chat_template.jinja": "{% if %}"}, "chat template of"),
     ],
 )

@@ -17,7 +17,9 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=2, suite="cpu")
 
 
-def violations(count: int, *, reason: Reason = Reason.VERIFY_REAL_KV) -> list[Violation]:
+def violations(
+    count: int, *, reason: Reason = Reason.VERIFY_REAL_KV
+) -> list[Violation]:
     return [violation(REASONS=reason, SLOT=slot) for slot in range(10, 10 + count)]
 
 

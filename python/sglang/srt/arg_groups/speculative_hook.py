@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.arg_parser import flag_name
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
+from sglang.srt.utils.json_file import read_json_object
 from sglang.srt.utils.paths import bundled_demo_draft_path, bundled_demo_model_path
 
 if TYPE_CHECKING:
@@ -146,9 +146,8 @@ def _architecture(args: ServerArgs) -> str | None:
     assert args.model_path is not None
     config = Path(args.model_path) / "config.json"
     try:
-        raw: Any = json.loads(config.read_text(encoding="utf-8"))
-        return str(raw["architectures"][0])
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return str(read_json_object(config)["architectures"][0])
+    except (ValueError, KeyError, IndexError, TypeError):
         return None
 
 

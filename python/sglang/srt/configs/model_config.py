@@ -7,12 +7,14 @@ weights.
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-DEFAULT_CONTEXT_LENGTH = 2048
+from sglang.srt.configs.config_values import ROPE_KEYS, ConfigValues
+from sglang.srt.utils.json_file import read_json_object, shown
+
+MAX_TOKEN_ID = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,51 +68,47 @@ class ModelConfig:
             ValueError: a missing or malformed file or field, or a `context_length`
                 beyond the model's own; names the file and the field.
         """
-        raw = _read_json(folder / "config.json")
-        native = int(raw.get("max_position_embeddings", DEFAULT_CONTEXT_LENGTH))
+        file = folder / "config.json"
+        raw = read_json_object(file)
+        values = ConfigValues(file, raw)
+        native = values.get("max_position_embeddings")
         if context_length is not None and context_length > native:
             raise ValueError(
                 f"--context-length {context_length} exceeds the {native} positions "
                 f"(max_position_embeddings) of {folder}; use at most {native}"
             )
-        architectures = raw.get("architectures") or []
-        if len(architectures) != 1:
-            raise ValueError(
-                f"{folder / 'config.json'}: architectures must name one model class, "
-                f"got {architectures}"
-            )
-
-        def need(name: str) -> int:
-            if not isinstance(raw.get(name), int):
-                raise ValueError(
-                    f"{folder / 'config.json'}: {name} must be an integer, got "
-                    f"{raw.get(name)!r}"
-                )
-            return int(raw[name])
-
-        hidden_size = need("hidden_size")
-        num_heads = need("num_attention_heads")
         return cls(
             path=folder,
-            architecture=architectures[0],
-            hidden_size=hidden_size,
-            intermediate_size=need("intermediate_size"),
-            num_layers=need("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-            head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
-            vocab_size=need("vocab_size"),
+            architecture=_architecture(values, raw),
+            hidden_size=values.get("hidden_size"),
+            intermediate_size=values.get("intermediate_size"),
+            num_layers=values.get("num_hidden_layers"),
+            **_head_sizes(values),
+            vocab_size=values.get("vocab_size"),
             context_len=context_length or native,
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            hidden_act=str(raw.get("hidden_act", "silu")),
-            rope=_rope_config(raw, folder),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=bool(raw.get("attention_bias", False)),
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            sliding_window=_sliding_window(raw),
-            eos_token_ids=_eos_token_ids(raw, folder),
+            rms_norm_eps=values.get("rms_norm_eps"),
+            hidden_act=values.get("hidden_act"),
+            rope=_rope_config(values),
+            tie_word_embeddings=values.get("tie_word_embeddings"),
+            attention_bias=values.get("attention_bias"),
+            mlp_bias=values.get("mlp_bias"),
+            sliding_window=_sliding_window(values),
+            eos_token_ids=_eos_token_ids(values, folder),
             raw=raw,
         )
+
+    @property
+    def values(self) -> ConfigValues:
+        """Checked values of config.json, for keys of a single model."""
+        return ConfigValues(self.path / "config.json", self.raw)
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Weights of the layers' matrices: at least so many does a model have."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads
+        attention = self.hidden_size * heads * self.head_dim
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp)
 
     def with_context(self, context_len: int) -> ModelConfig:
         """Return the same model with another context length."""
@@ -121,36 +119,53 @@ class ModelConfig:
         return dataclasses.replace(self, architecture=architecture)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"{path}: no such file") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: must hold a JSON object")
-    return value
+def _architecture(values: ConfigValues, raw: dict[str, Any]) -> str:
+    match raw.get("architectures"):
+        case [str(name)]:
+            return name
+    raise values.wrong("architectures", "must be a list of one model class")
 
 
-def _rope_config(raw: dict[str, Any], folder: Path) -> RopeConfig:
+def _head_sizes(values: ConfigValues) -> dict[str, int]:
+    """The fields `num_heads`, `num_kv_heads` and `head_dim`, which must fit."""
+    hidden_size = values.get("hidden_size")
+    num_heads = values.get("num_attention_heads")
+    num_kv_heads = values.get("num_key_value_heads") or num_heads
+    head_dim = values.get("head_dim")
+    if num_heads % num_kv_heads:
+        raise values.wrong(
+            "num_key_value_heads", f"must divide num_attention_heads, {num_heads}"
+        )
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise values.wrong(
+                "num_attention_heads",
+                f"must divide hidden_size, {hidden_size}, as head_dim is absent",
+            )
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise values.error("head_dim", f"is {head_dim}, but must be even")
+    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+
+
+def _rope_config(values: ConfigValues) -> RopeConfig:
     """Read either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    numbers = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(numbers.pop("rope_theta", raw.get("rope_theta", 10000.0)))
-    rope_type = str(numbers.pop("rope_type", numbers.pop("type", "default")))
+    name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    numbers = values.within(name, ROPE_KEYS)
+    rope_type = numbers.get("rope_type") or numbers.get("type")
     needed = _ROPE_NUMBERS.get(rope_type)
     if needed is None:
-        raise ValueError(
-            f"{folder / 'config.json'}: rope type {rope_type!r} is not supported; "
-            f"supported: {', '.join(_ROPE_NUMBERS)}"
+        raise values.error(
+            name,
+            f"has the type {shown(rope_type)}, which is not supported; supported: "
+            f"{', '.join(_ROPE_NUMBERS)}",
         )
-    missing = [name for name in needed if name not in numbers]
-    if missing:
-        raise ValueError(
-            f"{folder / 'config.json'}: rope type {rope_type} lacks "
-            f"{', '.join(missing)}"
-        )
-    scaling = {name: float(numbers[name]) for name in needed}
+    scaling = {number: numbers.get(number) for number in needed}
+    if rope_type == "llama3" and (
+        scaling["low_freq_factor"] >= scaling["high_freq_factor"]
+    ):
+        raise numbers.wrong("low_freq_factor", "must be below high_freq_factor")
+    theta = numbers.get("rope_theta") or values.get("rope_theta")
     return RopeConfig(theta=theta, rope_type=rope_type, scaling=scaling)
 
 
@@ -166,21 +181,23 @@ _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _sliding_window(raw: dict[str, Any]) -> int | None:
+def _sliding_window(values: ConfigValues) -> int | None:
     """Return the window; Qwen's has no effect unless `use_sliding_window` is true."""
-    window = raw.get("sliding_window")
-    if window is None or not raw.get("use_sliding_window", True):
+    if not values.get("use_sliding_window"):
         return None
-    return int(window)
+    window: int | None = values.get("sliding_window")
+    return window
 
 
-def _eos_token_ids(raw: dict[str, Any], folder: Path) -> tuple[int, ...]:
-    ids: dict[int, None] = {}
+def _eos_token_ids(values: ConfigValues, folder: Path) -> tuple[int, ...]:
+    sources = [values]
     generation = folder / "generation_config.json"
-    sources = [raw, _read_json(generation)] if generation.is_file() else [raw]
+    if generation.is_file():
+        sources.append(ConfigValues(generation, read_json_object(generation)))
+    ids: dict[int, None] = {}
     for source in sources:
-        value = source.get("eos_token_id")
-        for token_id in value if isinstance(value, list) else [value]:
-            if token_id is not None:
-                ids[int(token_id)] = None
+        # Some configurations write -1 for none.
+        for token_id in source.integers("eos_token_id", low=-1, high=MAX_TOKEN_ID):
+            if token_id >= 0:
+                ids[token_id] = None
     return tuple(ids)

@@ -1,44 +1,49 @@
-"""Iteration over the tensors of a checkpoint folder; safetensors only."""
+"""Iteration over the tensors of a checkpoint folder; safetensors only.
+
+A checkpoint may come from anybody: its files are read where they lie in the folder, and
+a file that lies is refused.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sglang.srt.utils.json_file import read_json_object, shown
+
 INDEX = "model.safetensors.index.json"
+# Of the hub's cache: `<repository>/snapshots/<revision>/` links to `blobs/`.
+HUB_SNAPSHOTS, HUB_BLOBS = "snapshots", "blobs"
 
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint, sharded or not.
 
     Raises:
-        ValueError: no such file, or the index names a missing file.
+        ValueError: no such file; or the index names a file that is missing or lies
+            outside of the folder.
     """
     index = folder / INDEX
     if index.is_file():
-        try:
-            names = sorted(
-                set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-            )
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{index}: not a weight index: {error!r}") from error
-        files = [folder / name for name in names]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise ValueError(f"{index} names {', '.join(missing)}, which is not there")
-        return files
-    files = sorted(folder.glob("*.safetensors"))
+        files = [folder / name for name in _indexed_names(index)]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(
             f"{folder} has no *.safetensors file (other formats are not read); use "
             "--load-format dummy for random weights"
         )
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        # A link to nowhere, or what the index names.
+        raise ValueError(f"{folder}: there is no file {', '.join(missing[:8])}")
+    for file in files:
+        _check_place(file, folder)
     return files
 
 
@@ -59,18 +64,66 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for every tensor of the checkpoint.
 
     Raises:
-        ValueError: a file is not a valid safetensors file.
+        ValueError: a file is not a valid safetensors file, or two hold one tensor.
     """
+    found: dict[str, Path] = {}
     for file in weight_files(folder):
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
-                yield name, tensors.get_tensor(name)
+                if name in found:
+                    raise ValueError(
+                        f"{folder}: tensor {name} is in {found[name].name} and in "
+                        f"{file.name}; remove one of the files"
+                    )
+                found[name] = file
+                yield name, _read(tensors, name, file)
+
+
+def _indexed_names(index: Path) -> list[str]:
+    """The names of the files in an index, in order."""
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: weight_map must be an object of file names")
+    for tensor, name in weight_map.items():
+        is_plain = isinstance(name, str) and name.isprintable()
+        parts = PurePath(name).parts if is_plain else ()
+        if not parts or ".." in parts or PurePath(name).is_absolute():
+            raise ValueError(
+                f"{index}: weight_map names {shown(name)} for {shown(tensor)}; it must "
+                "be a file in the folder"
+            )
+    return sorted(set(weight_map.values()))
+
+
+def _check_place(file: Path, folder: Path) -> None:
+    """Raises:
+    ValueError: `file` is a link out of `folder` and of the hub's cache around it.
+    """
+    real, home = file.resolve(), folder.resolve()
+    places = [home]
+    if home.parent.name == HUB_SNAPSHOTS:
+        places.append(home.parents[1] / HUB_BLOBS)
+    if not any(real.is_relative_to(place) for place in places):
+        raise ValueError(
+            f"{file} is a link to {real}, outside of the folder; put the file itself "
+            "there"
+        )
 
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
     try:
-        with safe_open(file, framework="pt") as tensors:
-            yield tensors
-    except SafetensorError as error:
+        opened = safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: not a valid safetensors file: {error}") from error
+    with opened as tensors:
+        yield tensors
+
+
+def _read(tensors: Any, name: str, file: Path) -> Tensor:
+    """A tensor of an open file, whose header may claim what torch does not know."""
+    try:
+        tensor: Tensor = tensors.get_tensor(name)
+    except (SafetensorError, OSError, RuntimeError, AttributeError) as error:
+        raise ValueError(f"{file}: tensor {shown(name)}: {error}") from error
+    return tensor

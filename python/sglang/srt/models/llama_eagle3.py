@@ -35,11 +35,10 @@ MIDLAYER = "midlayer."
 
 
 def _draft_vocab_size(config: ModelConfig) -> int:
-    size = config.raw.get("draft_vocab_size") or config.vocab_size
-    if not isinstance(size, int) or not 0 < size <= config.vocab_size:
-        raise ValueError(
-            f"{config.path / 'config.json'}: draft_vocab_size {size!r} must be an "
-            f"integer from 1 to vocab_size {config.vocab_size}"
+    size: int = config.values.get("draft_vocab_size") or config.vocab_size
+    if size > config.vocab_size:
+        raise config.values.wrong(
+            "draft_vocab_size", f"must be at most vocab_size, {config.vocab_size}"
         )
     return size
 

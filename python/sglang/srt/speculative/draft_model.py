@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
 from sglang.srt.models.registry import CausalLM, draft_architectures
 from sglang.srt.speculative.eagle_utils import STANDALONE
+from sglang.srt.utils.json_file import read_json_object
 from sglang.srt.utils.paths import resolve_model_folder
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Of a file that holds no list of integers.
+_TOKEN_MAP_ERRORS = (ValueError, TypeError, RuntimeError, OSError)
 FLAG = "--speculative-draft-model-path"
 
 
@@ -99,9 +103,11 @@ def _check_vocabulary(
 
 
 def _token_ids(path: Path) -> dict[str, Any]:
-    raw = json.loads(path.read_text(encoding="utf-8"))
-    return {name: raw.get(name) for name in ("added_tokens",)} | {
-        "vocab": raw.get("model", {}).get("vocab")
+    raw = read_json_object(path)
+    model = raw.get("model")
+    return {
+        "added_tokens": raw.get("added_tokens"),
+        "vocab": model.get("vocab") if isinstance(model, dict) else None,
     }
 
 
@@ -159,7 +165,7 @@ def load_token_map(path: str, *, vocab_size: int, device: torch.device | str) ->
             (ids,) = load_file(file).values()
         else:
             ids = torch.tensor(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except (*_TOKEN_MAP_ERRORS, SafetensorError) as error:
         raise ValueError(
             f"{flag} must be a .json list of token ids or a .safetensors file with one "
             f"tensor of them: {error}"

@@ -1,6 +1,8 @@
 """Chat templates in the jinja dialect of published checkpoints.
 
-Runs templates in jinja's immutable sandbox. Knows nothing of tokens or of OpenAI's API.
+Runs templates in jinja's immutable sandbox, within the bounds of `template_limits`, so
+that a hostile one neither hangs a process nor takes its memory. Knows nothing of tokens
+or of OpenAI's API.
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from sglang.srt.utils.template_limits import (
+    LimitedEnvironment,
+    TemplateTooExpensive,
+    limited_rendering,
+)
 
 # Errors that a client's messages and variables can cause in a template.
 _RENDER_ERRORS = (
@@ -24,6 +31,14 @@ _RENDER_ERRORS = (
     LookupError,
     ArithmeticError,
     RecursionError,
+    MemoryError,
+)
+# Errors of a text that is no template, or nested too deeply for one.
+_COMPILE_ERRORS = (*_RENDER_ERRORS, SyntaxError)
+MAX_SOURCE_CHARS = 1 << 20
+TRIAL = (
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hello!"},
 )
 RESERVED_NAMES = frozenset({"messages", "tools", "add_generation_prompt"})
 
@@ -37,17 +52,34 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, origin: str, variables: Mapping[str, str]
     ) -> None:
-        """Compile `source`.
+        """Compile `source` and try it on a short conversation.
 
         Raises:
-            ValueError: `source` is not a template; names `origin`.
+            ValueError: `source` is not a template, or takes too long for two messages;
+                names `origin`.
         """
         self.source = source
         self._variables = dict(variables)
+        if len(source) > MAX_SOURCE_CHARS:
+            raise ValueError(
+                f"chat template of {origin}: {len(source)} characters, more than "
+                f"{MAX_SOURCE_CHARS}"
+            )
         try:
             self._template = _ENVIRONMENT.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"chat template of {origin}: {error}") from error
+            self._try(TRIAL)
+        except _COMPILE_ERRORS as error:
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"chat template of {origin}: {reason}") from error
+
+    def _try(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Render, and pass on an excess only: what else a template refuses is its own
+        affair, such as messages without a system prompt."""
+        try:
+            self.render(messages, add_generation_prompt=True, tools=None, variables={})
+        except ValueError as error:
+            if isinstance(error.__cause__, TemplateTooExpensive):
+                raise error.__cause__ from None
 
     def render(
         self,
@@ -66,12 +98,13 @@ class ChatTemplate:
         if reserved:
             raise ValueError(f"{reserved[0]} is not a free variable of a chat template")
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                **{**self._variables, **variables},
-            )
+            with limited_rendering():
+                return self._template.render(
+                    messages=messages,
+                    add_generation_prompt=add_generation_prompt,
+                    tools=tools,
+                    **{**self._variables, **variables},
+                )
         except _RENDER_ERRORS as error:
             raise ValueError(
                 f"the chat template refused the messages: {error}"
@@ -102,13 +135,13 @@ def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _make_environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _make_environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[LoopControlExtension, _GenerationBlock],
     )
-    environment.filters["tojson"] = _to_json
+    environment.add_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment

@@ -6,7 +6,6 @@ Built on `tokenizers`; transformers is imported only for folders without a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,19 @@ from typing import Any
 import tokenizers
 
 from sglang.srt.utils.chat_template import ChatTemplate
+from sglang.srt.utils.json_file import read_json_object, shown
 from sglang.srt.utils.paths import resolve_model_folder
 from sglang.srt.utils.token_bytes import TokenBytes
 
+CONFIG = "tokenizer_config.json"
+# Ids beyond it would be tables of gigabytes.
+MAX_VOCAB_SIZE = 1 << 24
+# Vocabularies that transformers converts.
+OLDER_FORMATS = (
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
+    *("vocab.json", "vocab.txt", "added_tokens.json"),
+)
+MAX_REASON_CHARS = 500
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -49,6 +58,11 @@ class Tokenizer:
         self._add_eos: bool | None = config.get("add_eos_token")
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise ValueError(
+                f"{name}: tokenizer.json has the token id {self.vocab_size - 1}; ids "
+                f"must be below {MAX_VOCAB_SIZE}"
+            )
         self.max_token_chars = max(map(len, vocab), default=1)
         tokens = {key: _token_text(config.get(key)) for key in TEMPLATE_TOKENS}
         self.bos_token_id = self._token_id(tokens["bos_token"])
@@ -160,7 +174,7 @@ def load_tokenizer(path: str, *, chat_template: str | None = None) -> Tokenizer:
     folder = Path(path)
     if not folder.is_dir():
         folder = resolve_model_folder(path)
-    config = _read_json(folder / "tokenizer_config.json")
+    config = _read_config(folder / CONFIG)
     backend = _read_backend(folder)
     template = chat_template or _read_chat_template(folder, config)
     return Tokenizer(backend, config=config, name=str(folder), chat_template=template)
@@ -169,11 +183,17 @@ def load_tokenizer(path: str, *, chat_template: str | None = None) -> Tokenizer:
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
+        if not any((folder / name).is_file() for name in OLDER_FORMATS):
+            raise ValueError(f"{folder} has no tokenizer.json")
         return _convert_with_transformers(folder)
     try:
         return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception for a broken file
-        raise ValueError(f"{file} is not a tokenizer: {error}") from error
+    # The library raises bare Exception for a broken file, and panics for some: an error
+    # that is no Exception.
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise ValueError(f"{file} is not a tokenizer: {_one_line(error)}") from error
 
 
 def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
@@ -190,31 +210,48 @@ def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
     except Exception as error:  # any of transformers' many error types
         raise ValueError(
-            f"{folder} has no tokenizer that can be read: {error}"
+            f"{folder} has no tokenizer that can be read: {_one_line(error)}"
         ) from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object")
-    return content
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:MAX_REASON_CHARS]
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """The content of `tokenizer_config.json`; empty where there is none."""
+    config = read_json_object(file) if file.is_file() else {}
+    for name in ("add_bos_token", "add_eos_token"):
+        if not isinstance(config.get(name), bool | None):
+            raise ValueError(
+                f"{file}: {name} must be true or false, got {shown(config[name])}"
+            )
+    return config
 
 
 def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} is not a template: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates
-        by_name = {entry["name"]: entry["template"] for entry in template}
-        template = by_name.get("default")
-    return None if template is None else str(template)
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next(
+            (
+                entry.get("template")
+                for entry in named
+                if entry.get("name") == "default"
+            ),
+            None,
+        )
+    if not isinstance(template, str | None):
+        raise ValueError(
+            f"{folder / CONFIG}: chat_template must be a text, got {shown(template)}"
+        )
+    return template
 
 
 def _token_text(entry: Any) -> str | None:

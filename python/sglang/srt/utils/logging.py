@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TextIO, cast
 
 from sglang.srt.utils.line_writer import DATE_FORMAT
 from sglang.srt.utils.standard_streams import guarded_stderr, open_missing_descriptors
@@ -53,7 +53,7 @@ def configure_embedded_logging(level: str) -> None:
 
 
 def _handler() -> logging.Handler:
-    handler = LimitedHandler(guarded_stderr())
+    handler = LimitedHandler(cast(TextIO, guarded_stderr()))
     handler.setFormatter(logging.Formatter(FORMAT, DATE_FORMAT))
     return handler
 

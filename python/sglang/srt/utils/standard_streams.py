@@ -1,4 +1,4 @@
-"""stdout and stderr of a process of the engine: whatever becomes of them, it goes on."""
+"""stdout and stderr of an engine process, which goes on whatever becomes of them."""
 
 from __future__ import annotations
 
