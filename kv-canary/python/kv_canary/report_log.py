@@ -6,11 +6,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kv_canary.explain import explain
-from kv_canary.violation import Violation
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kv_canary.violation import Violation
 
 logger = logging.getLogger(__name__)
 

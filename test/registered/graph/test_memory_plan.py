@@ -9,6 +9,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.memory_plan import (
+    CPU_POOL_BYTES,
     DRAFT_GRAPH_BYTES,
     GRAPH_BYTES,
     KERNEL_BYTES,
@@ -16,6 +17,7 @@ from sglang.srt.model_executor.memory_plan import (
     NO_DRAFT_MEMORY,
     SEGMENT_BYTES,
     DraftMemory,
+    cpu_pool_slots,
     decode_graph_sizes,
     default_batch_sizes,
     draft_graph_bytes,
@@ -138,13 +140,74 @@ def test_a_capture_says_what_it_took(model, caplog):
         raise torch.OutOfMemoryError("no room")
 
 
-def test_running_out_of_memory_names_the_flags(model):
+def test_running_out_of_memory_names_the_flags(model, monkeypatch):
     args = ServerArgs(model_path=str(model), device="cpu", mem_fraction_static=0.7)
+    with (
+        pytest.raises(ValueError, match="pool: lower --max-total-tokens") as refused,
+        explain_out_of_memory("building the KV pool", args),
+    ):
+        torch.empty(1 << 56)
+    assert "cuda" not in str(refused.value).lower()
+    with (
+        pytest.raises(RuntimeError, match="another"),
+        explain_out_of_memory("building the KV pool", args),
+    ):
+        raise RuntimeError("another failure")
+    monkeypatch.setattr("sglang.srt.server_args.cuda_device_count", lambda: 1)
+    args = ServerArgs(model_path=str(model), device="cuda", mem_fraction_static=0.7)
     with (
         pytest.raises(ValueError, match=r"--mem-fraction-static \(now 0.7\)"),
         explain_out_of_memory("building the KV pool", args),
     ):
         raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.parametrize(
+    ("context", "running", "bytes_per_slot", "slots"),
+    [
+        (2048, 64, 1024, 32 * 2048),  # contexts
+        (2048, 4, 1024, 4 * 2048),  # what the requests can fill
+        (32768, 64, 24576, CPU_POOL_BYTES // 24576),  # bytes
+        (131072, 64, 262144, 131072),  # a whole context
+    ],
+)
+def test_a_pool_on_the_cpu_is_no_larger_than_useful(
+    context, running, bytes_per_slot, slots
+):
+    assert slots == cpu_pool_slots(
+        context_len=context,
+        max_running_requests=running,
+        bytes_per_slot=bytes_per_slot,
+    )
+
+
+def test_the_default_pool_is_said_with_its_flag(model, caplog):
+    with caplog.at_level("INFO"):
+        scheduler = EngineHarness(model, device="cpu", max_running_requests=2).scheduler
+    size = scheduler.worker.model_runner.max_total_num_tokens
+    assert size == 2 * scheduler.model_config.context_len
+    assert f"KV pool has {size} tokens by default; --max-total-tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"page_size": 1_000_000}, "--page-size 1000000 is more than the 8192 tokens"),
+        ({"mem_fraction_static": 1e-9}, "the weights; raise it, or lower --page-size"),
+    ],
+)
+def test_no_room_on_the_cpu_is_not_blamed_on_graphs(model, flags, words):
+    with pytest.raises(ValueError, match=words) as refused:
+        EngineHarness(model, device="cpu", attention_backend="torch_native", **flags)
+    assert "cuda" not in str(refused.value).lower()
+
+
+def test_tables_that_no_memory_holds(tmp_path):
+    folder = write_tiny_model(
+        tmp_path, "LlamaForCausalLM", max_position_embeddings=1 << 16
+    )
+    with pytest.raises(ValueError, match="lower --context-length or --max-running-r"):
+        EngineHarness(folder, device="cpu", max_running_requests=1 << 22)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -67,6 +67,11 @@ class ReqToTokenPool:
         self._in_use = bytearray(size + 1)
         self.clear()
 
+    @staticmethod
+    def bytes_of(*, size: int, row_width: int) -> int:
+        """Memory on the device of a pool of `size` rows."""
+        return 2 * (size + 1) * row_width * torch.int32.itemsize
+
     def _zeros(self, width: int) -> torch.Tensor:
         shape = (self.size + 1, width)
         return torch.zeros(shape, dtype=torch.int32, device=self.device)

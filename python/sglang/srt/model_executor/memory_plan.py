@@ -7,6 +7,7 @@ is built, so their size is estimated here; the log gives their real size afterwa
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ DRAFT_GRAPH_BYTES = 16 << 20
 SEGMENT_BYTES = 1 << 20
 # Residual, hidden, attention output and products that live at once, per channel.
 LIVE_HIDDEN, LIVE_INNER = 8, 3
+
+CPU_POOL_CONTEXTS = 32
+CPU_POOL_BYTES = 2 << 30
 
 MAX_WHOLE_TOKENS = 256
 """Largest prefill of one request that is one graph, its attention captured, too. Beyond
@@ -154,6 +158,19 @@ def draft_graph_bytes(
     return max(sizes) * rows_per_request * per_row + graphs
 
 
+def cpu_pool_slots(
+    *, context_len: int, max_running_requests: int, bytes_per_slot: int
+) -> int:
+    """The most KV slots that a pool on the CPU has without --max-total-tokens.
+
+    No more than the running requests can fill, and `CPU_POOL_BYTES`, but one whole
+    context: memory of the machine's other programs would be zeroed at start for
+    nothing.
+    """
+    useful = min(max_running_requests, CPU_POOL_CONTEXTS) * context_len
+    return min(useful, max(CPU_POOL_BYTES // bytes_per_slot, context_len))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftMemory:
     """Device memory that a draft worker will take beside its target.
@@ -170,6 +187,21 @@ class DraftMemory:
 NO_DRAFT_MEMORY = DraftMemory()
 
 
+def no_room_for_a_page(
+    args: ServerArgs, *, free_bytes: int, bytes_per_slot: int
+) -> ValueError:
+    """The error where --mem-fraction-static leaves less than a page."""
+    beside, fix = "the weights", "raise it, or lower --page-size"
+    if args.device != "cpu":
+        beside += " and the CUDA graphs"
+        fix += " or --cuda-graph-max-bs, or use --disable-piecewise-cuda-graph"
+    return ValueError(
+        f"--mem-fraction-static {args.mem_fraction_static} of "
+        f"{free_bytes / 2**30:.1f} GiB leaves no room for one page of "
+        f"{args.page_size} tokens ({bytes_per_slot} bytes each) beside {beside}; {fix}"
+    )
+
+
 @contextmanager
 def explain_out_of_memory(doing: str, server_args: ServerArgs) -> Iterator[None]:
     """Turn an allocation that fails inside into an error that names the flags.
@@ -179,7 +211,16 @@ def explain_out_of_memory(doing: str, server_args: ServerArgs) -> Iterator[None]
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError, OSError) as error:
+        if server_args.device == "cpu" and _is_out_of_host_memory(error):
+            raise ValueError(
+                f"out of memory while {doing}: lower --max-total-tokens, "
+                f"--context-length or --max-running-requests (now "
+                f"{server_args.max_running_requests}), or serve a smaller model "
+                f"({error})"
+            ) from error
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
         raise ValueError(
             f"out of GPU memory while {doing}: lower --mem-fraction-static (now "
             f"{server_args.mem_fraction_static}), --max-running-requests (now "
@@ -187,3 +228,11 @@ def explain_out_of_memory(doing: str, server_args: ServerArgs) -> Iterator[None]
             f"--disable-piecewise-cuda-graph, or spread the model over more GPUs with "
             f"--tp-size ({error})"
         ) from error
+
+
+def _is_out_of_host_memory(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # torch's allocator of the CPU has no class of error for it.
+    is_allocator = "can't allocate memory" in str(error)
+    return is_allocator or isinstance(error, MemoryError)

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Of the rotary table.
+ROTARY_ITEMSIZE = torch.float32.itemsize
 TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -136,6 +138,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 "head, which needs a target's hidden states; serve the target instead"
             )
         self.free_bytes_at_start = self._available_bytes()
+        self._check_sizes()
         with explain_out_of_memory("loading the weights", self.server_args):
             self.model = load_model(
                 self.model_config,
@@ -143,6 +146,26 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 dtype=self.dtype,
                 rope_rows=self.row_width(),
                 device=self.device,
+            )
+
+    def _check_sizes(self) -> None:
+        """Refuse sizes that no memory of this machine holds, before any is allocated:
+        a machine may promise more than it has.
+
+        Raises:
+            ValueError: names the file.
+        """
+        config = self.model_config
+        weights = config.num_layer_weights
+        if not self.is_draft_worker:  # which may use the target's
+            weights += config.vocab_size * config.hidden_size
+        weights = weights * self.dtype.itemsize // get_tp_group().size
+        needed = weights + self.row_width() * config.head_dim * ROTARY_ITEMSIZE
+        if needed > self.free_bytes_at_start:
+            raise ValueError(
+                f"{config.path / 'config.json'}: a model of these sizes takes at least "
+                f"{needed / 2**30:.1f} GiB with a context of {config.context_len}, but "
+                f"{self.free_bytes_at_start / 2**30:.1f} GiB are free"
             )
 
     def init_memory_pool(

@@ -20,8 +20,10 @@ from sglang.srt.mem_cache.memory_pool import (
 from sglang.srt.model_executor.memory_plan import (
     MAX_HEAD_GRAPH_TOKENS,
     DraftMemory,
+    cpu_pool_slots,
     decode_graph_sizes,
     graph_bytes,
+    no_room_for_a_page,
     prefill_graph_bytes,
     prefill_token_counts,
 )
@@ -35,9 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A CPU pool holds at most this many full contexts unless --max-total-tokens asks for
-# more: half of a server's memory would be zeroed at start for nothing.
-CPU_POOL_CONTEXTS = 32
 # Columns of a row beyond the context that every configuration gets.
 ROW_HEADROOM = 4
 
@@ -142,6 +141,7 @@ class ModelRunnerKVCacheMixin:
         assert args.max_running_requests is not None
         if shared is None:
             # Every rank keeps the KV of its heads in the same slots.
+            self._check_rows()
             size = get_tp_group().min_int(self._pool_size(draft_memory))
             rows = ReqToTokenPool(
                 size=args.max_running_requests,
@@ -162,6 +162,22 @@ class ModelRunnerKVCacheMixin:
             head_dim=config.head_dim,
             device=self.device,
         )
+
+    def _check_rows(self) -> None:
+        """Raises:
+        ValueError: the tables of the requests' tokens are larger than the memory.
+        """
+        running = self.server_args.max_running_requests
+        assert running is not None
+        needed = ReqToTokenPool.bytes_of(size=running, row_width=self.row_width())
+        available = self._available_bytes()
+        if needed > available:
+            raise ValueError(
+                f"{running} requests of up to {self.model_config.context_len} tokens "
+                f"need {needed / 2**30:.1f} GiB for their tables, but "
+                f"{available / 2**30:.1f} GiB are free; lower --context-length or "
+                "--max-running-requests"
+            )
 
     def _num_kv_heads(self) -> int:
         """KV heads on this rank."""
@@ -185,7 +201,7 @@ class ModelRunnerKVCacheMixin:
 
     def _pool_size(self, draft_memory: DraftMemory) -> int:
         """KV slots, a multiple of the page size."""
-        args, config = self.server_args, self.model_config
+        args = self.server_args
         per_token = self.bytes_per_kv_slot() + draft_memory.bytes_per_slot
         available = self._available_bytes()
         if args.max_total_tokens is not None:
@@ -204,14 +220,33 @@ class ModelRunnerKVCacheMixin:
         size = max(available - kept_free, 0) // per_token
         size -= self.page_size  # the scratch page
         if self.device == "cpu":
-            size = min(size, CPU_POOL_CONTEXTS * config.context_len)
+            size = self._cap(size, per_token)
         size -= size % self.page_size
         if size < self.page_size:
-            raise ValueError(
-                f"--mem-fraction-static {args.mem_fraction_static} of "
-                f"{self.free_bytes_at_start / 2**30:.1f} GiB leaves no room for one "
-                f"page of {self.page_size} tokens ({per_token} bytes each) beside the "
-                "weights and the CUDA graphs; raise it, lower --cuda-graph-max-bs, or "
-                "use --disable-piecewise-cuda-graph"
+            raise no_room_for_a_page(
+                args, free_bytes=self.free_bytes_at_start, bytes_per_slot=per_token
             )
         return size
+
+    def _cap(self, size: int, bytes_per_slot: int) -> int:
+        """The default of a pool on the CPU, of `size` slots that the memory has."""
+        args = self.server_args
+        assert args.max_running_requests is not None
+        cap = cpu_pool_slots(
+            context_len=self.model_config.context_len,
+            max_running_requests=args.max_running_requests,
+            bytes_per_slot=bytes_per_slot,
+        )
+        if cap < self.page_size <= size:
+            raise ValueError(
+                f"--page-size {self.page_size} is more than the {cap} tokens that a "
+                "pool on the CPU has by default; lower it, or set --max-total-tokens"
+            )
+        if cap < size:
+            logger.info(
+                "The KV pool has %d tokens by default; --max-total-tokens takes up to "
+                "%d of them",
+                cap,
+                size,
+            )
+        return min(size, cap)
