@@ -13,11 +13,15 @@ venv: $(VENV)/.installed
 # packages hold files of newer Pythons.
 NEVER_IMPORTED := transformers/models/(?!auto|llama|qwen)|/torch/testing/|/(pip|mypy|mypyc|networkx)/
 $(VENV)/.installed: pyproject.toml constraints.txt kv-canary/pyproject.toml sgl-kernel/pyproject.toml $(shell find sgl-kernel -name '*.cpp' -o -name '*.h' 2>/dev/null)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ./kv-canary --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps --no-build-isolation --force-reinstall ./sgl-kernel
-	$(BIN)/python -m compileall -q -j 0 -x '$(NEVER_IMPORTED)' $(VENV)/lib > /dev/null || true
-	touch $@
+	@echo "venv: making $(VENV) with $(PYTHON)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "venv: installing torch and the other packages of constraints.txt (minutes, the first time)"
+	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ./kv-canary --editable '.[dev]'
+	@echo "venv: compiling the native CPU kernels"
+	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --no-build-isolation --force-reinstall ./sgl-kernel
+	@echo "venv: compiling byte code"
+	@$(BIN)/python -m compileall -q -j 0 -x '$(NEVER_IMPORTED)' $(VENV)/lib > /dev/null || true
+	@touch $@
 
 # The demo model drafts where that is faster (docs/benchmarks.md); whoever names a model or
 # an algorithm decides alone.

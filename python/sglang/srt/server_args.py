@@ -8,6 +8,7 @@ are `ValueError`s that name the flag, the value and the fix.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,15 +41,19 @@ from sglang.srt.utils.devices import cuda_device_count
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.version import __version__
 
+logger = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(kw_only=True)
 class ServerArgs:
     """Every flag of the server and argument of `Engine`, resolved once."""
 
-    # Model and tokenizer
     model_path: Annotated[
         str | None,
-        Arg("Folder (or hub name) of the model; unset: the bundled demo model."),
+        Arg(
+            "Folder (or hub name) of the model; unset: the bundled demo model.",
+            begins="Model and tokenizer",
+        ),
     ] = None
     tokenizer_path: Annotated[
         str | None, Arg("Folder of the tokenizer; unset: the model's.")
@@ -64,7 +69,8 @@ class ServerArgs:
         ),
     ] = "auto"
     trust_remote_code: Annotated[
-        bool, Arg("Refused: code from a checkpoint is never run.")
+        bool,
+        Arg("Run code of the model.", refused="code from a checkpoint is never run"),
     ] = False
     context_length: Annotated[
         int | None, Arg("Longest prompt + output; unset: the model's own.", low=1)
@@ -79,8 +85,10 @@ class ServerArgs:
         str | None, Arg("A jinja file, or the template itself; unset: the tokenizer's.")
     ] = None
 
-    # Device and numerics
-    device: Annotated[str, Arg("Device to run on.", ("auto", "cpu", "cuda"))] = "auto"
+    device: Annotated[
+        str,
+        Arg("Device to run on.", ("auto", "cpu", "cuda"), begins="Device and numerics"),
+    ] = "auto"
     dtype: Annotated[
         str,
         Arg(
@@ -113,13 +121,20 @@ class ServerArgs:
         int | None, Arg("Seed of requests without one; unset: drawn at start.")
     ] = None
 
-    # Memory
     mem_fraction_static: Annotated[
         float | None,
-        Arg("Share of free memory for weights, KV cache and graphs; unset: by device."),
+        Arg(
+            "Share of free memory for weights, KV cache and graphs; unset: by device.",
+            begins="Memory",
+        ),
     ] = None
     max_total_tokens: Annotated[
-        int | None, Arg("KV slots; unset: from --mem-fraction-static.", low=1)
+        int | None,
+        Arg(
+            "KV slots, rounded down to whole pages; unset: from --mem-fraction-static, "
+            "on the CPU at most 2 GiB or one context.",
+            low=1,
+        ),
     ] = None
     max_running_requests: Annotated[
         int | None, Arg("Requests in one batch; unset: by device.", low=1)
@@ -129,10 +144,12 @@ class ServerArgs:
         bool, Arg("Do not share prefixes between requests.")
     ] = False
 
-    # Scheduling
     chunked_prefill_size: Annotated[
         int | None,
-        Arg("Longest prefill of one forward; -1: no chunks; unset: by device."),
+        Arg(
+            "Longest prefill of one forward; -1: no chunks; unset: by device.",
+            begins="Scheduling",
+        ),
     ] = None
     max_prefill_tokens: Annotated[
         int, Arg("Tokens that one prefill batch may hold.", low=1)
@@ -160,9 +177,13 @@ class ServerArgs:
         ),
     ] = 300.0
 
-    # Limits of a request
     max_logprobs: Annotated[
-        int, Arg("Alternatives per token that a request may ask for.", low=0)
+        int,
+        Arg(
+            "Alternatives per token that a request may ask for.",
+            low=0,
+            begins="Limits of a request",
+        ),
     ] = 20
     max_logprob_entries: Annotated[
         int,
@@ -190,8 +211,9 @@ class ServerArgs:
         ),
     ] = 1 << 19
 
-    # CUDA graphs
-    disable_cuda_graph: Annotated[bool, Arg("Run decode without CUDA graphs.")] = False
+    disable_cuda_graph: Annotated[
+        bool, Arg("Run decode without CUDA graphs.", begins="CUDA graphs")
+    ] = False
     cuda_graph_max_bs: Annotated[
         int | None, Arg("Largest batch with a CUDA graph.", low=1)
     ] = None
@@ -206,8 +228,7 @@ class ServerArgs:
         Arg("Insist on breakable CUDA graphs for prefill, the default on CUDA."),
     ] = False
 
-    # HTTP
-    host: Annotated[str, Arg("Address to listen on.")] = "127.0.0.1"
+    host: Annotated[str, Arg("Address to listen on.", begins="HTTP")] = "127.0.0.1"
     port: Annotated[int, Arg("Port to listen on.", low=0, high=65535)] = 30000
     api_key: Annotated[
         str | None,
@@ -245,10 +266,13 @@ class ServerArgs:
         ),
     ] = "null"
 
-    # Speculative decoding
     speculative_algorithm: Annotated[
         str | None,
-        Arg("Speculative decoding algorithm.", ("EAGLE", "EAGLE3", "STANDALONE")),
+        Arg(
+            "Speculative decoding algorithm.",
+            ("EAGLE", "EAGLE3", "STANDALONE"),
+            begins="Speculative decoding",
+        ),
     ] = None
     speculative_draft_model_path: Annotated[
         str | None, Arg("Folder of the draft model.")
@@ -272,12 +296,12 @@ class ServerArgs:
         float, Arg("Scale of the accumulated acceptance probability.")
     ] = 1.0
 
-    # KV canary
     kv_canary: Annotated[
         str,
         Arg(
             "Check the KV cache while serving; heal is not available yet.",
             ("none", "log", "raise", "heal"),
+            begins="KV canary",
         ),
     ] = "none"
     kv_canary_real_data: Annotated[
@@ -318,11 +342,6 @@ class ServerArgs:
     # Resolution, in this order.
 
     def _handle_refused(self) -> None:
-        if self.trust_remote_code:
-            raise ValueError(
-                "--trust-remote-code is refused: code from a checkpoint is never run; "
-                "remove the flag"
-            )
         if self.api_key is not None and not self.api_key.strip():
             raise ValueError(
                 "--api-key is empty, which would serve everybody; set a key, or remove "
@@ -377,11 +396,8 @@ class ServerArgs:
                 "and 1"
             )
         self.page_size = self.page_size or 1
-        if self.max_total_tokens is not None and self.max_total_tokens % self.page_size:
-            raise ValueError(
-                f"--max-total-tokens {self.max_total_tokens} must be a multiple of "
-                f"--page-size {self.page_size}"
-            )
+        if self.max_total_tokens is not None:
+            self.max_total_tokens = _whole_pages(self.max_total_tokens, self.page_size)
         if self.max_running_requests is None:
             self.max_running_requests = (
                 _MAX_RUNNING_REQUESTS[self.device]
@@ -473,6 +489,24 @@ class ServerArgs:
 
 _CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 8192}
 _MAX_RUNNING_REQUESTS = {"cpu": 64, "cuda": 256}
+
+
+def _whole_pages(max_total_tokens: int, page_size: int) -> int:
+    """The tokens in the whole pages of a pool, as SGLang counts them."""
+    size = max_total_tokens - max_total_tokens % page_size
+    if not size:
+        raise ValueError(
+            f"--max-total-tokens {max_total_tokens} holds no page of --page-size "
+            f"{page_size}; raise it, or lower the page size"
+        )
+    if size != max_total_tokens:
+        logger.warning(
+            "--max-total-tokens %d becomes %d: whole pages of --page-size %d",
+            max_total_tokens,
+            size,
+            page_size,
+        )
+    return size
 
 
 def _ceil_align(value: int, unit: int) -> int:

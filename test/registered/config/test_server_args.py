@@ -73,7 +73,9 @@ CONTRACT_FLAGS = [
 def test_every_flag_of_the_contract_exists_and_is_documented():
     help_text = ServerArgs.parser().format_help()
     for flag in CONTRACT_FLAGS:
-        assert re.search(rf"{flag}\b", help_text), flag
+        # What is always refused is in the reference alone.
+        is_shown = re.search(rf"{flag}\b", help_text) is not None
+        assert is_shown != (flag == "--trust-remote-code"), flag
     for action in ServerArgs.parser()._actions:
         assert action.help, action
 
@@ -100,6 +102,29 @@ def test_values_from_the_command_line():
     )
     assert (args.page_size, args.max_total_tokens) == (4, 64)
     assert args.disable_radix_cache
+
+
+def test_the_pool_is_rounded_down_to_whole_pages(caplog):
+    """As SGLang does."""
+    assert ServerArgs(max_total_tokens=20000, page_size=64).max_total_tokens == 19968
+    assert caplog.messages == [
+        "--max-total-tokens 20000 becomes 19968: whole pages of --page-size 64"
+    ]
+    assert ServerArgs(max_total_tokens=19968, page_size=64).max_total_tokens == 19968
+    assert len(caplog.messages) == 1
+
+
+def test_help_is_in_groups():
+    help_text = ServerArgs.parser().format_help()
+    groups = list(dict.fromkeys(d.group for d in declared_fields(ServerArgs)))
+    assert groups[0] == "Model and tokenizer" and len(groups) == 9
+    ends = [help_text.index(f"\n{group}:\n") for group in groups]
+    assert ends == sorted(ends)
+    for declared in declared_fields(ServerArgs):
+        if declared.arg.refused is None:
+            place = help_text.index(f"\n  {declared.flag}")
+            begin = help_text.index(f"\n{declared.group}:\n")
+            assert begin < place < min([e for e in ends if e > begin] + [10**6])
 
 
 @pytest.mark.parametrize("key", ["", " "])
@@ -182,7 +207,7 @@ def test_unknown_flags_and_values_are_refused(argv, capsys):
         ({"page_size": 0}, ["--page-size 0", "at least 1"]),
         ({"port": 70000}, ["--port 70000", "65535"]),
         ({"mem_fraction_static": 1.5}, ["--mem-fraction-static 1.5"]),
-        ({"max_total_tokens": 10, "page_size": 4}, ["--max-total-tokens 10", "4"]),
+        ({"max_total_tokens": 3, "page_size": 4}, ["--max-total-tokens 3", "lower"]),
         ({"chunked_prefill_size": 0}, ["--chunked-prefill-size 0", "-1"]),
         (
             {"chunked_prefill_size": 10, "page_size": 4},

@@ -208,7 +208,7 @@ def test_more_new_tokens_than_fit(server: Server) -> None:
     body = {"input_ids": [1] * 2000, "sampling_params": {"max_new_tokens": 100}}
     error = error_of(server.post("/generate", body))
     assert "max_new_tokens is 100" in error["message"]
-    assert "at most 48 fit" in error["message"]
+    assert "leaves room for at most 48 (context length" in error["message"]
     assert error["param"] == "max_new_tokens"
 
 

@@ -227,7 +227,7 @@ def test_raise_mode_answers_500_to_everyone_in_flight(
 
 
 def test_incidents_of_an_engine_that_has_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As long as the front is there; here it lives in this process."""
     monkeypatch.setenv(PREFIX + "PERTURB_REAL_KV_USED_PROB", "1")
@@ -250,6 +250,11 @@ def test_incidents_of_an_engine_that_has_stopped(
         wait_gone(engine)
         (file,) = folder.iterdir()
         (incident,) = engine.canary_incidents()
+        # Said once, in words, with the file.
+        said = capfd.readouterr().err
+        assert said.count("kv_canary violation: ") == 1, said
+        assert said.count(f"kv_canary: incident in {file}:\n") == 1
+        assert "Traceback" not in said
         assert incident == json.loads(file.read_text())
         front = Front(
             server_args=engine.server_args,

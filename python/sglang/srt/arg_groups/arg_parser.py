@@ -25,6 +25,9 @@ class Arg:
         choices: the admitted values; None: any.
         aliases: further flags of the same meaning.
         low, high: inclusive bounds of a number; None: unbounded.
+        begins: title of the group of flags that begins with this one.
+        refused: why the flag is always refused, which --help then leaves out; None: it
+            is not.
     """
 
     help: str
@@ -33,14 +36,18 @@ class Arg:
     aliases: tuple[str, ...] = ()
     low: float | None = None
     high: float | None = None
+    begins: str | None = None
+    refused: str | None = None
 
 
 class Declared(NamedTuple):
-    """A field of a dataclass that is a flag; `kind` is its type without `Annotated`."""
+    """A field of a dataclass that is a flag; `kind` is its type without `Annotated`,
+    `group` the title of its group, if it has one."""
 
     field: dataclasses.Field[Any]
     kind: Any
     arg: Arg
+    group: str | None
 
     @property
     def flag(self) -> str:
@@ -53,6 +60,8 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, *, prog: str, description: str) -> None:
         super().__init__(
             prog=prog,
+            # Not all flags once more, in brackets.
+            usage=f"{prog} [flags]",
             description=description,
             allow_abbrev=False,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -76,17 +85,23 @@ def flag_name(field_name: str) -> str:
 def declared_fields(cls: type) -> tuple[Declared, ...]:
     """Return the fields of the dataclass `cls` that carry an `Arg`, in their order."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return tuple(
-        Declared(field, *typing.get_args(hints[field.name])[:2])
-        for field in dataclasses.fields(cls)
-        if typing.get_origin(hints[field.name]) is typing.Annotated
-    )
+    found: list[Declared] = []
+    group = None
+    for field in dataclasses.fields(cls):
+        if typing.get_origin(hints[field.name]) is typing.Annotated:
+            kind, arg = typing.get_args(hints[field.name])[:2]
+            group = arg.begins or group
+            found.append(Declared(field, kind, arg, group))
+    return tuple(found)
 
 
 def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add one `--flag` per declared field of the dataclass `cls`."""
+    """Add one `--flag` per declared field of the dataclass `cls`, in its group."""
+    target: argparse._ActionsContainer = parser
     for declared in declared_fields(cls):
-        parser.add_argument(declared.flag, *declared.arg.aliases, **_options(declared))
+        if declared.arg.begins is not None:
+            target = parser.add_argument_group(declared.arg.begins)
+        target.add_argument(declared.flag, *declared.arg.aliases, **_options(declared))
 
 
 def check_values(args: object) -> None:
@@ -109,6 +124,8 @@ def from_namespace(cls: type, namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_value(flag: str, value: Any, arg: Arg) -> None:
+    if arg.refused is not None and value:
+        raise ValueError(f"{flag} is refused: {arg.refused}; remove the flag")
     if arg.choices is not None and value not in arg.choices:
         raise ValueError(
             f"{flag} {value!r} is unknown; choose from {', '.join(arg.choices)}"
@@ -122,9 +139,10 @@ def _check_value(flag: str, value: Any, arg: Arg) -> None:
 def _options(declared: Declared) -> dict[str, Any]:
     """Return the keyword arguments of `add_argument`."""
     arg = declared.arg
+    text = arg.help if arg.refused is None else argparse.SUPPRESS
     if declared.kind is bool:
-        return {"action": "store_true", "help": arg.help}
-    options: dict[str, Any] = {"default": declared.field.default, "help": arg.help}
+        return {"action": "store_true", "help": text}
+    options: dict[str, Any] = {"default": declared.field.default, "help": text}
     kind = _strip_none(declared.kind)
     if typing.get_origin(kind) is list:
         options["nargs"] = "+"

@@ -34,6 +34,7 @@ from sglang.srt.entrypoints.middleware import (
 )
 from sglang.srt.entrypoints.native_routes import NativeRoutes
 from sglang.srt.entrypoints.openai.routes import OpenAIRoutes
+from sglang.srt.entrypoints.start_message import serving, starting
 from sglang.srt.managers.engine_core import EngineCore, start_engine
 from sglang.srt.managers.errors import ApiError, BadRequest, NotFound
 from sglang.srt.managers.io_struct import SchedulerReady
@@ -100,6 +101,7 @@ def launch_server(server_args: ServerArgs) -> int:
     _raise_open_files()
     listener = _bind(server_args)
     with contextlib.closing(listener):
+        _say(starting(server_args))
         process, tokenizer = start_engine(
             server_args, num_threads=available_cores() - 1
         )
@@ -222,16 +224,9 @@ class _Server:
         # Imported modules and loaded state are permanent: collections may skip them.
         gc.collect()
         gc.freeze()
-        args = self._server_args
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        _say(
-            f"sglang-canary serves {args.served_model_name} on {args.device} "
-            f"({args.dtype}, {args.attention_backend}): "
-            f"{ready.max_total_num_tokens} KV slots, context {ready.context_len}, "
-            f"at most {args.max_running_requests} requests at once\n"
-            f"ready on http://{shown}:{port}"
-        )
+        _say(serving(self._server_args, ready, url=f"http://{shown}:{port}"))
 
 
 async def _first(*tasks: asyncio.Task[Any]) -> None:

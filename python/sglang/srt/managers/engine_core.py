@@ -10,11 +10,14 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from sglang.srt.arg_groups.arg_parser import flag_name
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.scheduler_client import SchedulerClient
 from sglang.srt.managers.scheduler_process import SchedulerDied, SchedulerProcess
 from sglang.srt.managers.tokenizer_manager import Phase, TokenizerManager
 from sglang.srt.metrics.front_metrics import FrontMetrics
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
+from sglang.srt.utils.paths import resolve_model_folder
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import SchedulerReady
@@ -102,17 +105,36 @@ class EngineCore:
 def start_engine(
     server_args: ServerArgs, *, num_threads: int
 ) -> tuple[SchedulerProcess, Tokenizer | None]:
-    """Start the scheduler process and read the tokenizer while it loads.
+    """Check the checkpoints, start the scheduler process, and read the tokenizer while
+    it loads.
 
     Raises:
-        ValueError: there is no tokenizer; the process has been stopped.
+        ValueError: there is no model or no tokenizer; no process is left.
     """
+    _check_checkpoints(server_args)
     process = SchedulerProcess.start(server_args, num_threads=num_threads)
     try:
         return process, _load_tokenizer(server_args)
     except BaseException:
         process.stop(0)
         raise
+
+
+def _check_checkpoints(args: ServerArgs) -> None:
+    """Read the configurations of target and draft: a scheduler would take seconds to
+    come to them.
+
+    Raises:
+        ValueError: there is none, or one that no model has.
+    """
+    assert args.model_path is not None
+    folder = resolve_model_folder(args.model_path)
+    ModelConfig.from_folder(folder, context_length=args.context_length)
+    if args.speculative_draft_model_path is not None:
+        path = args.speculative_draft_model_path
+        ModelConfig.from_folder(
+            resolve_model_folder(path, flag=flag_name("speculative_draft_model_path"))
+        )
 
 
 def _load_tokenizer(server_args: ServerArgs) -> Tokenizer | None:

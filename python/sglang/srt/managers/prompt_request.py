@@ -92,8 +92,7 @@ class Limits:
     def too_long(self, size: str, *, field: str) -> BadRequest:
         return BadRequest(
             f"the prompt has {size}, but at most {self.max_req_input_len} tokens fit "
-            f"(context of {self.context_len} tokens, KV pool of "
-            f"{self.max_total_num_tokens}; one token of output must fit too)",
+            f"({self._capacity}; one token of output must fit too)",
             param=field,
         )
 
@@ -108,11 +107,17 @@ class Limits:
         ):
             if is_exact and asked > room:
                 raise BadRequest(
-                    f"{name} is {asked}, but after a prompt of {prompt_len} tokens at "
-                    f"most {room} fit (context of {self.context_len} tokens, KV pool "
-                    f"of {self.max_total_num_tokens})",
+                    f"{name} is {asked}, but a prompt of {prompt_len} tokens leaves "
+                    f"room for at most {room} ({self._capacity})",
                     param=name,
                 )
+
+    @property
+    def _capacity(self) -> str:
+        return (
+            f"context length {self.context_len}, KV pool of "
+            f"{self.max_total_num_tokens} tokens"
+        )
 
     def room_after(self, prompt_len: int) -> int:
         """Output tokens that fit; after the longest prompt there is room for one."""

@@ -139,6 +139,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             )
         self.free_bytes_at_start = self._available_bytes()
         self._check_sizes()
+        logger.info("Loading %s from %s", architecture, self.model_config.path)
         with explain_out_of_memory("loading the weights", self.server_args):
             self.model = load_model(
                 self.model_config,

@@ -6,6 +6,8 @@ a file that lies is refused.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -16,6 +18,9 @@ from torch import Tensor
 
 from sglang.srt.utils.json_file import read_json_object, shown
 
+logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 5.0
 INDEX = "model.safetensors.index.json"
 # Of the hub's cache: `<repository>/snapshots/<revision>/` links to `blobs/`.
 HUB_SNAPSHOTS, HUB_BLOBS = "snapshots", "blobs"
@@ -67,7 +72,12 @@ def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
         ValueError: a file is not a valid safetensors file, or two hold one tensor.
     """
     found: dict[str, Path] = {}
-    for file in weight_files(folder):
+    files = weight_files(folder)
+    said = time.monotonic()
+    for number, file in enumerate(files):
+        if time.monotonic() - said > PROGRESS_SECONDS:
+            logger.info("Read %d of %d weight files", number, len(files))
+            said = time.monotonic()
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 if name in found:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sglang.srt.arg_groups.arg_parser import flag_name
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.vocab_embedding import LMHead
 from sglang.srt.model_loader.weight_utils import tensor_names
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Of a file that holds no list of integers.
 _TOKEN_MAP_ERRORS = (ValueError, TypeError, RuntimeError, OSError)
-FLAG = "--speculative-draft-model-path"
+FLAG = flag_name("speculative_draft_model_path")
 
 
 def draft_model_config(server_args: ServerArgs, target: ModelConfig) -> ModelConfig:

@@ -71,7 +71,7 @@ class _Repeats:
     count: int = 0
 
 
-class LimitedHandler(logging.StreamHandler[TextIO]):
+class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes at most `REPEATS` warnings or errors of one place in the code per
     `REPEAT_SECONDS`; the others are counted, and the count is written."""
 

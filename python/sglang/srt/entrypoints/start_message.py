@@ -1,0 +1,53 @@
+"""The lines with which a server says what it starts and, later, what it serves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.version import __version__
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import SchedulerReady
+    from sglang.srt.server_args import ServerArgs
+
+
+def starting(args: ServerArgs) -> str:
+    """The first lines: model, device, drafts and canary, before anything is loaded."""
+    return (
+        f"sglang-canary {__version__} loads {args.model_path} on {_device(args)}\n"
+        f"{_drafts(args)}; {_canary(args)}"
+    )
+
+
+def serving(args: ServerArgs, ready: SchedulerReady, *, url: str) -> str:
+    """The last lines: limits of the running engine, and its address."""
+    pages = "" if args.page_size == 1 else f" in pages of {args.page_size}"
+    return (
+        f"sglang-canary serves {args.served_model_name} on {_device(args)}: "
+        f"{ready.max_total_num_tokens} KV slots{pages}, context {ready.context_len}, "
+        f"at most {args.max_running_requests} requests at once\n"
+        f"{_drafts(args)}; {_canary(args)}\n"
+        f"ready on {url}"
+    )
+
+
+def _device(args: ServerArgs) -> str:
+    ranks = "" if args.tp_size == 1 else f"{args.tp_size} ranks, "
+    dtype = "the checkpoint's dtype" if args.dtype == "auto" else args.dtype
+    return f"{args.device} ({ranks}{dtype}, {args.attention_backend})"
+
+
+def _drafts(args: ServerArgs) -> str:
+    if args.speculative_algorithm is None:
+        return "no speculative decoding"
+    shape = args.tree_shape
+    return (
+        f"{args.speculative_algorithm} drafts of {shape.num_steps} steps, top-k "
+        f"{shape.topk}, {shape.num_draft_tokens} tokens verified at once"
+    )
+
+
+def _canary(args: ServerArgs) -> str:
+    if args.kv_canary == "none":
+        return "KV canary off"
+    return f"KV canary {args.kv_canary} (real data {args.kv_canary_real_data})"

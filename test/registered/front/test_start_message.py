@@ -1,0 +1,54 @@
+"""The lines of a start name everything that a user may have got wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.srt.entrypoints.start_message import serving, starting
+from sglang.srt.managers.io_struct import SchedulerReady
+from sglang.srt.server_args import ServerArgs
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.version import __version__
+
+register_cpu_ci(est_time=1, suite="cpu")
+
+READY = SchedulerReady(
+    max_total_num_tokens=4096, context_len=2048, max_req_input_len=2047, vocab_size=9
+)
+TREE = "EAGLE3 drafts of 5 steps, top-k 4, 8 tokens verified at once"
+CASES = [
+    ({}, "cpu (float32, cpu_native)", "no speculative decoding", "KV canary off", ""),
+    (
+        {"speculative_algorithm": "EAGLE3", "kv_canary": "raise"},
+        "cpu (float32, cpu_native)",
+        TREE,
+        "KV canary raise (real data partial)",
+        "",
+    ),
+    (
+        {"tp_size": 2, "dtype": "bfloat16", "page_size": 16},
+        "cpu (2 ranks, bfloat16, cpu_native)",
+        "no speculative decoding",
+        "KV canary off",
+        " in pages of 16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "device", "drafts", "canary", "pages"), CASES)
+def test_the_lines(flags, device, drafts, canary, pages):
+    args = ServerArgs(device="cpu", **flags)
+    assert starting(args).splitlines() == [
+        f"sglang-canary {__version__} loads {args.model_path} on {device}",
+        f"{drafts}; {canary}",
+    ]
+    assert serving(args, READY, url="http://[::1]:7").splitlines() == [
+        f"sglang-canary serves demo on {device}: 4096 KV slots{pages}, context 2048, "
+        "at most 64 requests at once",
+        f"{drafts}; {canary}",
+        "ready on http://[::1]:7",
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
