@@ -12,7 +12,7 @@ from sglang.srt.utils import template_limits
 from sglang.srt.utils.chat_template import MAX_SOURCE_CHARS, ChatTemplate
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="cpu")
+register_cpu_ci(est_time=6, suite="cpu")
 
 GROWING = "{% set ns = namespace(x=START) %}{% for i in range(99) %}STEP{% endfor %}"
 
@@ -22,7 +22,7 @@ def growing(start: str, step: str, end: str = "") -> str:
     return GROWING.replace("START", start).replace("STEP", step) + end
 
 
-STEPS = "it takes more than 1000000 steps"
+STEPS = "it takes more than 500000 steps"
 CHARS = "it makes more than 67108864 characters"
 HOSTILE = {
     "nested loops": (

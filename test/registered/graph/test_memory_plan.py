@@ -31,7 +31,7 @@ from sglang.test.forward_harness import ForwardHarness
 from sglang.test.harness import EngineHarness
 from sglang.test.tiny_models import write_tiny_model
 
-register_cpu_ci(est_time=2, suite="cpu")
+register_cpu_ci(est_time=4, suite="cpu")
 register_cuda_ci(est_time=10, suite="cuda")
 
 

@@ -24,7 +24,7 @@ from live_server import Server, greedy
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="cpu")
+register_cpu_ci(est_time=37, suite="cpu")
 
 LONG = 2000
 

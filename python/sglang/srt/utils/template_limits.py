@@ -19,7 +19,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_STEPS = 1_000_000
+MAX_STEPS = 500_000
 # More than the largest request body, of one text and of all output.
 MAX_CHARS = 64 << 20
 # Of processor time: neither a busy machine nor other threads use it up.
