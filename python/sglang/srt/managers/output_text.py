@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.managers.stop_matcher import find_stop
 from sglang.srt.utils.detokenizer import IncrementalDetokenizer
+from sglang.srt.utils.text_source import held_back
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import FinishReason
@@ -56,14 +57,3 @@ class OutputText:
         # `min_new_tokens` kept it from ending the output.
         at = find_stop(text, matched, known=len(before))
         return text if at < 0 else text[:at]
-
-
-def held_back(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest suffix of `text` that begins one of `stops`."""
-    longest = 0
-    for stop in stops:
-        for length in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:length]):
-                longest = length
-                break
-    return longest
