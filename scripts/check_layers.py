@@ -37,6 +37,8 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
             "srt.server_args",
             "srt.arg_groups",
             "srt.configs",
+            "srt.function_call",
+            "srt.parser",
             "srt.sampling.sampling_params",
             "srt.managers.io_struct",
             "srt.managers.scheduler_addresses",

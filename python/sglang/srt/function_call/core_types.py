@@ -1,0 +1,35 @@
+"""A tool of a request, and a piece of a call to one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function that the model may call.
+
+    Fields:
+        parameters: JSON schema of its arguments, an object.
+    """
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallDelta:
+    """A piece of a call, in order: one with the name, then those of its arguments.
+
+    Fields:
+        index: place of the call among those of the output.
+        name, call_id: of the first piece, None in the others.
+        arguments: a fragment of the JSON text; empty in the first piece.
+    """
+
+    index: int
+    name: str | None = None
+    call_id: str | None = None
+    arguments: str = ""
