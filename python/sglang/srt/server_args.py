@@ -36,6 +36,8 @@ from sglang.srt.configs.attention_backends import (
     check_available,
     supported_names,
 )
+from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
+from sglang.srt.parser.reasoning_parser import DETECTORS as REASONING_DETECTORS
 from sglang.srt.speculative.draft_layout import MAX_TOP_K, TreeShape
 from sglang.srt.utils.devices import cuda_device_count
 from sglang.srt.utils.paths import bundled_demo_model_path
@@ -83,6 +85,22 @@ class ServerArgs:
     ] = False
     chat_template: Annotated[
         str | None, Arg("A jinja file, or the template itself; unset: the tokenizer's.")
+    ] = None
+
+    tool_call_parser: Annotated[
+        str | None,
+        Arg(
+            "Format of the model's tool calls; unset: an output is parsed only where "
+            "tool_choice asks for a call.",
+            tuple(CALL_DETECTORS),
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        Arg(
+            "Format of the model's reasoning; unset: reasoning is text.",
+            tuple(REASONING_DETECTORS),
+        ),
     ] = None
 
     device: Annotated[
@@ -346,6 +364,17 @@ class ServerArgs:
             raise ValueError(
                 "--api-key is empty, which would serve everybody; set a key, or remove "
                 "the flag"
+            )
+        for flag in ("tool_call_parser", "reasoning_parser"):
+            if self.skip_tokenizer_init and getattr(self, flag) is not None:
+                raise ValueError(
+                    f"--{flag.replace('_', '-')} {getattr(self, flag)} needs text, but "
+                    "--skip-tokenizer-init serves token ids only; remove one of them"
+                )
+        if self.tool_call_parser == "gpt-oss" and self.reasoning_parser != "gpt-oss":
+            raise ValueError(
+                "--tool-call-parser gpt-oss needs --reasoning-parser gpt-oss, which "
+                "tells the messages of an output apart; add it"
             )
         if self.disaggregation_mode == "decode":
             raise ValueError(

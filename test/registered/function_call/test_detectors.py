@@ -140,7 +140,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ),
     (
         "mistral",
-        'Ok[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[CALL_ID]a1[ARGS]{}',
+        f"Ok[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]now[CALL_ID]a1[ARGS]{{}}",
         "Ok",
         [WEATHER, NOW],
     ),

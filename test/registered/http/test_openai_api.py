@@ -31,7 +31,8 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tools": [{"type": "custom"}]}, r"tools\[0\].type is 'custom'"),
+    ({"functions": [{"name": "f"}]}, "functions is not supported"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21, but at most 20"),
@@ -48,7 +49,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]},
-        "tool_calls is not supported",
+        r"messages\[0\].tool_calls\[0\] must be",
     ),
     ({"response_format": {"type": "xml"}}, "response_format.type is 'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),

@@ -81,12 +81,7 @@ COMPLETION: dict[str, Neutral] = _COMMON | {
     "custom_params": EMPTY,
     "structural_tag": NOTHING,
 }
-CHAT: dict[str, Neutral] = COMPLETION | {
-    "continue_final_message": OFF,
-    # Nothing is told apart as reasoning: both ways are the same.
-    "separate_reasoning": ANY,
-    "stream_reasoning": ANY,
-}
+CHAT: dict[str, Neutral] = COMPLETION
 
 
 def with_neutral(base: type[T], table: Mapping[str, Neutral]) -> type[T]:

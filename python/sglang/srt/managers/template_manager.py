@@ -1,29 +1,16 @@
-"""Conversion of chat messages in OpenAI's format to the text of a prompt.
-
-Owns the roles and content parts that this engine accepts; the tokenizer owns the
-template.
-"""
+"""Conversion of a chat to the text of a prompt, with the tokenizer's template."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.managers.chat_messages import template_messages
 from sglang.srt.managers.errors import BadRequest
-from sglang.srt.utils.quoting import quoted
 
 if TYPE_CHECKING:
     from sglang.srt.utils.hf_tokenizer import Tokenizer
-
-# Role of the API -> role that templates know.
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-}
-IGNORED_MESSAGE_FIELDS = frozenset({"name", "refusal", "reasoning_content"})
-TEXT_PARTS = frozenset({"text", "input_text"})
 
 
 class TemplateManager:
@@ -33,14 +20,23 @@ class TemplateManager:
         self._tokenizer = tokenizer
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """Return the prompt of a conversation, up to the assistant's next message.
 
         Args:
-            messages: `role` and `content`; content is a string or a list of text parts,
-                which are joined.
+            messages: in OpenAI's format.
             variables: extra names for the template (`chat_template_kwargs`).
+            tools: in OpenAI's format; a template that knows none leaves them out.
+            add_generation_prompt: False: end with the last message.
+            continue_final_message: end within the last message, the assistant's, after
+                its text.
 
         Raises:
             BadRequest: names the message and the field.
@@ -49,54 +45,46 @@ class TemplateManager:
             raise BadRequest(
                 "chat needs a tokenizer, but the server runs with --skip-tokenizer-init"
             )
-        if not messages:
-            raise BadRequest("messages must not be empty", param="messages")
-        plain = [_plain_message(i, message) for i, message in enumerate(messages)]
+        plain = template_messages(messages)
+        end = _open_end(plain) if continue_final_message else None
         try:
-            return self._tokenizer.apply_chat_template(plain, variables=variables)
+            text = self._tokenizer.apply_chat_template(
+                plain,
+                add_generation_prompt=add_generation_prompt and end is None,
+                tools=tools,
+                variables=variables,
+            )
         except ValueError as error:
             raise BadRequest(str(error), param="messages") from error
+        return text if end is None else _cut(text, end)
 
 
-def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, str]:
-    where = f"messages[{index}]"
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
+def continued_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text that `continue_final_message` goes on with."""
+    return str(template_messages(messages[-1:])[0]["content"])
+
+
+def _open_end(messages: list[dict[str, Any]]) -> str:
+    """Append a mark to the last message's text and return it."""
+    last = messages[-1]
+    if last["role"] != "assistant" or "tool_calls" in last:
         raise BadRequest(
-            f"{where}.role is {quoted(role)}; supported: {', '.join(ROLES)}",
-            param=f"{where}.role",
+            "continue_final_message needs a last message of the assistant, without "
+            f"tool_calls; it is the {last['role']}'s",
+            param="continue_final_message",
         )
-    extra = sorted(set(message) - {"role", "content"} - IGNORED_MESSAGE_FIELDS)
-    for field in extra:
-        # Clients send an empty list of tool calls where a message has none.
-        if message[field] not in (None, []):
-            raise BadRequest(
-                f"{where}.{field} is not supported", param=f"{where}.{field}"
-            )
-    return {"role": ROLES[role], "content": _text(where, message.get("content"))}
+    # White space at the end of the text is part of it, whatever the template trims.
+    end = uuid.uuid4().hex
+    last["content"] += end
+    return end
 
 
-def _text(where: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
+def _cut(text: str, end: str) -> str:
+    at = text.rfind(end)
+    if at < 0:
         raise BadRequest(
-            f"{where}.content must be a string or a list of text parts",
-            param=f"{where}.content",
+            "the chat template does not show the text of the last message, so that "
+            "continue_final_message cannot continue it",
+            param="continue_final_message",
         )
-    return "".join(
-        _part_text(f"{where}.content[{i}]", p) for i, p in enumerate(content)
-    )
-
-
-def _part_text(where: str, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in TEXT_PARTS:
-        raise BadRequest(
-            f"{where} is of type {quoted(kind)}; this engine reads text parts only",
-            param=where,
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise BadRequest(f"{where}.text must be a string", param=f"{where}.text")
-    return text
+    return text[:at]

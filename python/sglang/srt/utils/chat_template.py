@@ -130,9 +130,24 @@ def _strftime_now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    # Jinja's own filter escapes HTML characters, which models were not trained on.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson`, with the parameters that published templates use.
+
+    Jinja's own filter escapes HTML characters, which models were not trained on.
+    """
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _make_environment() -> LimitedEnvironment:

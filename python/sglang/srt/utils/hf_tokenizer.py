@@ -26,6 +26,7 @@ OLDER_FORMATS = (
     *("vocab.json", "vocab.txt", "added_tokens.json"),
 )
 MAX_REASON_CHARS = 500
+DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -36,8 +37,9 @@ class Tokenizer:
         name: its folder, for messages.
         vocab_size: ids are in `[0, vocab_size)`; a model may pad its own.
         bos_token_id, eos_token_id: None where the folder names none.
-        special_ids: ids that `skip_special_tokens` drops.
-        chat_template: None where the folder has none.
+        special_ids, special_texts: tokens that `skip_special_tokens` drops.
+        chat_template: None where the folder has none. Chats with tools have one of
+            their own in some folders.
         token_bytes_table: bytes of each token, or None (see `TokenBytes`).
         max_token_chars: characters of the longest token.
     """
@@ -49,6 +51,7 @@ class Tokenizer:
         config: Mapping[str, Any],
         name: str,
         chat_template: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -67,18 +70,23 @@ class Tokenizer:
         tokens = {key: _token_text(config.get(key)) for key in TEMPLATE_TOKENS}
         self.bos_token_id = self._token_id(tokens["bos_token"])
         self.eos_token_id = self._token_id(tokens["eos_token"])
-        self.special_ids = frozenset(
-            token_id
+        special = {
+            token_id: str(token.content)
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
-        )
+        }
+        self.special_ids = frozenset(special)
+        self.special_texts = frozenset(special.values())
         self.token_bytes_table = TokenBytes.from_backend(backend)
-        self.chat_template: ChatTemplate | None = None
-        if chat_template is not None:
-            variables = {key: text for key, text in tokens.items() if text is not None}
-            self.chat_template = ChatTemplate(
-                chat_template, origin=name, variables=variables
-            )
+        variables = {key: text for key, text in tokens.items() if text is not None}
+
+        def compiled(source: str | None) -> ChatTemplate | None:
+            if source is None:
+                return None
+            return ChatTemplate(source, origin=name, variables=variables)
+
+        self.chat_template = compiled(chat_template)
+        self._tool_template = compiled(tool_template) or self.chat_template
 
     @property
     def tokenizer_json(self) -> str:
@@ -146,12 +154,13 @@ class Tokenizer:
         Raises:
             ValueError: no template, or the template refuses the messages.
         """
-        if self.chat_template is None:
+        template = self._tool_template if tools else self.chat_template
+        if template is None:
             raise ValueError(
                 f"{self.name} has no chat template; start the server with "
                 "--chat-template, or use /v1/completions"
             )
-        return self.chat_template.render(
+        return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             tools=tools,
@@ -177,7 +186,14 @@ def load_tokenizer(path: str, *, chat_template: str | None = None) -> Tokenizer:
     config = _read_config(folder / CONFIG)
     backend = _read_backend(folder)
     template = chat_template or _read_chat_template(folder, config)
-    return Tokenizer(backend, config=config, name=str(folder), chat_template=template)
+    tool_template = None if chat_template else _read_tool_template(folder, config)
+    return Tokenizer(
+        backend,
+        config=config,
+        name=str(folder),
+        chat_template=template,
+        tool_template=tool_template,
+    )
 
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
@@ -232,21 +248,35 @@ def _read_config(file: Path) -> dict[str, Any]:
 def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} is not a template: {error}") from error
+        return _read_template_file(file)
+    return _configured_template(folder, config, DEFAULT_TEMPLATE)
+
+
+def _read_tool_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Read the template for chats with tools, where there is another one for them."""
+    file = folder / "additional_chat_templates" / f"{TOOL_TEMPLATE}.jinja"
+    if file.is_file():
+        return _read_template_file(file)
+    if not isinstance(config.get("chat_template"), list):
+        return None
+    return _configured_template(folder, config, TOOL_TEMPLATE)
+
+
+def _read_template_file(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not a template: {error}") from error
+
+
+def _configured_template(
+    folder: Path, config: Mapping[str, Any], name: str
+) -> str | None:
+    """The template of the configuration: the only one, or that of `name`."""
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates
         named = [entry for entry in template if isinstance(entry, dict)]
-        template = next(
-            (
-                entry.get("template")
-                for entry in named
-                if entry.get("name") == "default"
-            ),
-            None,
-        )
+        template = next((e.get("template") for e in named if e.get("name") == name), None)
     if not isinstance(template, str | None):
         raise ValueError(
             f"{folder / CONFIG}: chat_template must be a text, got {shown(template)}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Sequence
+import dataclasses
+from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,23 +20,27 @@ from sglang.srt.entrypoints.http_io import (
     whole_results,
 )
 from sglang.srt.entrypoints.neutral_fields import CHAT, refuse_others
+from sglang.srt.entrypoints.openai.chat_answer import ChatAnswer
 from sglang.srt.entrypoints.openai.common import (
     ClientNames,
     StreamUsage,
-    UsageCounter,
-    finish_name,
-    make_id,
-    matched_stop,
     sampling_params,
     stream_usage,
 )
-from sglang.srt.entrypoints.openai.logprobs import chat_logprobs, need_tokenizer
+from sglang.srt.entrypoints.openai.logprobs import need_tokenizer
 from sglang.srt.entrypoints.openai.protocol import ChatRequest
+from sglang.srt.entrypoints.openai.tools import ToolUse, read_tool_use
+from sglang.srt.function_call.base_detector import ToolCallDetector
+from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
+from sglang.srt.function_call.json_calls import JsonArrayDetector
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.prompt_request import PromptRequest
-from sglang.srt.managers.request_state import RequestGroup, Update
-from sglang.srt.managers.template_manager import TemplateManager
-from sglang.srt.utils.hf_tokenizer import Tokenizer
+from sglang.srt.managers.request_state import RequestGroup
+from sglang.srt.managers.template_manager import continued_text
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.parser.output_parser import OutputFormat
+from sglang.srt.parser.reasoning_parser import DETECTORS as REASONING_DETECTORS
+from sglang.srt.server_args import ServerArgs
 
 # Larger than any context: a chat without a limit may use all that the prompt leaves.
 WHOLE_CONTEXT = 1 << 40
@@ -63,14 +68,15 @@ class ChatApi:
             top_logprobs="top_logprobs",
         )
         with names.in_errors():
-            prompt = await aside(
-                request, self._manager, _prompt_request, body, self._manager.templates
+            prompt, form = await aside(
+                request, self._manager, _prompt_request, body, self._manager
             )
             group = await self._manager.submit([prompt])
-        answer = _ChatAnswer(
+        answer = ChatAnswer(
             self._front,
             tokenizer,
             prompt,
+            form,
             model=body.model,
             with_usage=with_usage.is_continuous,
         )
@@ -91,7 +97,7 @@ class ChatApi:
     async def _events(
         self,
         group: RequestGroup,
-        answer: _ChatAnswer,
+        answer: ChatAnswer,
         names: ClientNames,
         *,
         with_usage: StreamUsage,
@@ -100,7 +106,7 @@ class ChatApi:
         with names.in_errors():
             async for news in self._manager.updates(group):
                 answer.usage.add(news)
-                chunks = answer.role_chunks(len(group.states)) if is_first else []
+                chunks = answer.role_chunks() if is_first else []
                 is_first = False
                 for update in news:
                     chunks += answer.delta_chunks(update)
@@ -109,103 +115,34 @@ class ChatApi:
             yield event(answer.chunk([], usage=answer.usage.as_dict()))
 
 
-class _ChatAnswer:
-    """Builds the chunks of a stream, or the one body without a stream."""
-
-    def __init__(
-        self,
-        front: Front,
-        tokenizer: Tokenizer,
-        prompt: PromptRequest,
-        *,
-        model: str | None,
-        with_usage: bool,
-    ) -> None:
-        self.usage = UsageCounter(
-            n=prompt.sampling_params.n,
-            report_cached=front.server_args.enable_cache_report,
-        )
-        self._tokenizer = tokenizer
-        self._with_logprobs = prompt.return_logprob
-        self._id = make_id("chatcmpl")
-        self._created = int(time.time())
-        self._model = model or front.model_name
-        self._with_usage = with_usage
-
-    def body(
-        self,
-        kind: str,
-        choices: Sequence[dict[str, Any]],
-        *,
-        usage: dict[str, Any] | None,
-    ) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-            "usage": usage,
-        }
-
-    def chunk(
-        self, choices: Sequence[dict[str, Any]], *, usage: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        if self._with_usage:
-            usage = self.usage.as_dict()
-        return self.body("chat.completion.chunk", choices, usage=usage)
-
-    def choice(self, update: Update) -> dict[str, Any]:
-        return {
-            "index": update.index,
-            "message": {"role": "assistant", "content": update.text, "refusal": None},
-            "logprobs": self._logprobs(update),
-            "finish_reason": finish_name(update.finish_reason),
-            "matched_stop": matched_stop(update.finish_reason),
-        }
-
-    def role_chunks(self, count: int) -> list[dict[str, Any]]:
-        """Return the first chunk of every choice."""
-        delta = {"role": "assistant", "content": ""}
-        return [self.chunk([self._delta(i, delta)]) for i in range(count)]
-
-    def delta_chunks(self, update: Update) -> list[dict[str, Any]]:
-        """Return a chunk with the new text, and a last one with the finish reason."""
-        chunks = []
-        logprobs = self._logprobs(update)
-        if update.text or logprobs is not None:
-            shown = self._delta(update.index, {"content": update.text})
-            shown["logprobs"] = logprobs
-            chunks.append(self.chunk([shown]))
-        if update.finish_reason is not None:
-            last = self._delta(update.index, {})
-            last["finish_reason"] = finish_name(update.finish_reason)
-            last["matched_stop"] = matched_stop(update.finish_reason)
-            chunks.append(self.chunk([last]))
-        return chunks
-
-    def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "index": index,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": None,
-        }
-
-    def _logprobs(self, update: Update) -> dict[str, Any] | None:
-        if not self._with_logprobs or update.logprobs is None:
-            return None
-        return chat_logprobs(self._tokenizer, update.logprobs)
-
-
-def _prompt_request(body: ChatRequest, templates: TemplateManager) -> PromptRequest:
+def _prompt_request(
+    body: ChatRequest, manager: TokenizerManager
+) -> tuple[PromptRequest, OutputFormat]:
+    """Return the prompt of a request, and how its outputs are parsed."""
     _refuse_unsupported(body)
+    use = read_tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    _refuse_constraint(body, use)
     _, max_tokens = _max_tokens(body)
     params = sampling_params(
-        body, max_tokens=max_tokens, default_max_tokens=WHOLE_CONTEXT
+        body,
+        max_tokens=max_tokens,
+        default_max_tokens=WHOLE_CONTEXT,
+        call_schema=use.schema,
     )
-    text = templates.render(body.messages, variables=_template_variables(body))
-    return PromptRequest(
+    text = manager.templates.render(
+        body.messages,
+        variables=_template_variables(body),
+        tools=use.for_template or None,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+    )
+    form = _output_format(
+        body, manager.server_args, use, text, is_constrained=params.grammar_key is not None
+    )
+    tokenizer = need_tokenizer(manager.tokenizer)
+    if form.marks & tokenizer.special_texts:
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    prompt = PromptRequest(
         prompt=text,
         # The template contains them already.
         add_special_tokens=False,
@@ -217,6 +154,60 @@ def _prompt_request(body: ChatRequest, templates: TemplateManager) -> PromptRequ
         rid=body.rid,
         extra_key=body.namespace(),
     )
+    return prompt, form
+
+
+def _output_format(
+    body: ChatRequest,
+    server_args: ServerArgs,
+    use: ToolUse,
+    prompt: str,
+    *,
+    is_constrained: bool,
+) -> OutputFormat:
+    """Return how the outputs are parsed.
+
+    A constraint holds from the first token on: there is no reasoning before it.
+    """
+    calls: type[ToolCallDetector] | None = None
+    if use.is_forced:
+        calls = JsonArrayDetector
+    elif use.tools and server_args.tool_call_parser is not None:
+        calls = CALL_DETECTORS[server_args.tool_call_parser]
+    form = OutputFormat(calls=calls, tools=use.tools, max_calls=use.max_calls)
+    if server_args.reasoning_parser is None or is_constrained:
+        return form
+    reasoning = REASONING_DETECTORS[server_args.reasoning_parser]
+    is_open = reasoning.opened_by(prompt)
+    if body.continue_final_message and (begun := continued_text(body.messages)):
+        is_open = reasoning.opened_by_message(begun)
+    return dataclasses.replace(
+        form,
+        reasoning=reasoning,
+        is_open=is_open,
+        separate_reasoning=body.separate_reasoning is not False,
+        stream_reasoning=body.stream_reasoning is not False,
+    )
+
+
+def _refuse_constraint(body: ChatRequest, use: ToolUse) -> None:
+    """Refuse constraints of the output where it may, or must, hold calls."""
+    if not use.tools:
+        return
+    given = {
+        "response_format": (body.response_format or {}).get("type")
+        not in (None, "text"),
+        "json_schema": body.json_schema is not None,
+        "regex": body.regex is not None,
+        "ebnf": body.ebnf is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise BadRequest(
+                f"{name} cannot be combined with tools that may be called: the "
+                "constraint would leave no room for a call; send tool_choice none",
+                param=name,
+            )
 
 
 def _template_variables(body: ChatRequest) -> dict[str, Any]:
@@ -243,8 +234,6 @@ def _max_tokens(body: ChatRequest) -> tuple[str, int | None]:
 def _refuse_unsupported(body: ChatRequest) -> None:
     """Refuse fields that would change the answer and cannot be honoured."""
     asked: dict[str, bool] = {
-        "tools": bool(body.tools),
-        "tool_choice": body.tool_choice not in (None, "none", "auto"),
         "functions": bool(body.functions),
         "function_call": body.function_call not in (None, "none", "auto"),
         "modalities": body.modalities not in (None, [], ["text"]),
@@ -255,5 +244,11 @@ def _refuse_unsupported(body: ChatRequest) -> None:
     for name, is_asked in asked.items():
         if is_asked:
             raise BadRequest(f"{name} is not supported by this server", param=name)
+    if body.continue_final_message and body.add_generation_prompt:
+        raise BadRequest(
+            "continue_final_message cannot be combined with add_generation_prompt: "
+            "one goes on with the last message, the other begins a new one",
+            param="continue_final_message",
+        )
     if body.top_logprobs is not None and not body.logprobs:
         raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")

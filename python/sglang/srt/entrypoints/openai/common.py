@@ -48,6 +48,9 @@ class ClientNames:
         }
         if body.response_format is not None:
             self._names["json_schema"] = "response_format"
+        elif body.json_schema is None:
+            # Only the schemas of tools are left to have made a constraint.
+            self._names["json_schema"] = "tools"
         self._fields = {**self._names, "text": prompt}
 
     @contextmanager
@@ -71,9 +74,16 @@ class ClientNames:
 
 
 def sampling_params(
-    body: Sampled, *, max_tokens: int | None, default_max_tokens: int
+    body: Sampled,
+    *,
+    max_tokens: int | None,
+    default_max_tokens: int,
+    call_schema: str | None = None,
 ) -> SamplingParams:
     """Build the sampling parameters from the body's fields.
+
+    Args:
+        call_schema: JSON schema of an output that must be calls; the body has none.
 
     Raises:
         BadRequest: a value is out of range, or two fields contradict each other.
@@ -94,6 +104,8 @@ def sampling_params(
                 "set response_format or json_schema, not both", param="response_format"
             )
         raw["json_schema"] = schema
+    if call_schema is not None:
+        raw["json_schema"] = call_schema
     return parse_sampling_params(raw)
 
 

@@ -141,8 +141,12 @@ class ChatRequest(_Chat, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     functions: Any = None
     function_call: Any = None
     modalities: list[str] | None = None

@@ -12,6 +12,7 @@ from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import json_response
 from sglang.srt.entrypoints.openai.chat import ChatApi
 from sglang.srt.entrypoints.openai.completions import CompletionApi
+from sglang.srt.entrypoints.openai.parse_routes import ParseRoutes
 
 
 class OpenAIRoutes:
@@ -21,6 +22,7 @@ class OpenAIRoutes:
         self._front = front
         self._completions = CompletionApi(front)
         self._chat = ChatApi(front)
+        self._parse = ParseRoutes(front)
 
     def routes(self) -> list[Route]:
         return [
@@ -28,6 +30,7 @@ class OpenAIRoutes:
             Route("/v1/chat/completions", self._chat.handle, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{model:path}", self.model, methods=["GET"]),
+            *self._parse.routes(),
         ]
 
     async def models(self, request: Request) -> Response:

@@ -1,0 +1,178 @@
+"""The answer of `/v1/chat/completions`: chunks of a stream, or one body."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sglang.srt.entrypoints.front import Front
+from sglang.srt.entrypoints.openai.common import (
+    UsageCounter,
+    finish_name,
+    make_id,
+    matched_stop,
+)
+from sglang.srt.entrypoints.openai.logprobs import chat_logprobs
+from sglang.srt.function_call.core_types import CallDelta
+from sglang.srt.function_call.function_call_parser import Call
+from sglang.srt.managers.prompt_request import PromptRequest
+from sglang.srt.managers.request_state import Update
+from sglang.srt.parser.output_parser import (
+    OutputFormat,
+    OutputParser,
+    ParsedOutput,
+    Piece,
+)
+from sglang.srt.parser.reasoning_detector import Reasoning
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+
+class ChatAnswer:
+    """Builds the chunks of a stream, or the one body without a stream.
+
+    Args:
+        form: how the outputs are parsed.
+        with_usage: report usage in every chunk.
+    """
+
+    def __init__(
+        self,
+        front: Front,
+        tokenizer: Tokenizer,
+        prompt: PromptRequest,
+        form: OutputFormat,
+        *,
+        model: str | None,
+        with_usage: bool,
+    ) -> None:
+        self.usage = UsageCounter(
+            n=prompt.sampling_params.n,
+            report_cached=front.server_args.enable_cache_report,
+        )
+        self._tokenizer = tokenizer
+        self._with_logprobs = prompt.return_logprob
+        self._parsers = [OutputParser(form) for _ in range(prompt.sampling_params.n)]
+        self._shows_reasoning = form.reasoning is not None and form.separate_reasoning
+        self._id = make_id("chatcmpl")
+        self._created = int(time.time())
+        self._model = model or front.model_name
+        self._with_usage = with_usage
+
+    def body(
+        self,
+        kind: str,
+        choices: Sequence[dict[str, Any]],
+        *,
+        usage: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+            "usage": usage,
+        }
+
+    def chunk(
+        self, choices: Sequence[dict[str, Any]], *, usage: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        if self._with_usage:
+            usage = self.usage.as_dict()
+        return self.body("chat.completion.chunk", choices, usage=usage)
+
+    def choice(self, update: Update) -> dict[str, Any]:
+        """Return a whole choice."""
+        return {
+            "index": update.index,
+            "message": self._message(ParsedOutput.of(self._pieces(update))),
+            "logprobs": self._logprobs(update),
+            "finish_reason": self._finish(update),
+            "matched_stop": matched_stop(update.finish_reason),
+        }
+
+    def role_chunks(self) -> list[dict[str, Any]]:
+        """Return the first chunk of every choice."""
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self.chunk([self._delta(i, delta)]) for i, _ in enumerate(self._parsers)
+        ]
+
+    def delta_chunks(self, update: Update) -> list[dict[str, Any]]:
+        """Return a chunk for each piece that is new, and a last one with the finish
+        reason; the first has the logprobs of all new tokens."""
+        deltas = list(map(_delta_fields, self._pieces(update)))
+        logprobs = self._logprobs(update)
+        if logprobs is not None and not deltas:
+            deltas = [{"content": ""}]
+        shown = [self._delta(update.index, delta) for delta in deltas]
+        if shown:
+            shown[0]["logprobs"] = logprobs
+        if update.finish_reason is not None:
+            last = self._delta(update.index, {})
+            last["finish_reason"] = self._finish(update)
+            last["matched_stop"] = matched_stop(update.finish_reason)
+            shown.append(last)
+        return [self.chunk([delta]) for delta in shown]
+
+    def _pieces(self, update: Update) -> list[Piece]:
+        parser = self._parsers[update.index]
+        pieces = parser.push(update.text)
+        if update.finish_reason is not None:
+            pieces += parser.finish()
+        return pieces
+
+    def _finish(self, update: Update) -> str | None:
+        name = finish_name(update.finish_reason)
+        has_calls = self._parsers[update.index].has_calls
+        return "tool_calls" if name == "stop" and has_calls else name
+
+    def _message(self, parsed: ParsedOutput) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": parsed.text,
+            "refusal": None,
+        }
+        if self._shows_reasoning:
+            message["reasoning_content"] = parsed.reasoning or None
+        if parsed.calls:
+            message["content"] = parsed.text or None
+            message["tool_calls"] = list(map(_call_dict, parsed.calls))
+        return message
+
+    def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
+        }
+
+    def _logprobs(self, update: Update) -> dict[str, Any] | None:
+        if not self._with_logprobs or update.logprobs is None:
+            return None
+        return chat_logprobs(self._tokenizer, update.logprobs)
+
+
+def _delta_fields(piece: Piece) -> dict[str, Any]:
+    if isinstance(piece, str):
+        return {"content": piece}
+    if isinstance(piece, Reasoning):
+        return {"reasoning_content": piece.text}
+    return {"tool_calls": [_call_delta(piece)]}
+
+
+def _call_delta(delta: CallDelta) -> dict[str, Any]:
+    if delta.name is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    call = Call(delta.call_id or "", delta.name, delta.arguments)
+    return {"index": delta.index, **_call_dict(call)}
+
+
+def _call_dict(call: Call) -> dict[str, Any]:
+    return {
+        "id": call.call_id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
