@@ -106,6 +106,7 @@ def test_messages_as_a_template_sees_them() -> None:
     other = {"id": "x", "function": {"name": "now", "arguments": "not JSON"}}
     third = {"id": "y", "function": {"name": "f", "arguments": {"a": 1}}}
     asked = {"role": "assistant", "tool_calls": [CALL, other, third], "audio": None}
+    asked |= {"annotations": [{}], "provider_specific_fields": {"refusal": None}}
     parts = [{"type": "text", "text": "it is "}, {"type": "text", "text": "5"}]
     told = {"role": "tool", "tool_call_id": "x", "content": parts, "name": "mine"}
     messages = template_messages([USER, asked, TOLD, told])

@@ -11,7 +11,7 @@ import logging
 import re
 import uuid
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from sglang.srt.function_call.core_types import CallDelta
@@ -159,6 +159,25 @@ class ToolCallDetector(TextParser[str | CallDelta]):
         if ended is None or found is None:
             raise NoMatchError
         return self._known(found[1])
+
+    def _read_list(self, read_call: Callable[[], Read[None]]) -> Read[None]:
+        """Read the entries of a list, up to the first that is no call, and `]`.
+
+        Raises:
+            NoMatchError: no call comes next, or the list does not end.
+        """
+        source = self._source
+        yield from source.skip_space()
+        yield from read_call()
+        while True:
+            source.mark()
+            yield from source.skip_space()
+            if not (yield from source.accept(",")):
+                break
+            yield from source.skip_space()
+            yield from read_call()
+        yield from source.expect("]")
+        source.commit()
 
     def _skip_any(self, *literals: str) -> Read[None]:
         """Read each of `literals` that comes next, in this order, and white space."""

@@ -103,22 +103,6 @@ class JsonCallDetector(ToolCallDetector):
         self._begin_call(name)
         yield from copy_nested(self._source, self._add_arguments, closer=closer)
 
-    def _read_list(self) -> Read[None]:
-        """Read a list of calls, up to the first entry that is none."""
-        source = self._source
-        yield from source.expect("[")
-        yield from source.skip_space()
-        yield from self._read_call()
-        while True:
-            source.mark()
-            yield from source.skip_space()
-            if not (yield from source.accept(",")):
-                break
-            yield from source.skip_space()
-            yield from self._read_call()
-        yield from source.expect("]")
-        source.commit()
-
 
 class JsonArrayDetector(JsonCallDetector):
     """The output of a request that is constrained to a list of calls."""
@@ -126,7 +110,8 @@ class JsonArrayDetector(JsonCallDetector):
     bare_opener = "["
 
     def _read_calls(self, opener: str) -> Read[None]:
-        yield from self._read_list()
+        yield from self._source.expect("[")
+        yield from self._read_list(self._read_call)
 
 
 def read_string(source: TextSource) -> Read[str]:

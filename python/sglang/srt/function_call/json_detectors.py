@@ -63,7 +63,8 @@ class MistralDetector(JsonCallDetector):
         yield from source.skip_space()
         first = yield from source.peek()
         if first == "[":
-            yield from self._read_list()
+            yield from source.expect("[")
+            yield from self._read_list(self._read_call)
         elif first == "{":
             yield from self._read_call()
         else:

@@ -37,20 +37,11 @@ class PythonicDetector(ToolCallDetector):
         if opener != "[":
             yield from source.skip_space()
             yield from source.expect("[")
-        yield from self._read_call()
-        while True:
-            source.mark()
-            yield from source.skip_space()
-            if not (yield from source.accept(",")):
-                break
-            yield from self._read_call()
-        yield from source.expect("]")
-        source.commit()
+        yield from self._read_list(self._read_call)
         yield from self._skip_any(self.closer)
 
     def _read_call(self) -> Read[None]:
         source = self._source
-        yield from source.skip_space()
         parts: list[str] = []
         yield from source.copy_before(_NAME_STOP, parts.append)
         name = "".join(parts)

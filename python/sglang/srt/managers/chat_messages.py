@@ -21,7 +21,10 @@ ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-IGNORED_MESSAGE_FIELDS = frozenset({"name", "refusal"})
+# The last three are in answers (of OpenAI, of litellm) that clients send back.
+IGNORED_MESSAGE_FIELDS = frozenset(
+    {"name", "refusal", "annotations", "provider_specific_fields", "thinking_blocks"}
+)
 FIELDS_OF_ROLE = {
     "assistant": frozenset({"tool_calls", "reasoning_content", "reasoning"}),
     "tool": frozenset({"tool_call_id"}),

@@ -137,7 +137,11 @@ def _prompt_request(
         continue_final_message=bool(body.continue_final_message),
     )
     form = _output_format(
-        body, manager.server_args, use, text, is_constrained=params.grammar_key is not None
+        body,
+        manager.server_args,
+        use,
+        text,
+        is_constrained=params.grammar_key is not None,
     )
     tokenizer = need_tokenizer(manager.tokenizer)
     if form.marks & tokenizer.special_texts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sglang.srt.entrypoints.front import Front
-from sglang.srt.entrypoints.http_io import json_response, read_body
+from sglang.srt.entrypoints.http_io import aside, json_response, read_body
 from sglang.srt.entrypoints.openai.tools import read_tools
 from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
 from sglang.srt.function_call.function_call_parser import parse_calls
@@ -48,6 +47,7 @@ class ParseRoutes:
 
     def __init__(self, front: Front) -> None:
         self._args = front.server_args
+        self._manager = front.manager
 
     def routes(self) -> list[Route]:
         return [
@@ -57,15 +57,11 @@ class ParseRoutes:
 
     async def parse_function_call(self, request: Request) -> Response:
         body = await read_body(request, ParseFunctionCallRequest)
-        parser = _parser(
-            "tool_call_parser",
-            body.tool_call_parser or self._args.tool_call_parser,
-            CALL_DETECTORS,
-        )
+        name = body.tool_call_parser or self._args.tool_call_parser
+        parser = _parser_of(body.text, CALL_DETECTORS, tool_call_parser=name)
         tools = read_tools(body.tools or ())
-        _check_length(body.text)
-        text, calls = await asyncio.to_thread(
-            parse_calls, body.text, parser=parser, tools=tools
+        text, calls = await aside(
+            request, self._manager, parse_calls, body.text, parser=parser, tools=tools
         )
         found = [
             {"tool_index": i, "name": call.name, "parameters": call.arguments}
@@ -75,31 +71,26 @@ class ParseRoutes:
 
     async def separate_reasoning(self, request: Request) -> Response:
         body = await read_body(request, SeparateReasoningRequest)
-        parser = _parser(
-            "reasoning_parser",
-            body.reasoning_parser or self._args.reasoning_parser,
-            REASONING_DETECTORS,
-        )
-        _check_length(body.text)
-        reasoning, text = await asyncio.to_thread(
-            split_reasoning, body.text, parser=parser
+        name = body.reasoning_parser or self._args.reasoning_parser
+        parser = _parser_of(body.text, REASONING_DETECTORS, reasoning_parser=name)
+        reasoning, text = await aside(
+            request, self._manager, split_reasoning, body.text, parser=parser
         )
         return json_response({"reasoning_text": reasoning, "text": text})
 
 
-def _parser(field: str, name: str | None, known: Iterable[str]) -> str:
+def _parser_of(text: str, known: Iterable[str], **given: str | None) -> str:
+    """Return the parser that `given` names by field; checks it and `text`."""
+    ((field, name),) = given.items()
     if name is None or name not in known:
-        given = "missing" if name is None else quoted(name)
+        found = "missing" if name is None else quoted(name)
         raise BadRequest(
-            f"{field} is {given}; supported: {', '.join(known)}", param=field
+            f"{field} is {found}; supported: {', '.join(known)}", param=field
         )
-    return name
-
-
-def _check_length(text: str) -> None:
     if len(text) > MAX_TEXT_CHARS:
         raise BadRequest(
             f"text has {len(text)} characters, but at most {MAX_TEXT_CHARS} are "
             "accepted",
             param="text",
         )
+    return name
