@@ -17,7 +17,7 @@ from sglang.srt.function_call.function_call_parser import (
     parse_calls,
 )
 from sglang.srt.function_call.json_calls import JsonArrayDetector
-from sglang.srt.utils.text_source import MAX_ATTEMPT_CHARS
+from sglang.srt.utils.text_source import MAX_ATTEMPT_CHARS, Read, TextSource
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="cpu")
@@ -342,6 +342,28 @@ def test_an_attempt_ends_where_it_has_read_too_much() -> None:
     detector = ALL["hermes"](TOOLS)
     out = detector.push(text)
     assert "".join(str(piece) for piece in out) == text
+
+
+@pytest.mark.parametrize("kind", sorted(set(ALL.values()), key=str), ids=str)
+def test_openers_are_read_a_bounded_number_of_times(
+    kind: type[ToolCallDetector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An opener in a text of openers does not read them all."""
+    reads = 0
+    take = TextSource.take
+
+    def counted(source: TextSource, count: int = 1) -> Read[str]:
+        nonlocal reads
+        reads += 1
+        return (yield from take(source, count))
+
+    monkeypatch.setattr(TextSource, "take", counted)
+    for opener in (*kind.openers, kind.bare_opener):
+        for rest in ('{"a":{', '{"a":["', '{"b":', "now(a=[", 'now(a="', "=now>", ""):
+            reads = 0
+            n = 400
+            parse(kind, [(opener + rest) * n])
+            assert reads < 40 * n, (opener, rest)
 
 
 def test_openers_do_not_begin_each_other() -> None:

@@ -10,6 +10,8 @@ from sglang.srt.utils.text_source import Emit, NoMatchError, Read, TextSource
 
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 _STRING_STOP = re.compile(r'["\\]')
+# All but white space, numbers, true, false, null and what parts them.
+_NO_SCALAR = re.compile(r"[^\sa-z0-9.+:,E-]")
 _SCALAR_STOP = re.compile(r"[,}\]\s]")
 
 
@@ -82,7 +84,7 @@ class JsonCallDetector(ToolCallDetector):
         if first == "{":
             if name is not None:
                 self._begin_call(name)
-            yield from copy_nested(source, emit, closer=closer)
+            yield from copy_nested(source, emit, closer=closer, is_strict=name is None)
             return
         if first == '"':
             text = (yield from read_string(source)).strip()
@@ -138,32 +140,45 @@ def skip_value(source: TextSource) -> Read[None]:
     """Read any JSON value."""
     first = yield from source.peek()
     if first in ("{", "["):
-        yield from copy_nested(source, _drop)
+        yield from copy_nested(source, _drop, is_strict=True)
     elif first == '"':
         yield from read_string(source)
     else:
         yield from source.copy_before(_SCALAR_STOP, _drop)
 
 
-def copy_nested(source: TextSource, emit: Emit, *, closer: str = "") -> Read[None]:
+def copy_nested(
+    source: TextSource, emit: Emit, *, closer: str = "", is_strict: bool = False
+) -> Read[None]:
     """Emit an object or a list as it comes, to its last bracket, to the end of the
     text, or before a `closer` outside of its strings.
 
     Brackets of both kinds are counted, not matched.
+
+    Args:
+        is_strict: refuse characters that JSON has only in strings. A text full of
+            openers would be read as often as it has some otherwise.
+
+    Raises:
+        NoMatchError: there is such a character.
     """
     structure = re.compile(f'["{{}}\\[\\]{re.escape(closer[:1])}]')
+    if is_strict:
+        structure = _NO_SCALAR
     depth = 0
     while char := (yield from source.copy_before(structure, emit)):
         if char == '"':
             yield from _copy_string(source, emit)
             continue
-        if char == closer[:1]:
+        if char == closer[:1] and not is_strict:
             if (yield from source.peek(len(closer))) == closer:
                 return
         elif char in "{[":
             depth += 1
-        else:
+        elif char in "}]":
             depth -= 1
+        else:
+            raise NoMatchError
         emit((yield from source.take()))
         if depth == 0:
             return
