@@ -26,6 +26,7 @@ from sglang.srt.arg_groups.cuda_graph_hook import (
     handle_cuda_graph,
     has_prefill_graphs,
 )
+from sglang.srt.arg_groups.http_hook import handle_http
 from sglang.srt.arg_groups.speculative_hook import (
     default_max_running_requests,
     handle_speculative,
@@ -255,9 +256,79 @@ class ServerArgs:
             "and /metrics are open."
         ),
     ] = None
+    drain_timeout: Annotated[
+        float,
+        Arg("Seconds that running requests get after SIGTERM or SIGINT.", low=0.0),
+    ] = 20.0
+    max_connections: Annotated[
+        int | None,
+        Arg(
+            "Connections at once, others wait; unset: 16384, or what the limit of open "
+            "files admits.",
+            low=1,
+            begins="Connections and bodies",
+        ),
+    ] = None
+    keep_alive_timeout: Annotated[
+        int,
+        Arg(
+            "Seconds that a connection may rest between two requests.",
+            aliases=("--timeout-keep-alive",),
+            low=1,
+        ),
+    ] = 75
+    header_timeout: Annotated[
+        float,
+        Arg(
+            "Seconds for the head of a request, and for the first one of a connection.",
+            low=0.001,
+        ),
+    ] = 20.0
+    body_timeout: Annotated[
+        float,
+        Arg(
+            "Seconds over which a body must keep --min-transfer-rate.",
+            low=0.001,
+        ),
+    ] = 30.0
+    write_timeout: Annotated[
+        float,
+        Arg(
+            "Seconds over which a client that is behind with reading must keep "
+            "--min-transfer-rate.",
+            low=0.001,
+        ),
+    ] = 60.0
+    min_transfer_rate: Annotated[
+        float,
+        Arg("Bytes per second below which a client is dropped.", low=0.0),
+    ] = 1024.0
+    max_header_bytes: Annotated[
+        int,
+        Arg(
+            "Size of a request's head; beyond it 431.",
+            aliases=("--h11-max-incomplete-event-size",),
+            low=1024,
+        ),
+    ] = 16384
+    max_body_bytes: Annotated[
+        int, Arg("Size of a request's body; beyond it 413.", low=1)
+    ] = 32 * 1024 * 1024
+    max_total_body_bytes: Annotated[
+        int,
+        Arg(
+            "Memory for bodies that are read or parsed at the same time; beyond it 503 "
+            "with Retry-After.",
+            low=1,
+        ),
+    ] = 256 * 1024 * 1024
+
     incremental_streaming_output: Annotated[
         bool,
-        Arg("Send only what is new in each event of a /generate stream."),
+        Arg(
+            "Send only what is new in each event of a /generate stream.",
+            begins="Answers and logs",
+        ),
     ] = False
     enable_return_hidden_states: Annotated[
         bool, Arg("Let requests ask for hidden states.")
@@ -350,6 +421,7 @@ class ServerArgs:
         handle_cuda_graph(self)
         handle_speculative(self)
         handle_kv_canary(self)
+        handle_http(self)
         self._is_resolved = True
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -98,7 +98,7 @@ def owns_socket(pid: int, line: str) -> bool:
 
 def test_sigterm_during_load(start_server: Callable[..., Server]) -> None:
     """Short requests finish unchanged, long ones get 503; then exit code 0."""
-    server = start_server().wait_ready()
+    server = start_server("--drain-timeout", "5").wait_ready()
     scheduler = server.scheduler_pid()
     expected = server.generate("short", max_new_tokens=100)["output_ids"]
     # Longer than the server drains.

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from sglang.srt.entrypoints.body_budget import release_body
 from sglang.srt.entrypoints.output_share import OutputShare
 from sglang.srt.managers.errors import (
     ApiError,
@@ -65,6 +66,8 @@ async def read_body(request: Request, kind: type[T]) -> T:
         raise BadRequest(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise BadRequest("the body is nested too deeply") from error
+    finally:
+        release_body(request.scope)
 
 
 def _check_values(body: bytes, *, limit: int) -> None:

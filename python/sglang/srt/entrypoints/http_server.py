@@ -1,8 +1,8 @@
 """The HTTP server: the app with all its routes, and one server from start to exit.
 
-Start: bind, start the scheduler, answer 503 until it is ready. Exit: SIGTERM and SIGINT
-drain for a few seconds (code 0); a scheduler that dies ends the server (code 1); a
-configuration that cannot be served is a `ValueError`.
+Start: listen, start the scheduler, answer 503 until it is ready. Exit: SIGTERM and
+SIGINT drain for --drain-timeout seconds (code 0); a scheduler that dies ends the server
+(code 1); a configuration that cannot be served is a `ValueError`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ import asyncio
 import contextlib
 import gc
 import logging
-import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sglang.srt.entrypoints.body_budget import BodyBudget
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import error_response
+from sglang.srt.entrypoints.listener import listen, max_connections
 from sglang.srt.entrypoints.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
@@ -35,6 +34,7 @@ from sglang.srt.entrypoints.middleware import (
 from sglang.srt.entrypoints.native_routes import NativeRoutes
 from sglang.srt.entrypoints.openai.routes import OpenAIRoutes
 from sglang.srt.entrypoints.start_message import serving, starting
+from sglang.srt.entrypoints.web_server import WebServer
 from sglang.srt.managers.engine_core import EngineCore, start_engine
 from sglang.srt.managers.errors import ApiError, BadRequest, NotFound
 from sglang.srt.managers.io_struct import SchedulerReady
@@ -44,15 +44,10 @@ from sglang.srt.utils.logging import configure_logging
 
 logger = logging.getLogger(__name__)
 
-DRAIN_SECONDS = 5.0
-CLOSE_SECONDS = 3
-KEEP_ALIVE_SECONDS = 75
-BACKLOG = 4096
-MAX_OPEN_FILES = 65536
-
 
 def create_app(front: Front) -> FastAPI:
     """The ASGI application; every error it answers has the shape of `ApiError.body`."""
+    args = front.server_args
     app = FastAPI(title="SGLang", openapi_url=None, redirect_slashes=False)
     app.state.max_body_values = front.server_args.max_body_values
     app.router.routes[:] = [
@@ -61,9 +56,13 @@ def create_app(front: Front) -> FastAPI:
     ]
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
-    app.add_middleware(BodyLimitMiddleware)
-    if front.server_args.api_key:
-        app.add_middleware(ApiKeyMiddleware, api_key=front.server_args.api_key)
+    app.add_middleware(
+        BodyLimitMiddleware,
+        max_bytes=args.max_body_bytes,
+        budget=BodyBudget(args.max_total_body_bytes),
+    )
+    if args.api_key:
+        app.add_middleware(ApiKeyMiddleware, api_key=args.api_key)
     app.add_middleware(ErrorMiddleware)
     # Outermost: browsers must be able to read errors, and preflights carry no key.
     app.add_middleware(
@@ -98,8 +97,8 @@ def launch_server(server_args: ServerArgs) -> int:
         ValueError: the configuration cannot be served (port taken, no such model, ...).
     """
     configure_logging(server_args.log_level)
-    _raise_open_files()
-    listener = _bind(server_args)
+    most = max_connections(server_args)
+    listener = listen(server_args)
     with contextlib.closing(listener):
         _say(starting(server_args))
         process, tokenizer = start_engine(
@@ -108,24 +107,23 @@ def launch_server(server_args: ServerArgs) -> int:
 
         async def serve() -> int:
             core = EngineCore(process, server_args=server_args, tokenizer=tokenizer)
-            return await _Server(core, server_args, listener).run()
+            return await _Server(
+                core, server_args, listener, max_connections=most
+            ).run()
 
         return asyncio.run(serve())
-
-
-class _QuietServer(uvicorn.Server):
-    """uvicorn without its signal handlers: `_Server` drains before it stops uvicorn."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _Server:
     """One server from the first connection to the exit code."""
 
     def __init__(
-        self, core: EngineCore, server_args: ServerArgs, listener: socket.socket
+        self,
+        core: EngineCore,
+        server_args: ServerArgs,
+        listener: socket.socket,
+        *,
+        max_connections: int,
     ) -> None:
         self._core = core
         self._server_args = server_args
@@ -138,25 +136,15 @@ class _Server:
             manager=core.manager,
             model_name=server_args.served_model_name or "",
         )
-        self._uvicorn = _QuietServer(
-            uvicorn.Config(
-                create_app(front),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=CLOSE_SECONDS,
-                backlog=BACKLOG,
-            )
+        self._web = WebServer(
+            create_app(front), server_args, max_connections=max_connections
         )
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
+        serving = asyncio.create_task(self._web.serve(sockets=[self._listener]))
         ending = asyncio.create_task(self._serve_until_end())
         try:
             await _first(serving, ending)
@@ -166,7 +154,7 @@ class _Server:
             return ending.result()
         finally:
             ending.cancel()
-            self._uvicorn.should_exit = True
+            self._web.should_exit = True
             await serving
             self._core.close()
             if self._is_orderly:
@@ -202,13 +190,14 @@ class _Server:
     async def _drain(self, dying: asyncio.Task[bool]) -> None:
         """Let running requests finish for a while, then refuse the rest."""
         manager = self._core.manager
+        timeout = self._server_args.drain_timeout
         manager.set_draining()
         logger.info(
             "shutting down: %d request(s) in flight get %g s",
             manager.num_in_flight,
-            DRAIN_SECONDS,
+            timeout,
         )
-        idle = asyncio.create_task(manager.wait_idle(DRAIN_SECONDS))
+        idle = asyncio.create_task(manager.wait_idle(timeout))
         second_signal = asyncio.create_task(self._second_signal.wait())
         await _first(idle, second_signal, dying)
         idle.cancel()
@@ -239,34 +228,3 @@ def _say(text: str) -> None:
 
 def _complain(text: str) -> None:
     print(f"error: {text}", file=sys.stderr, flush=True)
-
-
-def _bind(server_args: ServerArgs) -> socket.socket:
-    """Bind the address, before anything slow starts.
-
-    Raises:
-        ValueError: the address cannot be bound.
-    """
-    host, port = server_args.host, server_args.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the protocol is spelled out; left
-    # on, an answer waits 40 ms for the client's delayed acknowledgement.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ValueError(
-            f"--host {host} --port {port}: {error.strerror}; choose another"
-        ) from error
-    return listener
-
-
-def _raise_open_files() -> None:
-    """Raise the limit of open files: every connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else hard
-    wanted = min(wanted, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

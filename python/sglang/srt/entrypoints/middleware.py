@@ -9,15 +9,16 @@ from contextlib import suppress
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang.srt.entrypoints.body_budget import BodyBudget, BodyLease
 from sglang.srt.entrypoints.http_io import error_response
 from sglang.srt.managers.errors import (
     ApiError,
     BadRequest,
     ClientDisconnected,
+    Unavailable,
     log_failure,
 )
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
 # After a refusal the rest of the body is read and dropped: a client that is still
 # sending would see a reset connection instead of the answer.
 MAX_DRAINED_BYTES = 256 * 1024 * 1024
@@ -82,49 +83,67 @@ class ApiKeyMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies beyond `MAX_BODY_BYTES` with 413, announced or chunked."""
+    """Refuses a body beyond `max_bytes` with 413, announced or chunked, and one for
+    which `budget` has no memory with 503."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int, budget: BodyBudget) -> None:
         self._app = app
+        self._max_bytes = max_bytes
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        if int(length) > MAX_BODY_BYTES:
-            await _refuse_body(int(length), receive, send)
+        announced = dict(scope["headers"]).get(b"content-length", b"")
+        # The parser admits digits only; they may still be of any number.
+        length = int(announced) if announced.isdigit() else self._max_bytes
+        if length > self._max_bytes:
+            await _refuse_body(self._too_large(length), receive, send)
             return
+        lease = BodyLease(self._budget, length)
+        lease.attach(scope)
         seen = 0
 
         async def counted_receive() -> Message:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > MAX_BODY_BYTES:
-                raise _BodyTooLarge(seen)
+            if seen > self._max_bytes:
+                raise _BodyRefused(self._too_large(seen))
+            try:
+                await lease.cover(seen)
+            except Unavailable as error:
+                raise _BodyRefused(error) from error
             return message
 
         try:
             await self._app(scope, counted_receive, send)
-        except _BodyTooLarge as error:
-            await _refuse_body(error.size, receive, send)
+        except _BodyRefused as refused:
+            await _refuse_body(refused.error, receive, send)
+        finally:
+            lease.release()
+
+    def _too_large(self, size: int) -> BadRequest:
+        return BadRequest(
+            f"the body has {size} bytes or more; at most {self._max_bytes} are "
+            "accepted (--max-body-bytes)",
+            status=413,
+        )
 
 
-class _BodyTooLarge(Exception):
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.size = size
+class _BodyRefused(Exception):
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
-async def _refuse_body(size: int, receive: Receive, send: Send) -> None:
-    error = BadRequest(
-        f"the body has {size} bytes or more; at most {MAX_BODY_BYTES} are accepted",
-        status=413,
-    )
+async def _refuse_body(error: ApiError, receive: Receive, send: Send) -> None:
     response = error_response(error)
     headers = [*response.raw_headers, (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": 413, "headers": headers})
+    await send(
+        {"type": "http.response.start", "status": error.status, "headers": headers}
+    )
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
     with suppress(asyncio.TimeoutError):
         await asyncio.wait_for(_drain(receive), MAX_DRAIN_SECONDS)

@@ -1,0 +1,181 @@
+"""Accepts connections up to a limit, and has them keep their deadlines.
+
+asyncio's own loop of accepts logs thousands of errors a second where descriptors run
+out; this one pauses, says so now and then, and goes on as soon as there is room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import socket
+from collections.abc import Callable
+
+from sglang.srt.entrypoints.http_connection import ConnectionLimits, HttpConnection
+
+logger = logging.getLogger(__name__)
+
+# Connections accepted before the loop continues with other work.
+BURST = 64
+# Connections whose deadlines are checked, likewise.
+CHECKS_PER_TURN = 512
+MAX_TICK_SECONDS = 1.0
+RETRY_SECONDS = 1.0
+LOG_SECONDS = 30.0
+# A connection that has rested for so long may be closed to make room.
+REST_SECONDS = 1.0
+# A peer whose host has vanished is noticed after some two minutes.
+KEEP_ALIVE_PROBES = (
+    (socket.TCP_KEEPIDLE, 60),
+    (socket.TCP_KEEPINTVL, 15),
+    (socket.TCP_KEEPCNT, 4),
+)
+
+
+class Acceptor:
+    """Accepts on one listening socket, inside the asyncio loop.
+
+    Args:
+        create: makes the protocol of a new connection, which calls the given callback
+            when it has ended.
+        max_connections: more wait in the queue of the kernel.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        create: Callable[[Callable[[HttpConnection], None]], HttpConnection],
+        max_connections: int,
+        limits: ConnectionLimits,
+    ) -> None:
+        self._listener = listener
+        self._create = create
+        self._max_connections = max_connections
+        self._tick_seconds = min(MAX_TICK_SECONDS, limits.shortest / 4)
+        self._loop = asyncio.get_running_loop()
+        self._connections: set[HttpConnection] = set()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._is_accepting = False
+        self._is_full = False
+        self._watching: asyncio.Task[None] | None = None
+        self._next_log = 0.0
+
+    def start(self) -> None:
+        """Accept from now on."""
+        self._listener.setblocking(False)
+        self._resume()
+        self._watching = self._loop.create_task(self._watch())
+
+    def close(self) -> None:
+        """Accept no more; open connections stay."""
+        self._pause()
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def wait_closed(self) -> None:
+        """Nothing is left to wait for after `close`."""
+
+    # -- accepting -----------------------------------------------------------------
+
+    def _resume(self) -> None:
+        if not self._is_accepting and self._listener.fileno() >= 0:
+            self._is_accepting = True
+            self._is_full = False
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _pause(self) -> None:
+        if self._is_accepting:
+            self._is_accepting = False
+            self._loop.remove_reader(self._listener.fileno())
+
+    def _accept(self) -> None:
+        for _ in range(BURST):
+            if len(self._connections) >= self._max_connections:
+                self._pause_while_full()
+                return
+            try:
+                accepted, _ = self._listener.accept()
+            except ConnectionAbortedError:
+                continue
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self._pause_for_resources(error)
+                return
+            connection = self._create(self._on_lost)
+            self._connections.add(connection)
+            task = self._loop.create_task(self._open(connection, accepted))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: HttpConnection, accepted: socket.socket) -> None:
+        try:
+            accepted.setblocking(False)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEP_ALIVE_PROBES:
+                accepted.setsockopt(socket.IPPROTO_TCP, option, value)
+            await self._loop.connect_accepted_socket(lambda: connection, accepted)
+        except OSError as error:
+            logger.debug("a connection failed at once: %s", error)
+            accepted.close()
+            self._on_lost(connection)
+
+    def _on_lost(self, connection: HttpConnection) -> None:
+        self._connections.discard(connection)
+        if self._is_full and len(self._connections) < self._max_connections:
+            self._resume()
+
+    def _pause_while_full(self) -> None:
+        self._pause()
+        self._is_full = True
+        self._log(
+            f"{self._max_connections} connections are open, as many as "
+            "--max-connections admits: others wait"
+        )
+        self._make_room()
+
+    def _pause_for_resources(self, error: OSError) -> None:
+        """Wait for what the system lacks: descriptors or memory."""
+        self._pause()
+        self._log(f"no connection can be accepted ({error.strerror}): new ones wait")
+        self._loop.call_later(RETRY_SECONDS, self._resume)
+
+    def _make_room(self) -> None:
+        """Close the connections that have rested longest: those who wait have a request
+        to make."""
+        now = self._loop.time()
+        rests = [
+            (since, id(connection), connection)
+            for connection in self._connections
+            if now - (since := connection.resting_since()) > REST_SECONDS
+        ]
+        for _, _, connection in heapq.nsmallest(BURST, rests):
+            connection.transport.close()
+
+    def _log(self, message: str) -> None:
+        if self._loop.time() >= self._next_log:
+            self._next_log = self._loop.time() + LOG_SECONDS
+            logger.warning("%s", message)
+
+    # -- deadlines -----------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._tick_seconds)
+            for i, connection in enumerate(list(self._connections)):
+                if i % CHECKS_PER_TURN == CHECKS_PER_TURN - 1:
+                    await asyncio.sleep(0)
+                if connection.transport is not None:
+                    self._enforce(connection)
+            if self._is_full:
+                self._make_room()
+
+    def _enforce(self, connection: HttpConnection) -> None:
+        try:
+            connection.enforce(self._loop.time())
+        except Exception:
+            # One bad connection must not end the deadlines of all others.
+            logger.exception("a connection's deadlines cannot be checked; it is closed")
+            connection.transport.abort()

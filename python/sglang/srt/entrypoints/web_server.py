@@ -1,0 +1,76 @@
+"""uvicorn, with connections that have limits and without its own signal handlers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from sglang.srt.entrypoints.acceptor import Acceptor
+from sglang.srt.entrypoints.http_connection import ConnectionLimits, HttpConnection
+from sglang.srt.server_args import ServerArgs
+
+CLOSE_SECONDS = 3
+
+
+class WebServer(uvicorn.Server):
+    """Serves an ASGI application until `should_exit` is set; its owner handles signals.
+
+    Args:
+        max_connections: how many may be open at once.
+    """
+
+    def __init__(
+        self, app: ASGIApp, server_args: ServerArgs, *, max_connections: int
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=server_args.keep_alive_timeout,
+                timeout_graceful_shutdown=CLOSE_SECONDS,
+            )
+        )
+        # Its warnings are about bad requests: clients could fill the log with them.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        self._limits = ConnectionLimits.of(server_args)
+        self._max_connections = max_connections
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
+        """Accept on `sockets`, which listen."""
+        await self.lifespan.startup()
+        acceptors = [
+            Acceptor(
+                listener,
+                create=self._connection,
+                max_connections=self._max_connections,
+                limits=self._limits,
+            )
+            for listener in sockets or ()
+        ]
+        for acceptor in acceptors:
+            acceptor.start()
+        self.servers = acceptors  # type: ignore[assignment]
+        self.started = True
+
+    def _connection(self, on_lost: Callable[[HttpConnection], None]) -> HttpConnection:
+        return HttpConnection(
+            self.config,
+            self.server_state,
+            app_state=self.lifespan.state,
+            limits=self._limits,
+            on_lost=on_lost,
+        )
