@@ -260,6 +260,14 @@ class ServerArgs:
         float,
         Arg("Seconds that running requests get after SIGTERM or SIGINT.", low=0.0),
     ] = 20.0
+    health_timeout: Annotated[
+        float,
+        Arg(
+            "Seconds without an answer of the scheduler after which /health is 503; "
+            "longer than its longest step.",
+            low=0.001,
+        ),
+    ] = 20.0
     max_connections: Annotated[
         int | None,
         Arg(

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 from manager_world import Wire, prompt, run
 
-from sglang.srt.managers import health_probe
 from sglang.srt.managers.errors import Unavailable
 from sglang.srt.managers.health_probe import HealthProbe
 from sglang.srt.managers.io_struct import GetStateReq, GetStateRsp, SchedulerStats
@@ -66,12 +65,10 @@ def test_a_busy_engine_is_asked_between_two_steps() -> None:
 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_no_answer_is_a_503_for_all_and_the_next_asks_again(
-    is_busy: bool, monkeypatch: pytest.MonkeyPatch
+    is_busy: bool,
 ) -> None:
-    monkeypatch.setattr(health_probe, "TIMEOUT_SECONDS", 0.05)
-
     async def work() -> None:
-        wire = Wire()
+        wire = Wire(health_timeout=0.05)
         probe = HealthProbe(wire.manager)
         if is_busy:
             await wire.manager.submit([prompt(rid="a")])

@@ -177,10 +177,15 @@ class _Server:
         except SchedulerDied as error:
             _complain(f"{error} while it started")
             return 1
+        manager = self._core.manager
+        beating = asyncio.create_task(
+            manager.heartbeat.keep_asking(lambda: manager.num_in_flight > 0)
+        )
         dying = asyncio.create_task(self._core.died.wait())
         await _first(dying, stopping)
         if not dying.done():
             await self._drain(dying)
+        beating.cancel()
         if self._core.died.is_set():
             _complain("the scheduler process died; see the log")
             return 1

@@ -29,6 +29,7 @@ from sglang.srt.entrypoints.http_io import (
 from sglang.srt.managers.errors import ApiError, BadRequest, NotFound, Unavailable
 from sglang.srt.managers.health_probe import HealthProbe
 from sglang.srt.managers.request_state import RequestGroup
+from sglang.srt.managers.tokenizer_manager import Phase
 from sglang.srt.metrics.front_metrics import CONTENT_TYPE
 from sglang.version import __version__
 
@@ -55,6 +56,8 @@ class NativeRoutes:
         return [
             Route("/generate", self.generate, methods=["POST", "PUT"]),
             Route("/health", self.health, methods=["GET"]),
+            Route("/readyz", self.health, methods=["GET"]),
+            Route("/livez", self.live, methods=["GET"]),
             Route("/health_generate", self.health_generate, methods=["GET"]),
             Route("/", self.index, methods=["GET"]),
             Route("/get_model_info", self.model_info, methods=["GET"]),
@@ -107,8 +110,18 @@ class NativeRoutes:
         return await self._manager.side_work.run(answer_size(updates), answer)
 
     async def health(self, request: Request) -> Response:
+        """Answer 200 while requests are accepted and the scheduler is alive."""
         if not self._front.is_ready:
             raise Unavailable(f"the server is {self._manager.phase.value}")
+        self._manager.heartbeat.check()
+        return Response()
+
+    async def live(self, request: Request) -> Response:
+        """Answer 200 unless only a restart helps; starting and draining are life."""
+        if self._manager.phase is Phase.DEAD:
+            raise Unavailable("the scheduler is dead")
+        if self._manager.phase is not Phase.STARTING:
+            self._manager.heartbeat.check()
         return Response()
 
     async def health_generate(self, request: Request) -> Response:

@@ -7,16 +7,12 @@ import time
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.errors import Unavailable
+from sglang.srt.managers.heartbeat import INTERVAL_SECONDS
 from sglang.srt.managers.prompt_request import PromptRequest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
-
-INTERVAL_SECONDS = 1.0
-"""An answer is true for so long."""
-
-TIMEOUT_SECONDS = 20.0
 
 
 class HealthProbe:
@@ -29,6 +25,7 @@ class HealthProbe:
 
     def __init__(self, manager: TokenizerManager) -> None:
         self._manager = manager
+        self._timeout = manager.server_args.health_timeout
         self._last_good = -INTERVAL_SECONDS
         self._asking: asyncio.Task[None] | None = None
 
@@ -47,7 +44,7 @@ class HealthProbe:
 
     async def _ask(self) -> None:
         if self._manager.num_in_flight:
-            await self._manager.scheduler_stats(TIMEOUT_SECONDS)
+            await self._manager.scheduler_stats(self._timeout)
         else:
             await self._make_token()
         self._last_good = time.monotonic()
@@ -60,6 +57,6 @@ class HealthProbe:
         group = await self._manager.submit([probe])
         try:
             results = self._manager.results(group)
-            await asyncio.wait_for(results, TIMEOUT_SECONDS)
+            await asyncio.wait_for(results, self._timeout)
         except asyncio.TimeoutError:
-            raise Unavailable(f"no token within {TIMEOUT_SECONDS:g} seconds") from None
+            raise Unavailable(f"no token within {self._timeout:g} seconds") from None

@@ -50,6 +50,10 @@ class SchedulerCalls:
         answer: GetStateRsp = await self._ask(question, timeout)
         return answer.stats
 
+    def request_sign(self) -> None:
+        """Have the scheduler send something; nobody waits for it."""
+        self._send([GetStateReq(call_id=next(self._ids))])
+
     async def incidents(self) -> list[dict[str, Any]]:
         """The KV canary's incidents, oldest first."""
         question = GetIncidentsReq(call_id=next(self._ids))

@@ -21,6 +21,7 @@ from sglang.srt.managers.errors import (
     Unavailable,
     log_failure,
 )
+from sglang.srt.managers.heartbeat import Heartbeat
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchOutput,
@@ -104,6 +105,9 @@ class TokenizerManager:
         # Of a scheduler that has told them before it ended.
         self._last_incidents: list[dict[str, Any]] | None = None
         self._calls = SchedulerCalls(send)
+        self.heartbeat = Heartbeat(
+            self._calls.request_sign, timeout=server_args.health_timeout
+        )
         self._prompts = PromptTokenizer(tokenizer)
         self.side_work = SideWork()
 
@@ -333,6 +337,7 @@ class TokenizerManager:
 
     def receive(self, message: SchedulerResponse) -> None:
         """Take a message of the scheduler."""
+        self.heartbeat.on_sign()
         if isinstance(message, BatchOutput):
             for output in message.outputs:
                 self._on_output(output)
