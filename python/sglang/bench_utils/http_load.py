@@ -137,7 +137,8 @@ class LoadClient:
             ValueError: it stays busy, or has no such path.
         """
         for _ in range(FLUSH_ATTEMPTS):
-            async with self.session.post(self._base_url + "/flush_cache") as response:
+            url = self._base_url + "/flush_cache"
+            async with self.session.post(url, json={}) as response:
                 if response.status == 200:
                     return
                 message = await response.text()

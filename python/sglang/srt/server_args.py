@@ -252,9 +252,24 @@ class ServerArgs:
     api_key: Annotated[
         str | None,
         Arg(
-            "Key that clients must send as a bearer token; /health, /health_generate "
-            "and /metrics are open."
+            "Key that clients must send as a bearer token; health paths and /metrics "
+            "are open. Visible in the list of processes: prefer --api-key-file."
         ),
+    ] = None
+    api_key_file: Annotated[
+        str | None,
+        Arg("File with one client key per line; SIGHUP has it read again."),
+    ] = None
+    admin_api_key: Annotated[
+        str | None,
+        Arg(
+            "Key that alone opens what concerns all clients: abort_all, /flush_cache, "
+            "/canary/incidents, profiles; unset: any client's key does."
+        ),
+    ] = None
+    cors_allow_origins: Annotated[
+        list[str] | None,
+        Arg("Sites whose pages may read answers, or *; unset: none."),
     ] = None
     drain_timeout: Annotated[
         float,
@@ -440,11 +455,6 @@ class ServerArgs:
     # Resolution, in this order.
 
     def _handle_refused(self) -> None:
-        if self.api_key is not None and not self.api_key.strip():
-            raise ValueError(
-                "--api-key is empty, which would serve everybody; set a key, or remove "
-                "the flag"
-            )
         for flag in ("tool_call_parser", "reasoning_parser"):
             if self.skip_tokenizer_init and getattr(self, flag) is not None:
                 raise ValueError(

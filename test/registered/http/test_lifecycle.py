@@ -300,6 +300,7 @@ def launch(*flags: str) -> subprocess.CompletedProcess[str]:
         (("--tp", "0"), "--tp-size 0 must be at least 1"),
         (("--tp-size", "3"), "--tp-size 3 "),
         (("--host", "256.0.0.1"), "--host 256.0.0.1"),
+        (("--api-key-file", "/no/keys"), "--api-key-file /no/keys: No such file"),
         (("--trust-remote-code",), "--trust-remote-code is refused"),
         (("--model-path", os.fspath(Path(__file__).parent)), "has no config.json"),
     ],

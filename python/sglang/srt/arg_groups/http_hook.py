@@ -1,22 +1,55 @@
-"""Checks of the flags about connections and bodies."""
+"""Checks of the flags about keys, sites, connections and bodies."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 def handle_http(args: ServerArgs) -> None:
     """Check what the flags say together.
 
     Raises:
-        ValueError: names flag, value and fix.
+        ValueError: names flag, fix and, unless it is a key, value.
     """
+    for flag, key in (
+        ("--api-key", args.api_key),
+        ("--admin-api-key", args.admin_api_key),
+    ):
+        if key is not None:
+            check_key(key, flag)
+    for origin in args.cors_allow_origins or ():
+        if not _ORIGIN.fullmatch(origin):
+            raise ValueError(
+                f"--cors-allow-origins {origin}: write * or a site as browsers name "
+                "it, such as https://example.com or http://localhost:8080"
+            )
     if args.max_total_body_bytes < args.max_body_bytes:
         raise ValueError(
             f"--max-total-body-bytes {args.max_total_body_bytes} is less than "
             f"--max-body-bytes {args.max_body_bytes}: a body of that size could never "
             "be read; raise it"
+        )
+
+
+def check_key(key: str, where: str) -> None:
+    """Refuse a key that admits everybody or that no header can carry.
+
+    Raises:
+        ValueError: names `where`, not the key.
+    """
+    if not key.strip():
+        raise ValueError(
+            f"{where} is empty, which would serve everybody; set a key, or remove "
+            "the flag"
+        )
+    if any(char.isspace() or not char.isprintable() for char in key):
+        raise ValueError(
+            f"{where} holds a space or a control character, which a header cannot "
+            "carry; choose another key"
         )

@@ -2,7 +2,8 @@
 
 Start: listen, start the scheduler, answer 503 until it is ready. Exit: SIGTERM and
 SIGINT drain for --drain-timeout seconds (code 0); a scheduler that dies ends the server
-(code 1); a configuration that cannot be served is a `ValueError`.
+(code 1); a configuration that cannot be served is a `ValueError`. SIGHUP has the keys
+read again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import logging
 import signal
 import socket
@@ -22,15 +24,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sglang.srt.entrypoints.access import AccessMiddleware
+from sglang.srt.entrypoints.api_keys import ApiKeys
 from sglang.srt.entrypoints.body_budget import BodyBudget
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import error_response
 from sglang.srt.entrypoints.listener import listen, max_connections
-from sglang.srt.entrypoints.middleware import (
-    ApiKeyMiddleware,
-    BodyLimitMiddleware,
-    ErrorMiddleware,
-)
+from sglang.srt.entrypoints.middleware import BodyLimitMiddleware, ErrorMiddleware
 from sglang.srt.entrypoints.native_routes import NativeRoutes
 from sglang.srt.entrypoints.openai.routes import OpenAIRoutes
 from sglang.srt.entrypoints.start_message import serving, starting
@@ -45,8 +45,13 @@ from sglang.srt.utils.logging import configure_logging
 logger = logging.getLogger(__name__)
 
 
-def create_app(front: Front) -> FastAPI:
-    """The ASGI application; every error it answers has the shape of `ApiError.body`."""
+def create_app(front: Front, keys: ApiKeys | None = None) -> FastAPI:
+    """The ASGI application; every error it answers has the shape of `ApiError.body`.
+
+    Args:
+        keys: where the owner of the application has them read again; None: those of
+            the arguments, once and for all.
+    """
     args = front.server_args
     app = FastAPI(title="SGLang", openapi_url=None, redirect_slashes=False)
     app.state.max_body_values = front.server_args.max_body_values
@@ -56,21 +61,22 @@ def create_app(front: Front) -> FastAPI:
     ]
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
+    origins = args.cors_allow_origins or []
     app.add_middleware(
         BodyLimitMiddleware,
         max_bytes=args.max_body_bytes,
         budget=BodyBudget(args.max_total_body_bytes),
     )
-    if args.api_key:
-        app.add_middleware(ApiKeyMiddleware, api_key=args.api_key)
+    app.add_middleware(AccessMiddleware, keys=keys or ApiKeys(args), origins=origins)
     app.add_middleware(ErrorMiddleware)
-    # Outermost: browsers must be able to read errors, and preflights carry no key.
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=["*"],
-        allow_methods=["*"],
-        allow_headers=["*"],
-    )
+    if origins:
+        # Outermost: browsers must be able to read errors, and preflights carry no key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
     return app
 
 
@@ -97,10 +103,14 @@ def launch_server(server_args: ServerArgs) -> int:
         ValueError: the configuration cannot be served (port taken, no such model, ...).
     """
     configure_logging(server_args.log_level)
+    # Until the loop handles it: it must not end a server that starts.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    keys = ApiKeys(server_args)
     most = max_connections(server_args)
     listener = listen(server_args)
     with contextlib.closing(listener):
         _say(starting(server_args))
+        _warn_if_open(listener, keys)
         process, tokenizer = start_engine(
             server_args, num_threads=available_cores() - 1
         )
@@ -108,7 +118,7 @@ def launch_server(server_args: ServerArgs) -> int:
         async def serve() -> int:
             core = EngineCore(process, server_args=server_args, tokenizer=tokenizer)
             return await _Server(
-                core, server_args, listener, max_connections=most
+                core, server_args, listener, keys=keys, max_connections=most
             ).run()
 
         return asyncio.run(serve())
@@ -123,11 +133,13 @@ class _Server:
         server_args: ServerArgs,
         listener: socket.socket,
         *,
+        keys: ApiKeys,
         max_connections: int,
     ) -> None:
         self._core = core
         self._server_args = server_args
         self._listener = listener
+        self._keys = keys
         self._stop = asyncio.Event()
         self._is_orderly = False
         self._second_signal = asyncio.Event()
@@ -137,13 +149,14 @@ class _Server:
             model_name=server_args.served_model_name or "",
         )
         self._web = WebServer(
-            create_app(front), server_args, max_connections=max_connections
+            create_app(front, keys), server_args, max_connections=max_connections
         )
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, self._keys.reload)
         serving = asyncio.create_task(self._web.serve(sockets=[self._listener]))
         ending = asyncio.create_task(self._serve_until_end())
         try:
@@ -233,3 +246,13 @@ def _say(text: str) -> None:
 
 def _complain(text: str) -> None:
     print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def _warn_if_open(listener: socket.socket, keys: ApiKeys) -> None:
+    host = listener.getsockname()[0]
+    if not keys.has_client_keys and not ipaddress.ip_address(host).is_loopback:
+        logger.warning(
+            "everybody who can reach %s may use this server: set --api-key-file or "
+            "--api-key, or listen on a loopback address (--host)",
+            host,
+        )

@@ -1,9 +1,8 @@
-"""ASGI layers around the routes: last-resort errors, API key, size of bodies."""
+"""ASGI layers around the routes: last-resort errors, size of bodies."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 from contextlib import suppress
 
 from starlette.requests import ClientDisconnect
@@ -54,32 +53,6 @@ class ErrorMiddleware:
             if is_started:
                 raise
             await error_response(answer)(scope, receive, send)
-
-
-class ApiKeyMiddleware:
-    """Requires `Authorization: Bearer <key>` on all paths but `OPEN_PATHS`.
-
-    The open ones are for probes and scrapers, as in SGLang; they show neither prompts
-    nor answers.
-    """
-
-    OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
-
-    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
-        self._app = app
-        self._expected = b"Bearer " + api_key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self.OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if hmac.compare_digest(given, self._expected):
-            await self._app(scope, receive, send)
-            return
-        error = BadRequest("the API key is missing or wrong", status=401)
-        error.headers["WWW-Authenticate"] = "Bearer"
-        await error_response(error)(scope, receive, send)
 
 
 class BodyLimitMiddleware:

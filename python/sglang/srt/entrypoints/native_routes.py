@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sglang.srt.entrypoints.access import owner_of, require_admin
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.generate_api import (
     GenerateAnswer,
@@ -34,7 +35,8 @@ from sglang.srt.metrics.front_metrics import CONTENT_TYPE
 from sglang.version import __version__
 
 SCRAPE_TIMEOUT_SECONDS = 1.0
-SECRET_FIELDS = frozenset({"api_key"})
+# The seed foretells the samples of every request that brings none of its own.
+SECRET_FIELDS = frozenset({"api_key", "api_key_file", "admin_api_key", "random_seed"})
 
 
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -64,7 +66,7 @@ class NativeRoutes:
             Route("/model_info", self.model_info, methods=["GET"]),
             Route("/get_server_info", self.server_info, methods=["GET"]),
             Route("/server_info", self.server_info, methods=["GET"]),
-            Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
+            Route("/flush_cache", self.flush_cache, methods=["POST"]),
             Route("/abort_request", self.abort_request, methods=["POST"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/canary/incidents", self.canary_incidents, methods=["GET"]),
@@ -170,7 +172,11 @@ class NativeRoutes:
         body = await read_body(request, AbortRequest)
         if not body.rid and not body.abort_all:
             raise BadRequest("set rid or abort_all", param="rid")
-        self._manager.abort(body.rid or "", abort_all=body.abort_all)
+        if body.abort_all:
+            require_admin(request)
+        self._manager.abort(
+            body.rid or "", abort_all=body.abort_all, owner=owner_of(request)
+        )
         return Response()
 
     async def metrics(self, request: Request) -> Response:

@@ -157,9 +157,10 @@ class RequestState:
 
 
 class RequestGroup:
-    """Requests that one caller awaits together; one reader at a time."""
+    """Requests that one caller, the `owner`, awaits together; one reader at a time."""
 
-    def __init__(self, *, stream: bool) -> None:
+    def __init__(self, *, stream: bool, owner: str = "") -> None:
+        self.owner = owner
         self.states: list[RequestState] = []
         self.feeder: asyncio.Task[None] | None = None
         self.is_released = False

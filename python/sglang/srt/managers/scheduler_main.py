@@ -31,6 +31,7 @@ def main() -> None:
     # The front decides when to stop and sends a message.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     config = msgspec.json.decode(_read_line(STDIN))
     addresses = SchedulerAddresses(**config["addresses"])
     threading.Thread(

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.managers.caller import CALLER
 from sglang.srt.managers.errors import (
     BadRequest,
     EngineFailure,
@@ -205,7 +206,9 @@ class TokenizerManager:
         prompts, ids = await self._tokenized(
             prompts, limits, cost=None if wait_for_room else self._cost
         )
-        group = RequestGroup(stream=any(prompt.stream for prompt in prompts))
+        group = RequestGroup(
+            stream=any(prompt.stream for prompt in prompts), owner=CALLER.get()
+        )
         for i, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
             for request in to_wire(prompt, tokens, limits):
                 text = self._output_text(request)
@@ -293,17 +296,28 @@ class TokenizerManager:
             state.group.fail(Unavailable(message))
 
     def abort(
-        self, rid: str = "", *, abort_all: bool = False, message: str | None = None
+        self,
+        rid: str = "",
+        *,
+        abort_all: bool = False,
+        message: str | None = None,
+        owner: str | None = None,
     ) -> None:
-        """End requests with the finish reason "abort"; unknown ids are ignored."""
+        """End requests with the finish reason "abort"; unknown ids are ignored, as are
+        those of others than `owner` where one is given."""
         text = message or "aborted by the client"
-        rids = [s.rid for s in self._states.values() if abort_all or s.base_rid == rid]
+
+        def is_meant(state: RequestState) -> bool:
+            is_owned = owner is None or state.group.owner == owner
+            return is_owned and (abort_all or state.base_rid == rid)
+
+        rids = [state.rid for state in self._states.values() if is_meant(state)]
         if rids:
             self._send([AbortReq(rid=one, message=text) for one in rids])
         for group in self._feeding:
             for state in group.states:
                 is_open = not state.is_sent and not state.is_finished
-                if is_open and (abort_all or state.base_rid == rid):
+                if is_open and is_meant(state):
                     state.abort_unsent(text)
 
     # -- control -------------------------------------------------------------------

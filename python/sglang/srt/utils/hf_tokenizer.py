@@ -276,7 +276,9 @@ def _configured_template(
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates
         named = [entry for entry in template if isinstance(entry, dict)]
-        template = next((e.get("template") for e in named if e.get("name") == name), None)
+        template = next(
+            (e.get("template") for e in named if e.get("name") == name), None
+        )
     if not isinstance(template, str | None):
         raise ValueError(
             f"{folder / CONFIG}: chat_template must be a text, got {shown(template)}"

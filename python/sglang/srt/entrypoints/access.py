@@ -1,0 +1,119 @@
+"""Who may ask for which path: keys, roles, and the pages of other sites."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sglang.srt.entrypoints.api_keys import ApiKeys, Role
+from sglang.srt.entrypoints.http_io import error_response
+from sglang.srt.managers.caller import CALLER
+from sglang.srt.managers.errors import ApiError, BadRequest
+from sglang.srt.utils.quoting import quoted
+
+# For probes and scrapers, as in SGLang; they show neither prompts nor answers.
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/livez", "/readyz", "/metrics"})
+# They show or change what concerns all clients.
+ADMIN_PATHS = frozenset(
+    {"/flush_cache", "/canary/incidents", "/start_profile", "/stop_profile"}
+)
+# They change something and need no body that a page could not send.
+CHANGING_PATHS = frozenset(
+    {"/flush_cache", "/abort_request", "/start_profile", "/stop_profile"}
+)
+_ROLE = "sglang.role"
+
+
+class AccessMiddleware:
+    """Asks for a key on all paths but `OPEN_PATHS`, for the administrator's on
+    `ADMIN_PATHS`, and keeps other sites' pages away from `CHANGING_PATHS`.
+
+    Args:
+        origins: sites whose pages may change something; the server's own may.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, keys: ApiKeys, origins: Sequence[str] = ()
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                self._check(scope)
+            except ApiError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        role, caller = self._keys.identify(*_given_keys(headers))
+        if role is Role.NOBODY:
+            error = BadRequest("the API key is missing or wrong", status=401)
+            error.headers["WWW-Authenticate"] = "Bearer"
+            raise error
+        scope[_ROLE] = role
+        CALLER.set(caller)
+        if scope["path"] in ADMIN_PATHS:
+            _require_admin(role, scope["path"])
+        if scope["method"] == "POST" and scope["path"] in CHANGING_PATHS:
+            self._check_page(headers)
+
+    def _check_page(self, headers: dict[bytes, bytes]) -> None:
+        """Refuse what a page of another site can send without being asked first."""
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        host = headers.get(b"host", b"").decode("latin-1")
+        is_own = not origin or origin.partition("://")[2] == host
+        if not is_own and origin not in self._origins:
+            raise BadRequest(
+                f"a page of {quoted(origin)} may not use this path; name the site in "
+                "--cors-allow-origins if it may",
+                status=403,
+            )
+        kind = headers.get(b"content-type", b"").decode("latin-1")
+        has_body = (
+            b"transfer-encoding" in headers
+            or headers.get(b"content-length", b"0") != b"0"
+        )
+        if kind.partition(";")[0].strip().lower() != "application/json" and (
+            kind or has_body
+        ):
+            raise BadRequest(
+                f"Content-Type {quoted(kind)} is not accepted here; send "
+                "application/json",
+                status=415,
+            )
+
+
+def owner_of(request: Request) -> str | None:
+    """Whose requests the sender of this one may end; None: everybody's."""
+    return None if request.scope[_ROLE] is Role.ADMIN else CALLER.get()
+
+
+def require_admin(request: Request) -> None:
+    """Refuse what needs the administrator's key.
+
+    Raises:
+        BadRequest: the request came with a client's key, or with none.
+    """
+    _require_admin(request.scope[_ROLE], request.url.path)
+
+
+def _require_admin(role: Role, path: str) -> None:
+    if role < Role.ADMIN:
+        raise BadRequest(f"{path}: needs the key of --admin-api-key", status=403)
+
+
+def _given_keys(headers: dict[bytes, bytes]) -> list[bytes]:
+    """The keys that a request brings, in the header of OpenAI's or of Anthropic's
+    clients."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    keys = [key.strip()] if scheme.lower() == b"bearer" else []
+    if b"x-api-key" in headers:
+        keys.append(headers[b"x-api-key"].strip())
+    return keys

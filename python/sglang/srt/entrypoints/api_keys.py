@@ -1,0 +1,135 @@
+"""The keys of clients and of the administrator, and the file from which they come."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import stat
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from sglang.srt.arg_groups.http_hook import check_key
+from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 1024 * 1024
+# Each request is compared with all of them.
+MAX_KEYS = 1000
+NAME_CHARS = 16
+
+
+class Role(IntEnum):
+    """Rights of a caller; a higher role includes the lower ones."""
+
+    NOBODY = 0
+    CLIENT = 1
+    ADMIN = 2
+
+
+class Caller(NamedTuple):
+    """Somebody who asks; `name` tells clients apart and tells nothing of their keys."""
+
+    role: Role
+    name: str
+
+
+class ApiKeys:
+    """Tells whose a key is. Without keys everybody is an administrator; without an
+    administrator's key every client is.
+
+    Raises:
+        ValueError: --api-key-file cannot be read; names the reason and no key.
+    """
+
+    def __init__(self, server_args: ServerArgs) -> None:
+        given, admin = server_args.api_key, server_args.admin_api_key
+        self._file = server_args.api_key_file
+        self._given = [] if given is None else [_digest(given)]
+        self._admin = None if admin is None else _digest(admin)
+        self._clients: list[bytes] = []
+        self._load()
+
+    @property
+    def has_client_keys(self) -> bool:
+        return bool(self._clients)
+
+    def identify(self, *keys: bytes) -> Caller:
+        """Who brings `keys`.
+
+        Takes the same time whichever key matches, and whatever a wrong one looks like:
+        digests are compared, and all of them.
+        """
+        digests = [hashlib.sha256(key).digest() for key in keys]
+        is_admin = bool(_matches(digests, [] if self._admin is None else [self._admin]))
+        clients = _matches(digests, self._clients)
+        if is_admin:
+            return Caller(Role.ADMIN, "")
+        if clients or not self._clients:
+            name = clients[0].hex()[:NAME_CHARS] if clients else ""
+            role = Role.ADMIN if self._admin is None else Role.CLIENT
+            return Caller(role, name)
+        return Caller(Role.NOBODY, "")
+
+    def reload(self) -> None:
+        """Read the file again; one that cannot be used leaves the keys as they are."""
+        if self._file is None:
+            logger.info("there is no --api-key-file to read again")
+            return
+        try:
+            self._load()
+        except ValueError as error:
+            logger.error("%s; the keys stay as they were", error)
+        else:
+            logger.info("read %s: %d key(s)", self._file, len(self._clients))
+
+    def _load(self) -> None:
+        from_file = [] if self._file is None else _read_keys(Path(self._file))
+        clients = [*self._given, *map(_digest, from_file)]
+        if self._admin in clients:
+            raise ValueError(
+                "--admin-api-key is also a client's key, which would make every client "
+                "an administrator; choose another"
+            )
+        self._clients = clients
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _matches(digests: list[bytes], known: list[bytes]) -> list[bytes]:
+    """Those of `known` that are among `digests`; compares each with each."""
+    return [a for a in known for b in digests if hmac.compare_digest(a, b)]
+
+
+def _read_keys(path: Path) -> list[str]:
+    """The keys of a file: one per line; empty lines and those with a # are skipped."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
+            raise ValueError(
+                f"--api-key-file {path}: not a file of at most {MAX_FILE_BYTES} bytes"
+            )
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--api-key-file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--api-key-file {path}: not UTF-8") from error
+    if status.st_mode & stat.S_IROTH:
+        logger.warning("%s can be read by every user of this host; chmod 600 it", path)
+    keys = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        key = line.strip()
+        if not key or key.startswith("#"):
+            continue
+        check_key(key, f"--api-key-file {path}: line {number}")
+        keys.append(key)
+    if not 1 <= len(keys) <= MAX_KEYS:
+        raise ValueError(
+            f"--api-key-file {path}: holds {len(keys)} keys; write 1 to {MAX_KEYS}, "
+            "one per line"
+        )
+    return keys

@@ -1,0 +1,10 @@
+"""Whose request the running task handles: set at the door, read where it matters.
+
+A context variable and no argument: a route that forgot to hand it on would put its
+requests out of their owner's reach.
+"""
+
+from contextvars import ContextVar
+
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+"""A name made of the client's key; empty where there are no keys."""
