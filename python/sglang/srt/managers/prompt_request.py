@@ -115,8 +115,8 @@ class Limits:
     @property
     def _capacity(self) -> str:
         return (
-            f"context length {self.context_len}, KV pool of "
-            f"{self.max_total_num_tokens} tokens"
+            f"context length of {self.context_len} tokens, KV pool of "
+            f"{self.max_total_num_tokens}"
         )
 
     def room_after(self, prompt_len: int) -> int:
