@@ -63,7 +63,7 @@ class Qwen3CoderDetector(ToolCallDetector):
 
 
 def _value(text: str, schema: Any) -> Any:
-    """Return the value that `text` stands for where `schema` declares a type other
+    """Return the value that `text` means where `schema` declares a type other
     than a string; else `text`."""
     kinds = _kinds(schema)
     if not kinds or "string" in kinds:

@@ -46,7 +46,7 @@ class ParsedOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFormat:
-    """What is looked for in the outputs of one request.
+    """Formats of the outputs of one request.
 
     Fields:
         reasoning, calls: detectors; None: there is nothing to find.
