@@ -136,6 +136,20 @@ class ServerArgs:
     grammar_backend: Annotated[
         str, Arg("Engine of constrained decoding.", ("llguidance", "none"))
     ] = "llguidance"
+    grammar_cache_mb: Annotated[
+        int,
+        Arg(
+            "Estimated memory of compiled grammars that are kept for later requests.",
+            low=1,
+        ),
+    ] = 512
+    constrained_json_allow_additional_properties: Annotated[
+        bool,
+        Arg(
+            "Let JSON schema objects that do not say additionalProperties have other "
+            "properties than the declared ones, as the standard does."
+        ),
+    ] = False
     random_seed: Annotated[
         int | None, Arg("Seed of requests without one; unset: drawn at start.")
     ] = None

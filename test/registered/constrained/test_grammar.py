@@ -306,14 +306,6 @@ def test_constructor_errors(tokenizer: Tokenizer) -> None:
         LLGuidanceBackend(text, vocab_size=50, eos_ids=[0])
 
 
-def test_eos_mask(backend: LLGuidanceBackend) -> None:
-    mask = allocate_vocab_mask(2, VOCAB_SIZE)
-    backend.fill_eos_mask(mask[1])
-    logits = apply_vocab_mask(torch.zeros(2, VOCAB_SIZE), mask)
-    assert (logits == 0).sum(dim=1).tolist() == [VOCAB_SIZE, 2]
-    assert (logits[1] == 0).nonzero()[:, 0].tolist() == EOS_IDS
-
-
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 100, 4096])
 def test_apply_vocab_mask_bit_by_bit(vocab_size: int) -> None:
     mask = allocate_vocab_mask(5, vocab_size)

@@ -1,307 +1,254 @@
-"""GrammarManager: results off the loop, cache, cancel, limits, hostile sources."""
+"""GrammarManager: results off the loop, cancel, deadlines, fair shares, renewal."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from grammar_world import FakeGrammar, SlowBackend, World, wait_for
 
-from sglang.srt.constrained.base_grammar import Grammar, GrammarTimeoutError
-from sglang.srt.constrained.grammar_manager import GrammarManager
-from sglang.srt.constrained.llguidance_backend import LLGuidanceBackend
-from sglang.srt.sampling.vocab_mask import allocate_vocab_mask
+from sglang.srt.constrained import grammar_manager
+from sglang.srt.constrained.base_grammar import (
+    CompilerUnavailableError,
+    GrammarLimitError,
+)
+from sglang.srt.constrained.grammar_manager import CompilerLimits
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=5, suite="cpu")
 
-VOCAB_SIZE = 421
-
-
-class SlowBackend:
-    """Compiles when told to; counts its calls."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-        self.compiled: list[str] = []
-        self.closed = False
-
-    def compile(self, kind: str, source: str) -> Grammar:
-        assert self.go.wait(30)
-        self.compiled.append(source)
-        if source == "crash":
-            raise KeyError("boom")
-        if source == "late":
-            raise GrammarTimeoutError("late")
-        if source.startswith("bad"):
-            raise ValueError(f"invalid {kind}: {source}")
-        return FakeGrammar(source)
-
-    def fill_eos_mask(self, bitmask_row: torch.Tensor) -> None:
-        bitmask_row.fill_(1)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class FakeGrammar:
-    def __init__(self, source: str) -> None:
-        self.source = source
-
-    def accept(self, token_id: int) -> None:
-        raise RuntimeError("not allowed")
-
-    def fill_mask(self, bitmask_row: torch.Tensor) -> None:
-        if self.source == "tired":
-            raise RuntimeError("the grammar stopped: fuel")
-        bitmask_row.fill_(len(self.source))
-
-    def is_terminated(self) -> bool:
-        return False
-
-    def rollback(self, n_tokens: int) -> None:
-        raise ValueError("nothing to roll back")
-
-    def fork(self) -> Grammar:
-        return FakeGrammar(self.source)
-
-
-def poll_until(
-    manager: GrammarManager, n: int, timeout_s: float = 30.0
-) -> dict[str, Grammar | ValueError]:
-    """Poll until `n` requests have come back."""
-    found: dict[str, Grammar | ValueError] = {}
-    deadline = time.monotonic() + timeout_s
-    while len(found) < n:
-        assert time.monotonic() < deadline, f"only {sorted(found)} came back"
-        found.update(manager.poll())
-        time.sleep(0.002)
-    return found
-
-
-@pytest.fixture(scope="module")
-def hasty(tokenizer_json: str) -> Iterator[LLGuidanceBackend]:
-    result = LLGuidanceBackend(
-        tokenizer_json, vocab_size=VOCAB_SIZE, eos_ids=[0], compile_timeout_s=2.0
-    )
-    yield result
-    result.close()
+Make = Callable[..., World]
 
 
 @pytest.fixture
-def slow() -> SlowBackend:
-    return SlowBackend()
+def make() -> Iterator[Make]:
+    worlds: list[World] = []
+
+    def build(*, is_slow: bool = False, **options: object) -> World:
+        world = World(SlowBackend(), **options)  # type: ignore[arg-type]
+        worlds.append(world)
+        if not is_slow:
+            world.backend.go.set()
+        return world
+
+    yield build
+    for world in worlds:
+        world.close()
+        assert world.backend.closed
 
 
-def test_poll_never_waits(slow: SlowBackend) -> None:
-    manager = GrammarManager(slow)
-    manager.submit("r", "regex", "x")
+def test_poll_never_waits(make: Make) -> None:
+    world = make(is_slow=True)
+    world.submit("r", "x")
     started = time.monotonic()
-    assert manager.poll() == []
+    assert world.poll() == {}
     assert time.monotonic() - started < 1.0
-    assert manager.num_waiting() == 1
-    slow.go.set()
-    assert isinstance(poll_until(manager, 1)["r"], FakeGrammar)
-    assert manager.num_waiting() == 0
-    manager.shutdown()
-    assert slow.closed
+    assert world.manager.num_waiting() == 1
+    world.backend.go.set()
+    assert isinstance(world.poll_until(1)["r"], FakeGrammar)
+    assert world.manager.num_waiting() == world.manager.num_compiling() == 0
 
 
-def test_equal_sources_compile_once_and_do_not_share_state(slow: SlowBackend) -> None:
-    manager = GrammarManager(slow)
-    for rid in "abc":
-        manager.submit(rid, "regex", "same")
-    slow.go.set()
-    found = poll_until(manager, 3)
-    manager.submit("d", "regex", "same")
-    found.update(manager.poll())
-    assert slow.compiled == ["same"]
+def test_equal_sources_compile_once_and_do_not_share_state(make: Make) -> None:
+    world = make(is_slow=True)
+    world.submit("a", "same")
+    wait_for(lambda: world.backend.started == ["same"])
+    # While it compiles, for this client and for others.
+    world.submit("b", "same")
+    world.submit("c", "same", client="other")
+    world.backend.go.set()
+    found = world.poll_until(3)
+    found["d"] = world.ask("d", "same")
+    assert world.backend.compiled == ["same"]
     assert len({id(g) for g in found.values()}) == 4
-    manager.submit("e", "ebnf", "same")
-    poll_until(manager, 1)
-    assert slow.compiled == ["same", "same"]
-    manager.shutdown()
+    assert world.ask("e", "other") and world.backend.compiled == ["same", "other"]
 
 
-def test_errors_reach_every_request_and_are_cached(slow: SlowBackend) -> None:
-    slow.go.set()
-    manager = GrammarManager(slow)
-    for rid, source in (("a", "bad"), ("b", "crash"), ("c", "fine")):
-        manager.submit(rid, "regex", source)
-    found = poll_until(manager, 3)
-    assert "invalid regex: bad" in str(found["a"])
-    assert "could not be compiled" in str(found["b"]) and "boom" in str(found["b"])
+def test_errors_reach_every_request_and_those_of_sources_are_kept(make: Make) -> None:
+    world = make()
+    for rid, source in (("a", "bad"), ("b", "crash"), ("c", "fine"), ("d", "bad")):
+        world.submit(rid, source)
+    found = world.poll_until(4)
+    assert "invalid regex: bad" in str(found["a"]) == str(found["d"])
+    assert isinstance(found["b"], KeyError)
     assert isinstance(found["c"], FakeGrammar)
-    manager.submit("d", "regex", "bad")
-    assert isinstance(dict(manager.poll())["d"], ValueError)
-    assert slow.compiled.count("bad") == 1
-    manager.shutdown()
+    assert isinstance(world.ask("e", "bad"), ValueError)
+    assert isinstance(world.ask("f", "crash"), KeyError)
+    assert world.backend.compiled.count("bad") == 1
+    assert world.backend.compiled.count("crash") == 2
 
 
-def test_a_timeout_is_not_cached(slow: SlowBackend) -> None:
-    slow.go.set()
-    manager = GrammarManager(slow)
-    for rid in ("a", "b"):
-        manager.submit(rid, "regex", "late")
-        assert isinstance(poll_until(manager, 1)[rid], GrammarTimeoutError)
-    assert slow.compiled == ["late", "late"]
-    manager.shutdown()
+def test_what_is_too_complex_is_refused_unseen_for_a_while(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make()
+    for rid in "ab":
+        assert "too complex" in str(world.ask(rid, "complex"))
+    assert world.backend.compiled == ["complex"]
+    monkeypatch.setattr(grammar_manager, "TOO_COMPLEX_SECONDS", 0.0)
+    fresh = make()
+    for rid in "ab":
+        assert "too complex" in str(fresh.ask(rid, "complex"))
+    assert fresh.backend.compiled == ["complex"] * 2
 
 
-def test_cache_is_bounded_and_keeps_the_recent(slow: SlowBackend) -> None:
-    slow.go.set()
-    manager = GrammarManager(slow, max_cached=2)
+@pytest.mark.parametrize("deaths", [1, 2, 3])
+def test_a_compiler_that_was_killed_starts_once_more(make: Make, deaths: int) -> None:
+    world = make()
+    world.backend.deaths = deaths
+    first = world.ask("a", "killed")
+    assert isinstance(first, FakeGrammar if deaths == 1 else CompilerUnavailableError)
+    assert world.backend.compiled == ["killed"] * 2
+    # Nothing of it is remembered.
+    assert isinstance(world.ask("b", "killed"), FakeGrammar)
+
+
+def test_the_least_recently_used_goes_beyond_the_budget_of_bytes(make: Make) -> None:
+    world = make(max_bytes=250)
     for source in ("a", "b", "a", "c", "a", "b"):
-        manager.submit("r", "regex", source)
-        poll_until(manager, 1)
-    assert slow.compiled == ["a", "b", "c", "b"]
-    manager.shutdown()
+        world.ask("r", source)
+        assert world.library.used_bytes <= 250
+    assert world.backend.compiled == ["a", "b", "c", "b"]
 
 
-def test_cancel(slow: SlowBackend) -> None:
-    manager = GrammarManager(slow)
-    manager.submit("gone", "regex", "x")
-    manager.submit("stays", "regex", "x")
-    manager.cancel("gone")
-    manager.cancel("never seen")
-    slow.go.set()
-    assert set(poll_until(manager, 1)) == {"stays"}
-    manager.submit("gone too", "regex", "x")
-    manager.cancel("gone too")
-    assert manager.poll() == [] and manager.num_waiting() == 0
-    manager.shutdown()
+def test_a_worn_grammar_counts_with_what_it_has_grown_to(make: Make) -> None:
+    world = make(max_bytes=1000)
+    running = world.ask("r", "a")
+    world.ask("s", "b")
+    assert len(world.library) == 2
+    assert isinstance(running, FakeGrammar)
+    running.worn[0] = 900
+    world.ask("t", "b")
+    assert len(world.library) == 1
+    # One that is larger than the budget serves until the next.
+    assert isinstance(big := world.ask("u", "c"), FakeGrammar)
+    big.worn[0] = 5000
+    world.ask("v", "c")
+    assert world.backend.compiled == ["a", "b", "c"]
 
 
-def test_waiting_is_bounded(slow: SlowBackend) -> None:
-    manager = GrammarManager(slow, timeout_s=0.05, n_threads=1)
-    manager.submit("a", "regex", "x")
-    manager.submit("b", "json_schema", "y")
-    found = poll_until(manager, 2)
-    assert str(found["a"]) == "regex was not compiled within 0.05 seconds"
-    assert isinstance(found["b"], ValueError)
-    # A grammar that was compiled too late serves the next request.
-    slow.go.set()
-    deadline = time.monotonic() + 30
-    while len(slow.compiled) < 2 and time.monotonic() < deadline:
-        time.sleep(0.002)
-    manager.submit("c", "regex", "x")
-    assert isinstance(poll_until(manager, 1)["c"], FakeGrammar)
-    manager.shutdown()
+def test_those_that_start_together_find_what_they_were_promised(make: Make) -> None:
+    """The budget holds one: what is installed must not evict what others start from."""
+    world = make(is_slow=True, max_bytes=150)
+    world.backend.go.set()
+    world.ask("r", "a")
+    world.submit("s", "b")
+    wait_for(lambda: world.backend.compiled == ["a", "b"])
+    time.sleep(0.05)
+    for rid, source in (("t", "a"), ("u", "b"), ("v", "a"), ("w", "c")):
+        world.submit(rid, source)
+    found = world.poll_until(5)
+    assert {rid: g.source for rid, g in found.items()} == {  # type: ignore[union-attr]
+        "s": "b", "t": "a", "u": "b", "v": "a", "w": "c",
+    }  # fmt: skip
+    assert len(world.library) == 1
 
 
-def test_fill_batch_mask(slow: SlowBackend) -> None:
-    slow.go.set()
-    manager = GrammarManager(slow)
-    out = allocate_vocab_mask(6, VOCAB_SIZE)
-    out[:] = 77
-    failed = manager.fill_batch_mask(
-        [None, FakeGrammar("four"), FakeGrammar("tired"), None], out
-    )
-    assert failed == {2: "the grammar stopped: fuel"}
-    assert out[:, 0].tolist() == [-1, 4, 1, -1, 77, 77]
-    assert bool((out == out[:, :1]).all())
-    manager.shutdown()
+def test_a_worn_grammar_serves_until_it_is_compiled_again(make: Make) -> None:
+    world = make(renew_bytes=150)
+    old = world.ask("a", "x")
+    assert isinstance(old, FakeGrammar)
+    old.worn[0] = 60
+    for rid in "bc":
+        assert world.ask(rid, "x").worn is old.worn  # type: ignore[union-attr]
+    wait_for(lambda: world.backend.compiled == ["x", "x"])
+    wait_for(lambda: world.poll() == {} and not world.manager.num_compiling())
+    new = [world.ask(rid, "x") for rid in "def"]
+    assert all(g.worn is not old.worn for g in new)  # type: ignore[union-attr]
+    assert world.backend.compiled == ["x", "x"]
 
 
-def test_with_llguidance(backend: LLGuidanceBackend) -> None:
-    manager = GrammarManager(backend)
-    manager.submit("a", "json_schema", '{"type": "object"}')
-    manager.submit("b", "regex", "(")
-    found = poll_until(manager, 2)
-    assert isinstance(found["b"], ValueError)
-    grammar = found["a"]
-    assert not isinstance(grammar, ValueError)
-    out = allocate_vocab_mask(3, VOCAB_SIZE)
-    assert manager.fill_batch_mask([None, grammar, None], out) == {}
-    assert out[0, 0] == -1 and out[1, 0] != -1 and out[2, 0] == -1
+def test_outputs_beyond_every_limit_never_fail(make: Make) -> None:
+    """A template that fails after 10 masks, while 200 outputs of 7 masks follow it."""
+    world = make()
+    world.backend.max_masks = 10
+    row = torch.zeros(14, dtype=torch.int32)
+    resumed = 0
+    for i in range(200):
+        grammar = world.ask(f"r{i}", "x")
+        assert isinstance(grammar, FakeGrammar), grammar
+        for step in range(7):
+            try:
+                grammar.fill_mask(row)
+            except GrammarLimitError:
+                world.resume(f"again{i}", "x", list(range(step)))
+                again = world.poll_until(1)[f"again{i}"]
+                assert isinstance(again, FakeGrammar)
+                grammar, resumed = again, resumed + 1
+                grammar.fill_mask(row)
+    assert resumed >= 50
+    assert world.backend.resumed[0] == ("x", [0, 1, 2])
+    assert len(world.backend.compiled) <= 200
 
 
-ALL_OF = {"allOf": [{"type": "string", "pattern": f".*{i}.{{50}}"} for i in range(50)]}
-NESTED = '{"items":' * 90 + "true" + "}" * 90
-DOUBLING = (
-    "root ::= a0\n"
-    + "".join(f"a{i} ::= a{i + 1} a{i + 1}\n" for i in range(40))
-    + 'a40 ::= "x"'
-)
-HOSTILE = [
-    ("json_schema", '{"type": "integer", "multipleOf": 99999989}', "too complex"),
-    ("json_schema", json.dumps(ALL_OF), "too complex"),
-    ("json_schema", NESTED, "nested 90 levels"),
-    ("json_schema", "[" * 200_000, "nested 200000 levels"),
-    ("json_schema", json.dumps({"enum": ["x" * 300_000]}), "characters; at most"),
-    ("regex", "(a{1000}){1000}", "too many expressions"),
-    ("regex", "((a{100}){100}){100}", "too many expressions"),
-    ("regex", "(" * 5000 + ")" * 5000, "nested 5000 levels"),
-    ("regex", "a" * 20_000, "20000 characters; at most"),
-    ("ebnf", "root ::= " + "(" * 500 + '"a"' + ")" * 500, "nested 500 levels"),
-    ("ebnf", 'root ::= "" root | root ""', "cannot be followed"),
-]
+def test_one_that_cannot_resume_is_told(make: Make) -> None:
+    world = make()
+    world.resume("r", "hopeless", [1, 2])
+    assert isinstance(world.poll_until(1)["r"], GrammarLimitError)
+    assert world.manager.num_waiting() == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "source", "message"), HOSTILE, ids=[f"{h[0]}-{h[2]}" for h in HOSTILE]
-)
-def test_hostile_sources_end_in_time(
-    kind: str, source: str, message: str, hasty: LLGuidanceBackend
-) -> None:
-    started = time.monotonic()
-    with pytest.raises(ValueError, match=message):
-        hasty.compile(kind, source)
-    assert time.monotonic() - started < 15.0
-    # The backend goes on.
-    assert not hasty.compile("regex", "ab").is_terminated()
+def test_waiting_is_bounded(make: Make) -> None:
+    limits = CompilerLimits(timeout_s=0.05, threads=1, share=1)
+    world = make(is_slow=True, limits=limits)
+    world.submit("a", "x")
+    world.submit("b", "y")
+    found = world.poll_until(2)
+    for rid in "ab":
+        assert isinstance(found[rid], CompilerUnavailableError)
+        assert "regex was not compiled within 0.05 seconds" in str(found[rid])
+    wait_for(lambda: world.backend.cancelled == ["x"])
+    assert world.backend.started == ["x"] and world.manager.num_compiling() == 0
 
 
-def test_doubling_rules_compile_or_are_refused(hasty: LLGuidanceBackend) -> None:
-    """2 ** 40 letters: nothing may expand them."""
-    started = time.monotonic()
-    try:
-        grammar = hasty.compile("ebnf", DOUBLING)
-    except ValueError:
-        pass
-    else:
-        mask = allocate_vocab_mask(1, VOCAB_SIZE)
-        grammar.fill_mask(mask[0])
-    assert time.monotonic() - started < 15.0
+def test_a_client_may_have_so_many_that_wait(make: Make) -> None:
+    limits = CompilerLimits(threads=1, share=1, max_waiting=3)
+    world = make(is_slow=True, limits=limits)
+    world.submit("first", "s", client="hog")
+    wait_for(lambda: world.backend.started == ["s"])
+    for i in range(5):
+        world.submit(f"r{i}", f"s{i}", client="hog")
+    world.submit("other", "o", client="other")
+    refused = world.poll_until(2)
+    assert set(refused) == {"r3", "r4"}
+    assert all(isinstance(e, CompilerUnavailableError) for e in refused.values())
+    world.backend.go.set()
+    assert set(world.poll_until(5)) == {"first", "r0", "r1", "r2", "other"}
 
 
-def test_a_missing_sandbox_is_reported(
-    tokenizer_json: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # No interpreter starts with it.
-    monkeypatch.setenv("PYTHONHOME", "/nonexistent")
-    broken = LLGuidanceBackend(tokenizer_json, vocab_size=VOCAB_SIZE, eos_ids=[0])
-    manager = GrammarManager(broken)
-    manager.submit("r", "regex", "ab")
-    assert "sandbox did not start" in str(poll_until(manager, 1)["r"])
-    manager.shutdown()
+def test_slow_sources_of_one_client_do_not_stop_another(make: Make) -> None:
+    world = make()
+    for i in range(60):
+        world.submit(f"r{i}", f"slow{i}", client="hog")
+    wait_for(lambda: len(world.backend.started) == 2)
+    for i in range(20):
+        found = world.ask(f"o{i}", f"x{i}", client=f"c{i % 3}")
+        assert isinstance(found, FakeGrammar)
+    assert len([s for s in world.backend.started if s.startswith("slow")]) == 2
+    world.backend.go_slow.set()
+    assert len(world.poll_until(60)) == 60
 
 
-def test_sandbox_ends_when_closed(tokenizer_json: str) -> None:
-    before = child_processes()
-    short_lived = LLGuidanceBackend(tokenizer_json, vocab_size=VOCAB_SIZE, eos_ids=[0])
-    short_lived.compile("regex", "ab")
-    (sandbox,) = child_processes() - before
-    short_lived.close()
-    assert sandbox not in child_processes()
-
-
-def child_processes() -> set[int]:
-    """Process ids of the children of this process that run or were not waited for."""
-    found = set()
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            # After the name, which may hold anything: state, then the parent's id.
-            stat = (folder / "stat").read_text().rpartition(")")[2].split()
-            if folder.name.isdigit() and int(stat[1]) == os.getpid():
-                found.add(int(folder.name))
-    return found
+def test_what_nobody_waits_for_is_dropped_or_killed(make: Make) -> None:
+    world = make()
+    for i in range(60):
+        world.submit(f"r{i}", f"slow{i}", client="gone")
+    world.submit("stays", "slow59", client="stays")
+    wait_for(lambda: len(world.backend.started) == 3)
+    for i in range(60):
+        world.manager.cancel(f"r{i}")
+    world.manager.cancel("never seen")
+    wait_for(lambda: len(world.backend.cancelled) == 2)
+    assert world.manager.num_compiling() == 1
+    world.backend.go_slow.set()
+    assert set(world.poll_until(1)) == {"stays"}
+    assert set(world.backend.started) == {"slow0", "slow1", "slow59"}
+    # Of a grammar that is ready and not yet fetched, too.
+    world.submit("late", "slow59")
+    world.manager.cancel("late")
+    assert world.poll() == {} and world.manager.num_waiting() == 0
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.constrained.base_grammar import Grammar
-from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.distributed.parallel_state import (
     TensorParallelGroup,
     get_tp_group,
@@ -258,44 +256,6 @@ def test_followers_get_what_rank_0_got() -> None:
     leader.next(wait_ms=0, grammars=[])
     with pytest.raises(RuntimeError, match="rank 1 has diverged"):
         follower.next(wait_ms=0, grammars=[])
-
-
-class CountingBackend:
-    def __init__(self) -> None:
-        self.sources: list[str] = []
-
-    def compile(self, kind: str, source: str) -> Grammar:
-        raise AssertionError("a follower compiles nothing by itself")
-
-    def compile_checked(self, kind: str, source: str) -> Grammar:
-        self.sources.append(source)
-        return Forked()  # type: ignore[return-value]
-
-    def fill_eos_mask(self, bitmask_row: torch.Tensor) -> None:
-        raise AssertionError
-
-    def close(self) -> None:
-        pass
-
-
-class Forked:
-    def fork(self) -> Forked:
-        return Forked()
-
-
-def test_a_manager_without_threads_compiles_when_told() -> None:
-    backend = CountingBackend()
-    manager = GrammarManager(backend, n_threads=0)
-    for rid in ("a", "b", "c", "d"):
-        manager.submit(rid, "regex", "x" if rid < "d" else "never")
-    manager.cancel("b")
-    manager.cancel("d")
-    first, second = manager.compile_now("a"), manager.compile_now("c")
-    assert first is not second
-    manager.submit("e", "regex", "x")
-    manager.compile_now("e")
-    assert backend.sources == ["x"]
-    assert (manager.num_waiting(), manager.num_compiling()) == (0, 0)
 
 
 # -- collectives -------------------------------------------------------------------

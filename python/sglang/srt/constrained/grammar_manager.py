@@ -1,7 +1,7 @@
-"""Compiles grammars beside the scheduler loop, caches them, fills a batch's masks.
+"""Compiles grammars beside the scheduler loop, for the rank that decides.
 
-Owns threads, cache and time limits. Knows nothing of a grammar library or of requests
-beyond their ids.
+Owns threads, the order of compilations and their deadlines. Knows nothing of a grammar
+library or of requests beyond their ids and clients.
 """
 
 from __future__ import annotations
@@ -10,202 +10,319 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.constrained.base_grammar import (
+    Cancellation,
+    CompilationCancelledError,
+    CompilerUnavailableError,
     Grammar,
     GrammarBackend,
-    GrammarTimeoutError,
+    GrammarLimitError,
+    GrammarTooComplexError,
 )
+from sglang.srt.constrained.compile_queue import FairQueue, QueueFullError
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.grammar_library import GrammarKey, GrammarLibrary
 
 logger = logging.getLogger(__name__)
 
-_Key = tuple[str, str]
-_Outcome = Grammar | ValueError
+# A source that was too complex is refused unseen for so long: compiling it again would
+# cost its CPU time again.
+TOO_COMPLEX_SECONDS = 60.0
+_MAX_REFUSALS = 1024
+_MAX_RENEWED = 64
+# Of a compilation; any other is a fault of the engine.
+_EXPECTED_ERRORS = (
+    ValueError,
+    CompilerUnavailableError,
+    CompilationCancelledError,
+    GrammarLimitError,
+)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompilerLimits:
+    """How much compiles at a time, and for whom.
+
+    Fields:
+        threads: compilations at a time.
+        share: compilations at a time of one client.
+        max_waiting: sources of one client that may wait for a compiler.
+        timeout_s: a request waits at most this long for its grammar.
+    """
+
+    threads: int = 3
+    share: int = 2
+    max_waiting: int = 256
+    timeout_s: float = 30.0
+
+
+class Settled(NamedTuple):
+    """A request that need not wait longer.
+
+    Fields:
+        error: why it has no grammar.
+        fresh: a compiled grammar: of the request alone, if it resumes, else one to
+            install in the library first. None with an error, and where the request
+            starts from what the library has.
+    """
+
+    rid: str
+    error: Exception | None = None
+    fresh: Grammar | None = None
+
+
+@dataclass(eq=False, slots=True)
 class _Job:
-    """A key being compiled and the requests that wait for it (rid -> deadline)."""
+    """A source to compile, and the requests that wait for it (rid -> deadline).
 
+    Fields:
+        tokens: of the one request that resumes after them; None: a new grammar.
+        is_renewal: goes on without anybody who waits.
+    """
+
+    key: GrammarKey
+    tokens: Sequence[int] | None = None
+    is_renewal: bool = False
     waiting: dict[str, float] = field(default_factory=dict)
+    cancellation: Cancellation = field(default_factory=Cancellation)
+
+
+_Outcome = Grammar | Exception
 
 
 class GrammarManager:
-    """Compiles the grammars of waiting requests; for the scheduler's thread only."""
+    """Compiles the grammars of waiting requests; for the scheduler's thread only.
+
+    Args:
+        backend: compiles; called from worker threads.
+        library: what it has is not compiled again until it is worn; read here only.
+    """
 
     def __init__(
         self,
         backend: GrammarBackend,
+        library: GrammarLibrary,
         *,
-        max_cached: int = 128,
-        timeout_s: float = 30.0,
-        n_threads: int = 2,
+        limits: CompilerLimits | None = None,
     ) -> None:
-        """Start the worker threads.
-
-        Args:
-            backend: compiles; called from worker threads.
-            max_cached: compiled grammars and errors kept; the least recently used
-                one is evicted.
-            timeout_s: a request waits at most this long for its grammar.
-            n_threads: worker threads; with 0, only `compile_now` compiles.
-        """
         self._backend = backend
-        self._timeout_s = timeout_s
-        self._max_cached = max_cached
-        self._cache: OrderedDict[_Key, _Outcome] = OrderedDict()
-        self._jobs: dict[_Key, _Job] = {}
-        self._key_by_rid: dict[str, _Key] = {}
-        self._ready: list[tuple[str, _Outcome]] = []
-        self._todo: SimpleQueue[_Key | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[_Key, _Outcome]] = SimpleQueue()
+        self._library = library
+        self._limits = limits or CompilerLimits()
+        self._queue: FairQueue[_Job] = FairQueue(
+            share=self._limits.share, max_per_client=self._limits.max_waiting
+        )
+        # Of new grammars; those of requests that resume have no key of their own.
+        self._jobs: dict[GrammarKey, _Job] = {}
+        self._job_by_rid: dict[str, _Job] = {}
+        # Requests whose grammar the library may have: (key, client) by rid.
+        self._hits: dict[str, tuple[GrammarKey, str]] = {}
+        self._settled: list[Settled] = []
+        # Compiled again, and installed by the next request.
+        self._renewed: dict[GrammarKey, Grammar] = {}
+        # Errors of sources, each until a time.
+        self._refusals: OrderedDict[GrammarKey, tuple[ValueError, float]]
+        self._refusals = OrderedDict()
+        self._done: SimpleQueue[tuple[_Job, _Outcome]] = SimpleQueue()
         # Daemons: a compilation must not keep a process alive that wants to exit.
-        self._threads = [
-            threading.Thread(target=self._work, name=f"grammar-{i}", daemon=True)
-            for i in range(n_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        for i in range(self._limits.threads):
+            threading.Thread(
+                target=self._work, name=f"grammar-{i}", daemon=True
+            ).start()
 
-    def submit(self, rid: str, kind: str, source: str) -> None:
-        """Ask for a grammar; a later `poll` returns it (the next one where cached)."""
+    def submit(self, rid: str, kind: str, source: str, *, client: str = "") -> None:
+        """Ask for a grammar; a later `poll` settles it (the next one, if it can)."""
         key = (kind, source)
-        cached = self._cache.get(key)
-        if cached is not None:
-            self._cache.move_to_end(key)
-            self._ready.append((rid, _fresh(cached)))
-            return
-        job = self._jobs.get(key)
-        if job is None:
-            job = self._jobs[key] = _Job()
-            if self._threads:
-                self._todo.put(key)
-        job.waiting[rid] = time.monotonic() + self._timeout_s
-        self._key_by_rid[rid] = key
+        refusal = self._refusals.get(key)
+        if refusal is not None and time.monotonic() < refusal[1]:
+            self._settled.append(Settled(rid, error=refusal[0]))
+        elif key in self._renewed or self._library.has(key):
+            self._hits[rid] = (key, client)
+        else:
+            self._compile(rid, key, client)
 
-    def poll(self) -> list[tuple[str, Grammar | ValueError]]:
-        """Return (rid, its own grammar or the error) of requests that are settled."""
-        ready, self._ready = self._ready, []
-        while not self._done.empty():
-            key, outcome = self._done.get()
-            self._remember(key, outcome)
-            for rid in self._jobs.pop(key, _Job()).waiting:
-                del self._key_by_rid[rid]
-                ready.append((rid, _fresh(outcome)))
-        if self._key_by_rid:
-            ready.extend(self._expired())
-        return ready
+    def resume(
+        self, rid: str, kind: str, source: str, tokens: Sequence[int], *, client: str
+    ) -> None:
+        """Ask for a grammar of its own for a request that has followed `tokens`."""
+        job = _Job((kind, source), tokens=tokens)
+        self._wait(rid, job, partial(self._queue.put, client, job))
 
-    def compile_now(self, rid: str) -> Grammar:
-        """Return the grammar of a waiting request; compile it in this thread if needed.
+    def poll(self) -> list[Settled]:
+        """Requests that need not wait longer.
 
-        For a manager without threads and a source that is known to be good: the checks
-        that bound its time and memory are skipped.
-
-        Raises:
-            ValueError: it is not a grammar after all.
+        The caller carries them out in this order before it calls anything else here:
+        installs what is fresh, then forks what the library has.
         """
-        for i, (ready_rid, outcome) in enumerate(self._ready):
-            if ready_rid == rid and not isinstance(outcome, ValueError):
-                del self._ready[i]
-                return outcome
-        key = self._key_by_rid[rid]
-        cached = self._cache.get(key)
-        if cached is None or isinstance(cached, ValueError):
-            cached = self._backend.compile_checked(*key)
-            self._remember(key, cached)
-        self.cancel(rid)
-        return cached.fork()
+        settled, self._settled = self._settled, []
+        settled += self._settle_hits()
+        while not self._done.empty():
+            job, outcome = self._done.get()
+            settled += self._finish(job, outcome)
+        settled += self._expired()
+        return settled
 
     def cancel(self, rid: str) -> None:
-        """Forget a request; its compilation goes on and is cached."""
-        key = self._key_by_rid.pop(rid, None)
-        if key is not None:
-            job = self._jobs[key]
-            job.waiting.pop(rid)
-            if not self._threads and not job.waiting:
-                del self._jobs[key]
-        self._ready = [item for item in self._ready if item[0] != rid]
+        """Forget a request. What compiles for nobody else is dropped or killed."""
+        self._hits.pop(rid, None)
+        self._settled = [item for item in self._settled if item.rid != rid]
+        job = self._job_by_rid.pop(rid, None)
+        if job is not None:
+            del job.waiting[rid]
+            self._drop_if_unwanted(job)
 
     def num_waiting(self) -> int:
-        """Return the number of requests submitted and not yet returned by `poll`."""
-        return len(self._key_by_rid) + len(self._ready)
+        """Requests that `poll` has not returned yet."""
+        return len(self._job_by_rid) + len(self._hits) + len(self._settled)
 
     def num_compiling(self) -> int:
-        """Sources being compiled or waiting for it, requests that left included."""
-        return len(self._jobs)
+        """Sources that compile or wait for a compiler."""
+        return len(set(self._job_by_rid.values()) | set(self._jobs.values()))
 
     def shutdown(self) -> None:
-        """End the threads after their current compilation; close the backend."""
-        for _ in self._threads:
-            self._todo.put(None)
+        """End the threads; kill what compiles; close the backend."""
+        self._queue.close()
+        for job in {*self._jobs.values(), *self._job_by_rid.values()}:
+            job.cancellation.cancel()
         self._backend.close()
 
-    def fill_batch_mask(
-        self, grammars: Sequence[Grammar | None], out: torch.Tensor
-    ) -> dict[int, str]:
-        """Write the rows' masks into the first rows of `out`, host int32 [>= R, words].
+    # -- the scheduler's thread ------------------------------------------------------
 
-        A row without a grammar allows everything.
+    def _compile(self, rid: str, key: GrammarKey, client: str) -> None:
+        job = self._jobs.get(key)
+        if job is None:
+            job = self._jobs[key] = _Job(key)
+            self._wait(rid, job, partial(self._queue.put, client, job))
+        else:
+            self._wait(rid, job, partial(self._queue.join, client, job))
 
-        Returns:
-            Rows whose grammar met a resource limit, with its message. Such a row allows
-            EOS only; the scheduler should end its request with the message.
-        """
-        failed: dict[int, str] = {}
-        for i, grammar in enumerate(grammars):
-            row = out[i]
-            if grammar is None:
-                row.fill_(-1)
-                continue
-            try:
-                grammar.fill_mask(row)
-            except RuntimeError as error:
-                self._backend.fill_eos_mask(row)
-                failed[i] = str(error)
-        return failed
+    def _wait(self, rid: str, job: _Job, enqueue: Callable[[], None]) -> None:
+        try:
+            enqueue()
+        except QueueFullError as error:
+            self._drop_if_unwanted(job)
+            self._settled.append(Settled(rid, error=_try_again(str(error))))
+            return
+        job.waiting[rid] = time.monotonic() + self._limits.timeout_s
+        self._job_by_rid[rid] = job
 
-    def _work(self) -> None:
-        while (key := self._todo.get()) is not None:
-            outcome: _Outcome
-            try:
-                outcome = self._backend.compile(*key)
-            except ValueError as error:
-                outcome = error
-            except Exception as error:
-                # A dead worker would leave every later request waiting.
-                logger.exception("compiling a %s failed", key[0])
-                outcome = ValueError(f"{key[0]} could not be compiled: {error!r}")
-            self._done.put((key, outcome))
+    def _settle_hits(self) -> list[Settled]:
+        """Requests of one key come together: after the first, the library has it."""
+        hits, self._hits = self._hits, {}
+        by_key: dict[GrammarKey, list[tuple[str, str]]] = {}
+        for rid, (key, client) in hits.items():
+            by_key.setdefault(key, []).append((rid, client))
+        settled: list[Settled] = []
+        fresh: list[Settled] = []
+        for key, asking in by_key.items():
+            rids = [rid for rid, _ in asking]
+            if key in self._renewed:
+                fresh += _first_installs(rids, self._renewed.pop(key))
+            elif self._library.has(key):
+                settled += [Settled(rid) for rid in rids]
+                if self._library.is_worn(key):
+                    self._renew(key, client=asking[0][1])
+            else:
+                for rid, client in asking:
+                    self._compile(rid, key, client)
+        # Those that install come last: others start from what may go for it.
+        return settled + fresh
 
-    def _remember(self, key: _Key, outcome: _Outcome) -> None:
-        if isinstance(outcome, GrammarTimeoutError):
-            return  # may succeed when the machine is less busy
-        self._cache[key] = outcome
-        self._cache.move_to_end(key)
-        while len(self._cache) > self._max_cached:
-            self._cache.popitem(last=False)
+    def _renew(self, key: GrammarKey, *, client: str) -> None:
+        """Compile a worn grammar again; until then it serves."""
+        if key in self._jobs:
+            return
+        job = self._jobs[key] = _Job(key, is_renewal=True)
+        try:
+            self._queue.put(client, job)
+        except QueueFullError:
+            del self._jobs[key]  # a later request asks again
 
-    def _expired(self) -> list[tuple[str, _Outcome]]:
+    def _finish(self, job: _Job, outcome: _Outcome) -> list[Settled]:
+        if self._jobs.get(job.key) is job:
+            del self._jobs[job.key]
+        rids = list(job.waiting)
+        job.waiting.clear()
+        for rid in rids:
+            del self._job_by_rid[rid]
+        if isinstance(outcome, Exception):
+            is_new = job.tokens is None and not job.is_renewal
+            if isinstance(outcome, ValueError) and is_new:
+                self._refuse(job.key, outcome)
+            return [Settled(rid, error=outcome) for rid in rids]
+        if not rids and job.is_renewal:
+            self._renewed[job.key] = outcome
+            while len(self._renewed) > _MAX_RENEWED:
+                del self._renewed[next(iter(self._renewed))]
+        return _first_installs(rids, outcome)
+
+    def _refuse(self, key: GrammarKey, error: ValueError) -> None:
+        is_complex = isinstance(error, GrammarTooComplexError)
+        lasts = TOO_COMPLEX_SECONDS if is_complex else float("inf")
+        self._refusals[key] = (error, time.monotonic() + lasts)
+        self._refusals.move_to_end(key)
+        while len(self._refusals) > _MAX_REFUSALS:
+            self._refusals.popitem(last=False)
+
+    def _drop_if_unwanted(self, job: _Job) -> None:
+        if job.waiting or job.is_renewal:
+            return
+        if self._jobs.get(job.key) is job:
+            del self._jobs[job.key]
+        if not self._queue.discard(job):
+            job.cancellation.cancel()
+
+    def _expired(self) -> list[Settled]:
         now = time.monotonic()
-        late = [
-            rid
-            for rid, key in self._key_by_rid.items()
-            if self._jobs[key].waiting[rid] < now
-        ]
-        expired: list[tuple[str, _Outcome]] = []
+        late = [r for r, job in self._job_by_rid.items() if job.waiting[r] < now]
+        expired = []
         for rid in late:
-            key = self._key_by_rid.pop(rid)
-            del self._jobs[key].waiting[rid]
-            message = f"{key[0]} was not compiled within {self._timeout_s:g} seconds"
-            expired.append((rid, ValueError(message)))
+            kind = self._job_by_rid[rid].key[0]
+            self.cancel(rid)
+            error = _try_again(
+                f"{kind} was not compiled within {self._limits.timeout_s:g} seconds"
+            )
+            expired.append(Settled(rid, error=error))
         return expired
 
+    # -- worker threads --------------------------------------------------------------
 
-def _fresh(outcome: _Outcome) -> _Outcome:
-    return outcome if isinstance(outcome, ValueError) else outcome.fork()
+    def _work(self) -> None:
+        while (turn := self._queue.take()) is not None:
+            client, job = turn
+            try:
+                outcome: _Outcome = self._run(job)
+            except Exception as error:
+                # A dead worker would leave every later request waiting.
+                outcome = error
+                if not isinstance(error, _EXPECTED_ERRORS):
+                    logger.exception("compiling a %s failed", job.key[0])
+            finally:
+                self._queue.release(client)
+            self._done.put((job, outcome))
+
+    def _run(self, job: _Job) -> _Outcome:
+        if job.tokens is not None:
+            return self._backend.resume(*job.key, job.tokens)
+        try:
+            return self._backend.compile(*job.key, cancellation=job.cancellation)
+        except CompilerUnavailableError as error:
+            logger.warning("compiling a %s once more: %s", job.key[0], error)
+            return self._backend.compile(*job.key, cancellation=job.cancellation)
+
+
+def _first_installs(rids: Sequence[str], grammar: Grammar) -> list[Settled]:
+    """The first request brings `grammar` to the library, where the others find it."""
+    return [
+        Settled(rid, fresh=grammar if i == 0 else None) for i, rid in enumerate(rids)
+    ]
+
+
+def _try_again(message: str) -> CompilerUnavailableError:
+    return CompilerUnavailableError(f"{message}; try again later")

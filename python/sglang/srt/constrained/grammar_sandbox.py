@@ -13,16 +13,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.constrained.base_grammar import GrammarTimeoutError
+from sglang.srt.constrained.base_grammar import (
+    Cancellation,
+    CompilationCancelledError,
+    CompilerUnavailableError,
+    GrammarTooComplexError,
+)
 from sglang.srt.environ import child_environment
 
 _SCRIPT = Path(__file__).with_name("llguidance_compiler.py")
+# Of a child that the machine or somebody outside has ended, or that has waited for the
+# CPU too long: exit codes that say nothing about the source.
+_NOT_THE_SOURCE = frozenset(
+    -number
+    for number in (
+        signal.SIGKILL,
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGALRM,
+    )
+)
 
 
 class GrammarSandbox:
     """One child process, started at the first check and restarted after it has died.
 
-    Used by one thread at a time.
+    Used by one thread at a time; a cancellation may come from another one.
+
+    Args:
+        cpu_seconds: CPU time, and not time, that a source may take: a busy machine
+            condemns nothing.
     """
 
     def __init__(
@@ -31,36 +52,38 @@ class GrammarSandbox:
         *,
         vocab_size: int,
         eos_ids: Sequence[int],
-        timeout_s: float,
+        cpu_seconds: float,
     ) -> None:
         self._setup = {
             "tokenizer": tokenizer,
             "vocab_size": vocab_size,
             "eos_ids": list(eos_ids),
-            "timeout_s": timeout_s,
+            "cpu_seconds": cpu_seconds,
         }
-        self._timeout_s = timeout_s
+        self._cpu_seconds = cpu_seconds
         self._child: subprocess.Popen[str] | None = None
 
-    def check(self, kind: str, source: str) -> None:
+    def check(self, kind: str, source: str, cancellation: Cancellation) -> None:
         """Compile in the child.
 
         Raises:
-            ValueError: the source is invalid, or the child died of it.
-            GrammarTimeoutError: the child did not compile it in time.
+            ValueError: the source is invalid.
+            GrammarTooComplexError: the child died of it.
+            CompilerUnavailableError: the child died of something else.
+            CompilationCancelledError: it was cancelled, and the child killed.
             RuntimeError: the child does not start.
         """
         if self._child is None:
             self._child = self._start()
-        answer = _ask(self._child, {"kind": kind, "source": source})
+        child = self._child
+        try:
+            with cancellation.stops(child.kill):
+                answer = _ask(child, {"kind": kind, "source": source})
+        except CompilationCancelledError:
+            self.close()
+            raise
         if not answer:
-            code = self._reap(self._child)
-            if code == -signal.SIGALRM:
-                raise GrammarTimeoutError(
-                    f"{kind} is too complex: it was not compiled within "
-                    f"{self._timeout_s:g} seconds"
-                )
-            raise ValueError(f"{kind} is too complex: its compiler ended with {code}")
+            raise self._death(kind, self._reap(child))
         error = json.loads(answer)["error"]
         if error is not None:
             raise ValueError(error)
@@ -70,6 +93,21 @@ class GrammarSandbox:
         if self._child is not None:
             self._child.kill()
             self._reap(self._child)
+
+    def _death(self, kind: str, code: int) -> Exception:
+        if code in _NOT_THE_SOURCE:
+            return CompilerUnavailableError(
+                f"the compiler of this {kind} was ended by "
+                f"{signal.Signals(-code).name}; try again later"
+            )
+        if code == -signal.SIGPROF:
+            return GrammarTooComplexError(
+                f"{kind} is too complex: its compilation takes more than "
+                f"{self._cpu_seconds:g} seconds of CPU time"
+            )
+        return GrammarTooComplexError(
+            f"{kind} is too complex: its compiler ended with {code}"
+        )
 
     def _start(self) -> subprocess.Popen[str]:
         child = subprocess.Popen(

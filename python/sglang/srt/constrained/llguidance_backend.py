@@ -6,6 +6,8 @@ sources, dialects and limits are in `llguidance_compiler`.
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,41 +15,75 @@ from pathlib import Path
 import llguidance
 import torch
 
+from sglang.srt.constrained.base_grammar import (
+    Cancellation,
+    EosInsideGrammarError,
+    GrammarLimitError,
+)
 from sglang.srt.constrained.grammar_sandbox import GrammarSandbox
 from sglang.srt.constrained.llguidance_compiler import (
+    BITS,
+    StateLimits,
     check_size,
     compile_matcher,
     make_tokenizer,
     matcher_error,
 )
-from sglang.srt.sampling.vocab_mask import mask_words
+from sglang.srt.constrained.schema_closing import close_objects
+
+# Of the memory estimate; measured (docs/LOG.md): compiled sources without outputs take
+# 20 to 220 kB, states 0.1 to 2.7 kB each, and a state costs 30 units of work or more.
+_BASE_BYTES = 16 * 1024
+_BYTES_PER_CHAR = 16
+_BYTES_PER_STATE = 550
+_COST_PER_STATE = 30
+_BYTES_PER_COST = 0.9
+
+# Limits of state that one request has for itself: what fails under these fails.
+_OWN_LIMITS = StateLimits(step_fuel=500_000)
 
 
 class LLGuidanceGrammar:
-    """One request's state; see `base_grammar.Grammar`."""
+    """One request's state; see `base_grammar.Grammar`.
+
+    Args:
+        n_chars: length of the source.
+        max_states: of the lexer that the copies share.
+    """
 
     def __init__(
         self,
         matcher: llguidance.LLMatcher,
         eos_ids: frozenset[int],
         *,
+        n_chars: int,
+        max_states: int,
         n_accepted: int = 0,
         n_late_eos: int = 0,
     ) -> None:
         self._matcher = matcher
         self._eos_ids = eos_ids
+        self._n_chars = n_chars
+        self._max_states = max_states
         self._n_accepted = n_accepted
         # The matcher does not count an EOS that comes after it has stopped by itself.
         self._n_late_eos = n_late_eos
 
     def accept(self, token_id: int) -> None:
         matcher = self._matcher
-        if token_id in self._eos_ids and matcher.is_stopped():
+        if token_id in self._eos_ids and self._is_over():
             self._n_late_eos += 1
             return
         if matcher.try_consume_tokens([token_id]) != 1:
-            if matcher.is_error():
-                raise RuntimeError(f"the grammar stopped: {matcher_error(matcher)}")
+            is_allowed = self._mask_allows(token_id)
+            self._check()
+            if is_allowed and not self.is_usable():
+                raise GrammarLimitError("the grammar stopped with another output")
+            if is_allowed and token_id in self._eos_ids:
+                raise EosInsideGrammarError(
+                    f"the grammar asks for token {token_id} inside an output, which "
+                    "ends with it; leave its text out of the grammar"
+                )
             raise RuntimeError(
                 f"the grammar does not allow token {token_id} after "
                 f"{self._n_accepted} tokens"
@@ -58,8 +94,12 @@ class LLGuidanceGrammar:
         self._matcher.unsafe_compute_mask_ptr(
             bitmask_row.data_ptr(), bitmask_row.numel() * 4
         )
-        if self._matcher.is_error():
-            raise RuntimeError(f"the grammar stopped: {matcher_error(self._matcher)}")
+        self._check()
+
+    def prepare_mask(self) -> None:
+        """Do the work of the next `fill_mask`, which then takes no time."""
+        self._matcher.compute_bitmask()
+        self._check()
 
     def is_terminated(self) -> bool:
         return bool(self._matcher.is_stopped())
@@ -80,9 +120,71 @@ class LLGuidanceGrammar:
         return LLGuidanceGrammar(
             self._matcher.deep_copy(),
             self._eos_ids,
+            n_chars=self._n_chars,
+            max_states=self._max_states,
             n_accepted=self._n_accepted,
             n_late_eos=self._n_late_eos,
         )
+
+    def is_usable(self) -> bool:
+        return self._step_ahead()[1]
+
+    def shared_bytes(self) -> int:
+        cost = self._lexer_cost()
+        states = min(self._max_states, cost // _COST_PER_STATE)
+        return (
+            _BASE_BYTES
+            + _BYTES_PER_CHAR * self._n_chars
+            + _BYTES_PER_STATE * states
+            + int(_BYTES_PER_COST * cost)
+        )
+
+    def _lexer_cost(self) -> int:
+        """Work that the shared lexer has done so far.
+
+        The library tells it in the text of an error only, as of the last step: of a
+        copy that makes one, always the same, and is then rolled back too far.
+
+        Raises:
+            RuntimeError: this version of the library does not tell it.
+        """
+        probe, _ = self._step_ahead()
+        probe.rollback(1 << 30)
+        found = re.search(r'"lexer_cost": (\d+)', probe.get_error())
+        if found is None:
+            raise RuntimeError(
+                f"llguidance {llguidance.__version__} does not report the cost of its "
+                "lexer, from which the memory of grammars is estimated; install the "
+                "version of constraints.txt, or start with --grammar-backend none"
+            )
+        return int(found[1])
+
+    def _step_ahead(self) -> tuple[llguidance.LLMatcher, bool]:
+        """A copy that has taken the first token allowed, and whether it could.
+
+        A step is what a matcher needs to learn of the others: that the lexer has failed
+        in a step of theirs, and what it has cost. An error of a copy is the copy's own.
+        """
+        probe = self._matcher.deep_copy()
+        mask: bytes = probe.compute_bitmask()
+        for token in (8 * i + bit for i, byte in enumerate(mask) for bit in BITS[byte]):
+            if token not in self._eos_ids:
+                is_taken = probe.try_consume_tokens([token]) == 1
+                probe.compute_bitmask()
+                return probe, is_taken and not probe.is_error()
+        return probe, not probe.is_error()
+
+    def _is_over(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def _mask_allows(self, token_id: int) -> bool:
+        mask: bytes = self._matcher.compute_bitmask()
+        return bool(mask[token_id // 8] >> (token_id % 8) & 1)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            error = matcher_error(self._matcher)
+            raise GrammarLimitError(f"the grammar stopped: {error}")
 
 
 class LLGuidanceBackend:
@@ -92,7 +194,8 @@ class LLGuidanceBackend:
 
     Dialects
         json_schema: a JSON Schema object. An unimplemented keyword is an error; `oneOf`
-            is followed as `anyOf`.
+            is followed as `anyOf`; objects have declared properties only
+            (`close_objects`), unless `allow_additional_properties`.
         regex: the syntax of Rust's `regex`, without look-around; matched against the
             whole output. `\\d` is 0 to 9.
         ebnf: GBNF as llama.cpp documents it (start rule `root`), or llguidance's Lark
@@ -105,7 +208,9 @@ class LLGuidanceBackend:
         *,
         vocab_size: int,
         eos_ids: Sequence[int],
-        compile_timeout_s: float = 5.0,
+        compile_cpu_seconds: float = 5.0,
+        allow_additional_properties: bool = False,
+        limits: StateLimits | None = None,
     ) -> None:
         """Build the tokenizer; sandboxes start at the first compilation.
 
@@ -114,10 +219,13 @@ class LLGuidanceBackend:
             vocab_size: width of the model's logits; ids beyond the tokenizer's own are
                 padding and never allowed.
             eos_ids: ids that end an output; at least one.
-            compile_timeout_s: a source that takes longer is refused.
+            compile_cpu_seconds: a source that takes more is refused.
+            allow_additional_properties: follow JSON schemas as the standard reads them.
+            limits: of the state that the requests of one source share.
 
         Raises:
             ValueError: no EOS id, or the tokenizer does not fit `vocab_size`.
+            RuntimeError: this version of llguidance is of no use.
         """
         if not eos_ids:
             raise ValueError("constrained decoding needs at least one EOS token id")
@@ -130,32 +238,67 @@ class LLGuidanceBackend:
         self.vocab_size = vocab_size
         self._source = str(tokenizer)
         self._eos_ids = frozenset(eos_ids)
-        self._timeout_s = compile_timeout_s
+        self._cpu_seconds = compile_cpu_seconds
+        self._allow_additional_properties = allow_additional_properties
+        self._limits = limits or StateLimits()
         self._tokenizer = make_tokenizer(
             self._source, vocab_size=vocab_size, eos_ids=list(eos_ids)
         )
         self._lock = threading.Lock()
         self._idle_sandboxes: list[GrammarSandbox] = []
         self._closed = False
-        eos_row = torch.zeros(mask_words(vocab_size) * 4, dtype=torch.uint8)
-        for eos_id in self._eos_ids:
-            eos_row[eos_id // 8] |= 1 << (eos_id % 8)
-        self._eos_row = eos_row.view(torch.int32)
+        self._compile("regex", "a", self._limits).shared_bytes()
 
-    def compile(self, kind: str, source: str) -> LLGuidanceGrammar:
-        check_size(kind, source)
-        self._check_in_sandbox(kind, source)
-        return self.compile_checked(kind, source)
+    def compile(
+        self, kind: str, source: str, *, cancellation: Cancellation | None = None
+    ) -> LLGuidanceGrammar:
+        prepared = self._prepare(kind, source)
+        self._check_in_sandbox(kind, prepared, cancellation or Cancellation())
+        return self._compile(kind, prepared, self._limits)
 
     def compile_checked(self, kind: str, source: str) -> LLGuidanceGrammar:
-        matcher = compile_matcher(self._tokenizer, kind, source)
+        return self._compile(kind, self._prepare(kind, source), self._limits)
+
+    def resume(
+        self, kind: str, source: str, tokens: Sequence[int]
+    ) -> LLGuidanceGrammar:
+        grammar = self._compile(kind, self._prepare(kind, source), _OWN_LIMITS)
+        for token in tokens:
+            grammar.accept(token)
+        grammar.prepare_mask()
+        return grammar
+
+    def _prepare(self, kind: str, source: str) -> str:
+        """The text that is compiled, here and in the sandbox.
+
+        Raises:
+            ValueError: `source` is too large.
+        """
+        check_size(kind, source)
+        if kind != "json_schema" or self._allow_additional_properties:
+            return source
+        try:
+            schema = json.loads(source)
+        except ValueError:
+            return source  # the compiler says why
+        if not close_objects(schema):
+            return source
+        return json.dumps(schema, separators=(",", ":"))
+
+    def _compile(
+        self, kind: str, source: str, limits: StateLimits
+    ) -> LLGuidanceGrammar:
+        matcher = compile_matcher(self._tokenizer, kind, source, limits=limits)
         # The lexer is built by the first mask: here, not in the scheduler's step.
         # Copies keep it.
-        matcher.compute_bitmask()
-        return LLGuidanceGrammar(matcher, self._eos_ids)
-
-    def fill_eos_mask(self, bitmask_row: torch.Tensor) -> None:
-        bitmask_row.copy_(self._eos_row)
+        grammar = LLGuidanceGrammar(
+            matcher,
+            self._eos_ids,
+            n_chars=len(source),
+            max_states=limits.max_states,
+        )
+        grammar.prepare_mask()
+        return grammar
 
     def close(self) -> None:
         """End the sandbox processes: idle ones now, others after their source."""
@@ -165,7 +308,9 @@ class LLGuidanceBackend:
         for sandbox in sandboxes:
             sandbox.close()
 
-    def _check_in_sandbox(self, kind: str, source: str) -> None:
+    def _check_in_sandbox(
+        self, kind: str, source: str, cancellation: Cancellation
+    ) -> None:
         with self._lock:
             sandbox = self._idle_sandboxes.pop() if self._idle_sandboxes else None
         if sandbox is None:
@@ -173,10 +318,10 @@ class LLGuidanceBackend:
                 self._source,
                 vocab_size=self.vocab_size,
                 eos_ids=sorted(self._eos_ids),
-                timeout_s=self._timeout_s,
+                cpu_seconds=self._cpu_seconds,
             )
         try:
-            sandbox.check(kind, source)
+            sandbox.check(kind, source, cancellation)
         finally:
             with self._lock:
                 keep = not self._closed

@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import llguidance
@@ -25,17 +26,41 @@ _SANDBOX_MEMORY_BYTES = 4 << 30
 # steps is refused at once instead of failing while it runs.
 _TRIAL_TOKENS = 3
 
-# `initial_lexer_fuel` bounds the first mask: with llguidance's default of a million,
-# `(a{1000}){1000}` holds a core for 0.6 s; with this for some tens of milliseconds.
-_LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=100_000,
-    step_max_items=100_000,
-    max_items_in_row=10_000,
-    max_lexer_states=100_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
+# Time that a source may take per second of CPU time that it may take: the machine may
+# be busy, but a compiler that hangs must end.
+_SECONDS_PER_CPU_SECOND = 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLimits:
+    """How far compiled state may grow while outputs are followed.
+
+    A lexer makes its states as outputs need them, and keeps them. Where a step exceeds
+    a limit, the lexer and all copies that share it fail from then on.
+
+    Fields:
+        max_states: states of a lexer, 0.1 to 2.7 kB each.
+        step_fuel: work in one step, some 14,000 units a millisecond.
+    """
+
+    max_states: int = 100_000
+    step_fuel: int = 200_000
+
+    def of_parser(self) -> llguidance.LLParserLimits:
+        # `initial_lexer_fuel` bounds the first mask: with llguidance's default of a
+        # million, `(a{1000}){1000}` holds a core for 0.6 s; with this for some tens of
+        # milliseconds. Verbose errors tell how far the lexer has grown.
+        return llguidance.LLParserLimits(
+            initial_lexer_fuel=200_000,
+            step_lexer_fuel=self.step_fuel,
+            step_max_items=100_000,
+            max_items_in_row=10_000,
+            max_lexer_states=self.max_states,
+            max_grammar_size=200_000,
+            verbose_errors=True,
+        )
+
+
 # Unbounded blanks between tokens would let a model emit them up to its token limit.
 # `oneOf` is followed as `anyOf`: exclusive choice cannot be checked while generating.
 _JSON_OPTIONS = {
@@ -61,20 +86,25 @@ def make_tokenizer(
 
 
 def compile_matcher(
-    tokenizer: llguidance.LLTokenizer, kind: str, source: str
+    tokenizer: llguidance.LLTokenizer,
+    kind: str,
+    source: str,
+    *,
+    limits: StateLimits,
 ) -> llguidance.LLMatcher:
-    """Compile a source to a matcher in its first state.
+    """Compile a source that `check_size` has accepted to a matcher in its first state.
 
     Raises:
-        ValueError: unknown `kind`, or a source that is too large or invalid; quotes
-            llguidance.
+        ValueError: the source is invalid; quotes llguidance.
     """
-    check_size(kind, source)
+    _check_eos(tokenizer, kind, source)
     try:
         grammar = _CONVERTERS[kind](source)
     except ValueError as error:
         raise ValueError(f"invalid {kind}: {error}") from error
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    matcher = llguidance.LLMatcher(
+        tokenizer, grammar, log_level=0, limits=limits.of_parser()
+    )
     if matcher.is_error():
         raise ValueError(f"invalid {kind}: {matcher_error(matcher)}")
     return matcher
@@ -83,7 +113,7 @@ def compile_matcher(
 def matcher_error(matcher: llguidance.LLMatcher) -> str:
     """Return the error of a matcher without its state dump; "" if there is none."""
     error: str = matcher.get_error()
-    for marker in ("<state>", "<non-verbose/>"):
+    for marker in ("<state>", "<grammar>", "<non-verbose/>"):
         error = error.split(marker)[0]
     return error.strip()
 
@@ -119,6 +149,25 @@ def check_size(kind: str, source: str) -> None:
         )
 
 
+def _check_eos(tokenizer: llguidance.LLTokenizer, kind: str, source: str) -> None:
+    """Refuse a regex or EBNF that names an EOS token: nothing can follow it, and an
+    output ends with one anyway where the grammar is complete.
+
+    Raises:
+        ValueError: names the token.
+    """
+    if kind == "json_schema":
+        return  # may name it in a description
+    plain = source.replace("\\", "")
+    for eos_id in tokenizer.eos_tokens:
+        text = tokenizer.decode_str([eos_id])
+        if text and text in plain:
+            raise ValueError(
+                f"invalid {kind}: it holds {text!r}, a token that ends an output and "
+                "cannot be a part of it; leave it out: a complete output ends by itself"
+            )
+
+
 def try_out(matcher: llguidance.LLMatcher, kind: str) -> None:
     """Walk a few tokens with a copy of `matcher`.
 
@@ -131,7 +180,7 @@ def try_out(matcher: llguidance.LLMatcher, kind: str) -> None:
         if walker.is_error() or walker.is_stopped():
             break
         token_id = next(
-            (8 * i + bit for i, byte in enumerate(mask) for bit in _BITS[byte]), None
+            (8 * i + bit for i, byte in enumerate(mask) for bit in BITS[byte]), None
         )
         if token_id is None or walker.try_consume_tokens([token_id]) != 1:
             break
@@ -140,7 +189,8 @@ def try_out(matcher: llguidance.LLMatcher, kind: str) -> None:
         raise ValueError(f"{kind} cannot be followed: {reason}")
 
 
-_BITS = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
+# Numbers of the bits that are set in a byte.
+BITS = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
 
 
 def _convert_json_schema(source: str) -> str:
@@ -178,26 +228,32 @@ _CONVERTERS: dict[str, Callable[[str], str]] = {
 def _serve_sandbox() -> None:
     """Answer one JSON line per request line until standard input ends.
 
-    The first line is {"tokenizer", "vocab_size", "eos_ids", "timeout_s"}, the others
+    The first line is {"tokenizer", "vocab_size", "eos_ids", "cpu_seconds"}, the others
     are {"kind", "source"}; each answer is {"error": text or null}.
     """
     resource.setrlimit(resource.RLIMIT_AS, (_SANDBOX_MEMORY_BYTES,) * 2)
     setup = json.loads(sys.stdin.readline())
-    timeout_s = float(setup.pop("timeout_s"))
+    cpu_seconds = float(setup.pop("cpu_seconds"))
+    timers = {
+        signal.ITIMER_PROF: cpu_seconds,
+        signal.ITIMER_REAL: cpu_seconds * _SECONDS_PER_CPU_SECOND,
+    }
     tokenizer = make_tokenizer(setup.pop("tokenizer"), **setup)
     print(json.dumps({"error": None}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         error = None
-        # SIGALRM's default action ends the process, native code or not, even where the
-        # parent has died meanwhile.
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        # The default action of SIGPROF and SIGALRM ends the process, native code or
+        # not, even where the parent has died meanwhile.
+        for timer, seconds in timers.items():
+            signal.setitimer(timer, seconds)
         try:
-            matcher = compile_matcher(tokenizer, **request)
+            matcher = compile_matcher(tokenizer, **request, limits=StateLimits())
             try_out(matcher, request["kind"])
         except ValueError as problem:
             error = str(problem)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        for timer in timers:
+            signal.setitimer(timer, 0)
         print(json.dumps({"error": error}), flush=True)
 
 

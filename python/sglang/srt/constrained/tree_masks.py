@@ -31,7 +31,7 @@ def fill_tree_masks(
         masks: int32 [D, words] on the host.
 
     Raises:
-        RuntimeError: the grammar met a resource limit; the request cannot go on.
+        GrammarLimitError: the grammar has grown to a limit, and is lost.
     """
 
     def visit(node: int) -> None:

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang.srt.entrypoints.api_keys import ApiKeys, Role
 from sglang.srt.entrypoints.http_io import error_response
-from sglang.srt.managers.caller import CALLER
+from sglang.srt.managers.caller import CALLER, PEER
 from sglang.srt.managers.errors import ApiError, BadRequest
 from sglang.srt.utils.quoting import quoted
 
@@ -59,6 +59,7 @@ class AccessMiddleware:
             raise error
         scope[_ROLE] = role
         CALLER.set(caller)
+        PEER.set((scope.get("client") or ("",))[0])
         if scope["path"] in ADMIN_PATHS:
             _require_admin(role, scope["path"])
         if scope["method"] == "POST" and scope["path"] in CHANGING_PATHS:

@@ -8,3 +8,11 @@ from contextvars import ContextVar
 
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 """A name made of the client's key; empty where there are no keys."""
+
+PEER: ContextVar[str] = ContextVar("peer", default="")
+"""The address that the request came from; empty for the offline engine."""
+
+
+def client_tag() -> str:
+    """Tells clients apart where they share something: by key and address."""
+    return f"{CALLER.get()}@{PEER.get()}"

@@ -6,18 +6,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.constrained.base_grammar import GrammarLimitError
 from sglang.srt.constrained.tree_masks import fill_tree_masks
 from sglang.srt.sampling.vocab_mask import mask_words
 
 if TYPE_CHECKING:
-    from sglang.srt.constrained.grammar_manager import GrammarManager
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.speculative.ops.buffers import DraftTree
 
 
 class GrammarMasks:
-    """Fills the masks; a grammar that fails ends its request, not the batch.
+    """Fills the masks. A request whose grammar fails is sampled freely in this step: it
+    does not keep the result (`Req.grammar_failure`).
 
     Args:
         max_batch_size: requests of a batch at most.
@@ -25,13 +26,11 @@ class GrammarMasks:
 
     def __init__(
         self,
-        manager: GrammarManager,
         *,
         max_batch_size: int,
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        self._manager = manager
         self._device = device
         self._masks = torch.empty(
             (max_batch_size, mask_words(vocab_size)),
@@ -41,11 +40,15 @@ class GrammarMasks:
 
     def for_requests(self, batch: ScheduleBatch) -> SamplingBatchInfo:
         """The batch's sampling info with a mask per request."""
-        failed = self._manager.fill_batch_mask(
-            [req.grammar for req in batch.reqs], self._masks
-        )
-        for i, message in failed.items():
-            batch.reqs[i].abort_message = f"constrained decoding failed: {message}"
+        for req, row in zip(batch.reqs, self._masks, strict=False):
+            if req.grammar is None:
+                row.fill_(-1)
+                continue
+            try:
+                req.grammar.fill_mask(row)
+            except GrammarLimitError as error:
+                row.fill_(-1)
+                req.grammar_failure = str(error)
         return self._with_masks(batch, self._masks[: len(batch)])
 
     def for_nodes(self, batch: ScheduleBatch, tree: DraftTree) -> SamplingBatchInfo:
@@ -66,16 +69,18 @@ class GrammarMasks:
             if req.grammar is None:
                 continue
             tokens, children, siblings = links[:, i].tolist()
+            own = masks[i * nodes : (i + 1) * nodes]
             try:
                 fill_tree_masks(
                     req.grammar,
                     tokens=tokens,
                     next_token=children,
                     next_sibling=siblings,
-                    masks=masks[i * nodes : (i + 1) * nodes],
+                    masks=own,
                 )
-            except RuntimeError as error:
-                req.abort_message = f"constrained decoding failed: {error}"
+            except GrammarLimitError as error:
+                own.fill_(-1)
+                req.grammar_failure = str(error)
         return self._with_masks(batch, masks)
 
     def _with_masks(

@@ -60,6 +60,7 @@ class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     `stream` False: outputs come once, when it has finished. `logprob_start_len` -1
     means no input logprobs. `copy` counts the outputs of one prompt: it is added to the
     seed of the parameters, which they share. `extra_key` is a digest of the client's.
+    `client` tells clients apart, for fair shares.
     """
 
     rid: str
@@ -70,6 +71,7 @@ class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     extra_key: str | None = None
     return_hidden_states: bool = False
     copy: int = 0
+    client: str = ""
 
 
 class GenerateReq(RequestOptions, kw_only=True, tag="generate"):
@@ -179,10 +181,13 @@ SchedulerRequest = (
 
 
 class GrammarDecision(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The grammar of request `rid` is compiled, or could not be (`error`)."""
+    """The grammar of request `rid` is compiled, or could not be (`error`, answered with
+    the HTTP `status_code`). Where it `is_fresh`, every rank compiles it (again)."""
 
     rid: str
     error: str | None = None
+    status_code: int = 0
+    is_fresh: bool = False
 
 
 class StepInput(msgspec.Struct, kw_only=True, omit_defaults=True):

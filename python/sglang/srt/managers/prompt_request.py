@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sglang.srt.managers.caller import client_tag
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.io_struct import GenerateReq, SchedulerReady
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -196,6 +197,7 @@ def to_wire(
             extra_key=request.extra_key,
             return_hidden_states=request.return_hidden_states,
             input_embeds=request.input_embeds,
+            client=client_tag(),
         )
         for copy in range(request.sampling_params.n)
     ]

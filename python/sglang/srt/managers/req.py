@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 _serials = itertools.count(1)
 
+# A request whose grammar grows to its limits goes on with another one, but not for less
+# than so many tokens.
+MIN_TOKENS_PER_GRAMMAR = 32
+
 
 class Req:
     """A request in the scheduler; also the `CacheableReq` of the prefix cache.
@@ -45,6 +49,8 @@ class Req:
             which are then all 0. Such a prompt shares no prefix with anybody.
         score_from: next position whose logits score a prompt token; None: none left.
         is_chunked: the prefill that runs now does not reach the end of `tokens`.
+        grammar_failure: why it has lost its grammar, until it has another one. It
+            keeps nothing of the step in which that happened, or its first tokens.
     """
 
     def __init__(
@@ -69,6 +75,9 @@ class Req:
         self.stop_ids = stop_ids
         self.stop_matcher = stop_matcher
         self.grammar: Grammar | None = None
+        self.grammar_failure: str | None = None
+        self._grammar_lost_at: int | None = None
+        self.client = request.client
         self.sampling_row = SamplingRow(
             params=params,
             seed=seed,
@@ -125,6 +134,10 @@ class Req:
         """All tokens so far."""
         return self.tokens
 
+    def output_tokens(self) -> list[int]:
+        """The sampled tokens so far."""
+        return self.tokens[self.prompt_len :].tolist()
+
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
@@ -177,6 +190,23 @@ class Req:
             return False
         self.abort(self.abort_message, status_code=499)
         return True
+
+    def take_grammar(self, grammar: Grammar) -> None:
+        self.grammar, self.grammar_failure = grammar, None
+
+    def lose_grammar(self) -> bool:
+        """Let go of a grammar that has failed; False where the request fails with it,
+        because the grammar before it failed nearly at the same token."""
+        assert self.grammar_failure is not None
+        before, self._grammar_lost_at = self._grammar_lost_at, self.output_len
+        self.grammar = None
+        del self.output_logprobs[self.output_len :]
+        if before is None or self.output_len - before >= MIN_TOKENS_PER_GRAMMAR:
+            return True
+        self.abort(
+            f"constrained decoding failed: {self.grammar_failure}", status_code=500
+        )
+        return False
 
     def abort(self, message: str, *, status_code: int) -> None:
         reason = FinishReason(type="abort", message=message, status_code=status_code)

@@ -34,7 +34,7 @@ from sglang.srt.managers.scheduler_components.canary_gate import CanaryGate
 from sglang.srt.managers.scheduler_components.environment import create_environment
 from sglang.srt.managers.scheduler_components.grammar_queue import (
     GrammarQueue,
-    create_grammar_manager,
+    create_grammar_queue,
 )
 from sglang.srt.managers.scheduler_components.output_streamer import OutputStreamer
 from sglang.srt.managers.scheduler_components.request_factory import (
@@ -149,6 +149,7 @@ class Scheduler:
         self._results = BatchResultProcessor(
             self.cache,
             on_finish=self._intake.forget,
+            on_lost_grammar=self._intake.renew_grammar,
             on_verified=self._stats.on_verified,
         )
         self._streamer = streamer
@@ -169,20 +170,21 @@ class Scheduler:
         self, tokenizer: Tokenizer | None
     ) -> tuple[GrammarQueue | None, GrammarMasks | None]:
         """The requests whose grammars compile, and the masks of those that run."""
-        decides = self._group.is_leader
-        manager = create_grammar_manager(
-            self.server_args, tokenizer=tokenizer, limits=self._limits, decides=decides
+        grammars = create_grammar_queue(
+            self.server_args,
+            tokenizer=tokenizer,
+            limits=self._limits,
+            decides=self._group.is_leader,
         )
-        if manager is None:
+        if grammars is None:
             return None, None
         assert self.server_args.max_running_requests is not None
         masks = GrammarMasks(
-            manager,
             max_batch_size=self.server_args.max_running_requests,
             vocab_size=self._limits.vocab_size,
             device=self.env.device,
         )
-        return GrammarQueue(manager, decides=decides), masks
+        return grammars, masks
 
     def _create_canary_gate(self) -> CanaryGate | None:
         managers = self.worker.canary_managers()

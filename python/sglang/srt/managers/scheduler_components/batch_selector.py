@@ -241,11 +241,25 @@ class BatchSelector:
     def _requeue(self, req: Req) -> None:
         """Put a request whose memory was (or is now) released at the front; one that
         was aborted meanwhile ends."""
-        if req.req_pool_idx:
-            release_req(req, cache=self._cache)
-            req.req_pool_idx = 0
-        req.reset_for_retry()
+        self._release(req)
         if req.finish_if_aborted():
             self._on_dropped(req)
             return
         self.waiting.insert(0, req)
+
+    def withdraw(self, req: Req) -> None:
+        """Take a request out of the batches between two steps; its memory goes to the
+        prefix cache. The caller queues it again."""
+        for batch in (self.running, self.last_prefill):
+            if batch is not None:
+                batch.filter([i for i, r in enumerate(batch.reqs) if r is not req])
+        # The forward has written KV of tokens that the request does not keep.
+        req.committed_len = min(req.committed_len, len(req.tokens))
+        self._release(req)
+
+    def _release(self, req: Req) -> None:
+        """Prepare for another prefill; the memory may be released already."""
+        if req.req_pool_idx:
+            release_req(req, cache=self._cache)
+            req.req_pool_idx = 0
+        req.reset_for_retry()

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.constrained.base_grammar import CompilerUnavailableError
+from sglang.srt.constrained.grammar_library import GrammarLibrary
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.llguidance_backend import LLGuidanceBackend
 from sglang.srt.managers.io_struct import GrammarDecision
 
 if TYPE_CHECKING:
-    from sglang.srt.constrained.base_grammar import Grammar
+    from sglang.srt.constrained.base_grammar import Grammar, GrammarBackend
     from sglang.srt.managers.req import Req
     from sglang.srt.managers.scheduler_components.request_factory import RequestLimits
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-GRAMMAR_THREADS = 2
+_MIB = 1 << 20
+# A grammar is worn before 100,000 lexer states are reached, the limit of one, or at an
+# eighth of the memory of all.
+_RENEW_BYTES = 48 * _MIB
+_RENEW_SHARE = 8
 
 
-def create_grammar_manager(
+def create_grammar_queue(
     server_args: ServerArgs,
     *,
     tokenizer: Tokenizer | None,
     limits: RequestLimits,
     decides: bool,
-) -> GrammarManager | None:
-    """Compiles in threads where this rank `decides`; None where requests may not have
-    grammars."""
+) -> GrammarQueue | None:
+    """None where requests may not have grammars."""
     if server_args.grammar_backend == "none" or tokenizer is None:
         return None
     if not limits.eos_token_ids:
@@ -35,8 +40,19 @@ def create_grammar_manager(
         tokenizer.tokenizer_json,
         vocab_size=limits.vocab_size,
         eos_ids=limits.eos_token_ids,
+        allow_additional_properties=(
+            server_args.constrained_json_allow_additional_properties
+        ),
     )
-    return GrammarManager(backend, n_threads=GRAMMAR_THREADS if decides else 0)
+    max_bytes = server_args.grammar_cache_mb * _MIB
+    library = GrammarLibrary(
+        max_bytes=max_bytes, renew_bytes=min(_RENEW_BYTES, max_bytes // _RENEW_SHARE)
+    )
+    return GrammarQueue(
+        backend,
+        library,
+        manager=GrammarManager(backend, library) if decides else None,
+    )
 
 
 class GrammarQueue:
@@ -44,13 +60,21 @@ class GrammarQueue:
     is ready.
 
     Args:
-        decides: whether this rank decides when a grammar is ready (`decide`). Another
-            rank applies its decisions, and compiles only the grammars that it could.
+        library: only `apply` changes it, and so alike on every rank.
+        manager: of the rank that decides when a grammar is ready (`decide`); None on
+            another one, which applies its decisions, and compiles only what it could.
     """
 
-    def __init__(self, manager: GrammarManager, *, decides: bool) -> None:
+    def __init__(
+        self,
+        backend: GrammarBackend,
+        library: GrammarLibrary,
+        *,
+        manager: GrammarManager | None,
+    ) -> None:
+        self._backend = backend
+        self._library = library
         self._manager = manager
-        self._decides = decides
         self._waiting: dict[str, Req] = {}
         # Decided and not applied yet.
         self._compiled: dict[str, Grammar] = {}
@@ -58,21 +82,34 @@ class GrammarQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def submit(self, req: Req, kind: str, source: str) -> None:
+    def submit(self, req: Req) -> None:
+        """Compile the grammar of a new request, or of one that has lost it."""
+        key = req.params.grammar_key
+        assert key is not None
         self._waiting[req.rid] = req
-        self._manager.submit(req.rid, kind, source)
+        if req.grammar_failure is not None:
+            self._library.drop_dead(key)
+        if self._manager is None:
+            return
+        if req.grammar_failure is None:
+            self._manager.submit(req.rid, *key, client=req.client)
+        else:
+            self._manager.resume(req.rid, *key, req.output_tokens(), client=req.client)
 
     def decide(self) -> list[GrammarDecision]:
         """Requests that need not wait longer; empty where another rank decides."""
-        if not self._decides or not self._waiting:
+        if self._manager is None or not self._waiting:
             return []
         decisions = []
-        for rid, outcome in self._manager.poll():
-            if isinstance(outcome, ValueError):
-                decisions.append(GrammarDecision(rid=rid, error=str(outcome)))
+        for rid, error, fresh in self._manager.poll():
+            if error is not None:
+                code = _status_code(error)
+                decision = GrammarDecision(rid=rid, error=str(error), status_code=code)
             else:
-                self._compiled[rid] = outcome
-                decisions.append(GrammarDecision(rid=rid))
+                decision = GrammarDecision(rid=rid, is_fresh=fresh is not None)
+            if fresh is not None:
+                self._compiled[rid] = fresh
+            decisions.append(decision)
         return decisions
 
     def apply(self, decisions: list[GrammarDecision]) -> tuple[list[Req], list[Req]]:
@@ -83,31 +120,48 @@ class GrammarQueue:
 
         Raises:
             ValueError: this rank cannot compile a grammar that another could.
+            GrammarLimitError: nor follow one so far.
         """
         ready: list[Req] = []
         failed: list[Req] = []
         for decision in decisions:
             req = self._waiting.pop(decision.rid)
             if decision.error is None:
-                req.grammar = self._take(decision.rid)
+                req.take_grammar(self._grammar_of(req, is_fresh=decision.is_fresh))
                 ready.append(req)
             else:
-                self._manager.cancel(decision.rid)
-                req.abort(decision.error, status_code=400)
+                req.abort(decision.error, status_code=decision.status_code)
                 failed.append(req)
+        self._library.trim()
         return ready, failed
 
-    def _take(self, rid: str) -> Grammar:
-        if self._decides:
-            return self._compiled.pop(rid)
-        return self._manager.compile_now(rid)
+    def _grammar_of(self, req: Req, *, is_fresh: bool) -> Grammar:
+        key = req.params.grammar_key
+        assert key is not None
+        compiled = self._compiled.pop(req.rid, None)
+        if req.grammar_failure is not None:
+            return compiled or self._backend.resume(*key, req.output_tokens())
+        if is_fresh:
+            template = compiled or self._backend.compile_checked(*key)
+            self._library.install(key, template)
+        return self._library.fork(key)
 
     def cancel(self, rid: str) -> Req | None:
         """Stop waiting for the grammar of `rid`; the request, if it was here."""
         req = self._waiting.pop(rid, None)
-        if req is not None:
+        if req is not None and self._manager is not None:
             self._manager.cancel(rid)
         return req
 
     def shutdown(self) -> None:
-        self._manager.shutdown()
+        if self._manager is None:
+            self._backend.close()
+        else:
+            self._manager.shutdown()
+
+
+def _status_code(error: Exception) -> int:
+    """The HTTP status of a request without a grammar."""
+    if isinstance(error, ValueError):
+        return 400
+    return 503 if isinstance(error, CompilerUnavailableError) else 500

@@ -81,7 +81,7 @@ class RequestIntake:
             )
             self.end(req)
         else:
-            self._grammars.submit(req, *grammar_key)
+            self._grammars.submit(req)
 
     def abort(self, message: AbortReq) -> None:
         """End one request or all: waiting ones now, running ones with their step."""
@@ -107,6 +107,12 @@ class RequestIntake:
         self._batches.waiting += ready
         for req in failed:
             self.end(req)
+
+    def renew_grammar(self, req: Req) -> None:
+        """Let a running request wait for another grammar; it then goes on."""
+        assert self._grammars is not None
+        self._batches.withdraw(req)
+        self._grammars.submit(req)
 
     def end(self, req: Req) -> None:
         """Answer a finished request that is in no batch."""

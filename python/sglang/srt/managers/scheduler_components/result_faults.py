@@ -40,8 +40,8 @@ def find_result_faults(
 ) -> list[list[int]]:
     """Rows whose request does not keep what the device noted, as entries of the ring.
 
-    A request keeps all new tokens, or, if it ended among them, the first ones. Those
-    that had ended before, or were aborted, keep none.
+    A request keeps all new tokens, or, if it ended or lost its grammar among them, the
+    first ones. Those that had ended before, or were aborted, keep none.
 
     Args:
         launched, result: of a step that was processed.
@@ -87,7 +87,7 @@ def _is_kept(
     if not gained or gained[-1] != token:
         return False
     first = position + 1 - count
-    if req.is_finished:
+    if req.is_finished or req.grammar_failure is not None:
         # It may have ended before this step, or in it before the last token.
         kept = list(req.tokens[first:])
         return len(kept) <= count and kept == gained[: len(kept)]

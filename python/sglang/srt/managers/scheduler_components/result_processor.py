@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from sglang.srt.constrained.base_grammar import (
+    EosInsideGrammarError,
+    GrammarLimitError,
+)
 from sglang.srt.mem_cache.common import release_req
 
 if TYPE_CHECKING:
@@ -38,6 +42,8 @@ class BatchResultProcessor:
     Args:
         cache: where finished and prefilled requests leave their KV.
         on_finish: called for each request that ended, after its memory is released.
+        on_lost_grammar: called for each request that needs another grammar and can go
+            on; takes it out of the batches.
         on_verified: called with the output tokens of each verified draft.
     """
 
@@ -46,10 +52,12 @@ class BatchResultProcessor:
         cache: BasePrefixCache,
         *,
         on_finish: Callable[[Req], None],
+        on_lost_grammar: Callable[[Req], None],
         on_verified: Callable[[int], None],
     ) -> None:
         self._cache = cache
         self._on_finish = on_finish
+        self._on_lost_grammar = on_lost_grammar
         self._on_verified = on_verified
 
     def process(
@@ -94,8 +102,12 @@ class BatchResultProcessor:
             req.spec_verify_ct += 1
             req.spec_accept_tokens += req.output_len - before
             self._on_verified(req.output_len - before)
+        if req.grammar_failure is not None and not req.is_finished:
+            req.lose_grammar()
         if req.is_finished:
             self._release(req)
+        elif req.grammar_failure is not None:
+            self._on_lost_grammar(req)
         elif not launched.is_decode:
             self._cache.cache_unfinished_req(req)
         return req.output_len - before
@@ -109,20 +121,27 @@ class BatchResultProcessor:
 
     @staticmethod
     def _append_by_grammar(req: Req, new_tokens: list[int]) -> None:
-        """Append one by one: the grammar may end inside an accepted run."""
+        """Append one by one: the grammar may end, or fail, inside an accepted run."""
         grammar = req.grammar
         assert grammar is not None
+        if req.grammar_failure is not None:
+            return  # its mask failed
         for token in new_tokens:
             req.append([token])
             try:
                 grammar.accept(token)
+            except GrammarLimitError as error:
+                # The mask has allowed the token.
+                req.grammar_failure = str(error)
+            except EosInsideGrammarError as error:
+                req.abort(str(error), status_code=400)
             except RuntimeError as error:
                 logger.error("Request %s left its grammar: %s", req.rid, error)
                 req.abort(f"constrained decoding failed: {error}", status_code=500)
-                return
-            if not req.is_finished and grammar.is_terminated():
-                req.finish_by_grammar()
-            if req.is_finished:
+            else:
+                if not req.is_finished and grammar.is_terminated():
+                    req.finish_by_grammar()
+            if req.is_finished or req.grammar_failure is not None:
                 return
 
     @staticmethod
