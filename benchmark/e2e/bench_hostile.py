@@ -35,7 +35,7 @@ COLUMNS = ("Honest streams", "tok/s", "gap p99 (ms)", "/health worst (ms)")
 
 @dataclass(slots=True)
 class Seen:
-    """What honest clients and the prober saw in all turns of one phase."""
+    """Observations of honest clients and the prober in all turns of one phase."""
 
     tokens: int = 0
     seconds: float = 0.0

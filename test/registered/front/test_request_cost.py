@@ -1,4 +1,4 @@
-"""What a call costs is bounded before anything is built for it."""
+"""Bounds of the cost of a call, checked before anything is built for it."""
 
 from __future__ import annotations
 

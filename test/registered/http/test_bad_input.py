@@ -356,7 +356,7 @@ def test_no_body_keeps_the_others_waiting(server: Server, name: str) -> None:
 
 
 def loop_seconds(server: Server) -> float:
-    """What the thread of the front's event loop has computed, in seconds."""
+    """Seconds that the thread of the front's event loop has computed."""
     pid = server.process.pid
     fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -238,7 +238,7 @@ class EventStream(Response):
             await self.share.pay(len(chunk))
             async for chunk in self._events:
                 await _send_chunk(send, chunk)
-                # What arrives meanwhile comes in one event.
+                # Updates that arrive meanwhile come in one event.
                 await self.share.pay(len(chunk))
         except ApiError as error:
             await _send_chunk(send, event(error.body()))

@@ -19,7 +19,7 @@ CLIENT_ABORT_STATUS = 499
 class ApiError(Exception):
     """An answer `{"error": {"message", "type", "param", "code"}}`.
 
-    What it quotes is cut to some hundreds of characters.
+    Quoted values are cut to some hundreds of characters.
 
     Attributes:
         status: HTTP status.

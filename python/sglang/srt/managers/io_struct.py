@@ -55,7 +55,7 @@ class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a request asks for beside its prompt and sampling parameters.
+    """Options of a request, beside its prompt and sampling parameters.
 
     `stream` False: outputs come once, when it has finished. `logprob_start_len` -1
     means no input logprobs. `copy` counts the outputs of one prompt: it is added to the

@@ -133,7 +133,7 @@ class CostLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCost:
-    """What one prompt of a call may cost at most.
+    """Most that one prompt of a call may cost.
 
     Fields:
         tokens: of the prompt and of all its outputs.

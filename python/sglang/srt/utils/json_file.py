@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.utils.quoting import MAX_QUOTED_CHARS, clipped
+
 MAX_BYTES = 256 << 20
-SHOWN_CHARS = 200
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
@@ -43,5 +44,4 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 def shown(value: object) -> str:
     """A value as errors quote it: on one line, and not for ever."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + " ..."
+    return clipped(json.dumps(value, default=repr), MAX_QUOTED_CHARS)

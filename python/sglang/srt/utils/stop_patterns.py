@@ -15,6 +15,8 @@ from typing import Any
 
 import re2
 
+from sglang.srt.utils.quoting import quoted
+
 # Instructions of all patterns of a request together.
 MAX_PROGRAM_SIZE = 8192
 # Instructions times characters that one search may cost: at worst some 10 ms. Longer
@@ -39,7 +41,7 @@ def compile_stop_patterns(patterns: Sequence[str]) -> tuple[Any, ...]:
         size += compiled[-1].programsize
         if size > MAX_PROGRAM_SIZE:
             raise ValueError(
-                f"stop_regex is too large at {_shown(pattern)}: its patterns may "
+                f"stop_regex is too large at {quoted(pattern)}: its patterns may "
                 f"compile to {MAX_PROGRAM_SIZE} instructions together"
             )
     return tuple(compiled)
@@ -47,7 +49,7 @@ def compile_stop_patterns(patterns: Sequence[str]) -> tuple[Any, ...]:
 
 def _compile(pattern: str) -> Any:
     if _HUGE_COUNT.search(pattern):
-        raise ValueError(f"stop_regex {_shown(pattern)} repeats too often")
+        raise ValueError(f"stop_regex {quoted(pattern)} repeats too often")
     options = re2.Options()
     options.log_errors = False
     options.never_capture = True
@@ -57,18 +59,14 @@ def _compile(pattern: str) -> Any:
     except re2.error as error:
         (reason,) = error.args
         raise ValueError(
-            f"stop_regex {_shown(pattern)} is not a regular expression of RE2 (which "
+            f"stop_regex {quoted(pattern)} is not a regular expression of RE2 (which "
             "has neither look-around nor backreferences): "
-            f"{_shown(reason.decode(errors='replace'))}"
+            f"{quoted(reason.decode(errors='replace'))}"
         ) from error
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"stop_regex {_shown(pattern)} is not valid Unicode"
+            f"stop_regex {quoted(pattern)} is not valid Unicode"
         ) from error
-
-
-def _shown(text: str, limit: int = 100) -> str:
-    return repr(text if len(text) <= limit else text[:limit] + "...")
 
 
 class StopPatterns:
