@@ -87,7 +87,6 @@ class ServerArgs:
     chat_template: Annotated[
         str | None, Arg("A jinja file, or the template itself; unset: the tokenizer's.")
     ] = None
-
     tool_call_parser: Annotated[
         str | None,
         Arg(

@@ -175,6 +175,17 @@ def test_unknown_flags_and_values_are_refused(argv, capsys):
         ({"device": "cuda"}, ["--device cuda", "--device cpu"]),
         ({"tp_size": 0}, ["--tp-size 0", "at least 1"]),
         ({"disaggregation_mode": "decode"}, ["--disaggregation-mode decode"]),
+        ({"tool_call_parser": "x"}, ["--tool-call-parser 'x'", "qwen25"]),
+        ({"reasoning_parser": "x"}, ["--reasoning-parser 'x'", "deepseek-r1"]),
+        (
+            {"tool_call_parser": "llama3", "skip_tokenizer_init": True},
+            ["--tool-call-parser llama3", "--skip-tokenizer-init", "remove"],
+        ),
+        (
+            {"reasoning_parser": "qwen3", "skip_tokenizer_init": True},
+            ["--reasoning-parser qwen3", "--skip-tokenizer-init", "remove"],
+        ),
+        ({"tool_call_parser": "gpt-oss"}, ["--reasoning-parser gpt-oss", "add it"]),
         (
             {"enable_breakable_cuda_graph": True, "device": "cpu"},
             ["--enable-breakable-cuda-graph", "--device cpu", "remove"],
