@@ -208,6 +208,14 @@ class ServerArgs:
             low=0.001,
         ),
     ] = 300.0
+    disaggregation_mode: Annotated[
+        str,
+        Arg(
+            "Role in prefill/decode disaggregation; prefill: at most one new token per "
+            "request.",
+            ("null", "prefill", "decode"),
+        ),
+    ] = "null"
 
     max_logprobs: Annotated[
         int,
@@ -382,14 +390,6 @@ class ServerArgs:
     decode_log_interval: Annotated[
         int, Arg("Decode steps between two log lines of the scheduler.", low=1)
     ] = 400
-    disaggregation_mode: Annotated[
-        str,
-        Arg(
-            "Role in prefill/decode disaggregation; prefill: at most one new token per "
-            "request.",
-            ("null", "prefill", "decode"),
-        ),
-    ] = "null"
 
     speculative_algorithm: Annotated[
         str | None,
