@@ -103,7 +103,7 @@ def test_completion_refuses_by_name(
     ("change", "message", "param"),
     [
         ({"max_tokens": -1}, "max_tokens must be", "max_tokens"),
-        ({"max_tokens": 9999}, "max_tokens is 9999, but after", "max_tokens"),
+        ({"max_tokens": 9999}, "max_tokens is 9999, but a prompt of", "max_tokens"),
         ({"min_tokens": 9, "max_tokens": 8}, r"min_tokens \(9\) must", "min_tokens"),
         ({"seed": 2**63}, "seed must be between", "seed"),
         ({"seed": -(2**63) - 1}, "seed must be between", "seed"),
