@@ -390,6 +390,17 @@ class ServerArgs:
     decode_log_interval: Annotated[
         int, Arg("Decode steps between two log lines of the scheduler.", low=1)
     ] = 400
+    profile_output_dir: Annotated[
+        str | None,
+        Arg(
+            "Folder below which /start_profile writes traces; unset: that of temporary "
+            "files."
+        ),
+    ] = None
+    profile_max_steps: Annotated[
+        int,
+        Arg("Forwards that one profile may cover; it is kept in memory.", low=1),
+    ] = 500
 
     speculative_algorithm: Annotated[
         str | None,

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sglang.srt.entrypoints.body_budget import release_body
+from sglang.srt.entrypoints.neutral_fields import is_raw
 from sglang.srt.entrypoints.output_share import OutputShare
 from sglang.srt.managers.errors import (
     ApiError,
@@ -131,7 +132,7 @@ def _fields_at(kind: type[Any], path: str) -> list[str]:
             structs = [t for t in parts if hasattr(t, "__struct_fields__")]
             return _fields_at(structs[0], "") if structs else []
     fields = msgspec.structs.fields(kind)
-    return [field.name for field in fields if field.type is not msgspec.Raw]
+    return [field.name for field in fields if not is_raw(field.type)]
 
 
 class JsonResponse(Response):

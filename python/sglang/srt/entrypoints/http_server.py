@@ -23,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from sglang.srt.entrypoints.access import AccessMiddleware
 from sglang.srt.entrypoints.api_keys import ApiKeys
@@ -35,6 +36,11 @@ from sglang.srt.entrypoints.native_routes import NativeRoutes
 from sglang.srt.entrypoints.openai.routes import OpenAIRoutes
 from sglang.srt.entrypoints.start_message import serving, starting
 from sglang.srt.entrypoints.web_server import WebServer
+from sglang.srt.entrypoints.docs_routes import DocsRoutes
+from sglang.srt.entrypoints.loads_api import LoadsApi
+from sglang.srt.entrypoints.profile_api import ProfileApi
+from sglang.srt.entrypoints.refused_routes import refused_routes
+from sglang.srt.entrypoints.tokenize_api import TokenizeApi
 from sglang.srt.managers.engine_core import EngineCore, start_engine
 from sglang.srt.managers.errors import ApiError, BadRequest, NotFound
 from sglang.srt.managers.io_struct import SchedulerReady
@@ -55,10 +61,9 @@ def create_app(front: Front, keys: ApiKeys | None = None) -> FastAPI:
     args = front.server_args
     app = FastAPI(title="SGLang", openapi_url=None, redirect_slashes=False)
     app.state.max_body_values = front.server_args.max_body_values
-    app.router.routes[:] = [
-        *NativeRoutes(front).routes(),
-        *OpenAIRoutes(front).routes(),
-    ]
+    routes = all_routes(front)
+    docs = DocsRoutes(routes, needs_key=bool(front.server_args.api_key))
+    app.router.routes[:] = [*routes, *docs.routes()]
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
     origins = args.cors_allow_origins or []
@@ -78,6 +83,18 @@ def create_app(front: Front, keys: ApiKeys | None = None) -> FastAPI:
             allow_headers=["*"],
         )
     return app
+
+
+def all_routes(front: Front) -> list[BaseRoute]:
+    """Every route, each an `Endpoint`, but those that describe the others."""
+    return [
+        *NativeRoutes(front).routes(),
+        *OpenAIRoutes(front).routes(),
+        *TokenizeApi(front).routes(),
+        *LoadsApi(front).routes(),
+        *ProfileApi(front).routes(),
+        *refused_routes(),
+    ]
 
 
 async def _answer_api_error(request: Request, error: Exception) -> Response:

@@ -9,9 +9,21 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute
 
 from sglang.srt.entrypoints.access import owner_of, require_admin
+from sglang.srt.entrypoints.answers import (
+    Generated,
+    HealthShown,
+    IncidentList,
+    ModelInfo,
+)
+from sglang.srt.entrypoints.endpoint import (
+    CHANGING_ERRORS,
+    ENGINE_ERRORS,
+    TEXT,
+    Endpoint,
+)
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.generate_api import (
     GenerateAnswer,
@@ -37,6 +49,20 @@ from sglang.version import __version__
 SCRAPE_TIMEOUT_SECONDS = 1.0
 # The seed foretells the samples of every request that brings none of its own.
 SECRET_FIELDS = frozenset({"api_key", "api_key_file", "admin_api_key", "random_seed"})
+GENERATE_EXAMPLES = {
+    "text": {
+        "text": "The capital of France is",
+        "sampling_params": {"max_new_tokens": 16, "temperature": 0},
+    },
+    "token ids": {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4}},
+    "logprobs": {
+        "text": ["Once", "Twice"],
+        "sampling_params": {"max_new_tokens": 4, "stop": ["."]},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "stream": True,
+    },
+}
 
 
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -54,23 +80,110 @@ class NativeRoutes:
         self._manager = front.manager
         self._health = HealthProbe(front.manager)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[BaseRoute]:
         return [
-            Route("/generate", self.generate, methods=["POST", "PUT"]),
-            Route("/health", self.health, methods=["GET"]),
-            Route("/readyz", self.health, methods=["GET"]),
-            Route("/livez", self.live, methods=["GET"]),
-            Route("/health_generate", self.health_generate, methods=["GET"]),
-            Route("/", self.index, methods=["GET"]),
-            Route("/get_model_info", self.model_info, methods=["GET"]),
-            Route("/model_info", self.model_info, methods=["GET"]),
-            Route("/get_server_info", self.server_info, methods=["GET"]),
-            Route("/server_info", self.server_info, methods=["GET"]),
-            Route("/flush_cache", self.flush_cache, methods=["POST"]),
-            Route("/abort_request", self.abort_request, methods=["POST"]),
-            Route("/metrics", self.metrics, methods=["GET"]),
-            Route("/canary/incidents", self.canary_incidents, methods=["GET"]),
+            Endpoint(
+                "/generate",
+                self.generate,
+                methods=["POST", "PUT"],
+                summary="Generate from a text, token ids or embeddings; a list of them "
+                "makes a list of answers",
+                body=GenerateRequest,
+                answer=Generated | list[Generated],
+                event=Generated,
+                errors=ENGINE_ERRORS,
+                examples=GENERATE_EXAMPLES,
+            ),
+            *(
+                Endpoint(
+                    path,
+                    self.health,
+                    methods=["GET"],
+                    summary="200 while requests are accepted and the scheduler lives",
+                    errors=(503,),
+                )
+                for path in ("/health", "/readyz")
+            ),
+            Endpoint(
+                "/livez",
+                self.live,
+                methods=["GET"],
+                summary="200 unless only a restart helps",
+                errors=(503,),
+            ),
+            Endpoint(
+                "/health_generate",
+                self.health_generate,
+                methods=["GET"],
+                summary="200 where the engine has just shown that it works",
+                answer=HealthShown,
+                errors=(500, 503),
+            ),
+            Endpoint(
+                "/",
+                self.index,
+                methods=["GET"],
+                summary="Where to go from here",
+                answer=dict[str, Any],
+            ),
+            *self._info_routes(),
+            Endpoint(
+                "/flush_cache",
+                self.flush_cache,
+                methods=["POST"],
+                summary="Empty the prefix cache; 400 while requests run or wait",
+                media_type=TEXT,
+                errors=(*CHANGING_ERRORS, 500, 503),
+            ),
+            Endpoint(
+                "/abort_request",
+                self.abort_request,
+                methods=["POST"],
+                summary="End a request of one's own, or all",
+                body=AbortRequest,
+                errors=CHANGING_ERRORS,
+                examples={"one": {"rid": "my-request"}},
+            ),
+            Endpoint(
+                "/metrics",
+                self.metrics,
+                methods=["GET"],
+                summary="Prometheus metrics, with --enable-metrics",
+                media_type=TEXT,
+                errors=(404,),
+            ),
+            Endpoint(
+                "/canary/incidents",
+                self.canary_incidents,
+                methods=["GET"],
+                summary="Incidents of the KV canary, with --kv-canary",
+                answer=IncidentList,
+                errors=(403, 404, 500, 503),
+            ),
         ]
+
+    def _info_routes(self) -> list[BaseRoute]:
+        """Facts about the model and the server, below the new names and the old."""
+        routes: list[BaseRoute] = []
+        for prefix in ("/", "/get_"):
+            routes += [
+                Endpoint(
+                    f"{prefix}model_info",
+                    self.model_info,
+                    methods=["GET"],
+                    summary="The model that is served",
+                    answer=ModelInfo,
+                ),
+                Endpoint(
+                    f"{prefix}server_info",
+                    self.server_info,
+                    methods=["GET"],
+                    summary="Flags, limits and the scheduler's numbers",
+                    answer=dict[str, Any],
+                    errors=(500, 503),
+                ),
+            ]
+        return routes
 
     async def index(self, request: Request) -> Response:
         """Say where to go from here."""

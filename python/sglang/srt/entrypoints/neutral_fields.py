@@ -8,8 +8,9 @@ bytes and builds no objects.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
@@ -36,6 +37,17 @@ class Neutral:
     def accepts(self, value: Any) -> bool:
         return self.is_any or any(
             type(value) is type(known) and value == known for known in self.values
+        )
+
+    def meta(self) -> msgspec.Meta:
+        """The description of the field in a JSON schema."""
+        if self.is_any:
+            return msgspec.Meta(description="Has no effect.")
+        # The text tells apart false and 0, which are equal to `Annotated`.
+        values = ", ".join(msgspec.json.encode(v).decode() for v in self.values)
+        return msgspec.Meta(
+            description=f"Not served; these ask for nothing: {values}.",
+            extra_json_schema={"enum": list(self.values)},
         )
 
 
@@ -82,11 +94,33 @@ COMPLETION: dict[str, Neutral] = _COMMON | {
     "structural_tag": NOTHING,
 }
 CHAT: dict[str, Neutral] = COMPLETION
+TOKENIZE: dict[str, Neutral] = {
+    "chat_template": NOTHING,
+    "mm_processor_kwargs": EMPTY,
+    "media_io_kwargs": EMPTY,
+}
+PROFILE: dict[str, Neutral] = {
+    "start_step": NOTHING,
+    "profile_by_stage": OFF,
+    "profile_stages": EMPTY,
+    "merge_profiles": OFF,
+    "profile_prefix": EMPTY,
+    "profile_id": EMPTY,
+}
+DETOKENIZE: dict[str, Neutral] = {"spaces_between_special_tokens": Neutral(True)}
+
+
+def is_raw(kind: Any) -> bool:
+    """Whether a field of type `kind` keeps its JSON unread."""
+    return msgspec.Raw in (kind, *typing.get_args(kind))
 
 
 def with_neutral(base: type[T], table: Mapping[str, Neutral]) -> type[T]:
     """A struct with the fields of `base`, and those of `table` as raw JSON."""
-    fields = [(name, msgspec.Raw, UNSET) for name in table]
+    fields = [
+        (name, Annotated[msgspec.Raw, neutral.meta()], UNSET)
+        for name, neutral in table.items()
+    ]
     made = msgspec.defstruct(
         f"Neutral{base.__name__}", fields, bases=(base,), kw_only=True
     )

@@ -165,6 +165,23 @@ class GetIncidentsReq(msgspec.Struct, kw_only=True, tag="get_incidents"):
     call_id: int
 
 
+class ProfileReq(msgspec.Struct, kw_only=True, omit_defaults=True, tag="profile"):
+    """Begin a profile of the scheduler processes, or end the one that runs.
+
+    Every rank writes `<folder>/<name>-TP-<rank>.trace.json.gz` after `num_steps`
+    forwards or at the end. `activities` are "CPU" and "GPU".
+    """
+
+    call_id: int
+    is_start: bool
+    folder: str = ""
+    name: str = ""
+    num_steps: int = 0
+    activities: list[str] = []
+    with_stack: bool = True
+    record_shapes: bool = False
+
+
 class ShutdownReq(msgspec.Struct, kw_only=True, tag="shutdown"):
     """Leave the event loop at once and drop all requests."""
 
@@ -176,6 +193,7 @@ SchedulerRequest = (
     | FlushCacheReq
     | GetStateReq
     | GetIncidentsReq
+    | ProfileReq
     | ShutdownReq
 )
 
@@ -239,6 +257,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
 
     num_running_reqs: int = 0
     num_queue_reqs: int = 0
+    num_queue_tokens: int = 0
     num_used_tokens: int = 0
     max_total_num_tokens: int = 0
     token_usage: float = 0.0
@@ -274,6 +293,17 @@ class GetIncidentsRsp(msgspec.Struct, kw_only=True, tag="get_incidents_rsp"):
     incidents: list[dict[str, Any]]
 
 
+class ProfileRsp(msgspec.Struct, kw_only=True, omit_defaults=True, tag="profile_rsp"):
+    """A profile has begun or ended; `path` is rank 0's trace.
+
+    `error` set: it has not; the reason.
+    """
+
+    call_id: int
+    path: str = ""
+    error: str | None = None
+
+
 class EngineFailed(msgspec.Struct, kw_only=True, tag="engine_failed"):
     """The last message of a scheduler that stops because of an error; with the
     incidents of the KV canary, as in `GetIncidentsRsp`: nobody can ask for them later.
@@ -284,7 +314,12 @@ class EngineFailed(msgspec.Struct, kw_only=True, tag="engine_failed"):
 
 
 SchedulerResponse = (
-    BatchOutput | FlushCacheRsp | GetStateRsp | GetIncidentsRsp | EngineFailed
+    BatchOutput
+    | FlushCacheRsp
+    | GetStateRsp
+    | GetIncidentsRsp
+    | ProfileRsp
+    | EngineFailed
 )
 
 

@@ -81,13 +81,16 @@ class Limits:
             )
         if len(ids) > self.max_req_input_len:
             raise self.too_long(f"{len(ids)} tokens", field=field)
-        low, high = min(ids), max(ids)
+        self.check_vocab(ids, field="input_ids")
+
+    def check_vocab(self, ids: Sequence[int], *, field: str) -> None:
+        """Refuse ids that are no tokens of the model."""
+        low, high = min(ids, default=0), max(ids, default=0)
         if low < 0 or high >= self.vocab_size:
-            wrong = low if low < 0 else high
             raise BadRequest(
-                f"input_ids holds {wrong}, outside the vocabulary of "
+                f"{field} holds {low if low < 0 else high}, outside the vocabulary of "
                 f"{self.vocab_size} tokens",
-                param="input_ids",
+                param=field,
             )
 
     def too_long(self, size: str, *, field: str) -> BadRequest:

@@ -1,11 +1,12 @@
-"""Tokenization of prompts without blocking the event loop."""
+"""Tokenization of texts, and texts of tokens, without blocking the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from sglang.srt.managers.errors import BadRequest
 
@@ -13,8 +14,12 @@ if TYPE_CHECKING:
     from sglang.srt.managers.prompt_request import Limits, PromptRequest
     from sglang.srt.utils.hf_tokenizer import Tokenizer
 
+T = TypeVar("T")
+
 # Texts from this length on are tokenized in a thread: about a millisecond.
 LONG_TEXT_CHARS = 16384
+# As many ids are decoded in a thread.
+LONG_IDS = 4096
 # Normalizers may merge characters (NFC), so a text is refused untokenized only beyond
 # this many times the longest possible prompt.
 NORMALIZER_SLACK = 4
@@ -40,20 +45,80 @@ class PromptTokenizer:
         text = prompt.prompt
         if not isinstance(text, str):
             return text
-        if self._tokenizer is None:
+        ids = await self.encode(
+            [text],
+            limits,
+            add_special_tokens=prompt.add_special_tokens,
+            field=prompt.field,
+        )
+        return ids[0]
+
+    async def encode(
+        self,
+        texts: Sequence[str],
+        limits: Limits,
+        *,
+        add_special_tokens: bool,
+        field: str,
+    ) -> list[list[int]]:
+        """Return the token ids of every text; `field` of the body holds them.
+
+        Raises:
+            BadRequest: there is no tokenizer, or a text is too long for any prompt.
+        """
+        tokenizer = self._tokenizer
+        if tokenizer is None:
             raise BadRequest(
                 "text needs a tokenizer, but the server runs with "
                 "--skip-tokenizer-init; send token ids"
             )
-        around = prompt.add_special_tokens
-        if len(text) < LONG_TEXT_CHARS:
-            return self._tokenizer.encode(text, add_special_tokens=around)
-        if self._is_too_long(text, limits):
-            raise limits.too_long(f"{len(text)} characters", field=prompt.field)
-        encode = functools.partial(
-            self._tokenizer.encode, text, add_special_tokens=around, in_thread=True
-        )
-        return await asyncio.get_running_loop().run_in_executor(self._thread, encode)
+        for text in texts:
+            if len(text) >= LONG_TEXT_CHARS and self._is_too_long(text, limits):
+                raise limits.too_long(f"{len(text)} characters", field=field)
+
+        def encode_all(*, in_thread: bool) -> list[list[int]]:
+            return [
+                tokenizer.encode(
+                    text, add_special_tokens=add_special_tokens, in_thread=in_thread
+                )
+                for text in texts
+            ]
+
+        if sum(map(len, texts)) < LONG_TEXT_CHARS:
+            return encode_all(in_thread=False)
+        return await self._in_thread(functools.partial(encode_all, in_thread=True))
+
+    async def decode(
+        self, lists: Sequence[Sequence[int]], *, skip_special_tokens: bool
+    ) -> list[str]:
+        """Return the text of every list of ids; there must be a tokenizer."""
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+
+        def decode_all() -> list[str]:
+            return [
+                tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+                for ids in lists
+            ]
+
+        if sum(map(len, lists)) < LONG_IDS:
+            return decode_all()
+        return await self._in_thread(decode_all)
+
+    async def token_texts(self, lists: Sequence[Sequence[int]]) -> list[list[str]]:
+        """Return the text of every single token; there must be a tokenizer."""
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+
+        def show_all() -> list[list[str]]:
+            return [[tokenizer.token_text(token) for token in ids] for ids in lists]
+
+        if sum(map(len, lists)) < LONG_IDS:
+            return show_all()
+        return await self._in_thread(show_all)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _is_too_long(self, text: str, limits: Limits) -> bool:
         """Whether any tokenization is too long; known only if tokens map to bytes."""

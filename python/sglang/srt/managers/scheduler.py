@@ -24,6 +24,7 @@ from sglang.srt.managers.io_struct import (
     GetIncidentsRsp,
     GetStateReq,
     GetStateRsp,
+    ProfileReq,
     SchedulerReady,
     SchedulerRequest,
     SchedulerStats,
@@ -37,6 +38,7 @@ from sglang.srt.managers.scheduler_components.grammar_queue import (
     create_grammar_queue,
 )
 from sglang.srt.managers.scheduler_components.output_streamer import OutputStreamer
+from sglang.srt.managers.scheduler_components.profiler import Profiler
 from sglang.srt.managers.scheduler_components.request_factory import (
     RequestFactory,
     request_limits,
@@ -155,6 +157,7 @@ class Scheduler:
         self._streamer = streamer
         self._stall_check = StallCheck(self.batches, cache=self.cache)
         self._watchdog = Watchdog(server_args.watchdog_timeout)
+        self._profiler = Profiler(rank=self._group.rank, device=self.env.device)
         self.in_flight: deque[InFlight] = deque()
         # The CPU has nothing to overlap with: a launch there returns when it is done.
         has_overlap = (
@@ -214,6 +217,7 @@ class Scheduler:
             self.step(may_wait=True)
         if self._grammars is not None:
             self._grammars.shutdown()
+        self._profiler.close()
 
     def step(self, *, may_wait: bool = False) -> bool:
         """One round: receive, launch a batch, process the results that are due.
@@ -295,6 +299,8 @@ class Scheduler:
             self._inputs.remember(*(req.tokens[-1] for req in processed.reqs))
         self._stats.on_tokens(processed.num_generated)
         self._streamer.send(processed.reqs)
+        if self._profiler.is_running:
+            self._profiler.count_forward()
 
     def _explain(self, error: Exception) -> None:
         """Report what the canary found before a launch or a result failed.
@@ -345,6 +351,8 @@ class Scheduler:
                 )
             case GetIncidentsReq():
                 self.io.send(self._incidents(message))
+            case ProfileReq():
+                self.io.send(self._profiler.answer(message))
             case ShutdownReq():
                 self._is_shut_down = True
 
@@ -377,7 +385,7 @@ class Scheduler:
     def stats_snapshot(self) -> SchedulerStats:
         """All counters and gauges as of now."""
         running = 0 if self.running is None else len(self.running)
-        stats = self._stats.snapshot(running=running, waiting=len(self.waiting))
+        stats = self._stats.snapshot(running=running, waiting=self.waiting)
         add_graph_stats(stats, self.worker.model_runner)
         if self._canary is not None:
             self._canary.add_stats(stats)

@@ -1,4 +1,5 @@
-"""Questions to the scheduler that have one answer each: flushes, state, incidents."""
+"""Questions to the scheduler that have one answer each: flushes, state, incidents,
+profiles."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang.srt.managers.errors import ApiError, Unavailable
+from sglang.srt.managers.errors import ApiError, BadRequest, Unavailable
 from sglang.srt.managers.io_struct import (
     FlushCacheReq,
     FlushCacheRsp,
@@ -15,14 +16,18 @@ from sglang.srt.managers.io_struct import (
     GetIncidentsRsp,
     GetStateReq,
     GetStateRsp,
+    ProfileReq,
+    ProfileRsp,
     SchedulerRequest,
     SchedulerStats,
 )
 
 TIMEOUT_SECONDS = 10.0
+# A profile takes seconds to begin, and to write longer than it lasted.
+PROFILE_TIMEOUT_SECONDS = 300.0
 
-Question = FlushCacheReq | GetStateReq | GetIncidentsReq
-Reply = FlushCacheRsp | GetStateRsp | GetIncidentsRsp
+Question = FlushCacheReq | GetStateReq | GetIncidentsReq | ProfileReq
+Reply = FlushCacheRsp | GetStateRsp | GetIncidentsRsp | ProfileRsp
 
 
 class SchedulerCalls:
@@ -59,6 +64,18 @@ class SchedulerCalls:
         question = GetIncidentsReq(call_id=next(self._ids))
         answer: GetIncidentsRsp = await self._ask(question, TIMEOUT_SECONDS)
         return answer.incidents
+
+    async def profile(self, *, is_start: bool, **options: Any) -> str:
+        """Begin or end a profile; returns the path of its trace.
+
+        Raises:
+            BadRequest: the scheduler's reason why it cannot.
+        """
+        question = ProfileReq(call_id=next(self._ids), is_start=is_start, **options)
+        answer: ProfileRsp = await self._ask(question, PROFILE_TIMEOUT_SECONDS)
+        if answer.error is not None:
+            raise BadRequest(answer.error)
+        return answer.path
 
     def receive(self, answer: Reply) -> None:
         """Wake the caller that asked; an answer that came too late is dropped."""

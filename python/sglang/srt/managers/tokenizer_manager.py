@@ -109,7 +109,7 @@ class TokenizerManager:
         self.heartbeat = Heartbeat(
             self._calls.request_sign, timeout=server_args.health_timeout
         )
-        self._prompts = PromptTokenizer(tokenizer)
+        self.prompts = PromptTokenizer(tokenizer)
         self.side_work = SideWork()
 
     # -- life ----------------------------------------------------------------------
@@ -145,7 +145,7 @@ class TokenizerManager:
         self._send([ShutdownReq()])
 
     def close(self) -> None:
-        self._prompts.close()
+        self.prompts.close()
         self.side_work.close()
 
     @property
@@ -247,7 +247,7 @@ class TokenizerManager:
             if prompt.sampling_params is not checked:
                 checked = prompt.sampling_params
                 check_vocab(checked, limits)
-            ids = await self._prompts.ids(prompt, limits)
+            ids = await self.prompts.ids(prompt, limits)
             all_ids.append(ids)
             if cost is not None:
                 prompt = cost.fit_default(prompt, len(ids), limits)
@@ -331,6 +331,15 @@ class TokenizerManager:
         """The scheduler's gauges and counters of this moment."""
         self._check_up()
         return await self._calls.stats(timeout)
+
+    async def profile(self, *, is_start: bool, **options: Any) -> str:
+        """Begin or end a profile of the scheduler; returns the path of its trace.
+
+        Raises:
+            BadRequest: one runs already, none runs, or it cannot be written.
+        """
+        self._check_up()
+        return await self._calls.profile(is_start=is_start, **options)
 
     async def canary_incidents(self) -> list[dict[str, Any]]:
         """The KV canary's incidents, oldest first; empty while it is off. Of an engine

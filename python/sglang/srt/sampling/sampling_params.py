@@ -120,7 +120,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def verify(self) -> None:
         """Raise ValueError for the first value out of range."""
-        for name, is_legal, rule in _RULES:
+        for name, is_legal, rule in RULES:
             value = getattr(self, name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} must be a finite number, got {value}")
@@ -164,7 +164,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 _TEXT_LISTS = ("stop", "stop_regex")
 GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf")
 
-_RULES: tuple[tuple[str, Any, str], ...] = (
+RULES: tuple[tuple[str, Any, str], ...] = (
     ("max_new_tokens", lambda v: 0 <= v <= MAX_INT, "at least 0 and below 2**63"),
     ("min_new_tokens", lambda v: 0 <= v <= MAX_INT, "at least 0 and below 2**63"),
     (

@@ -6,13 +6,50 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute
 
+from sglang.srt.entrypoints.answers import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    ModelCard,
+    ModelList,
+)
+from sglang.srt.entrypoints.endpoint import ENGINE_ERRORS, Endpoint
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import json_response
 from sglang.srt.entrypoints.openai.chat import ChatApi
 from sglang.srt.entrypoints.openai.completions import CompletionApi
 from sglang.srt.entrypoints.openai.parse_routes import ParseRoutes
+from sglang.srt.entrypoints.openai.protocol import ChatRequest, CompletionRequest
+
+COMPLETION_EXAMPLES = {
+    "text": {"prompt": "The capital of France is", "max_tokens": 16},
+    "stream": {
+        "prompt": ["Once", "Twice"],
+        "max_tokens": 4,
+        "logprobs": 2,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    },
+}
+CHAT_EXAMPLES = {
+    "question": {
+        "messages": [
+            {"role": "system", "content": "You answer briefly."},
+            {"role": "user", "content": "What is the capital of France?"},
+        ],
+        "max_completion_tokens": 16,
+        "temperature": 0,
+    },
+    "stream": {
+        "messages": [{"role": "user", "content": "Count to three."}],
+        "max_tokens": 8,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "stream": True,
+    },
+}
 
 
 class OpenAIRoutes:
@@ -24,12 +61,45 @@ class OpenAIRoutes:
         self._chat = ChatApi(front)
         self._parse = ParseRoutes(front)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[BaseRoute]:
         return [
-            Route("/v1/completions", self._completions.handle, methods=["POST"]),
-            Route("/v1/chat/completions", self._chat.handle, methods=["POST"]),
-            Route("/v1/models", self.models, methods=["GET"]),
-            Route("/v1/models/{model:path}", self.model, methods=["GET"]),
+            Endpoint(
+                "/v1/completions",
+                self._completions.handle,
+                methods=["POST"],
+                summary="OpenAI's completions, with SGLang's sampling fields",
+                body=CompletionRequest,
+                answer=Completion,
+                event=Completion,
+                errors=ENGINE_ERRORS,
+                examples=COMPLETION_EXAMPLES,
+            ),
+            Endpoint(
+                "/v1/chat/completions",
+                self._chat.handle,
+                methods=["POST"],
+                summary="OpenAI's chat completions, with SGLang's sampling fields",
+                body=ChatRequest,
+                answer=ChatCompletion,
+                event=ChatCompletionChunk,
+                errors=ENGINE_ERRORS,
+                examples=CHAT_EXAMPLES,
+            ),
+            Endpoint(
+                "/v1/models",
+                self.models,
+                methods=["GET"],
+                summary="The model that is served, as a list",
+                answer=ModelList,
+            ),
+            Endpoint(
+                "/v1/models/{model:path}",
+                self.model,
+                methods=["GET"],
+                summary="The model of this name, if it is served",
+                answer=ModelCard,
+                errors=(404,),
+            ),
             *self._parse.routes(),
         ]
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers.io_struct import SchedulerStats
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sglang.srt.managers.req import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -102,13 +104,14 @@ class StatsTracker:
     def on_retract(self, count: int) -> None:
         self._totals.num_retracted_reqs += count
 
-    def snapshot(self, *, running: int, waiting: int) -> SchedulerStats:
+    def snapshot(self, *, running: int, waiting: Sequence[Req]) -> SchedulerStats:
         """All numbers as of now."""
         totals = self._totals
         if time.monotonic() - self._window_start > 2 * WINDOW_SECONDS:
             self.on_idle()
         totals.num_running_reqs = running
-        totals.num_queue_reqs = waiting
+        totals.num_queue_reqs = len(waiting)
+        totals.num_queue_tokens = sum(len(req.tokens) for req in waiting)
         totals.num_used_tokens = self._used()
         totals.token_usage = self._used() / self._cache.allocator.size
         totals.gen_throughput = self._throughput

@@ -1,0 +1,198 @@
+"""`POST /tokenize` and `POST /detokenize`, in the shapes of SGLang and vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from sglang.srt.entrypoints.endpoint import ENGINE_ERRORS, Endpoint
+from sglang.srt.entrypoints.front import Front
+from sglang.srt.entrypoints.generate_api import split_ids
+from sglang.srt.entrypoints.http_io import json_response, read_body
+from sglang.srt.entrypoints.neutral_fields import (
+    DETOKENIZE,
+    TOKENIZE,
+    refuse_others,
+    with_neutral,
+)
+from sglang.srt.entrypoints.openai.logprobs import need_tokenizer
+from sglang.srt.managers.errors import BadRequest, Unavailable
+from sglang.srt.managers.prompt_request import Limits
+
+# Of all texts of one call: their ids are Python integers until they are answered.
+MAX_CALL_CHARS = 4 * 1024 * 1024
+MAX_CALL_TOKENS = 1024 * 1024
+MAX_CALL_ENTRIES = 4096
+
+if TYPE_CHECKING:
+    _Tokenize = msgspec.Struct
+    _Detokenize = msgspec.Struct
+else:
+    _Tokenize = with_neutral(msgspec.Struct, TOKENIZE)
+    _Detokenize = with_neutral(msgspec.Struct, DETOKENIZE)
+
+
+class TokenizeRequest(_Tokenize, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/tokenize`: `prompt`, a text or several, or `messages`, a chat.
+
+    `add_special_tokens` is true for a prompt and false for a chat, whose template has
+    them already. The last two fields are for a chat only.
+    """
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
+    add_generation_prompt: bool | None = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Lists in `tokens` and `count` where `prompt` is a list of texts."""
+
+    tokens: list[int | list[int]]
+    count: int | list[int]
+    max_model_len: int
+    token_strs: list[str | list[str]] | None = None
+
+
+class DetokenizeRequest(_Detokenize, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/detokenize`: token ids, or several lists of them."""
+
+    model: str | None = None
+    tokens: list[int | list[int]]
+    skip_special_tokens: bool | None = True
+
+
+class DetokenizeAnswer(msgspec.Struct, kw_only=True):
+    """The text twice: `text` is SGLang's name, `prompt` vLLM's."""
+
+    text: str | list[str]
+    prompt: str | list[str]
+
+
+EXAMPLES = {
+    "text": {"prompt": "Hello, world", "add_special_tokens": True},
+    "chat": {"messages": [{"role": "user", "content": "Hello"}]},
+}
+
+
+class TokenizeApi:
+    """Handlers of both endpoints, and of their names below `/v1`."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._manager = front.manager
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            *(
+                Endpoint(
+                    path,
+                    self.tokenize,
+                    methods=["POST"],
+                    summary="Token ids of a text, of several, or of a chat",
+                    body=TokenizeRequest,
+                    answer=TokenizeAnswer,
+                    errors=ENGINE_ERRORS,
+                    examples=EXAMPLES,
+                )
+                for path in ("/tokenize", "/v1/tokenize")
+            ),
+            *(
+                Endpoint(
+                    path,
+                    self.detokenize,
+                    methods=["POST"],
+                    summary="The text of token ids",
+                    body=DetokenizeRequest,
+                    answer=DetokenizeAnswer,
+                    errors=ENGINE_ERRORS,
+                    examples={"ids": {"tokens": [72, 101, 108, 108, 111]}},
+                )
+                for path in ("/detokenize", "/v1/detokenize")
+            ),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await read_body(request, TokenizeRequest)
+        refuse_others(body, TOKENIZE)
+        self._front.check_model(body.model)
+        limits = self._limits()
+        texts, field = self._texts(body)
+        _check_size(len(texts), MAX_CALL_ENTRIES, "texts", field)
+        _check_size(sum(map(len, texts)), MAX_CALL_CHARS, "characters", field)
+        around = body.add_special_tokens
+        ids = await self._manager.prompts.encode(
+            texts,
+            limits,
+            add_special_tokens=body.messages is None if around is None else around,
+            field=field,
+        )
+        is_list = isinstance(body.prompt, list)
+        counts = [len(one) for one in ids]
+        answer = TokenizeAnswer(
+            tokens=_shown(ids, is_list=is_list),
+            count=_shown(counts, is_list=is_list),
+            max_model_len=limits.context_len,
+        )
+        if body.return_token_strs:
+            strings = await self._manager.prompts.token_texts(ids)
+            answer.token_strs = _shown(strings, is_list=is_list)
+        return json_response(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await read_body(request, DetokenizeRequest)
+        refuse_others(body, DETOKENIZE)
+        self._front.check_model(body.model)
+        limits = self._limits()
+        found, is_list = split_ids(body.tokens, name="tokens")
+        lists = cast("list[list[int]]", found)
+        _check_size(len(lists), MAX_CALL_ENTRIES, "lists", "tokens")
+        _check_size(sum(map(len, lists)), MAX_CALL_TOKENS, "ids", "tokens")
+        for ids in lists:
+            limits.check_vocab(ids, field="tokens")
+        texts = await self._manager.prompts.decode(
+            lists, skip_special_tokens=body.skip_special_tokens is not False
+        )
+        text = _shown(texts, is_list=is_list)
+        return json_response(DetokenizeAnswer(text=text, prompt=text))
+
+    def _limits(self) -> Limits:
+        """The engine's limits, once they are known."""
+        need_tokenizer(self._manager.tokenizer)
+        if self._manager.limits is None:
+            raise Unavailable(f"the server is {self._manager.phase.value}")
+        return self._manager.limits
+
+    def _texts(self, body: TokenizeRequest) -> tuple[list[str], str]:
+        """The texts to tokenize, and the field that holds them."""
+        if (body.prompt is None) == (body.messages is None):
+            raise BadRequest("set either prompt or messages", param="prompt")
+        if body.messages is None:
+            texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+            return cast("list[str]", texts), "prompt"
+        text = self._manager.templates.render(
+            body.messages,
+            variables=body.chat_template_kwargs or {},
+            add_generation_prompt=body.add_generation_prompt is not False,
+        )
+        return [text], "messages"
+
+
+def _check_size(size: int, limit: int, unit: str, field: str) -> None:
+    if size > limit:
+        raise BadRequest(
+            f"{field} has {size} {unit}, but one call reads at most {limit}; split it",
+            param=field,
+        )
+
+
+def _shown(entries: list[Any], *, is_list: bool) -> Any:
+    """All entries where the client sent a list, else the only one."""
+    return entries if is_list else entries[0]
