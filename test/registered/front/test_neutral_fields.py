@@ -49,6 +49,15 @@ def test_every_neutral_value_is_accepted_and_no_other(
             assert at.value.param == name and len(at.value.message) < 200
 
 
+@pytest.mark.parametrize(
+    "value", [b"1e999", b"-1e999", b"1" + b"0" * 60, b'"\xff\xfe"']
+)
+def test_what_cannot_be_read_is_no_neutral_value(value: bytes) -> None:
+    body = b'{"text": "x", "priority": %s}' % value
+    with pytest.raises(BadRequest, match="priority is not supported"):
+        refuse_others(msgspec.json.decode(body, type=GenerateRequest), GENERATE)
+
+
 def test_keyword_arguments() -> None:
     options = {"stream": True, "lora_path": None, "priority": 0, "log_metrics": True}
     assert without_neutral(options, GENERATE) == {"stream": True}

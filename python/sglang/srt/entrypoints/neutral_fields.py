@@ -136,9 +136,18 @@ def refuse_others(values: Any, table: Mapping[str, Neutral]) -> None:
     for name, neutral in table.items():
         raw: msgspec.Raw = getattr(values, name)
         if raw is not UNSET and not neutral.is_any:
-            text = bytes(raw)
-            is_short = len(text) <= MAX_NEUTRAL_BYTES
-            _check(name, neutral, msgspec.json.decode(text) if is_short else text)
+            _check(name, neutral, _short_value(bytes(raw)))
+
+
+def _short_value(text: bytes) -> Any:
+    """The value of a short JSON text; of another one the text, which is not neutral."""
+    if len(text) > MAX_NEUTRAL_BYTES:
+        return text
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        # Unread JSON may hold a number beyond all limits, or a text that is no UTF-8.
+        return text
 
 
 def without_neutral(

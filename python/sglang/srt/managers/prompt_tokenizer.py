@@ -95,15 +95,17 @@ class PromptTokenizer:
         tokenizer = self._tokenizer
         assert tokenizer is not None
 
-        def decode_all() -> list[str]:
+        def decode_all(*, in_thread: bool) -> list[str]:
             return [
-                tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+                tokenizer.decode(
+                    ids, skip_special_tokens=skip_special_tokens, in_thread=in_thread
+                )
                 for ids in lists
             ]
 
         if sum(map(len, lists)) < LONG_IDS:
-            return decode_all()
-        return await self._in_thread(decode_all)
+            return decode_all(in_thread=False)
+        return await self._in_thread(functools.partial(decode_all, in_thread=True))
 
     async def token_texts(self, lists: Sequence[Sequence[int]]) -> list[list[str]]:
         """Return the text of every single token; there must be a tokenizer."""

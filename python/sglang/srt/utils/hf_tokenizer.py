@@ -120,11 +120,20 @@ class Tokenizer:
         *,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        in_thread: bool = False,
     ) -> str:
         """Decode `ids`; ids outside the vocabulary give no text.
 
         `spaces_between_special_tokens` has no effect on tokenizers of this kind.
+        `in_thread`: as of `encode`.
         """
+        if in_thread:
+            lists = [list(ids)]
+            return str(
+                self._backend.decode_batch(
+                    lists, skip_special_tokens=skip_special_tokens
+                )[0]
+            )
         return str(
             self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         )

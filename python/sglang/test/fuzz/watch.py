@@ -1,0 +1,133 @@
+"""Bystanders of an attack: an honest client, a health prober, memory, slots."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang.test.fuzz.cases import Shot
+from sglang.test.fuzz.wire import Closed, Connection
+
+PROBE_SECONDS = 0.02
+HONEST = {
+    "text": "def area(width, height):",
+    "sampling_params": {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True},
+}
+IDLE_SECONDS = 60.0
+
+
+class Bystander:
+    """Asks for the same greedy answer all the time; it must never change.
+
+    Attributes:
+        rounds: answers so far.
+        busy: how often the server was full.
+        wrong: what else came instead of the answer.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._connection = Connection(url)
+        self._body = json.dumps(HONEST).encode()
+        self._expected: list[int] = []
+        self.rounds = 0
+        self.busy = 0
+        self.wrong: list[str] = []
+
+    async def begin(self) -> None:
+        """Get the answer of a server that does nothing else."""
+        answer = await self._connection.ask("POST", "/generate", self._body)
+        self._expected = answer.json()["output_ids"]
+
+    async def run(self) -> None:
+        while True:
+            await self.check()
+            await asyncio.sleep(PROBE_SECONDS)
+
+    async def check(self) -> None:
+        try:
+            answer = await self._connection.ask("POST", "/generate", self._body)
+        except (Closed, OSError) as error:
+            self.wrong.append(f"no answer: {error!r}")
+            await asyncio.sleep(1)
+            return
+        self.rounds += 1
+        if answer.status == 503:
+            self.busy += 1
+        elif answer.status != 200 or answer.json()["output_ids"] != self._expected:
+            self.wrong.append(f"{answer.status}: {answer.body[:300]!r}")
+
+
+class HealthProber:
+    """Asks `/health` on one connection and notes the longest wait.
+
+    Args:
+        in_flight: the requests of the attack that are being sent or answered.
+
+    Attributes:
+        longest: seconds.
+        suspects: the requests that were in flight then.
+        bad: answers that were not 200.
+    """
+
+    def __init__(self, url: str, in_flight: Callable[[], list[Shot]]) -> None:
+        self._connection = Connection(url)
+        self._in_flight = in_flight
+        self.longest = 0.0
+        self.suspects: list[Shot] = []
+        self.bad = 0
+        self.rounds = 0
+
+    async def run(self) -> None:
+        while True:
+            began = time.monotonic()
+            before = self._in_flight()
+            try:
+                answer = await self._connection.ask("GET", "/health")
+                self.bad += answer.status != 200
+            except (Closed, OSError):
+                self.bad += 1
+                await asyncio.sleep(1)
+            waited = time.monotonic() - began
+            if waited > self.longest:
+                self.longest = waited
+                now = [shot for shot in self._in_flight() if shot not in before]
+                self.suspects = before + now
+            self.rounds += 1
+            await asyncio.sleep(PROBE_SECONDS)
+
+
+def resident_mib(pid: int) -> float:
+    """Memory of a process."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+async def slots_at_idle(url: str) -> int:
+    """KV slots that are in use once nothing runs and the cache is flushed.
+
+    Raises:
+        TimeoutError: requests are still in flight after a minute.
+    """
+    connection = Connection(url)
+    deadline = time.monotonic() + IDLE_SECONDS
+    while True:
+        info: dict[str, Any] = (await connection.ask("GET", "/server_info")).json()
+        stats = info["internal_states"][0]
+        running = stats["num_running_reqs"] + stats["num_queue_reqs"]
+        if not info["num_in_flight"] and not running:
+            flushed = await connection.ask("POST", "/flush_cache")
+            if flushed.status == 200:
+                break
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{info['num_in_flight']} request(s) never end")
+        await asyncio.sleep(0.05)
+    info = (await connection.ask("GET", "/server_info")).json()
+    connection.close()
+    used: int = info["internal_states"][0]["num_used_tokens"]
+    return used

@@ -1,0 +1,85 @@
+"""A server as a process of its own: start, readiness, log, signals, end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang.srt.environ import envs
+
+READY_SECONDS = 60.0
+
+
+class ServerProcess:
+    """`python -m sglang.launch_server` with `flags`, on a free port.
+
+    Attributes:
+        lines: of its output so far.
+        url: there once it is ready.
+    """
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "sglang.launch_server", "--port", "0", *flags]
+        if envs.SGLANG_TEST_KV_CANARY.get() and "--kv-canary" not in flags:
+            command += ["--kv-canary", "raise", "--kv-canary-real-data", "all"]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.lines: list[str] = []
+        self.url = ""
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_ready(self) -> ServerProcess:
+        assert self._ready.wait(READY_SECONDS) and self.url, self.log()
+        return self
+
+    def log(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for_lines(self, text: str, count: int = 1) -> list[str]:
+        """The lines of the log that contain `text`, once there are `count`: they come
+        through a pipe, later than the answers they are about."""
+        deadline = time.monotonic() + 10
+        while len(found := [line for line in self.lines if text in line]) < count:
+            assert time.monotonic() < deadline, f"{text!r} in the log:\n{self.log()}"
+            time.sleep(0.02)
+        return found
+
+    def scheduler_pid(self) -> int:
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert len(children) == 1, children
+        return int(children[0])
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait_exit(self, seconds: float = 30.0) -> int:
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        return code
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if line.startswith("ready on "):
+                self.url = line.split()[-1]
+                self._ready.set()
+        self._ready.set()
