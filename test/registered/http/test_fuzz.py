@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -229,9 +230,14 @@ def test_verdicts(answer: Answer, reason: str | None) -> None:
 Reply = Callable[[bytes], bytes]
 
 
-async def with_fake(reply: Reply, use: Callable[[str], Any]) -> Any:
+SHOT = Shot(method="GET", path="/x", body=b"")
+
+
+async def with_fake(
+    reply: Reply, use: Callable[[str], Any], *, stall: bool = False
+) -> Any:
     """Run `use(url)` against a server that answers `reply(head of the request)`; where
-    that is empty, it closes the connection."""
+    that is empty, it closes the connection. `stall`: each answer takes 0.3 s."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -239,6 +245,7 @@ async def with_fake(reply: Reply, use: Callable[[str], Any]) -> Any:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = head.lower().partition(b"content-length: ")[2].split(b"\r")[0]
                 await reader.readexactly(int(length or 0))
+                await asyncio.sleep(0.3 * stall)
                 data = reply(head)
                 if not data:
                     break
@@ -334,6 +341,28 @@ def test_a_prober_sees_a_server_that_is_not_well() -> None:
     assert prober.bad >= 3 and prober.longest > 0
 
 
+@pytest.mark.parametrize("is_server", [True, False])
+def test_a_stall_is_the_servers_unless_this_process_stood_still(
+    is_server: bool,
+) -> None:
+    async def use(url: str) -> HealthProber:
+        prober = HealthProber(url, lambda: [SHOT])
+        probing = asyncio.create_task(prober.run())
+        while not prober.rounds:
+            await asyncio.sleep(0.001)
+        if not is_server:
+            time.sleep(0.3)
+        target = prober.rounds + 3
+        while prober.rounds < target:
+            await asyncio.sleep(0.01)
+        probing.cancel()
+        return prober
+
+    prober = asyncio.run(with_fake(lambda head: http(200, {}), use, stall=is_server))
+    assert (prober.longest > 0.2) == is_server
+    assert prober.suspects == [SHOT]
+
+
 def test_growth_is_judged() -> None:
     class Grown(Attack):
         def __init__(self, before: tuple[float, float]) -> None:
@@ -359,10 +388,8 @@ def test_tracebacks_are_found_with_the_line_before_them() -> None:
 def test_the_command_ends_with_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    shot = Shot(method="GET", path="/x", body=b"")
-
     def attack(config: str, **options: Any) -> Outcome:
-        failures = [Failure(reason="5xx", shot=shot)] if config == "eagle3" else []
+        failures = [Failure(reason="5xx", shot=SHOT)] if config == "eagle3" else []
         return Outcome(name=config, requests=options["requests"], failures=failures)
 
     monkeypatch.setattr("sglang.test.fuzz.__main__.attack", attack)
@@ -376,7 +403,7 @@ def test_the_command_ends_with_json(
     assert [one["requests"] for one in report["configs"]] == [10, 10]
     (line,) = saved.read_text().splitlines()
     assert json.loads(line)["config"] == "eagle3"
-    assert shot_of(json.loads(line)) == shot
+    assert shot_of(json.loads(line)) == SHOT
 
 
 if __name__ == "__main__":

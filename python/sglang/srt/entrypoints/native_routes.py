@@ -194,7 +194,7 @@ class NativeRoutes:
                 "model": self._front.model_name,
                 "paths": [
                     *("/v1/chat/completions", "/v1/completions", "/v1/models"),
-                    *("/generate", "/health", "/model_info", "/server_info"),
+                    *("/generate", "/health", "/model_info", "/server_info", "/docs"),
                 ],
             }
         )

@@ -32,7 +32,7 @@ MAX_TRACEBACKS = 3
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What an attack found. Memory: (front, scheduler) in MiB; before: after the
+    """Findings of an attack. Memory: (front, scheduler) in MiB; before: after the
     warm-up, None where the attack was too short for one."""
 
     name: str

@@ -19,7 +19,7 @@ LONG = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A value as it stands in the body."""
+    """A value by its text in the body."""
 
     text: str
 

@@ -13,6 +13,7 @@ from sglang.test.fuzz.cases import Shot
 from sglang.test.fuzz.wire import Closed, Connection
 
 PROBE_SECONDS = 0.02
+TICK_SECONDS = 0.005
 HONEST = {
     "text": "def area(width, height):",
     "sampling_params": {"max_new_tokens": 16, "temperature": 0, "ignore_eos": True},
@@ -61,6 +62,28 @@ class Bystander:
             self.wrong.append(f"{answer.status}: {answer.body[:300]!r}")
 
 
+class OwnDelays:
+    """Notes how long this process was kept from running: by its own work, or because
+    the machine is busy. A wait that it explains is none of the server's."""
+
+    def __init__(self) -> None:
+        self._longest = 0.0
+        self._last = time.monotonic()
+
+    def restart(self) -> None:
+        self._longest = 0.0
+
+    def longest(self) -> float:
+        """The longest delay since the restart, in seconds."""
+        return max(self._longest, time.monotonic() - self._last - TICK_SECONDS)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._longest = self.longest()
+            self._last = time.monotonic()
+
+
 class HealthProber:
     """Asks `/health` on one connection and notes the longest wait.
 
@@ -68,7 +91,7 @@ class HealthProber:
         in_flight: the requests of the attack that are being sent or answered.
 
     Attributes:
-        longest: seconds.
+        longest: seconds, without the delays of this process.
         suspects: the requests that were in flight then.
         bad: answers that were not 200.
     """
@@ -76,28 +99,37 @@ class HealthProber:
     def __init__(self, url: str, in_flight: Callable[[], list[Shot]]) -> None:
         self._connection = Connection(url)
         self._in_flight = in_flight
+        self._delays = OwnDelays()
         self.longest = 0.0
         self.suspects: list[Shot] = []
         self.bad = 0
         self.rounds = 0
 
     async def run(self) -> None:
-        while True:
-            began = time.monotonic()
-            before = self._in_flight()
-            try:
-                answer = await self._connection.ask("GET", "/health")
-                self.bad += answer.status != 200
-            except (Closed, OSError):
-                self.bad += 1
-                await asyncio.sleep(1)
-            waited = time.monotonic() - began
-            if waited > self.longest:
-                self.longest = waited
-                now = [shot for shot in self._in_flight() if shot not in before]
-                self.suspects = before + now
-            self.rounds += 1
-            await asyncio.sleep(PROBE_SECONDS)
+        ticking = asyncio.create_task(self._delays.run())
+        try:
+            while True:
+                await self._probe()
+                await asyncio.sleep(PROBE_SECONDS)
+        finally:
+            ticking.cancel()
+
+    async def _probe(self) -> None:
+        before = self._in_flight()
+        self._delays.restart()
+        began = time.monotonic()
+        try:
+            answer = await self._connection.ask("GET", "/health")
+            self.bad += answer.status != 200
+        except (Closed, OSError):
+            self.bad += 1
+            await asyncio.sleep(1)
+        waited = time.monotonic() - began - self._delays.longest()
+        if waited > self.longest:
+            self.longest = waited
+            now = [shot for shot in self._in_flight() if shot not in before]
+            self.suspects = before + now
+        self.rounds += 1
 
 
 def resident_mib(pid: int) -> float:
