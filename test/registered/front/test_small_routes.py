@@ -113,7 +113,6 @@ def test_long_texts_do_not_block_the_loop() -> None:
         ("/detokenize", {"tokens": [-1]}, "tokens", "-1, outside the vocabulary"),
         ("/detokenize", {"tokens": [[1], [4096]]}, "tokens", "4096, outside the voc"),
         ("/detokenize", {"tokens": [1, [2]]}, "tokens", "mixes token ids"),
-        ("/detokenize", {"tokens": [1] * 1_100_000}, "tokens", "1100000 ids"),
         ("/detokenize", {"tokens": [[1]] * 5000}, "tokens", "5000 lists"),
     ],
 )

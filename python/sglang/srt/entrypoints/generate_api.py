@@ -214,14 +214,23 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int]], bool]:
         return [request.text], False
     if request.text is not None:
         return _non_empty(list(request.text), "text"), True
-    ids = request.input_ids or []
+    ids, is_batch = split_ids(request.input_ids or [], field="input_ids")
+    return list(ids), is_batch
+
+
+def split_ids(
+    ids: list[int | list[int]], *, field: str
+) -> tuple[list[list[int]], bool]:
+    """Split token ids of one prompt, a flat list, or of several, a list of lists.
+
+    Returns:
+        The prompts, and whether they came as a list of lists.
+    """
     kinds = set(map(type, ids))
     if kinds == {list}:
         return list(ids), True  # type: ignore[arg-type]
     if list in kinds:
-        raise BadRequest(
-            "input_ids mixes token ids and lists of them", param="input_ids"
-        )
+        raise BadRequest(f"{field} mixes token ids and lists of them", param=field)
     return [ids], False  # type: ignore[list-item]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -12,7 +13,7 @@ from starlette.routing import BaseRoute
 from sglang.srt.entrypoints.endpoint import ENGINE_ERRORS, Endpoint
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.generate_api import split_ids
-from sglang.srt.entrypoints.http_io import json_response, read_body
+from sglang.srt.entrypoints.http_io import aside, json_response, read_body
 from sglang.srt.entrypoints.neutral_fields import (
     DETOKENIZE,
     TOKENIZE,
@@ -23,9 +24,9 @@ from sglang.srt.entrypoints.openai.logprobs import need_tokenizer
 from sglang.srt.managers.errors import BadRequest, Unavailable
 from sglang.srt.managers.prompt_request import Limits
 
-# Of all texts of one call: their ids are Python integers until they are answered.
+# Of all texts of one call: their ids are Python integers until they are answered. Ids
+# in a body are bounded by --max-body-values.
 MAX_CALL_CHARS = 4 * 1024 * 1024
-MAX_CALL_TOKENS = 1024 * 1024
 MAX_CALL_ENTRIES = 4096
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class TokenizeApi:
         refuse_others(body, TOKENIZE)
         self._front.check_model(body.model)
         limits = self._limits()
-        texts, field = self._texts(body)
+        texts, field = await aside(request, self._manager, self._texts, body)
         _check_size(len(texts), MAX_CALL_ENTRIES, "texts", field)
         _check_size(sum(map(len, texts)), MAX_CALL_CHARS, "characters", field)
         around = body.add_special_tokens
@@ -144,17 +145,16 @@ class TokenizeApi:
         if body.return_token_strs:
             strings = await self._manager.prompts.token_texts(ids)
             answer.token_strs = _shown(strings, is_list=is_list)
-        return json_response(answer)
+        respond = partial(json_response, answer)
+        return await self._manager.side_work.run(sum(counts), respond)
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, DetokenizeRequest)
         refuse_others(body, DETOKENIZE)
         self._front.check_model(body.model)
         limits = self._limits()
-        found, is_list = split_ids(body.tokens, name="tokens")
-        lists = cast("list[list[int]]", found)
+        lists, is_list = split_ids(body.tokens, field="tokens")
         _check_size(len(lists), MAX_CALL_ENTRIES, "lists", "tokens")
-        _check_size(sum(map(len, lists)), MAX_CALL_TOKENS, "ids", "tokens")
         for ids in lists:
             limits.check_vocab(ids, field="tokens")
         texts = await self._manager.prompts.decode(
