@@ -92,7 +92,7 @@ class Cases:
     def __init__(self, openapi: dict[str, Any], *, number: int) -> None:
         self._random = Random(number)
         self._values = Values(openapi, self._random)
-        self._paths = sorted(openapi["paths"])
+        self._paths = sorted(set(openapi["paths"]) - LEFT_OUT)
         self._served: list[_Operation] = []
         self._refused: list[_Operation] = []
         for path, methods in openapi["paths"].items():
