@@ -158,7 +158,9 @@ def test_a_server_with_a_key_says_so() -> None:
     assert app.ask("GET", "/openapi.json").status_code == 401
     headers = {"authorization": "Bearer k"}
     schema = app.ask("GET", "/openapi.json", headers=headers).json()
-    assert schema["security"] == [{"bearer": []}]
+    asked = schema["paths"]["/generate"]["post"]
+    assert asked["security"] == [{"bearer": []}] and "401" in asked["responses"]
+    assert "security" not in schema["paths"]["/health"]["get"]
     assert schema["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
 
 

@@ -16,6 +16,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="cpu")
 
+USER = {"role": "user", "content": "Hi"}
 TEXT = "def area(width, height):"
 
 
@@ -52,7 +53,7 @@ def test_the_text_of_each_token(app: App) -> None:
 
 
 def test_a_chat_has_the_tokens_of_its_template(app: App) -> None:
-    messages = [{"role": "user", "content": "Hi"}]
+    messages = [USER]
     body = {"messages": messages}
     for generates in (True, False):
         text = TOKENIZER.apply_chat_template(messages, add_generation_prompt=generates)
@@ -104,7 +105,13 @@ def test_long_texts_do_not_block_the_loop() -> None:
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt", "set either"),
         ("/tokenize", {"messages": []}, "messages", "must not be empty"),
         ("/tokenize", {"prompt": 5}, "prompt", "expected"),
-        ("/tokenize", {"prompt": "a", "tools": [1]}, "tools", "not supported"),
+        (
+            "/tokenize",
+            {"prompt": "a", "chat_template": "x"},
+            "chat_template",
+            "not sup",
+        ),
+        ("/tokenize", {"messages": [USER], "tools": [{}]}, "tools[0].type", "0"),
         ("/tokenize", {"prompt": "a", "max": 1}, "max", "known fields: model, prompt"),
         ("/tokenize", {"prompt": "a" * 400_000}, "prompt", "at most 99 tokens fit"),
         ("/tokenize", {"prompt": ["a"] * 5000}, "prompt", "5000 texts"),

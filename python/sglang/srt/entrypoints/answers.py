@@ -108,22 +108,48 @@ class Completion(Shape):
     usage: Usage | None
 
 
+class CalledFunction(Shape):
+    """`arguments` are JSON; in a stream, a piece of it."""
+
+    arguments: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ToolCall(Shape):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ToolCallDelta(Shape):
+    """A piece of the call `index`; its first has the name."""
+
+    index: int
+    function: CalledFunction
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+
+
 class ChatMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(Shape):
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(Shape):
     index: int
     message: ChatMessage
     logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"] | None
     matched_stop: int | str | None
 
 
@@ -131,7 +157,7 @@ class ChatChunkChoice(Shape):
     index: int
     delta: ChatDelta
     logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"] | None
     matched_stop: int | str | msgspec.UnsetType | None = msgspec.UNSET
 
 

@@ -28,25 +28,26 @@ from starlette.routing import BaseRoute
 from sglang.srt.entrypoints.access import AccessMiddleware
 from sglang.srt.entrypoints.api_keys import ApiKeys
 from sglang.srt.entrypoints.body_budget import BodyBudget
+from sglang.srt.entrypoints.docs_routes import DocsRoutes
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import error_response
 from sglang.srt.entrypoints.listener import listen, max_connections
+from sglang.srt.entrypoints.loads_api import LoadsApi
 from sglang.srt.entrypoints.middleware import BodyLimitMiddleware, ErrorMiddleware
 from sglang.srt.entrypoints.native_routes import NativeRoutes
 from sglang.srt.entrypoints.openai.routes import OpenAIRoutes
-from sglang.srt.entrypoints.start_message import serving, starting
-from sglang.srt.entrypoints.web_server import WebServer
-from sglang.srt.entrypoints.docs_routes import DocsRoutes
-from sglang.srt.entrypoints.loads_api import LoadsApi
 from sglang.srt.entrypoints.profile_api import ProfileApi
 from sglang.srt.entrypoints.refused_routes import refused_routes
+from sglang.srt.entrypoints.start_message import serving, starting
 from sglang.srt.entrypoints.tokenize_api import TokenizeApi
+from sglang.srt.entrypoints.web_server import WebServer
 from sglang.srt.managers.engine_core import EngineCore, start_engine
 from sglang.srt.managers.errors import ApiError, BadRequest, NotFound
 from sglang.srt.managers.io_struct import SchedulerReady
 from sglang.srt.managers.scheduler_process import SchedulerDied, available_cores
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logging import configure_logging
+from sglang.srt.utils.malloc import return_large_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def create_app(front: Front, keys: ApiKeys | None = None) -> FastAPI:
     app = FastAPI(title="SGLang", openapi_url=None, redirect_slashes=False)
     app.state.max_body_values = front.server_args.max_body_values
     routes = all_routes(front)
-    docs = DocsRoutes(routes, needs_key=bool(front.server_args.api_key))
+    docs = DocsRoutes(routes, needs_key=bool(args.api_key or args.api_key_file))
     app.router.routes[:] = [*routes, *docs.routes()]
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
@@ -120,6 +121,7 @@ def launch_server(server_args: ServerArgs) -> int:
         ValueError: the configuration cannot be served (port taken, no such model, ...).
     """
     configure_logging(server_args.log_level)
+    return_large_blocks()
     # Until the loop handles it: it must not end a server that starts.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     keys = ApiKeys(server_args)

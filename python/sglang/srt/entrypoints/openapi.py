@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from starlette.routing import BaseRoute
 
+from sglang.srt.entrypoints.access import OPEN_PATHS
 from sglang.srt.entrypoints.answers import Error
 from sglang.srt.entrypoints.endpoint import EVENTS, JSON, Endpoint, Operation
 from sglang.srt.entrypoints.wire_types import wire_type
@@ -20,8 +21,10 @@ SCHEMAS = "#/components/schemas/"
 STATUSES: dict[int, str] = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
+    403: "Only with the administrator's key, or not from a page of another site.",
     404: "There is no such path or model, or the feature is off.",
-    413: "The body is too large.",
+    413: "The body is too large, or holds too many values.",
+    415: "The body is not announced as JSON.",
     500: "The engine failed; the message has an id that is also in the log.",
     503: "Not ready, shutting down, or too many requests: try again.",
 }
@@ -58,10 +61,19 @@ def openapi_schema(
         "components": {"schemas": types.components, "responses": _error_responses()},
     }
     if needs_key:
-        bearer = {"type": "http", "scheme": "bearer"}
-        schema["components"]["securitySchemes"] = {"bearer": bearer}
-        schema["security"] = [{"bearer": []}]
+        _add_key(schema)
     return schema
+
+
+def _add_key(schema: dict[str, Any]) -> None:
+    """Ask for the key on all paths but the open ones."""
+    bearer = {"type": "http", "scheme": "bearer"}
+    schema["components"]["securitySchemes"] = {"bearer": bearer}
+    for path, methods in schema["paths"].items():
+        if path not in OPEN_PATHS:
+            for operation in methods.values():
+                operation["security"] = [{"bearer": []}]
+                operation["responses"]["401"] = _error(401)
 
 
 class _Types:
@@ -109,9 +121,13 @@ def _operation(endpoint: Endpoint, method: str, types: _Types) -> dict[str, Any]
     if not operation.is_refused:
         answers["200"] = _answer(operation, types)
     for status in operation.errors:
-        answers[str(status)] = {"$ref": f"#/components/responses/{status}"}
+        answers[str(status)] = _error(status)
     shown["responses"] = answers
     return shown
+
+
+def _error(status: int) -> dict[str, Any]:
+    return {"$ref": f"#/components/responses/{status}"}
 
 
 def _parameters(endpoint: Endpoint) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from sglang.srt.entrypoints.endpoint import ENGINE_ERRORS, Endpoint
+from sglang.srt.entrypoints.endpoint import CHANGING_ERRORS, Endpoint
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import json_response, read_body
 from sglang.srt.entrypoints.neutral_fields import (
@@ -70,7 +70,7 @@ class ProfileApi:
                 body=ProfileRequest,
                 is_body_optional=True,
                 answer=ProfileAnswer,
-                errors=ENGINE_ERRORS,
+                errors=(*CHANGING_ERRORS, 500, 503),
                 examples={"five steps": {"num_steps": 5, "activities": ["CPU"]}},
             ),
             Endpoint(
@@ -79,7 +79,7 @@ class ProfileApi:
                 methods=["POST"],
                 summary="End the profile that runs and write its trace",
                 answer=ProfileAnswer,
-                errors=ENGINE_ERRORS,
+                errors=(*CHANGING_ERRORS, 500, 503),
             ),
         ]
 

@@ -20,7 +20,9 @@ from sglang.srt.entrypoints.neutral_fields import (
     refuse_others,
     with_neutral,
 )
+from sglang.srt.entrypoints.openai.chat import template_variables
 from sglang.srt.entrypoints.openai.logprobs import need_tokenizer
+from sglang.srt.entrypoints.openai.tools import read_tool_use
 from sglang.srt.managers.errors import BadRequest, Unavailable
 from sglang.srt.managers.prompt_request import Limits
 
@@ -41,7 +43,7 @@ class TokenizeRequest(_Tokenize, kw_only=True, forbid_unknown_fields=True):
     """The body of `/tokenize`: `prompt`, a text or several, or `messages`, a chat.
 
     `add_special_tokens` is true for a prompt and false for a chat, whose template has
-    them already. The last two fields are for a chat only.
+    them already. The last five fields are for a chat only, and as of its endpoint.
     """
 
     model: str | None = None
@@ -49,8 +51,11 @@ class TokenizeRequest(_Tokenize, kw_only=True, forbid_unknown_fields=True):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
-    add_generation_prompt: bool | None = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
 
 class TokenizeAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -177,10 +182,13 @@ class TokenizeApi:
         if body.messages is None:
             texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
             return cast("list[str]", texts), "prompt"
+        use = read_tool_use(body.tools, body.tool_choice, parallel=None)
         text = self._manager.templates.render(
             body.messages,
-            variables=body.chat_template_kwargs or {},
+            variables=template_variables(body.chat_template_kwargs),
+            tools=use.for_template or None,
             add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
         )
         return [text], "messages"
 

@@ -85,10 +85,12 @@ class Connection:
         return Answer(status=status, headers=headers, body=b"".join(pieces))
 
     async def receive_head(self) -> tuple[int, dict[str, str]]:
-        """Read the status and the headers of an answer."""
+        """Read the status and the headers of an answer, after interim ones."""
         reader = self._reader()
+        head = b"HTTP/1.1 1"
         try:
-            head = await reader.readuntil(b"\r\n\r\n")
+            while head.split(b" ", 2)[1].startswith(b"1"):
+                head = await reader.readuntil(b"\r\n\r\n")
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             self.close()
             raise Closed from error

@@ -131,7 +131,9 @@ def _prompt_request(
     )
     text = manager.templates.render(
         body.messages,
-        variables=_template_variables(body),
+        variables=template_variables(
+            body.chat_template_kwargs, reasoning_effort=body.reasoning_effort
+        ),
         tools=use.for_template or None,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
@@ -214,8 +216,15 @@ def _refuse_constraint(body: ChatRequest, use: ToolUse) -> None:
             )
 
 
-def _template_variables(body: ChatRequest) -> dict[str, Any]:
-    given = body.chat_template_kwargs or {}
+def template_variables(
+    given: dict[str, Any] | None, *, reasoning_effort: str | None = None
+) -> dict[str, Any]:
+    """Return the extra names for the chat template of `chat_template_kwargs`.
+
+    Raises:
+        BadRequest: there are too many.
+    """
+    given = given or {}
     if len(given) > MAX_TEMPLATE_VARIABLES:
         raise BadRequest(
             f"chat_template_kwargs has {len(given)} entries, but at most "
@@ -223,8 +232,8 @@ def _template_variables(body: ChatRequest) -> dict[str, Any]:
             param="chat_template_kwargs",
         )
     variables = dict(given)
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    if reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", reasoning_effort)
     return variables
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute
 
+from sglang.srt.entrypoints.endpoint import ENGINE_ERRORS, Endpoint
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import aside, json_response, read_body
 from sglang.srt.entrypoints.openai.tools import read_tools
@@ -21,6 +22,16 @@ from sglang.srt.parser.reasoning_parser import split_reasoning
 from sglang.srt.utils.quoting import quoted
 
 MAX_TEXT_CHARS = 256 * 1024
+CALL_EXAMPLES = {
+    "one call": {
+        "text": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+        "tool_call_parser": "hermes",
+    }
+}
+REASONING_EXAMPLES = {
+    "a thought": {"text": "<think>Hm.</think>Yes.", "reasoning_parser": "qwen3"}
+}
 
 
 class ParseFunctionCallRequest(
@@ -42,6 +53,24 @@ class SeparateReasoningRequest(
     reasoning_parser: str | None = None
 
 
+class ParsedCall(msgspec.Struct, kw_only=True):
+    """A call that a text holds; `parameters` are JSON."""
+
+    tool_index: int
+    name: str
+    parameters: str
+
+
+class ParseFunctionCallAnswer(msgspec.Struct, kw_only=True):
+    normal_text: str
+    calls: list[ParsedCall]
+
+
+class SeparateReasoningAnswer(msgspec.Struct, kw_only=True):
+    reasoning_text: str
+    text: str
+
+
 class ParseRoutes:
     """Handlers of the two routes."""
 
@@ -49,10 +78,28 @@ class ParseRoutes:
         self._args = front.server_args
         self._manager = front.manager
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[BaseRoute]:
         return [
-            Route("/parse_function_call", self.parse_function_call, methods=["POST"]),
-            Route("/separate_reasoning", self.separate_reasoning, methods=["POST"]),
+            Endpoint(
+                "/parse_function_call",
+                self.parse_function_call,
+                methods=["POST"],
+                summary="The tool calls in a text, by a format of outputs",
+                body=ParseFunctionCallRequest,
+                answer=ParseFunctionCallAnswer,
+                errors=ENGINE_ERRORS,
+                examples=CALL_EXAMPLES,
+            ),
+            Endpoint(
+                "/separate_reasoning",
+                self.separate_reasoning,
+                methods=["POST"],
+                summary="The reasoning in a text, by a format of outputs",
+                body=SeparateReasoningRequest,
+                answer=SeparateReasoningAnswer,
+                errors=ENGINE_ERRORS,
+                examples=REASONING_EXAMPLES,
+            ),
         ]
 
     async def parse_function_call(self, request: Request) -> Response:
@@ -64,10 +111,10 @@ class ParseRoutes:
             request, self._manager, parse_calls, body.text, parser=parser, tools=tools
         )
         found = [
-            {"tool_index": i, "name": call.name, "parameters": call.arguments}
+            ParsedCall(tool_index=i, name=call.name, parameters=call.arguments)
             for i, call in enumerate(calls)
         ]
-        return json_response({"normal_text": text, "calls": found})
+        return json_response(ParseFunctionCallAnswer(normal_text=text, calls=found))
 
     async def separate_reasoning(self, request: Request) -> Response:
         body = await read_body(request, SeparateReasoningRequest)
@@ -76,7 +123,8 @@ class ParseRoutes:
         reasoning, text = await aside(
             request, self._manager, split_reasoning, body.text, parser=parser
         )
-        return json_response({"reasoning_text": reasoning, "text": text})
+        answer = SeparateReasoningAnswer(reasoning_text=reasoning, text=text)
+        return json_response(answer)
 
 
 def _parser_of(text: str, known: Iterable[str], **given: str | None) -> str:
