@@ -78,6 +78,21 @@ class Envs:
         "Threads of the CPU kernels. 0: cores - 1 in the server, all cores in the "
         "offline Engine.",
     )
+    OMP_WAIT_POLICY = EnvVar(
+        "OMP_WAIT_POLICY",
+        "passive",
+        str,
+        "How OpenMP's threads wait for each other where the model runs on the CPU; the "
+        "default holds unless GOMP_SPINCOUNT is set. Threads that spin stand still "
+        "beside a busy process. The native kernels have threads of their own.",
+    )
+    GOMP_SPINCOUNT = EnvVar(
+        "GOMP_SPINCOUNT",
+        "",
+        str,
+        "Instead of OMP_WAIT_POLICY, for GNU's OpenMP: how often its threads look "
+        "before they sleep.",
+    )
     SGLANG_NATIVE_KERNELS = EnvVar(
         "SGLANG_NATIVE_KERNELS",
         True,

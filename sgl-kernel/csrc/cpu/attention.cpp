@@ -236,12 +236,12 @@ void Plan::run() {
   padded_ = table_.attention_padded_dim(args_.dim);
   const double multiply_adds =
       total_ * (args_.q_heads / args_.kv_heads) * args_.dim * 2.0;
-  const int64_t threads = threads_for(multiply_adds * kMicrosecondsPerMultiplyAdd);
-  for (int64_t t = 0; t < threads; t++)
-    cuts_.push_back(t == 0 ? Cut{0, 0} : cut_at(double(t) / double(threads)));
+  const Split split = split_for(multiply_adds * kMicrosecondsPerMultiplyAdd);
+  for (int64_t t = 0; t < split.parts; t++)
+    cuts_.push_back(t == 0 ? Cut{0, 0} : cut_at(double(t) / double(split.parts)));
   cuts_.push_back({int64_t(items_.size()), 0});
   find_cut_items();
-  run_split(threads, threads, [&](int64_t begin, int64_t end) {
+  run_split(split.parts, split, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) run_part(cuts_[t], cuts_[t + 1]);
   });
   SGLK_REQUIRE(

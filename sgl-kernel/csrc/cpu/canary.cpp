@@ -276,7 +276,7 @@ void run_verify(const canary::VerifyArgs& a, int64_t manager) {
   const double hashed = is_rotating ? 1.0 / double(a.bytes.period) : 1.0;
   const double each =
       kMicrosecondsPerElement + kMicrosecondsPerWord * hashed * words_per_hash(a.bytes);
-  run_split(a.rows.count, threads_for(double(elements) * each), [&](int64_t b, int64_t e) {
+  run_split(a.rows.count, split_for(double(elements) * each), [&](int64_t b, int64_t e) {
     for (int64_t r = b; r < e; r++) canary::verify_row(a, site, r);
   });
 }
@@ -330,7 +330,7 @@ void run_rows(
     const canary::WriteArgs& a, const canary::Site& site, double words, RowWork work) {
   const double each = kMicrosecondsPerElement + kMicrosecondsPerWord * words;
   run_split(
-      a.rows.count, threads_for(double(a.rows.tokens) * each), [&](int64_t b, int64_t e) {
+      a.rows.count, split_for(double(a.rows.tokens) * each), [&](int64_t b, int64_t e) {
         for (int64_t r = b; r < e; r++) work(a, site, r);
       });
 }

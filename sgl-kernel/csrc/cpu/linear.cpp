@@ -50,17 +50,17 @@ void packed_linear(
   if (args.rows == 0) return;
 
   const double cells = double(args.n) * double(args.k);
-  const int64_t threads = threads_for(
+  const Split split = split_for(
       cells * (args.weight_bf16 ? 2 : 4) * kMicrosecondsPerByte +
       cells * double(args.rows) * kMicrosecondsPerMultiplyAdd);
   const KernelTable& table = kernels();
   const int64_t units = table.linear_units(n);
-  if (units >= kUnitsPerThread * threads || args.rows < 2 * threads) {
-    run_split(units, threads, [&](int64_t begin, int64_t end) {
+  if (units >= kUnitsPerThread * split.threads || args.rows < 2 * split.threads) {
+    run_split(units, split, [&](int64_t begin, int64_t end) {
       table.linear(args, 0, args.rows, begin, end);
     });
   } else {
-    run_split(args.rows, threads, [&](int64_t begin, int64_t end) {
+    run_split(args.rows, split, [&](int64_t begin, int64_t end) {
       table.linear(args, begin, end, 0, units);
     });
   }

@@ -33,9 +33,9 @@ void check_like(
 }
 
 void launch_norm(const NormArgs& args, int64_t rows) {
-  const int64_t threads =
-      threads_for(double(rows * args.width) * kMicrosecondsPerNormElement);
-  run_split(rows, threads, [&](int64_t begin, int64_t end) {
+  const Split split =
+      split_for(double(rows * args.width) * kMicrosecondsPerNormElement);
+  run_split(rows, split, [&](int64_t begin, int64_t end) {
     kernels().norm(args, begin, end);
   });
 }
@@ -72,9 +72,9 @@ void silu_and_mul(const Tensor& x, const Tensor& out) {
   check_like("silu_and_mul", "out", out, x, x.numel() / 2);
   const SiluAndMulArgs args{
       dtype, x.const_data_ptr(), out.mutable_data_ptr(), rows.stride, rows.width / 2};
-  const int64_t threads =
-      threads_for(double(rows.count * args.width) * kMicrosecondsPerActivation);
-  run_split(rows.count, threads, [&](int64_t begin, int64_t end) {
+  const Split split =
+      split_for(double(rows.count * args.width) * kMicrosecondsPerActivation);
+  run_split(rows.count, split, [&](int64_t begin, int64_t end) {
     kernels().silu_and_mul(args, begin, end);
   });
 }
@@ -148,7 +148,7 @@ void rope_store_kv(
   args.eps = float(eps);
   const double elements = double(tokens) * (args.q_heads + 2 * args.kv_heads) * args.dim;
   run_split(
-      tokens, threads_for(elements * kMicrosecondsPerRopeElement),
+      tokens, split_for(elements * kMicrosecondsPerRopeElement),
       [&](int64_t begin, int64_t end) { kernels().rope_store(args, begin, end); });
 }
 

@@ -179,7 +179,7 @@ void slots_branch_table(
   const int64_t columns = out.size(1), stride = out.stride(0);
   int32_t* to = static_cast<int32_t*>(out.mutable_data_ptr());
   const double work = 1e-3 * double(batch.count * k * columns);
-  run_split(batch.count * k, threads_for(work), [&](int64_t begin, int64_t end) {
+  run_split(batch.count * k, split_for(work), [&](int64_t begin, int64_t end) {
     for (int64_t z = begin; z < end; z++) {
       const slots::Row row = batch.row(z / k);
       const int64_t own = layout.first_own(row.len, paged);

@@ -1,11 +1,12 @@
 // What the launchers share: checks of arguments, the choice of the SIMD level, and
-// parallel loops on torch's own threads. Stable ABI of torch only.
+// parallel loops. Stable ABI of torch only.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <sstream>
@@ -13,6 +14,7 @@
 #include <string>
 
 #include "sglang_kernels/cpu/kernels.h"
+#include "sglang_kernels/cpu/thread_pool.h"
 
 namespace sglk {
 
@@ -78,27 +80,44 @@ inline void check_heads(
           "] with contiguous heads and channels");
 }
 
-// How many threads to use for work that takes one thread about `microseconds`.
-inline int64_t threads_for(double microseconds) {
-  // A parallel region costs about 1 us on an idle machine and much more on a busy one.
-  constexpr double kWorthSplitting = 8.0;
-  if (microseconds < kWorthSplitting) return 1;
-  const int64_t wanted = int64_t(microseconds / (kWorthSplitting / 2));
-  const int64_t available = int64_t(torch::stable::get_num_threads());
-  return wanted < available ? wanted : available;
+// How work is divided: more parts than threads where they are long enough, so that the
+// other threads share the work of one that is late.
+struct Split {
+  int64_t threads, parts;
+};
+
+// The division of work that takes one thread about `microseconds`.
+inline Split split_for(double microseconds) {
+  // Handing a part to a helper costs about 1 us.
+  constexpr double kWorthSplitting = 8.0, kWorthSharing = 16.0;
+  constexpr int64_t kPartsPerThread = 4;
+  if (microseconds < kWorthSplitting) return {1, 1};
+  const int64_t threads = std::min(
+      int64_t(microseconds / (kWorthSplitting / 2)), int64_t(torch::stable::get_num_threads()));
+  const int64_t parts = std::min(int64_t(microseconds / kWorthSharing), kPartsPerThread * threads);
+  return {threads, threads > 1 ? std::max(threads, parts) : 1};
 }
 
-// body(begin, end) over [0, count) in `threads` nearly equal parts.
+// body(begin, end) over [0, count) in nearly equal parts.
 template <class Body>
-void run_split(int64_t count, int64_t threads, const Body& body) {
-  if (threads > count) threads = count;
-  if (threads <= 1) {
+void run_split(int64_t count, Split split, const Body& body) {
+  const int64_t parts = std::min(split.parts, count);
+  if (parts <= 1) {
     if (count > 0) body(int64_t(0), count);
     return;
   }
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
-    body(count * first / threads, count * last / threads);
-  });
+  struct Call {
+    const Body& body;
+    int64_t count, parts;
+  };
+  Call call{body, count, parts};
+  run_parts(
+      parts, split.threads,
+      [](void* context, int64_t part) {
+        const Call& c = *static_cast<Call*>(context);
+        c.body(c.count * part / c.parts, c.count * (part + 1) / c.parts);
+      },
+      &call);
 }
 
 }  // namespace sglk

@@ -112,7 +112,7 @@ void tree_top_k(const Tensor& logits, const Tensor& probs, const Tensor& ids) {
   const int64_t bytes = logits.stride(0) * (dtype == DType::f32 ? 4 : 2);
   const char* first = static_cast<const char*>(logits.const_data_ptr());
   const double each = kMicrosecondsPerLogit * double(vocab);
-  run_split(rows, threads_for(double(rows) * each), [&](int64_t begin, int64_t end) {
+  run_split(rows, split_for(double(rows) * each), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) {
       top_k_row({dtype, first + r * bytes, vocab}, k, to_probs + r * k, to_ids + r * k);
     }
@@ -222,7 +222,7 @@ void tree_build(
   int64_t* selected = longs(op, "selected", t[6], rows, n - 1);
   const double each =
       kMicrosecondsPerCandidate * double(from.candidates + n) + 2e-4 * double(n * n);
-  run_split(rows, threads_for(double(rows) * each), [&](int64_t begin, int64_t end) {
+  run_split(rows, split_for(double(rows) * each), [&](int64_t begin, int64_t end) {
     for (int64_t q = begin; q < end; q++) {
       tree::BuildRow row{};
       row.scores = from.scores + q * from.candidates;
@@ -315,7 +315,7 @@ void tree_verify_sampled(
   const float* sums =
       matrix<float>(op, "totals", totals, ScalarType::Float, v.rows, v.nodes);
   const double each = kMicrosecondsPerWeight * double(probs.size(1));
-  run_split(v.rows, threads_for(double(v.rows) * each), [&](int64_t begin, int64_t end) {
+  run_split(v.rows, split_for(double(v.rows) * each), [&](int64_t begin, int64_t end) {
     for (int64_t q = begin; q < end; q++) {
       tree::SampledArgs a{};
       a.probs = static_cast<const float*>(probs.const_data_ptr()) + q * v.nodes * stride;

@@ -153,9 +153,12 @@ def test_the_front_sleeps_while_the_scheduler_works(engine: sglang.Engine) -> No
 def test_info_and_threads(engine: sglang.Engine) -> None:
     info = engine.get_server_info()
     assert info["context_len"] == 1024 and info["internal_states"][0]
-    environment = Path(f"/proc/{scheduler_pid(engine)}/environ").read_bytes()
+    environment = (
+        Path(f"/proc/{scheduler_pid(engine)}/environ").read_bytes().split(b"\0")
+    )
+    assert b"OMP_WAIT_POLICY=passive" in environment
     threads = os.environ.get("OMP_NUM_THREADS") or str(available_cores())
-    assert f"OMP_NUM_THREADS={threads}".encode() in environment.split(b"\0")
+    assert f"OMP_NUM_THREADS={threads}".encode() in environment
 
 
 def test_abort_from_another_thread(engine: sglang.Engine) -> None:

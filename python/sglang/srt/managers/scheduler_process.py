@@ -111,7 +111,10 @@ class SchedulerProcess:
             request_endpoint=f"ipc://{folder}/requests",
             response_endpoint=f"ipc://{folder}/responses",
         )
-        environment = _environment(num_threads // server_args.tp_size)
+        environment = _environment(
+            num_threads // server_args.tp_size,
+            computes_here=server_args.device == "cpu",
+        )
         ranks: list[_Rank] = []
         for rank in range(server_args.tp_size):
             config = {
@@ -245,9 +248,13 @@ def _make_private_folder() -> Path:
     return Path(folder)
 
 
-def _environment(num_threads: int) -> dict[str, str]:
-    """Environment of a child: this very package, its number of threads, and the
-    loopback interface for the ranks of this host."""
+def _environment(num_threads: int, *, computes_here: bool) -> dict[str, str]:
+    """Environment of a child: this very package, its threads, and the loopback
+    interface for the ranks of this host.
+
+    Args:
+        computes_here: whether the model runs on the CPU.
+    """
     package_root = str(Path(__file__).resolve().parents[3])
     inherited = child_environment()
     paths = [path for path in (inherited.get("PYTHONPATH"), package_root) if path]
@@ -256,4 +263,6 @@ def _environment(num_threads: int) -> dict[str, str]:
         extra[GLOO_INTERFACE] = "lo"
     if envs.OMP_NUM_THREADS.get() <= 0:
         extra["OMP_NUM_THREADS"] = str(max(num_threads, 1))
+    if computes_here and not envs.GOMP_SPINCOUNT.is_set():
+        extra["OMP_WAIT_POLICY"] = envs.OMP_WAIT_POLICY.get()
     return child_environment(**extra)
