@@ -24,6 +24,7 @@ _rope_store_kv = _OPS.rope_store_kv.default._op
 _decode_attention = _OPS.decode_attention.default._op
 _extend_attention = _OPS.extend_attention.default._op
 _packed_linear = _OPS.packed_linear.default._op
+_plain_linear = _OPS.plain_linear.default._op
 _exp = _OPS.exp.default._op
 _tree_top_k = _OPS.tree_top_k.default._op
 _tree_select = _OPS.tree_select.default._op
@@ -178,6 +179,16 @@ def packed_linear(
         bias: [N] float32 or None.
     """
     _packed_linear(x, weight, n, bias, out)
+
+
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out [rows, N] = x [rows, K] @ weight [N, K].T + bias, for few rows.
+
+    Args:
+        x: bfloat16 or float16 like all others; contiguous rows, any row stride.
+        weight, out: contiguous; bias: [N] or None.
+    """
+    _plain_linear(x, weight, bias, out)
 
 
 # Launches of the KV canary, called by `kv_canary.kernels.native`; their signatures are

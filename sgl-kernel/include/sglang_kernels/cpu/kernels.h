@@ -105,6 +105,16 @@ struct BadSlot {
 // Query rows (tokens x heads of a group) that one item may have, group size permitting.
 constexpr int32_t kItemRows = 96;
 
+// out [rows, n] = x [rows, k] times the rows of weight [n, k], plus bias; bf16 or f16.
+struct GemvArgs {
+  DType dtype;
+  const void* x;
+  const void* weight;
+  const void* bias;  // null: none
+  void* out;
+  int64_t rows, n, k, x_stride;
+};
+
 // x [rows, k] times a packed weight (see pack_weight in ops/linear.py), plus bias.
 struct LinearArgs {
   const float* x;
@@ -142,6 +152,7 @@ struct KernelTable {
   void (*linear)(
       const LinearArgs&, int64_t row_begin, int64_t row_end, int64_t unit_begin,
       int64_t unit_end);
+  void (*gemv)(const GemvArgs&, int64_t column_begin, int64_t column_end);
 
   void (*exp)(const float* x, float* y, int64_t n);
 

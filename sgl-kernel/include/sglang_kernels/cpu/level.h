@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "gemv.h"
 #include "hash.h"
 #include "pointwise.h"
 
@@ -27,6 +28,7 @@ constexpr KernelTable make_table(const char* name) {
       attention_finish,
       linear_units,
       linear,
+      gemv,
       exp_array,
       hash_words,
   };

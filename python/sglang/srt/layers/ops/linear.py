@@ -90,9 +90,8 @@ def linear_ref(
     With a `PackedWeight` on the native kernels every output is one float32 sum in
     ascending order of k, so that a row's result is bitwise independent of how many rows
     the batch has; in torch it is a float32 product, rounded to the dtype of `x`. A
-    plain weight promises no such thing: on CUDA a few rows of half precision go to the
-    weight-streaming kernels where those were measured to be faster, everything else
-    goes to torch.
+    plain weight promises no such thing: a few rows of half precision go to kernels of
+    their own where those were measured to be faster, everything else goes to torch.
 
     Args:
         x: [..., K]; float32, bfloat16 or float16.
