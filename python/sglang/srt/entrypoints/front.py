@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from sglang.srt.entrypoints.http_io import EventStream
 from sglang.srt.entrypoints.output_share import OutputShare
@@ -48,13 +49,17 @@ class Front:
                 param="model",
             )
 
-    def stream(self, events: AsyncIterator[bytes], group: RequestGroup) -> EventStream:
-        """The answer that sends `events` about `group`."""
+    def stream(
+        self, events: AsyncIterator[bytes], group: RequestGroup, **form: Any
+    ) -> EventStream:
+        """The answer that sends `events` about `group`, in the `form` that
+        `EventStream` describes."""
         return EventStream(
             events,
             group=group,
             release=self.manager.release,
             share=self.output_share,
+            **form,
         )
 
     @property

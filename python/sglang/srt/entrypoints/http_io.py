@@ -7,7 +7,7 @@ import gc
 import logging
 import re
 import typing
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -172,6 +172,16 @@ def event(content: Any) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
+def named_event(content: Mapping[str, Any]) -> bytes:
+    """Encode one server-sent event that bears its own `type` as its name."""
+    return b"event: " + content["type"].encode() + b"\n" + event(content)
+
+
+def error_event(error: ApiError) -> bytes:
+    """Encode an error that came after the first event."""
+    return event(error.body())
+
+
 async def whole_results(
     request: Request, manager: TokenizerManager, group: RequestGroup
 ) -> list[Update]:
@@ -200,6 +210,10 @@ class EventStream(Response):
     The status line waits for the first event: a request that is refused gets a plain
     error with its status. A later error is an event. A client that disconnects aborts
     the group; one that reads slowly gets several updates in one event.
+
+    Args:
+        show_error: makes the event of a later error.
+        end: what follows the last event.
     """
 
     def __init__(
@@ -209,9 +223,13 @@ class EventStream(Response):
         group: RequestGroup,
         release: Callable[[RequestGroup], None],
         share: OutputShare,
+        show_error: Callable[[ApiError], bytes] = error_event,
+        end: bytes = DONE,
     ) -> None:
         self._events = events
         self.share = share
+        self._show_error = show_error
+        self._end = end
         self._group = group
         self._release = release
         self.background = None
@@ -242,13 +260,15 @@ class EventStream(Response):
                 # Updates that arrive meanwhile come in one event.
                 await self.share.pay(len(chunk))
         except ApiError as error:
-            await _send_chunk(send, event(error.body()))
+            await _send_chunk(send, self._show_error(error))
         except ClientDisconnected:
             raise
         except Exception as error:
             failure = log_failure("the stream broke off", error=error)
-            await _send_chunk(send, event(failure.body()))
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            await _send_chunk(send, self._show_error(failure))
+        await send(
+            {"type": "http.response.body", "body": self._end, "more_body": False}
+        )
 
 
 async def _send_chunk(send: Send, chunk: bytes) -> None:

@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.neutral_fields import (
     refuse_others,
     with_neutral,
 )
-from sglang.srt.entrypoints.openai.chat import template_variables
+from sglang.srt.entrypoints.openai.chat_submit import template_variables
 from sglang.srt.entrypoints.openai.logprobs import need_tokenizer
 from sglang.srt.entrypoints.openai.tools import read_tool_use
 from sglang.srt.managers.errors import BadRequest, Unavailable

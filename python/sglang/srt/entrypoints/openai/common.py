@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -34,11 +34,20 @@ class ClientNames:
         prompt: field of the body that holds the prompt.
         max_tokens: field that holds the output limit.
         top_logprobs: field that holds the number of alternatives.
+        paths: parts of paths -> those of the client, where its body was brought into
+            the form of `body`; the first that is found first.
     """
 
     def __init__(
-        self, body: Sampled, *, prompt: str, max_tokens: str, top_logprobs: str
+        self,
+        body: Sampled,
+        *,
+        prompt: str,
+        max_tokens: str,
+        top_logprobs: str,
+        paths: Mapping[str, str] | None = None,
     ) -> None:
+        self._paths = paths or {}
         self._names = {ours: theirs for theirs, ours in SAMPLING_FIELDS.items()}
         self._names |= {
             "max_new_tokens": max_tokens,
@@ -61,11 +70,18 @@ class ClientNames:
         except BadRequest as error:
             param = error.param or self._first_field(error.message)
             if param is not None:
-                error.param = self._fields.get(param, param)
-            error.message = _WORD.sub(
+                param = self._fields.get(param, param)
+                error.param = self._with_paths(param)
+            message = _WORD.sub(
                 lambda word: self._names.get(word[0], word[0]), error.message
             )
+            error.message = self._with_paths(message)
             raise
+
+    def _with_paths(self, text: str) -> str:
+        for ours, theirs in self._paths.items():
+            text = text.replace(ours, theirs)
+        return text
 
     def _first_field(self, message: str) -> str | None:
         """Find the field in the first two words ("invalid regex ...", "regex has")."""

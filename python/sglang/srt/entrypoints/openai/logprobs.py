@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -31,20 +31,32 @@ def need_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: LogprobDelta) -> dict[str, Any]:
-    """Return `choices[].logprobs` of `/v1/chat/completions` for `delta`'s tokens.
+    """Return `choices[].logprobs` of `/v1/chat/completions` for `delta`'s tokens."""
+    count = len(delta.output_token)
+    content: Any = (
+        _chat_tokens(tokenizer, delta, 0, count)
+        if count <= SLICE_TOKENS
+        else json_list(encoded_tokens(tokenizer, delta))
+    )
+    return {"content": content, "refusal": None}
 
-    Those of a long answer are encoded in slices: as objects they would take hundreds of
-    bytes each, and their encoding would hold the interpreter for as long.
+
+def encoded_tokens(tokenizer: Tokenizer, delta: LogprobDelta) -> list[bytes]:
+    """Return the entries of `delta`'s tokens for `json_list`.
+
+    They are encoded in slices: as objects they would take hundreds of bytes each, and
+    their encoding would hold the interpreter for as long.
     """
     count = len(delta.output_token)
-    if count <= SLICE_TOKENS:
-        return {"content": _chat_tokens(tokenizer, delta, 0, count), "refusal": None}
-    slices = [
-        msgspec.json.encode(_chat_tokens(tokenizer, delta, at, at + SLICE_TOKENS))
+    return [
+        msgspec.json.encode(_chat_tokens(tokenizer, delta, at, at + SLICE_TOKENS))[1:-1]
         for at in range(0, count, SLICE_TOKENS)
     ]
-    content = b",".join(encoded[1:-1] for encoded in slices)
-    return {"content": msgspec.Raw(b"[" + content + b"]"), "refusal": None}
+
+
+def json_list(slices: Iterable[bytes]) -> msgspec.Raw:
+    """Join slices of encoded entries to a list."""
+    return msgspec.Raw(b"[" + b",".join(slices) + b"]")
 
 
 def _chat_tokens(

@@ -67,14 +67,11 @@ class Harmless(msgspec.Struct, kw_only=True):
     verbosity: msgspec.Raw = UNSET
 
 
-class Sampled(Harmless, kw_only=True):
-    """Fields of both endpoints. None means the default."""
+class ChatOptions(Harmless, kw_only=True):
+    """Fields that all APIs share, whatever their own. None means the default."""
 
     model: str | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    response_format: dict[str, Any] | None = None
     rid: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
@@ -84,8 +81,6 @@ class Sampled(Harmless, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    n: int | None = None
     seed: int | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -96,6 +91,23 @@ class Sampled(Harmless, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the fields that mean the same in every API."""
+        return {name: getattr(self, name) for name in _OPTIONS}
+
+
+_OPTIONS = sorted(set(ChatOptions.__struct_fields__) - set(Harmless.__struct_fields__))
+
+
+class Sampled(ChatOptions, kw_only=True):
+    """Fields of chats and completions. None means the default."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | None = None

@@ -1,0 +1,244 @@
+"""A chat on its way to the engine: rendered, limited, submitted.
+
+Every API of chats brings its requests into the form of `/v1/chat/completions` and goes
+on here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from sglang.srt.entrypoints.front import Front
+from sglang.srt.entrypoints.http_io import aside
+from sglang.srt.entrypoints.openai.common import ClientNames, sampling_params
+from sglang.srt.entrypoints.openai.logprobs import need_tokenizer
+from sglang.srt.entrypoints.openai.protocol import ChatRequest
+from sglang.srt.entrypoints.openai.tools import ToolUse, read_tool_use
+from sglang.srt.function_call.base_detector import ToolCallDetector
+from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
+from sglang.srt.function_call.json_calls import JsonArrayDetector
+from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.prompt_request import PromptRequest
+from sglang.srt.managers.request_state import RequestGroup
+from sglang.srt.managers.template_manager import continued_text
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.parser.output_parser import OutputFormat
+from sglang.srt.parser.reasoning_parser import DETECTORS as REASONING_DETECTORS
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+# Larger than any context: a chat without a limit may use all that the prompt leaves.
+WHOLE_CONTEXT = 1 << 40
+MAX_TEMPLATE_VARIABLES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedChat:
+    """A chat as a prompt.
+
+    Fields:
+        form: how its outputs are parsed.
+        names: of its fields, for errors.
+    """
+
+    prompt: PromptRequest
+    form: OutputFormat
+    names: ClientNames
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmittedChat(RenderedChat):
+    """A chat that the engine works on."""
+
+    group: RequestGroup
+
+
+async def render_chat(
+    front: Front, request: Request, body: ChatRequest, names: ClientNames
+) -> RenderedChat:
+    """Check a chat and apply the template.
+
+    Raises:
+        ApiError: it is refused.
+    """
+    tokenizer = need_tokenizer(front.manager.tokenizer)
+    with names.in_errors():
+        prompt, form = await aside(
+            request, front.manager, _prompt_request, body, front.manager
+        )
+    return RenderedChat(prompt=prompt, form=form, names=names, tokenizer=tokenizer)
+
+
+async def submit_chat(front: Front, chat: RenderedChat) -> SubmittedChat:
+    """Send a chat to the engine.
+
+    Raises:
+        ApiError: it is refused.
+    """
+    with chat.names.in_errors():
+        group = await front.manager.submit([chat.prompt])
+    return SubmittedChat(
+        group=group,
+        prompt=chat.prompt,
+        form=chat.form,
+        names=chat.names,
+        tokenizer=chat.tokenizer,
+    )
+
+
+def max_tokens(body: ChatRequest) -> tuple[str, int | None]:
+    """Return the name and value of the output limit; the newer name wins."""
+    if body.max_completion_tokens is not None:
+        return "max_completion_tokens", body.max_completion_tokens
+    return "max_tokens", body.max_tokens
+
+
+def _prompt_request(
+    body: ChatRequest, manager: TokenizerManager
+) -> tuple[PromptRequest, OutputFormat]:
+    """Return the prompt of a request, and how its outputs are parsed."""
+    _refuse_unsupported(body)
+    use = read_tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    _refuse_constraint(body, use)
+    _, limit = max_tokens(body)
+    params = sampling_params(
+        body,
+        max_tokens=limit,
+        default_max_tokens=WHOLE_CONTEXT,
+        call_schema=use.schema,
+    )
+    text = manager.templates.render(
+        body.messages,
+        variables=template_variables(
+            body.chat_template_kwargs, reasoning_effort=body.reasoning_effort
+        ),
+        tools=use.for_template or None,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+    )
+    form = _output_format(
+        body,
+        manager.server_args,
+        use,
+        text,
+        is_constrained=params.grammar_key is not None,
+    )
+    tokenizer = need_tokenizer(manager.tokenizer)
+    if form.marks & tokenizer.special_texts:
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    prompt = PromptRequest(
+        prompt=text,
+        # The template contains them already.
+        add_special_tokens=False,
+        sampling_params=params,
+        is_length_exact=limit is not None,
+        stream=bool(body.stream),
+        return_logprob=bool(body.logprobs),
+        top_logprobs_num=body.top_logprobs or 0,
+        rid=body.rid,
+        extra_key=body.namespace(),
+    )
+    return prompt, form
+
+
+def _output_format(
+    body: ChatRequest,
+    server_args: ServerArgs,
+    use: ToolUse,
+    prompt: str,
+    *,
+    is_constrained: bool,
+) -> OutputFormat:
+    """Return how the outputs are parsed.
+
+    A constraint holds from the first token on: there is no reasoning before it.
+    """
+    calls: type[ToolCallDetector] | None = None
+    if use.is_forced:
+        calls = JsonArrayDetector
+    elif use.tools and server_args.tool_call_parser is not None:
+        calls = CALL_DETECTORS[server_args.tool_call_parser]
+    form = OutputFormat(calls=calls, tools=use.tools, max_calls=use.max_calls)
+    if server_args.reasoning_parser is None or is_constrained:
+        return form
+    reasoning = REASONING_DETECTORS[server_args.reasoning_parser]
+    is_open = reasoning.opened_by(prompt)
+    if body.continue_final_message and (begun := continued_text(body.messages)):
+        is_open = reasoning.opened_by_message(begun)
+    return dataclasses.replace(
+        form,
+        reasoning=reasoning,
+        is_open=is_open,
+        separate_reasoning=body.separate_reasoning is not False,
+        stream_reasoning=body.stream_reasoning is not False,
+    )
+
+
+def _refuse_constraint(body: ChatRequest, use: ToolUse) -> None:
+    """Refuse constraints of the output where it may, or must, hold calls."""
+    if not use.tools:
+        return
+    given = {
+        "response_format": (body.response_format or {}).get("type")
+        not in (None, "text"),
+        "json_schema": body.json_schema is not None,
+        "regex": body.regex is not None,
+        "ebnf": body.ebnf is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise BadRequest(
+                f"{name} cannot be combined with tools that may be called: the "
+                "constraint would leave no room for a call; send tool_choice none",
+                param=name,
+            )
+
+
+def template_variables(
+    given: dict[str, Any] | None, *, reasoning_effort: str | None = None
+) -> dict[str, Any]:
+    """Return the extra names for the chat template of `chat_template_kwargs`.
+
+    Raises:
+        BadRequest: there are too many.
+    """
+    given = given or {}
+    if len(given) > MAX_TEMPLATE_VARIABLES:
+        raise BadRequest(
+            f"chat_template_kwargs has {len(given)} entries, but at most "
+            f"{MAX_TEMPLATE_VARIABLES} are accepted",
+            param="chat_template_kwargs",
+        )
+    variables = dict(given)
+    if reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", reasoning_effort)
+    return variables
+
+
+def _refuse_unsupported(body: ChatRequest) -> None:
+    """Refuse fields that would change the answer and cannot be honoured."""
+    asked: dict[str, bool] = {
+        "functions": bool(body.functions),
+        "function_call": body.function_call not in (None, "none", "auto"),
+        "modalities": body.modalities not in (None, [], ["text"]),
+        "audio": body.audio is not None,
+        "prediction": body.prediction is not None,
+        "web_search_options": body.web_search_options is not None,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise BadRequest(f"{name} is not supported by this server", param=name)
+    if body.continue_final_message and body.add_generation_prompt:
+        raise BadRequest(
+            "continue_final_message cannot be combined with add_generation_prompt: "
+            "one goes on with the last message, the other begins a new one",
+            param="continue_final_message",
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
