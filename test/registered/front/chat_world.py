@@ -39,11 +39,15 @@ class ChatWorld:
     """A front with `flags`, whose outputs are `outputs`, one for each choice.
 
     Each arrives `step` tokens at a time, each token with a logprob where asked.
+
+    Attributes:
+        break_after: messages after which the engine fails; None: it does not.
     """
 
     def __init__(
         self, *outputs: str, step: int = 1, finish: FinishReason = STOP, **flags: Any
     ) -> None:
+        self.break_after: int | None = None
         self.wire = Wire(tokenizer=CHAT_TOKENIZER, **flags)
         self.wire.manager.set_ready(READY)
         self._outputs = outputs
@@ -100,7 +104,10 @@ class ChatWorld:
             await asyncio.sleep(0)
         for request, text in zip(self.wire.generated(), self._outputs, strict=True):
             ids = TOKENIZER.encode(text)
-            for at in range(0, len(ids), self._step):
+            for number, at in enumerate(range(0, len(ids), self._step)):
+                if number == self.break_after:
+                    self.wire.manager.set_dead("the engine ended")
+                    return
                 part = ids[at : at + self._step]
                 is_last = at + self._step >= len(ids)
                 logprobs = None

@@ -16,7 +16,7 @@ import httpx
 import msgspec
 import pytest
 
-from sglang.srt.entrypoints.endpoint import Endpoint
+from sglang.srt.entrypoints.endpoint import Endpoint, Operation
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_server import all_routes
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -75,21 +75,25 @@ def test_the_examples_work_and_their_answers_have_the_types_of_the_schema(
             for name, body in operation.examples.items():
                 response = client.post(endpoint.path, json=body)
                 assert response.status_code == 200, (endpoint.path, name, response.text)
-                check_answer(response, operation.answer, operation.event)
+                check_answer(response, operation)
                 asked += 1
     assert asked >= 10
 
 
-def check_answer(response: httpx.Response, answer: Any, event: Any) -> None:
+def check_answer(response: httpx.Response, operation: Operation) -> None:
+    answer, event, is_named = operation.answer, operation.event, operation.is_named
     kind = response.headers.get("content-type", "")
     if not kind.startswith("text/event-stream"):
         if answer is not None:
             msgspec.json.decode(response.content, type=answer)
         return
     lines = [line for line in response.text.split("\n\n") if line]
-    assert lines.pop() == "data: [DONE]"
+    if not is_named:
+        assert lines.pop() == "data: [DONE]"
     for line in lines:
-        msgspec.json.decode(line.removeprefix("data: "), type=event)
+        name, _, data = line.rpartition("data: ")
+        msgspec.json.decode(data, type=event)
+        assert name == (f"event: {json.loads(data)['type']}\n" if is_named else "")
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/demo", "/model_info"])
@@ -203,6 +207,17 @@ def answer_of(
     return Answer(status=status, headers=headers or {}, body=text.encode())
 
 
+MESSAGES_ERROR = {"type": "invalid_request_error", "message": "x"}
+
+
+def named(*kinds: str, **fields: Any) -> str:
+    """A stream of events of these types, each with `fields`."""
+    return "".join(
+        f"event: {kind}\ndata: {json.dumps({'type': kind} | fields)}\n\n"
+        for kind in kinds
+    )
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -226,6 +241,38 @@ def answer_of(
                 200, 'data: {"error": {"code": 500}}\n\ndata: [DONE]\n\n', STREAM
             ),
             "5xx in a stream",
+        ),
+        (answer_of(400, {"type": "error", "error": MESSAGES_ERROR}), None),
+        (
+            answer_of(400, {"type": "error", "error": MESSAGES_ERROR | {"code": 400}}),
+            "an error of another shape",
+        ),
+        (answer_of(200, named("message_start", "message_stop"), STREAM), None),
+        (
+            answer_of(200, named("message_start"), STREAM),
+            "a stream without an end",
+        ),
+        (
+            answer_of(200, named("a").replace("event: a", "event: b"), STREAM),
+            "an event of another name",
+        ),
+        (
+            answer_of(200, named("error", error={"type": "api_error"}), STREAM),
+            "5xx in a stream",
+        ),
+        (
+            answer_of(
+                200,
+                named("response.failed", response={"error": {"code": "server_error"}}),
+                STREAM,
+            ),
+            "5xx in a stream",
+        ),
+        (
+            answer_of(
+                200, named("response.completed", response={"error": None}), STREAM
+            ),
+            None,
         ),
     ],
 )

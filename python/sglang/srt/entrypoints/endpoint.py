@@ -33,8 +33,11 @@ class Operation:
             where `is_refused`.
         media_type: of the answer, where it is not JSON.
         event: type of one event where the answer may be a stream.
+        is_named: whether events bear their `type` as name, and the last one ends the
+            stream.
         query: query parameter -> its description.
         errors: statuses whose answers are an error's.
+        error: type of those answers; None: the one that all APIs share.
         examples: name -> body that works on any model.
         is_refused: the path exists in order to say that it is not served.
     """
@@ -45,8 +48,10 @@ class Operation:
     answer: Any = None
     media_type: str = JSON
     event: Any = None
+    is_named: bool = False
     query: Mapping[str, str] = field(default_factory=dict)
     errors: Sequence[int] = ()
+    error: Any = None
     examples: Mapping[str, Any] = field(default_factory=dict)
     is_refused: bool = False
 

@@ -28,11 +28,15 @@ class Neutral:
 
     Args:
         values: besides None. is_any: every value is neutral here.
+        advice: what to do instead of sending another one.
     """
 
-    def __init__(self, *values: Any, is_any: bool = False) -> None:
+    def __init__(
+        self, *values: Any, is_any: bool = False, advice: str = "leave it out"
+    ) -> None:
         self.values = (None, *values)
         self.is_any = is_any
+        self.advice = advice
 
     def accepts(self, value: Any) -> bool:
         return self.is_any or any(
@@ -108,6 +112,31 @@ PROFILE: dict[str, Neutral] = {
     "profile_id": EMPTY,
 }
 DETOKENIZE: dict[str, Neutral] = {"spaces_between_special_tokens": Neutral(True)}
+_STATELESS = "nothing is stored: send the whole conversation in input"
+RESPONSES: dict[str, Neutral] = COMPLETION | {
+    "previous_response_id": Neutral(advice=_STATELESS),
+    "conversation": Neutral(advice=_STATELESS),
+    "background": Neutral(False, advice="nothing is stored: wait for the answer"),
+    "prompt": Neutral(advice="no prompts are stored: send instructions and input"),
+    "moderation": NOTHING,
+    "context_management": EMPTY,
+    # Limits calls of built-in tools, of which there are none.
+    "max_tool_calls": ANY,
+    "prompt_cache_options": ANY,
+    "access_programs": ANY,
+    "image": ANY,
+}
+MESSAGES: dict[str, Neutral] = COMPLETION | {
+    "cache_control": ANY,
+    "container": NOTHING,
+    "context_management": EMPTY,
+    "diagnostics": NOTHING,
+    "inference_geo": ANY,
+    "mcp_servers": EMPTY,
+    "speed": ANY,
+    "user_profile_id": ANY,
+    "workspace_id": ANY,
+}
 
 
 def is_raw(kind: Any) -> bool:
@@ -166,5 +195,5 @@ def without_neutral(
 def _check(name: str, neutral: Neutral, value: Any) -> None:
     if not neutral.accepts(value):
         raise BadRequest(
-            f"{name} is not supported by this server; leave it out", param=name
+            f"{name} is not supported by this server; {neutral.advice}", param=name
         )

@@ -28,6 +28,8 @@ STATUSES: dict[int, str] = {
     500: "The engine failed; the message has an id that is also in the log.",
     503: "Not ready, shutting down, or too many requests: try again.",
 }
+_UNNAMED = "Events `data: {...}`, then `data: [DONE]`."
+_NAMED = "Events `event: <type>` with `data: {...}`; the last one ends the stream."
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 
 
@@ -52,7 +54,7 @@ def openapi_schema(
     for endpoint in endpoints:
         path = _PATH_PARAMETER.sub(r"{\1}", endpoint.path)
         for method in sorted((endpoint.methods or set()) - {"HEAD"}):
-            shown = _operation(endpoint, method, types)
+            shown = _operation(endpoint, method, types, needs_key=needs_key)
             paths.setdefault(path, {})[method.lower()] = shown
     schema: dict[str, Any] = {
         "openapi": OPENAPI_VERSION,
@@ -61,19 +63,9 @@ def openapi_schema(
         "components": {"schemas": types.components, "responses": _error_responses()},
     }
     if needs_key:
-        _add_key(schema)
+        bearer = {"type": "http", "scheme": "bearer"}
+        schema["components"]["securitySchemes"] = {"bearer": bearer}
     return schema
-
-
-def _add_key(schema: dict[str, Any]) -> None:
-    """Ask for the key on all paths but the open ones."""
-    bearer = {"type": "http", "scheme": "bearer"}
-    schema["components"]["securitySchemes"] = {"bearer": bearer}
-    for path, methods in schema["paths"].items():
-        if path not in OPEN_PATHS:
-            for operation in methods.values():
-                operation["security"] = [{"bearer": []}]
-                operation["responses"]["401"] = _error(401)
 
 
 class _Types:
@@ -87,7 +79,8 @@ class _Types:
         named: list[Any] = [Error]
         for endpoint in endpoints:
             operation = endpoint.operation
-            named += [operation.body, operation.answer, operation.event]
+            named += [operation.body, operation.answer]
+            named += [operation.event, operation.error]
         # A type may be unhashable, as `list[A] | B` of some is.
         self._kinds = [kind for i, kind in enumerate(named) if kind not in named[:i]]
         self._kinds = [kind for kind in self._kinds if kind is not None]
@@ -103,8 +96,10 @@ class _Types:
         return self._schemas[self._kinds.index(kind)]
 
 
-def _operation(endpoint: Endpoint, method: str, types: _Types) -> dict[str, Any]:
-    operation = endpoint.operation
+def _operation(
+    endpoint: Endpoint, method: str, types: _Types, *, needs_key: bool
+) -> dict[str, Any]:
+    operation, errors = endpoint.operation, list(endpoint.operation.errors)
     words = re.findall(r"\w+", endpoint.path) or ["index"]
     shown: dict[str, Any] = {
         "operationId": "_".join([method.lower(), *words]),
@@ -120,14 +115,29 @@ def _operation(endpoint: Endpoint, method: str, types: _Types) -> dict[str, Any]
     answers: dict[str, Any] = {}
     if not operation.is_refused:
         answers["200"] = _answer(operation, types)
-    for status in operation.errors:
-        answers[str(status)] = _error(status)
+    if needs_key and endpoint.path not in OPEN_PATHS:
+        shown["security"] = [{"bearer": []}]
+        errors.append(401)
+    for status in errors:
+        answers[str(status)] = (
+            {"$ref": f"#/components/responses/{status}"}
+            if operation.error is None
+            else _error(status, types.schema(operation.error))
+        )
     shown["responses"] = answers
     return shown
 
 
-def _error(status: int) -> dict[str, Any]:
-    return {"$ref": f"#/components/responses/{status}"}
+def _error(status: int, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Answers with a status, in the shape of `schema`."""
+    shown: dict[str, Any] = {
+        "description": STATUSES[status],
+        "content": {JSON: {"schema": schema}},
+    }
+    if status == 503:
+        seconds = {"description": "Seconds.", "schema": {"type": "integer"}}
+        shown["headers"] = {"Retry-After": seconds}
+    return shown
 
 
 def _parameters(endpoint: Endpoint) -> list[dict[str, Any]]:
@@ -167,19 +177,13 @@ def _answer(operation: Operation, types: _Types) -> dict[str, Any]:
                 "type": "string",
                 "contentMediaType": JSON,
                 "contentSchema": types.schema(operation.event),
-                "description": "Events `data: {...}`, then `data: [DONE]`.",
+                "description": _NAMED if operation.is_named else _UNNAMED,
             }
         }
     return {"description": "Success.", **({"content": content} if content else {})}
 
 
 def _error_responses() -> Mapping[str, Any]:
-    content = {JSON: {"schema": {"$ref": SCHEMAS + Error.__name__}}}
-    responses: dict[str, dict[str, Any]] = {
-        str(status): {"description": about, "content": content}
-        for status, about in STATUSES.items()
-    }
-    responses["503"]["headers"] = {
-        "Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}
-    }
-    return responses
+    """Answers in the shape that all APIs share."""
+    schema = {"$ref": SCHEMAS + Error.__name__}
+    return {str(status): _error(status, schema) for status in STATUSES}

@@ -3,6 +3,7 @@ to send them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +20,8 @@ WEIGHTS = {
     "/generate": 12,
     "/v1/completions": 8,
     "/v1/chat/completions": 10,
+    "/v1/responses": 6,
+    "/v1/messages": 6,
     "/tokenize": 3,
     "/detokenize": 3,
     "/abort_request": 2,
@@ -38,6 +41,8 @@ LONG_BLANK = 1_000_000
 LENGTHS = {
     "/v1/completions": ("max_tokens",),
     "/v1/chat/completions": ("max_tokens",),
+    "/v1/responses": ("max_output_tokens",),
+    "/v1/messages": ("max_tokens",),
     "/generate": ("sampling_params", "max_new_tokens"),
 }
 
@@ -60,6 +65,7 @@ _MANNERS = (
 )
 
 
+_PATH_PARAMETER = re.compile(r"\{\w+\}")
 _METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS")
 _WRONG_PATHS = ("/x", "//", "/%00", "/generate/", "/v1/models/", "/" + "a" * 5000)
 
@@ -129,7 +135,7 @@ class Cases:
         operation = random.choice(self._refused if is_refused else self._served)
         return Shot(
             method=operation.method,
-            path=operation.path.replace("{model}", "a%2Fb"),
+            path=_PATH_PARAMETER.sub("a%2Fb", operation.path),
             body=self._bytes(operation),
             manner=manner,
             part=part,

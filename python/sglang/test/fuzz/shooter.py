@@ -18,6 +18,17 @@ DEADLINE_SECONDS = 15.0
 PIPELINE = (("GET", "/v1/models"), ("POST", "/tokenize"), ("GET", "/model_info"))
 PIPELINED_BODY = b'{"prompt": "x"}'
 ERROR_FIELDS = {"message", "type", "param", "code"}
+MESSAGES_ERROR_FIELDS = {"message", "type"}
+# Of streams whose events have names.
+LAST_EVENTS = frozenset(
+    {
+        "error",
+        "message_stop",
+        "response.completed",
+        "response.failed",
+        "response.incomplete",
+    }
+)
 MAX_KEPT = 2000
 
 
@@ -224,8 +235,12 @@ def _error_verdict(answer: Answer) -> str | None:
         # The HTTP parser's own, of a request that is no HTTP.
         return None
     try:
-        error = answer.json()["error"]
-        has_shape = set(error) == ERROR_FIELDS and error["code"] == answer.status
+        content = answer.json()
+        error = content["error"]
+        if content.get("type") == "error":
+            has_shape = set(error) == MESSAGES_ERROR_FIELDS
+        else:
+            has_shape = set(error) == ERROR_FIELDS and error["code"] == answer.status
     except (KeyError, TypeError, ValueError):
         has_shape = False
     return None if has_shape or not answer.body else "an error of another shape"
@@ -233,14 +248,31 @@ def _error_verdict(answer: Answer) -> str | None:
 
 def _stream_verdict(answer: Answer) -> str | None:
     events = [line for line in answer.body.split(b"\n\n") if line]
-    if not events or events[-1] != b"data: [DONE]":
+    is_named = bool(events) and events[0].startswith(b"event: ")
+    if not is_named and (not events or events.pop() != b"data: [DONE]"):
         return "a stream without an end"
-    for event in events[:-1]:
+    kind = ""
+    for event in events:
+        name, _, data = event.rpartition(b"data: ")
         try:
-            content = json.loads(event.removeprefix(b"data: "))
+            content = json.loads(data)
         except ValueError:
             return "an event that is no JSON"
-        code = content.get("error", {}).get("code", 0) if "error" in content else 0
-        if code >= 500 and code != 503:
+        kind = content.get("type", "")
+        if is_named and name != b"event: %s\n" % kind.encode():
+            return "an event of another name"
+        if _is_failure(content):
             return "5xx in a stream"
-    return None
+    return "a stream without an end" if is_named and kind not in LAST_EVENTS else None
+
+
+def _is_failure(event: dict[str, Any]) -> bool:
+    """Whether an event says that the engine failed, in any of the APIs."""
+    holder = event.get("response", event)
+    error = holder.get("error") or {}
+    if "code" not in error:
+        return error.get("type") == "api_error"
+    code = error["code"]
+    return code == "server_error" or (
+        isinstance(code, int) and code >= 500 and code != 503
+    )

@@ -22,6 +22,7 @@ from sglang.srt.entrypoints.openai.chat import ChatApi
 from sglang.srt.entrypoints.openai.completions import CompletionApi
 from sglang.srt.entrypoints.openai.parse_routes import ParseRoutes
 from sglang.srt.entrypoints.openai.protocol import ChatRequest, CompletionRequest
+from sglang.srt.entrypoints.openai.responses import ResponsesApi
 
 COMPLETION_EXAMPLES = {
     "text": {"prompt": "The capital of France is", "max_tokens": 16},
@@ -60,6 +61,7 @@ class OpenAIRoutes:
         self._completions = CompletionApi(front)
         self._chat = ChatApi(front)
         self._parse = ParseRoutes(front)
+        self._responses = ResponsesApi(front)
 
     def routes(self) -> list[BaseRoute]:
         return [
@@ -101,6 +103,7 @@ class OpenAIRoutes:
                 errors=(404,),
             ),
             *self._parse.routes(),
+            *self._responses.routes(),
         ]
 
     async def models(self, request: Request) -> Response:

@@ -1,0 +1,121 @@
+"""One object inside of a request body, read field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sglang.srt.entrypoints.neutral_fields import ANY, Neutral
+from sglang.srt.managers.errors import BadRequest
+from sglang.srt.utils.quoting import quoted
+
+
+class BodyLevel:
+    """An object at a place of the body, all of whose fields are known.
+
+    Args:
+        where: its path, for errors.
+        read: fields that are read here.
+        neutral: other fields, which must ask for nothing.
+
+    Raises:
+        BadRequest: names what is wrong and where.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        where: str,
+        *,
+        read: Sequence[str],
+        neutral: Mapping[str, Neutral] | None = None,
+    ) -> None:
+        if not isinstance(value, dict):
+            raise BadRequest(f"{where} must be an object", param=where)
+        self.where = where
+        self._value = value
+        neutral = neutral or {}
+        for name, entry in value.items():
+            path = f"{where}.{name}"
+            if name in read:
+                continue
+            if name not in neutral:
+                raise BadRequest(
+                    f"unknown field {quoted(path)}; known fields: "
+                    f"{', '.join((*read, *neutral))}",
+                    param=path,
+                )
+            if not neutral[name].accepts(entry):
+                raise BadRequest(
+                    f"{path} is not supported by this server; {neutral[name].advice}",
+                    param=path,
+                )
+
+    def get(self, name: str) -> Any:
+        """The value of a field; None where it is missing."""
+        return self._value.get(name)
+
+    def text(self, name: str, *, default: str | None = None) -> str:
+        """The string in a field; with a `default` it may be missing."""
+        value = self._value.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            path = f"{self.where}.{name}"
+            raise BadRequest(f"{path} must be a string", param=path)
+        return value
+
+    def flag(self, name: str) -> bool:
+        """The boolean in a field; False where it is missing."""
+        value = self._value.get(name)
+        if not isinstance(value, bool | None):
+            path = f"{self.where}.{name}"
+            raise BadRequest(f"{path} must be true or false", param=path)
+        return bool(value)
+
+
+def kind_of(value: Any, where: str, known: Sequence[str], *, default: str = "") -> str:
+    """The `type` of an object, one of `known`.
+
+    Args:
+        default: the type of an object that tells none.
+
+    Raises:
+        BadRequest: it is another one.
+    """
+    if not isinstance(value, dict):
+        raise BadRequest(f"{where} must be an object", param=where)
+    kind = value.get("type") or default
+    if not isinstance(kind, str) or kind not in known:
+        raise BadRequest(
+            f"{where} is of type {quoted(kind)}; this server reads {', '.join(known)}",
+            param=f"{where}.type",
+        )
+    return kind
+
+
+def entries(value: Any, where: str) -> list[tuple[Any, str]]:
+    """The entries of a list, each with its path."""
+    if not isinstance(value, list):
+        raise BadRequest(f"{where} must be a list", param=where)
+    return [(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
+
+
+def joined_texts(
+    content: Any, where: str, kinds: Sequence[str], ignored: Iterable[str]
+) -> str:
+    """The text of `content`: a string, or a list of parts with a `text`.
+
+    Args:
+        kinds: types of parts. ignored: fields of parts that have no effect.
+    """
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part, path in entries(content, where):
+        kind_of(part, path, kinds)
+        level = BodyLevel(
+            part, path, read=("type", "text"), neutral=dict.fromkeys(ignored, ANY)
+        )
+        texts.append(level.text("text"))
+    return "".join(texts)
