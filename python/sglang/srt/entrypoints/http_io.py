@@ -174,7 +174,8 @@ def event(content: Any) -> bytes:
 
 def named_event(content: Mapping[str, Any]) -> bytes:
     """Encode one server-sent event that bears its own `type` as its name."""
-    return b"event: " + content["type"].encode() + b"\n" + event(content)
+    name: str = content["type"]
+    return b"event: " + name.encode() + b"\n" + event(content)
 
 
 def error_event(error: ApiError) -> bytes:

@@ -26,6 +26,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from sglang.srt.entrypoints.access import AccessMiddleware
+from sglang.srt.entrypoints.anthropic.error_shape import ErrorShapeMiddleware
+from sglang.srt.entrypoints.anthropic.messages import MessagesApi
 from sglang.srt.entrypoints.api_keys import ApiKeys
 from sglang.srt.entrypoints.body_budget import BodyBudget
 from sglang.srt.entrypoints.docs_routes import DocsRoutes
@@ -53,7 +55,8 @@ logger = logging.getLogger(__name__)
 
 
 def create_app(front: Front, keys: ApiKeys | None = None) -> FastAPI:
-    """The ASGI application; every error it answers has the shape of `ApiError.body`.
+    """The ASGI application; errors have the shape of `ApiError.body`, but those below
+    `/v1/messages`, which have Anthropic's.
 
     Args:
         keys: where the owner of the application has them read again; None: those of
@@ -75,6 +78,7 @@ def create_app(front: Front, keys: ApiKeys | None = None) -> FastAPI:
     )
     app.add_middleware(AccessMiddleware, keys=keys or ApiKeys(args), origins=origins)
     app.add_middleware(ErrorMiddleware)
+    app.add_middleware(ErrorShapeMiddleware)
     if origins:
         # Outermost: browsers must be able to read errors, and preflights carry no key.
         app.add_middleware(
@@ -91,6 +95,7 @@ def all_routes(front: Front) -> list[BaseRoute]:
     return [
         *NativeRoutes(front).routes(),
         *OpenAIRoutes(front).routes(),
+        *MessagesApi(front).routes(),
         *TokenizeApi(front).routes(),
         *LoadsApi(front).routes(),
         *ProfileApi(front).routes(),

@@ -194,6 +194,7 @@ class NativeRoutes:
                 "model": self._front.model_name,
                 "paths": [
                     *("/v1/chat/completions", "/v1/completions", "/v1/models"),
+                    *("/v1/responses", "/v1/messages"),
                     *("/generate", "/health", "/model_info", "/server_info", "/docs"),
                 ],
             }

@@ -257,6 +257,16 @@ class TokenizerManager:
             cost.check_call(fitted, list(map(len, all_ids)), limits)
         return fitted, all_ids
 
+    async def count_tokens(self, prompt: PromptRequest) -> int:
+        """Return the number of tokens that `submit` would make of `prompt`.
+
+        Raises:
+            BadRequest: no prompt has so many.
+            Unavailable: not ready, or shutting down.
+        """
+        limits = self._admit(0, wait_for_room=True)
+        return len(await self.prompts.ids(prompt, limits))
+
     async def updates(self, group: RequestGroup) -> AsyncIterator[list[Update]]:
         """Updates of the group as they come; errors as of `RequestGroup.updates`."""
         try:
