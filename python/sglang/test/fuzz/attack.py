@@ -24,7 +24,7 @@ MAX_STALL_SECONDS = 1.0
 MAX_GROWTH = 0.1
 # Memory is judged where the part before it has warmed all caches up.
 WARM_UP_SHARE = 0.2
-MIN_WARM_UP = 1000
+MIN_WARM_UP = 5000
 
 TRACEBACK_LINES = 40
 MAX_TRACEBACKS = 3
