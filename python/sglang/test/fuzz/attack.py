@@ -25,6 +25,8 @@ MAX_GROWTH = 0.1
 # Memory is judged where the part before it has warmed all caches up.
 WARM_UP_SHARE = 0.2
 MIN_WARM_UP = 5000
+SETTLE_SECONDS = 2.0
+SETTLE_SAMPLES = 20
 
 TRACEBACK_LINES = 40
 MAX_TRACEBACKS = 3
@@ -144,10 +146,16 @@ class Attack:
         return self._server.process.poll() is not None
 
     async def _memory(self) -> tuple[float, float]:
-        """Of an idle front and scheduler, with an empty cache."""
+        """The least of front and scheduler while nothing runs and the cache is empty:
+        bodies of clients that have left may still be read for a moment."""
         self.outcome.slots_at_idle = await slots_at_idle(self._server.url)
-        front = resident_mib(self._server.process.pid)
-        return front, resident_mib(self._server.scheduler_pid())
+        pids = (self._server.process.pid, self._server.scheduler_pid())
+        front, scheduler = map(resident_mib, pids)
+        for _ in range(SETTLE_SAMPLES):
+            await asyncio.sleep(SETTLE_SECONDS / SETTLE_SAMPLES)
+            front = min(front, resident_mib(pids[0]))
+            scheduler = min(scheduler, resident_mib(pids[1]))
+        return front, scheduler
 
     async def _judge(self, bystander: Bystander, prober: HealthProber) -> None:
         outcome, complain = self.outcome, self.outcome.complaints.append
