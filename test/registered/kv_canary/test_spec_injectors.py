@@ -138,17 +138,20 @@ def check_named(outcome: SpecOutcome, topk: int) -> None:
         assert (damage.slot, damage.position) in named, outcome.text
     for violation in found:
         _check_place(outcome, forward, violation, topk)
-        _check_line(outcome, violation, topk)
+        row = violation["batch_row"]
+        assert violation["branch"] == (row % topk if "step" in violation else -1)
+    _check_line(outcome)
 
 
-def _check_line(outcome: SpecOutcome, violation: dict[str, Any], topk: int) -> None:
-    """The log names the branch that the document names."""
-    row, branch = violation["batch_row"], violation["branch"]
-    assert branch == (row % topk if "step" in violation else -1)
-    place = f" slot_idx={violation['slot']} position={violation['position']} "
-    rows = f" branch={branch} batch_row={row} forward={violation['forward']} "
-    lines = outcome.text.splitlines()
-    assert any(place in line and rows in line for line in lines), outcome.text
+def _check_line(outcome: SpecOutcome) -> None:
+    """The error is the line of one violation, as the document has it."""
+    (line,) = outcome.text.splitlines()
+    assert any(
+        f" slot_idx={v['slot']} position={v['position']} " in line
+        and f" branch={v['branch']} batch_row={v['batch_row']} " in line
+        and f" forward={v['forward']} " in line
+        for v in outcome.violations
+    ), outcome.text
 
 
 def _positions(damage: Damage) -> set[int]:

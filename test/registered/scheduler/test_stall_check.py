@@ -208,9 +208,11 @@ def test_a_grammar_that_compiles_for_long(
     go = threading.Event()
     compile_now = LLGuidanceBackend.compile
 
-    def compile_late(backend: LLGuidanceBackend, kind: str, source: str) -> Grammar:
+    def compile_late(
+        backend: LLGuidanceBackend, kind: str, source: str, **options: Any
+    ) -> Grammar:
         assert go.wait(60)
-        return compile_now(backend, kind, source)
+        return compile_now(backend, kind, source, **options)
 
     monkeypatch.setattr(LLGuidanceBackend, "compile", compile_late)
     model = write_tiny_model(tmp_path / "tiny", "LlamaForCausalLM")
