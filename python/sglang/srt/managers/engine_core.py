@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0
+LAST_MESSAGE_SECONDS = 0.2
 
 
 class EngineCore:
@@ -97,6 +98,10 @@ class EngineCore:
             self._loop.call_soon_threadsafe(self._on_exit, exit_code)
 
     def _on_exit(self, exit_code: int) -> None:
+        # What it said last may still be on its way.
+        self._loop.call_later(LAST_MESSAGE_SECONDS, self._declare_dead, exit_code)
+
+    def _declare_dead(self, exit_code: int) -> None:
         if not self._is_stopping:
             self.manager.set_dead(str(SchedulerDied(exit_code)))
             self.died.set()

@@ -38,18 +38,19 @@ def main() -> None:
         target=_exit_with_parent, args=(addresses,), name="lifeline", daemon=True
     ).start()
     server_args = ServerArgs(**config["server_args"])
-    run_scheduler_process(
+    code = run_scheduler_process(
         server_args,
         addresses,
         Connection(int(sys.argv[1]), readable=False),
         rank=config["rank"],
         store=addresses.folder / STORE_NAME,
     )
-    if server_args.tp_size > 1:
+    if server_args.tp_size > 1 or code:
         # NCCL's communicators cannot be destroyed while CUDA graphs refer to them, and
-        # there is nothing left to save: the interpreter's finalization is skipped.
+        # threads of an engine that failed may end the process with a signal. There is
+        # nothing left to save: the interpreter's finalization is skipped.
         flush_all()
-        os._exit(0)
+        os._exit(code)
 
 
 def _read_line(descriptor: int) -> bytes:

@@ -84,16 +84,16 @@ def run_scheduler_process(
     *,
     rank: int,
     store: Path,
-) -> None:
+) -> int:
     """Serve until a `ShutdownReq`; reports once on `ready` whether it can.
+
+    Returns the exit code of the process: 0, or `FAILURE_EXIT_CODE` where the engine
+    failed while it served; the log says why.
 
     Args:
         rank: of this process among `server_args.tp_size`. Rank 0 talks to the front;
             the others follow it and log errors only.
         store: file through which the ranks meet.
-
-    Raises:
-        SystemExit: the engine failed while it served; the log says why.
     """
     configure_logging(server_args.log_level if rank == 0 else FOLLOWER_LOG_LEVEL)
     try:
@@ -107,7 +107,7 @@ def run_scheduler_process(
         scheduler = build_scheduler(server_args, io)
     except (ValueError, MemoryError) as error:
         _refuse(ready, error, has_peers=server_args.tp_size > 1)
-        return
+        return 0
     # Loaded objects stay: a collection that looked at them again would delay a step.
     gc.collect()
     gc.freeze()
@@ -121,9 +121,10 @@ def run_scheduler_process(
             # Rank 0 has most likely failed alike, and must say so before it finds this
             # process gone in the middle of a collective.
             time.sleep(FAILURE_SECONDS)
-        raise SystemExit(FAILURE_EXIT_CODE) from error
+        return FAILURE_EXIT_CODE
     finally:
         io.close()
+    return 0
 
 
 def _log_failure(error: Exception, rank: int) -> None:
