@@ -98,7 +98,7 @@ class EngineCore:
             self._loop.call_soon_threadsafe(self._on_exit, exit_code)
 
     def _on_exit(self, exit_code: int) -> None:
-        # What it said last may still be on its way.
+        # Its last message may still arrive.
         self._loop.call_later(LAST_MESSAGE_SECONDS, self._declare_dead, exit_code)
 
     def _declare_dead(self, exit_code: int) -> None:
