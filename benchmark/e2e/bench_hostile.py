@@ -18,14 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 from hostile_clients import HOSTILE, Visit, Visitor, plain_request
 
-from sglang.bench_utils.launch import run_cli
+from sglang.bench_utils.launch import run_report
 from sglang.bench_utils.local_server import LocalServer
-from sglang.bench_utils.report import Json, format_table, print_report, provenance
+from sglang.bench_utils.memory import family_mib
+from sglang.bench_utils.report import Json, format_table, provenance
 
 HONEST_STREAMS = 4
 HONEST_TOKENS = 64
@@ -176,29 +176,16 @@ async def measure(url: str, *, minutes: float, clients: int, turns: int) -> Json
     return {name: phase.figures() for name, phase in seen.items()}
 
 
-def memory_mib(pid: int) -> float:
-    """Resident memory of the server and its children."""
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    pids = [pid, *(int(c) for path in children for c in path.read_text().split())]
-    lines = [
-        line
-        for one in pids
-        for line in Path(f"/proc/{one}/status").read_text().splitlines()
-        if line.startswith("VmRSS:")
-    ]
-    return sum(int(line.split()[1]) for line in lines) / 1024
-
-
 def run(args: argparse.Namespace) -> Json:
     """Start a server and measure it."""
     with LocalServer(args.flags) as server:
-        before = memory_mib(server.pid)
+        before = family_mib(server.pid)
         phases = asyncio.run(
             measure(
                 server.url, minutes=args.minutes, clients=args.clients, turns=args.turns
             )
         )
-        after = memory_mib(server.pid)
+        after = family_mib(server.pid)
     return {
         "benchmark": "bench_hostile",
         "minutes": args.minutes,
@@ -249,16 +236,5 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    def run_and_report() -> int:
-        args = parse_args(argv)
-        report = run(args)
-        print_table(report)
-        print_report(report, output_file=args.output_file)
-        return 0
-
-    return run_cli(run_and_report)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_report(parse_args, run, print_table))

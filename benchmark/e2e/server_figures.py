@@ -17,12 +17,11 @@ from collections.abc import Sequence
 
 from sglang.bench_utils.datasets import BenchRequest
 from sglang.bench_utils.http_load import LoadClient, Pace, run_load
-from sglang.bench_utils.launch import run_cli
+from sglang.bench_utils.launch import run_report
 from sglang.bench_utils.local_server import LocalServer
 from sglang.bench_utils.report import (
     Json,
     format_table,
-    print_report,
     provenance,
     rate,
     ratio,
@@ -179,14 +178,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    def run_and_report() -> int:
-        args = parse_args(argv)
-        report = run(args)
-        print_table(report)
-        print_report(report, output_file=args.output_file)
-        return 0
-
-    return run_cli(run_and_report)
+    return run_report(parse_args, run, print_table, argv)
 
 
 if __name__ == "__main__":

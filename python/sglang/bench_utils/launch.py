@@ -6,9 +6,12 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
+
+from sglang.bench_utils.report import Json, print_report
 
 CONFIGURATION_ERROR = 2
 FLUSH_ATTEMPTS = 100
@@ -22,6 +25,31 @@ def run_cli(run: Callable[[], int]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return CONFIGURATION_ERROR
+
+
+def run_report(
+    parse: Callable[[Sequence[str] | None], Namespace],
+    run: Callable[[Namespace], Json],
+    show: Callable[[Json], None],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Run a benchmark: parse `argv`, show its table, end with its line of JSON.
+
+    Args:
+        parse: returns flags with `output_file`.
+
+    Returns:
+        The exit code, as of `run_cli`.
+    """
+
+    def run_and_show() -> int:
+        args = parse(argv)
+        report = run(args)
+        show(report)
+        print_report(report, output_file=args.output_file)
+        return 0
+
+    return run_cli(run_and_show)
 
 
 def parse_json_object(name: str, text: str | None) -> dict[str, Any]:

@@ -73,7 +73,7 @@ CONTRACT_FLAGS = [
 def test_every_flag_of_the_contract_exists_and_is_documented():
     help_text = ServerArgs.parser().format_help()
     for flag in CONTRACT_FLAGS:
-        # What is always refused is in the reference alone.
+        # Flags that are always refused are in the reference alone.
         is_shown = re.search(rf"{flag}\b", help_text) is not None
         assert is_shown != (flag == "--trust-remote-code"), flag
     for action in ServerArgs.parser()._actions:

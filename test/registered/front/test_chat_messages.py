@@ -28,7 +28,7 @@ ASKED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 TOLD = {"role": "tool", "tool_call_id": "abc123def", "content": "sunny"}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
-# What sets the templates of the families apart; texts around it are left out.
+# Differences between the families' templates; texts around them are left out.
 LLAMA = """{% for m in messages %}
 {%- if 'tool_calls' in m %}
 {%- if not m.tool_calls|length == 1 %}{{ raise_exception("one call only") }}{% endif %}

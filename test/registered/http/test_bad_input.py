@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import threading
 import time
@@ -20,6 +19,7 @@ import httpx
 import pytest
 from live_server import CONTEXT, Server, greedy
 
+from sglang.bench_utils.memory import family_mib
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=22, suite="cpu")
@@ -362,31 +362,19 @@ def loop_seconds(server: Server) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def memory_mib(server: Server) -> float:
-    """Resident memory of the front and of its scheduler."""
-    pids = [server.process.pid, *children_of(server.process.pid)]
-    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
-    return pages * resource.getpagesize() / MIB
-
-
-def children_of(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
-
-
 def test_large_keys_leave_nothing_behind(server: Server) -> None:
     """Each cached prefix held its key: 120 of 16 MB left 1.95 GB."""
-    before = memory_mib(server)
+    before = family_mib(server.process.pid)
     for i in range(6):
         key = f"{i}" + "k" * (16 * MIB)
         body = {"text": "tenant", "extra_key": key, "sampling_params": greedy()}
         assert server.post("/generate", body).status_code == 200
-    assert memory_mib(server) - before < 60
+    assert family_mib(server.process.pid) - before < 60
 
 
 def test_what_prompts_share_is_held_once(server: Server) -> None:
     """4,000 prompts with 65,536 stop tokens, and a key of megabytes: out of memory."""
-    before = memory_mib(server)
+    before = family_mib(server.process.pid)
     body = {
         "text": ["x"] * 4000,
         "extra_key": "k" * (16 * MIB),
@@ -398,7 +386,7 @@ def test_what_prompts_share_is_held_once(server: Server) -> None:
     with server.client() as client:
         response = client.post("/generate", json=body, timeout=120)
     assert response.status_code == 200 and len(response.json()) == 4000
-    assert memory_mib(server) - before < 400
+    assert family_mib(server.process.pid) - before < 400
 
 
 def test_100_mb_body_announced(server: Server) -> None:

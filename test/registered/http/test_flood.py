@@ -7,11 +7,11 @@ import json
 import resource
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from live_server import Server, greedy
 
+from sglang.bench_utils.memory import resident_mib
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 
@@ -30,13 +30,6 @@ def server(start_server: Callable[..., Server]) -> Iterator[Server]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
     yield start_server("--max-queued-requests", str(QUEUE)).wait_ready()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def memory_mib(pid: int) -> float:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) / 1024
-    raise AssertionError
 
 
 async def ask(address: tuple[str, str], content: bytes, all_open: asyncio.Event) -> str:
@@ -67,12 +60,12 @@ async def flood(server: Server) -> Counter[str]:
 
 def test_every_request_of_a_flood_gets_an_answer(server: Server) -> None:
     expected = server.generate("before", max_new_tokens=20)["output_ids"]
-    before = memory_mib(server.process.pid)
+    before = resident_mib(server.process.pid)
     answers = asyncio.run(flood(server))
     assert sum(answers.values()) == REQUESTS
     assert set(answers) <= {"200", "503"}
     assert answers["200"] > QUEUE
-    assert memory_mib(server.process.pid) - before < 600
+    assert resident_mib(server.process.pid) - before < 600
     server.wait_idle()
     assert server.generate("before", max_new_tokens=20)["output_ids"] == expected
     assert "Traceback" not in server.log()

@@ -91,11 +91,13 @@ def _check_values(body: bytes, *, limit: int) -> None:
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Keep the garbage collector from walking half-built objects again and again."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 async def aside(

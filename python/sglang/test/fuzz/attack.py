@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang.bench_utils.memory import resident_mib
 from sglang.test.fuzz.cases import Cases, Shot
 from sglang.test.fuzz.shooter import Failure, Shooter
 from sglang.test.fuzz.watch import (
     Bystander,
     HealthProber,
-    resident_mib,
     slots_at_idle,
 )
 from sglang.test.fuzz.wire import Connection

@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from sglang.test.fuzz.cases import Shot
@@ -130,14 +129,6 @@ class HealthProber:
             now = [shot for shot in self._in_flight() if shot not in before]
             self.suspects = before + now
         self.rounds += 1
-
-
-def resident_mib(pid: int) -> float:
-    """Memory of a process."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
 
 
 async def slots_at_idle(url: str) -> int:
