@@ -201,9 +201,10 @@ def config_of(algorithm, topk):
 
 
 @pytest.mark.parametrize("topk", [1, 4])
-def test_a_seed_gives_the_same_output_in_any_company(tmp_path, topk):
+def test_a_seed_gives_the_output_of_plain_decoding_in_any_company(tmp_path, topk):
+    folders = ModelFolders(tmp_path)
     engine = spec_engine(
-        ModelFolders(tmp_path),
+        folders,
         config_of("STANDALONE", topk),
         max_total_tokens=8192,
         disable_radix_cache=True,
@@ -221,6 +222,10 @@ def test_a_seed_gives_the_same_output_in_any_company(tmp_path, topk):
     alone = [engine.generate(prompt, **options, **s).output_ids for s in seeded]
     again = [engine.generate(prompt, **options, **s).output_ids for s in seeded]
     assert alone == again
+    plain = plain_engine(folders.target("llama"))
+    assert alone == [
+        plain.generate(prompt, **options, **s).output_ids for s in seeded
+    ]
     assert len({tuple(output) for output in alone}) == len(seeded)
     rids = []
     for i, sampling in enumerate(seeded):

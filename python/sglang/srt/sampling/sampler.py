@@ -1,7 +1,7 @@
 """Turns logits into token ids: edits, filters, one draw, logprobs.
 
 A plain step samples through `Sampler`. A verification of draft trees takes
-`greedy_choices` or `target_weights` of the tree's nodes and decides the rest itself.
+`node_choices` or `target_weights` of the tree's nodes and decides the rest itself.
 Everything runs on the device of the logits without waiting for it. Knows nothing of
 requests, schedulers or grammars beyond the rows of `SamplingBatchInfo`.
 """
@@ -183,7 +183,7 @@ def _choose_unfiltered(
     )
 
 
-def greedy_choices(
+def node_choices(
     logits: torch.Tensor,
     info: SamplingBatchInfo,
     *,
@@ -191,7 +191,8 @@ def greedy_choices(
     positions: torch.Tensor,
     history: TokenHistory | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token after each node of b trees whose requests are all greedy.
+    """The token after each node of b trees, as a plain step would choose it: with the
+    noise of that position, which all nodes of one depth share.
 
     Args:
         logits: [b * nodes, V] in any float dtype; left unmodified.
@@ -223,7 +224,7 @@ def target_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The distribution of the token after each node of b trees.
 
-    Args as for `greedy_choices`.
+    Args as for `node_choices`.
 
     Returns:
         The processed logits [b * nodes, V] float32, and weights of the same shape that

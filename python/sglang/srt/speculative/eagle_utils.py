@@ -6,6 +6,7 @@ Everything runs on the device without waiting for it; shapes depend on the batch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from sglang.srt.configs.draft_config import hidden_source_size, num_hidden_sources
 from sglang.srt.layers.logprobs import LogprobRequest, LogprobResult, compute_logprobs
 from sglang.srt.sampling.penalties import TokenHistory
-from sglang.srt.sampling.sampler import greedy_choices, target_weights
+from sglang.srt.sampling.sampler import node_choices, target_weights
 from sglang.srt.speculative.ops.buffers import DraftCandidates, DraftTree, VerifyResult
 from sglang.srt.speculative.ops.tree import top_k_probs
 from sglang.srt.speculative.ops.verify import (
@@ -65,10 +66,14 @@ class AcceptThresholds:
     single: float
     acc: float
 
+    @property
+    def are_exact(self) -> bool:
+        return self.single >= 1.0 and self.acc >= 1.0
+
 
 class Decision(NamedTuple):
     """The logits that tokens were chosen by, [b * D, V], edited as the requests ask;
-    the target's choices [b, D] where all requests are greedy."""
+    the target's choices [b, D], or None where lowered thresholds accept others, too."""
 
     logits: Tensor
     choices: Tensor | None
@@ -82,22 +87,31 @@ def accept_drafts(
     history: TokenHistory | None,
     thresholds: AcceptThresholds,
     result: VerifyResult,
+    agree: Callable[[Tensor], Tensor] = lambda choices: choices,
 ) -> Decision:
     """Decide which nodes of b trees are accepted, and the token after the last one.
+
+    After each node the target chooses a token, by argmax or by a draw with the noise of
+    that position, and a child that proposes it is accepted: with the probability that
+    it has under the target's distribution, and so that the output is that of plain
+    decoding with the same seeds, whatever the drafts. Lowered thresholds accept more.
 
     Args:
         logits: [b * D, V], the target's after each node.
         info: of the b requests; where it carries a mask, one row per node.
         history: tokens on the path to each node, where a row has a penalty.
         result: b rows, written.
+        agree: makes drawn choices [b, D] the same on every rank, in place.
     """
     nodes = tree.tokens.shape[1]
     positions = tree.positions.view(-1) + 1
-    if info.is_all_greedy:
-        processed, choices = greedy_choices(
+    if info.is_all_greedy or thresholds.are_exact:
+        processed, choices = node_choices(
             logits, info, nodes=nodes, positions=positions, history=history
         )
         choices = choices.view(-1, nodes)
+        if not info.is_all_greedy:
+            choices = agree(choices.contiguous())
         verify_tree_greedy(tree, choices, result=result)
         return Decision(processed, choices)
     processed, weights = target_weights(
@@ -112,6 +126,8 @@ def accept_drafts(
         threshold_acc=thresholds.acc,
         result=result,
     )
+    for tensor in (result.predict, result.accept_index, result.accept_lens):
+        agree(tensor)
     return Decision(processed, None)
 
 

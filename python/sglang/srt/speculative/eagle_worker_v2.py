@@ -201,16 +201,12 @@ class EAGLEWorkerV2:
             history=history,
             thresholds=self._thresholds,
             result=live.result,
+            # Not every sum over a distribution on a GPU has the same bits twice.
+            agree=self._group.broadcast,
         )
         if self._simulated_length:
             simulate_acceptance(live.result, mean=self._simulated_length)
-        if not sampling_info.is_all_greedy or self._simulated_length:
-            # Not every sum over a distribution on a GPU has the same bits twice.
-            for tensor in (
-                live.result.predict,
-                live.result.accept_index,
-                live.result.accept_lens,
-            ):
+            for tensor in (live.result.accept_index, live.result.accept_lens):
                 self._group.broadcast(tensor)
         return decided
 
