@@ -349,6 +349,10 @@ def variants() -> list[Variant]:
 # -- compilation -------------------------------------------------------------------
 
 
+# Triton's names of the pointers.
+TYPES = {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
+
+
 class Signature:
     """How Triton sees arguments: types, what it compiles in, which are aligned."""
 
@@ -370,7 +374,7 @@ class Signature:
         if specialized and number % 16 == 0:
             self.attributes[path] = [["tt.divisibility", 16]]
         if is_tensor:
-            return {torch.int32: "*i32", torch.int64: "*i64"}[value.dtype]
+            return TYPES[value.dtype]
         return "i32" if -(2**31) <= value < 2**31 else "i64"
 
     def constant(self, value: Any, path: tuple[int, ...]) -> str:
