@@ -28,9 +28,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt kv-canary/pyproject.toml sgl-
 DRAFT := --speculative-algorithm EAGLE3 --speculative-num-steps 3 \
 	--speculative-eagle-topk 1 --speculative-num-draft-tokens 4
 
+# A damaged KV cache costs latency and no answer.
+CANARY := --kv-canary heal
+
 serve: venv
 	$(BIN)/python -m sglang.launch_server $(ARGS) \
-		$(if $(findstring --model-path,$(ARGS))$(findstring --speculative-,$(ARGS)),,$(DRAFT))
+		$(if $(findstring --model-path,$(ARGS))$(findstring --speculative-,$(ARGS)),,$(DRAFT)) \
+		$(if $(findstring --kv-canary,$(ARGS)),,$(CANARY))
 
 test: venv lint
 	$(BIN)/python test/run_suite.py --hw cpu

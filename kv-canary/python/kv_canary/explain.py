@@ -55,7 +55,30 @@ def explain(incident: dict[str, Any]) -> str:
     for run in _runs(violations):
         lines += ["", *_violation(number, run)]
         number += len(run)
+    if "healing" in incident:
+        lines += ["", *_healing(incident["healing"])]
     return "\n".join(map(_printable, lines))
+
+
+def _healing(done: dict[str, Any]) -> list[str]:
+    """The requests that were recomputed, or ended, because of the incident."""
+    lines = [
+        f"healed: {done['num_recomputed']} request(s) recomputed, {done['num_ended']} "
+        f"ended, {done['cached_tokens_cut']} cached token(s) dropped"
+        + (f", pages watched: {_pages(done)}" if done["pages_watched"] else "")
+    ]
+    for name, text in (("recomputed", "runs again"), ("ended", "ended with an error")):
+        lines += [
+            f"   {_request(about['rid'], otherwise='no request')} {text} with "
+            f"{about['tokens']} tokens ({about['pool']} pool); {about['sent']} of "
+            f"{about['output_tokens']} output tokens were sent before"
+            for about in done[name]
+        ]
+    return lines
+
+
+def _pages(done: dict[str, Any]) -> str:
+    return ", ".join(map(str, done["pages_watched"]))
 
 
 def _printable(line: str) -> str:

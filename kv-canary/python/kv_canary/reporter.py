@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kv_canary.evidence import DraftBranch, Owner
 from kv_canary.incident_folder import IncidentFolder
@@ -36,12 +36,27 @@ ModeOf = Callable[[Violation], str | None]
 BranchOf = Callable[[Violation], DraftBranch | None]
 
 
+class Finding(NamedTuple):
+    """A violation, and what is known of it when it is found.
+
+    Fields:
+        forward_mode: mode of the forward that found it; None: not known any more.
+        details: fields that only the host can add to an incident.
+    """
+
+    violation: Violation
+    forward_mode: str | None
+    details: dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
     """How violations are reported.
 
     Fields:
         mode, real_data: names for incident documents.
+        is_repaired: whether damage is repaired when it is found, so that none is found
+            twice.
         folder: one JSON file per incident, or None.
         with_tokens: whether reports hold token ids.
         max_files: of this process; 0: no limit. max_files_option: its name for users.
@@ -50,6 +65,7 @@ class ReportOptions:
 
     mode: str = "log"
     real_data: str = "partial"
+    is_repaired: bool = False
     folder: Path | None = None
     with_tokens: bool = False
     max_files: int = 1000
@@ -113,6 +129,7 @@ class ViolationReporter:
         self._seen: OrderedDict[tuple[str, int, int, int, int], None] = OrderedDict()
         self.counts: CountsOf[str] = CountsOf()
         self.total = 0
+        self._num_incidents = 0
         self._log = ReportLog(with_tokens=options.with_tokens)
         self._folder = options.incident_folder(rank)
         self.incidents: deque[dict[str, Any]] = deque(maxlen=KEPT_INCIDENTS)
@@ -127,16 +144,39 @@ class ViolationReporter:
         branch_of: BranchOf = lambda violation: None,
         details: Callable[[Violation], dict[str, Any]] = lambda violation: {},
     ) -> list[Violation]:
-        """Log, count and keep the new violations; returns them.
+        """Log, count and keep the new violations, by `examine` and `publish`; returns
+        them."""
+        found = self.examine(
+            entries,
+            owner_of=owner_of,
+            mode_of=mode_of,
+            branch_of=branch_of,
+            details=details,
+        )
+        self.publish(found, dropped=dropped)
+        return [finding.violation for finding in found]
+
+    def examine(
+        self,
+        entries: Iterable[Sequence[int]],
+        *,
+        owner_of: OwnerOf,
+        mode_of: ModeOf,
+        branch_of: BranchOf,
+        details: Callable[[Violation], dict[str, Any]],
+    ) -> list[Finding]:
+        """The new violations, with what the host knows of them now.
 
         Args:
             entries: rows of the ring, in any order.
-            dropped: entries that found no place in it.
             owner_of: the owner of a slot by the host's records.
             mode_of: mode of the forward that found a violation.
             branch_of: branch of the draft step that found it.
             details: fields that only the host can add to an incident.
         """
+        if self._options.is_repaired:
+            # A later finding is of another damage.
+            self._seen.clear()
         found = [self._parse(entry) for entry in sorted(entries, key=ring_order)]
         stray = {_place(v, v.expected_slot, v.slot) for v in found if _is_stray(v)}
         fresh = [
@@ -150,6 +190,24 @@ class ViolationReporter:
             for violation in found
             if self._is_new(violation)
         ]
+        return [Finding(v, mode_of(v), details(v)) for v in fresh]
+
+    def publish(
+        self,
+        found: Sequence[Finding],
+        *,
+        dropped: int = 0,
+        outcome: dict[str, Any] | None = None,
+    ) -> dict[str, Any] | None:
+        """Log, count and keep violations as one incident, whose document is returned;
+        None without any.
+
+        Args:
+            found: of `examine`.
+            dropped: entries that found no place in the ring.
+            outcome: what was done about them, for the document.
+        """
+        fresh = [finding.violation for finding in found]
         is_new_kind = self._log.violations(fresh)
         for violation in fresh:
             self.total += 1
@@ -161,13 +219,19 @@ class ViolationReporter:
                 self._options.ring_capacity_option,
                 self._options.ring_capacity,
             )
-        if fresh:
-            incident = self._document(fresh, dropped, mode_of, details)
-            self.incidents.append(incident)
-            file = None if self._folder is None else self._folder.write(incident)
-            if is_new_kind:
-                self._log.explain(incident, file)
-        return fresh
+        if not fresh:
+            return None
+        incident = self._document(found, dropped, outcome)
+        self.incidents.append(incident)
+        file = None if self._folder is None else self._folder.write(incident)
+        if is_new_kind:
+            self._log.explain(incident, file)
+        return incident
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next incident of this process."""
+        return self._num_incidents + 1
 
     def _parse(self, entry: Sequence[int]) -> Violation:
         serials = (entry[Ring.SERIAL], unpack_word3(entry[Ring.FOUND_WORD3]).serial)
@@ -184,27 +248,30 @@ class ViolationReporter:
 
     def _document(
         self,
-        fresh: list[Violation],
+        found: Sequence[Finding],
         dropped: int,
-        mode_of: ModeOf,
-        details: Callable[[Violation], dict[str, Any]],
+        outcome: dict[str, Any] | None,
     ) -> dict[str, Any]:
         with_tokens = self._options.with_tokens
+        first = found[0]
+        self._num_incidents += 1
         return {
+            "number": self._num_incidents,
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "mode": self._options.mode,
             "real_data": self._options.real_data,
             "rank": self._rank,
-            "forward": fresh[0].forward,
-            "forward_mode": mode_of(fresh[0]),
-            "dropped": dropped + max(len(fresh) - VIOLATIONS_PER_INCIDENT, 0),
+            "forward": first.violation.forward,
+            "forward_mode": first.forward_mode,
+            "dropped": dropped + max(len(found) - VIOLATIONS_PER_INCIDENT, 0),
+            **({} if outcome is None else {"healing": outcome}),
             "violations": [
                 {
-                    **violation.document(with_tokens=with_tokens),
-                    "forward_mode": mode_of(violation),
-                    **details(violation),
+                    **finding.violation.document(with_tokens=with_tokens),
+                    "forward_mode": finding.forward_mode,
+                    **finding.details,
                 }
-                for violation in _for_incident(fresh)
+                for finding in _for_incident(found)
             ],
         }
 
@@ -221,14 +288,14 @@ def _place(violation: Violation, column: int, written: int) -> tuple[object, ...
     return (*row, column, written)
 
 
-def _for_incident(fresh: list[Violation]) -> list[Violation]:
-    """The violations that an incident holds: the first of each request, then others."""
-    firsts: dict[int, Violation] = {}
-    for violation in fresh:
-        firsts.setdefault(violation.serial, violation)
+def _for_incident(found: Sequence[Finding]) -> list[Finding]:
+    """Those that an incident holds: the first of each request, then others."""
+    firsts: dict[int, Finding] = {}
+    for finding in found:
+        firsts.setdefault(finding.violation.serial, finding)
     chosen = list(firsts.values())
-    taken = {id(violation) for violation in chosen}
-    chosen += [violation for violation in fresh if id(violation) not in taken]
+    taken = {id(finding) for finding in chosen}
+    chosen += [finding for finding in found if id(finding) not in taken]
     return chosen[:VIOLATIONS_PER_INCIDENT]
 
 

@@ -435,7 +435,8 @@ class ServerArgs:
     kv_canary: Annotated[
         str,
         Arg(
-            "Check the KV cache while serving; heal is not available yet.",
+            "Check the KV cache while serving: report, stop, or recompute what is "
+            "damaged.",
             ("none", "log", "raise", "heal"),
             begins="KV canary",
         ),
@@ -447,6 +448,17 @@ class ServerArgs:
     kv_canary_sweep_interval: Annotated[
         int, Arg("Steps between sweeps of cached slots; 0: off.")
     ] = 0
+    kv_canary_heal_limit: Annotated[
+        int,
+        Arg("Healings per minute above which the engine stops as in raise; 0: none."),
+    ] = 60
+    kv_canary_quarantine_limit: Annotated[
+        float,
+        Arg(
+            "Share of KV pages that may stay out of use before the engine stops as in "
+            "raise."
+        ),
+    ] = 0.05
     kv_canary_report_dir: Annotated[
         str | None, Arg("Folder for one JSON file per incident.")
     ] = None

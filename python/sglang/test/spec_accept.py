@@ -46,19 +46,22 @@ class AcceptRecorder:
         scheduler._results.process = self._record  # type: ignore[method-assign]
 
     def _record(
-        self, launched: LaunchRecord, result: GenerationBatchResult
+        self,
+        launched: LaunchRecord,
+        result: GenerationBatchResult,
+        rows: Sequence[int] | None = None,
     ) -> ProcessedBatch:
         before = [
             (row, req, len(req.tokens))
             for row, req in enumerate(launched.reqs)
             if launched.is_speculative and not req.is_finished
         ]
-        processed = self._process(launched, result)
+        processed = self._process(launched, result, rows)
         for row, req, length in before:
             if len(req.tokens) == length:
                 continue  # aborted
             assert result.accept_lens is not None
-            key = (req.rid, req.num_retractions)
+            key = (req.rid, req.num_restarts)
             run = self.runs.setdefault(key, Run(start=length - 1))
             run.accept_lens.append(result.accept_lens[row])
             run.tokens = list(req.tokens[: req.prompt_len + req.output_len])

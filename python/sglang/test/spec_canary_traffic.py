@@ -20,6 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.test.harness import EngineHarness, Finished
+from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
 VOCAB = 1000
 CONTEXT = 512
@@ -155,6 +156,17 @@ def worker_of(harness: EngineHarness) -> EAGLEWorkerV2:
     worker = harness.scheduler.worker
     assert isinstance(worker, EAGLEWorkerV2)
     return worker
+
+
+def write_mock_models(folder: Path, *, source: str = "hidden") -> dict[str, Path]:
+    """A mock target and its draft, whose proposals come from `source`."""
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    return {
+        "model": write_mock_model(folder / "target", **sizes),
+        "draft": write_mock_draft(
+            folder / "draft", kind="EAGLE", source=source, **sizes
+        ),
+    }
 
 
 def canaries_of(harness: EngineHarness) -> dict[str, CanaryManager]:

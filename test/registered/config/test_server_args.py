@@ -202,7 +202,7 @@ def test_unknown_flags_and_values_are_refused(argv, capsys):
             ["--speculative-draft-model-path", "/some/model"],
         ),
         ({"speculative_num_steps": 3}, ["--speculative-num-steps 3"]),
-        ({"kv_canary": "heal"}, ["--kv-canary heal", "--kv-canary raise"]),
+        ({"kv_canary_heal_limit": 5}, ["--kv-canary-heal-limit 5", "heal"]),
         (
             {
                 "kv_canary": "log",

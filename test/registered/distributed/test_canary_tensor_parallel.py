@@ -226,13 +226,7 @@ def test_a_fault_in_one_rank_s_draft_pool_stops_both(
     capfd: pytest.CaptureFixture[str],
     rank: int,
 ) -> None:
-    draft = write_mock_draft(
-        tmp_path / "draft",
-        kind="EAGLE",
-        source="hidden",
-        vocab_size=VOCAB,
-        max_position_embeddings=400,
-    )
+    draft = _write_draft(tmp_path)
     reports = tmp_path / "reports"
     engine = start_faulty(
         rank=rank,
@@ -271,6 +265,71 @@ def test_a_fault_in_one_rank_s_draft_pool_stops_both(
     log = capfd.readouterr().err
     assert "launch_tag=draft.verify fail_reason=verify_real_kv" in log
     assert f"The scheduler of rank {rank} failed" in log
+
+
+@pytest.mark.parametrize(
+    ("rank", "in_draft"),
+    sampled([(1, False), (1, True), (0, False), (0, True)], key=type, ci=1),
+)
+def test_a_fault_on_one_rank_is_healed_on_both(
+    model: Path,
+    start_faulty: Callable[..., sglang.Engine],
+    tmp_path: Path,
+    rank: int,
+    in_draft: bool,
+) -> None:
+    """Ranks that took other steps would stop each other; several requests run on."""
+    options: dict[str, Any] = {"page_size": 4}
+    if in_draft:
+        options |= {
+            "speculative_algorithm": "EAGLE",
+            "speculative_draft_model_path": str(_write_draft(tmp_path)),
+            "speculative_num_steps": 4,
+            "speculative_eagle_topk": 4,
+            "speculative_num_draft_tokens": 12,
+        }
+    reports = tmp_path / "reports"
+    engine = start_faulty(
+        rank=rank,
+        fault="early_free",
+        in_draft=in_draft,
+        kv_canary="heal",
+        kv_canary_report_dir=str(reports),
+        **options,
+    )
+    prompts = [[(7 * i + j) % VOCAB for j in range(30)] for i in range(4)]
+    answers: Any = engine.generate(
+        input_ids=prompts,
+        sampling_params=[
+            GREEDY | {"max_new_tokens": 60},
+            {"temperature": 1.0, "top_k": 5, "sampling_seed": 3, "max_new_tokens": 40},
+            GREEDY | {"max_new_tokens": 40},
+            GREEDY | {"max_new_tokens": 50},
+        ],
+    )
+    (stats,) = engine.get_server_info()["internal_states"]
+    for i in (0, 2, 3):
+        output = answers[i]["output_ids"]
+        predicted = next_tokens(prompts[i] + output, vocab_size=VOCAB)
+        assert output == predicted[len(prompts[i]) - 1 : -1]
+    assert sum(stats["kv_canary_heals_total"].values()) == 1
+    assert stats["kv_canary_heals_total"]["found by another rank"] == (rank == 1)
+    assert stats["kv_canary_quarantined_pages"] == 0
+    (report,) = reports.iterdir()
+    incident = json.loads(report.read_text())
+    assert incident["rank"] == rank
+    assert incident["healing"]["num_recomputed"] >= 1
+    assert engine.canary_incidents() == [incident]
+
+
+def _write_draft(folder: Path) -> Path:
+    return write_mock_draft(
+        folder / "draft",
+        kind="EAGLE",
+        source="hidden",
+        vocab_size=VOCAB,
+        max_position_embeddings=400,
+    )
 
 
 def _wait_gone(pids: list[int]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from manager_world import Wire, prompt, run
 
 from sglang.srt.managers.errors import Unavailable
-from sglang.srt.managers.health_probe import HealthProbe
+from sglang.srt.managers.health_probe import Health, HealthProbe
 from sglang.srt.managers.io_struct import GetStateReq, GetStateRsp, SchedulerStats
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -24,6 +24,12 @@ def questions(wire: Wire) -> list[GetStateReq]:
     return [message for message in wire.sent if isinstance(message, GetStateReq)]
 
 
+def answer_state(wire: Wire, *, is_degraded: bool) -> None:
+    (question,) = questions(wire)
+    stats = SchedulerStats(kv_canary_is_degraded=is_degraded)
+    wire.manager.receive(GetStateRsp(call_id=question.call_id, stats=stats))
+
+
 def test_an_idle_engine_makes_one_token_for_all_who_ask() -> None:
     async def work() -> None:
         wire = Wire()
@@ -34,10 +40,13 @@ def test_an_idle_engine_makes_one_token_for_all_who_ask() -> None:
         assert sent.sampling_params.max_new_tokens == 1
         asking[0].cancel()
         wire.answer(sent.rid, [1])
-        ages = await asyncio.gather(*asking, return_exceptions=True)
-        assert isinstance(ages[0], asyncio.CancelledError)
-        assert all(isinstance(age, float) and age < 1 for age in ages[1:])
-        assert await probe.check() < 1
+        await settle()
+        answer_state(wire, is_degraded=True)
+        first, *found = await asyncio.gather(*asking, return_exceptions=True)
+        assert isinstance(first, asyncio.CancelledError)
+        for health in (*found, await probe.check()):
+            assert isinstance(health, Health) and health.age < 1
+            assert health.is_degraded
         assert len(wire.generated()) == 1
 
     run(work())
@@ -54,11 +63,9 @@ def test_a_busy_engine_is_asked_between_two_steps() -> None:
         asking = [asyncio.create_task(probe.check()) for _ in range(50)]
         await settle()
         assert [sent.rid for sent in wire.generated()] == ["a", "b"]
-        (question,) = questions(wire)
-        wire.manager.receive(
-            GetStateRsp(call_id=question.call_id, stats=SchedulerStats())
-        )
-        assert max(await asyncio.gather(*asking)) < 1
+        answer_state(wire, is_degraded=False)
+        for health in await asyncio.gather(*asking):
+            assert health.age < 1 and not health.is_degraded
 
     run(work())
 

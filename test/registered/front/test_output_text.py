@@ -30,6 +30,10 @@ PIECES = st.lists(
 )
 
 
+def new_detokenizer() -> IncrementalDetokenizer:
+    return IncrementalDetokenizer(TOKENIZER)
+
+
 def ids_of(text: str) -> list[int]:
     return TOKENIZER.encode(text)
 
@@ -118,7 +122,7 @@ def test_streams_equal_whole_answers_with_min_new_tokens(
     detokenizer = IncrementalDetokenizer(TOKENIZER)
     texts = list(itertools.accumulate(map(detokenizer.push, tokens), initial=""))
     expected = first_stop(texts, stops, min_new_tokens)
-    matcher = StopMatcher(IncrementalDetokenizer(TOKENIZER), stops=stops, patterns=[])
+    matcher = StopMatcher(new_detokenizer, stops=stops, patterns=[])
     found = [matcher.push(token) for token in tokens]
     counting = [n for n, m in enumerate(found, 1) if m and n >= min_new_tokens]
     assert counting[:1] == ([expected[0]] if expected else [])
@@ -135,9 +139,7 @@ def test_streams_equal_whole_answers_with_min_new_tokens(
 
 def test_a_stop_without_new_text_is_no_match() -> None:
     """The window of the longer stop reaches back over the shorter one."""
-    matcher = StopMatcher(
-        IncrementalDetokenizer(TOKENIZER), stops=["b", "xxxxxx"], patterns=[]
-    )
+    matcher = StopMatcher(new_detokenizer, stops=["b", "xxxxxx"], patterns=[])
     assert [matcher.push(t) for t in (*ids_of("b"), *ids_of("x"))] == ["b", None]
 
 

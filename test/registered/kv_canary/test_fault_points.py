@@ -98,7 +98,7 @@ FIRES = [
     (PROMPT_TAIL, drafts(TREE, max_running_requests=2)),
 ]
 REFUSED = [
-    (EARLY_FREE, plain(kv_canary="none"), "--kv-canary log or raise"),
+    (EARLY_FREE, plain(kv_canary="none"), "--kv-canary log, raise or heal"),
     (EARLY_FREE, drafts(CHAIN, kv_canary="raise"), "no --speculative-algorithm"),
     (EARLY_FREE, plain(**PREFILL), "no --disaggregation-mode prefill"),
     (EARLY_POSITIONS, plain(), "--speculative-algorithm"),

@@ -144,7 +144,7 @@ def test_off_is_404(tmp_path: Path) -> None:
         server.wait_ready()
         answer = server.get("/canary/incidents")
         assert answer.status_code == 404
-        assert "--kv-canary log or raise" in answer.json()["error"]["message"]
+        assert "--kv-canary log, raise or heal" in answer.json()["error"]["message"]
         body = {"text": "x", "sampling_params": greedy()}
         assert server.post("/generate", body).status_code == 200
         assert "kv_canary" not in server.log()

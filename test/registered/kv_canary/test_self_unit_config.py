@@ -121,7 +121,22 @@ def test_every_setting_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"kv_canary": "heal"}, "--kv-canary heal is not available .* raise"),
+        (
+            {"kv_canary": "heal", "kv_canary_heal_limit": -1},
+            "--kv-canary-heal-limit -1 must be at least 0",
+        ),
+        (
+            {"kv_canary": "raise", "kv_canary_heal_limit": 5},
+            "--kv-canary-heal-limit 5 has no effect with --kv-canary raise",
+        ),
+        (
+            {"kv_canary": "heal", "kv_canary_quarantine_limit": 1.5},
+            "--kv-canary-quarantine-limit 1.5 must be a share between 0 and 1",
+        ),
+        (
+            {"kv_canary_quarantine_limit": 0.1},
+            "--kv-canary-quarantine-limit 0.1 has no effect with --kv-canary none",
+        ),
         ({"kv_canary": "loud"}, "--kv-canary.*loud"),
         ({"kv_canary": "log", "kv_canary_real_data": "most"}, "real-data.*most"),
         (

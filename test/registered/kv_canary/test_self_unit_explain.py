@@ -285,5 +285,42 @@ def test_explain_command(tmp_path: Path) -> None:
         assert wrong.stderr.startswith(f"{bad}: not an incident file: ")
 
 
+def test_what_was_healed() -> None:
+    report = reporter()
+    found = report.examine(
+        [entry()],
+        owner_of=lambda slot: Owner("owner"),
+        mode_of=lambda violation: "decode",
+        branch_of=lambda violation: None,
+        details=lambda violation: {},
+    )
+    about = {
+        "rid": "r\n1",
+        "pool": "target",
+        "tokens": 26,
+        "output_tokens": 22,
+        "sent": 7,
+    }
+    outcome = {
+        "recomputed": [about],
+        "ended": [about | {"rid": "r2"}],
+        "num_recomputed": 1,
+        "num_ended": 1,
+        "cached_tokens_cut": 16,
+        "pages_watched": [3, 8],
+    }
+    document = report.publish(found, outcome=outcome)
+    assert document is not None and document["healing"] == outcome
+    assert explain(document).splitlines()[-3:] == [
+        "healed: 1 request(s) recomputed, 1 ended, 16 cached token(s) dropped, pages "
+        "watched: 3, 8",
+        '   "r\\n1" runs again with 26 tokens (target pool); 7 of 22 output tokens '
+        "were sent before",
+        '   "r2" ended with an error with 26 tokens (target pool); 7 of 22 output '
+        "tokens were sent before",
+    ]
+    assert report.publish([]) is None
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

@@ -19,7 +19,7 @@ from sglang.srt.distributed.parallel_state import (
 )
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
 from sglang.srt.managers.scheduler_components.build import _last_message
-from sglang.srt.managers.scheduler_components.canary_gate import SlotOwners
+from sglang.srt.managers.scheduler_components.slot_owners import SlotOwners
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
 )

@@ -229,6 +229,7 @@ def test_incident(tmp_path: Path, with_tokens: bool) -> None:
     if with_tokens:
         expected["token"], found["token"] = None, 101
     assert document == {
+        "number": 1,
         "mode": "raise",
         "real_data": "all",
         "rank": 1,

@@ -17,7 +17,6 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import Finished
 from sglang.test.scale import count
 from sglang.test.spec_canary_traffic import (
-    CONTEXT,
     VOCAB,
     WARM_STEPS,
     SpecTraffic,
@@ -25,8 +24,8 @@ from sglang.test.spec_canary_traffic import (
     logged,
     speculating,
     worker_of,
+    write_mock_models,
 )
-from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
 register_cpu_ci(est_time=15, suite="cpu")
 
@@ -59,14 +58,7 @@ class Run:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Here the draft's proposals come from what attention reads in its pool."""
-    folder = tmp_path_factory.mktemp("mock")
-    sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
-    return {
-        "model": write_mock_model(folder / "target", **sizes),
-        "draft": write_mock_draft(
-            folder / "draft", kind="EAGLE", source="attention", **sizes
-        ),
-    }
+    return write_mock_models(tmp_path_factory.mktemp("mock"), source="attention")
 
 
 def serve(models: dict[str, Path], *, seed: int, fault: str | None) -> Run:

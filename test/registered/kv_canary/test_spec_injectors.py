@@ -47,8 +47,8 @@ from sglang.test.spec_canary_traffic import (
     plant_in,
     speculating,
     worker_of,
+    write_mock_models,
 )
-from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
 register_cpu_ci(est_time=30, suite="cpu")
 
@@ -80,14 +80,7 @@ def id_of(value: object) -> str:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("mock")
-    sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
-    return {
-        "model": write_mock_model(folder / "target", **sizes),
-        "draft": write_mock_draft(
-            folder / "draft", kind="EAGLE", source="hidden", **sizes
-        ),
-    }
+    return write_mock_models(tmp_path_factory.mktemp("mock"))
 
 
 def cases() -> list[tuple[str, str, tuple[tuple[int, int, int], int]]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, settings
@@ -33,6 +34,7 @@ from sglang.srt.mem_cache.common import (
     usable_size,
 )
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.quarantine import Quarantine
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree_node import TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -96,6 +98,33 @@ def admit(
     )
 
 
+def subtree(top: TreeNode) -> list[TreeNode]:
+    return [top, *(n for child in top.children.values() for n in subtree(child))]
+
+
+def path_of(req: Req) -> list[TreeNode]:
+    node, path = req.last_node, []
+    while node is not None and node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path
+
+
+class Pattern:
+    """Slots that were filled; `changed` ones are not intact."""
+
+    def __init__(self, content: dict[int, object]) -> None:
+        self._content = content
+        self.changed: set[int] = set()
+
+    def fill(self, slots: torch.Tensor) -> None:
+        for slot in slots.tolist():
+            self._content.pop(slot, None)
+
+    def is_intact(self, slots: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([slot not in self.changed for slot in slots.tolist()])
+
+
 class RequestMachine(RuleBasedStateMachine):
     """Up to four requests over a small pool that is always short of memory."""
 
@@ -120,6 +149,9 @@ class RequestMachine(RuleBasedStateMachine):
         self.cache.allocator.register_on_free(
             lambda slots: [self.content.pop(slot, None) for slot in slots.tolist()]
         )
+        self.pattern = Pattern(self.content)
+        self.quarantine = Quarantine(self.cache.allocator, [self.pattern])
+        self.forwards = 0
 
     def truth(self, req: Req, position: int) -> object:
         """Expected content of the slot of a position: everything it depends on."""
@@ -226,6 +258,52 @@ class RequestMachine(RuleBasedStateMachine):
         release_req(req, cache=self.cache)
         assert self.cache.total_size() == cached
 
+    @rule(data=st.data(), stays=st.booleans())
+    def damage(self, data: st.DataObject, stays: bool) -> None:
+        """A page goes, with the cached run that it is in, all below it, and everybody
+        who relies on them."""
+        cache, page_size = self.cache, self.cache.page_size
+        page = data.draw(st.integers(1, cache.allocator.num_pages))
+        if page in self.quarantine.pages:
+            return
+        tops = [n for n in cache.iter_nodes() if page in n.slots // page_size]
+        gone = {id(node) for top in tops for node in subtree(top)}
+        touched = [
+            req
+            for req in self.requests
+            if page in self.row_pages(req) or gone & {id(n) for n in path_of(req)}
+        ]
+        if any(node.lock_ref for top in tops for node in subtree(top)):
+            with pytest.raises(RuntimeError, match="cannot be cut"):
+                cache.cut(tops)
+        before = cache.total_size()
+        freed = [cache.let_go(req) for req in touched]
+        self.requests = [req for req in self.requests if req not in touched]
+        # A child that is named beside its parent changes nothing.
+        freed.append(cache.cut([n for top in tops for n in subtree(top)]))
+        assert cache.total_size() == before - len(freed[-1])
+        pages = np.unique(torch.cat(freed).numpy() // page_size)
+        slots = cache.allocator.page_slots(pages)
+        if len(slots):
+            cache.allocator.free(torch.from_numpy(slots))
+        self.quarantine.add(np.array([page]), num_forwards=self.forwards)
+        if stays:
+            self.pattern.changed.add(page * page_size)
+
+    @rule(is_idle=st.booleans())
+    def forward(self, is_idle: bool) -> None:
+        self.forwards += 1
+        self.quarantine.look(num_forwards=None if is_idle else self.forwards)
+        kept = {slot // self.cache.page_size for slot in self.pattern.changed}
+        assert set(self.quarantine.kept.tolist()) <= kept
+        assert not is_idle or self.quarantine.num_pages == len(self.quarantine.kept)
+
+    def row_pages(self, req: Req) -> list[int]:
+        slots = self.cache.req_to_token_pool.row_slots(
+            req.req_pool_idx, 0, req.allocated_len
+        )
+        return (slots // self.cache.page_size).tolist()
+
     @rule(num_slots=st.sampled_from([1, 2, 5, 30]))
     def evict(self, num_slots: int) -> None:
         self.cache.evict(num_slots)
@@ -243,13 +321,18 @@ class RequestMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         self.cache.check()
-        check_busy(self.cache, self.requests)
+        check_busy(self.cache, self.requests, aside=self.quarantine.pages)
         if not self.requests:
-            check_idle(self.cache)
+            check_idle(self.cache, fenced=self.quarantine.num_slots)
 
     def teardown(self) -> None:
         for req in self.requests:
             release_req(req, cache=self.cache)
+        self.pattern.changed.clear()
+        self.quarantine.look(num_forwards=None)
+        if len(self.quarantine.kept):
+            slots = self.cache.allocator.page_slots(self.quarantine.kept)
+            self.cache.allocator.free(torch.from_numpy(slots))
         check_idle(self.cache)
         self.cache.reset()
         assert self.cache.allocator.available_size() == self.cache.allocator.size

@@ -71,7 +71,7 @@ class Scene:
 
     @property
     def was_retracted(self) -> bool:
-        return self.long is not None and self.long.num_retractions > 0
+        return self.long is not None and self.long.num_restarts > 0
 
     @property
     def is_answered(self) -> bool:

@@ -136,7 +136,7 @@ def test_a_request_after_its_retraction(page_size: int, spare: int) -> None:
     """Its output so far is prefilled, and cannot be sampled again."""
     req = make_req(prompt_of(20), new=30)
     req.append(prompt_of(11, start=90))
-    req.reset_for_retry()
+    req.prepare_again()
     cache = make_cache(pages(20 + 30 - 1, page_size) + spare, page_size)
     adder = make_adder(cache)
     assert (adder.add(req) is Admission.ADDED) == (spare == 0)

@@ -27,7 +27,7 @@ def test_answers(models: Path, kind: str, page_size: int, turn: str) -> None:
     """It goes on where it was: its chunks are in the prefix cache."""
     scene = make_scene(models, kind, page_size)
     answers = scene.run(lambda: scene.starve(turn))
-    assert scene.long is not None and scene.long.num_retractions == 1
+    assert scene.long is not None and scene.long.num_restarts == 1
     stats = scene.harness.scheduler.stats_snapshot()
     assert stats.num_retracted_reqs == (turn == "decode")
     shared_len = scene.harness.scheduler.cache.shared_len

@@ -223,9 +223,7 @@ def test_a_seed_gives_the_output_of_plain_decoding_in_any_company(tmp_path, topk
     again = [engine.generate(prompt, **options, **s).output_ids for s in seeded]
     assert alone == again
     plain = plain_engine(folders.target("llama"))
-    assert alone == [
-        plain.generate(prompt, **options, **s).output_ids for s in seeded
-    ]
+    assert alone == [plain.generate(prompt, **options, **s).output_ids for s in seeded]
     assert len({tuple(output) for output in alone}) == len(seeded)
     rids = []
     for i, sampling in enumerate(seeded):

@@ -9,27 +9,21 @@ from sglang.srt.environ import envs
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-# Modes that are parsed but not available, and the fix that the error names.
-_NOT_YET = {"heal": "use --kv-canary raise, which stops at the first violation"}
-
 
 def handle_kv_canary(server_args: ServerArgs) -> None:
-    """Refuse modes that do not exist yet, and options without effect or in conflict.
+    """Refuse options without effect, out of range or in conflict.
 
     Raises:
         ValueError: names the flag, its value and the fix.
     """
     mode = server_args.kv_canary
-    if mode in _NOT_YET:
-        raise ValueError(
-            f"--kv-canary {mode} is not available in this version; {_NOT_YET[mode]}"
-        )
     interval = server_args.kv_canary_sweep_interval
     if interval < 0:
         raise ValueError(
             f"--kv-canary-sweep-interval {interval} must be at least 0 (0 turns the "
             "sweep off)"
         )
+    _check_limits(server_args)
     if mode == "none":
         _refuse_options_without_effect(server_args)
         return
@@ -46,6 +40,33 @@ def handle_kv_canary(server_args: ServerArgs) -> None:
         )
 
 
+def _check_limits(server_args: ServerArgs) -> None:
+    """The bounds of healing: their range, and that they have an effect."""
+    for flag, value, default, is_valid, due in (
+        (
+            "--kv-canary-heal-limit",
+            server_args.kv_canary_heal_limit,
+            60,
+            server_args.kv_canary_heal_limit >= 0,
+            "at least 0 (0: no limit)",
+        ),
+        (
+            "--kv-canary-quarantine-limit",
+            server_args.kv_canary_quarantine_limit,
+            0.05,
+            0.0 <= server_args.kv_canary_quarantine_limit <= 1.0,
+            "a share between 0 and 1",
+        ),
+    ):
+        if not is_valid:
+            raise ValueError(f"{flag} {value} must be {due}")
+        if server_args.kv_canary != "heal" and value != default:
+            raise ValueError(
+                f"{flag} {value} has no effect with --kv-canary "
+                f"{server_args.kv_canary}; remove it, or use --kv-canary heal"
+            )
+
+
 def _refuse_options_without_effect(server_args: ServerArgs) -> None:
     real_data = server_args.kv_canary_real_data
     for flag, value in (
@@ -58,5 +79,5 @@ def _refuse_options_without_effect(server_args: ServerArgs) -> None:
             shown = "" if value is True else f" {value}"
             raise ValueError(
                 f"{flag}{shown} has no effect with --kv-canary none; remove it, or use "
-                "--kv-canary log or raise"
+                "--kv-canary log, raise or heal"
             )

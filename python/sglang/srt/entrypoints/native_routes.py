@@ -241,9 +241,15 @@ class NativeRoutes:
         return Response()
 
     async def health_generate(self, request: Request) -> Response:
-        """Answer 200 where the engine has just shown that it makes tokens."""
-        age = await self._health.check()
-        return json_response({"status": "ok", "seconds_since_last_sign": round(age, 3)})
+        """Answer 200 where the engine has just shown that it makes tokens; `degraded`:
+        it does, and the KV canary has to heal it."""
+        health = await self._health.check()
+        return json_response(
+            {
+                "status": "degraded" if health.is_degraded else "ok",
+                "seconds_since_last_sign": round(health.age, 3),
+            }
+        )
 
     async def model_info(self, request: Request) -> Response:
         args, limits = self._front.server_args, self._manager.limits
@@ -309,7 +315,7 @@ class NativeRoutes:
         """Answer the incidents of the KV canary; 404 while it is off."""
         mode = self._front.server_args.kv_canary
         if mode == "none":
-            raise NotFound("start the server with --kv-canary log or raise")
+            raise NotFound("start the server with --kv-canary log, raise or heal")
         incidents = await self._manager.canary_incidents()
         return json_response({"mode": mode, "incidents": incidents})
 

@@ -20,6 +20,7 @@ class CanaryMode(str, Enum):
     NONE = "none"
     LOG = "log"
     RAISE = "raise"
+    HEAL = "heal"
 
 
 class RealData(str, Enum):
@@ -156,7 +157,7 @@ class CanaryConfig:
             if is_set:
                 raise ValueError(
                     f"{variable} has no effect with --kv-canary none; unset it, or use "
-                    "--kv-canary log or raise"
+                    "--kv-canary log, raise or heal"
                 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.managers.errors import Unavailable
 from sglang.srt.managers.heartbeat import INTERVAL_SECONDS
@@ -13,6 +13,19 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+
+class Health(NamedTuple):
+    """An engine that works.
+
+    Fields:
+        age: seconds since it last showed it.
+        is_degraded: whether the KV canary healed something in the last minute, or keeps
+            pages out of use.
+    """
+
+    age: float
+    is_degraded: bool
 
 
 class HealthProbe:
@@ -27,10 +40,11 @@ class HealthProbe:
         self._manager = manager
         self._timeout = manager.server_args.health_timeout
         self._last_good = -INTERVAL_SECONDS
+        self._is_degraded = False
         self._asking: asyncio.Task[None] | None = None
 
-    async def check(self) -> float:
-        """Seconds since the engine last showed that it works.
+    async def check(self) -> Health:
+        """The health of the engine as it last showed it.
 
         Raises:
             ApiError: it does not; Unavailable also where nothing came in time.
@@ -40,13 +54,13 @@ class HealthProbe:
                 self._asking = asyncio.create_task(self._ask())
             # Somebody who leaves must not end it for the others.
             await asyncio.shield(self._asking)
-        return time.monotonic() - self._last_good
+        return Health(time.monotonic() - self._last_good, self._is_degraded)
 
     async def _ask(self) -> None:
-        if self._manager.num_in_flight:
-            await self._manager.scheduler_stats(self._timeout)
-        else:
+        if not self._manager.num_in_flight:
             await self._make_token()
+        stats = await self._manager.scheduler_stats(self._timeout)
+        self._is_degraded = stats.kv_canary_is_degraded
         self._last_good = time.monotonic()
 
     async def _make_token(self) -> None:

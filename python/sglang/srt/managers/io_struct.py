@@ -252,6 +252,15 @@ class FlushCacheRsp(msgspec.Struct, kw_only=True, tag="flush_cache_rsp"):
     success: bool
 
 
+class HistogramStats(msgspec.Struct, kw_only=True):
+    """A histogram: counts[i] values in (bounds[i - 1], bounds[i]], the last one above
+    all bounds; and their sum."""
+
+    bounds: list[float]
+    counts: list[int]
+    sum: float = 0.0
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True):
     """Current gauges and counters since start (`*_total` only grow)."""
 
@@ -276,9 +285,17 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     kv_canary_protected_tokens_total: int = 0
     kv_canary_swept_tokens_total: int = 0
     kv_canary_sweep_passes_total: int = 0
+    kv_canary_healed_tokens_total: int = 0
+    # Watched or kept out of use.
+    kv_canary_quarantined_pages: int = 0
+    # Something was healed in the last minute, or pages stay out of use.
+    kv_canary_is_degraded: bool = False
+    kv_canary_recovery_seconds: HistogramStats | None = None
     # By reason.
     prefill_cuda_graph_fallbacks_total: dict[str, int] = {}
     kv_canary_violations_total: dict[str, int] = {}
+    # By diagnosis; empty unless the canary heals.
+    kv_canary_heals_total: dict[str, int] = {}
 
 
 class GetStateRsp(msgspec.Struct, kw_only=True, tag="get_state_rsp"):

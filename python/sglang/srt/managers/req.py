@@ -101,7 +101,10 @@ class Req:
         self.is_chunked = False
         self.was_admitted = False
         self.cached_tokens = 0
-        self.num_retractions = 0
+        self.num_restarts = 0
+        # Healings since its last new token.
+        self.num_heals = 0
+        self._healed_len = 0
 
         # Speculation: verifications, and output tokens that they yielded.
         self.spec_verify_ct = 0
@@ -254,8 +257,33 @@ class Req:
         if is_long_enough:
             self.finish_by_length()
 
-    def reset_for_retry(self) -> None:
-        """Prepare for another prefill after a retraction; nothing is sent twice."""
-        self.num_retractions += 1
+    def prepare_again(self) -> None:
+        """Prepare for another prefill, its memory released; nothing is sent twice."""
+        self.num_restarts += 1
         self.is_chunked = False
         self.no_cache = self.input_embeds is not None
+
+    @property
+    def is_healed_in_vain(self) -> bool:
+        """Whether it has got no token since it was healed."""
+        return self.num_heals > 0 and len(self.tokens) == self._healed_len
+
+    def count_heal(self) -> None:
+        """Note that it is healed with the tokens that it has."""
+        self.num_heals = self.num_heals + 1 if self.is_healed_in_vain else 1
+        self._healed_len = len(self.tokens)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Forget all tokens after the first `num_tokens`, and an end that followed.
+
+        A grammar cannot go back over its end: it is let go, to be made again.
+        """
+        del self.tokens[num_tokens:]
+        self.finish_reason = self.finished_len = None
+        kept = num_tokens - self.prompt_len
+        del self.output_logprobs[kept:]
+        if self.stop_matcher is not None:
+            self.stop_matcher = self.stop_matcher.at(self.tokens[self.prompt_len :])
+        if self.grammar is not None:
+            self.grammar = None
+            self.grammar_failure = "tokens were taken back"

@@ -8,7 +8,7 @@ device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,7 @@ class LaunchRecord:
         logprob_reqs: requests whose logprobs the result holds, in order.
         starts, ends: int64 [R] on the host; tokens with KV before and after the
             forward.
+        dropped: serials of requests that take nothing from this forward any more.
     """
 
     reqs: tuple[Req, ...]
@@ -76,6 +77,16 @@ class LaunchRecord:
     logprob_reqs: tuple[Req, ...]
     starts: IntArray
     ends: IntArray
+    dropped: set[int] = field(default_factory=set)
+
+    def live_rows(self) -> list[int]:
+        """Rows whose requests still take their part of the result."""
+        dropped = self.dropped
+        return [
+            row
+            for row, req in enumerate(self.reqs)
+            if not (req.is_finished or (dropped and req.serial in dropped))
+        ]
 
 
 class ScheduleBatch:

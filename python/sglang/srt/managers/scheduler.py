@@ -37,6 +37,7 @@ from sglang.srt.managers.scheduler_components.grammar_queue import (
     GrammarQueue,
     create_grammar_queue,
 )
+from sglang.srt.managers.scheduler_components.healer import Healer, HealLimits
 from sglang.srt.managers.scheduler_components.output_streamer import OutputStreamer
 from sglang.srt.managers.scheduler_components.profiler import Profiler
 from sglang.srt.managers.scheduler_components.request_factory import (
@@ -46,6 +47,7 @@ from sglang.srt.managers.scheduler_components.request_factory import (
 from sglang.srt.managers.scheduler_components.request_intake import RequestIntake
 from sglang.srt.managers.scheduler_components.result_processor import (
     BatchResultProcessor,
+    ProcessedBatch,
 )
 from sglang.srt.managers.scheduler_components.stall_check import (
     SchedulerStalled,
@@ -159,6 +161,7 @@ class Scheduler:
         self._watchdog = Watchdog(server_args.watchdog_timeout)
         self._profiler = Profiler(rank=self._group.rank, device=self.env.device)
         self.in_flight: deque[InFlight] = deque()
+        self._healer = self._create_healer()
         # The CPU has nothing to overlap with: a launch there returns when it is done.
         has_overlap = (
             server_args.device != "cpu" and not server_args.disable_overlap_schedule
@@ -198,6 +201,25 @@ class Scheduler:
             cache=self.cache,
             requests=self._unfinished.values,
             group=self._group,
+        )
+
+    def _create_healer(self) -> Healer | None:
+        if self._canary is None or not self._canary.heals:
+            return None
+        return Healer(
+            gate=self._canary,
+            cache=self.cache,
+            batches=self.batches,
+            intake=self._intake,
+            results=self._results,
+            limits=HealLimits(
+                heals_per_minute=self.server_args.kv_canary_heal_limit,
+                quarantine_share=self.server_args.kv_canary_quarantine_limit,
+                decode_reserve=self.env.decode_reserve,
+            ),
+            requests=self._unfinished.values,
+            launches=lambda: [launched for launched, _ in self.in_flight],
+            num_forwards=lambda: self._stats.num_forwards,
         )
 
     def ready_message(self) -> SchedulerReady:
@@ -241,6 +263,8 @@ class Scheduler:
             self._idle_checked = False
             self.in_flight.append(self._launch(batch))
         did_process = self._resolve(self.max_in_flight if batch is not None else 0)
+        if self._healer is not None and self._healer.is_busy:
+            self._healer.after_step(has_launched=batch is not None)
         if batch is None and not did_process:
             self._on_empty_round(inputs)
         return batch is not None or did_process
@@ -287,11 +311,7 @@ class Scheduler:
         # The canary may be the first to wait for the device.
         with self._watchdog.guard():
             try:
-                if self._canary is not None:
-                    self._canary.inspect(done.result)
-                processed = self._results.process(done.launched, done.result)
-                if self._canary is not None:
-                    self._canary.confirm(done.launched, done.result)
+                processed = self._process_checked(done)
             except Exception as error:
                 self._explain(error)
                 raise
@@ -301,6 +321,31 @@ class Scheduler:
         self._streamer.send(processed.reqs)
         if self._profiler.is_running:
             self._profiler.count_forward()
+
+    def _process_checked(self, done: InFlight) -> ProcessedBatch:
+        """Give a result to its requests, looked at by the canary before and after.
+
+        Raises:
+            CanaryViolation: something is wrong and is not healed.
+        """
+        launched, result = done
+        canary, healer = self._canary, self._healer
+        if canary is None:
+            return self._results.process(launched, result)
+        sighting = canary.inspect(result)
+        if healer is None:
+            processed = self._results.process(launched, result)
+            canary.confirm(launched, result)
+            return processed
+        lengths = [len(req.tokens) for req in launched.reqs]
+        if sighting is None:
+            processed = self._results.process(launched, result)
+        else:
+            processed = healer.process(launched, result, sighting)
+        wrong = canary.confirm(launched, result)
+        if wrong is not None:
+            processed = healer.take_back(launched, processed, wrong, lengths)
+        return processed
 
     def _explain(self, error: Exception) -> None:
         """Report what the canary found before a launch or a result failed.
@@ -327,7 +372,8 @@ class Scheduler:
     def _on_idle(self) -> None:
         """Check once per idle period that every slot is free or cached."""
         if not self._idle_checked:
-            check_idle(self.cache)
+            fenced = 0 if self._healer is None else self._healer.quarantine.num_slots
+            check_idle(self.cache, fenced=fenced)
             self._stats.on_idle()
             self.batches.on_idle()
             self._idle_checked = True
@@ -389,4 +435,6 @@ class Scheduler:
         add_graph_stats(stats, self.worker.model_runner)
         if self._canary is not None:
             self._canary.add_stats(stats)
+        if self._healer is not None:
+            self._healer.stats.add_to(stats, self._healer.quarantine)
         return stats

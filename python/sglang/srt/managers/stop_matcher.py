@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.utils.stop_patterns import StopPatterns
@@ -17,19 +17,33 @@ class StopMatcher:
     A match contains text of the newest token: earlier ones were reported before. So a
     stop string is searched in the newest text and as many characters before it as can
     begin it.
+
+    Args:
+        create_detokenizer: makes one of an output that is empty yet.
     """
 
     def __init__(
         self,
-        detokenizer: IncrementalDetokenizer,
+        create_detokenizer: Callable[[], IncrementalDetokenizer],
         *,
         stops: Sequence[str],
         patterns: Sequence[str],
     ) -> None:
-        self._detokenizer = detokenizer
+        self._create_detokenizer = create_detokenizer
+        self._detokenizer = create_detokenizer()
         self._stops = tuple(stops)
+        self._sources = tuple(patterns)
         self._patterns = StopPatterns(patterns)
         self._text = ""
+
+    def at(self, tokens: Sequence[int]) -> StopMatcher:
+        """A matcher of the same output that has seen `tokens` only."""
+        matcher = StopMatcher(
+            self._create_detokenizer, stops=self._stops, patterns=self._sources
+        )
+        for token in tokens:
+            matcher.push(token)
+        return matcher
 
     def push(self, token: int) -> str | None:
         """Return the text that matches once `token` is added, or None.

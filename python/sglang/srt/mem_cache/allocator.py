@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang.srt.mem_cache.page_ledger import (
@@ -95,7 +96,26 @@ class BaseAllocator(ABC):
     def extend_cost(self, prefix_lens: Lens, seq_lens: Lens) -> int:
         """Return the slots (a page multiple) that `alloc_extend` takes for these."""
 
+    def owns(self, pages: IntArray) -> npt.NDArray[np.bool_]:
+        """Whether each of these pages is held by a caller."""
+        return self._ledger.owns(pages)
+
+    def page_slots(self, pages: IntArray) -> IntArray:
+        """All slots of these pages, page after page."""
+        return self._page_slots(pages)
+
     # -- allocation ----------------------------------------------------------------
+
+    def set_aside(self, pages: IntArray) -> None:
+        """Make the caller the holder of these distinct free pages.
+
+        Raises:
+            RuntimeError: one of them is not free; names it.
+        """
+        taken = pages[self._ledger.owns(pages)]
+        if len(taken):
+            raise RuntimeError(f"page {int(taken[0])} cannot be set aside: not free")
+        self._ledger.take_these(pages)
 
     def alloc_pages(self, count: int) -> torch.Tensor | None:
         """Allocate `count` pages; return their first slots, int64 [count].

@@ -268,7 +268,48 @@ class BasePrefixCache(ABC):
     def cache_unfinished_req(self, req: CacheableReq) -> None:
         """Share what `req`, which continues, has computed (see `CacheableReq`)."""
 
+    # -- damage --------------------------------------------------------------------
+
+    def let_go(self, req: CacheableReq) -> torch.Tensor:
+        """Take everything from `req` and give it to nobody: its row and its lock.
+
+        Returns:
+            The slots that were its own, int64 on the host; the caller frees them.
+
+        Raises:
+            RuntimeError: the request holds nothing.
+        """
+        node = req.last_node
+        if node is None:
+            raise RuntimeError(
+                f"request of row {req.req_pool_idx} holds no cache node: released "
+                "twice or never admitted"
+            )
+        slots = self.req_to_token_pool.row_slots(
+            req.req_pool_idx, req.cache_protected_len, req.allocated_len
+        )
+        self.dec_lock_ref(node)
+        self._mark_released(req)
+        self.req_to_token_pool.free([req.req_pool_idx])
+        req.req_pool_idx = 0
+        return slots
+
+    @abstractmethod
+    def cut(self, nodes: Sequence[TreeNode]) -> torch.Tensor:
+        """Take nodes, and all below them, out of the cache.
+
+        Returns:
+            Their slots, int64 on the host; the caller frees them.
+
+        Raises:
+            RuntimeError: a request holds a lock on one of them; nothing was cut.
+        """
+
     # -- inspection ----------------------------------------------------------------
+
+    @abstractmethod
+    def iter_nodes(self) -> Iterator[TreeNode]:
+        """Yield every node but the root, parents before children."""
 
     @abstractmethod
     def iter_cached_runs(self) -> Iterator[CachedRun]:

@@ -5,7 +5,7 @@ Requests own all their slots; it only frees them at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -62,6 +62,13 @@ class ChunkCache(BasePrefixCache):
 
     def cache_unfinished_req(self, req: CacheableReq) -> None:
         self._held_node(req)
+
+    def cut(self, nodes: Sequence[TreeNode]) -> torch.Tensor:
+        """Nothing is cached."""
+        return torch.empty(0, dtype=torch.int64)
+
+    def iter_nodes(self) -> Iterator[TreeNode]:
+        return iter(())
 
     def iter_cached_runs(self) -> Iterator[CachedRun]:
         return iter(())

@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.allocator import Lens, host_array
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, CacheableReq
+    from sglang.srt.mem_cache.page_ledger import IntArray
 
 
 def ensure_available(cache: BasePrefixCache, num_slots: int) -> bool:
@@ -104,13 +105,19 @@ def check_idle(cache: BasePrefixCache, *, fenced: int = 0) -> None:
         raise RuntimeError(f"{rows} request rows are still in use at idle")
 
 
-def check_busy(cache: BasePrefixCache, requests: Iterable[CacheableReq]) -> None:
+def check_busy(
+    cache: BasePrefixCache,
+    requests: Iterable[CacheableReq],
+    *,
+    aside: IntArray | None = None,
+) -> None:
     """Check that every owned page has exactly one holder, the cache or one request.
 
     For use while requests run; O(pool size) on the host.
 
     Args:
         requests: all requests that hold slots.
+        aside: pages that are neither's.
 
     Raises:
         RuntimeError: names the pages without a holder or with more than one.
@@ -124,6 +131,8 @@ def check_busy(cache: BasePrefixCache, requests: Iterable[CacheableReq]) -> None
             req.req_pool_idx, req.cache_protected_len, req.allocated_len
         )
         holders[np.unique(host_array(own) // page_size)] += 1
+    if aside is not None:
+        holders[aside] += 1
     owned = np.zeros(num_pages + 1, dtype=np.int64)
     owned[allocator.owned_pages()] = 1
     for what, pages in (

@@ -51,6 +51,14 @@ class PageLedger:
         self._owned[pages] = True
         return pages
 
+    def take_these(self, pages: IntArray) -> None:
+        """Take ownership of these distinct free pages, wherever they lie."""
+        free = self._stack[: self._top]
+        left = free[~np.isin(free, pages)]
+        self._top = len(left)
+        self._stack[: self._top] = left
+        self._owned[pages] = True
+
     def disown(self, pages: IntArray) -> None:
         """Drop ownership of distinct owned pages; `give` makes them available."""
         self._owned[pages] = False

@@ -7,7 +7,7 @@ know the running requests, only locks. Time is a counter of accesses, not a cloc
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence, Set
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -348,15 +348,32 @@ class RadixCache(BasePrefixCache):
             )
         return present, aligned
 
+    # -- damage --------------------------------------------------------------------
+
+    def cut(self, nodes: Sequence[TreeNode]) -> torch.Tensor:
+        chosen = {id(node) for node in nodes}
+        tops = [node for node in nodes if not _has_ancestor(node, chosen)]
+        whole = [below for top in tops for below in _with_descendants(top)]
+        for node in whole:
+            if node.lock_ref:
+                raise RuntimeError(f"{node} cannot be cut: a request relies on it")
+        for top in tops:
+            parent = top.parent
+            assert parent is not None
+            self._replace_child(top, None)
+            if parent is not self.root:
+                self._enqueue(parent)
+        for node in whole:
+            # A holder without a lock, such as a sweep, must notice.
+            node.parent = None
+            self._evictable -= len(node.slots)
+        return torch.from_numpy(np.concatenate([EMPTY, *(n.slots for n in whole)]))
+
     # -- inspection ----------------------------------------------------------------
 
     def iter_nodes(self) -> Iterator[TreeNode]:
-        """Yield every node but the root, parents before children."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+        for node in self.root.children.values():
+            yield from _with_descendants(node)
 
     def iter_cached_runs(self) -> Iterator[CachedRun]:
         for node in self.iter_nodes():
@@ -389,3 +406,22 @@ class RadixCache(BasePrefixCache):
         stray = np.setdiff1d(pages, self.allocator.owned_pages())
         if len(stray):
             raise RuntimeError(f"cached pages {stray[:8].tolist()} are free")
+
+
+def _with_descendants(top: TreeNode) -> Iterator[TreeNode]:
+    """Yield `top` and every node below it, parents before children."""
+    stack = [top]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children.values())
+
+
+def _has_ancestor(node: TreeNode, ids: Set[int]) -> bool:
+    """Whether one of the nodes with these ids lies above `node`."""
+    above = node.parent
+    while above is not None:
+        if id(above) in ids:
+            return True
+        above = above.parent
+    return False

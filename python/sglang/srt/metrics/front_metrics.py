@@ -5,16 +5,26 @@ Owns the registry and every metric name. Needs neither torch nor a web framework
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import RequestOutput, SchedulerStats
+    from sglang.srt.managers.io_struct import (
+        HistogramStats,
+        RequestOutput,
+        SchedulerStats,
+    )
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -49,6 +59,14 @@ GAUGES: dict[str, tuple[str, str]] = {
         "sglang:spec_accept_length",
         "Tokens per verification step of speculative decoding.",
     ),
+    "kv_canary_quarantined_pages": (
+        "sglang:kv_canary_quarantined_pages",
+        "KV pages out of use: damaged ones that are watched, or that stay.",
+    ),
+    "kv_canary_is_degraded": (
+        "sglang:kv_canary_degraded",
+        "1: something was healed in the last minute, or KV pages stay out of use.",
+    ),
 }
 # The exposition format appends `_total` to these names.
 COUNTERS: dict[str, tuple[str, str]] = {
@@ -81,16 +99,34 @@ COUNTERS: dict[str, tuple[str, str]] = {
         "sglang:kv_canary_sweep_passes",
         "Sweep passes over the prefix cache.",
     ),
+    "kv_canary_healed_tokens_total": (
+        "sglang:kv_canary_healed_tokens",
+        "Tokens of requests that were recomputed after their KV was damaged.",
+    ),
 }
 
-COUNTERS_BY_REASON: dict[str, tuple[str, str]] = {
+# Field -> (metric, label, help).
+LABELLED_COUNTERS: dict[str, tuple[str, str, str]] = {
     "prefill_cuda_graph_fallbacks_total": (
         "sglang:prefill_cuda_graph_fallbacks",
+        "reason",
         "Prefill forwards that ran eagerly although there are graphs.",
     ),
     "kv_canary_violations_total": (
         "sglang:kv_canary_violations",
+        "reason",
         "Violations that the KV canary found, each damage once.",
+    ),
+    "kv_canary_heals_total": (
+        "sglang:kv_canary_heals",
+        "diagnosis",
+        "Times that a damage was healed, by what it looked like.",
+    ),
+}
+HISTOGRAMS: dict[str, tuple[str, str]] = {
+    "kv_canary_recovery_seconds": (
+        "sglang:kv_canary_recovery_seconds",
+        "From a damage to the next token, of requests that were recomputed.",
     ),
 }
 
@@ -183,8 +219,23 @@ class _StatsCollector:
             counter = CounterMetricFamily(name, text, labels=[LABEL])
             counter.add_metric(self._labels, values[field])
             yield counter
-        for field, (name, text) in COUNTERS_BY_REASON.items():
-            counter = CounterMetricFamily(name, text, labels=[LABEL, "reason"])
-            for reason, count in values[field].items():
-                counter.add_metric([*self._labels, reason], count)
+        for field, (name, label, text) in LABELLED_COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=[LABEL, label])
+            for value, count in values[field].items():
+                counter.add_metric([*self._labels, value], count)
             yield counter
+        for field, (name, text) in HISTOGRAMS.items():
+            if values[field] is not None:
+                yield self._histogram(name, text, values[field])
+
+    def _histogram(
+        self, name: str, text: str, stats: HistogramStats
+    ) -> HistogramMetricFamily:
+        """The exposition's form: counts add up, the last bound is infinite."""
+        bounds = [*map(str, stats.bounds), "+Inf"]
+        sums = itertools.accumulate(stats.counts)
+        family = HistogramMetricFamily(name, text, labels=[LABEL])
+        family.add_metric(
+            self._labels, list(zip(bounds, sums, strict=True)), sum_value=stats.sum
+        )
+        return family

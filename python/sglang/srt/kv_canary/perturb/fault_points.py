@@ -184,7 +184,7 @@ _DECODE = Need(
     holds=lambda args: args.disaggregation_mode != "prefill",
 )
 _CANARY = Need(
-    text="--kv-canary log or raise", holds=lambda args: args.kv_canary != "none"
+    text="--kv-canary log, raise or heal", holds=lambda args: args.kv_canary != "none"
 )
 # The first level of a tree comes from the extend before.
 _DRAFT_STEPS = Need(

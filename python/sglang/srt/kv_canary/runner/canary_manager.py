@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from kv_canary.records import (
     Launch,
     unpack_word0,
 )
-from kv_canary.reporter import OwnerOf, ViolationReporter, as_error
+from kv_canary.reporter import Finding, OwnerOf, ViolationReporter, as_error
 from kv_canary.serials import SerialMap
 from kv_canary.violation import POOLS, Violation
 from sglang.srt.kv_canary.attention_calls import AttentionCalls
@@ -53,6 +53,7 @@ from sglang.srt.kv_canary.kernels import (
 from sglang.srt.kv_canary.lineages import PrefixLineages, TokenOwner
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
+from sglang.srt.kv_canary.runner.slot_pattern import PoolPattern
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
 from sglang.srt.kv_canary.runner.sweep import Sweeper
 from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
@@ -89,6 +90,13 @@ REMEMBERED_LAUNCHES = 1024
 
 # A launch: number of its first forward on the device, how many it runs, their mode.
 _Launched = tuple[int, int, ForwardMode]
+
+
+class Examined(NamedTuple):
+    """The findings in a ring; `dropped`: entries that found no place in it."""
+
+    found: list[Finding]
+    dropped: int
 
 
 class CanaryManager:
@@ -482,38 +490,63 @@ class CanaryManager:
             host_entries: findings of the host, as entries of the ring.
 
         Raises:
-            CanaryViolation: the mode is `raise`.
+            CanaryViolation: the mode is not `log`.
         """
-        violations = self._drain(owner_of, tokens_of, host_entries)
-        if self.config.mode is CanaryMode.RAISE:
+        violations = self._publish(self._drain(owner_of, tokens_of, host_entries))
+        if self.config.mode is not CanaryMode.LOG:
             raise as_error(violations, with_tokens=self.config.report_tokens)
+
+    def examine(
+        self,
+        *,
+        owner_of: OwnerOf,
+        tokens_of: TokensOf,
+        host_entries: Sequence[Sequence[int]] = (),
+    ) -> Examined:
+        """The findings so far, for the caller to act on and to publish
+        (`ViolationReporter.publish`); waits for the device. See `report`."""
+        return self._drain(owner_of, tokens_of, host_entries)
 
     def drain(self, *, owner_of: OwnerOf, tokens_of: TokensOf) -> list[Violation]:
         """Report the findings in the ring now, even in the middle of a failed forward;
         waits for the device, and for no other rank."""
         if self.side is not None:
             self.side.join()
-        return self._drain(owner_of, tokens_of)
+        return self._publish(self._drain(owner_of, tokens_of))
+
+    def _publish(self, examined: Examined) -> list[Violation]:
+        self.reporter.publish(examined.found, dropped=examined.dropped)
+        return [finding.violation for finding in examined.found]
 
     def _drain(
         self,
         owner_of: OwnerOf,
         tokens_of: TokensOf,
         host_entries: Sequence[Sequence[int]] = (),
-    ) -> list[Violation]:
+    ) -> Examined:
         count = int(self._state.ring_count.item())
         capacity = self._state.ring.shape[0]
         entries = self._state.ring[: min(count, capacity)].tolist()
         entries += host_entries
         self._state.ring_count.zero_()
-        return self.reporter.report(
+        found = self.reporter.examine(
             entries,
-            dropped=max(count - capacity, 0),
             owner_of=owner_of,
             mode_of=self._mode_of,
             branch_of=self._branch_of,
             details=lambda violation: self._details(violation, tokens_of),
         )
+        return Examined(found, max(count - capacity, 0))
+
+    def slot_pattern(self) -> PoolPattern:
+        """A pattern for slots of this pool that nobody holds."""
+        return PoolPattern(self._state, self.target.kv_pool)
+
+    def forget_rows(self, req_rows: Sequence[int]) -> None:
+        """Clear the verdicts of request rows whose requests lose them, in stream order:
+        nothing that was launched for them is looked at any more."""
+        rows = torch.tensor(req_rows, dtype=torch.int64)
+        self._state.verdict[self._upload(rows)] = 0
 
     def _details(self, violation: Violation, tokens_of: TokensOf) -> dict[str, int]:
         """Fields that only the host can add to an incident. For `verify_token` of the

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kv_canary.reporter import ReportOptions, ViolationReporter
 from sglang.srt.environ import envs
+from sglang.srt.kv_canary.config import CanaryMode
 
 if TYPE_CHECKING:
     from kv_canary.serials import SerialMap
@@ -19,6 +20,7 @@ def create_reporter(
     options = ReportOptions(
         mode=config.mode.value,
         real_data=config.real_data.value,
+        is_repaired=config.mode is CanaryMode.HEAL,
         folder=config.report_dir,
         with_tokens=config.report_tokens,
         max_files=config.max_report_files,

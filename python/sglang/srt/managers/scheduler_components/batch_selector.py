@@ -7,7 +7,7 @@ results.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_batch import BatchEnvironment, ScheduleBatch
@@ -247,12 +247,25 @@ class BatchSelector:
             return
         self.waiting.insert(0, req)
 
+    def take_out(self, reqs: Collection[Req]) -> None:
+        """Take requests out of the batches between two steps; they keep their memory,
+        and the caller queues them again."""
+        gone = {req.serial for req in reqs}
+        for batch in (self.running, self.last_prefill):
+            if batch is not None:
+                kept = [i for i, r in enumerate(batch.reqs) if r.serial not in gone]
+                batch.filter(kept)
+        if self.chunked is not None and self.chunked.serial in gone:
+            self.chunked = None
+
+    def put_first(self, reqs: Sequence[Req]) -> None:
+        """Queue requests that hold no memory before all others, in this order."""
+        self.waiting[:0] = reqs
+
     def withdraw(self, req: Req) -> None:
         """Take a request out of the batches between two steps; its memory goes to the
         prefix cache. The caller queues it again."""
-        for batch in (self.running, self.last_prefill):
-            if batch is not None:
-                batch.filter([i for i, r in enumerate(batch.reqs) if r is not req])
+        self.take_out([req])
         # The forward has written KV of tokens that the request does not keep.
         req.committed_len = min(req.committed_len, len(req.tokens))
         self._release(req)
@@ -262,4 +275,4 @@ class BatchSelector:
         if req.req_pool_idx:
             release_req(req, cache=self._cache)
             req.req_pool_idx = 0
-        req.reset_for_retry()
+        req.prepare_again()

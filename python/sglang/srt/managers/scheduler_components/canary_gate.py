@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import time
 from collections import Counter as CountsOf
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
 
-from kv_canary.evidence import Owner
-from kv_canary.records import Counter, Reason, reason_labels
+from kv_canary.findings import verdicts_of
+from kv_canary.records import Counter, Reason, Ring, reason_labels
 from kv_canary.reporter import CanaryViolation, as_error
+from kv_canary.violation import POOLS
 from sglang.srt.kv_canary.config import CanaryMode
+from sglang.srt.managers.scheduler_components.blame import Damage, Fact
 from sglang.srt.managers.scheduler_components.result_faults import (
     find_result_faults,
 )
-from sglang.srt.mem_cache.allocator import host_array
+from sglang.srt.managers.scheduler_components.shared_pattern import SharedPattern
+from sglang.srt.managers.scheduler_components.slot_owners import SlotOwners
 
 if TYPE_CHECKING:
+    from kv_canary.reporter import Finding
     from kv_canary.violation import Violation
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
@@ -33,88 +34,35 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import LaunchRecord
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.quarantine import SlotPattern
 
 logger = logging.getLogger(__name__)
 
 EVERY_REASON = [label for reason in Reason for label in reason_labels(reason)]
 
+_Seen = tuple[list[Fact], bool, float]
 
-class SlotOwners:
-    """The owner of each slot by the host's records, as of the first question."""
 
-    def __init__(
-        self, cache: BasePrefixCache, requests: Callable[[], Iterable[Req]]
-    ) -> None:
-        self._cache = cache
-        self._requests = requests
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """A damage that is to be healed.
 
-    def owner_of(self, slot: int) -> Owner:
-        """The owner of `slot`: requests, the cache, or nobody."""
-        allocator = self._cache.allocator
-        if slot < 0:
-            return Owner("none")
-        if slot < allocator.page_size:
-            return Owner("scratch page")
-        if slot >= len(self._is_cached):
-            return Owner("outside the pool")
-        is_cached = bool(self._is_cached[slot])
-        is_owned = slot // allocator.page_size in self._owned_pages
-        claims = self._claims.get(slot, [])
-        holders = [f"request {json.dumps(req.rid)}" for req in dict.fromkeys(claims)]
-        if is_cached:
-            holders.append("prefix cache")
-        nobody = "owned, holder unknown" if is_owned else "free"
-        return Owner(
-            ", ".join(holders) or nobody,
-            is_shared=is_cached,
-            is_allocated=is_owned,
-            claims=tuple(req.serial for req in claims),
-            prefix_of=frozenset(self._readers.get(slot, ())),
-        )
+    Fields:
+        found: violations of this rank, not reported yet; dropped: entries beyond them.
+        damage: what all ranks found.
+        rows: of the step, whose requests got other tokens than were sampled.
+        seconds: on rank 0's clock.
+    """
 
-    @cached_property
-    def _running(self) -> list[Req]:
-        return [req for req in self._requests() if req.req_pool_idx]
+    found: list[Finding]
+    dropped: int
+    damage: Damage
+    rows: tuple[int, ...] = ()
+    seconds: float
 
-    @cached_property
-    def _claims(self) -> dict[int, list[Req]]:
-        """The running requests that hold a slot beside the prefix cache, each as often
-        as its row has the slot."""
-        found: dict[int, list[Req]] = {}
-        for req in self._running:
-            for slot in self._own_slots(req).tolist():
-                found.setdefault(slot, []).append(req)
-        return found
-
-    @cached_property
-    def _readers(self) -> dict[int, list[int]]:
-        """Serials of the running requests in whose prefix a cached slot lies, by the
-        cache's own records and not by the requests' rows."""
-        found: dict[int, list[int]] = {}
-        for req in self._running:
-            node = req.last_node
-            while node is not None:
-                for slot in node.slots.tolist():
-                    found.setdefault(slot, []).append(req.serial)
-                node = node.parent
-        return found
-
-    def _own_slots(self, req: Req) -> Tensor:
-        return self._cache.req_to_token_pool.row_slots(
-            req.req_pool_idx, req.cache_protected_len, req.allocated_len
-        )
-
-    @cached_property
-    def _is_cached(self) -> NDArray[np.bool_]:
-        """[slots of the pool], True where the prefix cache holds the slot."""
-        allocator = self._cache.allocator
-        mask = np.zeros(allocator.size + allocator.page_size, dtype=np.bool_)
-        mask[host_array(self._cache.cached_slots())] = True
-        return mask
-
-    @cached_property
-    def _owned_pages(self) -> frozenset[int]:
-        return frozenset(self._cache.allocator.owned_pages().tolist())
+    @property
+    def violations(self) -> list[Violation]:
+        return [finding.violation for finding in self.found]
 
 
 class CanaryGate:
@@ -148,8 +96,16 @@ class CanaryGate:
         """Remember a request, so that a report can name it."""
         self.manager.serials.add(req.serial, req.rid)
 
-    def inspect(self, result: GenerationBatchResult) -> None:
+    @property
+    def heals(self) -> bool:
+        """Whether findings are returned, to be healed, where they can be."""
+        return self.manager.config.mode is CanaryMode.HEAL
+
+    def inspect(self, result: GenerationBatchResult) -> Sighting | None:
         """Look at the findings of a step before any of its tokens is used.
+
+        Returns:
+            The damage to heal; None: there is none, or the mode is another one.
 
         Raises:
             CanaryViolation: something is wrong and the mode is `raise`.
@@ -159,30 +115,110 @@ class CanaryGate:
         for manager, words in zip(self._managers, result.findings, strict=False):
             if manager.take(words):
                 found.append(manager)
-        if found:
-            self._report(found)
+        if not found:
+            return None
+        if self.heals:
+            return self._sight([verdicts_of(words) for words in result.findings])
+        self._report(found)
+        return None
 
-    def confirm(self, launched: LaunchRecord, result: GenerationBatchResult) -> None:
+    def confirm(
+        self, launched: LaunchRecord, result: GenerationBatchResult
+    ) -> Sighting | None:
         """Compare what requests keep of a step with what the device noted of it, before
         any of its tokens is sent.
 
         Args:
             launched: the step, its result processed.
 
+        Returns:
+            As `inspect`.
+
         Raises:
-            CanaryViolation: something differs and the mode is `raise`.
+            CanaryViolation: something differs and the mode is `raise`; with other ranks
+                also if it is `heal`: each host keeps tokens of its own, and the others
+                do not know of this one's.
         """
         marks = result.marks
         if marks is None:
-            return
-        found = find_result_faults(launched, result, *marks)
-        if found:
-            owners = self._slot_owners()
-            self.manager.report(
+            return None
+        entries = find_result_faults(launched, result, *marks)
+        if not entries:
+            return None
+        if self.heals and self._group.size == 1:
+            rows = tuple(entry[Ring.BATCH_ROW] for entry in entries)
+            return self._sight([], host_entries=entries, rows=rows)
+        owners = self._slot_owners()
+        self.manager.report(
+            owner_of=owners.owner_of,
+            tokens_of=self._tokens_of,
+            host_entries=entries,
+        )
+        return None
+
+    def _sight(
+        self,
+        verdicts: list[list[int]],
+        *,
+        host_entries: Sequence[Sequence[int]] = (),
+        rows: tuple[int, ...] = (),
+    ) -> Sighting:
+        """Everything in the rings of all pools, and what other ranks have in theirs."""
+        owners = self._slot_owners()
+        found: list[Finding] = []
+        dropped = 0
+        for manager in self._managers:
+            examined = manager.examine(
                 owner_of=owners.owner_of,
                 tokens_of=self._tokens_of,
-                host_entries=found,
+                host_entries=host_entries if manager is self.manager else (),
             )
+            found += examined.found
+            dropped += examined.dropped
+        facts = [
+            Fact(POOLS.index(v.worker), v.reasons, v.serial, v.slot)
+            for v in (finding.violation for finding in found)
+        ]
+        own: _Seen = (facts, dropped > 0, time.monotonic())
+        every = [
+            msgspec.msgpack.decode(seen, type=_Seen)
+            for seen in self._group.all_gather_bytes(msgspec.msgpack.encode(own))
+        ]
+        return Sighting(
+            found=found,
+            dropped=dropped,
+            damage=Damage(
+                facts=list(dict.fromkeys(fact for seen in every for fact in seen[0])),
+                verdicts=verdicts,
+                has_overflowed=any(seen[1] for seen in every),
+            ),
+            rows=rows,
+            seconds=every[0][2],
+        )
+
+    def publish(self, sighting: Sighting, outcome: dict[str, Any]) -> None:
+        """Report a damage that was healed, and what was done."""
+        self.manager.reporter.publish(
+            sighting.found, dropped=sighting.dropped, outcome=outcome
+        )
+
+    def error_of(self, sighting: Sighting) -> CanaryViolation:
+        """The error of a damage that is not healed; reports it."""
+        self.manager.reporter.publish(sighting.found, dropped=sighting.dropped)
+        with_tokens = self.manager.config.report_tokens
+        return as_error(sighting.violations, with_tokens=with_tokens)
+
+    def forget_rows(self, req_rows: Sequence[int]) -> None:
+        """See `CanaryManager.forget_rows`."""
+        for manager in self._managers:
+            manager.forget_rows(req_rows)
+
+    def patterns(self) -> list[SlotPattern]:
+        """Of the pools, alike on every rank."""
+        return [
+            SharedPattern(manager.slot_pattern(), self._group)
+            for manager in self._managers
+        ]
 
     def _report(self, managers: list[CanaryManager]) -> None:
         errors, owners = [], self._slot_owners()
@@ -201,13 +237,13 @@ class CanaryGate:
         forward failed over the damage itself. A violation was reported already.
 
         Raises:
-            CanaryViolation: there was something and the mode is `raise`; its cause is
-                `error`.
+            CanaryViolation: there was something and the mode is not `log`; its cause
+                is `error`.
         """
         if isinstance(error, CanaryViolation):
             return
         found, config = self._drain_after(error), self.manager.config
-        if found and config.mode is CanaryMode.RAISE:
+        if found and config.mode is not CanaryMode.LOG:
             raise as_error(
                 found, with_tokens=config.report_tokens, is_alone=True
             ) from error

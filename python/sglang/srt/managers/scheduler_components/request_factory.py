@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -215,7 +216,11 @@ class RequestFactory:
                 "stop and stop_regex need a tokenizer, but the server runs with "
                 "--skip-tokenizer-init; use stop_token_ids"
             )
-        detokenizer = IncrementalDetokenizer(
-            self._tokenizer, skip_special_tokens=params.skip_special_tokens
+        create_detokenizer = partial(
+            IncrementalDetokenizer,
+            self._tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
         )
-        return StopMatcher(detokenizer, stops=params.stop, patterns=params.stop_regex)
+        return StopMatcher(
+            create_detokenizer, stops=params.stop, patterns=params.stop_regex
+        )

@@ -5,9 +5,12 @@ Knows nothing of batches beyond the queue.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sglang.srt.managers.io_struct import AbortReq, GenerateReq, GrammarDecision
     from sglang.srt.managers.req import Req
     from sglang.srt.managers.scheduler_components.batch_selector import BatchSelector
@@ -113,6 +116,39 @@ class RequestIntake:
         assert self._grammars is not None
         self._batches.withdraw(req)
         self._grammars.submit(req)
+
+    def queue_first(self, reqs: Sequence[Req]) -> None:
+        """Queue requests that have run already before all others, in this order; one
+        that has lost its grammar waits for another first."""
+        lost = [req for req in reqs if req.grammar_failure is not None]
+        for req in lost:
+            assert self._grammars is not None
+            self._grammars.submit(req)
+        self._batches.put_first([req for req in reqs if req not in lost])
+
+    def limit_length(self, max_total_len: int) -> None:
+        """Take no longer requests than this from now on, and end those that wait: they
+        would wait for ever."""
+        limits = self._factory.limits
+        if max_total_len >= limits.max_total_len:
+            return
+        self._factory.limits = replace(limits, max_total_len=max_total_len)
+        for req in [
+            r for r in self._batches.waiting if r.max_total_len > max_total_len
+        ]:
+            self._batches.waiting.remove(req)
+            req.abort(
+                f"{req.max_total_len} tokens do not fit any more: damaged KV pages are "
+                f"out of use, and {max_total_len} do",
+                status_code=500,
+            )
+            self.end(req)
+
+    def revive(self, req: Req) -> None:
+        """Take back the end of a request that was not answered yet."""
+        self._unfinished[req.rid] = req
+        self._stats.on_revived(req)
+        req.req_pool_idx = 0
 
     def end(self, req: Req) -> None:
         """Answer a finished request that is in no batch."""

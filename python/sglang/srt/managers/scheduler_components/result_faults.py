@@ -41,7 +41,8 @@ def find_result_faults(
     """Rows whose request does not keep what the device noted, as entries of the ring.
 
     A request keeps all new tokens, or, if it ended or lost its grammar among them, the
-    first ones. Those that had ended before, or were aborted, keep none.
+    first ones. Those that had ended before, or were aborted, or take nothing from the
+    step any more, keep none.
 
     Args:
         launched, result: of a step that was processed.
@@ -56,6 +57,8 @@ def find_result_faults(
         # Of nearly every row of a plain step.
         is_last = serial == req.serial and word == last << HALF_BITS | tokens[last]
         if is_last and result.stride == 1 and not launched.is_chunked[row]:
+            continue
+        if req.serial in launched.dropped:
             continue
         if not _is_kept(launched, result, row, serial, word):
             found.append(_entry(req, row, word, forward=_forward_of(result)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -61,13 +61,20 @@ class BatchResultProcessor:
         self._on_verified = on_verified
 
     def process(
-        self, launched: LaunchRecord, result: GenerationBatchResult
+        self,
+        launched: LaunchRecord,
+        result: GenerationBatchResult,
+        rows: Sequence[int] | None = None,
     ) -> ProcessedBatch:
-        """Give the tokens of one result to their requests; frees are batched."""
+        """Give the tokens of one result to their requests; frees are batched.
+
+        Args:
+            rows: of live requests, each in one call; None: all of them.
+        """
         result.wait()
-        live = [i for i, req in enumerate(launched.reqs) if not req.is_finished]
+        live = launched.live_rows() if rows is None else rows
         tokens, accept_lens = result.tokens, result.accept_lens
-        self._store_extras(launched, result)
+        self._store_extras(launched, result, live)
         generated = 0
         with self._cache.allocator.free_group():
             for i in live:
@@ -145,35 +152,43 @@ class BatchResultProcessor:
                 return
 
     @staticmethod
-    def _store_extras(launched: LaunchRecord, result: GenerationBatchResult) -> None:
-        """Logprobs and hidden states, for the requests that asked."""
+    def _store_extras(
+        launched: LaunchRecord, result: GenerationBatchResult, rows: Sequence[int]
+    ) -> None:
+        """Logprobs and hidden states of these rows, for the requests that asked."""
         if result.logprobs is not None:
-            _store_logprobs(launched, result, result.logprobs.to_host())
+            _store_logprobs(launched, result, result.logprobs.to_host(), rows)
         if not launched.is_decode:
-            for row, scored in result.input_logprobs.items():
-                launched.reqs[row].input_logprobs += scored.to_host()
-            for req, end in zip(launched.reqs, launched.ends.tolist(), strict=True):
-                req.advance_scoring(end)
+            ends = launched.ends.tolist()
+            for row in rows:
+                req = launched.reqs[row]
+                scored = result.input_logprobs.get(row)
+                if scored is not None:
+                    req.input_logprobs += scored.to_host()
+                req.advance_scoring(ends[row])
         if result.hidden is not None:
             starts = launched.starts.tolist()
             counts = (launched.ends - launched.starts).tolist()
             hidden = torch.split(result.hidden.float(), counts)
-            for req, start, states in zip(launched.reqs, starts, hidden, strict=True):
-                if req.return_hidden_states and not req.is_finished:
-                    req.store_hidden_states(start, states)
+            for row in rows:
+                req = launched.reqs[row]
+                if req.return_hidden_states:
+                    req.store_hidden_states(starts[row], hidden[row])
 
 
 def _store_logprobs(
-    launched: LaunchRecord, result: GenerationBatchResult, entries: list[HostLogprob]
+    launched: LaunchRecord,
+    result: GenerationBatchResult,
+    entries: list[HostLogprob],
+    rows: Sequence[int],
 ) -> None:
-    """Store as many of `entries` per request as it got tokens; there are
+    """Store as many of `entries` per request of these rows as it got tokens; there are
     `result.stride` for each request that asked."""
     accept_lens = result.accept_lens
-    indices = {req.serial: i for i, req in enumerate(launched.reqs)}
+    live = {launched.reqs[row].serial: row for row in rows}
     for i, req in enumerate(launched.logprob_reqs):
-        row = indices[req.serial]
-        is_over = req.params.max_new_tokens == 0 or req.is_finished
-        if is_over or launched.is_chunked[row]:
+        row = live.get(req.serial)
+        if row is None or req.params.max_new_tokens == 0 or launched.is_chunked[row]:
             continue
         count = 1 if accept_lens is None else accept_lens[row]
         first = i * result.stride

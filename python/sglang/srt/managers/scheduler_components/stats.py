@@ -101,6 +101,12 @@ class StatsTracker:
         if req.finish_reason is not None and req.finish_reason.type == "abort":
             self._totals.num_aborted_requests_total += 1
 
+    def on_revived(self, req: Req) -> None:
+        """Take back `on_finish` of a request whose end was an error of the host."""
+        self._totals.num_requests_total -= 1
+        if req.finish_reason is not None and req.finish_reason.type == "abort":
+            self._totals.num_aborted_requests_total -= 1
+
     def on_retract(self, count: int) -> None:
         self._totals.num_retracted_reqs += count
 

@@ -1,0 +1,97 @@
+"""The owner of each KV slot by the host's records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kv_canary.evidence import Owner
+from sglang.srt.mem_cache.allocator import host_array
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.req import Req
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+
+class SlotOwners:
+    """The owner of each slot by the host's records, as of the first question."""
+
+    def __init__(
+        self, cache: BasePrefixCache, requests: Callable[[], Iterable[Req]]
+    ) -> None:
+        self._cache = cache
+        self._requests = requests
+
+    def owner_of(self, slot: int) -> Owner:
+        """The owner of `slot`: requests, the cache, or nobody."""
+        allocator = self._cache.allocator
+        if slot < 0:
+            return Owner("none")
+        if slot < allocator.page_size:
+            return Owner("scratch page")
+        if slot >= len(self._is_cached):
+            return Owner("outside the pool")
+        is_cached = bool(self._is_cached[slot])
+        is_owned = slot // allocator.page_size in self._owned_pages
+        claims = self._claims.get(slot, [])
+        holders = [f"request {json.dumps(req.rid)}" for req in dict.fromkeys(claims)]
+        if is_cached:
+            holders.append("prefix cache")
+        nobody = "owned, holder unknown" if is_owned else "free"
+        return Owner(
+            ", ".join(holders) or nobody,
+            is_shared=is_cached,
+            is_allocated=is_owned,
+            claims=tuple(req.serial for req in claims),
+            prefix_of=frozenset(self._readers.get(slot, ())),
+        )
+
+    @cached_property
+    def _running(self) -> list[Req]:
+        return [req for req in self._requests() if req.req_pool_idx]
+
+    @cached_property
+    def _claims(self) -> dict[int, list[Req]]:
+        """The running requests that hold a slot beside the prefix cache, each as often
+        as its row has the slot."""
+        found: dict[int, list[Req]] = {}
+        for req in self._running:
+            for slot in self._own_slots(req).tolist():
+                found.setdefault(slot, []).append(req)
+        return found
+
+    @cached_property
+    def _readers(self) -> dict[int, list[int]]:
+        """Serials of the running requests in whose prefix a cached slot lies, by the
+        cache's own records and not by the requests' rows."""
+        found: dict[int, list[int]] = {}
+        for req in self._running:
+            node = req.last_node
+            while node is not None:
+                for slot in node.slots.tolist():
+                    found.setdefault(slot, []).append(req.serial)
+                node = node.parent
+        return found
+
+    def _own_slots(self, req: Req) -> Tensor:
+        return self._cache.req_to_token_pool.row_slots(
+            req.req_pool_idx, req.cache_protected_len, req.allocated_len
+        )
+
+    @cached_property
+    def _is_cached(self) -> NDArray[np.bool_]:
+        """[slots of the pool], True where the prefix cache holds the slot."""
+        allocator = self._cache.allocator
+        mask = np.zeros(allocator.size + allocator.page_size, dtype=np.bool_)
+        mask[host_array(self._cache.cached_slots())] = True
+        return mask
+
+    @cached_property
+    def _owned_pages(self) -> frozenset[int]:
+        return frozenset(self._cache.allocator.owned_pages().tolist())

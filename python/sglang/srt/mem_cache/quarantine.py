@@ -1,0 +1,128 @@
+"""Pages that were damaged and are watched before anybody gets them again.
+
+```
+blamed --> set aside, filled with a pattern --> two forwards --> intact: freed
+                                                                 changed: kept
+```
+Owns the pages meanwhile; knows neither requests nor why a page is here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.allocator import BaseAllocator
+    from sglang.srt.mem_cache.page_ledger import IntArray
+
+logger = logging.getLogger(__name__)
+
+FORWARDS_WATCHED = 2
+
+
+class SlotPattern(Protocol):
+    """A pattern in everything that belongs to a slot of one pool."""
+
+    def fill(self, slots: torch.Tensor) -> None:
+        """Fill `slots` (int64 [n], host) in stream order."""
+
+    def is_intact(self, slots: torch.Tensor) -> torch.Tensor:
+        """bool [n] on the host: nobody has written to the slot since; waits for the
+        device."""
+
+
+class _Watched(NamedTuple):
+    due: int
+    pages: IntArray
+
+
+class Quarantine:
+    """Keeps pages out of circulation until they have proven to be left alone.
+
+    Args:
+        patterns: of all pools whose slots the pages are.
+
+    Attributes:
+        kept: pages that changed while they were watched, ascending. They stay.
+    """
+
+    def __init__(
+        self, allocator: BaseAllocator, patterns: Sequence[SlotPattern]
+    ) -> None:
+        self._allocator = allocator
+        self._patterns = patterns
+        self._watched: deque[_Watched] = deque()
+        self.kept: IntArray = np.empty(0, dtype=np.int64)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether `look` has something to do."""
+        return bool(self._watched)
+
+    @property
+    def pages(self) -> IntArray:
+        """Pages that are watched or kept."""
+        return np.concatenate([self.kept, *(pages for _, pages in self._watched)])
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages)
+
+    @property
+    def num_slots(self) -> int:
+        """Their slots, which are neither free nor cached."""
+        return self.num_pages * self._allocator.page_size
+
+    def add(self, pages: IntArray, *, num_forwards: int) -> None:
+        """Watch distinct free pages for the next `FORWARDS_WATCHED` forwards.
+
+        Args:
+            num_forwards: launched so far.
+        """
+        if not len(pages):
+            return
+        self._allocator.set_aside(pages)
+        for pattern in self._patterns:
+            pattern.fill(self._slots(pages))
+        self._watched.append(_Watched(num_forwards + FORWARDS_WATCHED, pages))
+
+    def look(self, *, num_forwards: int | None) -> None:
+        """Free the intact pages of those that were watched for long enough.
+
+        Args:
+            num_forwards: launched so far; None: nothing runs, so that nobody is left
+                who could write.
+        """
+        while self._watched:
+            due, pages = self._watched[0]
+            if num_forwards is not None and num_forwards < due:
+                return
+            self._watched.popleft()
+            self._judge(pages)
+
+    def _judge(self, pages: IntArray) -> None:
+        slots = self._slots(pages)
+        intact = torch.ones(len(slots), dtype=torch.bool)
+        for pattern in self._patterns:
+            intact &= pattern.is_intact(slots)
+        is_good = intact.view(len(pages), -1).all(dim=1).numpy()
+        good, bad = pages[is_good], pages[~is_good]
+        if len(good):
+            self._allocator.free(self._slots(good))
+        if len(bad):
+            self.kept = np.union1d(self.kept, bad)
+            logger.error(
+                "kv_canary: page(s) %s were written to while nobody held them; %d "
+                "page(s) stay out of use",
+                bad[:16].tolist(),
+                len(self.kept),
+            )
+
+    def _slots(self, pages: IntArray) -> torch.Tensor:
+        return torch.from_numpy(self._allocator.page_slots(pages))

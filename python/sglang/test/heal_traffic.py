@@ -1,0 +1,182 @@
+"""Run of an engine in mode `heal` with planted faults, and the same run undamaged."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.mem_cache.common import check_busy
+from sglang.srt.models.mock_oracle import next_tokens
+from sglang.test.harness import EngineHarness, Finished
+from sglang.test.hole_injectors import HOLE_INJECTORS
+from sglang.test.hole_traffic import Engine
+from sglang.test.holes.site import planted
+from sglang.test.spec_canary_traffic import POOLS, SHORTEST_PROMPT, VOCAB
+
+REQUESTS = 9
+# Steps between two submissions, and those before a fault.
+EVERY, WARM_STEPS, MOMENTS = 2, 10, 10
+SAMPLED = {"temperature": 1.0, "top_k": 40}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request of the traffic."""
+
+    input_ids: list[int]
+    options: dict[str, Any]
+
+
+class HealTraffic:
+    """Requests of which some share a prefix, sample, ask for logprobs, or do not
+    stream."""
+
+    def __init__(self, *, seed: int, longer_by: int = 0) -> None:
+        rng = random.Random(seed)
+        shared = [rng.randrange(VOCAB) for _ in range(32 + longer_by)]
+        self.asks: dict[str, Ask] = {}
+        for i in range(REQUESTS):
+            ids = list(shared) if i % 3 == 0 else []
+            length = SHORTEST_PROMPT + longer_by + rng.randrange(6)
+            ids += [rng.randrange(VOCAB) for _ in range(length)]
+            if i % 5 == 4:
+                ids = next(iter(self.asks.values())).input_ids + ids[:3]
+            options: dict[str, Any] = {
+                "max_new_tokens": rng.randrange(20, 40)
+                if i % 4
+                else rng.randrange(1, 9),
+                "stream": i % 3 != 1,
+                "ignore_eos": True,
+                "return_logprob": i % 4 == 1,
+            }
+            if i % 4 == 1:
+                options["top_logprobs_num"] = 2
+                options["logprob_start_len"] = 0 if i % 8 == 1 else -1
+            if i % 2:
+                options |= SAMPLED | {"sampling_seed": seed + i}
+            self.asks[f"q{i}"] = Ask(input_ids=ids, options=options)
+
+    def submit(self, harness: EngineHarness, step: int) -> None:
+        """Submit the request that is due at a step, if any."""
+        number, rest = divmod(step, EVERY)
+        rid = f"q{number}"
+        if not rest and rid in self.asks:
+            ask = self.asks[rid]
+            harness.submit(ask.input_ids, rid=rid, **ask.options)
+
+
+@dataclass(kw_only=True)
+class Healed:
+    """A run to its end.
+
+    Fields:
+        harmed: whether the fault was done.
+        answers: by request.
+    """
+
+    harness: EngineHarness
+    asks: dict[str, Ask]
+    harmed: bool = False
+    answers: dict[str, Finished] = field(default_factory=dict)
+
+    @property
+    def stats(self) -> Any:
+        return self.harness.scheduler.stats_snapshot()
+
+    @property
+    def incidents(self) -> list[dict[str, Any]]:
+        return self.harness.scheduler.own_incidents()
+
+
+def run_healing(
+    name: str | None,
+    engine: Engine,
+    models: dict[str, Path],
+    *,
+    seed: int,
+    pool: str = "target",
+    **options: Any,
+) -> Healed:
+    """Serve the traffic to its end; `name`: of the fault, None: without one."""
+    settings: dict[str, Any] = {
+        "kv_canary": "heal",
+        "kv_canary_heal_limit": 0,
+        "kv_canary_sweep_interval": 2,
+    }
+    hole = None if name is None else HOLE_INJECTORS.get(name)
+    if hole is not None and hole.needs_all:
+        settings["kv_canary_real_data"] = "all"
+    harness = engine.build(models, **(settings | options))
+    scheduler = harness.scheduler
+    longer_by = engine.page_size if engine.page_size > SHORTEST_PROMPT else 0
+    traffic = HealTraffic(seed=seed, longer_by=longer_by)
+    run = Healed(harness=harness, asks=traffic.asks)
+    rng = random.Random(seed)
+    moment = WARM_STEPS + rng.randrange(MOMENTS)
+    manager = dict(zip(POOLS, scheduler.worker.canary_managers(), strict=False))[pool]
+    step = 0
+    while step < REQUESTS * EVERY or scheduler.has_work() or harness.io.requests:
+        traffic.submit(harness, step)
+        if step == moment and name is not None and hole is None:
+            manager.perturb.arm(name, seed=seed)
+        if hole is not None and step >= moment and not run.harmed:
+            with planted(hole, scheduler, rng=rng) as site:
+                scheduler.step()
+            run.harmed = bool(site.harmed)
+        else:
+            scheduler.step()
+        run.harmed = run.harmed or bool(manager.perturb.planted)
+        check_books(harness)
+        step += 1
+        assert step < 3000, f"{name}, seed {seed}: the engine does not end"
+    while scheduler.step():
+        pass
+    run.answers = harness.collect()
+    return run
+
+
+def check_books(harness: EngineHarness) -> None:
+    """Check that every page has one holder."""
+    scheduler = harness.scheduler
+    live = [req for req in scheduler._unfinished.values() if req.req_pool_idx]
+    healer = scheduler._healer
+    assert healer is not None
+    check_busy(scheduler.cache, live, aside=healer.quarantine.pages)
+    scheduler.cache.check()
+
+
+def joined(answer: Finished) -> dict[str, list[Any]]:
+    """The logprobs of all messages of an answer."""
+    found: dict[str, list[Any]] = {}
+    for delta in answer.logprobs:
+        for name in ("input_token", "input_top", "output_token", "output_top"):
+            found.setdefault(name, []).extend(getattr(delta, name) or [])
+    return found
+
+
+@cache
+def _undamaged(engine: Engine, model: Path, draft: Path, seed: int) -> Healed:
+    models = {"model": model, "draft": draft}
+    return run_healing(None, engine, models, seed=seed)
+
+
+def check_exact(
+    run: Healed, engine: Engine, models: dict[str, Path], *, seed: int
+) -> None:
+    """All answers are those of the undamaged engine, and nothing is lost."""
+    due = _undamaged(engine, **models, seed=seed)
+    assert set(run.answers) == set(due.answers) == set(run.asks)
+    for rid, want in due.answers.items():
+        got = run.answers[rid]
+        assert got.output_ids == want.output_ids, rid
+        assert got.finish_reason == want.finish_reason, rid
+        assert joined(got) == joined(want), rid
+        ask = run.asks[rid]
+        if "top_k" not in ask.options:
+            predicted = next_tokens(ask.input_ids + got.output_ids, vocab_size=VOCAB)
+            assert got.output_ids == predicted[len(ask.input_ids) - 1 : -1], rid
+    stats = run.stats
+    assert stats.num_used_tokens == stats.kv_canary_quarantined_pages * engine.page_size

@@ -1,0 +1,135 @@
+"""Random traffic with a planted fault every 50 forwards, healed: every answer is the
+oracle's, nothing leaks."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.kv_canary.perturb.injectors import INJECTORS
+from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.harness import EngineHarness, Finished
+from sglang.test.heal_traffic import check_books
+from sglang.test.mock_traffic import Traffic, check
+from sglang.test.scale import count
+from sglang.test.spec_canary_traffic import (
+    VOCAB,
+    speculating,
+    write_mock_models,
+)
+
+register_cpu_ci(est_time=25, suite="cpu", full_time=1500)
+register_cuda_ci(est_time=300, suite="cuda")
+
+REQUESTS = count(ci=20, full=2000)
+FORWARDS_BETWEEN = count(ci=15, full=50)
+# Faults in what the prefix cache holds.
+NEED_CACHE = {"phantom_prefix", "real_kv_unused_cache"}
+DRAFT_NAMES = sorted(
+    {*SPEC_INJECTORS, "real_kv_used", "real_kv_post_forward", "record", "early_free"}
+)
+# (page size, slots, chunk, policy, radix cache, overlap): small enough to retract.
+PLAIN = [
+    (1, 600, 64, "fcfs", True, True),
+    (4, 640, 16, "lpm", True, False),
+    (16, 800, 32, "lpm", True, True),
+    (4, 600, 128, "fcfs", False, True),
+]
+# (tree, page size, slots, overlap)
+SPECULATIVE = [
+    ((1, 4, 5), 4, 1600, True),
+    ((4, 4, 12), 4, 2400, False),
+    ((8, 5, 24), 64, 12288, True),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_mock_models(tmp_path_factory.mktemp("mock"))
+
+
+HEALING: dict[str, Any] = {
+    "kv_canary": "heal",
+    "kv_canary_heal_limit": 0,
+    "schedule_conservativeness": 0.1,
+}
+
+
+def serve(harness: EngineHarness, *, seed: int) -> None:
+    """Serve random requests and plant faults in either pool."""
+    rng, scheduler = random.Random(seed), harness.scheduler
+    traffic = Traffic(harness, random.Random(seed), REQUESTS, longest_output=120)
+    managers = scheduler.worker.canary_managers()
+    has_cache = not harness.server_args.disable_radix_cache
+    target_names = sorted(set(INJECTORS) - (set() if has_cache else NEED_CACHE))
+    answers: dict[str, Finished] = {}
+    last = 0
+
+    def on_step(step: int) -> None:
+        nonlocal last
+        traffic.on_step(step)
+        if scheduler._stats.num_forwards >= last + FORWARDS_BETWEEN:
+            last = scheduler._stats.num_forwards
+            pool = rng.randrange(len(managers))
+            names = DRAFT_NAMES if pool else target_names
+            # One that has found no opportunity makes room.
+            managers[pool].perturb._armed.clear()
+            managers[pool].perturb.arm(rng.choice(names), seed=rng.randrange(1000))
+            check_books(harness)
+
+    while traffic.left:
+        answers |= harness.run(on_step=on_step)
+    check(traffic.expected, answers, vocab_size=VOCAB)
+    heals = sum(scheduler.stats_snapshot().kv_canary_heals_total.values())
+    planted = sum(len(manager.perturb.planted) for manager in managers)
+    assert planted > 0 and (REQUESTS < 2000 or heals >= planted / 2), (planted, heals)
+
+
+@pytest.mark.parametrize("configuration", PLAIN, ids=lambda c: "-".join(map(str, c)))
+def test_plain(
+    models: dict[str, Path], configuration: tuple[int, int, int, str, bool, bool]
+) -> None:
+    page_size, slots, chunk, policy, has_radix, overlap = configuration
+    harness = EngineHarness(
+        models["model"],
+        overlap=overlap,
+        page_size=page_size,
+        max_total_tokens=slots,
+        chunked_prefill_size=chunk,
+        schedule_policy=policy,
+        disable_radix_cache=not has_radix,
+        max_running_requests=24,
+        skip_tokenizer_init=True,
+        kv_canary_sweep_interval=8 if has_radix else 0,
+        **HEALING,
+    )
+    serve(harness, seed=PLAIN.index(configuration))
+
+
+@pytest.mark.parametrize(
+    "configuration", SPECULATIVE, ids=lambda c: str(c).replace(" ", "")
+)
+def test_speculation(
+    models: dict[str, Path], configuration: tuple[tuple[int, int, int], int, int, bool]
+) -> None:
+    tree, page_size, slots, overlap = configuration
+    harness = speculating(
+        **models,
+        tree=tree,
+        page_size=page_size,
+        max_total_tokens=slots,
+        chunked_prefill_size=64,
+        max_running_requests=12,
+        overlap=overlap,
+        kv_canary_sweep_interval=8,
+        **HEALING,
+    )
+    serve(harness, seed=SPECULATIVE.index(configuration))
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
