@@ -72,20 +72,21 @@ CONFIDENCE_TAIL = 0.025
 
 
 class Side:
-    """One scheduler and the requests sent to it."""
+    """One scheduler and the requests sent to it; `canary`: its mode."""
 
     def __init__(
         self,
         args: argparse.Namespace,
         folder: Path,
-        canary: bool,
+        canary: str | None,
         *,
         speculation: dict[str, Any] | None = None,
     ) -> None:
         flags = dict(speculation or {})
-        if canary:
+        if canary is not None:
             flags |= {
-                "kv_canary": "raise",
+                "kv_canary": canary,
+                **({"kv_canary_heal_limit": 0} if canary == "heal" else {}),
                 "kv_canary_real_data": args.real_data,
                 "kv_canary_sweep_interval": args.sweep_interval,
             }
@@ -321,7 +322,7 @@ def measure_steps(
         *args.prefill,
         requests * 1400,
     )
-    sides = (Side(args, folder, False), Side(args, folder, True))
+    sides = (Side(args, folder, None), Side(args, folder, "raise"))
     for rows in args.batch_size:
         for side in sides:
             side.start_decoding(rows, args.input_len, new)
@@ -384,8 +385,8 @@ def measure_trees(
         longest = args.input_len + new + reserve + args.page_size
         pages = args.max_running * -(-longest // args.page_size)
         args.slots = pages * args.page_size
-        off = Side(args, folder, False, speculation=speculation)
-        on = Side(args, folder, True, speculation=speculation)
+        off = Side(args, folder, None, speculation=speculation)
+        on = Side(args, folder, "raise", speculation=speculation)
         for rows in args.batch_size:
             for side in (off, on):
                 side.start_decoding(rows, args.input_len, new)

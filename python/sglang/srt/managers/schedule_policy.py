@@ -26,7 +26,8 @@ LPM_MAX_QUEUE = 128
 
 
 def order_by_longest_match(waiting: list[Req], cache: BasePrefixCache) -> list[Req]:
-    """Longest cached prefix first; arrival order between equals."""
+    """Requests that are healed first, then the longest cached prefix; arrival order
+    between equals."""
     if len(waiting) > LPM_MAX_QUEUE:
         return waiting
     lengths = {
@@ -35,7 +36,7 @@ def order_by_longest_match(waiting: list[Req], cache: BasePrefixCache) -> list[R
         )
         for req in waiting
     }
-    return sorted(waiting, key=lambda req: -lengths[req.serial])
+    return sorted(waiting, key=lambda req: (not req.num_heals, -lengths[req.serial]))
 
 
 SCHEDULE_POLICIES: dict[str, Callable[[list[Req], BasePrefixCache], list[Req]]] = {
