@@ -381,12 +381,35 @@ def test_grammars_and_stop_strings(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert total >= 3
 
 
-def lose_tokens(harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
-    """Let the host append wrong tokens in the next step, to every request."""
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_end_that_was_not_sampled(
+    model: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host takes a token that ends requests, with the next step in flight: they are
+    alive again before anybody is told."""
+    harness = healing(model, overlap=overlap)
+    for i in range(4):
+        submit(harness, i, stop_token_ids=[VOCAB - 1], stream=i == 1)
+
+    def on_step(step: int) -> None:
+        if step == 6:
+            lose_tokens(harness, monkeypatch, token=VOCAB - 1)
+
+    check(harness.run(on_step=on_step), of=4)
+    (incident,) = harness.scheduler.own_incidents()
+    assert incident["healing"]["num_recomputed"] == 4
+    stats = harness.scheduler.stats_snapshot()
+    assert stats.num_requests_total == 4 and not stats.num_aborted_requests_total
+
+
+def lose_tokens(
+    harness: EngineHarness, patch: pytest.MonkeyPatch, *, token: int | None = None
+) -> None:
+    """Let the host append other tokens in the next step, to every request."""
     append = Req.append
 
     def wrong(req: Req, new_tokens: list[int]) -> None:
-        append(req, [(token + 1) % 50 for token in new_tokens])
+        append(req, [(new + 1) % 50 if token is None else token for new in new_tokens])
 
     process = harness.scheduler._results.process
 

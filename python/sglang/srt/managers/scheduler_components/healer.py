@@ -238,12 +238,12 @@ class Healer:
             for req in (*blame.withheld, *blame.rebuilt)
             if req.req_pool_idx and not req.is_finished
         ]
-        serials = {req.serial for req in touched}
+        gone = [*touched, *others]
         for launched in self._launches():
-            launched.dropped.update(serials)
-        self._batches.take_out(touched)
+            launched.dropped.update(req.serial for req in gone)
+        self._batches.take_out(gone)
         num_cut = self._release(touched, blame)
-        again, ended = self._queue_again([*touched, *others], sighting)
+        again, ended = self._queue_again(gone, sighting)
         outcome = {
             "recomputed": [_about(req, blame) for req in again[:MAX_LISTED]],
             "ended": [_about(req, blame) for req in ended[:MAX_LISTED]],
