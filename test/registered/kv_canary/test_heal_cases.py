@@ -300,6 +300,22 @@ def test_a_pool_too_small_for_all(model: Path) -> None:
     assert harness.scheduler.stats_snapshot().num_retracted_reqs > 0
 
 
+def test_watched_pages_come_back_where_memory_is_short(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an overflow all pages of a request are watched: nearly the whole pool."""
+    monkeypatch.setenv("SGLANG_KV_CANARY_RING_CAPACITY", "1")
+    harness = healing(model, max_total_tokens=128, page_size=4, overlap=False)
+    submit(harness, 0, max_new_tokens=80)
+
+    def on_step(step: int) -> None:
+        if step in (20, 50):
+            canary_of(harness).perturb.arm("early_free", seed=1)
+
+    check(harness.run(on_step=on_step), of=1, length=80)
+    assert heals(harness) == 2
+
+
 def test_hidden_states_logprobs_and_embeddings(model: Path) -> None:
     """Each position once, whatever is computed again."""
 

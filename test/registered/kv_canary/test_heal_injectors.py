@@ -64,7 +64,9 @@ def check_all(
 def check_incidents(run: Healed) -> bool:
     """Whether something was healed; each time the incident says what was done."""
     done = [incident["healing"] for incident in run.incidents]
-    assert len(done) == sum(run.stats.kv_canary_heals_total.values())
+    heals = dict(run.stats.kv_canary_heals_total)
+    del heals["found elsewhere"]
+    assert len(done) == sum(heals.values())
     assert all(not healing["ended"] for healing in done)
     tokens = sum(about["tokens"] for healing in done for about in healing["recomputed"])
     assert tokens == run.stats.kv_canary_healed_tokens_total

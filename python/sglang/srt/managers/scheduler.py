@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.distributed.parallel_state import get_tp_group
@@ -132,7 +131,7 @@ class Scheduler:
             self.env,
             server_args=server_args,
             stats=self._stats,
-            resolve=partial(self._resolve, 0),
+            resolve=self._free_memory,
             on_dropped=lambda req: self._intake.end(req),
         )
         streamer = OutputStreamer(io, stream_interval=server_args.stream_interval)
@@ -283,6 +282,14 @@ class Scheduler:
             self._process(self.in_flight.popleft())
             did_process = True
         return did_process
+
+    def _free_memory(self) -> bool:
+        """Give back what requests that have ended hold, and pages under watch; True if
+        there may be any."""
+        has_freed = self._resolve(0)
+        if self._healer is not None:
+            has_freed |= self._healer.release_watched()
+        return has_freed
 
     def _wait_ms(self) -> int:
         """How long the receive may wait: not at all while there is something to run."""

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 RECOVERY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 DEGRADED_SECONDS = 60.0
-ELSEWHERE = "found by another rank"
+ELSEWHERE = "found elsewhere"
+"""By another rank, or with the step before: no violation of this one."""
+
+
+def diagnosis_of(violations: Sequence[Violation]) -> str:
+    """The label of a healing: the diagnosis of the first violation."""
+    return _name(violations[0].diagnosis_name) if violations else ELSEWHERE
 
 
 class HealStats:
@@ -57,8 +63,7 @@ class HealStats:
         self, violations: Sequence[Violation], again: Sequence[Req], *, now: float
     ) -> None:
         """Count a healing after which `again` are queued."""
-        name = _name(violations[0].diagnosis_name) if violations else ELSEWHERE
-        self.heals[name] += 1
+        self.heals[diagnosis_of(violations)] += 1
         self.healed_tokens += sum(len(req.tokens) for req in again)
         self._last_heal = self._clock()
         for req in again:

@@ -23,7 +23,10 @@ import torch
 
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.managers.scheduler_components.blame import Blame, find_blame
-from sglang.srt.managers.scheduler_components.heal_stats import HealStats
+from sglang.srt.managers.scheduler_components.heal_stats import (
+    HealStats,
+    diagnosis_of,
+)
 from sglang.srt.managers.scheduler_components.result_processor import ProcessedBatch
 from sglang.srt.mem_cache.allocator import host_array
 from sglang.srt.mem_cache.quarantine import Quarantine
@@ -322,9 +325,20 @@ class Healer:
             CanaryViolation: too many pages stay out of use.
         """
         self.stats.note_tokens()
-        if not self.quarantine.is_watching:
-            return
-        num_forwards = self._num_forwards() if has_launched else None
+        self._look(self._num_forwards() if has_launched else None)
+
+    def release_watched(self) -> bool:
+        """Look at all watched pages now, because others need memory and nothing is in
+        flight; returns whether there were any.
+
+        Raises:
+            CanaryViolation: as `after_step`.
+        """
+        is_watching = self.quarantine.is_watching
+        self._look(None)
+        return is_watching
+
+    def _look(self, num_forwards: int | None) -> None:
         num_kept = len(self.quarantine.kept)
         self.quarantine.look(num_forwards=num_forwards)
         if len(self.quarantine.kept) > num_kept:
@@ -364,11 +378,10 @@ def _about(req: Req, blame: Blame) -> dict[str, Any]:
 def _log(
     sighting: Sighting, again: Sequence[Req], ended: Sequence[Req], num_cut: int
 ) -> None:
-    names = [v.diagnosis_name for v in sighting.violations]
     logger.warning(
-        "kv_canary healed: diagnosis=%s recomputed=%d tokens=%d ended=%d "
+        'kv_canary healed: diagnosis="%s" recomputed=%d tokens=%d ended=%d '
         "cached_tokens_cut=%d",
-        f'"{names[0]}"' if names else '"found by another rank"',
+        diagnosis_of(sighting.violations),
         len(again),
         sum(len(req.tokens) for req in again),
         len(ended),
