@@ -6,7 +6,7 @@ Three measurements in one process with dummy weights (or --model-path):
 
 * steps: paired blocks of decode steps in the modes `raise` and `heal`, no fault.
 * bystanders: times between two tokens of requests that decode, while one of them is
-  damaged and recomputed, and while one more prompt of its length is admitted instead.
+  damaged and recomputed, and while a prompt as long as its tokens is admitted instead.
 * recovery: from the detection to the next token of the damaged request, beside the
   time that such a prompt takes to its first token among the same others.
 
@@ -22,22 +22,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+import bench_canary
 import torch
-from bench_canary import Side, alternate, synchronize
+from bench_canary import CLOCKS, Side, alternate, synchronize
 from model_shapes import SHAPES, write_shape
 
 from sglang.bench_utils.launch import run_report
 from sglang.bench_utils.report import Json, format_table, provenance
-from sglang.srt.managers.req import Req
 
 # Steps that are watched from a fault, or a prompt, on.
 WATCHED_STEPS = 24
 P99 = 0.99
 
 
-def gaps_of(side: Side, begin: Callable[[], None]) -> list[float]:
+def gaps_of(side: Side, begin: Callable[[], object]) -> list[float]:
     """Seconds between two tokens of every request that decodes, from `begin` on."""
     scheduler = side.scheduler
     running = list(scheduler.running.reqs) if scheduler.running else []
@@ -65,7 +66,12 @@ class Faults:
         self._rng = random.Random(1)
         self._canary = side.scheduler.worker.canary_managers()[0]
 
-    def plant(self) -> Req:
+    def length(self) -> int:
+        """Tokens of a running request; all of them have as many."""
+        assert self._side.scheduler.running is not None
+        return len(self._side.scheduler.running.reqs[0].tokens)
+
+    def plant(self) -> None:
         """Flip a word of a record of a running request; the next step reads it."""
         scheduler = self._side.scheduler
         assert scheduler.running is not None
@@ -75,7 +81,6 @@ class Faults:
             req.req_pool_idx, position, position + 1
         )
         self._canary.target.buffers.state.tail[int(slots[0]), 1] ^= 1
-        return req
 
 
 def first_token_seconds(side: Side, length: int, seed: int) -> float:
@@ -106,10 +111,11 @@ def measure_bystanders(side: Side, args: argparse.Namespace) -> Json:
     recovered, first = [], []
     for i in range(args.rounds):
         generator = torch.Generator().manual_seed(1000 + i)
-        healed += gaps_of(side, lambda: faults.plant() and None)
-        admitted += gaps_of(side, lambda g=generator: side.submit(args.input_len, 1, g))
+        healed += gaps_of(side, faults.plant)
+        length = faults.length()
+        admitted += gaps_of(side, partial(side.submit, length, 1, generator))
         recovered.append(recovery_seconds(side, faults))
-        first.append(first_token_seconds(side, args.input_len, 2000 + i))
+        first.append(first_token_seconds(side, faults.length(), 2000 + i))
     return {
         "gap_p99_healed_ms": quantile(healed, P99) * 1e3,
         "gap_p99_admitted_ms": quantile(admitted, P99) * 1e3,
@@ -127,6 +133,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def run(args: argparse.Namespace) -> Json:
+    bench_canary.clock = CLOCKS[args.clock]
     folder = Path(args.model_path or write_shape(args.shape, Path(tempfile.mkdtemp())))
     args.load_format = "auto" if args.model_path else "dummy"
     new = args.pairs * args.block * 2 + args.rounds * (WATCHED_STEPS + 8) * 4 + 64
@@ -191,6 +198,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="Llama-3.1-8B")
     parser.add_argument("--model-path", help="a checkpoint instead of a dummy shape")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="of the steps")
     parser.add_argument("--real-data", default="partial")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--input-len", type=int, default=2000)
