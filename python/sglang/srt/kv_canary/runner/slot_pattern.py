@@ -18,6 +18,9 @@ PATTERN_BYTE = 0xB5
 """A small negative number in every float format: attention that reads past a row, and
 masks what it read, must not meet a NaN."""
 
+SLOTS_AT_ONCE = 256
+"""Slots whose bytes are gathered at once: those of large models are megabytes."""
+
 
 class PoolPattern:
     """`SlotPattern` of a KV pool and its records, which are poisoned."""
@@ -38,10 +41,14 @@ class PoolPattern:
     def is_intact(self, slots: Tensor) -> Tensor:
         """bool [n] on the host: neither bytes nor records have changed since."""
         where = slots.to(self._state.head.device)
+        parts = [self._is_intact(part) for part in where.split(SLOTS_AT_ONCE)]
+        return torch.cat(parts).cpu()
+
+    def _is_intact(self, where: Tensor) -> Tensor:
         intact = torch.ones_like(where, dtype=torch.bool)
         for records in (self._state.head, self._state.tail):
             intact &= records[where, Record.WORD0] == POISON_WORD
         for buffer in self._buffers:
             same = buffer[:, where] == PATTERN_BYTE
             intact &= same.flatten(2).all(dim=2).all(dim=0)
-        return intact.cpu()
+        return intact
