@@ -65,11 +65,13 @@ def check_incidents(run: Healed) -> bool:
     """Whether something was healed; each time the incident says what was done."""
     done = [incident["healing"] for incident in run.incidents]
     heals = dict(run.stats.kv_canary_heals_total)
-    del heals["found elsewhere"]
+    # A finding of the step before, in a request that has ended since.
+    elsewhere = heals.pop("found elsewhere")
     assert len(done) == sum(heals.values())
     assert all(not healing["ended"] for healing in done)
     tokens = sum(about["tokens"] for healing in done for about in healing["recomputed"])
-    assert tokens == run.stats.kv_canary_healed_tokens_total
+    healed = run.stats.kv_canary_healed_tokens_total
+    assert tokens == healed or (elsewhere and tokens < healed)
     return len(done) > 0
 
 
