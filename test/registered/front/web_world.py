@@ -100,7 +100,7 @@ class Peer:
 async def serving(
     app: ASGIApp, *, max_connections: int = 1000, **flags: Any
 ) -> AsyncIterator[Web]:
-    """`app` behind a real web server with `flags`."""
+    """`app` served by a real web server with `flags`."""
     args = ServerArgs(port=0, **flags)
     listener: socket.socket = listen(args)
     server = WebServer(app, args, max_connections=max_connections)

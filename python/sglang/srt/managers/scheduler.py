@@ -358,7 +358,7 @@ class Scheduler:
         """Report what the canary found before a launch or a result failed.
 
         Raises:
-            CanaryViolation: it found something and its mode is `raise`.
+            CanaryViolation: it found something and its mode is not `log`.
         """
         if self._canary is not None:
             self._canary.fail(error)
