@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# A small real model to serve: smollm2, gemma3 or qwen-coder (docs/models.md).
+MODEL ?=
 
 .PHONY: venv serve test test-full lint check bench clean
 
@@ -32,8 +34,10 @@ DRAFT := --speculative-algorithm EAGLE3 --speculative-num-steps 3 \
 CANARY := --kv-canary heal
 
 serve: venv
+	$(if $(MODEL),folder=$$($(BIN)/python scripts/real_models.py fetch $(MODEL)) &&) \
 	$(BIN)/python -m sglang.launch_server $(ARGS) \
-		$(if $(findstring --model-path,$(ARGS))$(findstring --speculative-,$(ARGS)),,$(DRAFT)) \
+		$(if $(MODEL),--model-path "$$folder" --served-model-name $(MODEL)) \
+		$(if $(MODEL)$(findstring --model-path,$(ARGS))$(findstring --speculative-,$(ARGS)),,$(DRAFT)) \
 		$(if $(findstring --kv-canary,$(ARGS)),,$(CANARY))
 
 test: venv lint

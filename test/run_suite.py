@@ -3,7 +3,8 @@
 A test file registers itself with `register_cpu_ci` / `register_cuda_ci`; the calls are
 read from the source with `ast`, so their arguments are literals. Files that need the
 whole machine run alone, the others share pytest workers. `--full` runs the whole
-counts; a whole run with it or under the canary writes `docs/soak/<name>.json`.
+counts and the suite `real`, whose tests are skipped where their models are not there; a
+whole run with it or under the canary writes `docs/soak/<name>.json`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 REGISTERED = REPO / "test" / "registered"
-SUITES = {"cpu": ("cpu", "cpu-serial"), "cuda": ("cuda", "cuda-serial")}
+SUITES = {"cpu": ("cpu", "cpu-serial", "real"), "cuda": ("cuda", "cuda-serial")}
+# Of real models: they run with whole counts, or where they are named.
+ONLY_FULL = ("real",)
+PARALLEL = ("cpu", "cuda")
 # Kernels compile once for all processes of a GPU machine, so that its tests are handed
 # out one by one; elsewhere a file's fixtures are shared by keeping it on one worker,
 # unless whole counts make a file longer than all others.
@@ -142,6 +146,7 @@ def main() -> int:
         for path in sorted(REGISTERED.rglob("test_*.py"))
         for test in registrations(path, args.hw)
         if args.match in str(path) and args.suite in (None, test.suite)
+        if args.full or args.suite or test.suite not in ONLY_FULL
         if not any(text in str(path) for text in args.skip)
     ]
     if not every:
@@ -156,7 +161,7 @@ def main() -> int:
         )
         if not files:
             continue
-        workers = 1 if suite.endswith("-serial") else args.workers
+        workers = args.workers if suite in PARALLEL else 1
         print(f"suite {suite}: {len(files)} files, {workers} worker(s)", flush=True)
         result, closings[suite] = run_pytest(
             files,

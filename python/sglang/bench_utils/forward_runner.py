@@ -20,7 +20,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.paths import resolve_model_folder
+from sglang.srt.utils.paths import resolve_model_path
 
 
 class ForwardRunner:
@@ -38,10 +38,10 @@ class ForwardRunner:
                 "findings, and there is none here; remove it "
                 "(benchmark/e2e/bench_canary.py measures the canary)"
             )
-        folder = resolve_model_folder(server_args.model_path)
+        folder = resolve_model_path(server_args.model_path)
         self.runner = ModelRunner(
             server_args=server_args,
-            model_config=ModelConfig.from_folder(
+            model_config=ModelConfig.from_path(
                 folder, context_length=server_args.context_length
             ),
         )

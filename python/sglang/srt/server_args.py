@@ -41,7 +41,8 @@ from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETE
 from sglang.srt.parser.reasoning_parser import DETECTORS as REASONING_DETECTORS
 from sglang.srt.speculative.draft_layout import MAX_TOP_K, TreeShape
 from sglang.srt.utils.devices import cuda_device_count
-from sglang.srt.utils.paths import bundled_demo_model_path
+from sglang.srt.utils.gguf_header import is_gguf
+from sglang.srt.utils.paths import bundled_demo_model_path, resolve_gguf_file
 from sglang.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ class ServerArgs:
     model_path: Annotated[
         str | None,
         Arg(
-            "Folder (or hub name) of the model; unset: the bundled demo model.",
+            "Folder (or hub name) of the model, or a GGUF file; unset: the bundled "
+            "demo model.",
             begins="Model and tokenizer",
         ),
     ] = None
@@ -67,8 +69,9 @@ class ServerArgs:
     load_format: Annotated[
         str,
         Arg(
-            "How weights are read; dummy: random values of the real shapes.",
-            ("auto", "safetensors", "dummy"),
+            "How weights are read; auto: a .gguf file as gguf, folders as safetensors; "
+            "dummy: random values of the real shapes.",
+            ("auto", "safetensors", "gguf", "dummy"),
         ),
     ] = "auto"
     trust_remote_code: Annotated[
@@ -512,6 +515,13 @@ class ServerArgs:
         if self.model_path is None:
             self.model_path = str(bundled_demo_model_path())
             self.served_model_name = self.served_model_name or "demo"
+        if self.load_format == "gguf":
+            self.model_path = str(resolve_gguf_file(self.model_path))
+        if self.load_format == "safetensors" and is_gguf(Path(self.model_path)):
+            raise ValueError(
+                f"--load-format safetensors: --model-path {self.model_path} is a GGUF "
+                "file; use --load-format gguf or auto"
+            )
         self.tokenizer_path = self.tokenizer_path or self.model_path
         self.served_model_name = self.served_model_name or self.model_path
         if self.chat_template is not None and "{" not in self.chat_template:

@@ -56,7 +56,7 @@ class ForwardHarness:
         )
         self.runner = ModelRunner(
             server_args=args,
-            model_config=ModelConfig.from_folder(model),
+            model_config=ModelConfig.from_path(model),
             is_draft_worker=is_draft_worker,
             watcher_bytes_per_slot=watcher_bytes_per_slot(args),
         )

@@ -46,7 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def write_byte_tokenizer(folder: Path) -> None:
     """Write a tokenizer whose token ids are bytes, plus an end-of-text token."""
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     vocab = {alphabet[byte]: byte for byte in range(BYTE_VOCAB)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(
@@ -264,7 +264,7 @@ def _random(
     return 1.0 + 0.1 * noise if "norm" in name else 0.15 * noise
 
 
-def _byte_alphabet() -> list[str]:
+def byte_alphabet() -> list[str]:
     """Return the byte-level alphabet: printable bytes, the others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(BYTE_VOCAB) if byte not in printable]

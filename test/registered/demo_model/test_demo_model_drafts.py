@@ -378,7 +378,7 @@ def test_export_writes_a_folder_that_the_engine_reads(
     save_file({"x": torch.zeros(1)}, run / "draft.safetensors")
     (run / "training.json").write_text(json.dumps(example_metrics()))
     export(draft, run, out)
-    config = ModelConfig.from_folder(out)
+    config = ModelConfig.from_path(out)
     assert config.vocab_size == 4096 and config.context_len == 2048
     if draft.algorithm == "EAGLE3":
         assert layers_to_capture(config, num_target_layers=8) == AUX_LAYERS

@@ -142,7 +142,7 @@ def test_each_rank_holds_its_part(
 ) -> None:
     """Also that dummy weights are the same model with any number of ranks."""
     folder = write_tiny_model(tmp_path, architecture, **overrides)
-    config = ModelConfig.from_folder(folder)
+    config = ModelConfig.from_path(folder)
 
     def parameters(group: TensorParallelGroup) -> dict[str, torch.Tensor]:
         # bfloat16 is not packed.
@@ -164,7 +164,7 @@ def test_each_rank_holds_its_part(
 
 def test_a_wrong_shape_names_the_checkpoints_shape(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "LlamaForCausalLM")
-    config = ModelConfig.from_folder(folder)
+    config = ModelConfig.from_path(folder)
     with tensor_parallel_group(rank_of(1, 2)):
         model = load_model(
             config, load_format="auto", dtype=torch.bfloat16, rope_rows=32
@@ -190,7 +190,7 @@ def test_sizes_that_do_not_divide(
     tmp_path: Path, size: int, overrides: dict[str, int], words: list[str]
 ) -> None:
     folder = write_tiny_model(tmp_path, "LlamaForCausalLM", **overrides)
-    config = ModelConfig.from_folder(folder)
+    config = ModelConfig.from_path(folder)
     with tensor_parallel_group(rank_of(0, size)), pytest.raises(ValueError) as error:
         load_model(config, load_format="dummy", dtype=torch.float32, rope_rows=32)
     assert all(word in str(error.value) for word in words), error.value

@@ -63,7 +63,7 @@ def test_graph_sizes_never_exceed_a_batch(max_rows, max_bs, wanted, sizes):
 
 
 def test_graphs_take_logits_per_graph_and_activations_once(model):
-    config = ModelConfig.from_folder(model)
+    config = ModelConfig.from_path(model)
     one = graph_bytes(config, [4], dtype=torch.bfloat16)
     two = graph_bytes(config, [2, 4], dtype=torch.bfloat16)
     assert two - one == GRAPH_BYTES + 2 * config.vocab_size * 2
@@ -72,7 +72,7 @@ def test_graphs_take_logits_per_graph_and_activations_once(model):
 
 
 def test_prefill_graphs_share_what_lives_during_a_forward(model):
-    config = ModelConfig.from_folder(model)
+    config = ModelConfig.from_path(model)
     one = prefill_graph_bytes(config, [512], dtype=torch.bfloat16)
     two = prefill_graph_bytes(config, [4, 512], dtype=torch.bfloat16)
     assert two - one == (config.num_layers + 1) * SEGMENT_BYTES
@@ -83,7 +83,7 @@ def test_prefill_graphs_share_what_lives_during_a_forward(model):
 
 
 def test_short_prefills_of_one_request_have_graphs_of_their_own(model):
-    config = ModelConfig.from_folder(model)
+    config = ModelConfig.from_path(model)
     counts = [4, MAX_WHOLE_TOKENS, 512]
     alone, both = (
         prefill_graph_bytes(
@@ -95,7 +95,7 @@ def test_short_prefills_of_one_request_have_graphs_of_their_own(model):
 
 
 def test_draft_graphs_share_what_lives_during_a_step(model):
-    config = ModelConfig.from_folder(model)
+    config = ModelConfig.from_path(model)
 
     def taken(sizes, rows):
         return draft_graph_bytes(

@@ -229,7 +229,7 @@ def test_narrow_rows_fire_exactly_where_rows_are_narrower(
     page_size: int,
 ) -> None:
     args = resolved(models, drafts(tree, page_size=page_size))
-    config = ModelConfig.from_folder(Path(models["model"]))
+    config = ModelConfig.from_path(Path(models["model"]))
     whole = ModelRunner(server_args=args, model_config=config)
     with NARROW_ROWS.opened():
         narrow = ModelRunner(server_args=args, model_config=config)

@@ -307,7 +307,7 @@ def test_a_draft_is_not_served_alone(tmp_path, kind):
 
 
 def test_eagle3_says_what_it_reads(tmp_path):
-    config = ModelConfig.from_folder(write_mock_draft(tmp_path, kind="EAGLE3"))
+    config = ModelConfig.from_path(write_mock_draft(tmp_path, kind="EAGLE3"))
     assert layers_to_capture(config, num_target_layers=2) == (0, 1, 2)
     assert num_hidden_sources(config) == 3
 

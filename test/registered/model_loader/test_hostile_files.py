@@ -78,9 +78,7 @@ def with_config(model: Path, folder: Path, **changes: Any) -> Path:
 def test_a_value_that_no_model_has(
     model: Path, tmp_path: Path, key: str, value: Any
 ) -> None:
-    text = refusal(
-        ModelConfig.from_folder, with_config(model, tmp_path, **{key: value})
-    )
+    text = refusal(ModelConfig.from_path, with_config(model, tmp_path, **{key: value}))
     assert "config.json: " in text and key in text
 
 
@@ -89,14 +87,14 @@ def test_what_is_absent_or_null_has_its_default(model: Path, tmp_path: Path) -> 
         *("num_key_value_heads", "head_dim", "max_position_embeddings", "rope_scaling"),
         *("rms_norm_eps", "hidden_act", "sliding_window", "rope_theta"),
     ]
-    config = ModelConfig.from_folder(
+    config = ModelConfig.from_path(
         with_config(model, tmp_path, **dict.fromkeys(optional))
     )
     assert (config.num_kv_heads, config.head_dim, config.context_len) == (4, 16, 2048)
     assert (config.rms_norm_eps, config.rope.theta) == (1e-6, 10000.0)
     # Written by a library that knows floats only.
     wide = with_config(model, tmp_path, hidden_size=64.0, eos_token_id=[-1, 5])
-    config = ModelConfig.from_folder(wide)
+    config = ModelConfig.from_path(wide)
     assert (config.hidden_size, config.eos_token_ids) == (64, (5,))
 
 
@@ -119,7 +117,7 @@ def test_numbers_of_the_rotary_scaling(
     model: Path, tmp_path: Path, scaling: dict[str, Any]
 ) -> None:
     folder = with_config(model, tmp_path, rope_scaling=scaling)
-    assert "rope_scaling." in refusal(ModelConfig.from_folder, folder)
+    assert "rope_scaling." in refusal(ModelConfig.from_path, folder)
 
 
 @pytest.mark.parametrize(
@@ -141,17 +139,17 @@ def test_a_file_that_is_no_json_object(
 ) -> None:
     with_config(model, tmp_path)
     (tmp_path / name).write_bytes(content)
-    text = refusal(ModelConfig.from_folder, tmp_path)
+    text = refusal(ModelConfig.from_path, tmp_path)
     assert name in text and words in text
 
 
 def test_a_config_that_is_no_file(tmp_path: Path) -> None:
-    assert "no such file" in refusal(ModelConfig.from_folder, tmp_path)
+    assert "no such file" in refusal(ModelConfig.from_path, tmp_path)
     os.mkfifo(tmp_path / "config.json")
-    assert "not a regular file" in refusal(ModelConfig.from_folder, tmp_path)
+    assert "not a regular file" in refusal(ModelConfig.from_path, tmp_path)
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").mkdir()
-    assert "not a regular file" in refusal(ModelConfig.from_folder, tmp_path)
+    assert "not a regular file" in refusal(ModelConfig.from_path, tmp_path)
 
 
 def test_sizes_that_no_memory_holds(model: Path, tmp_path: Path) -> None:

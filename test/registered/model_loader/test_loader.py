@@ -21,7 +21,7 @@ LLAMA = "LlamaForCausalLM"
 
 def load(folder, load_format="auto"):
     return load_model(
-        ModelConfig.from_folder(folder),
+        ModelConfig.from_path(folder),
         load_format=load_format,
         dtype=torch.float32,
         rope_rows=64,
@@ -157,16 +157,16 @@ def test_configurations_that_cannot_be_served(tmp_path, changes, words):
 
 def test_context_length_beyond_the_model_is_refused(tmp_path):
     folder = write_tiny_model(tmp_path, LLAMA)
-    assert ModelConfig.from_folder(folder, context_length=100).context_len == 100
+    assert ModelConfig.from_path(folder, context_length=100).context_len == 100
     with pytest.raises(ValueError, match=r"--context-length 300.*256"):
-        ModelConfig.from_folder(folder, context_length=300)
+        ModelConfig.from_path(folder, context_length=300)
 
 
 def test_eos_ids_of_both_files_are_joined(tmp_path):
     folder = write_tiny_model(tmp_path, LLAMA)
     generation = folder / "generation_config.json"
     generation.write_text(json.dumps({"eos_token_id": [256, 260]}))
-    assert ModelConfig.from_folder(folder).eos_token_ids == (256, 260)
+    assert ModelConfig.from_path(folder).eos_token_ids == (256, 260)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def write_head(folder, architecture, weights=None, **overrides):
 
 def load(folder):
     return load_model(
-        ModelConfig.from_folder(folder),
+        ModelConfig.from_path(folder),
         load_format="auto",
         dtype=torch.float32,
         rope_rows=64,
@@ -175,7 +175,7 @@ class Drafter:
         self.harness = ForwardHarness(folder, is_draft_worker=True, **args)
         self.model = self.harness.runner.model
         parts = load_model(
-            ModelConfig.from_folder(target),
+            ModelConfig.from_path(target),
             load_format="auto",
             dtype=self.harness.runner.dtype,
             rope_rows=64,
@@ -389,7 +389,7 @@ def test_dummy_weights_draft_without_a_file(tmp_path, architecture):
     folder = write_head(tmp_path, architecture)
     (folder / "model.safetensors").unlink()
     model = load_model(
-        ModelConfig.from_folder(folder),
+        ModelConfig.from_path(folder),
         load_format="dummy",
         dtype=torch.float32,
         rope_rows=64,
@@ -401,7 +401,7 @@ def test_dummy_weights_draft_without_a_file(tmp_path, architecture):
 def test_layers_of_the_target_that_are_read(tmp_path):
     def config(name, **changes):
         folder = write_head(tmp_path / name, EAGLE3, **changes)
-        return ModelConfig.from_folder(folder)
+        return ModelConfig.from_path(folder)
 
     default = config("default")
     assert layers_to_capture(default, num_target_layers=8) == (2, 4, 5)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.arg_parser import flag_name
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
-from sglang.srt.utils.json_file import read_json_object
+from sglang.srt.configs.model_config import read_raw_config
 from sglang.srt.utils.paths import bundled_demo_draft_path, bundled_demo_model_path
 
 if TYPE_CHECKING:
@@ -144,9 +144,8 @@ def _architecture(args: ServerArgs) -> str | None:
     An unreadable config is reported by the model loader.
     """
     assert args.model_path is not None
-    config = Path(args.model_path) / "config.json"
     try:
-        return str(read_json_object(config)["architectures"][0])
+        return str(read_raw_config(Path(args.model_path))["architectures"][0])
     except (ValueError, KeyError, IndexError, TypeError):
         return None
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.config_values import ROPE_KEYS, ConfigValues
+from sglang.srt.configs.gguf_config import gguf_config
+from sglang.srt.utils.gguf_header import is_gguf
 from sglang.srt.utils.json_file import read_json_object, shown
 
 MAX_TOKEN_ID = 1 << 31
@@ -35,7 +37,8 @@ class ModelConfig:
 
     Sizes are in channels, heads or layers; `context_len` is in tokens. `eos_token_ids`
     joins config.json and generation_config.json. `sliding_window` None means full
-    attention. `raw` is the content of config.json, for fields of a single model.
+    attention. `path` is a folder or a GGUF file; `raw` is the content of config.json or
+    its like, for fields of a single model.
     """
 
     path: Path
@@ -59,26 +62,23 @@ class ModelConfig:
     raw: dict[str, Any]
 
     @classmethod
-    def from_folder(
-        cls, folder: Path, *, context_length: int | None = None
-    ) -> ModelConfig:
-        """Read `folder/config.json`.
+    def from_path(cls, path: Path, *, context_length: int | None = None) -> ModelConfig:
+        """Read the `config.json` of a folder, or the header of a GGUF file.
 
         Raises:
             ValueError: a missing or malformed file or field, or a `context_length`
                 beyond the model's own; names the file and the field.
         """
-        file = folder / "config.json"
-        raw = read_json_object(file)
+        file, raw = _config_file(path), read_raw_config(path)
         values = ConfigValues(file, raw)
         native = values.get("max_position_embeddings")
         if context_length is not None and context_length > native:
             raise ValueError(
                 f"--context-length {context_length} exceeds the {native} positions "
-                f"(max_position_embeddings) of {folder}; use at most {native}"
+                f"(max_position_embeddings) of {path}; use at most {native}"
             )
         return cls(
-            path=folder,
+            path=path,
             architecture=_architecture(values, raw),
             hidden_size=values.get("hidden_size"),
             intermediate_size=values.get("intermediate_size"),
@@ -93,14 +93,19 @@ class ModelConfig:
             attention_bias=values.get("attention_bias"),
             mlp_bias=values.get("mlp_bias"),
             sliding_window=_sliding_window(values),
-            eos_token_ids=_eos_token_ids(values, folder),
+            eos_token_ids=_eos_token_ids(values, path),
             raw=raw,
         )
 
     @property
     def values(self) -> ConfigValues:
         """Checked values of config.json, for keys of a single model."""
-        return ConfigValues(self.path / "config.json", self.raw)
+        return ConfigValues(self.file, self.raw)
+
+    @property
+    def file(self) -> Path:
+        """The file that the values come from, for errors."""
+        return _config_file(self.path)
 
     @property
     def num_layer_weights(self) -> int:
@@ -117,6 +122,19 @@ class ModelConfig:
     def with_architecture(self, architecture: str) -> ModelConfig:
         """Return the same shape for another model class."""
         return dataclasses.replace(self, architecture=architecture)
+
+
+def read_raw_config(path: Path) -> dict[str, Any]:
+    """The content of a folder's `config.json`, or its like from a GGUF file.
+
+    Raises:
+        ValueError: a missing or malformed file.
+    """
+    return gguf_config(path) if is_gguf(path) else read_json_object(_config_file(path))
+
+
+def _config_file(path: Path) -> Path:
+    return path if is_gguf(path) else path / "config.json"
 
 
 def _architecture(values: ConfigValues, raw: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from sglang.srt.managers.scheduler_process import SchedulerDied, SchedulerProces
 from sglang.srt.managers.tokenizer_manager import Phase, TokenizerManager
 from sglang.srt.metrics.front_metrics import FrontMetrics
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
-from sglang.srt.utils.paths import resolve_model_folder
+from sglang.srt.utils.paths import resolve_model_path
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import SchedulerReady
@@ -133,12 +133,12 @@ def _check_checkpoints(args: ServerArgs) -> None:
         ValueError: there is none, or one that no model has.
     """
     assert args.model_path is not None
-    folder = resolve_model_folder(args.model_path)
-    ModelConfig.from_folder(folder, context_length=args.context_length)
+    folder = resolve_model_path(args.model_path)
+    ModelConfig.from_path(folder, context_length=args.context_length)
     if args.speculative_draft_model_path is not None:
         path = args.speculative_draft_model_path
-        ModelConfig.from_folder(
-            resolve_model_folder(path, flag=flag_name("speculative_draft_model_path"))
+        ModelConfig.from_path(
+            resolve_model_path(path, flag=flag_name("speculative_draft_model_path"))
         )
 
 

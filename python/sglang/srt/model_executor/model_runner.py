@@ -164,7 +164,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         needed = weights + self.row_width() * config.head_dim * ROTARY_ITEMSIZE
         if needed > self.free_bytes_at_start:
             raise ValueError(
-                f"{config.path / 'config.json'}: a model of these sizes takes at least "
+                f"{config.file}: a model of these sizes takes at least "
                 f"{needed / 2**30:.1f} GiB with a context of {config.context_len}, but "
                 f"{self.free_bytes_at_start / 2**30:.1f} GiB are free"
             )

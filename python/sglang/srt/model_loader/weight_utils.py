@@ -1,4 +1,4 @@
-"""Iteration over the tensors of a checkpoint folder; safetensors only.
+"""Iteration over the tensors of a checkpoint: a folder of safetensors, or a GGUF file.
 
 A checkpoint may come from anybody: its files are read where they lie in the folder, and
 a file that lies is refused.
@@ -16,6 +16,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sglang.srt.model_loader.gguf_weights import gguf_tensor_names, iterate_gguf
+from sglang.srt.utils.gguf_header import is_gguf
 from sglang.srt.utils.json_file import read_json_object, shown
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ def weight_files(folder: Path) -> list[Path]:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(
-            f"{folder} has no *.safetensors file (other formats are not read); use "
+            f"{folder} has no *.safetensors file; name a GGUF file itself, or use "
             "--load-format dummy for random weights"
         )
     missing = [file.name for file in files if not file.is_file()]
@@ -52,25 +54,32 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def tensor_names(folder: Path) -> frozenset[str]:
+def tensor_names(path: Path) -> frozenset[str]:
     """Return the names of all tensors of the checkpoint; reads no data.
 
     Raises:
         ValueError: as `weight_files` and `iterate_weights`.
     """
+    if is_gguf(path):
+        return gguf_tensor_names(path)
     names: set[str] = set()
-    for file in weight_files(folder):
+    for file in weight_files(path):
         with _open(file) as tensors:
             names.update(tensors.keys())
     return frozenset(names)
 
 
-def iterate_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def iterate_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for every tensor of the checkpoint.
 
     Raises:
-        ValueError: a file is not a valid safetensors file, or two hold one tensor.
+        ValueError: a file is not a valid safetensors file, or two hold one tensor; as
+            `iterate_gguf` for a GGUF file.
     """
+    return iterate_gguf(path) if is_gguf(path) else _iterate_folder(path)
+
+
+def _iterate_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
     found: dict[str, Path] = {}
     files = weight_files(folder)
     said = time.monotonic()

@@ -265,7 +265,7 @@ def check_activation(config: ModelConfig) -> None:
     """
     if config.hidden_act not in SUPPORTED_ACTIVATIONS:
         raise ValueError(
-            f"{config.path / 'config.json'}: hidden_act {config.hidden_act!r} is "
+            f"{config.file}: hidden_act {config.hidden_act!r} is "
             f"not supported; supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
         )
 

@@ -85,7 +85,7 @@ class LlamaForCausalLMEagle3(DraftModel):
         super().__init__(config)
         if config.num_layers != 1:
             raise ValueError(
-                f"{config.path / 'config.json'}: an EAGLE3 head has one layer, got "
+                f"{config.file}: an EAGLE3 head has one layer, got "
                 f"num_hidden_layers {config.num_layers}"
             )
         self.draft_vocab_size = _draft_vocab_size(config)

@@ -47,7 +47,7 @@ class MockForCausalLMEagle(DraftModel):
         mock_math.check_shape(config)
         if config.sliding_window is not None:
             raise ValueError(
-                f"{config.path / 'config.json'}: sliding_window "
+                f"{config.file}: sliding_window "
                 f"{config.sliding_window} is not possible in a mock draft; remove it"
             )
         self.settings = mock_draft_math.DraftSettings.from_config(config)
@@ -137,7 +137,7 @@ class MockForCausalLMDraft(MockForCausalLMEagle):
         super().__init__(config, rope_rows=rope_rows)
         if self.settings.source != "attention":
             raise ValueError(
-                f"{config.path / 'config.json'}: mock_draft_source "
+                f"{config.file}: mock_draft_source "
                 f"{self.settings.source!r} is not possible in {type(self).__name__}, "
                 "which is given no hidden states; remove it"
             )

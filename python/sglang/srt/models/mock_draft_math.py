@@ -83,12 +83,12 @@ class DraftSettings:
                 acceptance=tuple(raw.get("mock_acceptance", ACCEPTANCE)),
             )
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{config.path / 'config.json'}: {error}") from error
+            raise ValueError(f"{config.file}: {error}") from error
 
     @classmethod
     def from_folder(cls, folder: Path) -> DraftSettings:
         """Read the settings from `folder/config.json`, as `from_config`."""
-        return cls.from_config(ModelConfig.from_folder(folder))
+        return cls.from_config(ModelConfig.from_path(folder))
 
     def hot_token_ids(self) -> Tensor | None:
         """Return the target's id of each draft id, int64 [draft vocabulary].

@@ -75,7 +75,7 @@ def create_model(config: ModelConfig, *, rope_rows: int) -> CausalLM:
     if model is None:
         known = supported_architectures() + supported_draft_architectures()
         raise ValueError(
-            f"{config.path / 'config.json'}: architecture {config.architecture} is not "
+            f"{config.file}: architecture {config.architecture} is not "
             f"supported; supported: {', '.join(known)}"
         )
     return model(config, rope_rows=rope_rows)

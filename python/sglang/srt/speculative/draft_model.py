@@ -24,7 +24,7 @@ from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
 from sglang.srt.models.registry import CausalLM, draft_architectures
 from sglang.srt.speculative.eagle_utils import STANDALONE
 from sglang.srt.utils.json_file import read_json_object
-from sglang.srt.utils.paths import resolve_model_folder
+from sglang.srt.utils.paths import resolve_model_path
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -48,8 +48,8 @@ def draft_model_config(server_args: ServerArgs, target: ModelConfig) -> ModelCon
         server_args.speculative_algorithm,
     )
     assert path is not None and algorithm is not None
-    folder = resolve_model_folder(path, flag=FLAG)
-    config = ModelConfig.from_folder(folder)
+    folder = resolve_model_path(path, flag=FLAG)
+    config = ModelConfig.from_path(folder)
     config = _with_head_architecture(config, algorithm)
     known = draft_architectures(algorithm)
     if config.architecture not in known:

@@ -13,8 +13,9 @@ from typing import Any
 import tokenizers
 
 from sglang.srt.utils.chat_template import ChatTemplate
+from sglang.srt.utils.gguf_header import is_gguf, read_gguf_header
 from sglang.srt.utils.json_file import read_json_object, shown
-from sglang.srt.utils.paths import resolve_model_folder
+from sglang.srt.utils.paths import resolve_model_path
 from sglang.srt.utils.token_bytes import TokenBytes
 
 CONFIG = "tokenizer_config.json"
@@ -181,17 +182,19 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str, *, chat_template: str | None = None) -> Tokenizer:
-    """Read the tokenizer of a folder (or hub name).
+    """Read the tokenizer of a folder (or hub name) or of a GGUF file.
 
     Args:
-        chat_template: jinja source that replaces the folder's own.
+        chat_template: jinja source that replaces the model's own.
 
     Raises:
-        ValueError: no tokenizer there, or a broken file; names the folder.
+        ValueError: no tokenizer there, or a broken file; names the path.
     """
     folder = Path(path)
     if not folder.is_dir():
-        folder = resolve_model_folder(path)
+        folder = resolve_model_path(path)
+    if is_gguf(folder):
+        return _load_from_gguf(folder, chat_template)
     config = _read_config(folder / CONFIG)
     backend = _read_backend(folder)
     template = chat_template or _read_chat_template(folder, config)
@@ -221,21 +224,52 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
         raise ValueError(f"{file} is not a tokenizer: {_one_line(error)}") from error
 
 
-def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
-    """Read older formats (SentencePiece, WordPiece); needs a slow import."""
+def _load_from_gguf(file: Path, chat_template: str | None) -> Tokenizer:
+    """The tokenizer in a GGUF file; its header was not yet looked at."""
+    values = read_gguf_header(file).values
+    texts = values.get("tokenizer.ggml.tokens")
+    config: dict[str, Any] = {
+        name: values.get(f"tokenizer.ggml.{name}")
+        for name in ("add_bos_token", "add_eos_token")
+    }
+    for name, key in _GGUF_TOKENS.items():
+        token_id = values.get(f"tokenizer.ggml.{key}")
+        if isinstance(texts, list) and isinstance(token_id, int):
+            config[name] = texts[token_id] if 0 <= token_id < len(texts) else None
+    return Tokenizer(
+        _convert_with_transformers(file.parent, gguf_file=file.name),
+        config=config,
+        name=str(file),
+        chat_template=chat_template or values.get("tokenizer.chat_template"),
+    )
+
+
+_GGUF_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "pad_token": "padding_token_id",
+    "unk_token": "unknown_token_id",
+}
+
+
+def _convert_with_transformers(folder: Path, **options: str) -> tokenizers.Tokenizer:
+    """Read other formats (SentencePiece, WordPiece, GGUF); needs a slow import."""
+    place = folder / options.get("gguf_file", "")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ValueError(
-            f"{folder} has no tokenizer.json, and transformers, which reads older "
-            "formats, is not installed"
+            f"{place} has no tokenizer.json, and transformers, which reads other "
+            "formats, is not installed: pip install 'sglang-canary[gguf]'"
         ) from error
     try:
-        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, **options
+        )
         return tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
     except Exception as error:  # any of transformers' many error types
         raise ValueError(
-            f"{folder} has no tokenizer that can be read: {_one_line(error)}"
+            f"{place} has no tokenizer that can be read: {_one_line(error)}"
         ) from error
 
 

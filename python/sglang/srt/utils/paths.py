@@ -1,9 +1,11 @@
-"""Locations of model files: the bundled demo model, a local folder, the hub."""
+"""Locations of model files: the bundled demo model, local ones, the hub."""
 
 from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
+
+from sglang.srt.utils.gguf_header import is_gguf
 
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
@@ -30,19 +32,24 @@ def _assets() -> Path:
     return Path(str(resources.files("sglang"))) / "assets"
 
 
-def resolve_model_folder(path: str, *, flag: str = "--model-path") -> Path:
-    """Return a local folder unchanged; download anything else as a hub name.
+def resolve_model_path(path: str, *, flag: str = "--model-path") -> Path:
+    """Return a local folder or GGUF file; download anything else as a hub name.
 
     Raises:
-        ValueError: neither a folder with a `config.json` nor a reachable hub name.
+        ValueError: neither a folder with a `config.json`, nor a GGUF file, nor a
+            reachable hub name.
     """
-    folder = Path(path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"{flag} {path}: the folder has no config.json")
-        return folder
+    place = Path(path)
+    if place.is_dir():
+        if not (place / "config.json").is_file():
+            files = ", ".join(file.name for file in gguf_files(place)[:8])
+            hint = f"; it holds {files}: name such a file" if files else ""
+            raise ValueError(f"{flag} {path}: the folder has no config.json{hint}")
+        return place
+    if is_gguf(place) and place.is_file():
+        return place
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ValueError(f"{flag} {path}: no such folder")
+        raise ValueError(f"{flag} {path}: no such folder or GGUF file")
     # The hub client is slow to import and is needed for remote names alone.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -53,3 +60,33 @@ def resolve_model_folder(path: str, *, flag: str = "--model-path") -> Path:
         raise ValueError(
             f"{flag} {path}: no such folder, and the hub does not give it: {error}"
         ) from error
+
+
+def resolve_gguf_file(path: str) -> Path:
+    """Return the GGUF file that --load-format gguf reads: the path, or the only one in
+    a folder.
+
+    Raises:
+        ValueError: there is none, or there are several; names them.
+    """
+    place = Path(path)
+    if place.is_file() and is_gguf(place):
+        return place
+    files = gguf_files(place) if place.is_dir() else []
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(file.name for file in files[:8])
+        raise ValueError(
+            f"--load-format gguf: {path} holds {len(files)} GGUF files ({names}); name "
+            "one of them in --model-path"
+        )
+    raise ValueError(
+        f"--load-format gguf: --model-path {path} is neither a .gguf file nor a local "
+        "folder with one"
+    )
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Return the GGUF files in a folder, sorted."""
+    return sorted(file for file in folder.iterdir() if is_gguf(file))

@@ -30,7 +30,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.logging import configure_logging
-from sglang.srt.utils.paths import resolve_model_folder
+from sglang.srt.utils.paths import resolve_model_path
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler_addresses import SchedulerAddresses
@@ -56,8 +56,8 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
         ValueError: model, tokenizer, memory or environment do not fit the arguments.
     """
     assert server_args.model_path is not None
-    model_config = ModelConfig.from_folder(
-        resolve_model_folder(server_args.model_path),
+    model_config = ModelConfig.from_path(
+        resolve_model_path(server_args.model_path),
         context_length=server_args.context_length,
     )
     tokenizer = None

@@ -1,0 +1,134 @@
+"""Tensors of a GGUF file under the names and in the layout of a checkpoint folder."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sglang.srt.configs.gguf_config import (
+    ROPE_FACTORS,
+    TOP_TENSORS,
+    GgufArchitecture,
+    gguf_architecture,
+)
+from sglang.srt.utils.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from sglang.srt.utils.json_file import shown
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
+
+ROTATED = ("attn_q", "attn_k")
+
+
+def gguf_tensor_names(path: Path) -> frozenset[str]:
+    """Return the checkpoint's names of all tensors; reads no data.
+
+    Raises:
+        ValueError: as `iterate_gguf`, but for the data.
+    """
+    header = read_gguf_header(path)
+    known = gguf_architecture(header)
+    return frozenset(
+        _checkpoint_name(name, known, path)
+        for name in header.tensors
+        if name != ROPE_FACTORS
+    )
+
+
+def iterate_gguf(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor float32) for every tensor, dequantised.
+
+    Raises:
+        ValueError: an architecture that is not served, a tensor of another one, an
+            unknown block format, a file that is cut off; names file and tensor.
+    """
+    quants = _block_formats(path)
+    header = read_gguf_header(path)
+    known = gguf_architecture(header)
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        for name, tensor in header.tensors.items():
+            if name == ROPE_FACTORS:
+                continue
+            own_name = _checkpoint_name(name, known, path)
+            values = _dequantize(quants, tensor, data, where=f"{path}: tensor {name}")
+            if known.pairs_rotary and name.split(".")[-2] in ROTATED:
+                values = _halves(values, _num_heads(header, name))
+            yield own_name, torch.from_numpy(values)
+
+
+def _block_formats(path: Path) -> Any:
+    """The library's module of block formats."""
+    try:
+        from gguf import quants
+    except ImportError as error:
+        raise ValueError(
+            f"{path}: GGUF files need the package gguf: pip install "
+            "'sglang-canary[gguf]'"
+        ) from error
+    return quants
+
+
+def _dequantize(
+    quants: Any, tensor: GgufTensor, data: mmap.mmap, *, where: str
+) -> Floats:
+    try:
+        kind = quants.GGMLQuantizationType(tensor.kind)
+        shape = quants.quant_shape_to_byte_shape(tensor.shape, kind)
+    except ValueError as error:
+        raise ValueError(f"{where} has an unknown format: {error}") from error
+    size = math.prod(shape)
+    left = max(len(data) - tensor.offset, 0)
+    if size > left:
+        raise ValueError(
+            f"{where} needs {size} bytes at {tensor.offset}, where {left} are left; "
+            "the file is cut off: get it again"
+        )
+    part = data[tensor.offset : tensor.offset + size]
+    try:
+        values = quants.dequantize(
+            np.frombuffer(part, dtype=np.uint8).reshape(shape), kind
+        )
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{where} has the format {kind.name}, which is not read"
+        ) from error
+    return np.array(values, dtype=np.float32).reshape(tensor.shape)
+
+
+def _checkpoint_name(name: str, known: GgufArchitecture, path: Path) -> str:
+    """Map a name: `blk.3.ffn_up.weight` -> `model.layers.3.mlp.up_proj.weight`."""
+    if name in TOP_TENSORS:
+        return TOP_TENSORS[name]
+    match name.split("."):
+        case ["blk", layer, module, ("weight" | "bias") as part]:
+            if layer.isdecimal() and module in known.layer_tensors:
+                own = known.layer_tensors[module]
+                return f"model.layers.{layer}.{own}.{part}"
+    raise ValueError(f"{path}: tensor {shown(name)} has no place in {known.model}")
+
+
+def _num_heads(header: GgufHeader, name: str) -> int:
+    """Heads of the projection q or k."""
+    prefix = header.values["general.architecture"]
+    heads = header.values[f"{prefix}.attention.head_count"]
+    if name.split(".")[-2] == "attn_k":
+        heads = header.values.get(f"{prefix}.attention.head_count_kv") or heads
+    return int(heads)
+
+
+def _halves(values: Floats, num_heads: int) -> Floats:
+    """Reorder the rows of a head: pairs `[x0, y0, x1, ..]` to halves `[x0.., y0..]`."""
+    pairs = values.reshape(num_heads, -1, 2, *values.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

@@ -1,0 +1,26 @@
+"""Folders of fetched models; a test of a model that is not there is skipped."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[3]
+sys.path.append(str(REPO))
+
+from scripts.real_models import MODELS, model_folder  # noqa: E402
+
+
+def _folder(name: str) -> Path:
+    assert name in MODELS
+    folder = model_folder(name)
+    if not folder.is_dir():
+        pytest.skip(f"{name} is not there: scripts/real_models.py fetch {name}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    return _folder("smollm2")
