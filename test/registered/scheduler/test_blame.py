@@ -45,6 +45,8 @@ class Req:
         default_factory=lambda: torch.empty(0, dtype=torch.int64)
     )
     last_node: TreeNode | None = None
+    swa_freed_len: int = 0
+    has_swa_lock: bool = False
     input_embeds: None = None
     is_finished: bool = False
     is_healed_in_vain: bool = False
@@ -85,7 +87,7 @@ class Scene:
         assert rows is not None
         cache.req_to_token_pool.write(rows[0], 0, match.slots)
         req = Req(serial=len(self.reqs) + 1, tokens=ids, req_pool_idx=rows[0])
-        req.last_node, req.cache_protected_len = match.last_node, len(match)
+        self.cache.mark_admitted(req, match)
         slots = extend_rows(
             cache, rows=rows, prefix_lens=[len(match)], seq_lens=[len(tokens)]
         )

@@ -96,6 +96,8 @@ class Req:
         self.cache_protected_len = 0
         self.prefix_slots = torch.empty(0, dtype=torch.int64)
         self.last_node: TreeNode | None = None
+        self.swa_freed_len = 0
+        self.has_swa_lock = False
 
         # Prefill.
         self.is_chunked = False

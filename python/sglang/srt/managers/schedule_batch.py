@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.layers.logprobs import LogprobRequest
-from sglang.srt.mem_cache.common import extend_rows
+from sglang.srt.mem_cache.common import extend_rows, free_outside_windows
+from sglang.srt.mem_cache.swa_slots import FREE_EVERY
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -114,6 +115,7 @@ class ScheduleBatch:
         # Filled by prepare_for_*, for `forward_batch`.
         self._out_cache_loc = torch.empty(0, dtype=torch.int64)
         self._prefix_lens: IntArray = self.seq_lens_cpu
+        self._num_decodes = 0
         self._prefix_lens_device = self.seq_lens
 
     def __len__(self) -> int:
@@ -227,6 +229,7 @@ class ScheduleBatch:
             req.req_pool_idx = row
             req.committed_len = req.allocated_len = req.cache_protected_len
             pool.write(row, 0, req.prefix_slots)
+        free_outside_windows(cache, reqs)
         batch = cls(reqs, env)
         batch.forward_mode = ForwardMode.EXTEND
         ends = batch.seq_lens_cpu + np.asarray(extend_lens, dtype=np.int64)
@@ -252,6 +255,7 @@ class ScheduleBatch:
         not suffice even after eviction.
         """
         self.forward_mode = ForwardMode.DECODE
+        self._leave_windows()
         if self.env.decode_reserve:
             return self._prepare_for_speculation()
         ends = self.seq_lens_cpu + 1
@@ -265,6 +269,17 @@ class ScheduleBatch:
             return False
         self._advance(slots, ends)
         return True
+
+    def _leave_windows(self) -> None:
+        """Free what lies outside of the windows, now and then, and publish what changed
+        of the window slots."""
+        swa = self.env.cache.allocator.swa
+        if swa is None:
+            return
+        self._num_decodes += 1
+        if self._num_decodes % FREE_EVERY == 0:
+            free_outside_windows(self.env.cache, self.reqs)
+        swa.sync()
 
     def _prepare_for_speculation(self) -> bool:
         """Take the slots of a speculative step, whose length only the device knows:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang.srt.mem_cache.common import usable_size
+from sglang.srt.mem_cache.common import usable_size, usable_swa_size
 
 if TYPE_CHECKING:
     from sglang.srt.managers.req import Req
@@ -151,10 +151,14 @@ class PrefillAdder:
             self._chunk_left = min(budget.chunk_tokens, longest)
         # Slots that running and added requests are expected to need beyond those they
         # have.
-        self._reserved = sum(
+        expected = [
             int(_expected_new_tokens(r) * new_token_ratio) + self._page_size
             for r in running
-        )
+        ]
+        self._reserved = sum(expected)
+        self._windows = WindowBudget(cache, decode_reserve=budget.decode_reserve)
+        for req, slots in zip(running, expected, strict=True):
+            self._windows.reserve_running(req, slots)
         self.reqs: list[Req] = []
         self.extend_lens: list[int] = []
         self.chunked: Req | None = None
@@ -176,14 +180,13 @@ class PrefillAdder:
         if self._chunk_left is None and not fits_tokens:
             return Admission.NO_BUDGET
         self._cache.inc_lock_ref(match.last_node)
-        req.cache_protected_len = len(match)
+        self._cache.mark_admitted(req, match)
         cost = self._cost(req)
-        if self._reserved + cost > usable_size(self._cache):
+        has_slots = self._reserved + cost <= usable_size(self._cache)
+        if not has_slots or not self._windows.has_room(self._chunk(extend_len), cost):
             self._cache.dec_lock_ref(match.last_node)
-            req.cache_protected_len = 0
+            self._cache.mark_released(req)
             return Admission.NO_BUDGET
-        req.last_node = match.last_node
-        req.prefix_slots = match.slots
         if not req.was_admitted:
             # After a retraction it finds its own KV.
             req.cached_tokens = len(match)
@@ -194,7 +197,7 @@ class PrefillAdder:
         """The need that `add` compares for a waiting request; takes nothing."""
         match = self._match(req, req.cacheable_prefix_len())
         self._cache.inc_lock_ref(match.last_node)
-        req.cache_protected_len = len(match)
+        self._cache.mark_admitted(req, match)
         need = SlotNeed(
             rid=req.rid,
             num_tokens=len(req.tokens),
@@ -205,7 +208,7 @@ class PrefillAdder:
             usable=usable_size(self._cache),
         )
         self._cache.dec_lock_ref(match.last_node)
-        req.cache_protected_len = 0
+        self._cache.mark_released(req)
         return need
 
     def _match(self, req: Req, limit: int) -> MatchResult:
@@ -241,17 +244,59 @@ class PrefillAdder:
             for other in self.reqs
         )
 
+    def _chunk(self, extend_len: int) -> int:
+        """What is prefilled now of `extend_len` tokens."""
+        if self._chunk_left is None or extend_len <= self._chunk_left:
+            return extend_len
+        return self._chunk_left - self._chunk_left % self._page_size
+
     def _take(self, req: Req, extend_len: int, cost: int) -> None:
-        if self._chunk_left is not None and extend_len > self._chunk_left:
-            extend_len = self._chunk_left - self._chunk_left % self._page_size
-            self.chunked = req
+        chunk = self._chunk(extend_len)
+        if chunk < extend_len:
+            extend_len, self.chunked = chunk, req
         req.is_chunked = self.chunked is req
         self._reserved += cost
+        self._windows.reserve(extend_len, cost)
         self._tokens_left -= extend_len
         if self._chunk_left is not None:
             self._chunk_left -= extend_len
         self.reqs.append(req)
         self.extend_lens.append(extend_len)
+
+
+class WindowBudget:
+    """Window slots that running and added requests will need beyond those they have;
+    without sliding windows there is always room.
+
+    Args:
+        decode_reserve: as of `PrefillBudget`.
+    """
+
+    def __init__(self, cache: BasePrefixCache, *, decode_reserve: int) -> None:
+        self._cache = cache
+        self._reserved = 0
+        swa = cache.allocator.swa
+        self._is_needed = swa is not None
+        self._span = 0 if swa is None else swa.span + decode_reserve
+
+    def reserve_running(self, req: Req, slots: int) -> None:
+        """Reserve for a running request that is expected to take `slots` more."""
+        held = min(req.committed_len - req.swa_freed_len, self._span)
+        self._reserved += min(slots, self._span - held)
+
+    def has_room(self, extend_len: int, cost: int) -> bool:
+        """Whether a request fits that prefills `extend_len` tokens now and takes `cost`
+        slots until its end."""
+        if not self._is_needed:
+            return True
+        need = self._need(extend_len, cost)
+        return self._reserved + need <= usable_swa_size(self._cache)
+
+    def reserve(self, extend_len: int, cost: int) -> None:
+        self._reserved += self._need(extend_len, cost)
+
+    def _need(self, extend_len: int, cost: int) -> int:
+        return min(cost, extend_len + self._span)
 
 
 def _expected_new_tokens(req: Req) -> int:

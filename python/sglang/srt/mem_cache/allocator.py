@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,9 @@ from sglang.srt.mem_cache.page_ledger import (
     PageLedger,
     page_divider,
 )
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.swa_slots import SwaSlots
 
 OnFree = Callable[[torch.Tensor], None]
 Lens = Sequence[int] | IntArray
@@ -45,13 +49,17 @@ class BaseAllocator(ABC):
         size: usable slots, a multiple of `page_size`; the KV tensors have
             `size + page_size` rows because page 0 is scratch.
         page_size: slots per page.
+        swa: window pages beside them, for a model with sliding windows: every page
+            that is allocated has one, until it leaves the window or is freed.
 
     Slots are int64 host tensors. Accounting errors of the caller (double free, free of
     scratch, free out of range, an inconsistent `last_locs`) are RuntimeErrors that name
     slot and page; they are always checked.
     """
 
-    def __init__(self, *, size: int, page_size: int) -> None:
+    def __init__(
+        self, *, size: int, page_size: int, swa: SwaSlots | None = None
+    ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size={page_size}: must be at least 1")
         if size < 1 or size % page_size:
@@ -65,6 +73,7 @@ class BaseAllocator(ABC):
             )
         self.size = size
         self.page_size = page_size
+        self.swa = swa
         self._ledger = PageLedger(size // page_size)
         self._to_page = page_divider(page_size)
         self._offsets = np.arange(page_size, dtype=np.int64)
@@ -224,6 +233,8 @@ class BaseAllocator(ABC):
         owned = self._ledger.owned_pages()
         self._group = None
         self._ledger.clear()
+        if self.swa is not None:
+            self.swa.clear()
         if len(owned):
             self._notify(owned)
 
@@ -232,7 +243,14 @@ class BaseAllocator(ABC):
     def _take(self, count: int) -> IntArray | None:
         if count < 0:
             raise RuntimeError(f"cannot allocate {count} pages")
-        return self._ledger.take(count)
+        if self.swa is None:
+            return self._ledger.take(count)
+        if count > self.swa.num_free_pages:
+            return None
+        pages = self._ledger.take(count)
+        if pages is not None:
+            self.swa.take(pages)
+        return pages
 
     def _page_slots(self, pages: IntArray) -> IntArray:
         if self.page_size == 1:
@@ -242,6 +260,8 @@ class BaseAllocator(ABC):
 
     def _release(self, pages: IntArray) -> None:
         self._notify(pages)
+        if self.swa is not None:
+            self.swa.drop(pages)
         self._ledger.give(pages)
 
     def _notify(self, pages: IntArray) -> None:
@@ -295,8 +315,8 @@ def _bad_lens(prefix_lens: Lens, seq_lens: Lens) -> RuntimeError:
 class TokenToKVPoolAllocator(BaseAllocator):
     """Allocator of single slots (page size 1)."""
 
-    def __init__(self, *, size: int) -> None:
-        super().__init__(size=size, page_size=1)
+    def __init__(self, *, size: int, swa: SwaSlots | None = None) -> None:
+        super().__init__(size=size, page_size=1, swa=swa)
 
     def extend_cost(self, prefix_lens: Lens, seq_lens: Lens) -> int:
         return int(_int64(seq_lens).sum() - _int64(prefix_lens).sum())
@@ -317,8 +337,10 @@ class TokenToKVPoolAllocator(BaseAllocator):
 class PagedTokenToKVPoolAllocator(BaseAllocator):
     """Allocator of whole pages; any page size, 1 included."""
 
-    def __init__(self, *, size: int, page_size: int) -> None:
-        super().__init__(size=size, page_size=page_size)
+    def __init__(
+        self, *, size: int, page_size: int, swa: SwaSlots | None = None
+    ) -> None:
+        super().__init__(size=size, page_size=page_size, swa=swa)
         self._pages_seen = LastSeen(self.num_pages + 1)
 
     def extend_cost(self, prefix_lens: Lens, seq_lens: Lens) -> int:
@@ -423,8 +445,10 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
         return pages[self._pages_seen.is_last(pages)]
 
 
-def create_allocator(*, size: int, page_size: int) -> BaseAllocator:
+def create_allocator(
+    *, size: int, page_size: int, swa: SwaSlots | None = None
+) -> BaseAllocator:
     """Create the allocator for this page size."""
     if page_size == 1:
-        return TokenToKVPoolAllocator(size=size)
-    return PagedTokenToKVPoolAllocator(size=size, page_size=page_size)
+        return TokenToKVPoolAllocator(size=size, swa=swa)
+    return PagedTokenToKVPoolAllocator(size=size, page_size=page_size, swa=swa)

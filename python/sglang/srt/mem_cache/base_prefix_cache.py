@@ -153,6 +153,10 @@ class CacheableReq(Protocol):
         cache_protected_len: see above. Set at admission to the length of the match.
         prefix_slots: int64 [cache_protected_len], the tree's slots. Set at admission.
         last_node: locked node where the tree's part ends; None once released.
+        swa_freed_len: positions whose window slots this request holds no more, or never
+            did as they are the tree's; at least `cache_protected_len`. Of no meaning
+            without sliding windows.
+        has_swa_lock: whether it still keeps the window slots before `last_node`'s end.
     """
 
     req_pool_idx: int
@@ -163,6 +167,8 @@ class CacheableReq(Protocol):
     cache_protected_len: int
     prefix_slots: torch.Tensor
     last_node: TreeNode | None
+    swa_freed_len: int
+    has_swa_lock: bool
 
     def fill_ids(self) -> TokenSeq:
         """Return the request's token ids so far, at least `committed_len` of them."""
@@ -209,8 +215,12 @@ class BasePrefixCache(ABC):
         """Return the length that `match_prefix` would find, without an access."""
 
     @abstractmethod
-    def insert(self, key: RadixKey, slots: torch.Tensor) -> int:
+    def insert(self, key: RadixKey, slots: torch.Tensor, *, swa_from: int = 0) -> int:
         """Give the tree the slots of the whole pages of `key` that it does not have.
+
+        Args:
+            swa_from: first position, at a page boundary, whose slot has a window slot;
+                of meaning with sliding windows alone.
 
         Returns:
             The length, in positions, that it already had: the caller keeps its own
@@ -224,8 +234,12 @@ class BasePrefixCache(ABC):
         """Protect the path to `node` from eviction; RuntimeError if it was evicted."""
 
     @abstractmethod
-    def dec_lock_ref(self, node: TreeNode) -> None:
-        """Undo one `inc_lock_ref`; RuntimeError without one."""
+    def dec_lock_ref(self, node: TreeNode, *, has_swa_lock: bool = True) -> None:
+        """Undo one `inc_lock_ref`; RuntimeError without one.
+
+        Args:
+            has_swa_lock: False after `dec_swa_lock_ref`.
+        """
 
     @abstractmethod
     def evict(self, num_slots: int) -> int:
@@ -246,6 +260,28 @@ class BasePrefixCache(ABC):
     def total_size(self) -> int:
         """Return the number of cached slots."""
         return self.evictable_size() + self.protected_size()
+
+    # Of caches with sliding windows; others have no window slots.
+
+    def dec_swa_lock_ref(self, node: TreeNode) -> None:  # noqa: B027 (see above)
+        """Let go of the window slots before the end of `node`, but not of the path."""
+
+    def evict_swa(self, num_slots: int) -> int:
+        """Free at least `num_slots` window slots that nobody reads, least recently used
+        first; the slots of their tokens stay cached.
+
+        Returns:
+            How many were freed; fewer if there are not so many.
+        """
+        return 0
+
+    def swa_evictable_size(self) -> int:
+        """Return the number of cached window slots that `evict_swa` could free."""
+        return 0
+
+    def swa_protected_size(self) -> int:
+        """Return the number of cached window slots that running requests read."""
+        return 0
 
     @abstractmethod
     def reset(self) -> None:
@@ -288,8 +324,8 @@ class BasePrefixCache(ABC):
         slots = self.req_to_token_pool.row_slots(
             req.req_pool_idx, req.cache_protected_len, req.allocated_len
         )
-        self.dec_lock_ref(node)
-        self._mark_released(req)
+        self.dec_lock_ref(node, has_swa_lock=req.has_swa_lock)
+        self.mark_released(req)
         self.req_to_token_pool.free([req.req_pool_idx])
         req.req_pool_idx = 0
         return slots
@@ -353,8 +389,19 @@ class BasePrefixCache(ABC):
             )
 
     @staticmethod
-    def _mark_released(req: CacheableReq) -> None:
+    def mark_admitted(req: CacheableReq, match: MatchResult) -> None:
+        """Record a match that is locked for `req`."""
+        req.last_node = match.last_node
+        req.prefix_slots = match.slots
+        req.cache_protected_len = req.swa_freed_len = len(match)
+        req.has_swa_lock = True
+
+    @staticmethod
+    def mark_released(req: CacheableReq) -> None:
+        """Record that `req` holds nothing any more."""
         req.last_node = None
+        req.swa_freed_len = 0
+        req.has_swa_lock = False
         req.prefix_slots = torch.empty(0, dtype=torch.int64)
         req.cache_protected_len = 0
         req.committed_len = 0

@@ -34,13 +34,13 @@ class ChunkCache(BasePrefixCache):
     def match_length(self, key: RadixKey) -> int:
         return 0
 
-    def insert(self, key: RadixKey, slots: torch.Tensor) -> int:
+    def insert(self, key: RadixKey, slots: torch.Tensor, *, swa_from: int = 0) -> int:
         raise RuntimeError("ChunkCache keeps no slots: free them instead")
 
     def inc_lock_ref(self, node: TreeNode) -> None:
         """Nothing to protect."""
 
-    def dec_lock_ref(self, node: TreeNode) -> None:
+    def dec_lock_ref(self, node: TreeNode, *, has_swa_lock: bool = True) -> None:
         """Nothing to release."""
 
     def evict(self, num_slots: int) -> int:
@@ -58,7 +58,7 @@ class ChunkCache(BasePrefixCache):
     def cache_finished_req(self, req: CacheableReq) -> None:
         self._held_node(req)
         self._free_row(req, 0, req.allocated_len)
-        self._mark_released(req)
+        self.mark_released(req)
 
     def cache_unfinished_req(self, req: CacheableReq) -> None:
         self._held_node(req)

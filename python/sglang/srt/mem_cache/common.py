@@ -20,13 +20,21 @@ if TYPE_CHECKING:
 
 
 def ensure_available(cache: BasePrefixCache, num_slots: int) -> bool:
-    """Evict until the allocator has `num_slots` free; False if it cannot."""
+    """Evict until the allocator has `num_slots` free, with their window slots; False,
+    with nothing evicted, if it cannot."""
+    swa = cache.allocator.swa
     missing = num_slots - cache.allocator.available_size()
-    if missing <= 0:
-        return True
     if missing > cache.evictable_size():
         return False
-    return cache.evict(missing) >= missing
+    if swa is not None and num_slots > usable_swa_size(cache):
+        return False
+    # Slots first: their window slots go with them.
+    if missing > 0 and cache.evict(missing) < missing:
+        return False
+    if swa is None:
+        return True
+    missing = num_slots - swa.available_size()
+    return missing <= 0 or cache.evict_swa(missing) >= missing
 
 
 def extend_rows(
@@ -69,7 +77,34 @@ def extend_rows(
         )
         if slots is None:
             return None
+    if allocator.swa is not None:
+        allocator.swa.sync()
     return req_to_token_pool.write_batch(row_ids, prefix, seq - prefix, slots)
+
+
+def free_outside_windows(
+    cache: BasePrefixCache, requests: Iterable[CacheableReq]
+) -> None:
+    """Free the window slots that no later token of these requests reads.
+
+    The requests' own; of their cached prefixes they give up the lock, once it lies
+    outside as a whole. Nothing to do without sliding windows.
+    """
+    allocator, rows = cache.allocator, cache.req_to_token_pool
+    swa = allocator.swa
+    if swa is None:
+        return
+    for req in requests:
+        begin, end = req.swa_freed_len, swa.first_kept(req.committed_len)
+        if end <= begin:
+            continue
+        slots = host_array(rows.row_slots(req.req_pool_idx, begin, end))
+        swa.drop(slots[:: swa.page_size] // swa.page_size)
+        req.swa_freed_len = end
+        if req.has_swa_lock:
+            assert req.last_node is not None
+            cache.dec_swa_lock_ref(req.last_node)
+            req.has_swa_lock = False
 
 
 def release_req(req: CacheableReq, *, cache: BasePrefixCache) -> None:
@@ -96,6 +131,7 @@ def check_idle(cache: BasePrefixCache, *, fenced: int = 0) -> None:
             f"KV pool does not balance at idle: {abs(difference)} slots {what} "
             f"(size {allocator.size}, free {free}, cached {cached}, fenced {fenced})"
         )
+    _check_idle_windows(cache)
     if cache.protected_size():
         raise RuntimeError(
             f"{cache.protected_size()} cached slots are still locked at idle"
@@ -103,6 +139,19 @@ def check_idle(cache: BasePrefixCache, *, fenced: int = 0) -> None:
     if pool.available_size() != pool.size:
         rows = pool.size - pool.available_size()
         raise RuntimeError(f"{rows} request rows are still in use at idle")
+
+
+def _check_idle_windows(cache: BasePrefixCache) -> None:
+    swa = cache.allocator.swa
+    if swa is None:
+        return
+    free, cached = swa.available_size(), cache.swa_evictable_size()
+    locked = cache.swa_protected_size()
+    if free + cached != swa.size or locked:
+        raise RuntimeError(
+            f"window slots do not balance at idle: size {swa.size}, free {free}, "
+            f"cached {cached}, locked {locked}"
+        )
 
 
 def check_busy(
@@ -126,11 +175,13 @@ def check_busy(
     page_size, num_pages = allocator.page_size, allocator.num_pages
     holders = np.zeros(num_pages + 1, dtype=np.int64)
     holders[np.unique(host_array(cache.cached_slots()) // page_size)] += 1
+    requests = list(requests)
     for req in requests:
         own = cache.req_to_token_pool.row_slots(
             req.req_pool_idx, req.cache_protected_len, req.allocated_len
         )
         holders[np.unique(host_array(own) // page_size)] += 1
+    _check_busy_windows(cache, requests)
     if aside is not None:
         holders[aside] += 1
     owned = np.zeros(num_pages + 1, dtype=np.int64)
@@ -142,6 +193,35 @@ def check_busy(
         if pages.any():
             named = np.flatnonzero(pages)
             raise RuntimeError(f"{len(named)} pages {what}: {named[:16].tolist()}")
+
+
+def _check_busy_windows(
+    cache: BasePrefixCache, requests: Iterable[CacheableReq]
+) -> None:
+    """Check that exactly those pages have window pages that should."""
+    swa = cache.allocator.swa
+    if swa is None:
+        return
+    rows = cache.req_to_token_pool
+    parts = [node.slots for node in cache.iter_nodes() if node.has_swa]
+    parts += [
+        host_array(rows.row_slots(r.req_pool_idx, r.swa_freed_len, r.allocated_len))
+        for r in requests
+    ]
+    held = np.unique(np.concatenate([np.empty(0, np.int64), *parts]) // swa.page_size)
+    wrong = np.setxor1d(held, swa.mapped_pages())
+    if len(wrong):
+        raise RuntimeError(
+            f"{len(wrong)} pages have a window page that nobody reads, or lack one: "
+            f"{wrong[:16].tolist()}"
+        )
+
+
+def usable_swa_size(cache: BasePrefixCache) -> int:
+    """Return how many window slots could be allocated now: free and evictable ones."""
+    swa = cache.allocator.swa
+    assert swa is not None
+    return swa.available_size() + cache.swa_evictable_size()
 
 
 def usable_size(cache: BasePrefixCache) -> int:

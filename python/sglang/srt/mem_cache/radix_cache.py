@@ -64,69 +64,83 @@ class RadixCache(BasePrefixCache):
     # -- lookup --------------------------------------------------------------------
 
     def match_prefix(self, key: RadixKey) -> MatchResult:
-        path, _ = self._descend(key, self._elements(key))
-        if not path:
-            return MatchResult(slots=torch.from_numpy(EMPTY), last_node=self.root)
-        slots = np.concatenate([node.slots for node in path])
-        return MatchResult(slots=torch.from_numpy(slots), last_node=path[-1])
+        return self._result(self._usable(self._descend(key, self._elements(key))))
 
     def match_length(self, key: RadixKey) -> int:
-        elements = self._elements(key)
-        node, pos, end = self.root, 0, self._aligned(len(elements))
-        while pos < end:
-            child = node.children.get(self._edge(key, elements, pos))
-            if child is None:
-                break
-            common = self._common(child, elements, pos, end)
-            pos += common
-            if common < len(child.slots):
-                break
-            node = child
-        return pos
+        spans = self._spans(key, self._elements(key))
+        return sum(length for _, length in spans)
 
-    def insert(self, key: RadixKey, slots: torch.Tensor) -> int:
+    def insert(self, key: RadixKey, slots: torch.Tensor, *, swa_from: int = 0) -> int:
         elements = self._elements(key)
         end = self._aligned(len(elements))
         if len(slots) < end:
             raise RuntimeError(f"insert: {end} key positions but {len(slots)} slots")
-        path, present = self._descend(key, elements)
+        path = self._descend(key, elements)
+        present = path[-1].end if path else 0
         if present < end:
             parent = path[-1] if path else self.root
-            leaf = TreeNode(
-                parent=parent,
-                elements=elements[present:end].copy(),
-                slots=host_array(slots)[present:end].copy(),
-                start=present,
-                namespace=key.namespace,
-                last_access=self._now,
-                serial=next(self._serial),
-            )
-            parent.children[self._edge(key, elements, present)] = leaf
-            self._evictable += end - present
-            self._enqueue(leaf)
+            self._add_leaf(parent, key, elements[:end], host_array(slots)[:end])
         return present
 
-    def _descend(self, key: RadixKey, elements: IntArray) -> tuple[list[TreeNode], int]:
-        """Return the nodes of the longest cached prefix, and its length.
+    def _add_leaf(
+        self, parent: TreeNode, key: RadixKey, elements: IntArray, slots: IntArray
+    ) -> TreeNode:
+        """Hang what `elements` and `slots` have beyond the end of `parent` below it."""
+        start = parent.end
+        leaf = TreeNode(
+            parent=parent,
+            elements=elements[start:].copy(),
+            slots=slots[start:].copy(),
+            start=start,
+            namespace=key.namespace,
+            last_access=self._now,
+            serial=next(self._serial),
+        )
+        parent.children[self._edge(key, elements, start)] = leaf
+        self._evictable += len(leaf.slots)
+        self._enqueue(leaf)
+        return leaf
 
-        Splits the last node if the prefix ends inside it; marks all as accessed now.
-        """
-        self._now += 1
-        path: list[TreeNode] = []
+    def _spans(self, key: RadixKey, elements: IntArray) -> list[tuple[TreeNode, int]]:
+        """The nodes of the longest cached prefix, and how many elements of each; only
+        of the last one these may be fewer than it has."""
+        spans: list[tuple[TreeNode, int]] = []
         node, pos, end = self.root, 0, self._aligned(len(elements))
         while pos < end:
             child = node.children.get(self._edge(key, elements, pos))
             if child is None:
                 break
             common = self._common(child, elements, pos, end)
-            whole = common == len(child.slots)
-            node = child if whole else self._split(child, common)
-            node.last_access = self._now
-            path.append(node)
+            spans.append((child, common))
             pos += common
-            if not whole:
+            if common < len(child.slots):
                 break
-        return path, pos
+            node = child
+        return spans
+
+    def _descend(self, key: RadixKey, elements: IntArray) -> list[TreeNode]:
+        """Return the nodes of the longest cached prefix.
+
+        Splits the last node if the prefix ends inside it; marks all as accessed now.
+        """
+        self._now += 1
+        path = [
+            node if length == len(node.slots) else self._split(node, length)
+            for node, length in self._spans(key, elements)
+        ]
+        for node in path:
+            node.last_access = self._now
+        return path
+
+    def _usable(self, path: list[TreeNode]) -> list[TreeNode]:
+        """The part of a matched path that a request can go on from."""
+        return path
+
+    def _result(self, path: list[TreeNode]) -> MatchResult:
+        if not path:
+            return MatchResult(slots=torch.from_numpy(EMPTY), last_node=self.root)
+        slots = np.concatenate([node.slots for node in path])
+        return MatchResult(slots=torch.from_numpy(slots), last_node=path[-1])
 
     def _elements(self, key: RadixKey) -> IntArray:
         if key.bigram != self.bigram:
@@ -156,16 +170,7 @@ class RadixCache(BasePrefixCache):
         """
         parent = node.parent
         assert parent is not None
-        upper = TreeNode(
-            parent=parent,
-            elements=node.elements[:length],
-            slots=node.slots[:length],
-            start=node.start,
-            namespace=node.namespace,
-            last_access=node.last_access,
-            serial=next(self._serial),
-        )
-        upper.lock_ref = node.lock_ref
+        upper = node.first_part(length, serial=next(self._serial))
         self._replace_child(node, upper)
         node.parent = upper
         node.elements = node.elements[length:]
@@ -197,7 +202,7 @@ class RadixCache(BasePrefixCache):
             node.lock_ref += 1
             node = node.parent
 
-    def dec_lock_ref(self, node: TreeNode) -> None:
+    def dec_lock_ref(self, node: TreeNode, *, has_swa_lock: bool = True) -> None:
         while node.parent is not None:
             if node.lock_ref == 0:
                 raise RuntimeError(f"{node} is not locked")
@@ -237,15 +242,7 @@ class RadixCache(BasePrefixCache):
             if parent is not self.root:
                 self._enqueue(parent)
         else:
-            rest = TreeNode(
-                parent=parent,
-                elements=leaf.elements[:keep],
-                slots=leaf.slots[:keep],
-                start=leaf.start,
-                namespace=leaf.namespace,
-                last_access=leaf.last_access,
-                serial=leaf.serial,
-            )
+            rest = leaf.first_part(keep, serial=leaf.serial)
             self._replace_child(leaf, rest)
             self._enqueue(rest)
         leaf.parent = None
@@ -298,8 +295,8 @@ class RadixCache(BasePrefixCache):
                 shared, aligned = self._insert_row(req)
                 self._free_row(req, protected, shared)
                 self._free_row(req, max(aligned, protected), allocated)
-        self.dec_lock_ref(node)
-        self._mark_released(req)
+        self.dec_lock_ref(node, has_swa_lock=req.has_swa_lock)
+        self.mark_released(req)
 
     def cache_unfinished_req(self, req: CacheableReq) -> None:
         node = self._held_node(req)
@@ -310,16 +307,15 @@ class RadixCache(BasePrefixCache):
         if aligned <= protected:
             return
         self._free_row(req, protected, shared)
-        match = self.match_prefix(self._committed_key(req))
+        key = self._committed_key(req)
+        match = self._result(self._descend(key, self._elements(key)))
         if shared > protected:
             self.req_to_token_pool.write(
                 req.req_pool_idx, protected, match.slots[protected:shared]
             )
         self.inc_lock_ref(match.last_node)
-        self.dec_lock_ref(node)
-        req.last_node = match.last_node
-        req.prefix_slots = match.slots
-        req.cache_protected_len = aligned
+        self.dec_lock_ref(node, has_swa_lock=req.has_swa_lock)
+        self.mark_admitted(req, match)
 
     def _committed_key(self, req: CacheableReq) -> RadixKey:
         tokens = req.fill_ids()
@@ -339,7 +335,7 @@ class RadixCache(BasePrefixCache):
         key = self._committed_key(req)
         aligned = self._aligned(len(key))
         slots = self.req_to_token_pool.row_slots(req.req_pool_idx, 0, aligned)
-        present = self.insert(key, slots)
+        present = self.insert(key, slots, swa_from=req.swa_freed_len)
         if present < min(req.cache_protected_len, aligned):
             raise RuntimeError(
                 f"request of row {req.req_pool_idx}: its locked prefix of "

@@ -30,11 +30,15 @@ class TreeNode:
         last_access: logical time of the last match or insert through this run.
         serial: order of creation, breaks ties.
         queued: whether the eviction queue has an entry for this node.
+        has_swa: whether the slots have window slots, in a cache of sliding windows.
+        swa_lock_ref: requests that read window slots of this run.
+        swa_queued: as `queued`, for the queue of window slots.
     """
 
     __slots__ = (
         "children",
         "elements",
+        "has_swa",
         "last_access",
         "lock_ref",
         "namespace",
@@ -43,6 +47,8 @@ class TreeNode:
         "serial",
         "slots",
         "start",
+        "swa_lock_ref",
+        "swa_queued",
     )
 
     def __init__(
@@ -66,6 +72,26 @@ class TreeNode:
         self.children: dict[Hashable, TreeNode] = {}
         self.lock_ref = 0
         self.queued = False
+        self.has_swa = True
+        self.swa_lock_ref = 0
+        self.swa_queued = False
+
+    def first_part(self, length: int, *, serial: int) -> TreeNode:
+        """A node of the first `length` elements, in the same state and without
+        children; its parent does not know it yet."""
+        part = TreeNode(
+            parent=self.parent,
+            elements=self.elements[:length],
+            slots=self.slots[:length],
+            start=self.start,
+            namespace=self.namespace,
+            last_access=self.last_access,
+            serial=serial,
+        )
+        part.lock_ref = self.lock_ref
+        part.has_swa = self.has_swa
+        part.swa_lock_ref = self.swa_lock_ref
+        return part
 
     @property
     def end(self) -> int:

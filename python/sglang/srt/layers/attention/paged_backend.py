@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from sglang.srt.layers.attention.base_attn_backend import (
     CallWrapper,
     DraftDecodeBackend,
 )
+from sglang.srt.layers.attention.window_tables import WindowTables
 from sglang.srt.layers.ops.attention import (
     decode_attention,
     decode_attention_ref,
@@ -30,6 +31,7 @@ from sglang.srt.layers.ops.attention import (
 )
 from sglang.srt.layers.ops.rope import rope_store_kv, rope_store_kv_ref
 from sglang.srt.mem_cache.branch_slots import SlotRows, branch_table
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 if TYPE_CHECKING:
     from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
@@ -48,6 +50,7 @@ def store_kv(
     forward_batch: ForwardBatch,
     *,
     kv_pool: KVCache,
+    out_cache_loc: Tensor | None = None,
     update_k: bool = False,
 ) -> None:
     """Norm and rotate q and k in place, write k and v to the slots of the new tokens.
@@ -55,6 +58,7 @@ def store_kv(
     Args:
         store_op: takes the arguments of `layers.ops.rope.rope_store_kv`.
         q, k, v: as in `AttentionBackend.forward`.
+        out_cache_loc: slots in this layer's pool; None: the batch's.
         update_k: norm and rotate k in place, too.
     """
     k_cache, v_cache = kv_pool.get_kv_buffer(layer.layer_id)
@@ -67,12 +71,23 @@ def store_kv(
         cos_sin_cache=layer.cos_sin_cache,
         k_cache=k_cache,
         v_cache=v_cache,
-        out_cache_loc=forward_batch.out_cache_loc,
+        out_cache_loc=(
+            forward_batch.out_cache_loc if out_cache_loc is None else out_cache_loc
+        ),
         q_norm_weight=None if q_norm is None else q_norm.weight,
         k_norm_weight=None if k_norm is None else k_norm.weight,
         eps=1e-6 if q_norm is None else q_norm.eps,
         update_k=update_k,
     )
+
+
+class _Rows(NamedTuple):
+    """What attention of one layer takes of the rows; as in `layers.ops.attention`."""
+
+    page_table: Tensor | None
+    row_index: Tensor | None
+    prefix_lens: Tensor
+    read_lens: Tensor
 
 
 class PagedAttnBackend(AttentionBackend):
@@ -95,6 +110,9 @@ class PagedAttnBackend(AttentionBackend):
         # Of the forward that was viewed last.
         self._viewed: ForwardBatch | None = None
         self._view: KVReadView | None = None
+        self._windows: WindowTables | None = None
+        if isinstance(kv_pool, SWAKVPool):
+            self._windows = WindowTables(kv_pool, max_rows=req_to_token_pool.size)
 
     def draft_decode(
         self, layout: BranchLayout, *, max_requests: int
@@ -111,6 +129,8 @@ class PagedAttnBackend(AttentionBackend):
         other._page_size = page_size
         other._is_own_table = True
         other._viewed = other._view = None
+        if self._windows is not None:
+            other._windows = self._windows.for_table(len(page_table))
         return other
 
     def wrap_calls(self, on_store: CallWrapper, on_attend: CallWrapper) -> bool:
@@ -155,7 +175,25 @@ class PagedAttnBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
     ) -> None:
-        store_kv(self.store_op, q, k, v, layer, forward_batch, kv_pool=self._kv_pool)
+        store_kv(
+            self.store_op,
+            q,
+            k,
+            v,
+            layer,
+            forward_batch,
+            kv_pool=self._kv_pool,
+            out_cache_loc=self._window_cache_loc(layer, forward_batch),
+        )
+
+    def _window_cache_loc(
+        self, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> Tensor | None:
+        """Slots of the new tokens in the pool of a sliding layer; None: another one."""
+        windows = self._windows
+        if windows is None or not windows.serves(layer.layer_id):
+            return None
+        return windows.cache_loc(layer.layer_id, forward_batch)
 
     def attend(
         self,
@@ -169,9 +207,15 @@ class PagedAttnBackend(AttentionBackend):
     ) -> None:
         k_cache, v_cache = self._kv_pool.get_kv_buffer(layer.layer_id)
         view = self._view_of(forward_batch)
+        rows = _Rows(
+            view.page_table, view.row_index, forward_batch.prefix_lens, view.read_lens
+        )
+        if self._windows is not None and self._windows.serves(layer.layer_id):
+            made = self._windows.rows(layer.layer_id, view, forward_batch)
+            rows = _Rows(made.page_table, None, made.prefix_lens, made.read_lens)
         common = {
-            "page_table": view.page_table,
-            "row_index": view.row_index,
+            "page_table": rows.page_table,
+            "row_index": rows.row_index,
             "page_size": view.page_size,
             "sm_scale": layer.scaling,
             "window": layer.window,
@@ -183,7 +227,7 @@ class PagedAttnBackend(AttentionBackend):
                 q,
                 k_cache,
                 v_cache,
-                read_lens=view.read_lens,
+                read_lens=rows.read_lens,
                 **common,
                 **options,
             )
@@ -193,7 +237,7 @@ class PagedAttnBackend(AttentionBackend):
             k_cache,
             v_cache,
             qo_indptr=forward_batch.qo_indptr,
-            prefix_lens=forward_batch.prefix_lens,
+            prefix_lens=rows.prefix_lens,
             tree_mask=forward_batch.tree_mask,
             **common,
             **self._extend_options(k, v, forward_batch),

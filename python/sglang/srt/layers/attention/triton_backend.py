@@ -74,6 +74,7 @@ class TritonAttnBackend(PagedAttnBackend):
             layer,
             forward_batch,
             kv_pool=self._kv_pool,
+            out_cache_loc=self._window_cache_loc(layer, forward_batch),
             update_k=self._reads_new(forward_batch),
         )
 

@@ -192,7 +192,7 @@ class BatchSelector:
                 continue
             assert req.last_node is not None
             self._cache.dec_lock_ref(req.last_node)
-            req.last_node, req.cache_protected_len = None, 0
+            self._cache.mark_released(req)
             req.is_chunked = False
         self._resolve()
         if self.chunked is not None:

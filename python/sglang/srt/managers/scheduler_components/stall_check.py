@@ -83,6 +83,17 @@ class StallCheck:
             f"KV slots: {allocator.size} in pages of {allocator.page_size}, "
             f"{allocator.available_size()} free, {cache.evictable_size()} evictable, "
             f"{cache.protected_size()} protected, {held} neither free nor cached"
+            + self._describe_windows()
+        )
+
+    def _describe_windows(self) -> str:
+        cache, swa = self._cache, self._cache.allocator.swa
+        if swa is None:
+            return ""
+        return (
+            f"; window slots: {swa.size}, {swa.available_size()} free, "
+            f"{cache.swa_evictable_size()} evictable, "
+            f"{cache.swa_protected_size()} protected"
         )
 
     def _describe_rows(self) -> str:

@@ -1,0 +1,176 @@
+"""Page tables of window slots, made anew for every forward.
+
+A row's table begins with the first page that its first new token reads, so that it is
+no longer than the window and the new tokens:
+
+```
+positions       0 ........ first_position ........ prefix ........ end
+page_table      | not read | window before the new tokens | new    |
+window table               | entry 0, 1, 2, ...                    |
+```
+Attention counts the elements of a row from `first_position` on: lengths and queries
+move alike, so that its windows are the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.utils.dispatch import Op
+
+if TYPE_CHECKING:
+    from kv_canary.view import KVReadView
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class WindowRows(NamedTuple):
+    """The rows of a forward as `window_table` writes them.
+
+    Fields:
+        page_table: int32 [R, columns], first window slots of pages; 0 past the end.
+        first_position: int64 [R], position of a row's element 0.
+        prefix_lens, read_lens: int64 [R], counted from there.
+    """
+
+    page_table: Tensor
+    first_position: Tensor
+    prefix_lens: Tensor
+    read_lens: Tensor
+
+
+def window_table_ref(
+    page_table: Tensor,
+    row_index: Tensor | None,
+    *,
+    prefix_lens: Tensor,
+    read_lens: Tensor,
+    mapping: Tensor,
+    window: int,
+    page_size: int,
+    out: WindowRows,
+) -> None:
+    """Make the window tables of all rows.
+
+    Args:
+        page_table: int32 [rows, columns], first slots of pages of the full group.
+        row_index: int64 [R], rows of `page_table`; None: row r.
+        prefix_lens: int64 [R], position of a row's first new token.
+        read_lens: int64 [R], elements that it may read.
+        mapping: int64 [slots of the full group], window slots, 0: none.
+        window: positions that a token reads, its own among them.
+        page_size: elements of an entry.
+        out: written; wide enough for `window_columns` entries.
+    """
+    first = (prefix_lens - window + 1).clamp(min=0) // page_size
+    column = first[:, None] + torch.arange(out.page_table.shape[1], device=first.device)
+    row = torch.arange(len(first), device=first.device)
+    row = row if row_index is None else row_index
+    slots = page_table[row[:, None], column.clamp(max=page_table.shape[1] - 1)]
+    is_read = column * page_size < read_lens[:, None]
+    out.page_table.copy_(mapping[slots.long()].where(is_read, 0))
+    torch.mul(first, page_size, out=out.first_position)
+    torch.sub(prefix_lens, out.first_position, out=out.prefix_lens)
+    torch.sub(read_lens, out.first_position, out=out.read_lens)
+
+
+window_table = Op(
+    reference=window_table_ref,
+    triton="sglang.srt.layers.attention.triton_ops.window_table:window_table",
+    place="mapping",
+)
+
+
+def window_columns(*, window: int, new_tokens: int, page_size: int) -> int:
+    """Entries of a row of `new_tokens` new tokens, wherever its pages begin."""
+    return (window - 1 + new_tokens + page_size - 2) // page_size + 1
+
+
+def new_window_rows(rows: int, columns: int, *, device: torch.device) -> WindowRows:
+    """Tensors for `window_table`."""
+    lens = torch.zeros(3, rows, dtype=torch.int64, device=device)
+    table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
+    return WindowRows(table, *lens.unbind())
+
+
+class WindowTables:
+    """Window tables and window slots of the forwards of one backend.
+
+    The first sliding layer of a forward makes them, the others read them: a graph holds
+    the making, too, however often it is replayed.
+    """
+
+    def __init__(self, kv_pool: SWAKVPool, *, max_rows: int) -> None:
+        self._pool = kv_pool
+        self._max_rows = max_rows
+        self._static: dict[int, WindowRows] = {}
+        self._rows: WindowRows | None = None
+        self._cache_loc: Tensor | None = None
+
+    def for_table(self, max_rows: int) -> WindowTables:
+        """The same for forwards over another page table."""
+        return WindowTables(self._pool, max_rows=max_rows)
+
+    def serves(self, layer_id: int) -> bool:
+        """Whether this layer has its KV in window slots."""
+        return self._pool.is_sliding(layer_id)
+
+    def cache_loc(self, layer_id: int, forward_batch: ForwardBatch) -> Tensor:
+        """Window slots of the new tokens, int64 [T]."""
+        if layer_id == self._pool.first_sliding:
+            mapping = self._pool.swa.full_to_swa_index_mapping
+            self._cache_loc = mapping[forward_batch.out_cache_loc]
+        assert self._cache_loc is not None
+        return self._cache_loc
+
+    def rows(
+        self, layer_id: int, view: KVReadView, forward_batch: ForwardBatch
+    ) -> WindowRows:
+        """The rows that attention of a sliding layer reads, instead of `view`."""
+        if layer_id == self._pool.first_sliding:
+            assert view.page_table is not None
+            swa = self._pool.swa
+            self._rows = self._tensors(forward_batch, view.page_size)
+            window_table(
+                view.page_table,
+                view.row_index,
+                prefix_lens=forward_batch.prefix_lens,
+                read_lens=view.read_lens,
+                mapping=swa.full_to_swa_index_mapping,
+                window=swa.window,
+                page_size=view.page_size,
+                out=self._rows,
+            )
+        assert self._rows is not None
+        return self._rows
+
+    def _tensors(self, batch: ForwardBatch, page_size: int) -> WindowRows:
+        """Tensors of a row per row; the same ones every time where the number of new
+        tokens of a row is fixed, as in graphs."""
+        rows, device = batch.batch_size, batch.prefix_lens.device
+        columns = window_columns(
+            window=self._pool.swa.window,
+            new_tokens=_new_tokens(batch),
+            page_size=page_size,
+        )
+        if batch.forward_mode is ForwardMode.EXTEND or rows > self._max_rows:
+            return new_window_rows(rows, columns, device=device)
+        if columns not in self._static:
+            self._static[columns] = new_window_rows(
+                self._max_rows, columns, device=device
+            )
+        whole = self._static[columns]
+        return WindowRows(*(tensor[:rows] for tensor in whole))
+
+
+def _new_tokens(batch: ForwardBatch) -> int:
+    """At least the new tokens of every row; exact where that costs nothing."""
+    if batch.forward_mode is not ForwardMode.EXTEND:
+        return batch.num_tokens // batch.batch_size
+    if batch.extend_lens.is_cpu:
+        return int(batch.extend_lens.max())
+    return batch.num_tokens

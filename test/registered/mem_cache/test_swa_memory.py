@@ -1,0 +1,174 @@
+"""Window slots of whole requests: freed when nobody reads them, and never earlier."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from request_world import Req, RequestMachine, make_cache
+
+from sglang.srt.mem_cache.common import (
+    free_outside_windows,
+    usable_size,
+    usable_swa_size,
+)
+from sglang.srt.mem_cache.swa_slots import SwaSlots
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scale import count
+
+register_cpu_ci(est_time=20, suite="cpu")
+
+
+def make_swa(
+    *, pages: int, window_pages: int, page_size: int, window: int, slack: int = 0
+) -> SwaSlots:
+    return SwaSlots(
+        num_pages=pages,
+        num_window_pages=window_pages,
+        page_size=page_size,
+        window=window,
+        slack=page_size + slack,
+        device="cpu",
+    )
+
+
+class WindowMachine(RequestMachine):
+    """The requests of `RequestMachine` with sliding windows: a second dict models the
+    bytes in window slots, which go when their page is freed."""
+
+    def build(
+        self,
+        page_size: int,
+        tokens_in_pool: int,
+        share: float,
+        window: int,
+        slack: int,
+        radix: bool,
+        bigram: bool,
+    ) -> None:
+        super().build(page_size, tokens_in_pool, radix, bigram)
+        pages = tokens_in_pool // page_size
+        self.swa = make_swa(
+            pages=pages,
+            window_pages=max(int(pages * share), 1),
+            page_size=page_size,
+            window=window,
+            slack=slack,
+        )
+        self.cache = make_cache(
+            pages=pages,
+            page_size=page_size,
+            radix=radix,
+            bigram=bigram,
+            swa=self.swa,
+        )
+        self.cache.allocator.register_on_free(
+            lambda slots: [self.content.pop(slot, None) for slot in slots.tolist()]
+        )
+        self.in_window: dict[int, object] = {}
+        self.swa.register_on_free(
+            lambda slots: [self.in_window.pop(slot, None) for slot in slots.tolist()]
+        )
+
+    def usable(self) -> int:
+        return min(usable_size(self.cache), usable_swa_size(self.cache))
+
+    def window_slots(self, req: Req, start: int, end: int) -> list[int]:
+        """As the device would find them."""
+        self.swa.sync()
+        slots = self.cache.req_to_token_pool.row_slots(req.req_pool_idx, start, end)
+        return self.swa.full_to_swa_index_mapping[slots].tolist()
+
+    def write_kv(self, req: Req, start: int, end: int) -> None:
+        super().write_kv(req, start, end)
+        for position, slot in enumerate(self.window_slots(req, start, end), start):
+            assert slot >= self.swa.page_size, "a new token without a window slot"
+            self.in_window[slot] = self.truth(req, position)
+
+    def leave_windows(self, data: object) -> None:
+        free_outside_windows(self.cache, [self.pick(data)])
+
+    def evict_windows(self, num_slots: int) -> None:
+        possible = self.cache.swa_evictable_size()
+        cached = self.cache.protected_size()
+        freed = self.cache.evict_swa(num_slots)
+        assert freed >= min(num_slots, possible)
+        assert freed < num_slots + self.swa.page_size
+        assert self.cache.protected_size() == cached
+
+    def windows_hold_what_the_next_token_reads(self) -> None:
+        for req in self.requests:
+            begin = max(req.committed_len - self.swa.window + 1, 0)
+            slots = self.window_slots(req, begin, req.committed_len)
+            for position, slot in enumerate(slots, begin):
+                assert self.in_window.get(slot) == self.truth(req, position)
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert self.swa.available_size() == self.swa.size
+        assert not self.in_window
+
+
+BASES = ([1] * 40, [1, 2] * 20, [1] * 9 + [2] * 31)
+
+
+def walk(seed: int, steps: int) -> WindowMachine:
+    """A random walk: the state machine's own choices are few steps of long requests."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(*options):
+        return options[rng.integers(len(options))]
+
+    world = WindowMachine()
+    world.pick = lambda data: one_of(*world.requests)
+    world.build(
+        page_size=one_of(1, 2, 4),
+        tokens_in_pool=int(rng.integers(40, 160)),
+        share=one_of(0.4, 0.8, 1.0),
+        window=one_of(1, 2, 3, 6, 11, 40),
+        slack=int(rng.integers(5)),
+        radix=rng.random() < 0.85,
+        bigram=bool(rng.integers(2)),
+    )
+
+    def start() -> None:
+        cut, tail = int(rng.integers(8, 38)), rng.integers(1, 3, 4).tolist()
+        world.start(one_of(*BASES), cut, tail, one_of(None, None, None, "x"))
+
+    live = {
+        lambda: world.prefill_chunk(None, one_of(3, 7, 50), one_of(True, False)): 6,
+        lambda: world.decode(one_of(1, 1, 4), one_of(1, 2)): 6,
+        lambda: world.leave_windows(None): 5,
+        lambda: world.finish(None): 2,
+        lambda: world.abort(None, one_of(0, 3)): 1,
+    }
+    idle = {
+        lambda: world.evict(one_of(1, 5, 30)): 1,
+        lambda: world.evict_windows(one_of(1, 5, 30)): 1,
+    }
+    for _ in range(steps):
+        actions = dict(idle)
+        if len(world.requests) < 4:
+            actions[start] = 4
+        if world.requests:
+            actions |= live
+        weights = np.array([*actions.values()], dtype=float)
+        list(actions)[rng.choice(len(actions), p=weights / weights.sum())]()
+        world.every_row_reads_what_it_should()
+        world.windows_hold_what_the_next_token_reads()
+        world.books_balance()
+    world.teardown()
+    return world
+
+
+@pytest.mark.timeout(1800)
+def test_windows_hold_what_is_read_and_nothing_leaks() -> None:
+    for seed in range(count(ci=80, full=2000)):
+        try:
+            walk(seed, steps=100)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
