@@ -108,6 +108,8 @@ def decode_attention(
     page_size: int,
     sm_scale: float,
     window: int,
+    logit_cap: float,
+    sinks: Tensor | None,
     out: Tensor,
 ) -> None:
     """One query per row over KV elements 0 .. read_lens[r] - 1 (the newest `window`).
@@ -116,6 +118,8 @@ def decode_attention(
         q, out: [R, Hq, D]; k_cache, v_cache: [slots, Hkv, D].
         page_table: [rows, columns] int32, first slots of pages, any strides.
         row_index: [R] int64 or None; read_lens: [R] int64.
+        logit_cap: scores become cap * tanh(score / cap); 0: none.
+        sinks: [Hq] float32 or the dtype of q, logits without a value; or None.
     """
     _decode_attention(
         q,
@@ -127,6 +131,8 @@ def decode_attention(
         page_size,
         sm_scale,
         window,
+        logit_cap,
+        sinks,
         out,
     )
 
@@ -142,7 +148,10 @@ def extend_attention(
     page_size: int,
     sm_scale: float,
     window: int,
+    logit_cap: float,
+    sinks: Tensor | None,
     tree_mask: Tensor | None,
+    positions: Tensor | None,
     out: Tensor,
 ) -> None:
     """Causal (or tree-masked) attention of several new tokens per row.
@@ -151,7 +160,9 @@ def extend_attention(
         q, out: [T, Hq, D]; k_cache, v_cache: [slots, Hkv, D].
         page_table: [rows, columns] int32, first slots of pages, any strides.
         row_index: [R] int64 or None; qo_indptr: [R + 1] int64; prefix_lens: [R] int64.
+        logit_cap, sinks: as in `decode_attention`.
         tree_mask: [R, N, N] bool, contiguous, or None.
+        positions: [T] int64, given with a window and a tree mask, else None.
     """
     _extend_attention(
         q,
@@ -164,7 +175,10 @@ def extend_attention(
         page_size,
         sm_scale,
         window,
+        logit_cap,
+        sinks,
         tree_mask,
+        positions,
         out,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.attention import refuse_window_with_tree
+from sglang.srt.layers.ops.attention import tree_positions
 from sglang.srt.layers.ops.linear import PANEL, PackedWeight, linear_ref
 from sglang_kernels import ops
 
@@ -111,6 +111,8 @@ def decode_attention(
     page_size: int,
     sm_scale: float,
     window: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
     out: Tensor,
 ) -> None:
     ops.decode_attention(
@@ -123,6 +125,8 @@ def decode_attention(
         page_size,
         sm_scale,
         window,
+        logit_cap,
+        sinks,
         out,
     )
 
@@ -139,13 +143,14 @@ def extend_attention(
     page_size: int,
     sm_scale: float,
     window: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    positions: Tensor | None = None,
     k_new: Tensor | None = None,
     v_new: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    if tree_mask is not None:
-        refuse_window_with_tree(window)
     ops.extend_attention(
         q,
         k_cache,
@@ -157,6 +162,9 @@ def extend_attention(
         page_size,
         sm_scale,
         window,
+        logit_cap,
+        sinks,
         tree_mask,
+        tree_positions(window, tree_mask, positions),
         out,
     )
