@@ -277,6 +277,8 @@ def test_the_backend_reads_what_its_view_says(new: int, is_partial: bool) -> Non
         head_dim=64,
         layer_id=0,
         scaling=0.125,
+        logit_cap=5.0,
+        sinks=make_sinks(4),
         cos_sin_cache=torch.randn(128, 64, generator=rng).to(DEVICE),
     )
     qkv = torch.randn(rows * new, 8, 64, generator=rng).to(DEVICE, torch.float16)

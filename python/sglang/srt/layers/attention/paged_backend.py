@@ -175,6 +175,8 @@ class PagedAttnBackend(AttentionBackend):
             "page_size": view.page_size,
             "sm_scale": layer.scaling,
             "window": layer.window,
+            "logit_cap": layer.logit_cap,
+            "sinks": layer.sinks,
             "out": out,
         }
         if forward_batch.forward_mode.is_decode:
@@ -195,6 +197,7 @@ class PagedAttnBackend(AttentionBackend):
             qo_indptr=forward_batch.qo_indptr,
             prefix_lens=forward_batch.prefix_lens,
             tree_mask=forward_batch.tree_mask,
+            positions=forward_batch.positions,
             **common,
             **self._extend_options(k, v, forward_batch),
         )
