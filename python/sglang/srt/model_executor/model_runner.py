@@ -164,7 +164,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         if not self.is_draft_worker:  # which may use the target's
             weights += config.vocab_size * config.hidden_size
         weights = weights * self.dtype.itemsize // get_tp_group().size
-        needed = weights + self.row_width() * config.head_dim * ROTARY_ITEMSIZE
+        rotary = len(config.ropes) * self.row_width() * config.head_dim
+        needed = weights + rotary * ROTARY_ITEMSIZE
         if needed > self.free_bytes_at_start:
             raise ValueError(
                 f"{config.path / 'config.json'}: a model of these sizes takes at least "
