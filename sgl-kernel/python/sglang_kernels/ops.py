@@ -22,7 +22,9 @@ _fused_add_rmsnorm = _OPS.fused_add_rmsnorm.default._op
 _silu_and_mul = _OPS.silu_and_mul.default._op
 _rope_store_kv = _OPS.rope_store_kv.default._op
 _decode_attention = _OPS.decode_attention.default._op
+_decode_attention_full = _OPS.decode_attention_full.default._op
 _extend_attention = _OPS.extend_attention.default._op
+_extend_attention_full = _OPS.extend_attention_full.default._op
 _packed_linear = _OPS.packed_linear.default._op
 _plain_linear = _OPS.plain_linear.default._op
 _exp = _OPS.exp.default._op
@@ -108,8 +110,6 @@ def decode_attention(
     page_size: int,
     sm_scale: float,
     window: int,
-    logit_cap: float,
-    sinks: Tensor | None,
     out: Tensor,
 ) -> None:
     """One query per row over KV elements 0 .. read_lens[r] - 1 (the newest `window`).
@@ -118,10 +118,42 @@ def decode_attention(
         q, out: [R, Hq, D]; k_cache, v_cache: [slots, Hkv, D].
         page_table: [rows, columns] int32, first slots of pages, any strides.
         row_index: [R] int64 or None; read_lens: [R] int64.
-        logit_cap: scores become cap * tanh(score / cap); 0: none.
-        sinks: [Hq] float32 or the dtype of q, logits without a value; or None.
     """
     _decode_attention(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        row_index,
+        read_lens,
+        page_size,
+        sm_scale,
+        window,
+        out,
+    )
+
+
+def decode_attention_full(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    row_index: Tensor | None,
+    read_lens: Tensor,
+    page_size: int,
+    sm_scale: float,
+    window: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """`decode_attention` of models whose softmax has more.
+
+    Args:
+        logit_cap: scores become cap * tanh(score / cap); 0: they do not.
+        sinks: [Hq] float32 or the dtype of q, logits without a value; or None.
+    """
+    _decode_attention_full(
         q,
         k_cache,
         v_cache,
@@ -148,10 +180,7 @@ def extend_attention(
     page_size: int,
     sm_scale: float,
     window: int,
-    logit_cap: float,
-    sinks: Tensor | None,
     tree_mask: Tensor | None,
-    positions: Tensor | None,
     out: Tensor,
 ) -> None:
     """Causal (or tree-masked) attention of several new tokens per row.
@@ -160,11 +189,48 @@ def extend_attention(
         q, out: [T, Hq, D]; k_cache, v_cache: [slots, Hkv, D].
         page_table: [rows, columns] int32, first slots of pages, any strides.
         row_index: [R] int64 or None; qo_indptr: [R + 1] int64; prefix_lens: [R] int64.
-        logit_cap, sinks: as in `decode_attention`.
         tree_mask: [R, N, N] bool, contiguous, or None.
-        positions: [T] int64, given with a window and a tree mask, else None.
     """
     _extend_attention(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        row_index,
+        qo_indptr,
+        prefix_lens,
+        page_size,
+        sm_scale,
+        window,
+        tree_mask,
+        out,
+    )
+
+
+def extend_attention_full(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    row_index: Tensor | None,
+    qo_indptr: Tensor,
+    prefix_lens: Tensor,
+    page_size: int,
+    sm_scale: float,
+    window: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    tree_mask: Tensor | None,
+    positions: Tensor | None,
+    out: Tensor,
+) -> None:
+    """`extend_attention` of models whose softmax has more, and of windows over trees.
+
+    Args:
+        logit_cap, sinks: as in `decode_attention_full`.
+        positions: [T] int64, given with a window and a tree mask, else None.
+    """
+    _extend_attention_full(
         q,
         k_cache,
         v_cache,

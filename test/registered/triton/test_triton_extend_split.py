@@ -139,6 +139,7 @@ def test_nan_shows_where_it_is_attended_and_nowhere_else(cache: str) -> None:
         bad = {"k_cache": problem.k_cache, "v_cache": problem.v_cache}[cache]
         bad[problem.slot(row, element), 1, 5] = NAN
         problem.split(SMALL, 4, tree_mask=tree_mask)
+        problem.split(SMALL, 4, tree_mask=tree_mask, window=8)
         problem.split(SMALL, 3, window=6)
         problem.split(WIDE, 1)
 

@@ -115,20 +115,12 @@ def decode_attention(
     sinks: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    ops.decode_attention(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        row_index,
-        read_lens,
-        page_size,
-        sm_scale,
-        window,
-        logit_cap,
-        sinks,
-        out,
-    )
+    common = (q, k_cache, v_cache, page_table, row_index, read_lens)
+    numbers = (page_size, sm_scale, window)
+    if sinks is None and logit_cap == 0.0:
+        ops.decode_attention(*common, *numbers, out)
+    else:
+        ops.decode_attention_full(*common, *numbers, logit_cap, sinks, out)
 
 
 def extend_attention(
@@ -151,20 +143,11 @@ def extend_attention(
     v_new: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    ops.extend_attention(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        row_index,
-        qo_indptr,
-        prefix_lens,
-        page_size,
-        sm_scale,
-        window,
-        logit_cap,
-        sinks,
-        tree_mask,
-        tree_positions(window, tree_mask, positions),
-        out,
-    )
+    positions = tree_positions(window, tree_mask, positions)
+    common = (q, k_cache, v_cache, page_table, row_index, qo_indptr, prefix_lens)
+    numbers = (page_size, sm_scale, window)
+    if sinks is None and logit_cap == 0.0 and positions is None:
+        ops.extend_attention(*common, *numbers, tree_mask, out)
+    else:
+        rest = (logit_cap, sinks, tree_mask, positions, out)
+        ops.extend_attention_full(*common, *numbers, *rest)

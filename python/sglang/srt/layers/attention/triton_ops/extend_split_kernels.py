@@ -19,7 +19,6 @@ from sglang.srt.layers.attention.triton_ops.attend import (
     empty_sums,
     none_bad,
     poison,
-    store_average,
     with_sink,
 )
 from sglang.srt.layers.attention.triton_ops.elements import (
@@ -95,6 +94,17 @@ def attend_split(
             acc, right_begin, right_stop, kv, mask, SHAPE.page_size, TILE.masked_n
         )
     return Sums(acc, top, total)
+
+
+@triton.jit
+def divisor(total, top, sinks, head, splits):
+    """Softmax sums by which a program divides: of a launch of one split with the sinks,
+    which otherwise the combine kernel adds."""
+    if sinks is not None:  # noqa: SIM102 - known when this is compiled
+        if splits == 1:
+            total = with_sink(total, top, tl.load(sinks + head))
+    # A sum of zero: the query attends nothing, and `top` is -inf.
+    return tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit(do_not_specialize=["rows", "tree_tokens", "window"])
@@ -188,13 +198,12 @@ def extend_split_kernel(
         query, begin, begin + per_split, left, right, kv, mask, scale, SHAPE, TILE
     )
 
+    total = divisor(total, top, sinks, head, splits)
+    result = acc / total[:, None]
     if splits == 1:
         out_at = cells_of(out, q_row, head, channel, SHAPE.head_dim)
-        store_average(out_at, Sums(acc, top, total), sinks, head, is_query)
+        tl.store(out_at, result.to(out.at.dtype.element_ty), mask=is_query)
     else:
-        # A sum of zero: the query attends nothing, and `top` is -inf.
-        total = tl.where(total == 0.0, 1.0, total)
-        result = acc / total[:, None]
         at = partials.results + cell[:, None] * SHAPE.head_dim + channel[None, :]
         tl.store(at, result, mask=is_query)
         tl.store(partials.lse + cell, top + tl.log2(total), mask=is_token)
