@@ -40,9 +40,15 @@ from sglang.test.tiny_models import (
     write_tiny_model,
 )
 
-VOCAB_SIZES = {"demo": 4096, "mock": 1000, "llama": 264, "qwen3": 264}
+VOCAB_SIZES = {"demo": 4096, "mock": 1000, "llama": 264, "qwen3": 264, "mistral": 264}
 SMALL_VOCAB = {"mock": 730, "llama": 150, "qwen3": 150}
-TINY = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+TINY = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+# Shorter than the paths of a deep tree.
+WINDOWS = {"mistral": {"sliding_window": 4}}
 # Noise on the weights of a random model's STANDALONE draft, which then agrees in about
 # every other token.
 DRAFT_NOISE = 0.02
@@ -84,7 +90,11 @@ class ModelFolders:
             )
         else:
             write_tiny_model(
-                folder, TINY[model], seed=11, max_position_embeddings=CONTEXT
+                folder,
+                TINY[model],
+                seed=11,
+                max_position_embeddings=CONTEXT,
+                **WINDOWS.get(model, {}),
             )
 
     def _write_draft(self, config: SpecConfig, folder: Path) -> None:

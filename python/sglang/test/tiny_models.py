@@ -39,6 +39,7 @@ TINY: dict[str, Any] = {
 # Architecture -> fields of its config.json in addition to TINY.
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"model_type": "llama", "head_dim": 16},
+    "MistralForCausalLM": {"model_type": "mistral", "sliding_window": 12},
     "Qwen2ForCausalLM": {"model_type": "qwen2"},
     "Qwen3ForCausalLM": {"model_type": "qwen3", "head_dim": 24},
 }

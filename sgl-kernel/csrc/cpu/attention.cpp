@@ -4,6 +4,9 @@
 // merged afterwards in their order, so that the division never shows in a result.
 #include "torch_api.h"
 
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
 #include <mutex>
 #include <vector>
 
@@ -33,10 +36,34 @@ struct Shapes {
   int64_t table_rows = 0, table_columns = 0;
 };
 
+// Arguments of decode and extend that shape the softmax.
+struct SoftmaxOptions {
+  double scale;
+  int64_t window;
+  double logit_cap;
+  const OptionalTensor& sinks;
+};
+
+// The sinks as floats: the caller's, or a copy that is kept in `copy`.
+const float* check_sinks(
+    const char* op, const Tensor& sinks, const Tensor& q, std::vector<float>* copy) {
+  const ScalarType type = sinks.scalar_type();
+  check_vector(
+      op, "sinks", sinks, type == ScalarType::Float ? type : q.scalar_type(), q.size(1));
+  if (type == ScalarType::Float) return static_cast<const float*>(sinks.const_data_ptr());
+  copy->resize(sinks.numel());
+  for (size_t i = 0; i < copy->size(); i++)
+    (*copy)[i] =
+        type == ScalarType::Half
+            ? float(static_cast<const c10::Half*>(sinks.const_data_ptr())[i])
+            : float(static_cast<const c10::BFloat16*>(sinks.const_data_ptr())[i]);
+  return copy->data();
+}
+
 AttentionArgs check_common(
     const char* op, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-    const Tensor& page_table, int64_t page_size, double scale, int64_t window,
-    const Tensor& out, Shapes* shapes) {
+    const Tensor& page_table, int64_t page_size, const SoftmaxOptions& softmax,
+    const Tensor& out, Shapes* shapes, std::vector<float>* sinks) {
   AttentionArgs args{};
   args.dtype = float_type(op, "q", q);
   SGLK_CHECK(q.dim() == 3, op, "q", q, "[tokens, heads, dim]");
@@ -81,11 +108,13 @@ AttentionArgs check_common(
   args.table_row_stride = page_table.stride(0);
   args.table_column_stride = page_table.stride(1);
   args.page_size = page_size;
-  args.window = window;
+  args.window = softmax.window;
+  args.logit_cap = float(softmax.logit_cap);
+  if (softmax.sinks) args.sinks = check_sinks(op, *softmax.sinks, q, sinks);
   args.q_heads = int32_t(q.size(1));
   args.kv_heads = int32_t(kv_heads);
   args.dim = int32_t(dim);
-  args.scale = float(scale);
+  args.scale = float(softmax.scale);
   *shapes = {q.size(0), page_table.size(0), page_table.size(1)};
   return args;
 }
@@ -127,10 +156,14 @@ class Plan {
       item.first_new = first;
       item.first_token = row.first_token + first;
       item.tokens = int32_t(left < tokens_per_item_ ? left : tokens_per_item_);
-      const int64_t own = row.prefix + first;
-      item.element_end = args_.tree_mask ? elements : own + item.tokens;
-      item.element_begin =
-          args_.window > 0 && own + 1 > args_.window ? own + 1 - args_.window : 0;
+      item.element_end = args_.tree_mask ? elements : row.prefix + first + item.tokens;
+      item.element_begin = first_attended(args_, row.prefix, first, item.first_token);
+      if (args_.positions)
+        for (int32_t t = 1; t < item.tokens; t++) {
+          const int64_t begin =
+              first_attended(args_, row.prefix, first + t, item.first_token + t);
+          if (begin < item.element_begin) item.element_begin = begin;
+        }
       item.chunk_begin = item.element_begin / kChunk;
       item.chunk_end = (item.element_end + kChunk - 1) / kChunk;
       add_heads(item);
@@ -307,14 +340,16 @@ void Plan::run_part(Cut begin, Cut end) {
   }
 }
 
-void decode_attention(
+void decode_attention_full(
     const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
     const OptionalTensor& row_index, const Tensor& read_lens, int64_t page_size, double scale,
-    int64_t window, const Tensor& out) {
+    int64_t window, double logit_cap, const OptionalTensor& sinks, const Tensor& out) {
   const char* op = "decode_attention";
   Shapes shapes;
+  std::vector<float> wide_sinks;
   const AttentionArgs args = check_common(
-      op, q, k_cache, v_cache, page_table, page_size, scale, window, out, &shapes);
+      op, q, k_cache, v_cache, page_table, page_size, {scale, window, logit_cap, sinks}, out,
+      &shapes, &wide_sinks);
   check_vector(op, "read_lens", read_lens, ScalarType::Long, shapes.tokens);
   const int64_t* lens = static_cast<const int64_t*>(read_lens.const_data_ptr());
   Plan plan(op, args, shapes, row_index, shapes.tokens);
@@ -329,15 +364,35 @@ void decode_attention(
   plan.run();
 }
 
-void extend_attention(
+// The tree masks without the nodes that lie outside a node's window, in `mask`.
+const uint8_t* narrowed(
+    const AttentionArgs& args, const int64_t* bounds, int64_t rows,
+    std::vector<uint8_t>* mask) {
+  const int64_t width = args.tree_width;
+  mask->assign(args.tree_mask, args.tree_mask + rows * width * width);
+  for (int64_t row = 0; row < rows; row++) {
+    const int64_t* position = args.positions + bounds[row];
+    uint8_t* cell = mask->data() + row * width * width;
+    for (int64_t node = 0; node < width; node++)
+      for (int64_t other = 0; other < width; other++, cell++)
+        *cell &= position[other] > position[node] - args.window;
+  }
+  return mask->data();
+}
+
+void extend_attention_full(
     const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
     const OptionalTensor& row_index, const Tensor& qo_indptr, const Tensor& prefix_lens,
-    int64_t page_size, double scale, int64_t window, const OptionalTensor& tree_mask,
-    const Tensor& out) {
+    int64_t page_size, double scale, int64_t window, double logit_cap,
+    const OptionalTensor& sinks, const OptionalTensor& tree_mask,
+    const OptionalTensor& positions, const Tensor& out) {
   const char* op = "extend_attention";
   Shapes shapes;
+  std::vector<float> wide_sinks;
+  std::vector<uint8_t> narrow_mask;
   AttentionArgs args = check_common(
-      op, q, k_cache, v_cache, page_table, page_size, scale, window, out, &shapes);
+      op, q, k_cache, v_cache, page_table, page_size, {scale, window, logit_cap, sinks}, out,
+      &shapes, &wide_sinks);
   const int64_t rows = prefix_lens.numel();
   check_vector(op, "prefix_lens", prefix_lens, ScalarType::Long, rows);
   check_vector(op, "qo_indptr", qo_indptr, ScalarType::Long, rows + 1);
@@ -347,9 +402,14 @@ void extend_attention(
             tree_mask->size(0) == rows && tree_mask->size(1) == tree_mask->size(2) &&
             tree_mask->is_contiguous(),
         op, "tree_mask", *tree_mask, "contiguous bool [rows, N, N]");
-    SGLK_REQUIRE(window <= 0, op, ": window is ", window, ", expected -1 with a tree mask");
     args.tree_mask = static_cast<const uint8_t*>(tree_mask->const_data_ptr());
     args.tree_width = tree_mask->size(1);
+  }
+  if (tree_mask && window > 0) {
+    SGLK_REQUIRE(
+        positions, op, ": window is ", window, " with a tree mask, which needs positions");
+    check_vector(op, "positions", *positions, ScalarType::Long, shapes.tokens);
+    args.positions = static_cast<const int64_t*>(positions->const_data_ptr());
   }
   const int64_t* bounds = static_cast<const int64_t*>(qo_indptr.const_data_ptr());
   const int64_t* prefix = static_cast<const int64_t*>(prefix_lens.const_data_ptr());
@@ -365,7 +425,31 @@ void extend_attention(
         " new tokens, expected ", args.tree_width, " (tree mask)");
     plan.add({row, prefix[row], bounds[row], count});
   }
+  // No path of a tree is longer than the tree: only a shorter window hides nodes.
+  if (args.positions && window < args.tree_width)
+    args.tree_mask = narrowed(args, bounds, rows, &narrow_mask);
   plan.run();
+}
+
+// The ops of most models: every argument of a call takes 0.1 to 0.2 us, which a decode
+// step pays in each layer.
+void decode_attention(
+    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
+    const OptionalTensor& row_index, const Tensor& read_lens, int64_t page_size, double scale,
+    int64_t window, const Tensor& out) {
+  decode_attention_full(
+      q, k_cache, v_cache, page_table, row_index, read_lens, page_size, scale, window, 0.0,
+      std::nullopt, out);
+}
+
+void extend_attention(
+    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
+    const OptionalTensor& row_index, const Tensor& qo_indptr, const Tensor& prefix_lens,
+    int64_t page_size, double scale, int64_t window, const OptionalTensor& tree_mask,
+    const Tensor& out) {
+  extend_attention_full(
+      q, k_cache, v_cache, page_table, row_index, qo_indptr, prefix_lens, page_size, scale,
+      window, 0.0, std::nullopt, tree_mask, std::nullopt, out);
 }
 
 }  // namespace
@@ -376,14 +460,25 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
       "Tensor? row_index, Tensor read_lens, int page_size, float sm_scale, int window, "
       "Tensor(a!) out) -> ()");
   m.def(
+      "decode_attention_full(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, "
+      "Tensor? row_index, Tensor read_lens, int page_size, float sm_scale, int window, "
+      "float logit_cap, Tensor? sinks, Tensor(a!) out) -> ()");
+  m.def(
       "extend_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, "
       "Tensor? row_index, Tensor qo_indptr, Tensor prefix_lens, int page_size, "
       "float sm_scale, int window, Tensor? tree_mask, Tensor(a!) out) -> ()");
+  m.def(
+      "extend_attention_full(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, "
+      "Tensor? row_index, Tensor qo_indptr, Tensor prefix_lens, int page_size, "
+      "float sm_scale, int window, float logit_cap, Tensor? sinks, Tensor? tree_mask, "
+      "Tensor? positions, Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
   m.impl("decode_attention", TORCH_BOX(&decode_attention));
+  m.impl("decode_attention_full", TORCH_BOX(&decode_attention_full));
   m.impl("extend_attention", TORCH_BOX(&extend_attention));
+  m.impl("extend_attention_full", TORCH_BOX(&extend_attention_full));
 }
 
 }  // namespace sglk

@@ -22,7 +22,9 @@ _fused_add_rmsnorm = _OPS.fused_add_rmsnorm.default._op
 _silu_and_mul = _OPS.silu_and_mul.default._op
 _rope_store_kv = _OPS.rope_store_kv.default._op
 _decode_attention = _OPS.decode_attention.default._op
+_decode_attention_full = _OPS.decode_attention_full.default._op
 _extend_attention = _OPS.extend_attention.default._op
+_extend_attention_full = _OPS.extend_attention_full.default._op
 _packed_linear = _OPS.packed_linear.default._op
 _plain_linear = _OPS.plain_linear.default._op
 _exp = _OPS.exp.default._op
@@ -131,6 +133,42 @@ def decode_attention(
     )
 
 
+def decode_attention_full(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    row_index: Tensor | None,
+    read_lens: Tensor,
+    page_size: int,
+    sm_scale: float,
+    window: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """`decode_attention` of models whose softmax has more.
+
+    Args:
+        logit_cap: scores become cap * tanh(score / cap); 0: they do not.
+        sinks: [Hq] float32 or the dtype of q, logits without a value; or None.
+    """
+    _decode_attention_full(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        row_index,
+        read_lens,
+        page_size,
+        sm_scale,
+        window,
+        logit_cap,
+        sinks,
+        out,
+    )
+
+
 def extend_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -165,6 +203,48 @@ def extend_attention(
         sm_scale,
         window,
         tree_mask,
+        out,
+    )
+
+
+def extend_attention_full(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    row_index: Tensor | None,
+    qo_indptr: Tensor,
+    prefix_lens: Tensor,
+    page_size: int,
+    sm_scale: float,
+    window: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    tree_mask: Tensor | None,
+    positions: Tensor | None,
+    out: Tensor,
+) -> None:
+    """`extend_attention` of models whose softmax has more, and of windows over trees.
+
+    Args:
+        logit_cap, sinks: as in `decode_attention_full`.
+        positions: [T] int64, given with a window and a tree mask, else None.
+    """
+    _extend_attention_full(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        row_index,
+        qo_indptr,
+        prefix_lens,
+        page_size,
+        sm_scale,
+        window,
+        logit_cap,
+        sinks,
+        tree_mask,
+        positions,
         out,
     )
 

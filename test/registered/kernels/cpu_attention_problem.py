@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,9 +38,12 @@ class Problem:
         table_row = self.page_table[self.row_index[row]]
         return table_row[element // self.page_size].long() + element % self.page_size
 
-    def extend(
-        self, *, window: int = -1, tree_mask: Tensor | None = None, ref: bool = False
-    ) -> Tensor:
+    def extend(self, *, ref: bool = False, **options: Any) -> Tensor:
+        """`options`: window, logit_cap, sinks, tree_mask; a tree's positions are those
+        of the depths in its mask."""
+        tree_mask = options.get("tree_mask")
+        if tree_mask is not None:
+            options.setdefault("positions", self.tree_positions(tree_mask))
         function = attention.extend_attention_ref if ref else attention.extend_attention
         out = torch.full_like(self.q, 7.0)
         function(
@@ -52,11 +56,14 @@ class Problem:
             prefix_lens=self.prefix_lens,
             page_size=self.page_size,
             sm_scale=self.sm_scale,
-            window=window,
-            tree_mask=tree_mask,
             out=out,
+            **options,
         )
         return out
+
+    def tree_positions(self, tree_mask: Tensor) -> Tensor:
+        depths = tree_mask.sum(-1) - 1
+        return (self.prefix_lens[:, None] + depths).flatten()
 
     def decode(
         self,
@@ -64,8 +71,8 @@ class Problem:
         row_index: Tensor,
         q: Tensor,
         *,
-        window: int = -1,
         ref: bool = False,
+        **options: Any,
     ) -> Tensor:
         function = attention.decode_attention_ref if ref else attention.decode_attention
         out = torch.full_like(q, 7.0)
@@ -78,12 +85,12 @@ class Problem:
             read_lens=read_lens,
             page_size=self.page_size,
             sm_scale=self.sm_scale,
-            window=window,
             out=out,
+            **options,
         )
         return out
 
-    def token_by_token(self, *, window: int = -1) -> Tensor:
+    def token_by_token(self, **options: Any) -> Tensor:
         """Decode each new token of `extend` as a row of its own."""
         rows = torch.repeat_interleave(self.row_index, self.new_lens)
         lens = torch.cat(
@@ -94,7 +101,7 @@ class Problem:
                 )
             ]
         )
-        return self.decode(lens, rows, self.q, window=window)
+        return self.decode(lens, rows, self.q, **options)
 
 
 def make_problem(
@@ -159,6 +166,11 @@ def random_tree(rows: int, nodes: int, seed: int) -> Tensor:
                 mask[row, node] = mask[row, parent]
             mask[row, node, node] = True
     return mask
+
+
+def make_sinks(heads: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[heads]: sinks that weigh nothing, as much as the scores, and almost all."""
+    return torch.linspace(-30.0, 12.0, heads).to(dtype)
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:

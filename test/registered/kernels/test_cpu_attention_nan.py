@@ -82,18 +82,26 @@ def test_nan_outside_the_attended_set_changes_nothing(
 
 
 @pytest.mark.parametrize("prefix", [0, 250])
-def test_nan_outside_the_tree_mask_changes_nothing(level: str, prefix: int) -> None:
+@pytest.mark.parametrize("window", [-1, 2, 20])
+def test_nan_outside_the_tree_mask_changes_nothing(
+    level: str, prefix: int, window: int
+) -> None:
+    """Of every node, and of the last elements of the prefix."""
     nodes = 16
     problem = make_problem(prefix=[prefix], new=[nodes])
     mask = random_tree(1, nodes, seed=3)
-    clean = problem.extend(tree_mask=mask)
+    position = torch.cat((torch.arange(prefix), problem.tree_positions(mask)))
+    attends = torch.cat((torch.ones(nodes, prefix, dtype=torch.bool), mask[0]), dim=1)
+    if window > 0:
+        attends &= position > position[prefix:, None] - window
+    clean = problem.extend(tree_mask=mask, window=window)
     slots = problem.slots(0)
-    for node in range(nodes):
+    for element in range(max(prefix - 22, 0), prefix + nodes):
         k, v = problem.k_cache.clone(), problem.v_cache.clone()
-        problem.k_cache[slots[prefix + node]] = NAN
-        problem.v_cache[slots[prefix + node]] = NAN
-        dirty = problem.extend(tree_mask=mask)
-        reads = mask[0, :, node]
+        problem.k_cache[slots[element]] = NAN
+        problem.v_cache[slots[element]] = NAN
+        dirty = problem.extend(tree_mask=mask, window=window)
+        reads = attends[:, element]
         assert bool(dirty[reads].isnan().all())
         assert torch.equal(dirty[~reads], clean[~reads])
         problem.k_cache.copy_(k)

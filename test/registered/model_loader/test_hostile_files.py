@@ -54,6 +54,15 @@ VALUES: dict[str, list[Any]] = {
     "mlp_bias": [[]],
     "sliding_window": [0, -5, "wide", 10**18],
     "use_sliding_window": [3],
+    "layer_types": ["full_attention", [], ["full_attention"], [1, 2], [None] * 2]
+    + [["full_attention", "chunked_attention"], ["sliding_attention"] * 2],
+    "sliding_window_pattern": [0, -1, "6"],
+    "max_window_layers": [-1, 10**18, "1"],
+    "query_pre_attn_scalar": [0, -256, "256", float("nan")],
+    "attn_logit_softcapping": [0, -50, float("inf"), "50"],
+    "final_logit_softcapping": [0, -30, [30]],
+    "partial_rotary_factor": [0, 1.5, -0.5, 0.07, 0.2, "half"],
+    "rope_local_base_freq": [0, "1e4"],
     "rope_theta": [0, -1, "1e4", float("nan"), 1e300],
     "rope_scaling": [3, [], "linear", {"rope_type": ["linear"]}, {"type": "yarn"}],
     "rope_parameters": ["x"],
@@ -111,6 +120,11 @@ def test_what_is_absent_or_null_has_its_default(model: Path, tmp_path: Path) -> 
             "high_freq_factor": 4,
             "original_max_position_embeddings": 64,
         },
+        {"rope_type": "yarn"},
+        {"rope_type": "yarn", "factor": 4, "beta_fast": 1},
+        {"rope_type": "yarn", "factor": 4, "attention_factor": -1},
+        {"rope_type": "yarn", "factor": 4, "truncate": 1},
+        {"rope_type": "yarn", "factor": 4, "mscale": float("nan")},
     ],
 )
 def test_numbers_of_the_rotary_scaling(

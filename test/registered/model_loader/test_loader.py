@@ -144,7 +144,7 @@ def test_pickled_weights_are_not_read(tmp_path):
         ({"architectures": []}, "architectures"),
         ({"hidden_size": "big"}, "hidden_size.*.big."),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*silu"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "yarn.*llama3"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope.*llama3.*yarn"),
         ({"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling\.factor is missing"),
     ],
 )

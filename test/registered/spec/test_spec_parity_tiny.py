@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.spec_matrix import SpecConfig
 from sglang.test.spec_world import (
     ModelFolders,
     References,
@@ -13,6 +14,22 @@ from sglang.test.spec_world import (
 )
 
 register_cpu_ci(est_time=16, suite="cpu")
+
+
+WINDOWED = [
+    SpecConfig(
+        algorithm="STANDALONE",
+        topk=topk,
+        page_size=page_size,
+        num_steps=6,
+        nodes="middle",
+        backend=backend,
+        overlap=backend == "cpu_native",
+        model="mistral",
+        variant=None,
+    )
+    for topk, page_size, backend in ((4, 4, "cpu_native"), (2, 1, "torch_native"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +44,12 @@ def references(folders):
 
 @pytest.mark.parametrize("config", matrix("llama", "qwen3"), ids=str)
 def test_same_output_with_and_without(folders, references, config):
+    run_configuration(folders, references, config)
+
+
+@pytest.mark.parametrize("config", WINDOWED, ids=str)
+def test_windows_over_trees_and_branches(folders, references, config):
+    """Paths of trees that are longer than the window; the draft has it, too."""
     run_configuration(folders, references, config)
 
 

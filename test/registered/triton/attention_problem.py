@@ -82,17 +82,22 @@ class Problem:
             "sm_scale": self.sm_scale,
         }
 
-    def extend(
-        self,
-        *,
-        window: int = -1,
-        tree_mask: Tensor | None = None,
-        max_context: int | None = None,
-    ) -> None:
+    def with_positions(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options of an extend; a tree's positions are those of the depths in its
+        mask."""
+        mask = options.get("tree_mask")
+        if mask is None or "positions" in options:
+            return options
+        positions = self.prefix_lens[:, None] + mask.sum(-1) - 1
+        return {**options, "positions": positions.flatten()}
+
+    def extend(self, *, max_context: int | None = None, **options: Any) -> None:
         """Compare one extend launch with the reference; with `max_context`, one that
         has a workspace for rows of so many elements.
+
+        `options`: window, logit_cap, sinks, tree_mask, positions.
         """
-        common = {**self._extend_inputs, "window": window, "tree_mask": tree_mask}
+        common = {**self._extend_inputs, **self.with_positions(options)}
         common |= {"k_new": self.k_new, "v_new": self.v_new}
         workspace = None if max_context is None else self.workspace(max_context)
         out, expected = torch.full_like(self.q, 7.0), torch.full_like(self.q, 7.0)
@@ -101,38 +106,29 @@ class Problem:
         extend_attention(self.q, *caches, **common, out=out, workspace=workspace)
         assert_same(out, expected)
 
-    def split(
-        self,
-        tile: ExtendTile,
-        splits: int,
-        *,
-        window: int = -1,
-        tree_mask: Tensor | None = None,
-    ) -> None:
-        """Compare one launch of the split kernels with the reference."""
-        common = {**self._extend_inputs, "window": window, "tree_mask": tree_mask}
+    def split(self, tile: ExtendTile, splits: int, **options: Any) -> None:
+        """Compare one launch of the split kernels with the reference; options as of
+        `extend`."""
+        common = {**self._extend_inputs, **self.with_positions(options)}
         out, expected = torch.full_like(self.q, 7.0), torch.full_like(self.q, 7.0)
         caches = (self.k_cache, self.v_cache)
         extend_attention_ref(self.q, *caches, **common, out=expected)
         extend_split(
-            self.extend_inputs(out, window=window, tree_mask=tree_mask),
+            self.extend_inputs(out, **options),
             tile=tile,
             splits=splits,
             workspace=self.workspace(4096),
         )
         assert_same(out, expected)
 
-    def extend_inputs(
-        self, out: Tensor, *, window: int = -1, tree_mask: Tensor | None = None
-    ) -> ExtendInputs:
-        """Arguments of the launchers below `extend_attention`."""
+    def extend_inputs(self, out: Tensor, **options: Any) -> ExtendInputs:
+        """Arguments of the launchers below `extend_attention`; options as there."""
         return ExtendInputs(
             q=self.q,
             k_cache=self.k_cache,
             v_cache=self.v_cache,
             **self._extend_inputs,
-            window=window,
-            tree_mask=tree_mask,
+            **self.with_positions(options),
             out=out,
         )
 
@@ -173,8 +169,11 @@ class Problem:
             v_new=packed[:, 2 * heads :],
         )
 
-    def decode(self, *, window: int = -1, max_context: int = 4096) -> None:
-        """Compare one decode launch, one query per row, with the reference."""
+    def decode(self, *, max_context: int = 4096, **options: Any) -> None:
+        """Compare one decode launch, one query per row, with the reference.
+
+        `options`: window, logit_cap, sinks.
+        """
         rows = len(self.prefix_lens)
         q = self.q[:rows]
         workspace = decode_workspace(
@@ -194,7 +193,7 @@ class Problem:
             "read_lens": self.prefix_lens + self.new_lens,
             "page_size": self.page_size,
             "sm_scale": self.sm_scale,
-            "window": window,
+            **options,
         }
         decode_attention_ref(q, self.k_cache, self.v_cache, **common, out=expected)
         decode_attention(
@@ -260,6 +259,11 @@ def make_problem(
         page_size=page_size,
         sm_scale=head_dim**-0.5,
     )
+
+
+def make_sinks(heads: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[heads]: sinks that weigh nothing, as much as the scores, and almost all."""
+    return torch.linspace(-30.0, 12.0, heads).to(DEVICE, dtype)
 
 
 def random_trees(rows: int, nodes: int, seed: int) -> Tensor:

@@ -16,6 +16,7 @@ from attention_problem import (
     assert_same,
     head_cases,
     make_problem,
+    make_sinks,
     random_trees,
 )
 
@@ -64,7 +65,7 @@ def test_decode(dtype: torch.dtype, page_size: int, window: int) -> None:
     problem.decode(window=window, max_context=1)
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), head_cases(64, 80, 96, 128, 256))
+@pytest.mark.parametrize(("heads", "head_dim"), head_cases(64, 80, 96, 128, 192, 256))
 def test_decode_heads(heads: tuple[int, int], head_dim: int) -> None:
     for dtype in DTYPES:
         make_problem(
@@ -79,10 +80,47 @@ def test_decode_heads(heads: tuple[int, int], head_dim: int) -> None:
 
 
 def test_decode_rows_that_read_nothing_yield_zeros() -> None:
+    problem = make_problem(prefix_lens=[0, 70, 0], new_lens=[0, 1, 0])
     for max_context in (1, 256):
-        make_problem(prefix_lens=[0, 70, 0], new_lens=[0, 1, 0]).decode(
-            max_context=max_context
-        )
+        problem.decode(max_context=max_context)
+        problem.decode(max_context=max_context, sinks=make_sinks(4), logit_cap=2.0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "logit_cap", "has_sinks", "window"),
+    [
+        (torch.float32, 50.0, True, 50),
+        (torch.float16, 2.0, False, -1),
+        (DTYPES[-1], 0.0, True, -1),
+    ],
+)
+def test_sinks_and_caps(
+    dtype: torch.dtype, logit_cap: float, has_sinks: bool, window: int
+) -> None:
+    """In one split and in several; full tiles and masked ones; sinks of both dtypes."""
+    problem = make_problem(
+        prefix_lens=[0, 90],
+        new_lens=[37, 3],
+        heads=(6, 2),
+        head_dim=64,
+        page_size=4,
+        dtype=dtype,
+    )
+    for sink_dtype in (torch.float32, dtype):
+        sinks = make_sinks(6, dtype=sink_dtype) if has_sinks else None
+        options = {"logit_cap": logit_cap, "sinks": sinks, "window": window}
+        problem.extend(**options)
+    for max_context in (1, 512):
+        problem.decode(max_context=max_context, **options)
+
+
+@pytest.mark.parametrize("score", [-1e4, 1e4])
+def test_sinks_far_from_the_scores_do_not_overflow(score: float) -> None:
+    problem = make_problem(prefix_lens=[70], new_lens=[3])
+    sinks = torch.full((4,), score, device=DEVICE)
+    for max_context in (1, 512):
+        problem.decode(max_context=max_context, sinks=sinks)
+    problem.extend(sinks=sinks)
 
 
 @pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
@@ -121,7 +159,7 @@ def test_extend(dtype: torch.dtype, page_size: int, window: int) -> None:
     ).extend(window=window)
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), head_cases(64, 80, 96, 128, 256))
+@pytest.mark.parametrize(("heads", "head_dim"), head_cases(64, 80, 96, 128, 192, 256))
 def test_extend_heads(heads: tuple[int, int], head_dim: int) -> None:
     for dtype in DTYPES:
         make_problem(
@@ -187,10 +225,26 @@ def test_extend_with_a_tree_mask(nodes: int, page_size: int) -> None:
         ).extend(tree_mask=random_trees(3, nodes, seed=nodes))
 
 
+@pytest.mark.parametrize("window", [1, 3, 100, 500])
+def test_extend_with_a_windowed_tree(window: int) -> None:
+    """Windows that end among the nodes, in the prefix, and before it."""
+    nodes = 24
+    for dtype in DTYPES[: None if ON_GPU else 1]:
+        make_problem(
+            prefix_lens=[0, 131],
+            new_lens=[nodes] * 2,
+            heads=(2, 1),
+            page_size=4,
+            dtype=dtype,
+        ).extend(tree_mask=random_trees(2, nodes, seed=5), window=window)
+
+
 def test_a_token_that_attends_nothing_yields_zeros() -> None:
     mask = torch.zeros(1, 3, 3, dtype=torch.bool, device=DEVICE)
     mask[0, 1, 0] = True
-    make_problem(prefix_lens=[0], new_lens=[3]).extend(tree_mask=mask)
+    problem = make_problem(prefix_lens=[0], new_lens=[3])
+    problem.extend(tree_mask=mask)
+    problem.extend(tree_mask=mask, sinks=make_sinks(4), logit_cap=2.0)
 
 
 @pytest.mark.parametrize("new, is_partial", [(70, True), (9, False)])
@@ -223,6 +277,8 @@ def test_the_backend_reads_what_its_view_says(new: int, is_partial: bool) -> Non
         head_dim=64,
         layer_id=0,
         scaling=0.125,
+        logit_cap=5.0,
+        sinks=make_sinks(4),
         cos_sin_cache=torch.randn(128, 64, generator=rng).to(DEVICE),
     )
     qkv = torch.randn(rows * new, 8, 64, generator=rng).to(DEVICE, torch.float16)
@@ -326,8 +382,24 @@ def test_decode_in_a_cuda_graph_serves_other_lengths() -> None:
 
 def test_errors_name_the_argument() -> None:
     problem = make_problem(prefix_lens=[4], new_lens=[2])
-    with pytest.raises(ValueError, match="window=3 with a tree mask"):
-        problem.extend(window=3, tree_mask=random_trees(1, 2, seed=0))
+    with pytest.raises(ValueError, match="window=3 with a tree mask needs the pos"):
+        problem.extend(window=3, tree_mask=random_trees(1, 2, seed=0), positions=None)
+    with pytest.raises(ValueError, match=r"sinks is \(3,\)"):
+        decode_attention(
+            problem.q,
+            problem.k_cache,
+            problem.v_cache,
+            page_table=problem.page_table,
+            row_index=problem.row_index,
+            read_lens=problem.prefix_lens,
+            page_size=1,
+            sm_scale=1.0,
+            sinks=make_sinks(3),
+            out=torch.empty_like(problem.q),
+            workspace=decode_workspace(
+                rows=1, q_heads=4, kv_heads=1, head_dim=64, max_context=9, device=DEVICE
+            ),
+        )
     odd = make_problem(prefix_lens=[4], new_lens=[2], page_size=3)
     with pytest.raises(ValueError, match="page_size=3"):
         odd.extend()

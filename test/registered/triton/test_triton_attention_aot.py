@@ -26,6 +26,7 @@ from sglang.srt.layers.attention.triton_ops.args import (
     Pages,
     Partials,
     Pool,
+    Scale,
     Tokens,
     padded_head,
 )
@@ -77,6 +78,8 @@ class Variant(NamedTuple):
     itemsize: int
     has_window: bool = False
     has_tree: bool = False
+    has_sinks: bool = False
+    has_cap: bool = False
 
 
 def arguments(variant: Variant) -> dict[str, Any]:
@@ -98,8 +101,10 @@ def arguments(variant: Variant) -> dict[str, Any]:
         "read_lens": "*i64",
         "qo_indptr": "*i64",
         "tree_mask": "*u8" if variant.has_tree else None,
+        "positions": "*i64" if variant.has_tree and variant.has_window else None,
         "window": "i32" if variant.has_window else None,
-        "score_scale": "fp32",
+        "sinks": element if variant.has_sinks else None,
+        "scale": Scale("fp32", "fp32" if variant.has_cap else None),
     }
     if variant.kernel is extend_dense_kernel:
         descriptor = f"tensordesc<{element[1:]}{[tile.block_n, shape.block_d]}>"
@@ -181,8 +186,9 @@ def variants() -> list[Variant]:
     """The launches that models bring along."""
     shapes = [(32, 8, 128, 2), (8, 2, 64, 2), (4, 2, 256, 2), (8, 2, 64, 4)]
     shapes += [(32, 32, 96, 2), (16, 8, 128, 2), (32, 8, 128, 4), (4, 2, 256, 4)]
+    shapes += [(32, 8, 80, 2), (16, 16, 192, 2)]
     found: list[Variant] = []
-    for q_heads, kv_heads, head_dim, itemsize in shapes[: count(ci=3, full=8)]:
+    for q_heads, kv_heads, head_dim, itemsize in shapes[: count(ci=3, full=10)]:
         heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
         for page_size, has_window in ((1, False), (16, True)):
             found += paged_variants(heads, itemsize, page_size, has_window)
@@ -191,7 +197,22 @@ def variants() -> list[Variant]:
                 q_heads=q_heads, head_dim=head_dim, splits=splits
             )
             found.append(Variant(extend_combine_kernel, combine, itemsize))
-    return sampled(found, key=lambda v: (v.kernel.__name__, v.itemsize), ci=1)
+    plain = sampled(found, key=lambda v: (v.kernel.__name__, v.itemsize), ci=1)
+    return plain + special_variants()
+
+
+def special_variants() -> list[Variant]:
+    """The launches of models with capped scores (Gemma 2: heads of 256 channels, the
+    widest), with sinks (gpt-oss), and with windows over trees."""
+    wide = {"q_heads": 8, "kv_heads": 4, "head_dim": 256}
+    many = {"q_heads": 64, "kv_heads": 8, "head_dim": 64}
+    capped = paged_variants(wide, 2, page_size=1, has_window=True)
+    found = [v._replace(has_cap=True) for v in capped]
+    sunk = paged_variants(many, 2, page_size=16, has_window=True)
+    found += [v._replace(has_sinks=True) for v in sunk]
+    with_trees = (extend_kernel, extend_split_kernel)
+    trees = [v._replace(has_tree=True) for v in found if v.kernel in with_trees]
+    return sampled(trees + found, key=lambda v: v.kernel.__name__, ci=1)
 
 
 def paged_variants(

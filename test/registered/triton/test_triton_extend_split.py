@@ -16,6 +16,7 @@ from attention_problem import (
     assert_same,
     head_cases,
     make_problem,
+    make_sinks,
     random_trees,
 )
 
@@ -82,7 +83,30 @@ def test_trees(tile: ExtendTile, nodes: int) -> None:
             problem.split(tile, splits, tree_mask=tree_mask)
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), head_cases(16, 64, 80, 128, 256))
+@pytest.mark.parametrize("tile", [SMALL, WIDE])
+@pytest.mark.parametrize("window", [2, 20, 80])
+def test_windowed_trees(tile: ExtendTile, window: int) -> None:
+    problem = make_problem(
+        prefix_lens=[0, 64, 91], new_lens=[24] * 3, heads=(2, 1), page_size=4
+    )
+    tree_mask = random_trees(3, 24, seed=5)
+    for splits in (1, 5):
+        problem.split(tile, splits, tree_mask=tree_mask, window=window)
+
+
+def test_sinks_and_caps() -> None:
+    """Sinks are weighed once, whatever the number of splits."""
+    problem = make_problem(
+        prefix_lens=[0, 130, 63],
+        new_lens=[9, 3, 18],
+        heads=(4, 2),
+        dtype=torch.float16,
+    )
+    for tile, splits in ((SMALL, 7), (WIDE, 1)):
+        problem.split(tile, splits, logit_cap=2.0, sinks=make_sinks(4))
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), head_cases(16, 64, 80, 128, 192, 256))
 def test_heads(heads: tuple[int, int], head_dim: int) -> None:
     """Through the table, which has a tile for every group and head size."""
     for dtype in DTYPES:
@@ -115,6 +139,7 @@ def test_nan_shows_where_it_is_attended_and_nowhere_else(cache: str) -> None:
         bad = {"k_cache": problem.k_cache, "v_cache": problem.v_cache}[cache]
         bad[problem.slot(row, element), 1, 5] = NAN
         problem.split(SMALL, 4, tree_mask=tree_mask)
+        problem.split(SMALL, 4, tree_mask=tree_mask, window=8)
         problem.split(SMALL, 3, window=6)
         problem.split(WIDE, 1)
 

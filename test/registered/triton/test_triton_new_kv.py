@@ -15,6 +15,7 @@ from attention_problem import (
     assert_same,
     head_cases,
     make_problem,
+    make_sinks,
 )
 
 from sglang.srt.layers.attention.triton_ops import extend_dense as dense_module
@@ -111,6 +112,19 @@ def test_extend_of_new_kv_in_other_tiles(
         replace(problem, k_new=problem.k_new[:174] * growth.half()).extend(
             window=window
         )
+
+
+@pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize("window", [-1, 50])
+def test_sinks_and_caps_over_new_kv(window: int) -> None:
+    """Of gathered tiles, the rest of a prefix, full and diagonal tiles."""
+    problem = make_problem(
+        prefix_lens=[0, 130, 70],
+        new_lens=[37, 90, 1],
+        heads=(4, 2),
+        dtype=torch.float16,
+    ).with_new_kv()
+    problem.extend(window=window, logit_cap=2.0, sinks=make_sinks(4))
 
 
 @pytest.mark.usefixtures("short_rows")

@@ -6,9 +6,10 @@ this table.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,9 @@ class AttentionBackendCapabilities:
         captures_prefill: prefill attention can be captured, too: its launches depend
             on shapes alone and read only the batch's tensors and the pools.
         needs_power_of_two_pages: serves no other page sizes.
+        supports_sinks: weighs logits without a value in the softmax.
+        supports_logit_cap: caps scores by a tanh.
+        supports_windowed_trees: serves draft trees whose nodes attend a window.
     """
 
     devices: frozenset[str]
@@ -35,6 +39,9 @@ class AttentionBackendCapabilities:
     supports_cuda_graph: bool
     captures_prefill: bool = False
     needs_power_of_two_pages: bool = False
+    supports_sinks: bool = False
+    supports_logit_cap: bool = False
+    supports_windowed_trees: bool = False
 
 
 ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
@@ -45,6 +52,9 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         needs_paged_draft_rows=True,
         needs_cpu_seq_lens=True,
         supports_cuda_graph=False,
+        supports_sinks=True,
+        supports_logit_cap=True,
+        supports_windowed_trees=True,
     ),
     "cpu_native": AttentionBackendCapabilities(
         devices=frozenset({"cpu"}),
@@ -54,6 +64,9 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         needs_cpu_seq_lens=False,
         supports_cuda_graph=False,
         captures_prefill=True,
+        supports_sinks=True,
+        supports_logit_cap=True,
+        supports_windowed_trees=True,
     ),
     "triton": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),
@@ -64,6 +77,9 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         supports_cuda_graph=True,
         captures_prefill=True,
         needs_power_of_two_pages=True,
+        supports_sinks=True,
+        supports_logit_cap=True,
+        supports_windowed_trees=True,
     ),
     "flashinfer": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),
@@ -93,6 +109,41 @@ def supported_names(device: str) -> list[str]:
         for name, capabilities in ATTENTION_BACKENDS.items()
         if device in capabilities.devices
     )
+
+
+class AttentionNeed(NamedTuple):
+    """A need of a model that some backends do not serve: the capability, and how it is
+    named in an error."""
+
+    capability: str
+    text: str
+
+
+SINKS = AttentionNeed("supports_sinks", "attention sinks")
+LOGIT_CAP = AttentionNeed("supports_logit_cap", "capped attention scores")
+WINDOWED_TREES = AttentionNeed(
+    "supports_windowed_trees",
+    "sliding windows with --speculative-eagle-topk above 1",
+)
+
+
+def check_needs(name: str, needs: Iterable[AttentionNeed], *, device: str) -> None:
+    """Check that the backend `name` serves what a model needs.
+
+    Raises:
+        ValueError: it does not; names the need and the backends of `device` that do.
+    """
+    for need in needs:
+        able = [
+            other
+            for other in supported_names(device)
+            if getattr(ATTENTION_BACKENDS[other], need.capability)
+        ]
+        if name not in able:
+            raise ValueError(
+                f"--attention-backend {name} does not serve {need.text}, which this "
+                f"model needs; use --attention-backend {' or '.join(able)}"
+            )
 
 
 def check_available(name: str) -> None:

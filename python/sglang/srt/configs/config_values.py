@@ -16,7 +16,7 @@ class Key(NamedTuple):
     """Admitted values of a key.
 
     Fields:
-        kind: int (4096.0 is one), float, bool, str or dict.
+        kind: int (4096.0 is one), float, bool, str, list or dict.
         low, high: inclusive bounds of a number.
         default: for a key that is absent or null; REQUIRED: there is none.
     """
@@ -46,9 +46,17 @@ KEYS: dict[str, Key] = {
     "mlp_bias": Key(bool, default=False),
     "sliding_window": Key(int, 1, 1 << 30),
     "use_sliding_window": Key(bool, default=True),
+    "layer_types": Key(list),
+    "sliding_window_pattern": Key(int, 1, 4096),
+    "max_window_layers": Key(int, 0, 4096, 0),
+    "query_pre_attn_scalar": Key(float, TINY, 1e6),
+    "attn_logit_softcapping": Key(float, TINY, 1e6, 0.0),
+    "final_logit_softcapping": Key(float, TINY, 1e6, 0.0),
     "rope_parameters": Key(dict),
     "rope_scaling": Key(dict),
     "rope_theta": Key(float, TINY, 1e30, 10000.0),
+    "rope_local_base_freq": Key(float, TINY, 1e30),
+    "partial_rotary_factor": Key(float, TINY, 1.0, 1.0),
     # Of a draft head.
     "draft_vocab_size": Key(int, 1, 1 << 24),
     "num_aux_hidden_states": Key(int, 1, 4096),
@@ -65,6 +73,46 @@ ROPE_KEYS: dict[str, Key] = {
     "low_freq_factor": Key(float, TINY, 1e6, REQUIRED),
     "high_freq_factor": Key(float, TINY, 1e6, REQUIRED),
     "original_max_position_embeddings": Key(float, 1, 1 << 30, REQUIRED),
+    "partial_rotary_factor": Key(float, TINY, 1.0),
+    # Of YaRN.
+    "beta_fast": Key(float, TINY, 1e6, 32.0),
+    "beta_slow": Key(float, TINY, 1e6, 1.0),
+    "truncate": Key(bool, default=True),
+    "attention_factor": Key(float, TINY, 1e6),
+    "mscale": Key(float, 0.0, 1e6, 0.0),
+    "mscale_all_dim": Key(float, 0.0, 1e6, 0.0),
+}
+# Model type -> values of keys that its checkpoints may leave out, where they are others
+# than above. A key that is null is not left out.
+_GEMMA: dict[str, Any] = {
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma2": _GEMMA
+    | {
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": _GEMMA
+    | {
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+    "gpt_oss": {
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "rope_theta": 150000.0,
+    },
+    "mistral": {"sliding_window": 4096},
+    "qwen2": {"use_sliding_window": False, "max_window_layers": 28},
+    "qwen3": {"use_sliding_window": False, "max_window_layers": 28},
 }
 
 _KINDS = {
@@ -72,6 +120,7 @@ _KINDS = {
     float: "a number",
     bool: "true or false",
     str: "a text",
+    list: "a list",
     dict: "an object",
 }
 
@@ -98,8 +147,11 @@ class ConfigValues:
         self._keys = keys
         self._where = where
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str, *, default: Any = None) -> Any:
         """Return a value of the kind that the table names, or its default.
+
+        Args:
+            default: in place of the table's.
 
         Raises:
             ValueError: the value is missing, or not admitted; names file, key, value.
@@ -107,6 +159,8 @@ class ConfigValues:
         key = self._keys[name]
         value: Any = self._raw.get(name)
         if value is None:
+            if default is not None:
+                return default
             if key.default is REQUIRED:
                 raise self.error(name, f"is missing; it must be {_KINDS[key.kind]}")
             return key.default

@@ -7,28 +7,18 @@ weights.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.configs.config_values import ROPE_KEYS, ConfigValues
+from sglang.srt.configs.config_values import FAMILY_DEFAULTS, ConfigValues
 from sglang.srt.configs.gguf_config import gguf_config
+from sglang.srt.configs.layer_types import FULL, SLIDING, read_layer_types
+from sglang.srt.configs.rope_config import RopeConfig, rope_configs
 from sglang.srt.utils.gguf_header import is_gguf
-from sglang.srt.utils.json_file import read_json_object, shown
+from sglang.srt.utils.json_file import read_json_object
 
 MAX_TOKEN_ID = 1 << 31
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding.
-
-    `rope_type` is default, linear or llama3; `scaling` holds the numbers of that type.
-    """
-
-    theta: float
-    rope_type: str = "default"
-    scaling: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +26,13 @@ class ModelConfig:
     """Shape and constants of a model.
 
     Sizes are in channels, heads or layers; `context_len` is in tokens. `eos_token_ids`
-    joins config.json and generation_config.json. `sliding_window` None means full
-    attention. `path` is a folder or a GGUF file; `raw` is the content of config.json or
-    its like, for fields of a single model.
+    joins config.json and generation_config.json. `layer_types` names every layer
+    `full_attention` or `sliding_attention`; the latter read `sliding_window` positions,
+    their own token's among them, and None means that there are none. `ropes` has the
+    rotary embedding of each type that occurs. `attention_scale` is the factor on
+    attention's scores; the caps are 0 where there are none. `path` is a folder or a
+    GGUF file; `raw` is the content of config.json or its like over its family's
+    defaults, for fields of a single model.
     """
 
     path: Path
@@ -53,11 +47,15 @@ class ModelConfig:
     context_len: int
     rms_norm_eps: float
     hidden_act: str
-    rope: RopeConfig
+    ropes: dict[str, RopeConfig]
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
+    layer_types: tuple[str, ...]
     sliding_window: int | None
+    attention_scale: float
+    attention_logit_cap: float
+    final_logit_cap: float
     eos_token_ids: tuple[int, ...]
     raw: dict[str, Any]
 
@@ -69,7 +67,8 @@ class ModelConfig:
             ValueError: a missing or malformed file or field, or a `context_length`
                 beyond the model's own; names the file and the field.
         """
-        file, raw = _config_file(path), read_raw_config(path)
+        file = _config_file(path)
+        raw = with_family_defaults(read_raw_config(path))
         values = ConfigValues(file, raw)
         native = values.get("max_position_embeddings")
         if context_length is not None and context_length > native:
@@ -77,22 +76,32 @@ class ModelConfig:
                 f"--context-length {context_length} exceeds the {native} positions "
                 f"(max_position_embeddings) of {path}; use at most {native}"
             )
+        heads = _head_sizes(values)
+        num_layers = values.get("num_hidden_layers")
+        layer_types, window = read_layer_types(values, num_layers=num_layers)
+        scalar = values.get("query_pre_attn_scalar", default=heads["head_dim"])
         return cls(
             path=path,
             architecture=_architecture(values, raw),
             hidden_size=values.get("hidden_size"),
             intermediate_size=values.get("intermediate_size"),
-            num_layers=values.get("num_hidden_layers"),
-            **_head_sizes(values),
+            num_layers=num_layers,
+            **heads,
             vocab_size=values.get("vocab_size"),
             context_len=context_length or native,
             rms_norm_eps=values.get("rms_norm_eps"),
             hidden_act=values.get("hidden_act"),
-            rope=_rope_config(values),
+            ropes=rope_configs(
+                values, layer_types=layer_types, head_dim=heads["head_dim"]
+            ),
             tie_word_embeddings=values.get("tie_word_embeddings"),
             attention_bias=values.get("attention_bias"),
             mlp_bias=values.get("mlp_bias"),
-            sliding_window=_sliding_window(values),
+            layer_types=layer_types,
+            sliding_window=window,
+            attention_scale=scalar**-0.5,
+            attention_logit_cap=values.get("attn_logit_softcapping"),
+            final_logit_cap=values.get("final_logit_softcapping"),
             eos_token_ids=_eos_token_ids(values, path),
             raw=raw,
         )
@@ -106,6 +115,16 @@ class ModelConfig:
     def file(self) -> Path:
         """The file that the values come from, for errors."""
         return _config_file(self.path)
+
+    @property
+    def rope(self) -> RopeConfig:
+        """The rotary embedding of full attention; of a model without any, its only
+        one."""
+        return self.ropes.get(FULL) or self.ropes[SLIDING]
+
+    def window_of(self, layer: int) -> int | None:
+        """Positions up to its own that a token of this layer attends; None: all."""
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
     @property
     def num_layer_weights(self) -> int:
@@ -137,6 +156,13 @@ def _config_file(path: Path) -> Path:
     return path if is_gguf(path) else path / "config.json"
 
 
+def with_family_defaults(raw: dict[str, Any]) -> dict[str, Any]:
+    """The content of config.json over what checkpoints of its family leave out."""
+    model_type = raw.get("model_type")
+    known = FAMILY_DEFAULTS.get(model_type, {}) if isinstance(model_type, str) else {}
+    return known | raw
+
+
 def _architecture(values: ConfigValues, raw: dict[str, Any]) -> str:
     match raw.get("architectures"):
         case [str(name)]:
@@ -164,47 +190,6 @@ def _head_sizes(values: ConfigValues) -> dict[str, int]:
     if head_dim % 2:
         raise values.error("head_dim", f"is {head_dim}, but must be even")
     return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-
-
-def _rope_config(values: ConfigValues) -> RopeConfig:
-    """Read either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
-    numbers = values.within(name, ROPE_KEYS)
-    rope_type = numbers.get("rope_type") or numbers.get("type")
-    needed = _ROPE_NUMBERS.get(rope_type)
-    if needed is None:
-        raise values.error(
-            name,
-            f"has the type {shown(rope_type)}, which is not supported; supported: "
-            f"{', '.join(_ROPE_NUMBERS)}",
-        )
-    scaling = {number: numbers.get(number) for number in needed}
-    if rope_type == "llama3" and (
-        scaling["low_freq_factor"] >= scaling["high_freq_factor"]
-    ):
-        raise numbers.wrong("low_freq_factor", "must be below high_freq_factor")
-    theta = numbers.get("rope_theta") or values.get("rope_theta")
-    return RopeConfig(theta=theta, rope_type=rope_type, scaling=scaling)
-
-
-_ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
-
-
-def _sliding_window(values: ConfigValues) -> int | None:
-    """Return the window; Qwen's has no effect unless `use_sliding_window` is true."""
-    if not values.get("use_sliding_window"):
-        return None
-    window: int | None = values.get("sliding_window")
-    return window
 
 
 def _eos_token_ids(values: ConfigValues, folder: Path) -> tuple[int, ...]:

@@ -42,7 +42,14 @@ class LogitsProcessorOutput:
 
 
 class LogitsProcessor:
-    """Applies the head to the rows that need logits."""
+    """Applies the head to the rows that need logits.
+
+    Args:
+        logit_cap: logits become cap * tanh(logit / cap) (Gemma 2); 0: they do not.
+    """
+
+    def __init__(self, *, logit_cap: float = 0.0) -> None:
+        self._logit_cap = logit_cap
 
     def __call__(
         self,
@@ -58,6 +65,8 @@ class LogitsProcessor:
             hidden: [T, H], normed.
             aux_hidden: [T, H] each; captured in its place (EAGLE3).
         """
+        if self._logit_cap > 0:
+            head = self._capped(head)
         rows = _logits_rows(forward_batch)
         needed = hidden if rows is None else hidden[rows]
         returned = hidden if aux_hidden is None else torch.cat(aux_hidden, dim=-1)
@@ -71,6 +80,15 @@ class LogitsProcessor:
             hidden_states=captured,
             input_logprobs=self._input_logprobs(hidden, head, forward_batch),
         )
+
+    def _capped(self, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        cap = self._logit_cap
+
+        def run(rows: Tensor) -> Tensor:
+            # In place: the head has made them for this call.
+            return head(rows).div_(cap).tanh_().mul_(cap)
+
+        return run
 
     def _input_logprobs(
         self,

@@ -22,7 +22,11 @@ class RadixAttention(Module):
     Args:
         layer_id: layer of the pool.
         scaling: factor on the scores.
-        sliding_window: attend the newest tokens only; None: all.
+        sliding_window: positions up to a token's own that it attends, its own among
+            them; None: all.
+        logit_cap: scores become cap * tanh(score / cap); 0: they do not.
+        sinks: [num_heads], float32 or the dtype of the model: logits in the denominator
+            of the softmax, without a value; None: none.
         cos_sin_cache: float32 [positions, rotary channels], or None without rotation.
         q_norm, k_norm: per-head norms before the rotation (Qwen3), or None.
     """
@@ -36,6 +40,8 @@ class RadixAttention(Module):
         layer_id: int,
         scaling: float,
         sliding_window: int | None = None,
+        logit_cap: float = 0.0,
+        sinks: Tensor | None = None,
         cos_sin_cache: Tensor | None = None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
@@ -47,6 +53,8 @@ class RadixAttention(Module):
         self.layer_id = layer_id
         self.scaling = scaling
         self.window = -1 if sliding_window is None else sliding_window
+        self.logit_cap = logit_cap
+        self.sinks = sinks
         self.cos_sin_cache = cos_sin_cache
         self.q_norm = q_norm
         self.k_norm = k_norm

@@ -8,19 +8,22 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sglang.srt.configs.model_config import RopeConfig
+from sglang.srt.configs.rope_config import RopeConfig
 
 
 def build_cos_sin_cache(config: RopeConfig, *, head_dim: int, rows: int) -> Tensor:
     """Angles of positions `0 .. rows - 1` (Su et al., 2021).
 
     Returns:
-        float32 [rows, head_dim]: half of the columns cosines, then as many sines.
+        float32 [rows, rotated channels]: half of the columns cosines, then as many
+        sines, times the attention factor where the type has one.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    dim = config.rotary_dim(head_dim)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     inv_freq = _SCALINGS[config.rope_type](1.0 / config.theta**exponents, config)
     angles = torch.outer(torch.arange(rows, dtype=torch.float32), inv_freq)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    factor = config.scaling.get("attention_factor", 1.0)
+    return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
 
 
 @lru_cache(maxsize=8)
@@ -28,11 +31,17 @@ def _cached(
     theta: float,
     rope_type: str,
     scaling: tuple[tuple[str, float], ...],
+    rotary_share: float,
     head_dim: int,
     rows: int,
     device: torch.device,
 ) -> Tensor:
-    config = RopeConfig(theta=theta, rope_type=rope_type, scaling=dict(scaling))
+    config = RopeConfig(
+        theta=theta,
+        rope_type=rope_type,
+        scaling=dict(scaling),
+        rotary_share=rotary_share,
+    )
     with torch.device("cpu"):
         cache = build_cos_sin_cache(config, head_dim=head_dim, rows=rows)
     return cache.to(device)
@@ -46,6 +55,7 @@ def shared_cos_sin_cache(config: RopeConfig, *, head_dim: int, rows: int) -> Ten
         config.theta,
         config.rope_type,
         tuple(sorted(config.scaling.items())),
+        config.rotary_share,
         head_dim,
         rows,
         torch.get_default_device(),
@@ -73,8 +83,32 @@ def _scale_llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
     return torch.where(is_medium, smooth, scaled)
 
 
+def _scale_yarn(inv_freq: Tensor, config: RopeConfig) -> Tensor:
+    """YaRN (Peng et al., 2023): waves that turn less than `beta_slow` times within the
+    old context are slowed by `factor`, those that turn more than `beta_fast` times are
+    kept, and a ramp lies between them."""
+    numbers, half = config.scaling, len(inv_freq)
+
+    def channel_of(turns: float) -> float:
+        """Where among the frequencies a wave turns so often; fractional."""
+        length = numbers["original_max_position_embeddings"] / (2 * math.pi * turns)
+        return half * math.log(length) / math.log(config.theta)
+
+    first = channel_of(numbers["beta_fast"])
+    last = channel_of(numbers["beta_slow"])
+    if numbers["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    if first == last:
+        last += 0.001  # no division by zero
+    channel = torch.arange(half, dtype=torch.float32)
+    slowed = ((channel - first) / (last - first)).clamp(0, 1)
+    return inv_freq / numbers["factor"] * slowed + inv_freq * (1 - slowed)
+
+
 _SCALINGS = {
     "default": _scale_default,
     "linear": _scale_linear,
     "llama3": _scale_llama3,
+    "yarn": _scale_yarn,
 }

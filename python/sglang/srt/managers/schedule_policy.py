@@ -245,7 +245,7 @@ class PrefillAdder:
         )
 
     def _chunk(self, extend_len: int) -> int:
-        """What is prefilled now of `extend_len` tokens."""
+        """The tokens that are prefilled now, of `extend_len` tokens."""
         if self._chunk_left is None or extend_len <= self._chunk_left:
             return extend_len
         return self._chunk_left - self._chunk_left % self._page_size

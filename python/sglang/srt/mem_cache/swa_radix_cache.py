@@ -215,7 +215,7 @@ class SwaRadixCache(RadixCache):
     def _swa_enqueue(self, node: TreeNode) -> None:
         if node.has_swa and not (node.swa_queued or node.swa_lock_ref):
             node.swa_queued = True
-            # What is left of a cut leaf has its serial, and the leaf's entry remains.
+            # The rest of a cut leaf has its serial, and the leaf's entry remains.
             entry = (node.last_access, node.serial, next(self._swa_entries), node)
             heapq.heappush(self._swa_queue, entry)
 

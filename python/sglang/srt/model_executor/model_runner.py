@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.layers.attention.attention_registry import create_attention_backend
+from sglang.srt.layers.attention.attention_registry import (
+    create_attention_backend,
+    needs_of,
+)
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
@@ -161,7 +164,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         if not self.is_draft_worker:  # which may use the target's
             weights += config.vocab_size * config.hidden_size
         weights = weights * self.dtype.itemsize // get_tp_group().size
-        needed = weights + self.row_width() * config.head_dim * ROTARY_ITEMSIZE
+        rotary = len(config.ropes) * self.row_width() * config.head_dim
+        needed = weights + rotary * ROTARY_ITEMSIZE
         if needed > self.free_bytes_at_start:
             raise ValueError(
                 f"{config.file}: a model of these sizes takes at least "
@@ -191,6 +195,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             self.server_args.attention_backend,
             req_to_token_pool=self.req_to_token_pool,
             kv_pool=self.token_to_kv_pool,
+            needs=needs_of(self.model.modules(), has_trees=self._verifies_trees()),
         )
         logger.info(
             "Loaded %s (%s, %s) with %d KV slots in %.1f s",
@@ -200,6 +205,12 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             self.max_total_num_tokens,
             time.perf_counter() - self._began,
         )
+
+    def _verifies_trees(self) -> bool:
+        """Whether forwards of this model come with tree masks."""
+        topk = self.server_args.speculative_eagle_topk
+        is_target = self.spec_algorithm is not None and not self.is_draft_worker
+        return is_target and topk is not None and topk > 1
 
     def init_cuda_graphs(
         self,

@@ -86,8 +86,9 @@ class DecoderAttention(Module):
             num_kv_heads=self.qkv_proj.num_kv_heads,
             head_dim=config.head_dim,
             layer_id=layer_id,
-            scaling=config.head_dim**-0.5,
-            sliding_window=config.sliding_window,
+            scaling=config.attention_scale,
+            sliding_window=config.window_of(layer_id),
+            logit_cap=config.attention_logit_cap,
             cos_sin_cache=cos_sin_cache,
             q_norm=self.q_norm if traits.qk_norm else None,
             k_norm=self.k_norm if traits.qk_norm else None,
@@ -182,13 +183,16 @@ class DecoderModel(Module):
         self, config: ModelConfig, traits: DecoderTraits, *, rope_rows: int
     ) -> None:
         super().__init__()
-        cos_sin_cache = shared_cos_sin_cache(
-            config.rope, head_dim=config.head_dim, rows=rope_rows
-        )
+        rotary = {
+            layer_type: shared_cos_sin_cache(
+                rope, head_dim=config.head_dim, rows=rope_rows
+            )
+            for layer_type, rope in config.ropes.items()
+        }
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, traits, layer_id=i, cos_sin_cache=cos_sin_cache)
-            for i in range(config.num_layers)
+            DecoderLayer(config, traits, layer_id=i, cos_sin_cache=rotary[layer_type])
+            for i, layer_type in enumerate(config.layer_types)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers_to_capture: frozenset[int] = frozenset()
@@ -305,7 +309,7 @@ class LlamaForCausalLM(LoadableModel):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
-        self.logits_processor = LogitsProcessor()
+        self.logits_processor = LogitsProcessor(logit_cap=config.final_logit_cap)
 
     def own_name(self, name: str) -> str | None:
         is_copy = name == "lm_head.weight" and self.config.tie_word_embeddings

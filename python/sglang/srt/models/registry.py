@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
 from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
+from sglang.srt.models.mistral import MistralForCausalLM
 from sglang.srt.models.mock import MockForCausalLM
 from sglang.srt.models.mock_draft import (
     MockForCausalLMDraft,
@@ -27,6 +28,7 @@ _MODELS: dict[str, type[LlamaForCausalLM] | type[MockForCausalLM]] = {
     model.__name__: model
     for model in (
         LlamaForCausalLM,
+        MistralForCausalLM,
         MockForCausalLM,
         Qwen2ForCausalLM,
         Qwen3ForCausalLM,

@@ -26,11 +26,17 @@ struct Range {
 SGLK_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 SGLK_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// The elements that new token `j` of a row may attend, mask aside.
-SGLK_INLINE Range attended(const AttentionArgs& a, int64_t prefix, int64_t j) {
-  if (a.tree_mask) return {0, prefix + a.tree_width};
-  const int64_t end = prefix + j + 1;
-  return {a.window > 0 ? larger(0, end - a.window) : 0, end};
+// The elements that new token `j` of a row, `token` of q, may attend, mask aside.
+SGLK_INLINE Range attended(const AttentionArgs& a, int64_t prefix, int64_t j,
+                           int64_t token) {
+  const int64_t end = prefix + (a.tree_mask ? a.tree_width : j + 1);
+  return {first_attended(a, prefix, j, token), end};
+}
+
+SGLK_INLINE vf tanh(vf x) {
+  const vf e = exp(vf(vi(x) & 0x7fffffff) * -2.0f);
+  const vf t = (splat(1.0f) - e) / (splat(1.0f) + e);
+  return select(x < zero(), -t, t);
 }
 
 // Everything that one item needs while its chunks pass.
@@ -74,6 +80,7 @@ class ItemRun {
       hi_ = smaller(item_.element_end - base_, kChunk);
       if (!locate(bad)) return;
       score();
+      if (a_.logit_cap > 0) cap_scores();
       for (int r = 0; r < rows_; r++) soften(r);
       weigh();
       merge_chunk(state);
@@ -145,6 +152,16 @@ class ItemRun {
     }
   }
 
+  void cap_scores() {
+    const vf cap = splat(a_.logit_cap);
+    const vf per_cap = splat(1.0f / a_.logit_cap);
+    for (int r = 0; r < rows_; r++) {
+      float* s = scores_ + int64_t(r) * kChunk;
+      for (int64_t i = lo_ / VL * VL; i < hi_; i += VL)
+        store(s + i, cap * tanh(load(s + i) * per_cap));
+    }
+  }
+
   // Keys i .. i + VL - 1; zeros for those outside lo_ .. hi_ - 1.
   void keys_at(int64_t i, const T** from) const {
     for (int k = 0; k < VL; k++)
@@ -170,7 +187,9 @@ class ItemRun {
   }
 
   Range row_range(int r) const {
-    const Range all = attended(a_, item_.prefix, item_.first_new + r / group_);
+    const int64_t t = r / group_;
+    const Range all =
+        attended(a_, item_.prefix, item_.first_new + t, item_.first_token + t);
     const int64_t begin = smaller(larger(all.begin - base_, lo_), hi_);
     return {begin, smaller(larger(all.end - base_, begin), hi_)};
   }
@@ -250,17 +269,20 @@ class ItemRun {
     const int64_t masked = masked_from();
     for (int r = 0; r < rows_; r += kTileRows) {
       const int n = int(smaller(kTileRows, rows_ - r));
-      // Ranges move forward from row to row: the last one begins last, the first ends first.
+      // Ranges move forward from row to row: the last one begins last, the first ends
+      // first. In a tree they all end together, and any may begin last.
       const Range first = row_range(r);
       const Range last = row_range(r + n - 1);
-      const int64_t begin = last.begin;
+      int64_t begin = last.begin;
+      if (a_.positions)
+        for (int i = r; i < r + n - 1; i++) begin = larger(begin, row_range(i).begin);
       const int64_t end = smaller(first.end, masked);
       if (begin >= end) {
         for (int i = r; i < r + n; i++) {
           const Range range = row_range(i);
           add_values(i, 1, range.begin, smaller(range.end, masked), false);
         }
-      } else if (first.begin == begin && last.end == first.end) {
+      } else if (!a_.positions && first.begin == begin && last.end == first.end) {
         add_values(r, n, begin, end, false);
       } else {
         for (int i = r; i < r + n; i++) add_values(i, 1, row_range(i).begin, begin, false);
@@ -332,16 +354,28 @@ void ItemRun<T>::merge_chunk(const AttentionState& state) {
   attention_merge(rows_, padded_, state, {max_, sum_, value_, seen_});
 }
 
+// Factor on the weighted values of a query row: one over the sum of its weights, to which
+// the sink of query head `head` adds its own.
+SGLK_INLINE float weight_scale(const AttentionArgs& a, int head, float max, float sum) {
+  if (!a.sinks) return 1.0f / sum;
+  const float sink = a.sinks[head];
+  const float peak = sink > max ? sink : max;
+  const float keep = exp_scalar(max - peak);
+  return keep / (sum * keep + exp_scalar(sink - peak));
+}
+
 template <class T>
 void finish_item(const AttentionArgs& a, const AttentionItem& item,
                  const AttentionState& state) {
   const int group = a.q_heads / a.kv_heads;
   const int padded = padded_dim(a.dim);
   for (int r = 0; r < item.tokens * group; r++) {
+    const int head = item.kv_head * group + r % group;
     T* out = static_cast<T*>(a.out) + (item.first_token + r / group) * a.out_stride +
-             int64_t(item.kv_head * group + r % group) * a.dim;
+             int64_t(head) * a.dim;
     const float* value = state.value + int64_t(r) * padded;
-    const vf scale = splat(state.seen[r] ? 1.0f / state.sum[r] : 0.0f);
+    const vf scale = splat(
+        state.seen[r] ? weight_scale(a, head, state.max[r], state.sum[r]) : 0.0f);
     for (int d = 0; d < a.dim; d += VL) {
       const vf v = state.seen[r] ? load(value + d) * scale : zero();
       if (a.dim - d >= VL)

@@ -70,10 +70,25 @@ struct AttentionArgs {
   int64_t page_size;
   const uint8_t* tree_mask;  // [rows, tree_width, tree_width] or null
   int64_t tree_width;
-  int64_t window;  // <= 0: none
+  int64_t window;  // elements by position, the query's own among them; <= 0: none
+  const int64_t* positions;  // of the new tokens; null without a window or a tree mask
+  const float* sinks;  // [q_heads] logits without a value; null: none
   int32_t q_heads, kv_heads, dim;
   float scale;
+  float logit_cap;  // scores become cap * tanh(score / cap); <= 0: none
 };
+
+// First KV element that the j-th new token of a row may attend, which is `token` of q.
+// A window never hides new tokens of a tree here: their mask does. Not shared between
+// SIMD levels, which compile it for different processors.
+static inline int64_t first_attended(
+    const AttentionArgs& a, int64_t prefix, int64_t j, int64_t token) {
+  if (a.window <= 0) return 0;
+  const int64_t position = a.positions ? a.positions[token] : prefix + j;
+  const int64_t begin = position + 1 - a.window;
+  const int64_t latest = a.tree_mask && begin > prefix ? prefix : begin;
+  return latest > 0 ? latest : 0;
+}
 
 // Consecutive new tokens of one row under one KV head: the unit of work.
 struct AttentionItem {

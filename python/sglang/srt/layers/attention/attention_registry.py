@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from sglang.srt.configs.attention_backends import refuse_fa3
+import torch
+from torch.nn import Module
+
+from sglang.srt.configs.attention_backends import (
+    LOGIT_CAP,
+    SINKS,
+    WINDOWED_TREES,
+    AttentionNeed,
+    check_needs,
+    refuse_fa3,
+)
 from sglang.srt.layers.attention.paged_backend import (
     CpuNativeAttnBackend,
     TorchNativeAttnBackend,
 )
+from sglang.srt.layers.radix_attention import RadixAttention
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -51,12 +62,36 @@ _BACKENDS: dict[str, Callable[[], Callable[..., AttentionBackend]]] = {
 }
 
 
+def needs_of(layers: Iterable[Module], *, has_trees: bool) -> list[AttentionNeed]:
+    """Needs of the attention among a model's modules.
+
+    Args:
+        has_trees: whether the model verifies draft trees.
+    """
+    attention = [layer for layer in layers if isinstance(layer, RadixAttention)]
+    found = {
+        SINKS: any(layer.sinks is not None for layer in attention),
+        LOGIT_CAP: any(layer.logit_cap > 0 for layer in attention),
+        WINDOWED_TREES: has_trees and any(layer.window > 0 for layer in attention),
+    }
+    return [need for need, is_needed in found.items() if is_needed]
+
+
 def create_attention_backend(
-    name: str, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache
+    name: str,
+    *,
+    req_to_token_pool: ReqToTokenPool,
+    kv_pool: KVCache,
+    needs: Iterable[AttentionNeed] = (),
 ) -> AttentionBackend:
     """The backend `name`, which argument checks have made sure to be in the table.
 
+    Args:
+        needs: of the model, from `needs_of`.
+
     Raises:
-        ValueError: a package that it needs is not installed.
+        ValueError: it does not serve these, or a package that it needs is not
+            installed.
     """
+    check_needs(name, needs, device=torch.device(req_to_token_pool.device).type)
     return _BACKENDS[name]()(req_to_token_pool=req_to_token_pool, kv_pool=kv_pool)

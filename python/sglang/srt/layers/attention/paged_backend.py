@@ -82,7 +82,7 @@ def store_kv(
 
 
 class _Rows(NamedTuple):
-    """What attention of one layer takes of the rows; as in `layers.ops.attention`."""
+    """The rows as attention of one layer takes them; as in `layers.ops.attention`."""
 
     page_table: Tensor | None
     row_index: Tensor | None
@@ -219,6 +219,8 @@ class PagedAttnBackend(AttentionBackend):
             "page_size": view.page_size,
             "sm_scale": layer.scaling,
             "window": layer.window,
+            "logit_cap": layer.logit_cap,
+            "sinks": layer.sinks,
             "out": out,
         }
         if forward_batch.forward_mode.is_decode:
@@ -239,6 +241,7 @@ class PagedAttnBackend(AttentionBackend):
             qo_indptr=forward_batch.qo_indptr,
             prefix_lens=rows.prefix_lens,
             tree_mask=forward_batch.tree_mask,
+            positions=forward_batch.positions,
             **common,
             **self._extend_options(k, v, forward_batch),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.attention import refuse_window_with_tree
+from sglang.srt.layers.ops.attention import tree_positions
 from sglang.srt.layers.ops.linear import PANEL, PackedWeight, linear_ref
 from sglang_kernels import ops
 
@@ -111,20 +111,16 @@ def decode_attention(
     page_size: int,
     sm_scale: float,
     window: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    ops.decode_attention(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        row_index,
-        read_lens,
-        page_size,
-        sm_scale,
-        window,
-        out,
-    )
+    common = (q, k_cache, v_cache, page_table, row_index, read_lens)
+    numbers = (page_size, sm_scale, window)
+    if sinks is None and logit_cap == 0.0:
+        ops.decode_attention(*common, *numbers, out)
+    else:
+        ops.decode_attention_full(*common, *numbers, logit_cap, sinks, out)
 
 
 def extend_attention(
@@ -139,24 +135,19 @@ def extend_attention(
     page_size: int,
     sm_scale: float,
     window: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    positions: Tensor | None = None,
     k_new: Tensor | None = None,
     v_new: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    if tree_mask is not None:
-        refuse_window_with_tree(window)
-    ops.extend_attention(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        row_index,
-        qo_indptr,
-        prefix_lens,
-        page_size,
-        sm_scale,
-        window,
-        tree_mask,
-        out,
-    )
+    positions = tree_positions(window, tree_mask, positions)
+    common = (q, k_cache, v_cache, page_table, row_index, qo_indptr, prefix_lens)
+    numbers = (page_size, sm_scale, window)
+    if sinks is None and logit_cap == 0.0 and positions is None:
+        ops.extend_attention(*common, *numbers, tree_mask, out)
+    else:
+        rest = (logit_cap, sinks, tree_mask, positions, out)
+        ops.extend_attention_full(*common, *numbers, *rest)

@@ -9,6 +9,7 @@ and their tiles as compile-time constants: every field is known when they are co
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import triton
@@ -68,6 +69,17 @@ class Partials(NamedTuple):
     lse: Tensor
 
 
+class Scale(NamedTuple):
+    """From products of q and k to scores, whose exponents are powers of two.
+
+    Without a cap a score is `factor` times the product. With one it is `cap` times the
+    tanh of `factor` times the product; `cap` is in the same units.
+    """
+
+    factor: float
+    cap: float | None
+
+
 class Shape(NamedTuple):
     """Heads and pages of a launch.
 
@@ -120,6 +132,13 @@ class DecodeTile(NamedTuple):
     block_h: int
     block_n: int
     splits: int
+
+
+def scale_args(sm_scale: float, logit_cap: float) -> Scale:
+    """Of `sm_scale` and `logit_cap` of the attention ops."""
+    if logit_cap > 0:
+        return Scale(sm_scale / logit_cap, logit_cap * math.log2(math.e))
+    return Scale(sm_scale * math.log2(math.e), None)
 
 
 def tokens_args(tensor: Tensor) -> Tokens:

@@ -1,6 +1,6 @@
 """Device functions of the attention kernels: fold KV elements into a softmax.
 
-Exponents are powers of two: `score_scale` is sm_scale * log2(e). `kv` and `mask` are
+Exponents are powers of two. `scale` is the `Scale` of `args`, `kv` and `mask` are
 `RowKV` and `Mask`; `SHAPE` and `TILE` the compile-time `Shape` and `Tile` of `args`.
 Triton inlines these functions.
 """
@@ -15,6 +15,8 @@ import triton.language as tl
 
 from sglang.srt.layers.attention.triton_ops.elements import load_tile, slots_of_tile
 from sglang.srt.layers.attention.triton_ops.masks import is_attended, masked_at
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Sums(NamedTuple):
@@ -41,13 +43,48 @@ def empty_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def fold_scores(score, top, total, score_scale):
-    """Online softmax of an unmasked tile: (weights, factor on the past, top, total)."""
-    new_top = tl.maximum(top, tl.max(score, 1) * score_scale)
+def capped(product, scale):
+    """Scores of products of q and k where there is a cap, else the products. Masks come
+    later: the cap would make minus infinity finite."""
+    if scale.cap is not None:
+        product = product * scale.factor
+        # tanh |x| = (1 - e) / (1 + e) with e = exp(-2 |x|), which does not overflow.
+        power = tl.exp2(tl.abs(product) * (-2.0 * LOG2_E))
+        size = (1.0 - power) / (1.0 + power)
+        product = tl.where(product < 0.0, -size, size) * scale.cap
+    return product
+
+
+@triton.jit
+def fold_scores(score, top, total, scale):
+    """Online softmax of an unmasked tile of `capped` products: (weights, factor on the
+    past, top, total)."""
+    if scale.cap is not None:
+        new_top = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - new_top[:, None])
+    else:
+        new_top = tl.maximum(top, tl.max(score, 1) * scale.factor)
+        weight = tl.exp2(score * scale.factor - new_top[:, None])
     shrink = tl.exp2(top - new_top)
-    weight = tl.exp2(score * score_scale - new_top[:, None])
     total = total * shrink + tl.sum(weight, 1)
     return weight, shrink, new_top, total
+
+
+@triton.jit
+def scores_of(product, scale):
+    """Scores of products of q and k."""
+    score = capped(product, scale)
+    if scale.cap is None:
+        score = score * scale.factor
+    return score
+
+
+@triton.jit
+def with_sink(total, top, sink):
+    """A softmax's sum with the weight of its sink, a logit without a value; zero stays
+    zero: such a query attends nothing."""
+    weight = tl.exp2(sink.to(tl.float32) * LOG2_E - top)
+    return tl.where(total == 0.0, 0.0, total + weight)
 
 
 @triton.jit
@@ -69,7 +106,7 @@ def attend_full(
     begin,
     stop,
     kv,
-    score_scale,
+    scale,
     SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -84,8 +121,9 @@ def attend_full(
         start = begin + step * BLOCK_N
         slot = slots_of_tile(kv, start, SHAPE.page_size, BLOCK_N)
         k = load_tile(kv.k + slot * kv.k_stride, kv.is_channel, SHAPE)
-        score = tl.dot(query, tl.trans(k), input_precision="ieee")
-        weight, shrink, top, total = fold_scores(score, top, total, score_scale)
+        product = tl.dot(query, tl.trans(k), input_precision="ieee")
+        score = capped(product, scale)
+        weight, shrink, top, total = fold_scores(score, top, total, scale)
         acc = acc * shrink[:, None]
         v = load_tile(kv.v + slot * kv.v_stride, kv.is_channel, SHAPE)
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
@@ -99,7 +137,7 @@ def attend_full_late(
     begin,
     stop,
     kv,
-    score_scale,
+    scale,
     SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -114,17 +152,19 @@ def attend_full_late(
     if begin < stop:
         slot = slots_of_tile(kv, begin, SHAPE.page_size, BLOCK_N)
         k = load_tile(kv.k + slot * kv.k_stride, kv.is_channel, SHAPE)
-        score = tl.dot(query, tl.trans(k), input_precision="ieee")
-        weight, shrink, top, total = fold_scores(score, top, total, score_scale)
+        product = tl.dot(query, tl.trans(k), input_precision="ieee")
+        score = capped(product, scale)
+        weight, shrink, top, total = fold_scores(score, top, total, scale)
         for step in tl.range(1, (stop - begin) // BLOCK_N, num_stages=STAGES):
             start = begin + step * BLOCK_N
             next_slot = slots_of_tile(kv, start, SHAPE.page_size, BLOCK_N)
             k = load_tile(kv.k + next_slot * kv.k_stride, kv.is_channel, SHAPE)
-            score = tl.dot(query, tl.trans(k), input_precision="ieee")
+            product = tl.dot(query, tl.trans(k), input_precision="ieee")
+            score = capped(product, scale)
             acc = acc * shrink[:, None]
             v = load_tile(kv.v + slot * kv.v_stride, kv.is_channel, SHAPE)
             acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
-            weight, shrink, top, total = fold_scores(score, top, total, score_scale)
+            weight, shrink, top, total = fold_scores(score, top, total, scale)
             slot = next_slot
         acc = acc * shrink[:, None]
         v = load_tile(kv.v + slot * kv.v_stride, kv.is_channel, SHAPE)
@@ -134,16 +174,16 @@ def attend_full_late(
 
 @triton.jit
 def attend_unmasked(
-    sums, query, begin, stop, kv, score_scale, SHAPE: tl.constexpr, TILE: tl.constexpr
+    sums, query, begin, stop, kv, scale, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):
     """Fold the elements begin .. stop, which every query attends, into the sums."""
     if TILE.is_v_late:
         return attend_full_late(
-            sums, query, begin, stop, kv, score_scale, SHAPE, TILE.block_n, TILE.stages
+            sums, query, begin, stop, kv, scale, SHAPE, TILE.block_n, TILE.stages
         )
     else:
         return attend_full(
-            sums, query, begin, stop, kv, score_scale, SHAPE, TILE.block_n, TILE.stages
+            sums, query, begin, stop, kv, scale, SHAPE, TILE.block_n, TILE.stages
         )
 
 
@@ -168,7 +208,7 @@ def attend_masked_tiles(
     kv,
     new,
     mask,
-    score_scale,
+    scale,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     DEFER_NAN: tl.constexpr,
@@ -191,7 +231,8 @@ def attend_masked_tiles(
             # All loads before the first use: their latencies overlap.
             v = tl.load(v_at, mask=is_loaded, other=0.0)
         attends = is_attended(mask, element)
-        score = tl.dot(query, tl.trans(k), input_precision="ieee") * score_scale
+        product = tl.dot(query, tl.trans(k), input_precision="ieee")
+        score = scores_of(product, scale)
         score = tl.where(attends, score, float("-inf"))
         weight, shrink, top, total = fold_masked_scores(score, top, total)
         acc = acc * shrink[:, None]
@@ -219,23 +260,26 @@ def attend_masked(
     kv,
     new,
     mask,
-    score_scale,
+    scale,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """`attend_masked_tiles` that leaves nothing to `poison`."""
     bad = none_bad(TILE.masked_n)
     sums, bad = attend_masked_tiles(
-        sums, bad, query, begin, stop, kv, new, mask, score_scale, SHAPE, TILE, False
+        sums, bad, query, begin, stop, kv, new, mask, scale, SHAPE, TILE, False
     )
     return sums
 
 
 @triton.jit
-def store_average(at, sums, is_query):
-    """Store the results of queries: [queries, channels]."""
+def store_average(at, sums, sinks, head, is_query):
+    """Store the results of queries of the heads `head`: [queries, channels]."""
+    total = sums.total
+    if sinks is not None:
+        total = with_sink(total, sums.top, tl.load(sinks + head))
     # A sum of zero: the query attends nothing.
-    result = sums.acc / tl.where(sums.total == 0.0, 1.0, sums.total)[:, None]
+    result = sums.acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(at, result.to(at.dtype.element_ty), mask=is_query)
 
 

@@ -8,7 +8,13 @@ MAX_HEAD_DIM = 256
 
 
 def check_inputs(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, *, page_size: int
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    *,
+    page_size: int,
+    sinks: Tensor | None,
 ) -> None:
     """Reject what the kernels cannot address.
 
@@ -46,3 +52,8 @@ def check_inputs(
             raise ValueError(
                 f"{name} has strides {cache.stride()}: channels must be contiguous"
             )
+    if sinks is not None and (sinks.shape != (q_heads,) or sinks.stride(0) != 1):
+        raise ValueError(
+            f"sinks is {tuple(sinks.shape)}: pass one contiguous logit for each of the "
+            f"{q_heads} query heads"
+        )

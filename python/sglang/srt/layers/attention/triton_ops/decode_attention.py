@@ -6,7 +6,6 @@ workspace. Knows nothing of requests or layers; never waits for the device.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ from sglang.srt.layers.attention.triton_ops.args import (
     Partials,
     pages_args,
     pool_args,
+    scale_args,
     shape_args,
     tokens_args,
 )
@@ -149,6 +149,8 @@ def decode_attention(
     page_size: int,
     sm_scale: float,
     window: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
     out: Tensor,
     workspace: DecodeWorkspace,
 ) -> None:
@@ -159,14 +161,15 @@ def decode_attention(
 
     Args:
         q, k_cache, v_cache, page_table, row_index, read_lens, page_size, sm_scale,
-            window, out: as in `sglang.srt.layers.ops.attention.decode_attention`;
-            page_size a power of two.
+            window, logit_cap, sinks, out: as in
+            `sglang.srt.layers.ops.attention.decode_attention`; page_size a power of
+            two.
         workspace: from `decode_workspace` for at least these rows and heads.
 
     Raises:
         ValueError: shapes, page_size or workspace do not fit.
     """
-    check_inputs(q, k_cache, v_cache, out, page_size=page_size)
+    check_inputs(q, k_cache, v_cache, out, page_size=page_size, sinks=sinks)
     rows, q_heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     if rows == 0:
@@ -202,12 +205,18 @@ def decode_attention(
         pool_args(k_cache, v_cache),
         pages_args(page_table, row_index),
         read_lens,
-        sm_scale * math.log2(math.e),
+        sinks,
+        scale_args(sm_scale, logit_cap),
         attended,
         **launch.options(),
     )
     if splits == 1:
         return
     decode_combine_kernel[(q_heads, rows)](
-        partials, read_lens, outputs, attended, **combine_launch(launch).options()
+        partials,
+        read_lens,
+        sinks,
+        outputs,
+        attended,
+        **combine_launch(launch).options(),
     )

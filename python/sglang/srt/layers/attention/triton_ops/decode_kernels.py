@@ -9,7 +9,12 @@ Everything they know arrives as an argument; grids depend on shapes, never on le
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.triton_ops.attend import Sums, empty_sums
+from sglang.srt.layers.attention.triton_ops.attend import (
+    Sums,
+    empty_sums,
+    scores_of,
+    with_sink,
+)
 from sglang.srt.layers.attention.triton_ops.elements import (
     kv_of,
     page_at,
@@ -36,7 +41,7 @@ def attend_range(
     begin,
     end,
     kv,
-    score_scale,
+    scale,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -50,7 +55,7 @@ def attend_range(
         # Slots past the end may hold NaN, which a weight of zero would not silence.
         is_loaded = is_read[:, None] & kv.is_channel[None, :]
         k = tl.load(kv.k + slot * kv.k_stride, mask=is_loaded, other=0.0)
-        score = tl.dot(query, tl.trans(k), input_precision="ieee") * score_scale
+        score = scores_of(tl.dot(query, tl.trans(k), input_precision="ieee"), scale)
         score = tl.where(is_read[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         shrink = tl.exp2(top - new_top)
@@ -71,7 +76,8 @@ def decode_split_kernel(
     pool,
     pages,
     read_lens,
-    score_scale,
+    sinks,
+    scale,
     window,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -84,7 +90,8 @@ def decode_split_kernel(
     Args:
         q, out: `args.Tokens`. partials, pool, pages: of `args`, as they are named.
         read_lens: int64 [R], elements of each row.
-        score_scale: sm_scale * log2(e): exponents are powers of two.
+        sinks: [query heads] logits without a value, or None.
+        scale: `args.Scale`.
         window: elements that a row attends at most, or None.
         SHAPE: `args.Shape`. TILE: `args.DecodeTile`.
     """
@@ -116,10 +123,13 @@ def decode_split_kernel(
     kv = kv_of(pool, pages, table_row, kv_head, channel, is_channel)
     sums = empty_sums(TILE.block_h, SHAPE.block_d)
     acc, top, total = attend_range(
-        sums, query, begin, end, kv, score_scale, SHAPE.page_size, TILE.block_n
+        sums, query, begin, end, kv, scale, SHAPE.page_size, TILE.block_n
     )
 
     if active <= 1:
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=member < SHAPE.group, other=0.0)
+            total = with_sink(total, top, sink)
         # `total` is zero only where the row reads nothing.
         result = acc / tl.where(read_len > 0, total, 1.0)[:, None]
         at = out.at + row * out.stride + head[:, None] * SHAPE.head_dim
@@ -140,12 +150,14 @@ def decode_split_kernel(
 def decode_combine_kernel(
     partials,
     read_lens,
+    sinks,
     out,
     window,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """out = average of a row's partial results, weighted by their softmax sums.
+    """out = average of a row's partial results, weighted by their softmax sums; a sink
+    adds its weight to their sum.
 
     Grid: (query heads, rows). Splits that were not written are not read.
     """
@@ -161,13 +173,17 @@ def decode_combine_kernel(
     is_active = split < active
     cell = (row * (SHAPE.kv_heads * SHAPE.group) + head) * TILE.splits + split
     power = tl.load(partials.lse + cell, mask=is_active, other=float("-inf"))
-    weight = tl.exp2(power - tl.max(power, 0))
+    top = tl.max(power, 0)
+    weight = tl.exp2(power - top)
     part = tl.load(
         partials.results + cell[:, None] * SHAPE.head_dim + channel[None, :],
         mask=is_active[:, None] & is_channel[None, :],
         other=0.0,
     )
-    result = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    total = tl.sum(weight, 0)
+    if sinks is not None:
+        total = with_sink(total, top, tl.load(sinks + head))
+    result = tl.sum(part * weight[:, None], 0) / total
     tl.store(
         out.at + row * out.stride + head * SHAPE.head_dim + channel,
         result.to(out.at.dtype.element_ty),

@@ -25,7 +25,7 @@ from sglang.srt.layers.attention.triton_ops.extend_table import (
     choose_tile,
     extend_launch,
 )
-from sglang.srt.layers.ops.attention import refuse_window_with_tree
+from sglang.srt.layers.ops.attention import tree_positions
 
 
 def extend_attention(
@@ -40,7 +40,10 @@ def extend_attention(
     page_size: int,
     sm_scale: float,
     window: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    positions: Tensor | None = None,
     k_new: Tensor | None = None,
     v_new: Tensor | None = None,
     out: Tensor,
@@ -55,20 +58,18 @@ def extend_attention(
 
     Args:
         q, k_cache, v_cache, page_table, row_index, qo_indptr, prefix_lens, page_size,
-            sm_scale, window, tree_mask, k_new, v_new, out: as in
-            `sglang.srt.layers.ops.attention.extend_attention`; page_size a power of
-            two, k_new and v_new aligned to 16 bytes.
+            sm_scale, window, logit_cap, sinks, tree_mask, positions, k_new, v_new,
+            out: as in `sglang.srt.layers.ops.attention.extend_attention`; page_size a
+            power of two, k_new and v_new aligned to 16 bytes.
         workspace: from `extend_workspace` for this head size.
 
     Raises:
-        ValueError: a window together with a tree mask, sm_scale <= 0, or shapes that
-            do not fit.
+        ValueError: a window and a tree mask without positions, sm_scale <= 0, or shapes
+            that do not fit.
     """
-    if tree_mask is not None:
-        refuse_window_with_tree(window)
     if sm_scale <= 0:
         raise ValueError(f"extend_attention: sm_scale={sm_scale} must be positive")
-    check_inputs(q, k_cache, v_cache, out, page_size=page_size)
+    check_inputs(q, k_cache, v_cache, out, page_size=page_size, sinks=sinks)
     inputs = ExtendInputs(
         q=q,
         k_cache=k_cache,
@@ -80,7 +81,10 @@ def extend_attention(
         page_size=page_size,
         sm_scale=sm_scale,
         window=window,
+        logit_cap=logit_cap,
+        sinks=sinks,
         tree_mask=tree_mask,
+        positions=tree_positions(window, tree_mask, positions),
         out=out,
     )
     shape = inputs.shape()
@@ -115,9 +119,9 @@ def _extend_unsplit(inputs: ExtendInputs, tile: ExtendTile) -> None:
     tiles = shape.tokens // (tile.block_m // heads) + shape.rows
     extend_kernel[(tiles * (shape.q_heads // heads),)](
         *inputs.tensor_args(),
-        inputs.tree_bytes(),
+        *inputs.tree_args(),
         shape.rows,
         tiles,
-        *inputs.scalar_args(),
+        *inputs.softmax_args(),
         **launch.options(),
     )

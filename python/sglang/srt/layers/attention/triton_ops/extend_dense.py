@@ -137,7 +137,7 @@ def extend_dense(inputs: ExtendInputs, k_new: Tensor, v_new: Tensor) -> None:
         tokens,
         rows,
         tiles,
-        *inputs.scalar_args(),
+        *inputs.softmax_args(),
         **launch.options(),
     )
 

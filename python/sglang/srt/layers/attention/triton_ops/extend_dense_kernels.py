@@ -17,6 +17,7 @@ from sglang.srt.layers.attention.triton_ops.attend import (
     Sums,
     attend_full,
     attend_masked,
+    capped,
     empty_sums,
     fold_scores,
     store_average,
@@ -45,7 +46,7 @@ def attend_rest(
     begin,
     prefix,
     kv,
-    score_scale,
+    scale,
     SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -61,9 +62,9 @@ def attend_rest(
     slot = slot_of(page, element, SHAPE.page_size)
     k = load_tile(kv.k + slot * kv.k_stride, kv.is_channel, SHAPE)
     v = load_tile(kv.v + slot * kv.v_stride, kv.is_channel, SHAPE)
-    score = tl.dot(query, tl.trans(k), input_precision="ieee")
+    score = capped(tl.dot(query, tl.trans(k), input_precision="ieee"), scale)
     score = tl.where((number < prefix)[None, :], score, float("-inf"))
-    weight, shrink, top, total = fold_scores(score, top, total, score_scale)
+    weight, shrink, top, total = fold_scores(score, top, total, scale)
     acc = acc * shrink[:, None]
     acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
     return Sums(acc, top, total)
@@ -71,7 +72,7 @@ def attend_rest(
 
 @triton.jit
 def attend_prefix(
-    sums, query, left, prefix, kv, score_scale, SHAPE: tl.constexpr, TILE: tl.constexpr
+    sums, query, left, prefix, kv, scale, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):
     """Fold the elements left .. prefix, which every query attends, into the sums."""
     if prefix > left:
@@ -82,14 +83,14 @@ def attend_prefix(
             left,
             rest,
             kv,
-            score_scale,
+            scale,
             SHAPE,
             TILE.gather_n,
             TILE.stages,
         )
         if rest < prefix:
             sums = attend_rest(
-                sums, query, rest, prefix, kv, score_scale, SHAPE, TILE.gather_n
+                sums, query, rest, prefix, kv, scale, SHAPE, TILE.gather_n
             )
     return sums
 
@@ -105,7 +106,7 @@ def attend_new(
     k_tiles,
     v_tiles,
     first_channel,
-    score_scale,
+    scale,
     TILE: tl.constexpr,
 ):
     """Fold the elements from `dense` on, which are new tokens, into the sums: tiles of
@@ -121,12 +122,12 @@ def attend_new(
     for step in tl.range(0, tiles, num_stages=TILE.stages):
         row = first_row + step * TILE.block_n
         k = k_tiles.load([row, first_channel])
-        score = tl.dot(query, tl.trans(k), input_precision="ieee")
+        score = capped(tl.dot(query, tl.trans(k), input_precision="ieee"), scale)
         if step >= unmasked:
             last = (mask.own - dense - step * TILE.block_n)[:, None]
             number = tl.arange(0, TILE.block_n)[None, :]
             score = tl.where(number <= last, score, float("-inf"))
-        weight, shrink, top, total = fold_scores(score, top, total, score_scale)
+        weight, shrink, top, total = fold_scores(score, top, total, scale)
         acc = acc * shrink[:, None]
         v = v_tiles.load([row, first_channel])
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
@@ -182,7 +183,8 @@ def extend_dense_kernel(
     tokens,
     rows,
     tiles,
-    score_scale,
+    sinks,
+    scale,
     window,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -198,7 +200,7 @@ def extend_dense_kernel(
     therefore computed again, reading what is attended alone.
 
     Args:
-        q, out, pool, pages, lens, rows, tiles, score_scale, window, SHAPE, BLOCK_R: as
+        q, out, pool, pages, lens, rows, tiles, sinks, scale, window, SHAPE, BLOCK_R: as
             in `extend_kernel`.
         new_kv: `args.NewKV`. k_tiles, v_tiles: descriptors of the same memory as
             [T, KV heads * head_dim], which fetch [TILE.block_n, SHAPE.block_d].
@@ -238,15 +240,16 @@ def extend_dense_kernel(
     new = new_kv_of(new_kv, q_begin, first_channel, channel)
     lo, left, end = dense_bounds(prefix, first_token, last_token, window, TILE)
     begin = lo // TILE.masked_n * TILE.masked_n
-    mask = Mask(prefix + token, lo, end, prefix, new_tokens, window, None)
+    own = prefix + token
+    mask = Mask(own, own, lo, end, prefix, new_tokens, window, None, None)
 
     sums = empty_sums(TILE.block_m, SHAPE.block_d)
     if window is not None:
         stop = tl.minimum(left, end)
         sums = attend_masked(
-            sums, query, begin, stop, kv, new, mask, score_scale, SHAPE, TILE
+            sums, query, begin, stop, kv, new, mask, scale, SHAPE, TILE
         )
-    sums = attend_prefix(sums, query, left, prefix, kv, score_scale, SHAPE, TILE)
+    sums = attend_prefix(sums, query, left, prefix, kv, scale, SHAPE, TILE)
     sums = attend_new(
         sums,
         query,
@@ -257,14 +260,12 @@ def extend_dense_kernel(
         k_tiles,
         v_tiles,
         first_channel,
-        score_scale,
+        scale,
         TILE,
     )
     is_bad = is_query & (sums.acc != sums.acc)
     if tl.max(tl.max(is_bad.to(tl.int32), 1), 0) > 0:
         sums = empty_sums(TILE.block_m, SHAPE.block_d)
-        sums = attend_masked(
-            sums, query, begin, end, kv, new, mask, score_scale, SHAPE, TILE
-        )
+        sums = attend_masked(sums, query, begin, end, kv, new, mask, scale, SHAPE, TILE)
     out_at = cells_of(out, q_row, head, channel, SHAPE.head_dim)
-    store_average(out_at, sums, is_query)
+    store_average(out_at, sums, sinks, head, is_query)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -12,9 +11,11 @@ from sglang.srt.layers.attention.triton_ops.args import (
     Lens,
     Pages,
     Pool,
+    Scale,
     Tokens,
     pages_args,
     pool_args,
+    scale_args,
     tokens_args,
 )
 from sglang.srt.layers.attention.triton_ops.extend_table import LaunchShape
@@ -42,9 +43,12 @@ class ExtendInputs(NamedTuple):
     prefix_lens: Tensor
     page_size: int
     sm_scale: float
-    window: int
-    tree_mask: Tensor | None
     out: Tensor
+    window: int = -1
+    logit_cap: float = 0.0
+    sinks: Tensor | None = None
+    tree_mask: Tensor | None = None
+    positions: Tensor | None = None
 
     def shape(self) -> LaunchShape:
         tokens, q_heads, head_dim = self.q.shape
@@ -61,11 +65,12 @@ class ExtendInputs(NamedTuple):
             Lens(self.qo_indptr, self.prefix_lens),
         )
 
-    def scalar_args(self) -> tuple[float, int | None]:
-        """`score_scale` and `window` of every extend kernel."""
+    def softmax_args(self) -> tuple[Tensor | None, Scale, int | None]:
+        """`sinks`, `scale` and `window` of every extend kernel."""
         window = self.window if self.window > 0 else None
-        return self.sm_scale * math.log2(math.e), window
+        return self.sinks, scale_args(self.sm_scale, self.logit_cap), window
 
-    def tree_bytes(self) -> Tensor | None:
-        """`tree_mask` of every extend kernel that takes one."""
-        return None if self.tree_mask is None else self.tree_mask.view(torch.uint8)
+    def tree_args(self) -> tuple[Tensor | None, Tensor | None]:
+        """`tree_mask` and `positions` of every extend kernel that takes them."""
+        mask = None if self.tree_mask is None else self.tree_mask.view(torch.uint8)
+        return mask, self.positions

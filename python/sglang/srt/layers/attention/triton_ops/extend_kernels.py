@@ -29,7 +29,7 @@ from sglang.srt.layers.attention.triton_ops.elements import (
     table_row_of,
     tokens_of,
 )
-from sglang.srt.layers.attention.triton_ops.masks import Mask, bounds_of
+from sglang.srt.layers.attention.triton_ops.masks import tile_mask
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "window"])
@@ -40,9 +40,11 @@ def extend_kernel(
     pages,
     lens,
     tree_mask,
+    positions,
     rows,
     tiles,
-    score_scale,
+    sinks,
+    scale,
     window,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -57,9 +59,11 @@ def extend_kernel(
     Args:
         q, out: `args.Tokens`. pool, pages, lens: of `args`, as they are named.
         tree_mask: [R, N, N] bytes, or None; then all rows have N new tokens.
+        positions: int64 [T] where there are a tree mask and a window, else None.
         rows: R. tiles: tile numbers of the launch.
-        score_scale: sm_scale * log2(e).
-        window: elements that a token attends at most, or None.
+        sinks: [query heads] logits without a value, or None.
+        scale: `args.Scale`.
+        window: positions up to its own that a token attends, or None.
         SHAPE: `args.Shape`. BLOCK_R: rows that the search for a tile's row loads.
     """
     TOKENS: tl.constexpr = TILE.block_m // TILE.heads
@@ -89,28 +93,30 @@ def extend_kernel(
 
     table_row = table_row_of(pages, row)
     kv = kv_of(pool, pages, table_row, lane // HEAD_BLOCKS, channel, is_channel)
-    lo, left, right, end = bounds_of(
-        prefix,
+    mask, left, right = tile_mask(
+        row,
+        token,
+        is_token,
         first_token,
         last_token,
+        q_begin,
+        prefix,
         new_tokens,
         window,
-        tree_mask is not None,
+        tree_mask,
+        positions,
         TILE.block_n,
     )
-    if tree_mask is not None:
-        tree_mask += row.to(tl.int64) * new_tokens * new_tokens
-    mask = Mask(prefix + token, lo, end, prefix, new_tokens, window, tree_mask)
 
     sums = empty_sums(TILE.block_m, SHAPE.block_d)
-    sums = attend_unmasked(sums, query, left, right, kv, score_scale, SHAPE, TILE)
+    sums = attend_unmasked(sums, query, left, right, kv, scale, SHAPE, TILE)
     if window is not None:
-        begin = lo // TILE.masked_n * TILE.masked_n
+        begin = mask.lo // TILE.masked_n * TILE.masked_n
         sums = attend_masked(
-            sums, query, begin, left, kv, None, mask, score_scale, SHAPE, TILE
+            sums, query, begin, left, kv, None, mask, scale, SHAPE, TILE
         )
     sums = attend_masked(
-        sums, query, right, end, kv, None, mask, score_scale, SHAPE, TILE
+        sums, query, right, mask.end, kv, None, mask, scale, SHAPE, TILE
     )
     out_at = cells_of(out, q_row, head, channel, SHAPE.head_dim)
-    store_average(out_at, sums, is_query)
+    store_average(out_at, sums, sinks, head, is_query)

@@ -154,16 +154,22 @@ def extend_split(
     partials = Partials(workspace.partial, workspace.lse)
     extend_split_kernel[(tiles * (q_heads // heads), splits)](
         *tensors,
-        inputs.tree_bytes(),
+        *inputs.tree_args(),
         partials,
         rows,
         tree_tokens,
-        *inputs.scalar_args(),
+        *inputs.softmax_args(),
         **launch.options(),
     )
     if splits == 1:
         return
     combine = split_combine_launch(q_heads=q_heads, head_dim=head_dim, splits=splits)
     extend_combine_kernel[(-(-tokens * q_heads // combine.constants["BLOCK_P"]),)](
-        partials, tensors.lens.qo_indptr, tensors.out, rows, splits, **combine.options()
+        partials,
+        tensors.lens.qo_indptr,
+        inputs.sinks,
+        tensors.out,
+        rows,
+        splits,
+        **combine.options(),
     )

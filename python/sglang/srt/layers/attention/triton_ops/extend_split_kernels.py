@@ -19,6 +19,7 @@ from sglang.srt.layers.attention.triton_ops.attend import (
     empty_sums,
     none_bad,
     poison,
+    with_sink,
 )
 from sglang.srt.layers.attention.triton_ops.elements import (
     cells_of,
@@ -29,7 +30,7 @@ from sglang.srt.layers.attention.triton_ops.elements import (
     table_row_of,
     tokens_of,
 )
-from sglang.srt.layers.attention.triton_ops.masks import Mask, bounds_of
+from sglang.srt.layers.attention.triton_ops.masks import tile_mask
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def attend_split(
     right,
     kv,
     mask,
-    score_scale,
+    scale,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -49,9 +50,7 @@ def attend_split(
     sums = empty_sums(TILE.block_m, SHAPE.block_d)
     full_begin = tl.maximum(left, begin)
     full_stop = tl.maximum(tl.minimum(right, stop), full_begin)
-    sums = attend_unmasked(
-        sums, query, full_begin, full_stop, kv, score_scale, SHAPE, TILE
-    )
+    sums = attend_unmasked(sums, query, full_begin, full_stop, kv, scale, SHAPE, TILE)
     bad = none_bad(TILE.masked_n)
     left_stop = tl.minimum(left, stop)
     right_begin = tl.maximum(right, begin)
@@ -66,7 +65,7 @@ def attend_split(
             kv,
             None,
             mask,
-            score_scale,
+            scale,
             SHAPE,
             TILE,
             True,
@@ -80,7 +79,7 @@ def attend_split(
         kv,
         None,
         mask,
-        score_scale,
+        scale,
         SHAPE,
         TILE,
         True,
@@ -97,6 +96,17 @@ def attend_split(
     return Sums(acc, top, total)
 
 
+@triton.jit
+def divisor(total, top, sinks, head, splits):
+    """Softmax sums by which a program divides: of a launch of one split with the sinks,
+    which otherwise the combine kernel adds."""
+    if sinks is not None:  # noqa: SIM102 - known when this is compiled
+        if splits == 1:
+            total = with_sink(total, top, tl.load(sinks + head))
+    # A sum of zero: the query attends nothing, and `top` is -inf.
+    return tl.where(total == 0.0, 1.0, total)
+
+
 @triton.jit(do_not_specialize=["rows", "tree_tokens", "window"])
 def extend_split_kernel(
     q,
@@ -105,10 +115,12 @@ def extend_split_kernel(
     pages,
     lens,
     tree_mask,
+    positions,
     partials,
     rows,
     tree_tokens,
-    score_scale,
+    sinks,
+    scale,
     window,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -121,8 +133,8 @@ def extend_split_kernel(
     others `partials`, whose `lse` is -inf where a query attends nothing.
 
     Args:
-        q, out, pool, pages, lens, tree_mask, rows, score_scale, window, SHAPE, TILE,
-            BLOCK_R: as in `extend_kernel`.
+        q, out, pool, pages, lens, tree_mask, positions, rows, sinks, scale, window,
+            SHAPE, TILE, BLOCK_R: as in `extend_kernel`.
         partials: `args.Partials`.
         tree_tokens: new tokens of each row where there is a tree mask.
     """
@@ -148,27 +160,30 @@ def extend_split_kernel(
     if first_token >= new_tokens:
         return
     last_token = tl.minimum(first_token + TOKENS, new_tokens) - 1
-    lo, left, right, end = bounds_of(
-        prefix,
-        first_token,
-        last_token,
-        new_tokens,
-        window,
-        tree_mask is not None,
-        TILE.block_n,
-    )
-    if tree_mask is not None:
-        tree_mask += row.to(tl.int64) * new_tokens * new_tokens
-    first = lo // TILE.block_n * TILE.block_n
-    per_split = tl.cdiv(tl.cdiv(end - first, TILE.block_n), splits) * TILE.block_n
-    begin = first + split * per_split
-
     token = tokens_of(first_token, TILE)
     is_token = is_before(token, new_tokens, TILE)
+    mask, left, right = tile_mask(
+        row,
+        token,
+        is_token,
+        first_token,
+        last_token,
+        q_begin,
+        prefix,
+        new_tokens,
+        window,
+        tree_mask,
+        positions,
+        TILE.block_n,
+    )
+    first = mask.lo // TILE.block_n * TILE.block_n
+    per_split = tl.cdiv(tl.cdiv(mask.end - first, TILE.block_n), splits) * TILE.block_n
+    begin = first + split * per_split
+
     head = heads_of(lane, TILE)
     q_row = q_begin + token
     cell = (q_row * (SHAPE.kv_heads * SHAPE.group) + head) * splits + split
-    if begin >= end:
+    if begin >= mask.end:
         # More splits than tiles; a launch of one split has no such program.
         tl.store(partials.lse + cell, float("-inf"), mask=is_token)
         return
@@ -179,13 +194,11 @@ def extend_split_kernel(
     q_at = cells_of(q, q_row, head, channel, SHAPE.head_dim)
     query = tl.load(q_at, mask=is_query, other=0.0)
     kv = kv_of(pool, pages, table_row, lane // HEAD_BLOCKS, channel, is_channel)
-    mask = Mask(prefix + token, lo, end, prefix, new_tokens, window, tree_mask)
     acc, top, total = attend_split(
-        query, begin, begin + per_split, left, right, kv, mask, score_scale, SHAPE, TILE
+        query, begin, begin + per_split, left, right, kv, mask, scale, SHAPE, TILE
     )
 
-    # A sum of zero: the query attends nothing, and `top` is -inf.
-    total = tl.where(total == 0.0, 1.0, total)
+    total = divisor(total, top, sinks, head, splits)
     result = acc / total[:, None]
     if splits == 1:
         out_at = cells_of(out, q_row, head, channel, SHAPE.head_dim)
@@ -200,6 +213,7 @@ def extend_split_kernel(
 def extend_combine_kernel(
     partials,
     qo_indptr,
+    sinks,
     out,
     rows,
     splits,
@@ -209,7 +223,8 @@ def extend_combine_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out = average of a query's partial results, weighted by their softmax sums.
+    """out = average of a query's partial results, weighted by their softmax sums; a
+    sink adds its weight to their sum.
 
     Grid: blocks of BLOCK_P (token, query head) pairs. Partial results are loaded
     without waiting for their sums, which say which of them count.
@@ -235,8 +250,10 @@ def extend_combine_kernel(
     part = tl.where((power == float("-inf"))[:, :, None], 0.0, part)
     total = tl.sum(weight, 1)
     result = tl.sum(part * weight[:, :, None], 1)
-    result = result / tl.where(total == 0.0, 1.0, total)[:, None]
     token, head = pair // Q_HEADS, pair % Q_HEADS
+    if sinks is not None:
+        total = with_sink(total, anchor, tl.load(sinks + head))
+    result = result / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
         cells_of(out, token, head, channel, HEAD_DIM),
         result.to(out.at.dtype.element_ty),

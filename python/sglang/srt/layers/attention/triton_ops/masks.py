@@ -19,20 +19,25 @@ class Mask(NamedTuple):
 
     Fields:
         own: [queries], the element of each query's own token.
+        position: [queries], the position of each query's own token.
         lo, end: elements that some query may attend; no other is read.
         prefix, new_tokens: elements before the new tokens, and how many these are.
-        window: elements that a query attends at most; None: all up to its own.
+        window: positions up to its own that a query attends; None: all.
         tree: [new_tokens, new_tokens] bytes, which new tokens attend which; None: the
             causal rule.
+        positions: pointer to those of the new tokens where there are a tree and a
+            window, else None: the position is the element.
     """
 
     own: tl.tensor
+    position: tl.tensor
     lo: tl.tensor
     end: tl.tensor
     prefix: tl.tensor
     new_tokens: tl.tensor
     window: tl.tensor
     tree: tl.tensor
+    positions: tl.tensor
 
 
 @triton.jit
@@ -56,11 +61,46 @@ def bounds_of(
         end = prefix + last_token + 1
         right = (prefix + first_token + 1) // BLOCK_N * BLOCK_N
     if window is not None:
+        if HAS_TREE:
+            # A node's depth is anything from that of the root to that of a chain's end.
+            first_token = 0
+            last_token = new_tokens - 1
         lo = tl.maximum(prefix + first_token - window + 1, 0)
         left = tl.maximum(prefix + last_token - window + 1, 0)
         left = tl.minimum(tl.cdiv(left, BLOCK_N), tl.cdiv(end, BLOCK_N)) * BLOCK_N
         right = tl.maximum(left, right)
     return lo, left, right, end
+
+
+@triton.jit
+def tile_mask(
+    row,
+    token,
+    is_token,
+    first_token,
+    last_token,
+    q_begin,
+    prefix,
+    new_tokens,
+    window,
+    tree,
+    positions,
+    BLOCK_N: tl.constexpr,
+):
+    """(`Mask` of a tile's queries, left, right), the last as of `bounds_of`; `tree`
+    and `positions` are of the launch, or None."""
+    lo, left, right, end = bounds_of(
+        prefix, first_token, last_token, new_tokens, window, tree is not None, BLOCK_N
+    )
+    own = prefix + token
+    position = own
+    if positions is not None:
+        positions += q_begin
+        position = tl.load(positions + token, mask=is_token, other=0).to(tl.int32)
+    if tree is not None:
+        tree += row.to(tl.int64) * new_tokens * new_tokens
+    mask = Mask(own, position, lo, end, prefix, new_tokens, window, tree, positions)
+    return mask, left, right
 
 
 @triton.jit
@@ -97,6 +137,11 @@ def is_attended(mask, element):
             other=0,
         )
         attends = (in_tree != 0) | (branch < 0)[None, :]
+        if mask.window is not None:
+            is_new = (branch >= 0) & (element < mask.end)
+            at = tl.load(mask.positions + branch, mask=is_new, other=0).to(tl.int32)
+            at = tl.where(is_new, at, element)
+            attends &= at[None, :] > mask.position[:, None] - mask.window
     else:
         attends = element[None, :] <= mask.own[:, None]
         if mask.window is not None:
