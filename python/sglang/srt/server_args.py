@@ -178,6 +178,17 @@ class ServerArgs:
     disable_radix_cache: Annotated[
         bool, Arg("Do not share prefixes between requests.")
     ] = False
+    swa_full_tokens_ratio: Annotated[
+        float,
+        Arg(
+            "Window slots of sliding layers per KV slot, of models that have full "
+            "layers, too; at most 1.",
+            low=0.0,
+        ),
+    ] = 0.8
+    disable_hybrid_swa_memory: Annotated[
+        bool, Arg("Keep every token in sliding layers, too: no window slots.")
+    ] = False
 
     chunked_prefill_size: Annotated[
         int | None,
@@ -568,6 +579,12 @@ class ServerArgs:
                 _MAX_RUNNING_REQUESTS[self.device]
                 if self.speculative_algorithm is None
                 else default_max_running_requests(self)
+            )
+
+        if not 0 < self.swa_full_tokens_ratio <= 1:
+            raise ValueError(
+                f"--swa-full-tokens-ratio {self.swa_full_tokens_ratio}: must be above "
+                "0 and at most 1"
             )
 
     def _handle_scheduling(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sglang.srt.models.mock_oracle import next_tokens
+from sglang.srt.models.mock_oracle import NO_WINDOWS, Windows, next_tokens
 from sglang.test.harness import EngineHarness, Finished
 
 
@@ -81,13 +81,19 @@ class Traffic:
 
 
 def check(
-    expected: dict[str, Expected], answers: dict[str, Finished], *, vocab_size: int
+    expected: dict[str, Expected],
+    answers: dict[str, Finished],
+    *,
+    vocab_size: int,
+    windows: Windows = NO_WINDOWS,
 ) -> None:
     """Check that all outputs equal the oracle's; only aborted requests may be short."""
     assert set(answers) == set(expected)
     for rid, want in expected.items():
         answer = answers[rid]
-        predicted = next_tokens(want.prompt + answer.output_ids, vocab_size=vocab_size)
+        predicted = next_tokens(
+            want.prompt + answer.output_ids, vocab_size=vocab_size, windows=windows
+        )
         assert answer.output_ids == predicted[len(want.prompt) - 1 : -1], rid
         reason = answer.finish_reason
         assert reason is not None

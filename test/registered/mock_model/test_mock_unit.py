@@ -91,11 +91,13 @@ def test_sliding_window(tmp_path, backend):
     for end in (10, 24, 25, 70, 90):
         token = argmax(harness.extend([(row, end)]))[0]
         prefix = harness.tokens(row)[:end]
-        assert token == next_tokens(prefix, vocab_size=VOCAB, window=24)[-1]
+        assert token == next_tokens(prefix, vocab_size=VOCAB, windows=(24, 24))[-1]
     for _ in range(30):
         harness.append(row, rng.randrange(VOCAB))
         token = argmax(harness.forward(ForwardMode.DECODE, [(row, None)]))[0]
-        expected = next_tokens(harness.tokens(row), vocab_size=VOCAB, window=24)[-1]
+        expected = next_tokens(harness.tokens(row), vocab_size=VOCAB, windows=(24, 24))[
+            -1
+        ]
         assert token == expected
 
 

@@ -29,6 +29,7 @@ class AttentionBackendCapabilities:
         supports_sinks: weighs logits without a value in the softmax.
         supports_logit_cap: caps scores by a tanh.
         supports_windowed_trees: serves draft trees whose nodes attend a window.
+        supports_window_slots: reads window slots of sliding layers.
     """
 
     devices: frozenset[str]
@@ -42,6 +43,7 @@ class AttentionBackendCapabilities:
     supports_sinks: bool = False
     supports_logit_cap: bool = False
     supports_windowed_trees: bool = False
+    supports_window_slots: bool = False
 
 
 ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
@@ -55,6 +57,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         supports_sinks=True,
         supports_logit_cap=True,
         supports_windowed_trees=True,
+        supports_window_slots=True,
     ),
     "cpu_native": AttentionBackendCapabilities(
         devices=frozenset({"cpu"}),
@@ -67,6 +70,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         supports_sinks=True,
         supports_logit_cap=True,
         supports_windowed_trees=True,
+        supports_window_slots=True,
     ),
     "triton": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),
@@ -80,6 +84,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         supports_sinks=True,
         supports_logit_cap=True,
         supports_windowed_trees=True,
+        supports_window_slots=True,
     ),
     "flashinfer": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),

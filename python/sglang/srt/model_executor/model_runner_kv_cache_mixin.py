@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,10 +14,12 @@ from sglang.srt.distributed.partition import divide_kv_heads
 from sglang.srt.managers.utils import decode_reserve
 from sglang.srt.mem_cache.allocator import BaseAllocator, create_allocator
 from sglang.srt.mem_cache.memory_pool import (
+    KVCache,
     MHATokenToKVPool,
     ReqToTokenPool,
     kv_bytes_per_token,
 )
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.memory_plan import (
     MAX_HEAD_GRAPH_TOKENS,
     DraftMemory,
@@ -26,6 +29,11 @@ from sglang.srt.model_executor.memory_plan import (
     no_room_for_a_page,
     prefill_graph_bytes,
     prefill_token_counts,
+)
+from sglang.srt.model_executor.window_plan import (
+    create_swa_slots,
+    has_window_slots,
+    is_sliding,
 )
 from sglang.srt.models.draft import DraftModel
 from sglang.srt.utils.memory import available_device_bytes
@@ -62,9 +70,11 @@ class ModelRunnerKVCacheMixin:
     free_bytes_at_start: int
     watcher_bytes_per_slot: int
     req_to_token_pool: ReqToTokenPool
-    token_to_kv_pool: MHATokenToKVPool
+    token_to_kv_pool: KVCache
     allocator: BaseAllocator
     max_total_num_tokens: int
+    # Whether sliding layers have slots of their own; of the target, that decides it.
+    _has_window_slots = False
 
     def row_width(self) -> int:
         """Columns of a `req_to_token` row.
@@ -142,6 +152,7 @@ class ModelRunnerKVCacheMixin:
         if shared is None:
             # Every rank keeps the KV of its heads in the same slots.
             self._check_rows()
+            self._has_window_slots = has_window_slots(config, args)
             size = get_tp_group().min_int(self._pool_size(draft_memory))
             rows = ReqToTokenPool(
                 size=args.max_running_requests,
@@ -149,19 +160,42 @@ class ModelRunnerKVCacheMixin:
                 device=self.device,
                 context_len=config.context_len,
             )
-            allocator = create_allocator(size=size, page_size=self.page_size)
+            swa = None
+            if self._has_window_slots:
+                swa = create_swa_slots(
+                    config,
+                    args,
+                    size=size,
+                    page_size=self.page_size,
+                    device=self.device,
+                )
+            allocator = create_allocator(size=size, page_size=self.page_size, swa=swa)
             shared = SharedPools(rows, allocator)
         self.req_to_token_pool, self.allocator = shared
         self.max_total_num_tokens = self.allocator.size
-        self.token_to_kv_pool = MHATokenToKVPool(
-            size=self.max_total_num_tokens,
-            page_size=self.page_size,
-            dtype=self.dtype,
-            layer_num=config.num_layers,
-            head_num=self._num_kv_heads(),
-            head_dim=config.head_dim,
-            device=self.device,
-        )
+        self.token_to_kv_pool = self._create_kv_pool()
+
+    def _create_kv_pool(self) -> KVCache:
+        """KV bytes for the allocator's slots.
+
+        A draft has window slots where its target has them, for a window that is no
+        longer than the target's.
+        """
+        config, swa = self.model_config, self.allocator.swa
+        common: dict[str, Any] = {
+            "size": self.max_total_num_tokens,
+            "page_size": self.page_size,
+            "dtype": self.dtype,
+            "head_num": self._num_kv_heads(),
+            "head_dim": config.head_dim,
+            "device": self.device,
+        }
+        sliding = is_sliding(config)
+        mixed = any(sliding) and not all(sliding)
+        window = config.sliding_window
+        if swa is None or not mixed or window is None or window > swa.window:
+            return MHATokenToKVPool(layer_num=config.num_layers, **common)
+        return SWAKVPool(is_sliding=sliding, swa=swa, **common)
 
     def _check_rows(self) -> None:
         """Raises:
@@ -189,15 +223,20 @@ class ModelRunnerKVCacheMixin:
         return available // get_tp_group().size if self.device == "cpu" else available
 
     def bytes_per_kv_slot(self) -> int:
-        """Device memory of one slot: K and V of all layers, and records about it."""
-        config = self.model_config
-        kv_bytes = kv_bytes_per_token(
-            layer_num=config.num_layers,
+        """Device memory of one slot: K and V of all layers, those of its share of a
+        window slot, and records about it."""
+        config, args = self.model_config, self.server_args
+        layers: float = config.num_layers
+        if self._has_window_slots:
+            sliding = sum(is_sliding(config))
+            layers -= sliding * (1 - args.swa_full_tokens_ratio)
+        layer_bytes = kv_bytes_per_token(
+            layer_num=1,
             head_num=self._num_kv_heads(),
             head_dim=config.head_dim,
             dtype=self.dtype,
         )
-        return kv_bytes + self.watcher_bytes_per_slot
+        return math.ceil(layers * layer_bytes) + self.watcher_bytes_per_slot
 
     def _pool_size(self, draft_memory: DraftMemory) -> int:
         """KV slots, a multiple of the page size."""

@@ -38,9 +38,14 @@ def load_codes(module: VocabEmbedding | LMHead, codes: Tensor) -> None:
 
 
 class MockAttention(Module):
-    """Two layers of attention with a uniform softmax over all written keys."""
+    """Two layers of attention with a uniform softmax over all written keys.
 
-    def __init__(self, *, window: int | None = None) -> None:
+    `windows` are the layers' sliding windows, None: everything.
+    """
+
+    def __init__(
+        self, *, windows: Sequence[int | None] = (None,) * mock_math.NUM_LAYERS
+    ) -> None:
         super().__init__()
         self._group = get_tp_group()
         self._heads = divide(
@@ -54,7 +59,7 @@ class MockAttention(Module):
                 head_dim=mock_math.HEAD_DIM,
                 layer_id=layer,
                 scaling=mock_math.SM_SCALE,
-                sliding_window=window,
+                sliding_window=windows[layer],
             )
             for layer in range(mock_math.NUM_LAYERS)
         )
@@ -80,7 +85,7 @@ class MockAttention(Module):
 class MockForCausalLM(StackedModel):
     """The mock model: 2 layers, 8 query and 2 KV heads of 64 channels, no rotation.
 
-    config.json: vocab_size up to 4,096, optional `mock_window` (sliding window).
+    config.json: vocab_size up to 4,096, optional `sliding_window` and `layer_types`.
     """
 
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
@@ -88,10 +93,10 @@ class MockForCausalLM(StackedModel):
         mock_math.check_shape(config)
         self.config = config
         self.vocab_size = config.vocab_size
-        self.window: int | None = config.sliding_window
+        self.windows = [config.window_of(i) for i in range(mock_math.NUM_LAYERS)]
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size)
-        self.attn = MockAttention(window=self.window)
+        self.attn = MockAttention(windows=self.windows)
         self.captured_layers: tuple[int, ...] = ()
         self.logits_processor = LogitsProcessor()
 
@@ -123,13 +128,14 @@ class MockForCausalLM(StackedModel):
     ) -> StackOutput:
         embedded = self.embed_tokens(input_ids)
         tokens = mock_math.decode_token(embedded[:, : mock_math.TOKEN_BITS])
-        count = positions + 1
-        if self.window is not None:
-            count = count.clamp(max=self.window)
         x = mock_math.key_layer0(tokens, positions)
         folds: list[Tensor] = []
         for layer in range(mock_math.NUM_LAYERS):
             mean = self.attn(x, layer, embedded.dtype, forward_batch)
+            window = self.windows[layer]
+            count = (
+                positions + 1 if window is None else (positions + 1).clamp(max=window)
+            )
             folds.append(mock_math.fold(mean, count, layer))
             x = mock_math.key_layer1(folds[0], positions)
         fold0, fold1 = folds

@@ -19,12 +19,16 @@ def _windowed(sums: Tensor, window: int | None) -> Tensor:
     return out
 
 
+Windows = Sequence[int | None]
+NO_WINDOWS: Windows = (None,) * mock_math.NUM_LAYERS
+
+
 def next_tokens(
-    tokens: Sequence[int], *, vocab_size: int, window: int | None = None
+    tokens: Sequence[int], *, vocab_size: int, windows: Windows = NO_WINDOWS
 ) -> list[int]:
     """Return the token that the mock model emits after each prefix of `tokens`.
 
-    Entry p follows `tokens[: p + 1]`.
+    Entry p follows `tokens[: p + 1]`. `windows` are the layers' sliding windows.
     """
     ids = torch.tensor(tokens, dtype=torch.int64)
     positions = torch.arange(len(tokens))
@@ -32,10 +36,10 @@ def next_tokens(
     folds: list[Tensor] = []
     for layer in range(mock_math.NUM_LAYERS):
         signs = mock_math.sig(x)
-        largest = _windowed(signs.cumsum(0), window).abs().max()
+        largest = _windowed(signs.cumsum(0), windows[layer]).abs().max()
         assert largest <= mock_math.MAX_SUM, f"|S| reached {largest}"
         terms = mock_math.term(x, layer)
-        folds.append(_windowed(terms.cumsum(0), window))
+        folds.append(_windowed(terms.cumsum(0), windows[layer]))
         x = mock_math.key_layer1(folds[0], positions)
     tokens_out = mock_math.next_token(folds[0], folds[1], positions, vocab_size)
     return [int(token) for token in tokens_out]
@@ -44,29 +48,61 @@ def next_tokens(
 class MockOracle:
     """Continuations of the mock model, one token at a time, in O(1) each.
 
-    Keeps the running folds. Knows no sliding window.
+    Keeps the running folds, and of layers with a sliding window the terms inside it.
     """
 
-    def __init__(self, prompt: Sequence[int], *, vocab_size: int) -> None:
+    def __init__(
+        self, prompt: Sequence[int], *, vocab_size: int, windows: Windows = NO_WINDOWS
+    ) -> None:
         self._vocab_size = vocab_size
+        self._layers = [_RunningFold(window) for window in windows]
         ids = torch.tensor(prompt, dtype=torch.int64)
         positions = torch.arange(len(prompt))
-        terms0 = mock_math.term(mock_math.key_layer0(ids, positions), 0).cumsum(0)
-        terms1 = mock_math.term(mock_math.key_layer1(terms0, positions), 1)
-        self._fold0, self._fold1 = terms0[-1:], terms1.sum(0, keepdim=True)
+        folds0 = self._layers[0].extend(
+            mock_math.term(mock_math.key_layer0(ids, positions), 0)
+        )
+        self._layers[1].extend(
+            mock_math.term(mock_math.key_layer1(folds0, positions), 1)
+        )
         self._length = len(prompt)
 
     def next(self) -> int:
         """Return the next token and append it to the history."""
         last = torch.tensor([self._length - 1])
-        token = mock_math.next_token(self._fold0, self._fold1, last, self._vocab_size)
+        fold0, fold1 = (layer.fold for layer in self._layers)
+        token = mock_math.next_token(fold0, fold1, last, self._vocab_size)
         position = last + 1
         x0 = mock_math.key_layer0(token, position)
-        self._fold0 = self._fold0 + mock_math.term(x0, 0)
-        x1 = mock_math.key_layer1(self._fold0, position)
-        self._fold1 = self._fold1 + mock_math.term(x1, 1)
+        fold0 = self._layers[0].extend(mock_math.term(x0, 0))
+        x1 = mock_math.key_layer1(fold0, position)
+        self._layers[1].extend(mock_math.term(x1, 1))
         self._length += 1
         return int(token)
 
     def take(self, count: int) -> list[int]:
         return [self.next() for _ in range(count)]
+
+
+class _RunningFold:
+    """The sum of a layer's terms, of the newest `window` ones if there is one.
+
+    Attributes:
+        fold: int64 [1].
+    """
+
+    def __init__(self, window: int | None) -> None:
+        self.fold = torch.zeros(1, dtype=torch.int64)
+        self._window = window
+        self._inside = torch.zeros(0, dtype=torch.int64)
+
+    def extend(self, terms: Tensor) -> Tensor:
+        """Take in terms [n]; return the fold after each of them, int64 [n]."""
+        if self._window is None:
+            folds = self.fold + terms.cumsum(0)
+        else:
+            known = torch.cat((self._inside, terms))
+            self._inside = known[max(len(known) - self._window, 0) :]
+            sums = _windowed(known.cumsum(0), self._window)
+            folds = sums[len(known) - len(terms) :]
+        self.fold = folds[-1:]
+        return folds

@@ -1,0 +1,177 @@
+"""Random traffic on the mock model with sliding layers: every output equals the oracle,
+no window slot is lost, and tokens do leave the windows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sglang.srt.mem_cache.common import check_busy
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.harness import EngineHarness
+from sglang.test.mock_traffic import Expected, Traffic, check
+from sglang.test.scale import count
+from sglang.test.tiny_models import write_mock_model
+
+register_cpu_ci(est_time=40, suite="cpu")
+
+VOCAB = 1000
+CONTEXT = 512
+FULL, SLIDING = "full_attention", "sliding_attention"
+# (layers, window, page size, slots, window slots per slot, chunk, policy, radix cache,
+# backend): windows below, at and above a page and a chunk, pools small enough to
+# retract.
+CONFIGURATIONS = [
+    ("fs", 24, 1, 900, 0.4, 64, "fcfs", True, "cpu_native"),
+    ("sf", 7, 1, 700, 0.3, 32, "lpm", True, "cpu_native"),
+    ("fs", 1, 1, 900, 0.5, 100, "fcfs", True, "torch_native"),
+    ("sf", 64, 4, 800, 0.5, 16, "lpm", True, "cpu_native"),
+    ("fs", 30, 4, 1000, 0.8, 128, "fcfs", False, "cpu_native"),
+    ("sf", 100, 16, 1120, 0.5, 64, "fcfs", True, "cpu_native"),
+    ("fs", 16, 16, 1600, 0.2, 32, "lpm", True, "torch_native"),
+    ("sf", 10, 64, 1280, 0.7, 64, "fcfs", True, "cpu_native"),
+    ("fs", 90, 64, 2048, 0.6, 128, "lpm", True, "cpu_native"),
+    ("sf", 33, 1, 600, 0.6, 48, "fcfs", False, "cpu_native"),
+    ("fs", 20, 1, 1200, 1.0, -1, "fcfs", True, "cpu_native"),
+]
+
+
+# Of these the whole counts are 2,000 requests, in the order that a GPU has.
+LONG = (0, 3, 5, 8)
+
+
+def layer_types(letters: str) -> list[str]:
+    return [{"f": FULL, "s": SLIDING}[letter] for letter in letters]
+
+
+def windows_of(letters: str, window: int) -> list[int | None]:
+    return [window if letter == "s" else None for letter in letters]
+
+
+def folder_of(tmp_path_factory, letters: str, window: int):
+    return write_mock_model(
+        tmp_path_factory.mktemp("mock"),
+        vocab_size=VOCAB,
+        max_position_embeddings=CONTEXT,
+        sliding_window=window,
+        layer_types=layer_types(letters),
+    )
+
+
+def watch(harness: EngineHarness) -> list[int]:
+    """Window pages that are freed while their tokens' slots are kept, by call."""
+    swa = harness.scheduler.cache.allocator.swa
+    assert swa is not None
+    freed: list[int] = []
+    drop = swa.drop
+
+    def counted(pages):
+        owned = harness.scheduler.cache.allocator.owns(pages)
+        freed.append(drop(pages) if owned.all() else drop(pages) * 0)
+        return freed[-1]
+
+    swa.drop = counted
+    return freed
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-order", "overlap"])
+@pytest.mark.parametrize(
+    "configuration", CONFIGURATIONS, ids=lambda c: "-".join(map(str, c))
+)
+def test_random_requests(tmp_path_factory, configuration, overlap):
+    letters, window, page_size, slots, ratio, chunk, policy, radix, backend = (
+        configuration
+    )
+    harness = EngineHarness(
+        folder_of(tmp_path_factory, letters, window),
+        overlap=overlap,
+        page_size=page_size,
+        max_total_tokens=slots,
+        swa_full_tokens_ratio=ratio,
+        chunked_prefill_size=chunk,
+        schedule_policy=policy,
+        disable_radix_cache=not radix,
+        attention_backend=backend,
+        max_running_requests=24,
+        schedule_conservativeness=0.3,
+        skip_tokenizer_init=True,
+        kv_canary="none",
+    )
+    left_windows = watch(harness)
+    seed = CONFIGURATIONS.index(configuration)
+    total = count(ci=10, full=2000 if overlap and seed in LONG else 100)
+    traffic = Traffic(harness, random.Random(seed), total)
+    scheduler = harness.scheduler
+    answers = {}
+
+    def on_step(step: int) -> None:
+        traffic.on_step(step)
+        if step % 50 == 0:
+            if radix:
+                scheduler.cache.check()
+            check_busy(scheduler.cache, live_requests(scheduler))
+
+    while traffic.left:
+        answers |= harness.run(on_step=on_step)
+    check(
+        traffic.expected,
+        answers,
+        vocab_size=VOCAB,
+        windows=windows_of(letters, window),
+    )
+    assert sum(left_windows) > 0, "no token left a window: the test is vacuous"
+    if radix:
+        assert scheduler.stats_snapshot().cached_tokens_total > 0
+        scheduler.cache.check()
+        scheduler.cache.reset()
+    allocator = scheduler.cache.allocator
+    assert allocator.available_size() == slots
+    assert allocator.swa.available_size() == allocator.swa.size
+
+
+def live_requests(scheduler):
+    return [req for req in scheduler._unfinished.values() if req.req_pool_idx]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-order", "overlap"])
+def test_retraction_is_exercised_and_harmless(tmp_path_factory, overlap):
+    """More decode tokens than window slots: requests are retracted for those alone."""
+    harness = EngineHarness(
+        folder_of(tmp_path_factory, "fs", 60),
+        overlap=overlap,
+        max_total_tokens=3000,
+        swa_full_tokens_ratio=0.15,
+        chunked_prefill_size=64,
+        schedule_conservativeness=0.1,
+        skip_tokenizer_init=True,
+        kv_canary="none",
+    )
+    expected = {}
+    for i in range(12):
+        prompt = [(31 * i + j) % VOCAB for j in range(20)]
+        rid = harness.submit(prompt, max_new_tokens=150, ignore_eos=True, stream=True)
+        expected[rid] = Expected(prompt, 150)
+    check(expected, harness.run(), vocab_size=VOCAB, windows=windows_of("fs", 60))
+    assert harness.scheduler.stats_snapshot().num_retracted_reqs > 0
+
+
+@pytest.mark.parametrize("letters", ["fs", "sf", "ss"])
+def test_without_window_slots_every_token_is_kept(tmp_path_factory, letters):
+    harness = EngineHarness(
+        folder_of(tmp_path_factory, letters, 24),
+        max_total_tokens=900,
+        disable_hybrid_swa_memory=True,
+        skip_tokenizer_init=True,
+    )
+    assert harness.scheduler.cache.allocator.swa is None
+    traffic = Traffic(harness, random.Random(3), 6)
+    answers = {}
+    while traffic.left:
+        answers |= harness.run(on_step=traffic.on_step)
+    windows = windows_of(letters, 24)
+    check(traffic.expected, answers, vocab_size=VOCAB, windows=windows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
