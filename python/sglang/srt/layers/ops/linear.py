@@ -59,14 +59,29 @@ def pack_weight(weight: Tensor) -> PackedWeight:
     wide = weight.detach().float()
     if not (weight.is_cpu and native_available()):
         return PackedWeight(n=n, k=k, panel=n, data=wide.t().contiguous()[None])
-    panels = -(-n // PANEL)
-    data = functional.pad(wide, (0, 0, 0, panels * PANEL - n))
-    data = data.view(panels, PANEL, k).transpose(1, 2).contiguous()
-    narrow = data.bfloat16()
-    if torch.equal(narrow.float(), data):
-        halves = narrow.view(panels, k, 2, PANEL // 2).transpose(2, 3)
-        data = halves.reshape(panels, k, PANEL)
+    data = pack_panels(wide, torch.bfloat16)
+    if data is None:
+        data = pack_panels(wide, torch.float32)
+    assert data is not None
     return PackedWeight(n=n, k=k, panel=PANEL, data=data)
+
+
+def pack_panels(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """`PackedWeight.data` of a float32 weight [N, K] in the native format.
+
+    None where a weight is not exactly of `dtype`, bfloat16 or float32.
+    """
+    n, k = weight.shape
+    panels = -(-n // PANEL)
+    data = functional.pad(weight, (0, 0, 0, panels * PANEL - n))
+    data = data.view(panels, PANEL, k).transpose(1, 2).contiguous()
+    if dtype == torch.float32:
+        return data
+    narrow = data.to(dtype)
+    if not torch.equal(narrow.float(), data):
+        return None
+    halves = narrow.view(panels, k, 2, PANEL // 2).transpose(2, 3)
+    return halves.reshape(panels, k, PANEL)
 
 
 def unpack_weight(weight: PackedWeight) -> Tensor:
