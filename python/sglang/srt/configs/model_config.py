@@ -11,10 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.configs.config_values import ROPE_KEYS, ConfigValues
+from sglang.srt.configs.config_values import (
+    QUANTIZATION_KEYS,
+    ROPE_KEYS,
+    ConfigValues,
+)
+from sglang.srt.configs.moe_config import MoeConfig, read_moe_config
 from sglang.srt.utils.json_file import read_json_object, shown
 
 MAX_TOKEN_ID = 1 << 31
+QUANT_METHODS = ("mxfp4",)
+"""Formats of quantised weights that are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +42,9 @@ class ModelConfig:
 
     Sizes are in channels, heads or layers; `context_len` is in tokens. `eos_token_ids`
     joins config.json and generation_config.json. `sliding_window` None means full
-    attention. `raw` is the content of config.json, for fields of a single model.
+    attention, `moe` None that all layers are dense, `quant_method` None that weights
+    are stored as floating-point numbers. `raw` is the content of config.json, for
+    fields of a single model.
     """
 
     path: Path
@@ -55,6 +64,8 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     sliding_window: int | None
+    moe: MoeConfig | None
+    quant_method: str | None
     eos_token_ids: tuple[int, ...]
     raw: dict[str, Any]
 
@@ -93,6 +104,8 @@ class ModelConfig:
             attention_bias=values.get("attention_bias"),
             mlp_bias=values.get("mlp_bias"),
             sliding_window=_sliding_window(values),
+            moe=read_moe_config(values),
+            quant_method=_quant_method(values),
             eos_token_ids=_eos_token_ids(values, folder),
             raw=raw,
         )
@@ -108,7 +121,16 @@ class ModelConfig:
         heads = 2 * self.num_heads + 2 * self.num_kv_heads
         attention = self.hidden_size * heads * self.head_dim
         mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * (attention + mlp)
+        total = self.num_layers * (attention + mlp)
+        if self.moe is None:
+            return total
+        sparse = len(self.moe.layers)
+        return total + sparse * (self.moe.num_weights(self.hidden_size) - mlp)
+
+    def without_experts(self) -> ModelConfig:
+        """Return the shape for a model that ignores the fields of experts: a draft
+        head may have copied them from its target."""
+        return dataclasses.replace(self, moe=None)
 
     def with_context(self, context_len: int) -> ModelConfig:
         """Return the same model with another context length."""
@@ -179,6 +201,20 @@ _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
         "original_max_position_embeddings",
     ),
 }
+
+
+def _quant_method(values: ConfigValues) -> str | None:
+    if values.get("quantization_config") is None:
+        return None
+    found = values.within("quantization_config", QUANTIZATION_KEYS)
+    method: str = found.get("quant_method")
+    if method not in QUANT_METHODS:
+        raise found.error(
+            "quant_method",
+            f"is {shown(method)}, which is not supported; supported: "
+            f"{', '.join(QUANT_METHODS)}, and checkpoints that are not quantised",
+        )
+    return method
 
 
 def _sliding_window(values: ConfigValues) -> int | None:
