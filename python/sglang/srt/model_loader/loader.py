@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sglang.srt.layers.linear import LoadableParameter
 from sglang.srt.layers.module import Module, cache_attributes
+from sglang.srt.model_loader.mxfp4 import dequantized
 from sglang.srt.model_loader.weight_utils import iterate_weights, tensor_names
 from sglang.srt.models.registry import CausalLM, MockModel, create_model
 
@@ -65,7 +66,11 @@ def load_model(
         fill_dummy_weights(model, device)
         model.finish_loading("--load-format dummy")
     else:
-        load_weights(model, iterate_weights(config.path), source=str(config.path))
+        source = str(config.path)
+        weights = iterate_weights(config.path)
+        if config.quant_method == "mxfp4":
+            weights = dequantized(weights, dtype=dtype, device=device, source=source)
+        load_weights(model, weights, source=source)
     for module in model.modules():
         if isinstance(module, Module):
             module.process_weights_after_loading()
