@@ -270,7 +270,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[layer + "self_attn.q_norm.weight"] = (head_dim,)
             shapes[layer + "self_attn.k_norm.weight"] = (head_dim,)
         experts = config.get("num_experts") or config.get("num_local_experts")
-        if experts and i not in config.get("mlp_only_layers", ()):
+        is_turn = (i + 1) % config.get("decoder_sparse_step", 1) == 0
+        if experts and is_turn and i not in config.get("mlp_only_layers", ()):
             shapes |= _moe_shapes(layer + "mlp.", config, experts=experts)
         else:
             shapes |= _mlp_shapes(layer + "mlp.", hidden, inner)

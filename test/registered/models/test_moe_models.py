@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,27 @@ def test_stacked_experts_and_those_that_transformers_writes(
     )
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(last_logits(tmp_path / "saved"), expected)
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    (QWEN2, {"norm_topk_prob": True, "decoder_sparse_step": 2}),
+    (QWEN2, {"mlp_only_layers": [1], "num_experts_per_tok": 5}),
+    (QWEN3, {"norm_topk_prob": False, "mlp_only_layers": [], "num_experts_per_tok": 1}),
+    (QWEN3, {"tie_word_embeddings": True, "attention_bias": False}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "overrides"), VARIANTS)
+def test_variants_equal_transformers(
+    tmp_path: Path, architecture: str, overrides: dict[str, Any]
+) -> None:
+    folder = write_tiny_model(tmp_path, architecture, **overrides)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPT])).logits[0, -1]
+    torch.testing.assert_close(last_logits(folder), expected, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,8 @@ def _pack_all(
         experts, -(-hidden // PANEL), inner, PANEL, dtype=dtype
     )
     for expert in range(experts):
-        rows = _interleave(weights.gate_up[expert].float(), inner)
-        for target, matrix in ((gate_up, rows), (down, weights.down[expert].float())):
+        rows = _interleave(weights.gate_up[expert], inner)
+        for target, matrix in ((gate_up, rows), (down, weights.down[expert])):
             panels = pack_panels(matrix, dtype)
             if panels is None:
                 return None
