@@ -58,6 +58,14 @@ def _block_rows(rows, block_experts, block, assignments, PRODUCT: tl.constexpr):
 
 
 @triton.jit
+def _columns(start, here, mask, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns `here` of the rows at `start`, zeros where `mask` is not or beyond K."""
+    if K % BLOCK_K != 0:
+        mask = mask & (here < K)
+    return tl.load(start + here, mask=mask, other=0.0)
+
+
+@triton.jit
 def activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
     if CLAMPED:
         gate = tl.where(gate > limit, limit, gate)
@@ -118,12 +126,11 @@ def grouped_kernel(
     up_total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         here = first + k
-        inside = here < K
-        x_tile = tl.trans(tl.load(x_start + here, mask=is_row & inside, other=0.0))
-        w_tile = tl.load(w_start + here, mask=inside, other=0.0)
+        x_tile = tl.trans(_columns(x_start, here, is_row, K, BLOCK_K))
+        w_tile = _columns(w_start, here, True, K, BLOCK_K)
         total = tl.dot(w_tile, x_tile, total, input_precision="ieee")
         if PRODUCT.gated:
-            w_tile = tl.load(w_start + N * K + here, mask=inside, other=0.0)
+            w_tile = _columns(w_start + N * K, here, True, K, BLOCK_K)
             up_total = tl.dot(w_tile, x_tile, up_total, input_precision="ieee")
     is_output = n < N
     if PRODUCT.has_bias:

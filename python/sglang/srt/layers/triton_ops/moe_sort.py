@@ -86,8 +86,6 @@ def place_kernel(
 ):
     """rows [blocks * BLOCK_M]: an assignment, or `assignments` for padding;
     block_experts [blocks]: the expert, or EXPERTS_BLOCK for a block without rows.
-
-    Padding is there before.
     """
     chunk = tl.program_id(0)
     expert = tl.arange(0, EXPERTS_BLOCK)
@@ -104,12 +102,22 @@ def place_kernel(
             before += tl.where(other < chunk, count, 0)
     room = (total + BLOCK_M - 1) // BLOCK_M
     end = tl.cumsum(room, axis=0)
-    # Each program tells the experts of its share of the blocks.
+    begin = end - room
+    # Each program writes the experts and the padding of its share of the blocks.
+    m = tl.arange(0, BLOCK_M)[None, :]
     for first in range(chunk * BLOCKS_TILE, blocks, tl.num_programs(0) * BLOCKS_TILE):
         block = first + tl.arange(0, BLOCKS_TILE)
+        is_block = block < blocks
         owner = tl.sum((end[None, :] <= block[:, None]).to(tl.int32), axis=1)
-        tl.store(block_experts + block, owner, mask=block < blocks)
-    next_row = (end - room) * BLOCK_M + before
+        tl.store(block_experts + block, owner, mask=is_block)
+        left = total[None, :] - (block[:, None] - begin[None, :]) * BLOCK_M
+        filled = tl.sum(tl.where(owner[:, None] == expert[None, :], left, 0), axis=1)
+        tl.store(
+            rows + block[:, None] * BLOCK_M + m,
+            assignments,
+            mask=is_block[:, None] & (m >= filled[:, None]),
+        )
+    next_row = begin * BLOCK_M + before
     first = chunk * CHUNK
     for start in range(first, tl.minimum(first + CHUNK, assignments), TILE):
         at, hot = _one_hot(ids, start, assignments, expert, TILE)
@@ -133,7 +141,7 @@ def sort_by_expert(ids: Tensor, *, experts: int, block_m: int) -> tuple[Tensor, 
     assignments = ids.numel()
     blocks = max_blocks(assignments=assignments, experts=experts, block_m=block_m)
     experts_block = block_of(experts)
-    rows = ids.new_full((blocks * block_m,), assignments)
+    rows = ids.new_empty(blocks * block_m)
     block_experts = ids.new_empty(blocks)
     chunks = triton.cdiv(assignments, CHUNK)
     common = {
