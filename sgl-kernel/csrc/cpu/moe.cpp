@@ -189,7 +189,7 @@ class GroupedProduct {
   void run_interval(double low, double high, bool is_last) const {
     for (size_t g = 0; g < groups_.size(); g++) {
       const double begin = g ? ends_[g - 1] : 0.0, end = ends_[g];
-      if (end <= low && !(is_last && g + 1 == groups_.size())) continue;
+      if (end <= low) continue;
       if (begin >= high && !is_last) break;
       const int64_t from = unit_at(low, begin, end);
       const int64_t to = is_last ? units_ : unit_at(high, begin, end);
@@ -238,8 +238,6 @@ std::vector<Group> sort_by_expert(
   return groups;
 }
 
-int64_t panels_of(const Tensor& weight) { return weight.size(1); }
-
 void check_weight(
     const char* name, const Tensor& weight, int64_t columns, int64_t k, ScalarType type) {
   SGLK_CHECK(
@@ -258,8 +256,9 @@ void moe_experts(
     const Tensor& out) {
   const char* op = "moe_experts";
   SGLK_CHECK(
-      x.dim() == 2 && x.scalar_type() == ScalarType::Float && x.is_contiguous(), op, "x", x,
-      "contiguous float32 [T, H]");
+      x.dim() == 2 && x.size(1) > 0 && x.scalar_type() == ScalarType::Float &&
+          x.is_contiguous(),
+      op, "x", x, "contiguous float32 [T, H]");
   const int64_t tokens = x.size(0), hidden = x.size(1);
   SGLK_CHECK(
       ids.dim() == 2 && ids.size(0) == tokens && ids.scalar_type() == ScalarType::Int &&
@@ -270,10 +269,11 @@ void moe_experts(
       weights.scalar_type() == ScalarType::Float && weights.is_contiguous() &&
           weights.numel() == assignments,
       op, "weights", weights, "contiguous float32 [T, top_k]");
+  SGLK_REQUIRE(inner > 0, op, ": inner is ", inner, ", expected at least 1");
   const int64_t gate_panels = (inner + kPanel / 2 - 1) / (kPanel / 2);
-  const int64_t experts = gate_up.size(0);
   check_weight("gate_up", gate_up, gate_panels * kPanel, hidden, gate_up.scalar_type());
   check_weight("down", down, hidden, inner, gate_up.scalar_type());
+  const int64_t experts = gate_up.size(0);
   SGLK_CHECK(down.size(0) == experts, op, "down", down, "as many experts as gate_up");
   const auto check_matrix = [&](const char* name, const Tensor& t, int64_t size) {
     SGLK_CHECK(
@@ -318,7 +318,7 @@ void moe_experts(
   first.gate = is_clamped ? Gate::clamped : Gate::silu;
   first.alpha = float(alpha);
   first.limit = float(limit);
-  GroupedProduct(groups, first, panels_of(gate_up)).run();
+  GroupedProduct(groups, first, gate_up.size(1)).run();
   LinearArgs second{};
   second.x = activated;
   second.x_stride = second.k = inner;
@@ -327,7 +327,7 @@ void moe_experts(
   second.bias = data(down_bias);
   second.out = product;
   second.out_stride = second.n = hidden;
-  GroupedProduct(groups, second, panels_of(down)).run();
+  GroupedProduct(groups, second, down.size(1)).run();
   const WeightedSumArgs sum{
       product, place.data(), static_cast<const float*>(weights.const_data_ptr()),
       static_cast<float*>(out.mutable_data_ptr()), top_k, hidden};

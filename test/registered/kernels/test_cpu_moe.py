@@ -194,6 +194,14 @@ def test_bad_arguments_raise() -> None:
             moe.moe_experts(x, weights, broken, packed)
     with pytest.raises(RuntimeError, match="moe_experts: gate_up is"):
         moe.moe_experts(x[:, :31].contiguous(), weights, ids, packed)
+    with pytest.raises(RuntimeError, match="moe_experts: x is"):
+        moe.moe_experts(x[:, :0], weights, ids, packed)
+    with pytest.raises(RuntimeError, match="moe_experts: inner is 0"):
+        moe.moe_experts(x, weights, ids, dataclasses.replace(packed, inner=0))
+    for name in ("gate_up", "down"):
+        broken_weights = dataclasses.replace(packed, **{name: torch.zeros(())})
+        with pytest.raises(RuntimeError, match=f"moe_experts: {name} is"):
+            moe.moe_experts(x, weights, ids, broken_weights)
     with pytest.raises(RuntimeError, match="moe_experts: weights is"):
         moe.moe_experts(x, weights[:4], ids, packed)
 
