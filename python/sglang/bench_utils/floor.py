@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from sglang.bench_utils.report import Json, rate
+from sglang.srt.layers.moe.experts import Experts
+from sglang.srt.layers.moe.feed_forward import MoeFeedForward
 from sglang.srt.layers.ops.linear import PackedWeight
 from sglang.srt.layers.vocab_embedding import VocabEmbedding
 
@@ -60,14 +62,17 @@ def measure_bandwidth(
 
 
 def weight_bytes_per_step(model: nn.Module) -> int:
-    """Return the bytes of weights that one decode step reads, as stored.
+    """Return the bytes of weights that one decode step of one row reads, as stored.
 
-    The embedding table does not count: a step reads single rows of it. The head does.
+    The embedding table does not count: a step reads single rows of it. The head does,
+    and so do as many experts as a token has.
     """
     seen: set[int] = set()
     total = 0
     for module in model.modules():
-        if isinstance(module, VocabEmbedding):
+        if isinstance(module, MoeFeedForward):
+            total += module.bytes_of_chosen_experts
+        if isinstance(module, VocabEmbedding | Experts):
             continue
         held = [p.data for p in module.parameters(recurse=False)]
         held += [v.data for v in vars(module).values() if isinstance(v, PackedWeight)]

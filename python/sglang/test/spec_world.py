@@ -40,13 +40,15 @@ from sglang.test.tiny_models import (
     write_tiny_model,
 )
 
-VOCAB_SIZES = {"demo": 4096, "mock": 1000, "llama": 264, "qwen3": 264, "mistral": 264}
-SMALL_VOCAB = {"mock": 730, "llama": 150, "qwen3": 150}
 TINY = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+VOCAB_SIZES = {"demo": 4096, "mock": 1000} | dict.fromkeys(TINY, 264)
+SMALL_VOCAB = {"mock": 730} | dict.fromkeys(TINY, 150)
 # Shorter than the paths of a deep tree.
 WINDOWS = {"mistral": {"sliding_window": 4}}
 # Noise on the weights of a random model's STANDALONE draft, which then agrees in about

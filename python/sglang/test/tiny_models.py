@@ -42,7 +42,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"model_type": "mistral", "sliding_window": 12},
     "Qwen2ForCausalLM": {"model_type": "qwen2"},
     "Qwen3ForCausalLM": {"model_type": "qwen3", "head_dim": 24},
+    "Qwen2MoeForCausalLM": {
+        "model_type": "qwen2_moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": False,
+    },
+    "Qwen3MoeForCausalLM": {
+        "model_type": "qwen3_moe",
+        "head_dim": 24,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 36,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
 }
+# Families with biases of q, k and v, and with norms of their heads.
+QKV_BIAS = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
+QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 def write_byte_tokenizer(folder: Path) -> None:
@@ -244,17 +264,42 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layer = f"model.layers.{i}."
         for name, size in projections.items():
             shapes[f"{layer}self_attn.{name}_proj.weight"] = (size, hidden)
-            if config["architectures"] == ["Qwen2ForCausalLM"]:
+            if config["architectures"][0] in QKV_BIAS:
                 shapes[f"{layer}self_attn.{name}_proj.bias"] = (size,)
         shapes[layer + "self_attn.o_proj.weight"] = (hidden, heads * head_dim)
-        if config["architectures"] == ["Qwen3ForCausalLM"]:
+        if config["architectures"][0] in QK_NORM:
             shapes[layer + "self_attn.q_norm.weight"] = (head_dim,)
             shapes[layer + "self_attn.k_norm.weight"] = (head_dim,)
-        for name in ("gate", "up"):
-            shapes[f"{layer}mlp.{name}_proj.weight"] = (inner, hidden)
-        shapes[layer + "mlp.down_proj.weight"] = (hidden, inner)
+        experts = config.get("num_experts") or config.get("num_local_experts")
+        is_turn = (i + 1) % config.get("decoder_sparse_step", 1) == 0
+        if experts and is_turn and i not in config.get("mlp_only_layers", ()):
+            shapes |= _moe_shapes(layer + "mlp.", config, experts=experts)
+        else:
+            shapes |= _mlp_shapes(layer + "mlp.", hidden, inner)
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{layer}{name}.weight"] = (hidden,)
+    return shapes
+
+
+def _mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}gate_proj.weight": (inner, hidden),
+        f"{prefix}up_proj.weight": (inner, hidden),
+        f"{prefix}down_proj.weight": (hidden, inner),
+    }
+
+
+def _moe_shapes(
+    mlp: str, config: dict[str, Any], *, experts: int
+) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {f"{mlp}gate.weight": (experts, hidden)}
+    for expert in range(experts):
+        shapes |= _mlp_shapes(f"{mlp}experts.{expert}.", hidden, inner)
+    shared = config.get("shared_expert_intermediate_size")
+    if shared:
+        shapes |= _mlp_shapes(f"{mlp}shared_expert.", hidden, shared)
+        shapes[f"{mlp}shared_expert_gate.weight"] = (1, hidden)
     return shapes
 
 

@@ -27,6 +27,8 @@ _extend_attention = _OPS.extend_attention.default._op
 _extend_attention_full = _OPS.extend_attention_full.default._op
 _packed_linear = _OPS.packed_linear.default._op
 _plain_linear = _OPS.plain_linear.default._op
+_moe_route = _OPS.moe_route.default._op
+_moe_experts = _OPS.moe_experts.default._op
 _exp = _OPS.exp.default._op
 _tree_top_k = _OPS.tree_top_k.default._op
 _tree_select = _OPS.tree_select.default._op
@@ -269,6 +271,86 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         weight, out: contiguous; bias: [N] or None.
     """
     _plain_linear(x, weight, bias, out)
+
+
+def moe_route(
+    logits: Tensor,
+    correction: Tensor | None,
+    top_k: int,
+    is_sigmoid: bool,
+    renormalise: bool,
+    scale: float,
+    groups: int,
+    top_groups: int,
+    group_best: int,
+    weights: Tensor,
+    ids: Tensor,
+) -> None:
+    """Choose `top_k` experts per token, the best first, of equal ones the lowest ids.
+
+    Args:
+        logits: [T, E] float32; correction: [E] float32, for the choice alone, or None.
+        is_sigmoid: scores are sigmoids, else a softmax.
+        groups, top_groups, group_best: experts come from the best `top_groups` groups,
+            by the sum of the `group_best` best of each.
+        weights: [T, top_k] float32; ids: [T, top_k] int32; both results.
+    """
+    _moe_route(
+        logits,
+        correction,
+        top_k,
+        is_sigmoid,
+        renormalise,
+        scale,
+        groups,
+        top_groups,
+        group_best,
+        weights,
+        ids,
+    )
+
+
+def moe_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    inner: int,
+    is_clamped: bool,
+    alpha: float,
+    limit: float,
+    scratch: Tensor,
+    out: Tensor,
+) -> None:
+    """out[t] = sum over k of weights[t, k] * expert ids[t, k] of x[t]; float32.
+
+    Args:
+        x, out: [T, H]; ids: [T, K] int32; weights: [T, K].
+        gate_up: [E, ceil(I / 16), H, 32], 16 columns of gate and of up per panel; down:
+            [E, ceil(H / 32), I, 32]; both float32 or both bfloat16, as `pack_experts`
+            makes them.
+        gate_up_bias: [E, ceil(I / 16) * 32]; down_bias: [E, H]; or None.
+        inner: I. is_clamped: clamped SwiGLU with `alpha` and `limit`.
+        scratch: T * K * (2 * H + I) floats.
+    """
+    _moe_experts(
+        x,
+        ids,
+        weights,
+        gate_up,
+        gate_up_bias,
+        down,
+        down_bias,
+        inner,
+        is_clamped,
+        alpha,
+        limit,
+        scratch,
+        out,
+    )
 
 
 # Launches of the KV canary, called by `kv_canary.kernels.native`; their signatures are

@@ -98,6 +98,10 @@ def expected_part(
     kv_heads = max(config.num_kv_heads // size, 1)
     first_kv = rank * config.num_kv_heads // size
     inner = config.intermediate_size
+    if config.moe is not None and ".experts." in name:
+        inner = config.moe.intermediate_size
+    if config.moe is not None and ".shared_expert." in name:
+        inner = config.moe.shared_intermediate_size
     inner_part = slice(rank * (inner // size), (rank + 1) * (inner // size))
     if "qkv_proj" in name:
         q, k, v = full.split(
@@ -107,10 +111,14 @@ def expected_part(
         kept = slice(first_kv * dim, (first_kv + kv_heads) * dim)
         return torch.cat([q, k[kept], v[kept]])
     if "gate_up_proj" in name:
-        gate, up = full.split(inner, dim=0)
-        return torch.cat([gate[inner_part], up[inner_part]])
-    if name.endswith("down_proj.weight"):
-        return full[:, inner_part]
+        dim = 1 if ".experts." in name else 0
+        halves = [
+            half.narrow(dim, inner_part.start, inner // size)
+            for half in full.split(inner, dim=dim)
+        ]
+        return torch.cat(halves, dim=dim)
+    if "down_proj" in name and not name.endswith("bias"):
+        return full[..., inner_part]
     if name.endswith("o_proj.weight"):
         return full[:, rank * q_heads * dim : (rank + 1) * q_heads * dim]
     if "embed_tokens" in name or "lm_head" in name:
@@ -131,6 +139,8 @@ def expected_part(
         ("Qwen3ForCausalLM", "auto", {"vocab_size": 265}),
         ("Qwen2ForCausalLM", "dummy", {"vocab_size": 265}),
         ("LlamaForCausalLM", "dummy", {"attention_bias": True, "mlp_bias": True}),
+        ("Qwen2MoeForCausalLM", "auto", {}),
+        ("Qwen3MoeForCausalLM", "dummy", {}),
     ],
 )
 def test_each_rank_holds_its_part(

@@ -31,7 +31,7 @@ CONFIGURATIONS = [
     ("sf", 100, 16, 1120, 0.5, 64, "fcfs", True, "cpu_native"),
     ("fs", 16, 16, 1600, 0.2, 32, "lpm", True, "torch_native"),
     ("sf", 10, 64, 1280, 0.7, 64, "fcfs", True, "cpu_native"),
-    ("fs", 90, 64, 2048, 0.6, 128, "lpm", True, "cpu_native"),
+    ("fs", 40, 64, 2048, 0.2, 128, "lpm", True, "cpu_native"),
     ("sf", 33, 1, 600, 0.6, 48, "fcfs", False, "cpu_native"),
     ("fs", 20, 1, 1200, 1.0, -1, "fcfs", True, "cpu_native"),
 ]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_loader.weight_utils import iterate_weights, tensor_names
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
+from sglang.srt.utils.json_file import shown
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.tiny_models import write_tiny_model
@@ -69,6 +70,20 @@ VALUES: dict[str, list[Any]] = {
     "architectures": [None, "LlamaForCausalLM", [], [1], [LLAMA, LLAMA], {"a": 1}],
     "eos_token_id": ["x", [1, "x"], -7, 10**18, {"a": 1}, 1.5, [[1]], True],
 }
+# Of a model with experts.
+MOE_VALUES: dict[str, list[Any]] = {
+    "num_experts": [-1, "5", 10**18, 1.5],
+    "num_experts_per_tok": [None, 0, -1, 6, "2", 10**18],
+    "moe_intermediate_size": [0, -4, "48", 10**18],
+    "shared_expert_intermediate_size": [-1, "x", 10**18],
+    "norm_topk_prob": [1, "yes"],
+    "decoder_sparse_step": [0, -1, 10**18],
+    "mlp_only_layers": [[-1], ["0"], [10**18], {"a": 1}, True],
+    "first_k_dense_replace": [-1, "1"],
+    "n_group": [0, 2, "1"],
+    "topk_group": [0, 2],
+    "routed_scaling_factor": [0, -1, float("nan")],
+}
 CASES = [(key, value) for key, values in VALUES.items() for value in values]
 
 
@@ -77,10 +92,49 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), LLAMA)
 
 
+@pytest.fixture(scope="module")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("moe"), "Qwen2MoeForCausalLM")
+
+
 def with_config(model: Path, folder: Path, **changes: Any) -> Path:
     raw = json.loads((model / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | changes))
     return folder
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(key, value) for key, values in MOE_VALUES.items() for value in values],
+)
+def test_a_value_that_no_model_with_experts_has(
+    moe_model: Path, tmp_path: Path, key: str, value: Any
+) -> None:
+    with_config(moe_model, tmp_path, **{key: value})
+    text = refusal(ModelConfig.from_path, tmp_path)
+    assert key in text and (value is None or shown(value)[:5] in text), text
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (
+            {"quant_method": "fp8"},
+            ["quantization_config.quant_method", "mxfp4", '"fp8"'],
+        ),
+        ({"quant_method": "gptq", "bits": 4}, ["quant_method", "mxfp4", '"gptq"']),
+        ({"bits": 4}, ["quantization_config.quant_method is missing"]),
+        ({"quant_method": 4}, ["quantization_config.quant_method", "4"]),
+        ("awq", ["quantization_config must be an object"]),
+    ],
+)
+def test_quantised_weights_that_are_not_read(
+    model: Path, tmp_path: Path, value: Any, words: list[str]
+) -> None:
+    """Refused by the configuration, before any weight is read: there is none here."""
+    with_config(model, tmp_path, quantization_config=value)
+    text = refusal(ModelConfig.from_path, tmp_path)
+    assert all(word in text for word in words), text
 
 
 @pytest.mark.parametrize(("key", "value"), CASES)

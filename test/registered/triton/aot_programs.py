@@ -21,10 +21,18 @@ from triton.compiler import ASTSource
 
 from sglang.srt.layers.attention.triton_ops.page_indices import page_indices_kernel
 from sglang.srt.layers.attention.triton_ops.tree_mask import pack_tree_mask_kernel
-from sglang.srt.layers.triton_ops import activation, norm, rope
+from sglang.srt.layers.ops.moe_routing import RoutingRule
+from sglang.srt.layers.triton_ops import activation, moe_routing, moe_sort, norm, rope
 from sglang.srt.layers.triton_ops.gated_gemm_kernel import gated_gemm_kernel
 from sglang.srt.layers.triton_ops.gemm_kernels import Product, gemm_kernel, gemv_kernel
 from sglang.srt.layers.triton_ops.gemm_table import MAX_GATED_ROWS, lookup
+from sglang.srt.layers.triton_ops.moe_kernels import (
+    GroupedProduct,
+    grouped_kernel,
+    sum_kernel,
+)
+from sglang.srt.layers.triton_ops.moe_table import BLOCK_K
+from sglang.srt.layers.triton_ops.moe_table import lookup as moe_lookup
 from sglang.srt.mem_cache.triton_ops import move_kv
 from sglang.srt.sampling.triton_ops import choose_tokens
 from sglang.test.scale import sampled
@@ -211,6 +219,91 @@ def gathers() -> Iterator[Variant]:
     yield Variant("tree mask", pack_tree_mask_kernel, mask, constants, 4)
 
 
+# Experts, hidden size, inner size and experts per token of Qwen3-30B-A3B, gpt-oss-20b.
+EXPERTS = ((128, 2048, 768, 8), (32, 2880, 2880, 4))
+
+
+def routings() -> Iterator[Variant]:
+    rules = (
+        (128, RoutingRule(top_k=8, renormalise=True)),
+        (
+            256,
+            RoutingRule(
+                top_k=8,
+                is_sigmoid=True,
+                renormalise=True,
+                groups=8,
+                top_groups=4,
+                group_best=2,
+            ),
+        ),
+    )
+    fp32 = dict.fromkeys(("logits", "correction", "weights"), "*fp32")
+    for experts, rule in rules:
+        yield Variant(
+            f"route {experts}",
+            moe_routing.route_kernel,
+            {**fp32, "ids": "*i32", "scale": "fp32"},
+            {
+                "RULE": moe_routing.kernel_rule(rule, experts),
+                "HAS_CORRECTION": rule.is_sigmoid,
+                "PDL": True,
+            },
+            4,
+        )
+    lists = dict.fromkeys(("ids", "counts", "rows", "block_experts"), "*i32")
+    sizes = {"CHUNK": moe_sort.CHUNK, "TILE": moe_sort.TILE, "PDL": True}
+    for experts_block in (32, 256):
+        constants = sizes | {"EXPERTS_BLOCK": experts_block}
+        yield Variant("count", moe_sort.count_kernel, lists, constants, 4)
+        for one_chunk in (True, False):
+            placing = {
+                "BLOCK_M": 16,
+                "BLOCKS_TILE": moe_sort.TILE,
+                "ONE_CHUNK": one_chunk,
+            }
+            yield Variant("place", moe_sort.place_kernel, lists, constants | placing, 4)
+
+
+def experts() -> Iterator[Variant]:
+    p = POINTERS["bf16"]
+    pointers = {
+        **dict.fromkeys(("x", "weight", "bias", "out", "products"), p),
+        **dict.fromkeys(("rows", "block_experts"), "*i32"),
+        "scales": "*fp32",
+        **dict.fromkeys(("alpha", "limit"), "fp32"),
+    }
+    for (count, hidden, inner, top_k), tokens, gated in itertools.product(
+        EXPERTS, (1, 64, 512, 2048), (True, False)
+    ):
+        outputs = inner if gated else hidden
+        config = moe_lookup(
+            assignments=tokens * top_k,
+            experts=count,
+            outputs=outputs,
+            gated=gated,
+            itemsize=2,
+        )
+        product = GroupedProduct(
+            k=hidden if gated else inner,
+            outputs=outputs,
+            block_m=config.block_m,
+            block_n=config.block_n,
+            block_k=BLOCK_K,
+            experts=count,
+            top_k=top_k if gated else 1,
+            gated=gated,
+            clamped=count == 32,
+            has_bias=count == 32,
+            direct=tokens == 1,
+        )
+        constants = {"PRODUCT": product, "STAGES": config.stages, "PDL": True}
+        name = f"experts {count} tokens={tokens} gated={gated} {config}"
+        yield Variant(name, grouped_kernel, pointers, constants, config.warps)
+    constants = {"WIDTH": 2880, "TOP_K": 4, "BLOCK": 1024, "PDL": True}
+    yield Variant("sum of experts", sum_kernel, pointers, constants, 4)
+
+
 def compile_variant(variant: Variant) -> Any:
     names = variant.kernel.arg_names
     signature = {}
@@ -232,14 +325,17 @@ def compile_variant(variant: Variant) -> Any:
 def main() -> None:
     variants = [v for dtype in POINTERS for v in pointwise(dtype)]
     variants += [*products(), *tall_products(), *gathers()]
+    variants += [*routings(), *experts()]
     variants = sampled(variants, key=lambda v: v.kernel, ci=2)
     for variant in variants:
         compiled = compile_variant(variant)
         if variant.constants.get("PDL"):
             assert "griddepcontrol.wait" in compiled.asm["ptx"], variant.name
-        if variant.kernel in (gemm_kernel, gated_gemm_kernel):
+        if variant.kernel in (gemm_kernel, gated_gemm_kernel, grouped_kernel):
             ptx = compiled.asm["ptx"]
             assert "wgmma" in ptx or "mma.sync" in ptx, variant.name
+            # Of the experts all, so that tiles of all heights sum alike.
+            assert variant.kernel is not grouped_kernel or "wgmma" in ptx, variant.name
             assert compiled.metadata.shared <= 227 * 1024, variant.name
         print(variant.name, "shared", compiled.metadata.shared)
     print(f"compiled {len(variants)} variants for sm_90")

@@ -57,6 +57,22 @@ KEYS: dict[str, Key] = {
     "rope_theta": Key(float, TINY, 1e30, 10000.0),
     "rope_local_base_freq": Key(float, TINY, 1e30),
     "partial_rotary_factor": Key(float, TINY, 1.0, 1.0),
+    # Of experts.
+    "num_experts": Key(int, 0, 1 << 14),
+    "num_local_experts": Key(int, 0, 1 << 14),
+    "n_routed_experts": Key(int, 0, 1 << 14),
+    "num_experts_per_tok": Key(int, 1, 1 << 10, REQUIRED),
+    "moe_intermediate_size": Key(int, 1, 1 << 24),
+    "shared_expert_intermediate_size": Key(int, 0, 1 << 24),
+    "n_shared_experts": Key(int, 0, 1 << 10, 0),
+    "norm_topk_prob": Key(bool, default=False),
+    "routed_scaling_factor": Key(float, TINY, 1e6, 1.0),
+    "n_group": Key(int, 1, 1 << 10, 1),
+    "topk_group": Key(int, 1, 1 << 10, 1),
+    "decoder_sparse_step": Key(int, 1, 4096, 1),
+    "first_k_dense_replace": Key(int, 0, 4096, 0),
+    "moe_layer_freq": Key(int, 1, 4096, 1),
+    "quantization_config": Key(dict),
     # Of a draft head.
     "draft_vocab_size": Key(int, 1, 1 << 24),
     "num_aux_hidden_states": Key(int, 1, 4096),
@@ -111,9 +127,14 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 150000.0,
     },
     "mistral": {"sliding_window": 4096},
-    "qwen2": {"use_sliding_window": False, "max_window_layers": 28},
-    "qwen3": {"use_sliding_window": False, "max_window_layers": 28},
+    **dict.fromkeys(
+        ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
+        {"use_sliding_window": False, "max_window_layers": 28},
+    ),
 }
+
+# Of `quantization_config`.
+QUANTIZATION_KEYS: dict[str, Key] = {"quant_method": Key(str, default=REQUIRED)}
 
 _KINDS = {
     int: "an integer",

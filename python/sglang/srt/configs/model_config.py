@@ -11,14 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.configs.config_values import FAMILY_DEFAULTS, ConfigValues
+from sglang.srt.configs.config_values import (
+    FAMILY_DEFAULTS,
+    QUANTIZATION_KEYS,
+    ConfigValues,
+)
 from sglang.srt.configs.gguf_config import gguf_config
 from sglang.srt.configs.layer_types import FULL, SLIDING, read_layer_types
+from sglang.srt.configs.moe_config import MoeConfig, read_moe_config
 from sglang.srt.configs.rope_config import RopeConfig, rope_configs
 from sglang.srt.utils.gguf_header import is_gguf
-from sglang.srt.utils.json_file import read_json_object
+from sglang.srt.utils.json_file import read_json_object, shown
 
 MAX_TOKEN_ID = 1 << 31
+QUANT_METHODS = ("mxfp4",)
+"""Formats of quantised weights that are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +37,10 @@ class ModelConfig:
     `full_attention` or `sliding_attention`; the latter read `sliding_window` positions,
     their own token's among them, and None means that there are none. `ropes` has the
     rotary embedding of each type that occurs. `attention_scale` is the factor on
-    attention's scores; the caps are 0 where there are none. `path` is a folder or a
-    GGUF file; `raw` is the content of config.json or its like over its family's
-    defaults, for fields of a single model.
+    attention's scores; the caps are 0 where there are none. `moe` None means that all
+    layers are dense, `quant_method` None that weights are stored as floating-point
+    numbers. `path` is a folder or a GGUF file; `raw` is the content of config.json or
+    its like over its family's defaults, for fields of a single model.
     """
 
     path: Path
@@ -56,6 +64,8 @@ class ModelConfig:
     attention_scale: float
     attention_logit_cap: float
     final_logit_cap: float
+    moe: MoeConfig | None
+    quant_method: str | None
     eos_token_ids: tuple[int, ...]
     raw: dict[str, Any]
 
@@ -102,6 +112,8 @@ class ModelConfig:
             attention_scale=scalar**-0.5,
             attention_logit_cap=values.get("attn_logit_softcapping"),
             final_logit_cap=values.get("final_logit_softcapping"),
+            moe=read_moe_config(values),
+            quant_method=_quant_method(values),
             eos_token_ids=_eos_token_ids(values, path),
             raw=raw,
         )
@@ -132,7 +144,16 @@ class ModelConfig:
         heads = 2 * self.num_heads + 2 * self.num_kv_heads
         attention = self.hidden_size * heads * self.head_dim
         mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * (attention + mlp)
+        total = self.num_layers * (attention + mlp)
+        if self.moe is None:
+            return total
+        sparse = len(self.moe.layers)
+        return total + sparse * (self.moe.num_weights(self.hidden_size) - mlp)
+
+    def without_experts(self) -> ModelConfig:
+        """Return the shape for a model that ignores the fields of experts: a draft
+        head may have copied them from its target."""
+        return dataclasses.replace(self, moe=None)
 
     def with_context(self, context_len: int) -> ModelConfig:
         """Return the same model with another context length."""
@@ -190,6 +211,20 @@ def _head_sizes(values: ConfigValues) -> dict[str, int]:
     if head_dim % 2:
         raise values.error("head_dim", f"is {head_dim}, but must be even")
     return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+
+
+def _quant_method(values: ConfigValues) -> str | None:
+    if values.get("quantization_config") is None:
+        return None
+    found = values.within("quantization_config", QUANTIZATION_KEYS)
+    method: str = found.get("quant_method")
+    if method not in QUANT_METHODS:
+        raise found.error(
+            "quant_method",
+            f"is {shown(method)}, which is not supported; supported: "
+            f"{', '.join(QUANT_METHODS)}, and checkpoints that are not quantised",
+        )
+    return method
 
 
 def _eos_token_ids(values: ConfigValues, folder: Path) -> tuple[int, ...]:

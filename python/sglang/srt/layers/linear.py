@@ -6,7 +6,7 @@ place of each and the part that this rank holds; `load(name, tensor, shard)` cop
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,13 +54,13 @@ class LoadableParameter(nn.Parameter):
         """A parameter of the `parts` of tensors along `dim`; None: of one tensor."""
         parameter = cls(data, requires_grad=False)
         parameter.split_dim = dim
-        parameter.shards = _shards(parts or {None: Part.whole(data.shape[dim])})
+        parameter.shards = shards_of(parts or {None: Part.whole(data.shape[dim])})
         return parameter
 
     def full_shape(self) -> tuple[int, ...]:
         """The shape that this parameter has without tensor parallelism."""
         full = sum(shard.part.full for shard in self.shards.values())
-        return self._with_size(full)
+        return _with_size(self.shape, self.split_dim, full)
 
     def load(self, name: str, tensor: Tensor, shard: str | None) -> None:
         """Copy this rank's part of a checkpoint tensor to its place.
@@ -68,15 +68,12 @@ class LoadableParameter(nn.Parameter):
         Raises:
             ValueError: the shapes differ; names the tensor and both shapes.
         """
-        place = self.shards[shard]
-        part = place.part
-        if tensor.shape != self._with_size(part.full):
-            raise ValueError(
-                f"checkpoint tensor {name} has shape {tuple(tensor.shape)}, but "
-                f"config.json makes it {self._with_size(part.full)}"
-            )
-        target = self.data.narrow(self.split_dim, place.offset, part.size)
-        target.copy_(tensor.narrow(self.split_dim, part.start, part.size))
+        copy_part(self.data, name, tensor, self.shards[shard], dim=self.split_dim)
+
+    def covered_by(self, shard: str | None) -> Iterable[str | None]:
+        """The `shards` that a checkpoint tensor of this name fills; none: it has no
+        place here."""
+        return (shard,) if shard in self.shards else ()
 
     def load_full(self, name: str, tensor: Tensor) -> None:
         """Load all shards from a tensor of `full_shape`."""
@@ -86,9 +83,28 @@ class LoadableParameter(nn.Parameter):
             self.load(name, tensor.narrow(self.split_dim, start, full), shard)
             start += full
 
-    def _with_size(self, size: int) -> tuple[int, ...]:
-        shape = tuple(self.shape)
-        return (*shape[: self.split_dim], size, *shape[self.split_dim + 1 :])
+
+def copy_part(
+    target: Tensor, name: str, tensor: Tensor, place: Shard, *, dim: int
+) -> None:
+    """Copy this rank's part, along `dim`, of a checkpoint tensor to its place.
+
+    Raises:
+        ValueError: the shapes differ; names the tensor and both shapes.
+    """
+    part = place.part
+    expected = _with_size(target.shape, dim, part.full)
+    if tensor.shape != expected:
+        raise ValueError(
+            f"checkpoint tensor {name} has shape {tuple(tensor.shape)}, but "
+            f"config.json makes it {expected}"
+        )
+    kept = tensor.narrow(dim, part.start, part.size)
+    target.narrow(dim, place.offset, part.size).copy_(kept)
+
+
+def _with_size(shape: torch.Size, dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 class Linear(Module):
@@ -164,8 +180,12 @@ class RowParallelLinear(Linear):
 
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """[T, inputs of this rank] -> [T, output_size], the same on all ranks."""
+        return self._group.all_reduce(self.forward_partial(x, out=out))
+
+    def forward_partial(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """The product of this rank, for a caller that sums over the ranks itself."""
         bias = self.bias if self._adds_bias else None
-        return self._group.all_reduce(linear(x, self._any_weight(), bias, out=out))
+        return linear(x, self._any_weight(), bias, out=out)
 
     def forward_into(self, x: Tensor, residual: Tensor) -> Tensor | None:
         """Add the product to `residual` [T, output_size] where it costs nothing extra.
@@ -203,10 +223,21 @@ class QKVLinear(ColumnParallelLinear):
 
 
 class GateUpLinear(ColumnParallelLinear):
-    """gate and up in one product: rows are `[gate | up]` of this rank's channels."""
+    """gate and up in one product: rows are `[gate | up]` of this rank's channels.
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
-        part = divide(intermediate_size, get_tp_group(), what="intermediate_size")
+    Args:
+        what: the field of config.json that decides `intermediate_size`, for errors.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        what: str = "intermediate_size",
+    ) -> None:
+        part = divide(intermediate_size, get_tp_group(), what=what)
         super().__init__(hidden_size, {"gate": part, "up": part}, bias=bias)
 
     def forward_silu_and_mul(self, x: Tensor) -> Tensor:
@@ -216,7 +247,7 @@ class GateUpLinear(ColumnParallelLinear):
         return linear_silu_and_mul(x, self._any_weight())
 
 
-def _shards(parts: Mapping[str | None, Part]) -> dict[str | None, Shard]:
+def shards_of(parts: Mapping[str | None, Part]) -> dict[str | None, Shard]:
     shards, offset = {}, 0
     for name, part in parts.items():
         shards[name] = Shard(offset=offset, part=part)

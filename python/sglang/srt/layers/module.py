@@ -17,6 +17,9 @@ class Module(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
+    def process_weights_after_loading(self) -> None:
+        """Bring the weights into the form that the kernels read."""
+
 
 def cache_attributes(model: nn.Module) -> None:
     """Let attribute lookup find submodules and parameters in the instance itself.

@@ -78,10 +78,18 @@ def graph_bytes(
     """
     if not sizes:
         return 0
-    live = LIVE_HIDDEN * config.hidden_size + LIVE_INNER * config.intermediate_size
+    live = _live_channels(config)
     per_row = sum(sizes) * config.vocab_size + max(sizes) * live
     per_row *= tokens_per_row
     return per_row * dtype.itemsize + len(sizes) * GRAPH_BYTES + KERNEL_BYTES
+
+
+def _live_channels(config: ModelConfig) -> int:
+    """Elements per token that live at once."""
+    inner = LIVE_INNER * config.intermediate_size
+    if config.moe is not None:
+        inner = max(inner, config.moe.num_active_channels(config.hidden_size))
+    return LIVE_HIDDEN * config.hidden_size + inner
 
 
 def prefill_token_counts(max_tokens: int) -> list[int]:
@@ -123,7 +131,7 @@ def prefill_graph_bytes(
     """
     if not token_counts:
         return 0
-    live = LIVE_HIDDEN * config.hidden_size + LIVE_INNER * config.intermediate_size
+    live = _live_channels(config)
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     static = heads * config.head_dim + config.hidden_size
     graphs = len(token_counts)
@@ -152,7 +160,7 @@ def draft_graph_bytes(
     """
     if not sizes:
         return 0
-    live = LIVE_HIDDEN * config.hidden_size + LIVE_INNER * config.intermediate_size
+    live = _live_channels(config)
     per_row = (live + config.vocab_size) * dtype.itemsize
     graphs = 2 * len(sizes) * DRAFT_GRAPH_BYTES
     return max(sizes) * rows_per_request * per_row + graphs

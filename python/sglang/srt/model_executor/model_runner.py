@@ -35,7 +35,11 @@ from sglang.srt.model_executor.model_runner_kv_cache_mixin import (
     SharedPools,
 )
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.models.registry import CausalLM, supported_draft_architectures
+from sglang.srt.models.registry import (
+    CausalLM,
+    num_layer_weights,
+    supported_draft_architectures,
+)
 from sglang.srt.utils.memory import available_device_bytes
 
 if TYPE_CHECKING:
@@ -160,7 +164,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             ValueError: names the file.
         """
         config = self.model_config
-        weights = config.num_layer_weights
+        weights = num_layer_weights(config)
         if not self.is_draft_worker:  # which may use the target's
             weights += config.vocab_size * config.hidden_size
         weights = weights * self.dtype.itemsize // get_tp_group().size

@@ -167,6 +167,7 @@ class ModelRunnerKVCacheMixin:
                     args,
                     size=size,
                     page_size=self.page_size,
+                    reserve=decode_reserve(args),
                     device=self.device,
                 )
             allocator = create_allocator(size=size, page_size=self.page_size, swa=swa)

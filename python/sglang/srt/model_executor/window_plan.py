@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.configs.layer_types import FULL, SLIDING
-from sglang.srt.managers.utils import decode_reserve
 from sglang.srt.mem_cache.swa_slots import SwaSlots
 
 if TYPE_CHECKING:
@@ -60,16 +59,24 @@ def _refusal(args: ServerArgs) -> str:
 
 
 def create_swa_slots(
-    config: ModelConfig, args: ServerArgs, *, size: int, page_size: int, device: str
+    config: ModelConfig,
+    args: ServerArgs,
+    *,
+    size: int,
+    page_size: int,
+    reserve: int,
+    device: str,
 ) -> SwaSlots:
     """Window slots beside `size` slots.
+
+    Args:
+        reserve: slots that a request keeps beyond its tokens (speculation).
 
     Raises:
         ValueError: they do not hold one request; names the flags.
     """
     assert config.sliding_window is not None
     pages = size // page_size
-    reserve = decode_reserve(args)
     swa = SwaSlots(
         num_pages=pages,
         num_window_pages=max(int(pages * args.swa_full_tokens_ratio), 1),

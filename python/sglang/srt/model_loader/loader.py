@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from sglang.srt.layers.linear import Linear, LoadableParameter
-from sglang.srt.layers.module import cache_attributes
+from sglang.srt.layers.linear import LoadableParameter
+from sglang.srt.layers.module import Module, cache_attributes
+from sglang.srt.model_loader.mxfp4 import dequantized
 from sglang.srt.model_loader.weight_utils import iterate_weights, tensor_names
 from sglang.srt.models.registry import CausalLM, MockModel, create_model
 
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
 
 DUMMY_SEED = 20260101
 DUMMY_SCALE = 0.02
+# The tensor of one expert.
+_EXPERT = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<expert>[0-9]+)\.(?P<module>\w+)"
+    r"\.(?P<kind>weight|bias)"
+)
 # Buffers that some checkpoints carry and that are recomputed here.
 IGNORED_SUFFIXES = (
     "rotary_emb.inv_freq",
@@ -59,9 +66,13 @@ def load_model(
         fill_dummy_weights(model, device)
         model.finish_loading("--load-format dummy")
     else:
-        load_weights(model, iterate_weights(config.path), source=str(config.path))
+        source = str(config.path)
+        weights = iterate_weights(config.path)
+        if config.quant_method == "mxfp4":
+            weights = dequantized(weights, dtype=dtype, device=device, source=source)
+        load_weights(model, weights, source=source)
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Module):
             module.process_weights_after_loading()
     cache_attributes(model)
     return model.eval()
@@ -88,12 +99,14 @@ def load_weights(
         if own_name is None:
             continue
         target, shard = _locate(own_name, model.packed_modules)
-        if target not in parameters:
+        parameter = parameters.get(target)
+        covered = set() if parameter is None else set(parameter.covered_by(shard))
+        if parameter is None or not covered:
             raise ValueError(
                 f"{source}: tensor {name} has no place in {type(model).__name__}"
             )
-        parameters[target].load(name, tensor, shard)
-        missing.discard((target, shard))
+        parameter.load(name, tensor, shard)
+        missing.difference_update((target, each) for each in covered)
     if missing:
         names = sorted(
             _checkpoint_name(*item, model.packed_modules) for item in missing
@@ -136,6 +149,12 @@ def _loadable_parameters(model: nn.Module) -> dict[str, LoadableParameter]:
 
 def _locate(name: str, packed: dict[str, tuple[str, str]]) -> tuple[str, str | None]:
     """Map a checkpoint name to (parameter name, shard)."""
+    found = _EXPERT.fullmatch(name)
+    if found is not None:
+        target, part = packed.get(found["module"], (found["module"], None))
+        suffix = "_bias" if found["kind"] == "bias" else ""
+        shard = found["expert"] if part is None else f"{found['expert']}.{part}"
+        return f"{found['experts']}.{target}{suffix}", shard
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part in packed:
@@ -148,6 +167,12 @@ def _checkpoint_name(
     name: str, shard: str | None, packed: dict[str, tuple[str, str]]
 ) -> str:
     """Invert `_locate`, for error messages."""
+    experts, _, module = name.rpartition(".")
+    if shard is not None and experts.endswith(".experts"):
+        expert, _, part = shard.partition(".")
+        kind = "bias" if module.endswith("_bias") else "weight"
+        module = module.removesuffix("_bias")
+        return _checkpoint_name(f"{experts}.{expert}.{module}.{kind}", part, packed)
     for original, (packed_name, packed_shard) in packed.items():
         if shard == packed_shard and packed_name in name.split("."):
             return name.replace(packed_name, original)

@@ -6,7 +6,7 @@ stack, head. The differences between the families are data (`DecoderTraits`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,14 +28,6 @@ if TYPE_CHECKING:
 SUPPORTED_ACTIVATIONS = ("silu",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderTraits:
-    """Properties of a family that config.json lacks: biases of q, k, v; head norms."""
-
-    qkv_bias: bool | None = None  # None: config.attention_bias, for o_proj too
-    qk_norm: bool = False
-
-
 class DecoderMLP(Module):
     """Gated MLP: down(silu(gate(x)) * up(x))."""
 
@@ -51,6 +43,20 @@ class DecoderMLP(Module):
         """As `RowParallelLinear.forward_into`."""
         inner = self.gate_up_proj.forward_silu_and_mul(x)
         return self.down_proj.forward_into(inner, residual)
+
+
+def dense_feed_forward(config: ModelConfig, layer_id: int) -> DecoderMLP:
+    return DecoderMLP(config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderTraits:
+    """Properties of a family that config.json lacks: biases of q, k, v; head norms; the
+    block after attention, which is called like a `DecoderMLP`."""
+
+    qkv_bias: bool | None = None  # None: config.attention_bias, for o_proj too
+    qk_norm: bool = False
+    feed_forward: Callable[[ModelConfig, int], Module] = dense_feed_forward
 
 
 class DecoderAttention(Module):
@@ -127,7 +133,7 @@ class DecoderBlock(Module):
             cos_sin_cache=cos_sin_cache,
             input_size=input_size or config.hidden_size,
         )
-        self.mlp = DecoderMLP(config)
+        self.mlp = traits.feed_forward(config, layer_id)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def run(

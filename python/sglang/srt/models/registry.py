@@ -15,7 +15,9 @@ from sglang.srt.models.mock_draft import (
     MockForCausalLMEagle3,
 )
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
+from sglang.srt.models.qwen2_moe import Qwen2MoeForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -31,7 +33,9 @@ _MODELS: dict[str, type[LlamaForCausalLM] | type[MockForCausalLM]] = {
         MistralForCausalLM,
         MockForCausalLM,
         Qwen2ForCausalLM,
+        Qwen2MoeForCausalLM,
         Qwen3ForCausalLM,
+        Qwen3MoeForCausalLM,
     )
 }
 # Models that draft for another one and cannot be served alone.
@@ -65,6 +69,13 @@ def draft_architectures(algorithm: str) -> list[str]:
     # Any language model may draft for another one.
     whole = supported_architectures() if algorithm == "STANDALONE" else []
     return sorted(heads + whole)
+
+
+def num_layer_weights(config: ModelConfig) -> int:
+    """Return the weights of the layers' matrices: at least so many has the model."""
+    model = _MODELS.get(config.architecture)
+    has_experts = model is not None and model.has_experts
+    return (config if has_experts else config.without_experts()).num_layer_weights
 
 
 def create_model(config: ModelConfig, *, rope_rows: int) -> CausalLM:

@@ -38,9 +38,11 @@ class StackedModel(Module):
 
     Attributes:
         takes_input_embeds: whether the stack honours `ForwardBatch.input_embeds`.
+        has_experts: whether layers have the experts of `ModelConfig.moe`.
     """
 
     takes_input_embeds = False
+    has_experts = False
 
     @property
     def aux_layers(self) -> frozenset[int]:

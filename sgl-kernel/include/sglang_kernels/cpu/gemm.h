@@ -57,6 +57,36 @@ SGLK_INLINE void finish_column(const LinearArgs& a, int64_t row, int64_t column,
   }
 }
 
+// The activation of one register of gates and of values. Called, not inlined: the sums of
+// a tile need all registers.
+__attribute__((noinline)) void finish_gated(
+    const LinearArgs& a, int64_t row, int64_t unit, vf gate, vf up) {
+  const int64_t panel = unit / kUnitsPerPanel, lanes = unit % kUnitsPerPanel * VL;
+  const int64_t column = panel * (kPanel / 2) + lanes;
+  const int64_t left = a.n - column;
+  if (left <= 0) return;
+  if (a.bias) {
+    const float* bias = a.bias + panel * kPanel + lanes;
+    gate = gate + load(bias);
+    up = up + load(bias + kPanel / 2);
+  }
+  vf factor = splat(1.0f);
+  if (a.gate == Gate::clamped) {
+    // NaN is kept.
+    const vf high = splat(a.limit), low = splat(-a.limit);
+    gate = gate > high ? high : gate;
+    up = up > high ? high : up;
+    up = (up < low ? low : up) + 1.0f;
+    factor = splat(a.alpha);
+  }
+  const vf result = gate / (exp(-(gate * factor)) + 1.0f) * up;
+  float* out = a.out + row * a.out_stride + column;
+  if (left >= VL)
+    store(out, result);
+  else
+    store_first(out, result, int(left));
+}
+
 template <int M, int U, bool BF16>
 void linear_tile(const LinearArgs& a, int64_t row, int64_t unit) {
   UnitPointer<BF16> b[U];
@@ -86,6 +116,12 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t unit) {
         acc[m][2 * u + 1] = fma(factor, high, acc[m][2 * u + 1]);
       }
     }
+  }
+  if (a.gate != Gate::none) {
+    for (int u = 0; u < U; u++)
+      for (int m = 0; m < M; m++)
+        finish_gated(a, row + m, unit + u, acc[m][2 * u], acc[m][2 * u + 1]);
+    return;
   }
 #pragma GCC unroll 8
   for (int u = 0; u < U; u++) {

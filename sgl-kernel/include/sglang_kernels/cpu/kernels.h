@@ -130,7 +130,16 @@ struct GemvArgs {
   int64_t rows, n, k, x_stride;
 };
 
-// x [rows, k] times a packed weight (see pack_weight in ops/linear.py), plus bias.
+// How a product ends that makes a gate and a value (`up`) of each output.
+enum class Gate : int32_t {
+  none,
+  silu,     // silu(gate) * up
+  clamped,  // gate * sigmoid(alpha * gate) * (up + 1), gate <= limit, |up| <= limit
+};
+
+// x [rows, k] times a packed weight (see pack_weight in ops/linear.py), plus bias. Where
+// it is gated, a panel is 16 columns of the gate and the same 16 of up, `bias` is in the
+// order of the panels, and n counts the results.
 struct LinearArgs {
   const float* x;
   int64_t x_stride;
@@ -140,6 +149,17 @@ struct LinearArgs {
   float* out;
   int64_t out_stride;
   int64_t rows, n, k;
+  Gate gate;
+  float alpha, limit;  // of Gate::clamped
+};
+
+// out[t] = sum over j of weights[t, j] * y[place[t, j]], in the order of j.
+struct WeightedSumArgs {
+  const float* y;
+  const int32_t* place;   // [tokens, terms]
+  const float* weights;   // [tokens, terms]
+  float* out;
+  int64_t terms, width;
 };
 
 struct KernelTable {
@@ -168,6 +188,7 @@ struct KernelTable {
       const LinearArgs&, int64_t row_begin, int64_t row_end, int64_t unit_begin,
       int64_t unit_end);
   void (*gemv)(const GemvArgs&, int64_t column_begin, int64_t column_end);
+  void (*weighted_sum)(const WeightedSumArgs&, int64_t token_begin, int64_t token_end);
 
   void (*exp)(const float* x, float* y, int64_t n);
 

@@ -29,6 +29,7 @@ constexpr KernelTable make_table(const char* name) {
       linear_units,
       linear,
       gemv,
+      weighted_sum,
       exp_array,
       hash_words,
   };

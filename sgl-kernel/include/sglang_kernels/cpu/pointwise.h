@@ -85,6 +85,19 @@ void silu_and_mul_rows(const SiluAndMulArgs& a, int64_t begin, int64_t end) {
   }
 }
 
+void weighted_sum(const WeightedSumArgs& a, int64_t begin, int64_t end) {
+  for (int64_t t = begin; t < end; t++) {
+    const int32_t* place = a.place + t * a.terms;
+    const float* weights = a.weights + t * a.terms;
+    for_each_vector(a.width, [&](int64_t i, int n) {
+      vf sum = zero();
+      for (int64_t j = 0; j < a.terms; j++)
+        sum = fma(splat(weights[j]), load_some(a.y + place[j] * a.width + i, n), sum);
+      store_some(a.out + t * a.width + i, sum, n);
+    });
+  }
+}
+
 // One head: from -> to (may be the same), normed and rotated as asked.
 template <class T>
 SGLK_INLINE void rope_head(

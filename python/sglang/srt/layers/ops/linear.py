@@ -56,17 +56,34 @@ def pack_weight(weight: Tensor) -> PackedWeight:
             "non-empty floating-point [N, K]"
         )
     n, k = weight.shape
-    wide = weight.detach().float()
+    weight = weight.detach()
     if not (weight.is_cpu and native_available()):
-        return PackedWeight(n=n, k=k, panel=n, data=wide.t().contiguous()[None])
-    panels = -(-n // PANEL)
-    data = functional.pad(wide, (0, 0, 0, panels * PANEL - n))
-    data = data.view(panels, PANEL, k).transpose(1, 2).contiguous()
-    narrow = data.bfloat16()
-    if torch.equal(narrow.float(), data):
-        halves = narrow.view(panels, k, 2, PANEL // 2).transpose(2, 3)
-        data = halves.reshape(panels, k, PANEL)
+        wide = weight.float().t().contiguous()
+        return PackedWeight(n=n, k=k, panel=n, data=wide[None])
+    data = pack_panels(weight, torch.bfloat16)
+    if data is None:
+        data = pack_panels(weight, torch.float32)
+    assert data is not None
     return PackedWeight(n=n, k=k, panel=PANEL, data=data)
+
+
+def pack_panels(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """`PackedWeight.data` of a weight [N, K] in the native format.
+
+    None where a weight is not exactly of `dtype`, bfloat16 or float32.
+    """
+    n, k = weight.shape
+    panels = -(-n // PANEL)
+    if dtype == torch.bfloat16 and weight.dtype != dtype:
+        # A float32 is a bfloat16 where the lower half of its bits is zero.
+        weight = weight.float()
+        if bool((weight.view(torch.int32) & 0xFFFF).any()):
+            return None
+    padded = functional.pad(weight.to(dtype), (0, 0, 0, panels * PANEL - n))
+    if dtype == torch.float32:
+        return padded.view(panels, PANEL, k).transpose(1, 2).contiguous()
+    halves = padded.view(panels, 2, PANEL // 2, k).permute(0, 3, 2, 1)
+    return halves.reshape(panels, k, PANEL)
 
 
 def unpack_weight(weight: PackedWeight) -> Tensor:

@@ -1,0 +1,92 @@
+"""Feed-forward blocks with experts: a router, the experts, and shared experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.layers.linear import (
+    GateUpLinear,
+    Linear,
+    LoadableParameter,
+    RowParallelLinear,
+)
+from sglang.srt.layers.module import Module
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.moe.experts import Experts
+    from sglang.srt.layers.moe.router import Router
+
+
+class SharedExpert(Module):
+    """A gated MLP that every token takes; each rank has a part of its channels.
+
+    Args:
+        what: the field of config.json that gives `intermediate_size`, for errors.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, what: str) -> None:
+        super().__init__()
+        self.gate_up_proj = GateUpLinear(
+            hidden_size, intermediate_size, bias=False, what=what
+        )
+        self.down_proj = RowParallelLinear(
+            intermediate_size, hidden_size, bias=False, what=what
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, H], to be summed over the ranks."""
+        inner = self.gate_up_proj.forward_silu_and_mul(x)
+        return self.down_proj.forward_partial(inner)
+
+
+class MoeFeedForward(Module):
+    """The weighted sum of each token's experts, plus what the shared expert adds.
+
+    The modules have the names that checkpoints of Qwen use.
+
+    Args:
+        top_k: experts of a token.
+        shared_expert: None: there is none.
+        gates_shared: the shared expert is scaled by the sigmoid of a product.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        gate: Router,
+        experts: Experts,
+        top_k: int,
+        shared_expert: SharedExpert | None = None,
+        gates_shared: bool = False,
+    ) -> None:
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+        self.shared_expert = shared_expert
+        self.shared_expert_gate: Linear | None = None
+        if gates_shared:
+            weight = LoadableParameter.create(torch.empty(1, hidden_size))
+            self.shared_expert_gate = Linear(weight, None)
+        self._top_k = top_k
+        self._group = get_tp_group()
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
+        """[T, H] -> [T, H], the same on all ranks, still to be added to `residual`."""
+        out: Tensor = self.experts(x, *self.gate(x))
+        if self.shared_expert is not None:
+            shared: Tensor = self.shared_expert(x)
+            if self.shared_expert_gate is None:
+                out += shared
+            else:
+                out.addcmul_(torch.sigmoid(self.shared_expert_gate(x)), shared)
+        return self._group.all_reduce(out)
+
+    @property
+    def bytes_of_chosen_experts(self) -> int:
+        """Bytes of the experts' weights that one token reads."""
+        return self._top_k * self.experts.bytes_of_one

@@ -1,0 +1,170 @@
+"""Triton kernels of the experts: products of every expert's rows, and the sum.
+
+Each output is one float32 sum over ascending K in steps of one size, on the matrix
+units with the weight as the tall operand, and no program shares its sum with another:
+the result of a token depends on nothing else in the batch.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
+
+
+class GroupedProduct(NamedTuple):
+    """Constants that `grouped_kernel` is compiled for; its argument PRODUCT.
+
+    Fields:
+        k: inputs; outputs: columns of the result.
+        block_m, block_n, block_k: tile of rows, of outputs and of inputs.
+        experts: blocks of this expert or a higher one have no rows.
+        top_k: assignments per row of x; 1 where x has a row for each.
+        gated: the weight has the rows of the gate, then those of up, and the result is
+            the activation; else the product times the assignment's weight.
+        clamped: the activation is `SwiGLUClamp`.
+        has_bias: whether there is one.
+        direct: block i is assignment i, without a list of rows.
+    """
+
+    k: int
+    outputs: int
+    block_m: int
+    block_n: int
+    block_k: int
+    experts: int
+    top_k: int
+    gated: bool
+    clamped: bool
+    has_bias: bool
+    direct: bool
+
+
+@triton.jit
+def _block_rows(rows, block_experts, block, assignments, PRODUCT: tl.constexpr):
+    """(the block's assignments [block_m], its expert)."""
+    owner = tl.load(block_experts + block)
+    m = tl.arange(0, PRODUCT.block_m)
+    if PRODUCT.direct:
+        row = tl.where(m == 0, block, assignments)
+    else:
+        row = tl.load(rows + block * PRODUCT.block_m + m)
+    return row, owner
+
+
+@triton.jit
+def _columns(start, here, mask, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns `here` of the rows at `start`, zeros where `mask` is not or beyond K."""
+    if K % BLOCK_K != 0:
+        mask = mask & (here < K)
+    return tl.load(start + here, mask=mask, other=0.0)
+
+
+@triton.jit
+def activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    if CLAMPED:
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, up)
+        up = tl.where(up < -limit, -limit, up) + 1.0
+        return gate / (1.0 + tl.exp(-alpha * gate)) * up
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _bias(bias, owner, n, size, inside):
+    """[block_n, 1] float32 of one expert's biases."""
+    return tl.load(bias + owner * size + n, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["assignments"])
+def grouped_kernel(
+    x,
+    weight,
+    bias,
+    rows,
+    block_experts,
+    scales,
+    out,
+    assignments,
+    alpha,
+    limit,
+    PRODUCT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile of outputs of one block of rows.
+
+    out [assignments, outputs]; x [assignments / top_k, k]; weight [E, outputs, k], or
+    [E, 2 * outputs, k] if gated; scales [assignments] float32, read unless gated.
+    """
+    K: tl.constexpr = PRODUCT.k
+    N: tl.constexpr = PRODUCT.outputs
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    BLOCK_K: tl.constexpr = PRODUCT.block_k
+    ROWS: tl.constexpr = 2 * N if PRODUCT.gated else N
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    row, owner = _block_rows(
+        rows, block_experts, tl.program_id(1), assignments, PRODUCT
+    )
+    if owner >= PRODUCT.experts:
+        return
+    owner = owner.to(tl.int64)
+    is_row = (row < assignments)[:, None]
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    # Rows past the end repeat the last: they are not stored.
+    w_start = weight + (owner * ROWS + tl.minimum(n, N - 1)) * K
+    x_start = x + (row // PRODUCT.top_k).to(tl.int64)[:, None] * K
+    k = tl.arange(0, BLOCK_K)[None, :]
+    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    up_total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        here = first + k
+        x_tile = tl.trans(_columns(x_start, here, is_row, K, BLOCK_K))
+        w_tile = _columns(w_start, here, True, K, BLOCK_K)
+        total = tl.dot(w_tile, x_tile, total, input_precision="ieee")
+        if PRODUCT.gated:
+            w_tile = _columns(w_start + N * K, here, True, K, BLOCK_K)
+            up_total = tl.dot(w_tile, x_tile, up_total, input_precision="ieee")
+    is_output = n < N
+    if PRODUCT.has_bias:
+        total += _bias(bias, owner, n, ROWS, is_output)
+    if PRODUCT.gated:
+        if PRODUCT.has_bias:
+            up_total += _bias(bias, owner, n + N, ROWS, is_output)
+        total = activate(total, up_total, alpha, limit, PRODUCT.clamped)
+    else:
+        total *= tl.load(scales + row, mask=row < assignments, other=0.0)[None, :]
+    tl.store(
+        out + row.to(tl.int64)[None, :] * N + n,
+        total.to(out.dtype.element_ty),
+        mask=is_output & (row < assignments)[None, :],
+    )
+
+
+@triton.jit
+def sum_kernel(
+    products,
+    out,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out [T, WIDTH] = products [T, TOP_K, WIDTH] summed in order, in float32."""
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < WIDTH
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    start = products + token * TOP_K * WIDTH + channel
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for slot in tl.static_range(TOP_K):
+        total += tl.load(start + slot * WIDTH, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * WIDTH + channel, total.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,190 @@
+"""Triton kernels that list the rows of every expert in blocks, on the device.
+
+An assignment is a place in `ids` [T, K]: token * K + slot. The list is padded so that
+each block has rows of one expert; its length follows from the number of assignments
+alone, and its order from the order of the assignments: nothing waits for the host, and
+nothing is atomic.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang.srt.layers.triton_ops.moe_table import max_blocks
+from sglang.srt.utils.triton_launch import (
+    block_of,
+    launch_options,
+    let_next_start,
+    wait_for_inputs,
+)
+
+CHUNK = 1024
+"""Assignments of a program."""
+TILE = 32
+"""Assignments whose places are found at once, in a [TILE, E] table."""
+
+
+@triton.jit
+def _one_hot(ids, first, assignments, expert, TILE: tl.constexpr):
+    """(the places [TILE] from `first` on, whether each is of each expert, int32)."""
+    at = first + tl.arange(0, TILE)
+    chosen = tl.load(ids + at, mask=at < assignments, other=-1)
+    return at, (chosen[:, None] == expert[None, :]).to(tl.int32)
+
+
+@triton.jit
+def _count(ids, first, assignments, expert, CHUNK: tl.constexpr, TILE: tl.constexpr):
+    """How many of a chunk's assignments each expert has."""
+    count = tl.zeros_like(expert)
+    last = tl.minimum(first + CHUNK, assignments)
+    for start in range(first, last, TILE):
+        _at, hot = _one_hot(ids, start, assignments, expert, TILE)
+        count += tl.sum(hot, axis=0)
+    return count
+
+
+@triton.jit(do_not_specialize=["assignments"])
+def count_kernel(
+    ids,
+    counts,
+    assignments,
+    EXPERTS_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """counts [chunks, EXPERTS_BLOCK]."""
+    chunk = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS_BLOCK)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    count = _count(ids, chunk * CHUNK, assignments, expert, CHUNK, TILE)
+    tl.store(counts + chunk * EXPERTS_BLOCK + expert, count)
+
+
+@triton.jit(do_not_specialize=["assignments", "blocks", "chunks"])
+def place_kernel(
+    ids,
+    counts,
+    rows,
+    block_experts,
+    assignments,
+    blocks,
+    chunks,
+    EXPERTS_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCKS_TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    ONE_CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """rows [blocks * BLOCK_M]: an assignment, or `assignments` for padding;
+    block_experts [blocks]: the expert, or EXPERTS_BLOCK for a block without rows.
+    """
+    chunk = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS_BLOCK)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    before = tl.zeros([EXPERTS_BLOCK], dtype=tl.int32)
+    if ONE_CHUNK:
+        total = _count(ids, 0, assignments, expert, CHUNK, TILE)
+    else:
+        total = tl.zeros([EXPERTS_BLOCK], dtype=tl.int32)
+        for other in range(chunks):
+            count = tl.load(counts + other * EXPERTS_BLOCK + expert)
+            total += count
+            before += tl.where(other < chunk, count, 0)
+    room = (total + BLOCK_M - 1) // BLOCK_M
+    end = tl.cumsum(room, axis=0)
+    begin = end - room
+    # Each program writes the experts and the padding of its share of the blocks.
+    m = tl.arange(0, BLOCK_M)[None, :]
+    for first in range(chunk * BLOCKS_TILE, blocks, tl.num_programs(0) * BLOCKS_TILE):
+        block = first + tl.arange(0, BLOCKS_TILE)
+        is_block = block < blocks
+        owner = tl.sum((end[None, :] <= block[:, None]).to(tl.int32), axis=1)
+        tl.store(block_experts + block, owner, mask=is_block)
+        left = total[None, :] - (block[:, None] - begin[None, :]) * BLOCK_M
+        filled = tl.sum(tl.where(owner[:, None] == expert[None, :], left, 0), axis=1)
+        tl.store(
+            rows + block[:, None] * BLOCK_M + m,
+            assignments,
+            mask=is_block[:, None] & (m >= filled[:, None]),
+        )
+    next_row = begin * BLOCK_M + before
+    first = chunk * CHUNK
+    for start in range(first, tl.minimum(first + CHUNK, assignments), TILE):
+        at, hot = _one_hot(ids, start, assignments, expert, TILE)
+        rank = tl.cumsum(hot, axis=0) - 1 + next_row[None, :]
+        row = tl.sum(hot * rank, axis=1)
+        tl.store(rows + row, at, mask=at < assignments)
+        next_row += tl.sum(hot, axis=0)
+
+
+def sort_by_expert(ids: Tensor, *, experts: int, block_m: int) -> tuple[Tensor, Tensor]:
+    """List the assignments of `ids` in blocks of `block_m` rows of one expert.
+
+    Args:
+        ids: [T, K] int32, contiguous, each from 0 to `experts` - 1; at least one.
+
+    Returns:
+        rows [blocks * block_m] int32: assignments in the order of experts, T * K where
+        a block is padded; and the expert of each block, [blocks] int32, at least
+        `experts` for a block without rows.
+    """
+    assignments = ids.numel()
+    blocks = max_blocks(assignments=assignments, experts=experts, block_m=block_m)
+    experts_block = block_of(experts)
+    rows = ids.new_empty(blocks * block_m)
+    block_experts = ids.new_empty(blocks)
+    chunks = triton.cdiv(assignments, CHUNK)
+    common = {
+        "EXPERTS_BLOCK": experts_block,
+        "CHUNK": CHUNK,
+        "TILE": TILE,
+        "num_warps": 4,
+        **launch_options(ids.device),
+    }
+    counts = ids
+    if chunks > 1:
+        counts = ids.new_empty(chunks, experts_block)
+        count_kernel[(chunks,)](ids, counts, assignments, **common)
+    place_kernel[(chunks,)](
+        ids,
+        counts,
+        rows,
+        block_experts,
+        assignments,
+        blocks,
+        chunks,
+        BLOCK_M=block_m,
+        BLOCKS_TILE=TILE,
+        ONE_CHUNK=chunks == 1,
+        **common,
+    )
+    return rows, block_experts
+
+
+def sort_by_expert_ref(
+    ids: Tensor, *, experts: int, block_m: int
+) -> tuple[Tensor, Tensor]:
+    """Torch oracle of `sort_by_expert`."""
+    assignments = ids.numel()
+    blocks = max_blocks(assignments=assignments, experts=experts, block_m=block_m)
+    rows, owners = [], []
+    for expert in range(experts):
+        mine = (ids.flatten() == expert).nonzero()[:, 0].tolist()
+        rows += mine + [assignments] * (-len(mine) % block_m)
+        owners += [expert] * -(-len(mine) // block_m)
+    rows += [assignments] * (blocks * block_m - len(rows))
+    owners += [block_of(experts)] * (blocks - len(owners))
+    return (
+        torch.tensor(rows, dtype=torch.int32, device=ids.device),
+        torch.tensor(owners, dtype=torch.int32, device=ids.device),
+    )

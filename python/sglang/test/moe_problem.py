@@ -1,0 +1,72 @@
+"""Random experts and tokens, and a float64 oracle of them that loops over tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang.srt.layers.ops.moe import ExpertWeights, SwiGLUClamp
+
+
+def random_experts(
+    experts: int,
+    hidden: int,
+    inner: int,
+    *,
+    exact: bool = True,
+    bias: bool = False,
+    clamp: SwiGLUClamp | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> ExpertWeights:
+    """Random weights; `exact`: each is a bfloat16."""
+
+    def draw(*shape: int, scale: float) -> Tensor:
+        values = torch.randn(*shape) * scale
+        if exact:
+            values = values.bfloat16().float()
+        return values.to(device, dtype)
+
+    # Sums beyond the clamp's limit occur, but are no rule.
+    scale = 3 * hidden**-0.5
+    return ExpertWeights(
+        gate_up=draw(experts, 2 * inner, hidden, scale=scale),
+        down=draw(experts, hidden, inner, scale=inner**-0.5),
+        gate_up_bias=draw(experts, 2 * inner, scale=1.0) if bias else None,
+        down_bias=draw(experts, hidden, scale=1.0) if bias else None,
+        inner=inner,
+        clamp=clamp,
+    )
+
+
+def random_choice(
+    tokens: int, experts: int, top_k: int, *, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Weights [T, K] and ids [T, K], no expert twice for a token."""
+    ids = torch.rand(tokens, experts).argsort(dim=-1)[:, :top_k].int()
+    return torch.rand(tokens, top_k).to(device), ids.to(device)
+
+
+def oracle(x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertWeights) -> Tensor:
+    """`moe_experts` of plain weights in float64, one token and expert at a time."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for t in range(x.shape[0]):
+        for weight, expert in zip(weights[t].tolist(), ids[t].tolist(), strict=True):
+            out[t] += weight * _one(x[t].double().cpu(), experts, expert)
+    return out
+
+
+def _one(x: Tensor, experts: ExpertWeights, expert: int) -> Tensor:
+    gate, up = _affine(x, experts.gate_up, experts.gate_up_bias, expert).chunk(2)
+    if experts.clamp is None:
+        inner = gate / (1 + (-gate).exp()) * up
+    else:
+        alpha, limit = experts.clamp.alpha, experts.clamp.limit
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        inner = gate / (1 + (-alpha * gate).exp()) * (up + 1)
+    return _affine(inner, experts.down, experts.down_bias, expert)
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+    product = weight[expert].double().cpu() @ x
+    return product if bias is None else product + bias[expert].double().cpu()
