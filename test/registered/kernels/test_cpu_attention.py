@@ -19,7 +19,7 @@ from sglang.srt.layers.ops import attention
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 
-register_cpu_ci(est_time=12, suite="cpu")
+register_cpu_ci(est_time=15, suite="cpu")
 
 pytestmark = pytest.mark.skipif(
     not native_available(), reason="the native CPU kernels are not installed"

@@ -66,7 +66,9 @@ VALUES: dict[str, list[Any]] = {
     "rope_local_base_freq": [0, "1e4"],
     "rope_theta": [0, -1, "1e4", float("nan"), 1e300],
     "rope_scaling": [3, [], "linear", {"rope_type": ["linear"]}, {"type": "yarn"}],
-    "rope_parameters": ["x"],
+    "rope_parameters": ["x", {"full_attention": 3}]
+    + [{"full_attention": {"rope_type": "spiral"}}]
+    + [{"full_attention": {"rope_type": "linear"}}],
     "architectures": [None, "LlamaForCausalLM", [], [1], [LLAMA, LLAMA], {"a": 1}],
     "eos_token_id": ["x", [1, "x"], -7, 10**18, {"a": 1}, 1.5, [[1]], True],
 }

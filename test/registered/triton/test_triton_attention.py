@@ -35,7 +35,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import sampled
 
-register_cpu_ci(est_time=25, suite="cpu")
+register_cpu_ci(est_time=32, suite="cpu")
 register_cuda_ci(est_time=70, suite="cuda")
 
 

@@ -25,7 +25,7 @@ from sglang.srt.layers.ops.attention import extend_attention_ref
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import is_full, sampled
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=22, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
 
 

@@ -80,8 +80,6 @@ def _rope_of(values: ConfigValues, layer_type: str, head_dim: int) -> RopeConfig
     if layer_type != SLIDING:
         local_theta = None
     name, numbers = _numbers(values, layer_type)
-    if numbers is None:
-        return RopeConfig(theta=local_theta or theta)
     rope_type = numbers.get("rope_type") or numbers.get("type")
     needed = _ROPE_NUMBERS.get(rope_type)
     if needed is None:
@@ -119,17 +117,16 @@ def _rope_of(values: ConfigValues, layer_type: str, head_dim: int) -> RopeConfig
     return config
 
 
-def _numbers(values: ConfigValues, layer_type: str) -> tuple[str, ConfigValues | None]:
-    """The key of a layer type's parameters and these; None: the type has none, and a
-    plain rotation by the base alone."""
+def _numbers(values: ConfigValues, layer_type: str) -> tuple[str, ConfigValues]:
+    """The key of a layer type's parameters, and these."""
     given = values.get("rope_parameters")
     if given and any(name in given for name in LAYER_TYPES):
         nested = values.within("rope_parameters", _NESTED_KEYS)
         name = f"rope_parameters.{layer_type}"
         return name, nested.within(layer_type, ROPE_KEYS)
-    if layer_type == SLIDING and not given and values.get("rope_local_base_freq"):
-        return "rope_local_base_freq", None
-    name = "rope_parameters" if given else "rope_scaling"
+    # Scaling does not apply to layers with a base of their own.
+    is_plain = layer_type == SLIDING and values.get("rope_local_base_freq") is not None
+    name = "rope_parameters" if given or is_plain else "rope_scaling"
     return name, values.within(name, ROPE_KEYS)
 
 

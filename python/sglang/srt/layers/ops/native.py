@@ -115,12 +115,24 @@ def decode_attention(
     sinks: Tensor | None = None,
     out: Tensor,
 ) -> None:
+    if sinks is None and logit_cap == 0.0:
+        # Every decode step does this in each layer: packing arguments would show.
+        ops.decode_attention(
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            row_index,
+            read_lens,
+            page_size,
+            sm_scale,
+            window,
+            out,
+        )
+        return
     common = (q, k_cache, v_cache, page_table, row_index, read_lens)
     numbers = (page_size, sm_scale, window)
-    if sinks is None and logit_cap == 0.0:
-        ops.decode_attention(*common, *numbers, out)
-    else:
-        ops.decode_attention_full(*common, *numbers, logit_cap, sinks, out)
+    ops.decode_attention_full(*common, *numbers, logit_cap, sinks, out)
 
 
 def extend_attention(
