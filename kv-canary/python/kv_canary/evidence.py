@@ -57,7 +57,7 @@ class Evidence:
 
     Fields:
         reasons: bits of `Reason`.
-        worker: "target" or "draft": whose pool.
+        worker: "target" or "draft": whose pool; group: of slots, "full" or "swa".
         launch: the canary's launch that found it.
         req_row, serial, rid: the request that read or wrote; rid None: not known, or
             none.
@@ -96,6 +96,7 @@ class Evidence:
     expected_slot: int
     found_fingerprint: int
     computed_fingerprint: int
+    group: str = "full"
     owner: Owner = Owner("unknown")
     draft: DraftBranch | None = None
     blames_write: bool = False

@@ -106,7 +106,7 @@ _SAME = (
     *("owner", "writer"),
 )
 # In the violations of draft steps only.
-_SAME_IF_ANY = ("step",)
+_SAME_IF_ANY = ("step", "group")
 
 
 def _continues(before: dict[str, Any], violation: dict[str, Any]) -> bool:
@@ -126,8 +126,7 @@ def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
     lines = [
         f"{numbers}. {violation['diagnosis']}",
         f"   request   {_request(violation['rid'], otherwise='no request')} "
-        f"({violation['worker']} pool, found by {violation['launch']}, "
-        f"{_row(violation)})",
+        f"({_pool(violation)}, found by {violation['launch']}, {_row(violation)})",
         f"   where     {places}; held by: {violation['owner']}",
     ]
     lines += [
@@ -142,6 +141,12 @@ def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
         )
     lines.append(f"   look at   {violation['look_at']}")
     return lines
+
+
+def _pool(violation: dict[str, Any]) -> str:
+    group = violation.get("group", "full")
+    which = "" if group == "full" else f" of group {group}"
+    return f"{violation['worker']} pool{which}"
 
 
 def _row(violation: dict[str, Any]) -> str:

@@ -25,7 +25,8 @@ class LayerGroup:
         k: [layers, slots, ...]; a slot's bytes of one layer are contiguous, other
             strides are free. In a latent pool its only tensor.
         v: like `k`; None: a latent pool.
-        window: tokens that a query of these layers sees; None: all.
+        window: tokens that a query of these layers sees; None: all. Views of their
+            reads begin there (`KVReadView.first_position`).
     """
 
     name: str
@@ -81,11 +82,6 @@ class PoolLayout:
         if self.page_size < 1:
             raise ValueError(f"PoolLayout: page_size={self.page_size} is not positive")
         group = self.groups[0]
-        if group.window is not None:
-            raise ValueError(
-                f"PoolLayout: group {group.name!r} has a window of {group.window} "
-                "tokens; windows are not checked in this version"
-            )
         if group.k.dim() < 3 or group.k.shape[1] % self.page_size:
             raise ValueError(
                 f"PoolLayout: K of group {group.name!r} has shape "

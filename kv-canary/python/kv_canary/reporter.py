@@ -284,7 +284,8 @@ def _is_stray(violation: Violation) -> bool:
 
 def _place(violation: Violation, column: int, written: int) -> tuple[object, ...]:
     """A new token of a forward, by the slots of its row's column and of its write."""
-    row = (violation.worker, violation.forward, violation.batch_row)
+    pool = (violation.worker, violation.group)
+    row = (*pool, violation.forward, violation.batch_row)
     return (*row, column, written)
 
 

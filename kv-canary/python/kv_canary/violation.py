@@ -24,7 +24,22 @@ from kv_canary.records import (
 _MASK64 = (1 << 64) - 1
 _LAUNCH_MASK = 255
 POOLS = ("target", "draft")
-"""Names of the pools by their number in a tag."""
+"""Names of the workers by the lowest bit of a pool's number."""
+GROUPS = ("full", "swa")
+"""Names of the groups of slots by the other bits."""
+
+
+def pool_number(*, is_draft: bool, group: str) -> int:
+    """The number of a pool in the tags of its findings."""
+    return int(is_draft) + len(POOLS) * GROUPS.index(group)
+
+
+def _names_of(pool: int) -> tuple[str, str]:
+    """(worker, group) of a pool's number; numbers that are not known stay numbers."""
+    group, worker = divmod(pool, len(POOLS))
+    if 0 <= group < len(GROUPS):
+        return POOLS[worker], GROUPS[group]
+    return str(pool), GROUPS[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +56,8 @@ class Violation(Evidence):
         pool, slot, the forward that wrote it, the reader; the position where no record
         was read."""
         where = -1 if self.writer.clock else self.position
-        return (self.worker, self.slot, self.writer.clock, self.serial, where)
+        pool = f"{self.worker}.{self.group}"
+        return (pool, self.slot, self.writer.clock, self.serial, where)
 
     @property
     def diagnosis(self) -> str:
@@ -66,6 +82,7 @@ class Violation(Evidence):
         """The line that any client may see: no request, no token."""
         return (
             f"kv_canary violation: launch_tag={self.worker}.{self.launch} "
+            f"group={self.group} "
             f"fail_reason={'+'.join(self.labels)} slot_idx={self.slot} "
             f"position={self.position} forward={self.forward}"
         )
@@ -78,6 +95,7 @@ class Violation(Evidence):
             found = expected = None
         values: dict[str, object] = {
             "launch_tag": f"{self.worker}.{self.launch}",
+            "group": self.group,
             "fail_reason": "+".join(self.labels),
             "rid": json.dumps(self.rid),
             "slot_idx": self.slot,
@@ -111,6 +129,7 @@ class Violation(Evidence):
 
         return {
             "worker": self.worker,
+            "group": self.group,
             "launch": self.launch,
             "rid": self.rid,
             "request_row": self.req_row,
@@ -179,13 +198,14 @@ def parse_entry(
         rid_of: request ids by serial modulo 2^24, for those that are known.
     """
     tag = entry[Ring.TAG]
-    pool = tag >> TAG_POOL_SHIFT
+    worker, group = _names_of(tag >> TAG_POOL_SHIFT)
     slot = entry[Ring.SLOT]
     writer = unpack_word3(entry[Ring.FOUND_WORD3])
     launch = tag & _LAUNCH_MASK
     return Violation(
         reasons=entry[Ring.REASONS],
-        worker=POOLS[pool] if 0 <= pool < len(POOLS) else str(pool),
+        worker=worker,
+        group=group,
         launch=Launch(launch).name.lower(),
         req_row=entry[Ring.REQ_ROW],
         serial=entry[Ring.SERIAL],

@@ -96,7 +96,7 @@ def test_random_requests(tmp_path_factory, configuration, overlap):
         max_running_requests=24,
         schedule_conservativeness=0.3,
         skip_tokenizer_init=True,
-        kv_canary="none",
+        kv_canary="raise",
     )
     left_windows = watch(harness)
     seed = CONFIGURATIONS.index(configuration)
@@ -145,7 +145,7 @@ def test_retraction_is_exercised_and_harmless(tmp_path_factory, overlap):
         chunked_prefill_size=64,
         schedule_conservativeness=0.1,
         skip_tokenizer_init=True,
-        kv_canary="none",
+        kv_canary="raise",
     )
     expected = {}
     for i in range(12):

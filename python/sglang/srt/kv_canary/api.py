@@ -6,15 +6,18 @@ The worker that owns the runner calls it; the runner knows nothing but scopes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.kv_canary.capacities import bytes_per_slot
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
-from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
+from sglang.srt.kv_canary.pool_patcher.api import SWA, attach_canary_buffers
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
+from sglang.srt.kv_canary.single_forward_manager.window_launches import WindowGroup
 from sglang.srt.kv_canary.token_oracle import InputOracle
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 if TYPE_CHECKING:
@@ -57,8 +60,8 @@ def install_canary(
         topk, num_managers = shape.topk, max(1, shape.num_steps - 1)
     elif server_args.speculative_algorithm is not None:
         tree_depth = server_args.tree_shape.num_steps
-    buffers = attach_canary_buffers(
-        pool=pool,
+    attach = partial(
+        attach_canary_buffers,
         config=config,
         device=pool.device,
         kv_token_id_vs_position_offset=int(is_draft),
@@ -67,6 +70,16 @@ def install_canary(
         num_managers=num_managers,
         num_branches=req_to_token_pool.size * topk if is_draft else 0,
     )
+    windows: WindowGroup | None = None
+    if isinstance(pool, SWAKVPool):
+        buffers = attach(pool=pool.full_pool)
+        windows = WindowGroup(
+            buffers=attach(pool=pool.swa_pool, group=SWA),
+            swa=pool.swa,
+            req_to_swa=req_to_token_pool.record_windows(pool.swa),
+        )
+    else:
+        buffers = attach(pool=pool)
     seeds = buffers.state.expected_lineage.new_zeros(req_to_token_pool.size + 1)
     oracle = None
     if config.check_write_inputs and not is_draft:
@@ -88,12 +101,15 @@ def install_canary(
             tree_depth=tree_depth,
             seeds=seeds if is_draft else None,
             oracle=oracle,
+            windows=windows,
         ),
         num_managers=num_managers,
         group=get_tp_group(),
         target_canary=target_canary,
     )
     model_runner.allocator.register_on_free(manager.on_free)
+    if manager.windows is not None:
+        manager.windows.register()
     _patch_model_forward(model_runner.model, manager)
     model_runner.scopes = model_runner.canary_manager = manager
     return manager

@@ -11,15 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kv_canary.view import KVReadView
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 AttentionOp = Callable[..., None]
+LayerArgs = tuple[dict[str, Any], dict[str, Any]]
 
 
 class AttentionCalls:
@@ -33,40 +37,56 @@ class AttentionCalls:
         self._buffers = [
             kv_pool.get_kv_buffer(layer) for layer in range(kv_pool.layer_num)
         ]
+        self._is_sliding = [False] * kv_pool.layer_num
+        if isinstance(kv_pool, SWAKVPool):
+            self._is_sliding = [
+                kv_pool.is_sliding(layer) for layer in range(kv_pool.layer_num)
+            ]
         self._is_watching = False
         self._stored = self._attended = 0
-        # Arguments of the forward that is open; None: none is, or it is not looked at.
-        self._store_args: dict[str, Any] | None = None
-        self._attend_args: dict[str, Any] = {}
+        # Arguments of the forward that is open, of full layers and of sliding ones;
+        # None: none is open, or it is not looked at.
+        self._store_args: LayerArgs | None = None
+        self._attend_args: LayerArgs = ({}, {})
 
     def watch(self, backend: AttentionBackend) -> None:
         """See the calls of `backend`, and of all copies of it that are made later,
         where it has calls that can be seen."""
         self._is_watching = backend.wrap_calls(self._on_store, self._on_attend)
 
-    def begin(self, batch: ForwardBatch, view: KVReadView) -> None:
-        """Expect the calls of a forward over `batch` that reads `view`."""
+    def begin(
+        self,
+        batch: ForwardBatch,
+        view: KVReadView,
+        window: WindowForward | None = None,
+    ) -> None:
+        """Expect the calls of a forward over `batch` that reads `view`, and in sliding
+        layers `window`."""
         if not self._is_watching:
             return
         self._stored = self._attended = 0
-        self._store_args = {
-            "positions": batch.positions,
-            "out_cache_loc": batch.out_cache_loc,
-        }
-        own: dict[str, Any]
-        if batch.forward_mode.is_decode:
-            own = {"read_lens": view.read_lens}
-        else:
-            own = {
-                "prefix_lens": batch.prefix_lens,
-                "qo_indptr": batch.qo_indptr,
-                "tree_mask": batch.tree_mask,
-            }
-        self._attend_args = {
+        stored = {"positions": batch.positions, "out_cache_loc": batch.out_cache_loc}
+        attended: dict[str, Any] = {
             "page_table": view.page_table,
             "row_index": view.row_index,
-            **own,
         }
+        if batch.forward_mode.is_decode:
+            attended["read_lens"] = view.read_lens
+        else:
+            attended["prefix_lens"] = batch.prefix_lens
+            attended["qo_indptr"] = batch.qo_indptr
+            attended["tree_mask"] = batch.tree_mask
+        self._store_args = (stored, stored)
+        self._attend_args = (attended, attended)
+        if window is not None:
+            rows = window.rows
+            sliding = {
+                name: getattr(rows, name, value) for name, value in attended.items()
+            }
+            # Row r of the window tables is row r of the batch.
+            sliding["row_index"] = None
+            self._store_args = (stored, stored | {"out_cache_loc": window.cache_loc})
+            self._attend_args = (attended, sliding)
 
     def leave_out(self) -> None:
         """Expect no calls of the forward that has begun: a graph replays them."""
@@ -115,7 +135,7 @@ class AttentionCalls:
         place: int,
         caches: tuple[Tensor, Tensor],
         args: dict[str, Any],
-        expected: dict[str, Any],
+        expected: LayerArgs,
     ) -> None:
         """Raises:
         RuntimeError: the call is not that of the forward's layer `place`.
@@ -131,7 +151,7 @@ class AttentionCalls:
                 f"KV canary: layer {place} of the pool {verb} over other K or V than "
                 "its own"
             )
-        for name, value in expected.items():
+        for name, value in expected[self._is_sliding[place]].items():
             if args[name] is not value:
                 raise RuntimeError(
                     f"KV canary: layer {place} of the pool {verb} with another {name} "

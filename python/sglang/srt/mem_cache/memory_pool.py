@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from numpy.typing import NDArray
 from sglang.srt.mem_cache.ops import move_kv_cache
 from sglang.srt.mem_cache.page_ledger import IntArray
 from sglang.srt.utils.memory import host_zeros
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.swa_slots import SwaSlots
 
 Ints = Sequence[int] | IntArray
 OnMove = Callable[[torch.Tensor, torch.Tensor], None]
@@ -30,6 +34,7 @@ class ReqToTokenPool:
         token_table: int32 [size + 1, max(context_len, row_width)] on the device, token
             per position. Written by the prefill from the host and by the kernel that
             publishes sampled tokens; there is no host copy.
+        req_to_swa: of `record_windows`; None before.
 
     Row 0 is the padding row: it stays zero, so padded rows read and write the scratch
     page. Rows 1..size are allocated to requests. Columns that a row's owner has not
@@ -65,7 +70,21 @@ class ReqToTokenPool:
             self._mirror = np.zeros((size + 1, row_width), dtype=np.int32)
         self._free: list[int] = []
         self._in_use = bytearray(size + 1)
+        self._swa: SwaSlots | None = None
+        self.req_to_swa: torch.Tensor | None = None
         self.clear()
+
+    def record_windows(self, swa: SwaSlots) -> torch.Tensor:
+        """Write the window slots of a row's slots, too, from now on: by the host's
+        records, so that what is read through the mapping can be compared.
+
+        Returns:
+            `req_to_swa`, int32 [size + 1, row_width] on the device. Positions that left
+            their window keep the slot that they had.
+        """
+        self._swa = swa
+        self.req_to_swa = self._zeros(self.row_width)
+        return self.req_to_swa
 
     @staticmethod
     def bytes_of(*, size: int, row_width: int) -> int:
@@ -132,6 +151,7 @@ class ReqToTokenPool:
         if len(index) != len(slots):
             raise RuntimeError(f"{len(slots)} slots for {len(index)} columns")
         self._mirror.reshape(-1)[index] = slots.numpy()
+        self._write_windows(index, slots)
         if self.device.type == "cpu":
             return slots
         # One copy for both index and values.
@@ -139,6 +159,15 @@ class ReqToTokenPool:
         moved = _to_device(both, self.device)
         self.req_to_token.view(-1).index_copy_(0, moved[0], moved[1].to(torch.int32))
         return moved[1]
+
+    def _write_windows(self, index: IntArray, slots: torch.Tensor) -> None:
+        if self._swa is None or self.req_to_swa is None:
+            return
+        both = torch.from_numpy(
+            np.stack([index, self._swa.window_slots(slots.numpy())])
+        )
+        moved = _to_device(both, self.device)
+        self.req_to_swa.view(-1).index_copy_(0, moved[0], moved[1].to(torch.int32))
 
     def row_slots(self, row: int, start: int, end: int) -> torch.Tensor:
         """Return a copy of row[start:end], int64 on the host, without a sync."""

@@ -110,6 +110,21 @@ class SwaSlots:
         """The window page of each of these pages, 0: none."""
         return self._page_of[pages]
 
+    def window_slots(self, slots: IntArray) -> IntArray:
+        """The window slot of each of these slots, 0: none."""
+        pages = slots // self.page_size
+        window_pages = self._page_of[pages]
+        found = window_pages * self.page_size + (slots - pages * self.page_size)
+        return np.where((window_pages > 0) | (pages == 0), found, 0)
+
+    def full_slot(self, window_slot: int) -> int:
+        """The slot that has this window slot, -1: none has."""
+        page, offset = divmod(window_slot, self.page_size)
+        if page == 0:
+            return offset
+        holders = np.flatnonzero(self._page_of == page)
+        return int(holders[0]) * self.page_size + offset if len(holders) else -1
+
     def take(self, pages: IntArray) -> None:
         """Give each of these pages, which have none, a window page.
 

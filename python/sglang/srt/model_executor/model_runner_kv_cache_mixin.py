@@ -237,7 +237,8 @@ class ModelRunnerKVCacheMixin:
             head_dim=config.head_dim,
             dtype=self.dtype,
         )
-        return math.ceil(layers * layer_bytes) + self.watcher_bytes_per_slot
+        groups = 1 + args.swa_full_tokens_ratio * self._has_window_slots
+        return math.ceil(layers * layer_bytes + groups * self.watcher_bytes_per_slot)
 
     def _pool_size(self, draft_memory: DraftMemory) -> int:
         """KV slots, a multiple of the page size."""

@@ -21,6 +21,7 @@ from kv_canary.layout import (
 )
 from kv_canary.records import RECORD_WORDS
 from kv_canary.state import CanaryState, create_state
+from kv_canary.violation import GROUPS, pool_number
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
 from sglang.srt.kv_canary.config import CanaryConfig, RealData
 from sglang.srt.kv_canary.kernels import move_records
@@ -36,6 +37,9 @@ _MODES = {
     RealData.ROTATE: FingerprintMode.ROTATE,
     RealData.ALL: FingerprintMode.ALL,
 }
+
+
+FULL, SWA = GROUPS
 
 
 class RecordMover:
@@ -65,10 +69,10 @@ class CanaryBuffers:
     kv_token_id_vs_position_offset: int
 
 
-def _mha_layout(pool: KVCache) -> PoolLayout:
+def _mha_layout(pool: KVCache, group: str) -> PoolLayout:
     assert isinstance(pool, MHATokenToKVPool)
-    group = LayerGroup(name="full", k=pool.k_buffer, v=pool.v_buffer)
-    return PoolLayout(groups=(group,), page_size=pool.page_size)
+    layers = LayerGroup(name=group, k=pool.k_buffer, v=pool.v_buffer)
+    return PoolLayout(groups=(layers,), page_size=pool.page_size)
 
 
 def _fingerprint_of(layout: PoolLayout, config: CanaryConfig) -> Fingerprint:
@@ -80,7 +84,7 @@ def _fingerprint_of(layout: PoolLayout, config: CanaryConfig) -> Fingerprint:
 
 
 # Exact pool class -> its layout. A class that is not here is refused by name.
-_ADAPTERS: dict[type[KVCache], Callable[[KVCache], PoolLayout]] = {
+_ADAPTERS: dict[type[KVCache], Callable[[KVCache, str], PoolLayout]] = {
     MHATokenToKVPool: _mha_layout,
 }
 
@@ -95,10 +99,12 @@ def attach_canary_buffers(
     max_rows: int,
     num_managers: int = 1,
     num_branches: int = 0,
+    group: str = FULL,
 ) -> CanaryBuffers:
     """Records for every slot of `pool`; from now on they move with the bytes.
 
     Args:
+        group: of the slots, for reports (`kv_canary.violation.GROUPS`).
         req_rows: rows of `req_to_token`, padding row included.
         max_rows: rows of one forward at most.
         num_branches: draft branches of a batch at most; they have lineages of their
@@ -115,7 +121,7 @@ def attach_canary_buffers(
             f"--kv-canary {config.mode.value} cannot check a {type(pool).__name__}; it "
             f"knows {known}. Use --kv-canary none"
         )
-    layout = adapter(pool)
+    layout = adapter(pool, group)
     capacities = CanaryLaunchCapacities(
         num_slots=layout.num_slots,
         req_rows=req_rows,
@@ -130,7 +136,7 @@ def attach_canary_buffers(
         num_managers=num_managers,
         lineage_rows=req_rows + num_branches,
         device=device,
-        pool=kv_token_id_vs_position_offset,
+        pool=pool_number(is_draft=bool(kv_token_id_vs_position_offset), group=group),
     )
     pool.register_on_move(RecordMover(state))
     record_bytes = RECORD_WORDS * state.head.element_size()

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,11 +52,13 @@ from sglang.srt.kv_canary.kernels import (
 )
 from sglang.srt.kv_canary.lineages import PrefixLineages, TokenOwner
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver
+from sglang.srt.kv_canary.pool_patcher.api import FULL
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
 from sglang.srt.kv_canary.runner.slot_pattern import PoolPattern
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
 from sglang.srt.kv_canary.runner.sweep import Sweeper
 from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
+from sglang.srt.kv_canary.runner.window_canary import WindowCanary
 from sglang.srt.kv_canary.single_forward_manager.manager import (
     CanaryTarget,
     SingleForwardManager,
@@ -68,6 +70,7 @@ from sglang.srt.model_executor.forward_context import get_forward_context
 from sglang.srt.model_executor.graph_capture import SideStream
 
 if TYPE_CHECKING:
+    from kv_canary.state import CanaryState
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
@@ -115,6 +118,7 @@ class CanaryManager:
         active: whose forward is open.
         calls: of attention, in the forward that is open.
         side: the stream of launches beside the model; None on the CPU.
+        windows: of a model with window slots; None: there are none.
     """
 
     def __init__(
@@ -154,13 +158,16 @@ class CanaryManager:
         self._num_run = self._num_due = 0
         self._is_init_finished = False
         self._freed: list[Tensor] = []
+        self.windows: WindowCanary | None = None
+        if target.windows is not None:
+            self.windows = WindowCanary(target.windows, upload=self._upload)
         self._lineages = PrefixLineages(is_draft=target.is_draft)
         self._sweeper: Sweeper | None = None
         # Number of the next forward on the device, and the newest launches.
         self._clock = FIRST_CLOCK
         self._launches: deque[_Launched] = deque(maxlen=REMEMBERED_LAUNCHES)
         self._forwards = 0
-        self._stats = StatsLogger(config.stats_every, pool=POOLS[self._state.pool])
+        self._stats = StatsLogger(config.stats_every, pool=POOLS[target.is_draft])
         self._health = HealthChecker()
         self._counters = [0] * NUM_COUNTERS
         self.perturb = PerturbDriver(target)
@@ -205,12 +212,11 @@ class CanaryManager:
             [self._lineages.seed(owner) for owner in owners],
             [owner.serial for owner in owners],
         ]
-        expect_rows(
-            self._state,
-            req_pool_indices,
-            self._upload(torch.tensor(values)),
-            self.target.seeds,
-        )
+        announced = self._upload(torch.tensor(values))
+        seeds = self.target.seeds
+        expect_rows(self._state, req_pool_indices, announced, seeds)
+        if self.windows is not None:
+            self.windows.expect(req_pool_indices, announced, seeds)
         if self.target.oracle is not None:
             prompt_lens = torch.tensor([owner.prompt_len for owner in owners])
             self.target.oracle.expect_prompts(
@@ -299,6 +305,8 @@ class CanaryManager:
         try:
             if self._freed:
                 self._flush_freed()
+            if self.windows is not None:
+                self.windows.flush_freed()
             for i in indices:
                 self._managers[i].pre_ops_outside_graph(forward_batch)
             if self._is_init_finished:
@@ -340,16 +348,17 @@ class CanaryManager:
         if is_live and not perturb.is_idle:
             perturb.before_step(forward_batch, step=current.index, backend=backend)
         views = backend.read_view(forward_batch)
-        self.calls.begin(forward_batch, views[0])
+        window = None if self.windows is None else backend.window_forward(forward_batch)
+        self.calls.begin(forward_batch, views[0], window)
         # Where all bytes are covered new slots are filled, which the model must follow.
         fills = self.target.buffers.fingerprint.mode is FingerprintMode.ALL
         is_small = forward_batch.num_tokens < BESIDE_FROM_TOKENS
         if self.side is None or is_small or fills:
-            current.pre_ops_maybe_inside_graph(forward_batch, views)
+            current.pre_ops_maybe_inside_graph(forward_batch, views, window)
             return
         # Beside the model: it writes other slots than verify reads, and no records.
         with self.side.fork():
-            current.pre_ops_maybe_inside_graph(forward_batch, views)
+            current.pre_ops_maybe_inside_graph(forward_batch, views, window)
 
     def with_tail_after(self, stack: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a model's layer stack (`StackedModel.forward_stack`): the launch after
@@ -434,7 +443,10 @@ class CanaryManager:
         """
         if self.target.oracle is not None:
             self.target.oracle.check_accepted(self._state, accepted)
-        findings = finish_step(self._state, view_of(accepted))
+        view = view_of(accepted)
+        findings = finish_step(self._state, view)
+        if self.windows is not None:
+            self.windows.finish(view, findings)
         if self._group.size > 1:
             self._combine(findings)
         return findings
@@ -442,6 +454,8 @@ class CanaryManager:
     def collect(self, req_rows: Tensor) -> Tensor:
         """Findings about request rows [R], as `finish_verify` returns them."""
         findings = gather_findings(self._state, req_rows)
+        if self.windows is not None:
+            self.windows.collect(req_rows, findings)
         if self._group.size > 1:
             self._combine(findings)
         return findings
@@ -524,19 +538,19 @@ class CanaryManager:
         tokens_of: TokensOf,
         host_entries: Sequence[Sequence[int]] = (),
     ) -> Examined:
-        count = int(self._state.ring_count.item())
-        capacity = self._state.ring.shape[0]
-        entries = self._state.ring[: min(count, capacity)].tolist()
-        entries += host_entries
-        self._state.ring_count.zero_()
-        found = self.reporter.examine(
-            entries,
-            owner_of=owner_of,
+        entries, dropped = _take_entries(self._state)
+        examine = partial(
+            self.reporter.examine,
             mode_of=self._mode_of,
             branch_of=self._branch_of,
             details=lambda violation: self._details(violation, tokens_of),
         )
-        return Examined(found, max(count - capacity, 0))
+        found = examine([*entries, *host_entries], owner_of=owner_of)
+        if self.windows is not None:
+            entries, more = _take_entries(self.windows.state)
+            found += examine(entries, owner_of=self.windows.owner_of(owner_of))
+            dropped += more
+        return Examined(found, dropped)
 
     def slot_pattern(self) -> PoolPattern:
         """A pattern for slots of this pool that nobody holds."""
@@ -545,14 +559,16 @@ class CanaryManager:
     def forget_rows(self, req_rows: Sequence[int]) -> None:
         """Clear the verdicts of request rows whose requests lose them, in stream order:
         nothing that was launched for them is looked at any more."""
-        rows = torch.tensor(req_rows, dtype=torch.int64)
-        self._state.verdict[self._upload(rows)] = 0
+        rows = self._upload(torch.tensor(req_rows, dtype=torch.int64))
+        self._state.verdict[rows] = 0
 
     def _details(self, violation: Violation, tokens_of: TokensOf) -> dict[str, int]:
         """Fields that only the host can add to an incident. For `verify_token` of the
         target: the first position, if any, whose slot in the device's table does not
         hold the request's own token."""
-        if self.target.is_draft or "verify_token" not in violation.labels:
+        if self.target.is_draft or violation.group != FULL:
+            return {}
+        if "verify_token" not in violation.labels:
             return {}
         tokens = tokens_of(violation.serial)
         if tokens is None:
@@ -611,6 +627,14 @@ class CanaryManager:
     @property
     def num_sweep_passes(self) -> int:
         return 0 if self._sweeper is None else self._sweeper.passes
+
+
+def _take_entries(state: CanaryState) -> tuple[list[list[int]], int]:
+    """The entries in a ring, which is empty then, and how many found no place."""
+    count, capacity = int(state.ring_count.item()), state.ring.shape[0]
+    entries: list[list[int]] = state.ring[: min(count, capacity)].tolist()
+    state.ring_count.zero_()
+    return entries, max(count - capacity, 0)
 
 
 # Classes and not generators: a step of a small model on the CPU notices.

@@ -19,6 +19,10 @@ from kv_canary.findings import STATUS_WORDS
 from kv_canary.records import WriterKind
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 from sglang.srt.kv_canary.kernels import before_model, write_tail
+from sglang.srt.kv_canary.single_forward_manager.window_launches import (
+    WindowGroup,
+    WindowLaunches,
+)
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
     from sglang.srt.kv_canary.token_oracle import InputOracle
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 
 # Forwards of the target whose tokens all stay; a verification's are chosen later.
@@ -48,6 +53,7 @@ class CanaryTarget:
         seeds: int64 [req_rows], lineage of each request row before position 0, in a
             draft's pool; None: the target's, where it is 0.
         oracle: what inputs must be (tests), of the target; None: it is off.
+        windows: the window slots; None: the model has none.
     """
 
     config: CanaryConfig
@@ -61,6 +67,7 @@ class CanaryTarget:
     tree_depth: int = 0
     seeds: Tensor | None = None
     oracle: InputOracle | None = None
+    windows: WindowGroup | None = None
 
     @property
     def is_draft(self) -> bool:
@@ -100,6 +107,11 @@ class SingleForwardManager:
         if target.is_draft:
             self._kinds[ForwardMode.DECODE] = WriterKind.DRAFT
         self._checks = target.checks()
+        self._windows: WindowLaunches | None = None
+        if target.windows is not None:
+            self._windows = WindowLaunches(
+                target.windows, checks=self._checks, findings=self._findings
+            )
         # No table holds tokens of branches after the first step.
         self._branch_checks = dataclasses.replace(self._checks, tokens=None)
         # After the rows of requests.
@@ -124,14 +136,21 @@ class SingleForwardManager:
         self._target.buffers.capacities.check(forward_batch)
 
     def pre_ops_maybe_inside_graph(
-        self, forward_batch: ForwardBatch, reads: Sequence[KVReadView]
+        self,
+        forward_batch: ForwardBatch,
+        reads: Sequence[KVReadView],
+        window: WindowForward | None = None,
     ) -> None:
-        """Verify `reads` and write the head records, before the model."""
+        """Verify `reads` and the window slots, and write the head records, before the
+        model."""
         is_branch = self._is_draft and forward_batch.forward_mode.is_decode
         view = self._view_of(forward_batch, reads)
         self._view = view
-        checks = self._branch_checks if is_branch and self.index else self._checks
+        is_branch = bool(is_branch and self.index)
+        checks = self._branch_checks if is_branch else self._checks
         before_model(self._target.buffers.state, view, checks)
+        if self._windows is not None and window is not None:
+            self._windows.before_model(view, window, read=reads[0], is_branch=is_branch)
 
     def _view_of(
         self, forward_batch: ForwardBatch, reads: Sequence[KVReadView]
@@ -184,6 +203,10 @@ class SingleForwardManager:
             advance=is_draft or ends_step,
             findings=self._findings if ends_step else None,
         )
+        if self._windows is not None:
+            self._windows.write_tail(
+                advance=is_draft or ends_step, has_findings=ends_step
+            )
 
     def post_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
         """Nothing to do on the host: findings travel with the result."""

@@ -15,6 +15,7 @@ from sglang.srt.configs.attention_backends import (
 
 if TYPE_CHECKING:
     from kv_canary.view import KVReadView
+    from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.branch_slots import SlotRows
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -103,6 +104,14 @@ class AttentionBackend(ABC):
 
         One view per metadata group; the KV canary verifies them.
         """
+
+    def window_forward(self, forward_batch: ForwardBatch) -> WindowForward | None:
+        """The window slots that `forward` is about to read and to write, in the very
+        tables that it takes; None: the model has no window slots.
+
+        Whoever asks does so once per forward, before its first layer.
+        """
+        return None
 
     def forward(
         self,

@@ -22,7 +22,7 @@ from sglang.srt.layers.attention.base_attn_backend import (
     CallWrapper,
     DraftDecodeBackend,
 )
-from sglang.srt.layers.attention.window_tables import WindowTables
+from sglang.srt.layers.attention.window_tables import WindowForward, WindowTables
 from sglang.srt.layers.ops.attention import (
     decode_attention,
     decode_attention_ref,
@@ -150,6 +150,11 @@ class PagedAttnBackend(AttentionBackend):
 
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
         return (self._view_of(forward_batch),)
+
+    def window_forward(self, forward_batch: ForwardBatch) -> WindowForward | None:
+        if self._windows is None:
+            return None
+        return self._windows.make(self._view_of(forward_batch), forward_batch)
 
     def _view_of(self, forward_batch: ForwardBatch) -> KVReadView:
         """The view of a forward, from which `attend` takes its arguments as well: the

@@ -97,11 +97,24 @@ def new_window_rows(rows: int, columns: int, *, device: torch.device) -> WindowR
     return WindowRows(table, *lens.unbind())
 
 
+class WindowForward(NamedTuple):
+    """Window slots of a forward.
+
+    Fields:
+        rows: that attention of sliding layers reads.
+        cache_loc: int64 [T], where they store the new tokens.
+    """
+
+    rows: WindowRows
+    cache_loc: Tensor
+
+
 class WindowTables:
     """Window tables and window slots of the forwards of one backend.
 
-    The first sliding layer of a forward makes them, the others read them: a graph holds
-    the making, too, however often it is replayed.
+    They are made before the first sliding layer of a forward, or when somebody asks
+    for them before; the other layers read them. A graph holds the making, too, however
+    often it is replayed.
     """
 
     def __init__(self, kv_pool: SWAKVPool, *, max_rows: int) -> None:
@@ -110,6 +123,8 @@ class WindowTables:
         self._static: dict[int, WindowRows] = {}
         self._rows: WindowRows | None = None
         self._cache_loc: Tensor | None = None
+        # Made for a forward of which no sliding layer has attended, or stored.
+        self._is_ahead = {"rows": False, "cache_loc": False}
 
     def for_table(self, max_rows: int) -> WindowTables:
         """The same for forwards over another page table."""
@@ -119,11 +134,17 @@ class WindowTables:
         """Whether this layer has its KV in window slots."""
         return self._pool.is_sliding(layer_id)
 
+    def make(self, view: KVReadView, forward_batch: ForwardBatch) -> WindowForward:
+        """The window slots of a forward, before its first layer."""
+        rows = self._make_rows(view, forward_batch)
+        cache_loc = self._make_cache_loc(forward_batch)
+        self._is_ahead = {"rows": True, "cache_loc": True}
+        return WindowForward(rows, cache_loc)
+
     def cache_loc(self, layer_id: int, forward_batch: ForwardBatch) -> Tensor:
         """Window slots of the new tokens, int64 [T]."""
-        if layer_id == self._pool.first_sliding:
-            mapping = self._pool.swa.full_to_swa_index_mapping
-            self._cache_loc = mapping[forward_batch.out_cache_loc]
+        if self._is_due("cache_loc", layer_id):
+            self._make_cache_loc(forward_batch)
         assert self._cache_loc is not None
         return self._cache_loc
 
@@ -131,21 +152,37 @@ class WindowTables:
         self, layer_id: int, view: KVReadView, forward_batch: ForwardBatch
     ) -> WindowRows:
         """The rows that attention of a sliding layer reads, instead of `view`."""
-        if layer_id == self._pool.first_sliding:
-            assert view.page_table is not None
-            swa = self._pool.swa
-            self._rows = self._tensors(forward_batch, view.page_size)
-            window_table(
-                view.page_table,
-                view.row_index,
-                prefix_lens=forward_batch.prefix_lens,
-                read_lens=view.read_lens,
-                mapping=swa.full_to_swa_index_mapping,
-                window=swa.window,
-                page_size=view.page_size,
-                out=self._rows,
-            )
+        if self._is_due("rows", layer_id):
+            self._make_rows(view, forward_batch)
         assert self._rows is not None
+        return self._rows
+
+    def _is_due(self, what: str, layer_id: int) -> bool:
+        """Whether this layer is the first of a forward, for which nobody asked."""
+        if layer_id != self._pool.first_sliding:
+            return False
+        is_ahead, self._is_ahead[what] = self._is_ahead[what], False
+        return not is_ahead
+
+    def _make_cache_loc(self, forward_batch: ForwardBatch) -> Tensor:
+        mapping = self._pool.swa.full_to_swa_index_mapping
+        self._cache_loc = mapping[forward_batch.out_cache_loc]
+        return self._cache_loc
+
+    def _make_rows(self, view: KVReadView, forward_batch: ForwardBatch) -> WindowRows:
+        assert view.page_table is not None
+        swa = self._pool.swa
+        self._rows = self._tensors(forward_batch, view.page_size)
+        window_table(
+            view.page_table,
+            view.row_index,
+            prefix_lens=forward_batch.prefix_lens,
+            read_lens=view.read_lens,
+            mapping=swa.full_to_swa_index_mapping,
+            window=swa.window,
+            page_size=view.page_size,
+            out=self._rows,
+        )
         return self._rows
 
     def _tensors(self, batch: ForwardBatch, page_size: int) -> WindowRows:

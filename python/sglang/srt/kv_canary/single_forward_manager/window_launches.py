@@ -1,0 +1,125 @@
+"""The canary's launches over the window slots of a model with sliding layers.
+
+A second group of slots with records of its own. Every token of a window is in both
+groups, with the same lineage; the views differ in slots and in where rows begin:
+
+```
+positions          0 ............ first_position ......... prefix .... end
+full group         | verified                              | written   |
+window group       | left the window    | verified         | written   |
+```
+Which slot a token must have is known from the host's records (`req_to_swa`), not from
+the mapping on the device through which attention finds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kv_canary.findings import STATUS_WORDS
+from kv_canary.view import ForwardView, KVReadView
+from sglang.srt.kv_canary.kernels import before_model, write_tail
+
+if TYPE_CHECKING:
+    from kv_canary.checks import PoolChecks
+    from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
+    from sglang.srt.layers.attention.window_tables import WindowForward
+    from sglang.srt.mem_cache.swa_slots import SwaSlots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowGroup:
+    """The window slots of one pool.
+
+    Fields:
+        req_to_swa: int32 [req_rows, W], window slots by request row and position.
+    """
+
+    buffers: CanaryBuffers
+    swa: SwaSlots
+    req_to_swa: Tensor
+
+
+class WindowLaunches:
+    """The launches of the forwards with one place in a launch.
+
+    Args:
+        checks: of the full group.
+        findings: int64 [STATUS_WORDS + rows], what the full group's launches found; the
+            window group's findings are put in.
+    """
+
+    def __init__(
+        self, group: WindowGroup, *, checks: PoolChecks, findings: Tensor
+    ) -> None:
+        self._group = group
+        self._state = group.buffers.state
+        self._checks = dataclasses.replace(
+            checks,
+            fingerprint=group.buffers.fingerprint,
+            req_to_token=group.req_to_swa,
+            # Compared once, in the full group.
+            published=None,
+        )
+        self._branch_checks = dataclasses.replace(self._checks, tokens=None)
+        self._all_findings = findings
+        self._findings = torch.zeros_like(findings)
+        # No slot of the window precedes its first one.
+        self._no_slots = findings.new_full((len(findings),), -1)
+        self._view: ForwardView | None = None
+
+    def before_model(
+        self,
+        view: ForwardView,
+        forward: WindowForward,
+        *,
+        read: KVReadView,
+        is_branch: bool,
+    ) -> None:
+        """Verify the window slots that are about to be read, and write head records.
+
+        Args:
+            view, read: of the full group.
+            is_branch: whether the rows are branches whose tokens no table holds.
+        """
+        rows = forward.rows
+        window = KVReadView(
+            read_lens=rows.read_lens,
+            page_table=rows.page_table,
+            page_size=read.page_size,
+            first_position=rows.first_position,
+            prev_slots=self._no_slots[: view.num_rows],
+            takes_new=read.takes_new,
+        )
+        self._view = dataclasses.replace(
+            view, out_cache_loc=forward.cache_loc, reads=(window,), oracle=None
+        )
+        checks = self._branch_checks if is_branch else self._checks
+        before_model(self._state, self._view, checks)
+
+    def write_tail(self, *, advance: bool, has_findings: bool) -> None:
+        """Write the tail records; put the findings to those of the full group."""
+        view, self._view = self._view, None
+        assert view is not None
+        write_tail(
+            self._state,
+            view,
+            self._checks,
+            advance=advance,
+            findings=self._findings if has_findings else None,
+        )
+        if has_findings:
+            count = STATUS_WORDS + view.num_rows
+            combine(self._all_findings[:count], self._findings[:count])
+
+
+def combine(findings: Tensor, others: Tensor) -> None:
+    """Put the findings of another group, int64 [STATUS_WORDS + R], to `findings`, whose
+    counters stay: entries in the ring are counted together, verdicts united."""
+    findings[:1] += others[:1]
+    findings[STATUS_WORDS:] |= others[STATUS_WORDS:]
