@@ -168,7 +168,8 @@ class Envs:
         "SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL",
         0,
         int,
-        "Refused unless 0: there is no sliding-window pool in this version.",
+        "Launches between two lines kv_canary_swa_divergence={json}, which show that "
+        "sliding windows are at work; 0: none. Each waits for the device.",
     )
     SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB = EnvVar(
         "SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB",
@@ -206,7 +207,7 @@ class Envs:
         "SGLANG_KV_CANARY_PERTURB_TARGET_GROUP",
         "full",
         str,
-        "Pool group that is damaged; only full exists in this version.",
+        "Group of slots that is damaged: full, or swa of a model with window slots.",
     )
     SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS = EnvVar(
         "SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS",

@@ -145,8 +145,11 @@ def canary_of(harness: EngineHarness) -> CanaryManager:
     return harness.scheduler.worker.canary_managers()[0]
 
 
-def plant(model: Path, name: str, *, seed: int, **server_args: Any) -> Outcome:
-    """Serve mock requests in mode `raise`, plant the fault, run until it stops.
+def plant(
+    model: Path, name: str, *, seed: int, group: str = "full", **server_args: Any
+) -> Outcome:
+    """Serve mock requests in mode `raise`, plant the fault in `group`, run until it
+    stops.
 
     Some prompts share a prefix, and finished requests leave theirs in the cache, so
     that every injector finds an opportunity.
@@ -188,7 +191,7 @@ def plant(model: Path, name: str, *, seed: int, **server_args: Any) -> Outcome:
                 submit(submitted)
                 submitted += 1
             if step == WARM_STEPS:
-                manager.perturb.arm(name, seed=seed)
+                manager.perturb.arm(name, seed=seed, group=group)
             if manager.perturb.planted and not has_met:
                 has_met = True
                 prompt = manager.perturb.planted[0].damage.prompt

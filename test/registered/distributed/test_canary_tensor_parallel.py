@@ -251,7 +251,8 @@ def test_a_fault_in_one_rank_s_draft_pool_stops_both(
         for answer in answers:
             said = answer["output_ids"]
     _wait_gone(pids)
-    assert "launch_tag=draft.verify fail_reason=verify_real_kv " in str(failure.value)
+    line = "launch_tag=draft.verify group=full fail_reason=verify_real_kv "
+    assert line in str(failure.value)
     (report,) = reports.iterdir()
     incident = json.loads(report.read_text())
     assert incident["rank"] == rank
@@ -263,7 +264,7 @@ def test_a_fault_in_one_rank_s_draft_pool_stops_both(
     predicted = next_tokens(PROMPT + said, vocab_size=VOCAB)
     assert said == predicted[len(PROMPT) - 1 : -1]
     log = capfd.readouterr().err
-    assert "launch_tag=draft.verify fail_reason=verify_real_kv" in log
+    assert "launch_tag=draft.verify group=full fail_reason=verify_real_kv" in log
     assert f"The scheduler of rank {rank} failed" in log
 
 

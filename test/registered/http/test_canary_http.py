@@ -35,8 +35,8 @@ VOCAB = 257
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PREFIX = "SGLANG_KV_CANARY_"
 LINE = re.compile(
-    r"kv_canary violation: launch_tag=\S+ fail_reason=(\S+) rid=(?:\".*\"|null) "
-    r"slot_idx=-?\d+ position=-?\d+ "
+    r"kv_canary violation: launch_tag=\S+ group=\S+ fail_reason=(\S+) "
+    r"rid=(?:\".*\"|null) slot_idx=-?\d+ position=-?\d+ "
 )
 READ = {
     "verify_lineage",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -56,7 +59,8 @@ def server(
         max_position_embeddings=CONTEXT,
         **request.cls.model_config,
     )
-    running = Server(model, (*canary_flags(), *request.cls.flags))
+    with patch.dict(os.environ, request.cls.environment):
+        running = Server(model, (*canary_flags(), *request.cls.flags))
     try:
         yield running.wait_ready()
     finally:
@@ -68,6 +72,8 @@ class _BaselineBase:
 
     model_config: ClassVar[dict[str, Any]] = {}
     flags: ClassVar[tuple[str, ...]] = ()
+    environment: ClassVar[dict[str, str]] = {}
+    windows: ClassVar[tuple[int | None, int | None]] = (None, None)
 
     def test_no_violation(self, server: Server) -> None:
         rng = random.Random(1)
@@ -89,7 +95,9 @@ class _BaselineBase:
         with ThreadPoolExecutor(8) as pool:
             outputs = list(pool.map(ask, prompts))
         for prompt, output in zip(prompts, outputs, strict=True):
-            predicted = next_tokens(prompt + output, vocab_size=VOCAB)
+            predicted = next_tokens(
+                prompt + output, vocab_size=VOCAB, windows=self.windows
+            )
             assert output == predicted[len(prompt) - 1 : -1]
         server.wait_idle()
         assert "violation:" not in server.log(), server.log()
@@ -139,6 +147,38 @@ class TestBaselineMhaPaged(_BaselineBase):
     """The same in pages of 16."""
 
     flags: ClassVar[tuple[str, ...]] = ("--page-size", "16")
+
+
+class TestBaselineSwa(_BaselineBase):
+    """A full and a sliding layer, with window slots; and windows are at work."""
+
+    model_config: ClassVar[dict[str, Any]] = {
+        "sliding_window": 40,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }
+    flags: ClassVar[tuple[str, ...]] = ("--swa-full-tokens-ratio", "0.3")
+    environment: ClassVar[dict[str, str]] = {
+        "SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL": "10"
+    }
+    windows: ClassVar[tuple[int | None, int | None]] = (None, 40)
+
+    def test_windows_diverge(self, server: Server) -> None:
+        # The first window pages are those of the first pages, until some are free.
+        for _ in range(3):
+            server.generate([5] * 200, max_new_tokens=80)
+            server.generate([6] * 300, max_new_tokens=80)
+        lines = [line for line in server.lines if "kv_canary_swa_divergence=" in line]
+        reports = [json.loads(line.split("divergence=")[1]) for line in lines]
+        assert len(reports) > 5
+        assert sum(report["outside_window"] for report in reports) > 0
+        assert sum(report["differing_slots"] for report in reports) > 0
+        assert {report["stale_mappings"] for report in reports} == {0}
+
+
+class TestBaselineSwaPaged(TestBaselineSwa):
+    """The same in pages of 16."""
+
+    flags: ClassVar[tuple[str, ...]] = (*TestBaselineSwa.flags, "--page-size", "16")
 
 
 def test_off_is_404(tmp_path: Path) -> None:

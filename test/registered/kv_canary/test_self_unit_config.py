@@ -200,8 +200,9 @@ def test_flags_that_do_not_fit_are_refused(flags: dict[str, Any], message: str) 
             "NEXT_TOKEN_SWAP_PROB .*ENABLE_WRITE_INPUT_ASSERT=1",
         ),
         ("log", {PREFIX + "RING_CAPACITY": "many"}, "RING_CAPACITY.*many"),
-        ("log", {PREFIX + "PERTURB_TARGET_GROUP": "swa"}, "TARGET_GROUP='swa'"),
-        ("log", {PREFIX + "SWA_DIVERGENCE_STATS_INTERVAL": "5"}, "SWA_DIVERGENCE"),
+        ("log", {PREFIX + "PERTURB_TARGET_GROUP": "mla"}, "TARGET_GROUP='mla'"),
+        ("none", {PREFIX + "SWA_DIVERGENCE_STATS_INTERVAL": "5"}, "SWA_DIVERGENCE"),
+        ("log", {PREFIX + "SWA_DIVERGENCE_STATS_INTERVAL": "-1"}, "SWA_DIVERGENCE"),
         (
             "log",
             {PREFIX + "ENABLE_WRITE_INPUT_ASSERT": "1"},
@@ -283,7 +284,8 @@ def test_faults_that_cannot_be_planted_are_refused(model: Path) -> None:
     assert manager is not None
     with pytest.raises(ValueError, match="next_token_swap .*oracle, which is off"):
         manager.perturb.arm("next_token_swap", seed=0)
-    with pytest.raises(ValueError, match="no fault is called 'flip'; choose from req_"):
+    message = "no fault of group full is called 'flip'; choose from req_"
+    with pytest.raises(ValueError, match=message):
         manager.perturb.arm("flip", seed=0)
     assert manager.perturb.is_idle
 

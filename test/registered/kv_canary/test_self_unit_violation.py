@@ -43,7 +43,7 @@ register_cpu_ci(est_time=3, suite="cpu")
 # -- the line ----------------------------------------------------------------------
 
 GOLDEN_LINE = (
-    "kv_canary violation: launch_tag=target.verify "
+    "kv_canary violation: launch_tag=target.verify group=full "
     'fail_reason=verify_lineage+verify_token rid="reader" slot_idx=77 '
     "position=12 page=19 branch=-1 batch_row=1 forward=42 stored_token=101 "
     "expected_token=-1 stored_position=12 stored_lineage=0xffffffffffffffff "
@@ -62,7 +62,7 @@ def test_tokens_and_other_requests_are_not_for_everybody() -> None:
     assert hidden == GOLDEN_LINE.replace("stored_token=101", "stored_token=-1")
     public = violation().public_line()
     assert public == (
-        "kv_canary violation: launch_tag=target.verify "
+        "kv_canary violation: launch_tag=target.verify group=full "
         "fail_reason=verify_lineage+verify_token slot_idx=77 position=12 forward=42"
     )
 
@@ -80,7 +80,8 @@ def test_the_line_of_what_has_no_request_and_no_slot() -> None:
         TAG=Launch.TAIL | 1 << 8 | 1 << 16,
     ).line(with_tokens=True)
     assert line == (
-        "kv_canary violation: launch_tag=draft.tail fail_reason=phase rid=null "
+        "kv_canary violation: launch_tag=draft.tail group=full fail_reason=phase "
+        "rid=null "
         "slot_idx=-1 position=-1 page=-1 branch=-1 batch_row=-1 forward=42 "
         "stored_token=-1 expected_token=-1 stored_position=-1 "
         "stored_lineage=0xffffffffffffffff "
@@ -239,6 +240,7 @@ def test_incident(tmp_path: Path, with_tokens: bool) -> None:
         "violations": [
             {
                 "worker": "target",
+                "group": "full",
                 "launch": "verify",
                 "rid": "reader",
                 "request_row": 3,

@@ -262,7 +262,7 @@ class DeclaredLists:
         patch.setattr(attention._backend, "read_view", self._view)
         # Attention's calls take the table, not the lists.
         calls = canaries_of(harness)["draft"].calls
-        patch.setattr(calls, "begin", lambda batch, view: None)
+        patch.setattr(calls, "begin", lambda batch, *reads: None)
 
     def _allocate(self) -> BranchLists:
         return BranchLists(self._layout, max_requests=self._pool.size, pool=self._pool)

@@ -80,6 +80,8 @@ def install_canary(
         )
     else:
         buffers = attach(pool=pool)
+        if not is_draft:
+            config.refuse_without_windows()
     seeds = buffers.state.expected_lineage.new_zeros(req_to_token_pool.size + 1)
     oracle = None
     if config.check_write_inputs and not is_draft:

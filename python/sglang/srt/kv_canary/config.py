@@ -8,10 +8,14 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
+from kv_canary.violation import GROUPS
 from sglang.srt.environ import EnvVar, envs
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+
+
+FULL = GROUPS[0]
 
 
 class CanaryMode(str, Enum):
@@ -34,7 +38,8 @@ class RealData(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerturbConfig:
-    """Chances per forward of each injected fault; all 0 in production."""
+    """Chances per forward of each injected fault, all 0 in production, and the group of
+    slots that is damaged."""
 
     req_to_token: float = 0.0
     real_kv_used: float = 0.0
@@ -42,6 +47,7 @@ class PerturbConfig:
     real_kv_post_forward: float = 0.0
     next_token_swap: float = 0.0
     warmup_steps: int = 50
+    group: str = "full"
 
     @property
     def is_active(self) -> bool:
@@ -70,6 +76,7 @@ class CanaryConfig:
         ring_capacity: violations that the device keeps between two results.
         stats_every: forwards between two stats lines; 0: none.
         check_write_inputs, check_read_tokens, use_token_oracle: for tests.
+        divergence_every: launches between two divergence reports; 0: none.
     """
 
     mode: CanaryMode
@@ -85,6 +92,7 @@ class CanaryConfig:
     check_write_inputs: bool = False
     check_read_tokens: bool = False
     use_token_oracle: bool = False
+    divergence_every: int = 0
     perturb: PerturbConfig = PerturbConfig()
 
     @property
@@ -113,6 +121,9 @@ class CanaryConfig:
             check_write_inputs=envs.SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT.get(),
             check_read_tokens=envs.SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT.get(),
             use_token_oracle=envs.SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE.get(),
+            divergence_every=_at_least(
+                envs.SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL, 0
+            ),
             perturb=_perturb(),
         )
         config._refuse_conflicts()
@@ -123,12 +134,26 @@ class CanaryConfig:
             )
         return config
 
+    def refuse_without_windows(self) -> None:
+        """For a model that has no window slots.
+
+        Raises:
+            ValueError: a variable is about them; names it.
+        """
+        for variable, is_set in (
+            (
+                envs.SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL,
+                self.divergence_every > 0,
+            ),
+            (envs.SGLANG_KV_CANARY_PERTURB_TARGET_GROUP, self.perturb.group != FULL),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"{variable.name}={variable.get()} is about window slots, which "
+                    "this model with these flags does not have; unset it"
+                )
+
     def _refuse_conflicts(self) -> None:
-        if envs.SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL.get() != 0:
-            raise ValueError(
-                "SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL is set, but this "
-                "version has no sliding-window pool; unset it"
-            )
         if self.check_write_inputs and not self.use_token_oracle:
             raise ValueError(
                 "SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT=1 compares inputs with the "
@@ -153,6 +178,10 @@ class CanaryConfig:
             ),
             ("SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE", self.use_token_oracle),
             ("SGLANG_KV_CANARY_PERTURB_*_PROB", self.perturb.is_active),
+            (
+                "SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL",
+                self.divergence_every > 0,
+            ),
         ):
             if is_set:
                 raise ValueError(
@@ -177,12 +206,12 @@ def _probability(variable: EnvVar[float]) -> float:
 
 def _perturb() -> PerturbConfig:
     group = envs.SGLANG_KV_CANARY_PERTURB_TARGET_GROUP
-    if group.get() != "full":
+    if group.get() not in GROUPS:
         raise ValueError(
-            f"{group.name}={group.get()!r}: this version has the group full only; "
-            "unset it"
+            f"{group.name}={group.get()!r} must be one of {', '.join(GROUPS)}"
         )
     return PerturbConfig(
+        group=group.get(),
         req_to_token=_probability(envs.SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB),
         real_kv_used=_probability(envs.SGLANG_KV_CANARY_PERTURB_REAL_KV_USED_PROB),
         real_kv_unused_cache=_probability(

@@ -186,6 +186,17 @@ class SwaSlots:
             for hook in self._on_free:
                 hook(slots)
 
+    def expected_mapping(self) -> torch.Tensor:
+        """The mapping by the host's records, int64 [full slots] on the host, but for
+        pages that the next `sync` changes: those as they are."""
+        slots = np.arange(len(self._page_of) * self.page_size, dtype=np.int64)
+        expected = torch.from_numpy(self.window_slots(slots))
+        if self._stale:
+            pages = torch.from_numpy(np.concatenate(self._stale))
+            given = self.full_to_swa_index_mapping.cpu().view(-1, self.page_size)
+            expected.view(-1, self.page_size)[pages] = given[pages]
+        return expected
+
     # -- the device ----------------------------------------------------------------
 
     def sync(self) -> None:

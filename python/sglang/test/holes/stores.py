@@ -81,7 +81,7 @@ def _misplace(
     site.wrap(PagedAttnBackend, "store", store)
     # A kernel that stores elsewhere is called with the right slots all the same.
     for manager in site.scheduler.worker.canary_managers():
-        site.wrap(manager.calls, "begin", lambda begin, batch, view: None)
+        site.wrap(manager.calls, "begin", lambda begin, batch, *reads: None)
 
 
 def _one_changed(

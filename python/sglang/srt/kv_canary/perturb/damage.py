@@ -11,12 +11,17 @@ import torch
 from torch import Tensor
 
 from kv_canary.perturb import flip_bytes
+from sglang.srt.kv_canary.pool_patcher.api import FULL
 
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState
+    from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
     from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
+    from sglang.srt.kv_canary.single_forward_manager.window_launches import WindowGroup
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.page_ledger import IntArray
+    from sglang.srt.mem_cache.tree_node import TreeNode
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -47,7 +52,8 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:
-    """A live row of a forward: its slots by position are `slots[:prefix_len]`."""
+    """A live row of a forward: its slots by position are `slots[:prefix_len]`, of which
+    it reads those from `first_read` on."""
 
     batch_row: int
     req_row: int
@@ -55,6 +61,15 @@ class Victim:
     prefix_len: int
     extend_len: int
     slots: list[int]
+    first_read: int = 0
+
+    @property
+    def read_slots(self) -> list[int]:
+        return self.slots[self.first_read : self.prefix_len]
+
+    def read_position(self, rng: random.Random) -> int:
+        """A position that the row reads."""
+        return rng.randrange(self.first_read, self.prefix_len)
 
     def damage_at(self, position: int) -> Damage:
         """Damage of the slot that this row has at `position`, and of nothing else."""
@@ -89,6 +104,7 @@ class Scene:
 
     Fields:
         forward_batch: of the launch, or of the draft step.
+        group: of the slots that are damaged; those of victims are its slots.
         step, backend: the draft step and its attention backend; -1 and None elsewhere.
         moves: the move that was just made, or None.
     """
@@ -96,14 +112,25 @@ class Scene:
     target: CanaryTarget
     forward_batch: ForwardBatch
     cache: BasePrefixCache | None
+    group: str = FULL
     rng: random.Random = field(default_factory=random.Random)
     step: int = -1
     backend: AttentionBackend | None = None
     moves: Moves | None = None
 
     @property
+    def windows(self) -> WindowGroup:
+        """Of a scene in the group of window slots."""
+        assert self.target.windows is not None
+        return self.target.windows
+
+    @property
+    def buffers(self) -> CanaryBuffers:
+        return self.target.buffers if self.group == FULL else self.windows.buffers
+
+    @property
     def state(self) -> CanaryState:
-        return self.target.buffers.state
+        return self.buffers.state
 
     @property
     def table(self) -> torch.Tensor:
@@ -128,7 +155,8 @@ class Scene:
                 serial=serial,
                 prefix_len=prefix,
                 extend_len=extend,
-                slots=pool.row_slots(row, 0, prefix + extend).tolist(),
+                slots=self.own_slots(pool.row_slots(row, 0, prefix + extend).numpy()),
+                first_read=self._first_read(prefix),
             )
             for i, (row, serial, prefix, extend) in enumerate(fields.t().tolist())
             if row and prefix >= min_prefix
@@ -136,9 +164,27 @@ class Scene:
         self.rng.shuffle(found)
         return found
 
+    def own_slots(self, slots: IntArray) -> list[int]:
+        """Slots of the scene's group for slots of the full one, 0: none."""
+        if self.group != FULL:
+            slots = self.windows.swa.window_slots(slots)
+        own: list[int] = slots.tolist()
+        return own
+
+    def is_unused(self, node: TreeNode) -> bool:
+        """Whether the cache alone holds the slots of a cached run in this group."""
+        if self.group == FULL:
+            return node.lock_ref == 0
+        return node.has_swa and node.swa_lock_ref == 0
+
+    def _first_read(self, prefix_len: int) -> int:
+        if self.group == FULL:
+            return 0
+        return max(prefix_len - self.windows.swa.window + 1, 0)
+
     def flip_kv(self, slot: int) -> None:
         """Change bytes of K or V of `slot`: within the sample where only that is
         fingerprinted, anywhere else otherwise."""
-        buffers = self.target.buffers
+        buffers = self.buffers
         group = buffers.layout.groups[0]
         flip_bytes(buffers.state, buffers.fingerprint, group, slot, self.rng)

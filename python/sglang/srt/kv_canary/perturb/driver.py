@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from sglang.srt.kv_canary.perturb.damage import Damage, Moves, Scene
-from sglang.srt.kv_canary.perturb.injector import When
+from sglang.srt.kv_canary.perturb.injector import Injector, When
 from sglang.srt.kv_canary.perturb.injectors import INJECTORS
 from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
+from sglang.srt.kv_canary.perturb.window_injectors import WINDOW_INJECTORS
+from sglang.srt.kv_canary.pool_patcher.api import FULL, SWA
 from sglang.srt.kv_canary.token_oracle import oracle_tokens
 
 if TYPE_CHECKING:
@@ -24,11 +26,11 @@ if TYPE_CHECKING:
 
 SEED = 20_260_101
 
-_INJECTORS = {**INJECTORS, **SPEC_INJECTORS}
-
-
-def _waits_for_move(name: str) -> bool:
-    return name in _INJECTORS and _INJECTORS[name].when is When.ON_MOVE
+# By the group of slots that they damage.
+_INJECTORS: Mapping[str, Mapping[str, Injector]] = {
+    FULL: {**INJECTORS, **SPEC_INJECTORS},
+    SWA: WINDOW_INJECTORS,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,7 @@ class PerturbDriver:
 
     Attributes:
         is_draft: whether it damages a draft's pool.
+        group: of the slots that it damages.
         is_idle: nothing will be planted and nothing is to be repaired, so that
             `before_forward`, `before_step` and `after_forward` need no call.
         planted: what was planted so far.
@@ -53,6 +56,7 @@ class PerturbDriver:
     def __init__(self, target: CanaryTarget, *, seed: int = SEED) -> None:
         self._target = target
         self.is_draft = target.is_draft
+        self.group = target.config.perturb.group if target.windows else FULL
         self._cache: BasePrefixCache | None = None
         self._rng = random.Random(seed)
         self._forwards = 0
@@ -79,25 +83,29 @@ class PerturbDriver:
         """Take the prefix cache whose slots some injectors damage."""
         self._cache = cache
 
-    def arm(self, name: str, *, seed: int) -> None:
-        """Plant one fault at the first forward that offers an opportunity.
+    def arm(self, name: str, *, seed: int, group: str | None = None) -> None:
+        """Plant one fault at the first forward that offers an opportunity, in `group`
+        from now on, if it is given.
 
         Raises:
             ValueError: no injector has this name, or it needs the token oracle.
         """
+        self.group = group or self.group
+        known = _INJECTORS[self.group]
         if name == "next_token_swap":
             if not self._target.config.use_token_oracle:
                 raise ValueError(
                     f"{name} swaps tokens of the token oracle, which is off"
                 )
-        elif name not in _INJECTORS:
+        elif name not in known:
             raise ValueError(
-                f"no fault is called {name!r}; choose from {', '.join(_INJECTORS)}"
+                f"no fault of group {self.group} is called {name!r}; choose from "
+                f"{', '.join(known)}"
             )
         self._rng = random.Random(seed)
         self._armed.append(name)
         self.is_idle = False
-        if _waits_for_move(name):
+        if self._waits_for_move(name):
             self._watch_moves()
 
     def before_forward(self, forward_batch: ForwardBatch) -> None:
@@ -125,6 +133,10 @@ class PerturbDriver:
             self._has_chances or self._armed or self._undo or self._undo_step
         )
 
+    def _waits_for_move(self, name: str) -> bool:
+        injector = _INJECTORS[self.group].get(name)
+        return injector is not None and injector.when is When.ON_MOVE
+
     def _watch_moves(self) -> None:
         """Wrap the pool's `move_kv_cache` until nothing waits for a move any more."""
         pool: Any = self._target.kv_pool
@@ -136,7 +148,7 @@ class PerturbDriver:
             if self._launched is not None:
                 moves = Moves(dst=dst, src=src, head=head, tail=tail)
                 self._plant(self._launched, When.ON_MOVE, moves=moves)
-            if not any(_waits_for_move(name) for name in self._armed):
+            if not any(self._waits_for_move(name) for name in self._armed):
                 del pool.move_kv_cache
 
         pool.move_kv_cache = watched
@@ -227,6 +239,7 @@ class PerturbDriver:
             target=self._target,
             forward_batch=forward_batch,
             cache=self._cache,
+            group=self.group,
             rng=self._rng,
             step=step,
             backend=backend,
@@ -234,15 +247,16 @@ class PerturbDriver:
         )
         undo = self._undo_step if when is When.BEFORE_STEP else self._undo
         for name in list(self._armed):
-            injector = _INJECTORS.get(name)
+            injector = _INJECTORS[self.group].get(name)
             if injector is not None and injector.when is when:
                 damage = injector.apply(scene)
                 if damage is not None:
                     self._armed.remove(name)
                     self._note(name, damage, undo)
         for name, chance in self._chances.items():
-            if _INJECTORS[name].when is when and self._is_due(chance):
-                damage = _INJECTORS[name].apply(scene)
+            injector = _INJECTORS[self.group][name]
+            if injector.when is when and self._is_due(chance):
+                damage = injector.apply(scene)
                 if damage is not None:
                     self._note(name, damage, undo)
 

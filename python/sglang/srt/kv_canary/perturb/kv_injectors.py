@@ -25,7 +25,7 @@ from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 def flip_used_kv(scene: Scene) -> Damage | None:
     """Change KV bytes of a slot that this forward reads."""
     for victim in scene.victims():
-        position = scene.rng.randrange(victim.prefix_len)
+        position = victim.read_position(scene.rng)
         scene.flip_kv(victim.slots[position])
         return victim.damage_at(position)
     return None
@@ -53,12 +53,12 @@ def flip_cached_kv(scene: Scene) -> Damage | None:
     """Change KV bytes of a slot that only the prefix cache holds."""
     if not isinstance(scene.cache, RadixCache):
         return None
-    nodes = [node for node in scene.cache.iter_nodes() if node.lock_ref == 0]
+    nodes = [node for node in scene.cache.iter_nodes() if scene.is_unused(node)]
     if not nodes:
         return None
     node = scene.rng.choice(nodes)
     offset = scene.rng.randrange(len(node.slots))
-    slot, position = int(node.slots[offset]), node.start + offset
+    slot, position = scene.own_slots(node.slots)[offset], node.start + offset
     scene.flip_kv(slot)
     return Damage(slot=slot, position=position, places=frozenset({(slot, position)}))
 
@@ -66,7 +66,7 @@ def flip_cached_kv(scene: Scene) -> Damage | None:
 def flip_record(scene: Scene) -> Damage | None:
     """Change a word of a record that this forward reads."""
     for victim in scene.victims():
-        position = scene.rng.randrange(victim.prefix_len)
+        position = victim.read_position(scene.rng)
         perturb.flip_record(scene.state, victim.slots[position], scene.rng)
         return victim.damage_at(position)
     return None
@@ -75,10 +75,10 @@ def flip_record(scene: Scene) -> Damage | None:
 def free_early(scene: Scene) -> Damage | None:
     """Free pages of a live row, owned again while the row still reads them."""
     for victim in scene.victims():
-        freed = victim.slots[: victim.prefix_len]
+        freed, first = victim.read_slots, victim.first_read
         slots = torch.tensor(freed)
         poison(scene.state, slots.to(scene.state.head.device))
-        return replace(victim.damage_at(0), places=places_of(freed))
+        return replace(victim.damage_at(first), places=places_of(freed, first))
     return None
 
 

@@ -9,9 +9,9 @@ import torch
 from sglang.srt.kv_canary.perturb.damage import Damage, Scene, Victim
 
 
-def places_of(slots: Sequence[int]) -> frozenset[tuple[int, int]]:
-    """(slot, position) of positions 0, 1, ..."""
-    return frozenset((slot, position) for position, slot in enumerate(slots))
+def places_of(slots: Sequence[int], first: int = 0) -> frozenset[tuple[int, int]]:
+    """(slot, position) of the positions from `first` on."""
+    return frozenset((slot, position) for position, slot in enumerate(slots, first))
 
 
 def seen_places(row: Sequence[int], page_size: int) -> frozenset[tuple[int, int]]:

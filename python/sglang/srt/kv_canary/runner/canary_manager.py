@@ -56,6 +56,7 @@ from sglang.srt.kv_canary.pool_patcher.api import FULL
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
 from sglang.srt.kv_canary.runner.slot_pattern import PoolPattern
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
+from sglang.srt.kv_canary.runner.swa_divergence import SwaDivergence
 from sglang.srt.kv_canary.runner.sweep import Sweeper
 from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
 from sglang.srt.kv_canary.runner.window_canary import WindowCanary
@@ -72,7 +73,9 @@ from sglang.srt.model_executor.graph_capture import SideStream
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
+    from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.swa_slots import SwaSlots
 
 BESIDE_FROM_TOKENS = 16
 """New tokens from which on verify and head run beside the model: below, fork and join
@@ -161,8 +164,12 @@ class CanaryManager:
         self.windows: WindowCanary | None = None
         if target.windows is not None:
             self.windows = WindowCanary(target.windows, upload=self._upload)
+            self.divergence = SwaDivergence(
+                target, target.windows, every=config.divergence_every
+            )
         self._lineages = PrefixLineages(is_draft=target.is_draft)
-        self._sweeper: Sweeper | None = None
+        # Of the full group, and of the window group if there is one.
+        self._sweepers: list[Sweeper] = []
         # Number of the next forward on the device, and the newest launches.
         self._clock = FIRST_CLOCK
         self._launches: deque[_Launched] = deque(maxlen=REMEMBERED_LAUNCHES)
@@ -188,12 +195,21 @@ class CanaryManager:
         """Sweep the unused slots of this prefix cache from now on."""
         self.perturb.attach(cache)
         if self.config.sweep_interval and isinstance(cache, RadixCache):
-            self._sweeper = Sweeper(
-                cache,
-                self.target.buffers,
-                budget=self.config.sweep_budget,
-                is_draft=self.target.is_draft,
-            )
+            groups: list[tuple[CanaryBuffers, SwaSlots | None]]
+            groups = [(self.target.buffers, None)]
+            if self.target.windows is not None:
+                windows = self.target.windows
+                groups.append((windows.buffers, windows.swa))
+            self._sweepers = [
+                Sweeper(
+                    cache,
+                    buffers,
+                    budget=self.config.sweep_budget,
+                    is_draft=self.target.is_draft,
+                    swa=swa,
+                )
+                for buffers, swa in groups
+            ]
 
     def expect_prefixes(
         self,
@@ -312,8 +328,10 @@ class CanaryManager:
             if self._is_init_finished:
                 if not self.perturb.is_idle:
                     self.perturb.before_forward(forward_batch)
-                if self._sweeper is not None:
-                    self._sweep_if_due(self._sweeper)
+                if self._sweepers:
+                    self._sweep_if_due()
+                if self.windows is not None:
+                    self.divergence.on_launch(forward_batch)
         except BaseException:
             self._launched = None
             raise
@@ -414,9 +432,10 @@ class CanaryManager:
             return host
         return host.pin_memory().to(self._state.head.device, non_blocking=True)
 
-    def _sweep_if_due(self, sweeper: Sweeper) -> None:
+    def _sweep_if_due(self) -> None:
         if self._forwards % self.config.sweep_interval == 0:
-            sweeper.run()
+            for sweeper in self._sweepers:
+                sweeper.run()
 
     # -- results -------------------------------------------------------------------
 
@@ -626,7 +645,7 @@ class CanaryManager:
 
     @property
     def num_sweep_passes(self) -> int:
-        return 0 if self._sweeper is None else self._sweeper.passes
+        return self._sweepers[0].passes if self._sweepers else 0
 
 
 def _take_entries(state: CanaryState) -> tuple[list[list[int]], int]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
     from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.mem_cache.swa_slots import SwaSlots
     from sglang.srt.mem_cache.tree_node import TreeNode
 
 
@@ -27,6 +28,7 @@ class Sweeper:
         cache: whose unlocked nodes are swept.
         budget: slots of one pass at most.
         is_draft: whether it is a draft's pool, whose lineages begin with a seed.
+        swa: for the window group, its slots: of runs that have them.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class Sweeper:
         *,
         budget: int,
         is_draft: bool = False,
+        swa: SwaSlots | None = None,
     ) -> None:
         self._is_draft = is_draft
+        self._swa = swa
         self._cache = cache
         self._launcher = SweepLauncher(buffers.state, buffers.fingerprint)
         self._budget = budget
@@ -61,24 +65,39 @@ class Sweeper:
             self._pending.extend((node, 0) for node in self._cache.iter_nodes())
         while left > 0 and self._pending:
             node, offset = self._pending.popleft()
-            if node.parent is None or node.lock_ref > 0:
+            if node.parent is None or self._is_read(node):
                 continue  # evicted, or checked by the forwards of those who hold it
             slots = node.slots[offset : offset + left]
             if len(slots) == 0:
                 continue  # split since, and shorter now
-            runs.append(_run(node, offset, slots, is_draft=self._is_draft))
+            runs.append(self._run(node, offset, slots))
             left -= len(slots)
             if offset + len(slots) < len(node.slots):
                 self._pending.appendleft((node, offset + len(slots)))
         return runs
 
+    def _is_read(self, node: TreeNode) -> bool:
+        """Whether forwards check this run, or nothing can."""
+        if self._swa is None:
+            return node.lock_ref > 0
+        return not node.has_swa or node.swa_lock_ref > 0
 
-def _run(node: TreeNode, offset: int, slots: IntArray, *, is_draft: bool) -> SweepRun:
-    if offset:
-        prev_slot = int(node.slots[offset - 1])
-    else:
-        assert node.parent is not None
-        prev_slot = int(node.parent.slots[-1]) if node.start else -1
+    def _run(self, node: TreeNode, offset: int, slots: IntArray) -> SweepRun:
+        before = node.slots[offset - 1 : offset]
+        if not offset and node.start:
+            assert node.parent is not None
+            before = node.parent.slots[-1:]
+        if self._swa is not None:
+            # 0 for a predecessor that left the window: no slot that can be read.
+            slots = self._swa.window_slots(slots)
+            before = self._swa.window_slots(before)
+        prev_slot = int(before[0]) if len(before) else -1
+        return _run(node, offset, slots, prev_slot, is_draft=self._is_draft)
+
+
+def _run(
+    node: TreeNode, offset: int, slots: IntArray, prev_slot: int, *, is_draft: bool
+) -> SweepRun:
     salt = 0 if not node.namespace else hash_string(node.namespace)
     start, seed = node.start + offset, 0
     if is_draft and start == 0:

@@ -1,0 +1,148 @@
+"""Faults in window slots: the mapping to them, their bytes, their records, their frees.
+
+They damage the group `swa`. Each returns its damage, or None where the scene offers no
+opportunity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kv_canary.records import Reason
+from sglang.srt.kv_canary.perturb.damage import Damage, Scene, Victim
+from sglang.srt.kv_canary.perturb.injector import Injector, When
+from sglang.srt.kv_canary.perturb.kv_injectors import (
+    flip_cached_kv,
+    flip_kv_after_write,
+    flip_record,
+    flip_used_kv,
+    free_early,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.page_ledger import IntArray
+
+
+def stale_mapping(scene: Scene) -> Damage | None:
+    """Leave the entry of a token that had the page before: it points to the window page
+    of an older token of the same request."""
+    for victim in scene.victims(min_prefix=2 * scene.target.page_size):
+        pages = _window_pages(scene, victim)
+        if len(pages) > 1:
+            first, second = sorted(scene.rng.sample(range(len(pages)), 2))
+            return _remap(scene, victim, pages[second], to=pages[first])
+    return None
+
+
+def foreign_mapping(scene: Scene) -> Damage | None:
+    """Map a token to the window page of another request's."""
+    victims = scene.victims()
+    for victim in victims:
+        pages = _window_pages(scene, victim)
+        others = [
+            page
+            for other in victims
+            if other.serial != victim.serial
+            for page in _window_pages(scene, other)
+            if page not in pages
+        ]
+        if pages and others:
+            page, other_page = scene.rng.choice(pages), scene.rng.choice(others)
+            return _remap(scene, victim, page, to=other_page)
+    return None
+
+
+def early_window_free(scene: Scene) -> Damage | None:
+    """Free a window page one token too early: the next token reads it still."""
+    for victim in scene.victims():
+        pages = _window_pages(scene, victim)
+        if not pages:
+            continue
+        positions = _positions(scene, victim, pages[0])
+        swa = scene.windows.swa
+        swa.drop(np.array(pages[:1]))
+        swa.sync()
+        return Damage(
+            req_row=victim.req_row,
+            serial=victim.serial,
+            slot=positions[0] % scene.target.page_size,
+            position=positions[0],
+            places=_places(scene, positions, 0),
+        )
+    return None
+
+
+def _window_pages(scene: Scene, victim: Victim) -> list[int]:
+    """Pages of the full group whose window pages the victim reads, oldest first."""
+    pages, first = np.unique(_read_pages(scene, victim), return_index=True)
+    return [int(page) for page in pages[np.argsort(first)]]
+
+
+def _positions(scene: Scene, victim: Victim, page: int) -> list[int]:
+    """The positions in a page of the full group that the victim reads."""
+    places = np.flatnonzero(_read_pages(scene, victim) == page)
+    return [victim.first_read + int(place) for place in places]
+
+
+def _read_pages(scene: Scene, victim: Victim) -> IntArray:
+    rows, size = scene.target.req_to_token_pool, scene.target.page_size
+    slots = rows.row_slots(victim.req_row, victim.first_read, victim.prefix_len)
+    pages: IntArray = slots.numpy() // size
+    return pages
+
+
+def _remap(scene: Scene, victim: Victim, page: int, *, to: int) -> Damage:
+    """Give a page the entry of another one, on the device alone, until the forward is
+    over."""
+    size, swa = scene.target.page_size, scene.windows.swa
+    entries = swa.full_to_swa_index_mapping.view(-1, size)
+    before = entries[page].clone()
+    entries[page] = entries[to]
+    positions = _positions(scene, victim, page)
+    places = _places(scene, positions, int(entries[to, 0]))
+
+    def undo() -> None:
+        entries[page] = before
+
+    return Damage(
+        req_row=victim.req_row,
+        serial=victim.serial,
+        slot=next(slot for slot, position in places if position == positions[0]),
+        position=positions[0],
+        places=places,
+        undo=undo,
+    )
+
+
+def _places(
+    scene: Scene, positions: list[int], first_slot: int
+) -> frozenset[tuple[int, int]]:
+    """The positions of a page, and those of it that only its first read looks at, where
+    they are read in the page that begins with `first_slot`."""
+    size = scene.target.page_size
+    begin = positions[0] - positions[0] % size
+    # The token after the page has another predecessor; -1: whichever slot it has.
+    after = (-1, begin + size)
+    return frozenset((first_slot + i, begin + i) for i in range(size)) | {after}
+
+
+WINDOW_INJECTORS: Mapping[str, Injector] = {
+    # An entry of the table, which here is the mapping.
+    "req_to_token": Injector(apply=foreign_mapping, reasons=Reason.READ_SET),
+    "stale_mapping": Injector(apply=stale_mapping, reasons=Reason.READ_SET),
+    "early_window_free": Injector(apply=early_window_free, reasons=Reason.READ_SET),
+    "real_kv_used": Injector(apply=flip_used_kv, reasons=Reason.VERIFY_REAL_KV),
+    "real_kv_post_forward": Injector(
+        apply=flip_kv_after_write,
+        reasons=Reason.VERIFY_REAL_KV,
+        when=When.AFTER_FORWARD,
+    ),
+    "real_kv_unused_cache": Injector(
+        apply=flip_cached_kv, reasons=Reason.VERIFY_REAL_KV
+    ),
+    "record": Injector(apply=flip_record, reasons=Reason.VERIFY_TORN),
+    "early_free": Injector(apply=free_early, reasons=Reason.VERIFY_FREED),
+}
