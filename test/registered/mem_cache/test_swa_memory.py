@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from request_world import Req, RequestMachine, make_cache
+from request_world import Req, RequestMachine, admit, make_cache
 
 from sglang.srt.mem_cache.common import (
+    check_idle,
+    extend_rows,
     free_outside_windows,
+    release_req,
     usable_size,
     usable_swa_size,
 )
@@ -168,6 +171,132 @@ def test_windows_hold_what_is_read_and_nothing_leaks() -> None:
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+def served(cache, tokens: list[int], *, leaves: bool = True) -> Req:
+    """A request that has prefilled all its tokens but the last, and left its window."""
+    req = admit(cache, tokens)
+    end = len(tokens) - 1
+    extend_rows(
+        cache,
+        rows=[req.req_pool_idx],
+        prefix_lens=[req.allocated_len],
+        seq_lens=[end],
+    )
+    req.allocated_len = req.committed_len = end
+    if leaves:
+        free_outside_windows(cache, [req])
+    return req
+
+
+def matched(cache, tokens: list[int]) -> int:
+    assert cache.match_length(cache.key(tokens)) == len(
+        cache.match_prefix(cache.key(tokens))
+    )
+    return len(cache.match_prefix(cache.key(tokens)))
+
+
+WINDOW = 8
+
+
+@pytest.fixture(params=[1, 4])
+def cache(request):
+    pages = 96 // request.param
+    swa = make_swa(
+        pages=pages, window_pages=pages, page_size=request.param, window=WINDOW
+    )
+    return make_cache(pages=pages, page_size=request.param, swa=swa)
+
+
+def test_a_prefix_is_of_use_where_its_window_is_there(cache) -> None:
+    """A request of 33 tokens left window slots for its last 7 and the slack alone."""
+    tokens = list(range(34))
+    release_req(served(cache, tokens), cache=cache)
+    page = cache.page_size
+    assert matched(cache, tokens) == 33 - 33 % page
+    # Ends in the tombstone: nothing before it has a window.
+    assert matched(cache, tokens[:20]) == 0
+    assert cache.match_length(cache.key(tokens[:20])) == 0
+
+
+def test_a_prefix_shorter_than_the_window_is_of_use_whole(cache) -> None:
+    release_req(served(cache, list(range(9))), cache=cache)
+    assert matched(cache, list(range(9))) == 8
+    assert matched(cache, list(range(5))) == 5 - 5 % cache.page_size
+
+
+def test_a_tombstone_gets_the_window_of_who_computes_it_again(cache) -> None:
+    tokens = list(range(34))
+    release_req(served(cache, tokens), cache=cache)
+    page, cached = cache.page_size, cache.total_size()
+    again = served(cache, tokens[:21])
+    assert again.cache_protected_len == 0
+    release_req(again, cache=cache)
+    assert matched(cache, tokens[:21]) == 20 - 20 % page
+    assert matched(cache, tokens) == 33 - 33 % page
+    assert cache.total_size() == cached
+    cache.check()
+    check_idle(cache)
+
+
+def test_windows_are_evicted_from_the_begin_of_a_run(cache) -> None:
+    tokens = list(range(12)) + [99]
+    release_req(served(cache, tokens, leaves=False), cache=cache)
+    page = cache.page_size
+    full = cache.total_size()
+    assert matched(cache, tokens) == 12
+    assert cache.evict_swa(4) == 4
+    assert cache.total_size() == full
+    # The last 8 positions have theirs, and the next token reads 7.
+    assert matched(cache, tokens) == 12
+    more = cache.evict_swa(2)
+    assert more == max(page, 2)
+    assert matched(cache, tokens) == 0
+    assert cache.evict_swa(100) == 12 - 4 - more
+    # A leaf without windows is of use to nobody.
+    assert cache.total_size() == 0
+    check_idle(cache)
+
+
+def test_a_lock_keeps_the_window_until_the_request_has_left_it(cache) -> None:
+    tokens = list(range(24)) + [99]
+    release_req(served(cache, tokens), cache=cache)
+    req = admit(cache, tokens)
+    before = cache.swa_protected_size()
+    assert before >= WINDOW - 1
+    cache.evict_swa(100)
+    assert cache.swa_protected_size() == before
+    assert cache.swa_evictable_size() == 0
+    end = req.committed_len + 20
+    req.tokens = [*tokens, *range(200, 220)]
+    extend_rows(
+        cache,
+        rows=[req.req_pool_idx],
+        prefix_lens=[req.allocated_len],
+        seq_lens=[end],
+    )
+    req.allocated_len = req.committed_len = end
+    free_outside_windows(cache, [req])
+    assert not req.has_swa_lock and cache.swa_protected_size() == 0
+    assert cache.evict_swa(100) == before
+    release_req(req, cache=cache)
+    check_idle(cache)
+
+
+def test_a_tombstone_cannot_be_locked(cache) -> None:
+    tokens = list(range(34))
+    release_req(served(cache, tokens), cache=cache)
+    node = next(node for node in cache.iter_nodes() if not node.has_swa)
+    with pytest.raises(RuntimeError, match="has no window slots: match again"):
+        cache.inc_lock_ref(node)
+
+
+def test_window_pages_cannot_be_moved_onto_others(cache) -> None:
+    req = served(cache, list(range(9)))
+    slots = cache.req_to_token_pool.row_slots(req.req_pool_idx, 0, 8).numpy()
+    pages = np.unique(slots // cache.page_size)
+    with pytest.raises(RuntimeError, match="a source has none or a target has one"):
+        cache.allocator.swa.move(dst=pages[:1], src=pages[1:2])
 
 
 if __name__ == "__main__":

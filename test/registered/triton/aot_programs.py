@@ -21,6 +21,10 @@ from triton.compiler import ASTSource
 
 from sglang.srt.layers.attention.triton_ops.page_indices import page_indices_kernel
 from sglang.srt.layers.attention.triton_ops.tree_mask import pack_tree_mask_kernel
+from sglang.srt.layers.attention.triton_ops.window_table import (
+    BLOCK as WINDOW_BLOCK,
+)
+from sglang.srt.layers.attention.triton_ops.window_table import window_table_kernel
 from sglang.srt.layers.ops.moe_routing import RoutingRule
 from sglang.srt.layers.triton_ops import activation, moe_routing, moe_sort, norm, rope
 from sglang.srt.layers.triton_ops.gated_gemm_kernel import gated_gemm_kernel
@@ -112,6 +116,19 @@ def pointwise(dtype: str) -> Iterator[Variant]:
                 },
                 warps,
             )
+    for page_size in (1, 64):
+        yield Variant(
+            f"window table page={page_size}",
+            window_table_kernel,
+            {
+                **dict.fromkeys(("table", "out"), "*i32"),
+                **dict.fromkeys(("row_index", "prefix_lens", "read_lens"), "*i64"),
+                **dict.fromkeys(("mapping", "first_position"), "*i64"),
+                **dict.fromkeys(("out_prefix_lens", "out_read_lens"), "*i64"),
+            },
+            {"PAGE": page_size, "BLOCK": WINDOW_BLOCK},
+            4,
+        )
     for moves in (1, 64, move_kv.MAX_MOVES):
         rows, channels = move_kv.tile_shape(moves, 1024)
         yield Variant(
