@@ -24,7 +24,7 @@ from sglang.test.tiny_models import write_mock_model
 register_cpu_ci(est_time=25, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
 
-SEEDS = range(count(ci=2, full=20))
+SEEDS = range(count(ci=1, full=20))
 WINDOW = 40
 LAYERS = ["full_attention", "sliding_attention"]
 CACHED, LATER = "real_kv_unused_cache", "real_kv_post_forward"

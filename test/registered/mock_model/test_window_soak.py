@@ -3,6 +3,7 @@ no window slot is lost, and tokens do leave the windows."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -11,7 +12,7 @@ from sglang.srt.mem_cache.common import check_busy
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_traffic import Expected, Traffic, check
-from sglang.test.scale import count
+from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=40, suite="cpu")
@@ -75,9 +76,16 @@ def watch(harness: EngineHarness) -> list[int]:
     return freed
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["in-order", "overlap"])
 @pytest.mark.parametrize(
-    "configuration", CONFIGURATIONS, ids=lambda c: "-".join(map(str, c))
+    ("configuration", "overlap"),
+    sampled(
+        itertools.product(CONFIGURATIONS, (True, False)),
+        key=lambda variant: CONFIGURATIONS.index(variant[0]),
+        ci=1,
+    ),
+    ids=lambda value: (
+        str(value) if isinstance(value, bool) else "-".join(map(str, value))
+    ),
 )
 def test_random_requests(tmp_path_factory, configuration, overlap):
     letters, window, page_size, slots, ratio, chunk, policy, radix, backend = (
