@@ -158,11 +158,14 @@ def worker_of(harness: EngineHarness) -> EAGLEWorkerV2:
     return worker
 
 
-def write_mock_models(folder: Path, *, source: str = "hidden") -> dict[str, Path]:
-    """A mock target and its draft, whose proposals come from `source`."""
+def write_mock_models(
+    folder: Path, *, source: str = "hidden", **target: Any
+) -> dict[str, Path]:
+    """A mock target, with further fields `target`, and its draft, whose proposals come
+    from `source`."""
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
     return {
-        "model": write_mock_model(folder / "target", **sizes),
+        "model": write_mock_model(folder / "target", **sizes, **target),
         "draft": write_mock_draft(
             folder / "draft", kind="EAGLE", source=source, **sizes
         ),

@@ -379,8 +379,8 @@ class Scheduler:
     def _on_idle(self) -> None:
         """Check once per idle period that every slot is free or cached."""
         if not self._idle_checked:
-            fenced = 0 if self._healer is None else self._healer.quarantine.num_slots
-            check_idle(self.cache, fenced=fenced)
+            fenced = (0, 0) if self._healer is None else self._healer.num_fenced
+            check_idle(self.cache, fenced=fenced[0], fenced_windows=fenced[1])
             self._stats.on_idle()
             self.batches.on_idle()
             self._idle_checked = True
@@ -443,5 +443,5 @@ class Scheduler:
         if self._canary is not None:
             self._canary.add_stats(stats)
         if self._healer is not None:
-            self._healer.stats.add_to(stats, self._healer.quarantine)
+            self._healer.add_stats(stats)
         return stats

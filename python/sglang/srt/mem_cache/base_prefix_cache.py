@@ -210,6 +210,11 @@ class BasePrefixCache(ABC):
     def match_prefix(self, key: RadixKey) -> MatchResult:
         """Find the longest cached prefix in whole pages; counts as an access."""
 
+    def cached_end(self, key: RadixKey) -> TreeNode:
+        """The node where the longest cached prefix ends, whether a request could go on
+        from there or not; splits and marks as `match_prefix` does."""
+        return self.match_prefix(key).last_node
+
     @abstractmethod
     def match_length(self, key: RadixKey) -> int:
         """Return the length that `match_prefix` would find, without an access."""

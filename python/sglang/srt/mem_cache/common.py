@@ -113,11 +113,13 @@ def release_req(req: CacheableReq, *, cache: BasePrefixCache) -> None:
     cache.req_to_token_pool.free([req.req_pool_idx])
 
 
-def check_idle(cache: BasePrefixCache, *, fenced: int = 0) -> None:
+def check_idle(
+    cache: BasePrefixCache, *, fenced: int = 0, fenced_windows: int = 0
+) -> None:
     """Check an engine without requests for leaks: slots are free, cached or fenced.
 
     Args:
-        fenced: slots that another stream still holds.
+        fenced: slots that somebody else still holds; fenced_windows: window slots.
 
     Raises:
         RuntimeError: the sum is wrong (names each term), or a row or lock is held.
@@ -131,7 +133,7 @@ def check_idle(cache: BasePrefixCache, *, fenced: int = 0) -> None:
             f"KV pool does not balance at idle: {abs(difference)} slots {what} "
             f"(size {allocator.size}, free {free}, cached {cached}, fenced {fenced})"
         )
-    _check_idle_windows(cache)
+    _check_idle_windows(cache, fenced_windows)
     if cache.protected_size():
         raise RuntimeError(
             f"{cache.protected_size()} cached slots are still locked at idle"
@@ -141,16 +143,16 @@ def check_idle(cache: BasePrefixCache, *, fenced: int = 0) -> None:
         raise RuntimeError(f"{rows} request rows are still in use at idle")
 
 
-def _check_idle_windows(cache: BasePrefixCache) -> None:
+def _check_idle_windows(cache: BasePrefixCache, fenced: int) -> None:
     swa = cache.allocator.swa
     if swa is None:
         return
     free, cached = swa.available_size(), cache.swa_evictable_size()
     locked = cache.swa_protected_size()
-    if free + cached != swa.size or locked:
+    if free + cached + fenced != swa.size or locked:
         raise RuntimeError(
             f"window slots do not balance at idle: size {swa.size}, free {free}, "
-            f"cached {cached}, locked {locked}"
+            f"cached {cached}, locked {locked}, fenced {fenced}"
         )
 
 

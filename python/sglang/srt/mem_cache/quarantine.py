@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.allocator import BaseAllocator
     from sglang.srt.mem_cache.page_ledger import IntArray
 
 logger = logging.getLogger(__name__)
@@ -37,6 +36,21 @@ class SlotPattern(Protocol):
         device."""
 
 
+class PageOwner(Protocol):
+    """The allocator of pages, or `SwaSlots` for window pages."""
+
+    page_size: int
+
+    def set_aside(self, pages: IntArray) -> None:
+        """Make the caller the holder of distinct free pages."""
+
+    def page_slots(self, pages: IntArray) -> IntArray:
+        """All slots of pages."""
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Free pages by their slots."""
+
+
 class _Watched(NamedTuple):
     due: int
     pages: IntArray
@@ -52,9 +66,7 @@ class Quarantine:
         kept: pages that changed while they were watched, ascending. They stay.
     """
 
-    def __init__(
-        self, allocator: BaseAllocator, patterns: Sequence[SlotPattern]
-    ) -> None:
+    def __init__(self, allocator: PageOwner, patterns: Sequence[SlotPattern]) -> None:
         self._allocator = allocator
         self._patterns = patterns
         self._watched: deque[_Watched] = deque()
@@ -77,7 +89,7 @@ class Quarantine:
     @property
     def num_slots(self) -> int:
         """Their slots, which are neither free nor cached."""
-        return self.num_pages * self._allocator.page_size
+        return int(self.num_pages * self._allocator.page_size)
 
     def add(self, pages: IntArray, *, num_forwards: int) -> None:
         """Watch distinct free pages for the next `FORWARDS_WATCHED` forwards.

@@ -69,6 +69,9 @@ class SwaRadixCache(RadixCache):
         spans = self._spans(key, self._elements(key))
         return self._usable_length([(node.has_swa, length) for node, length in spans])
 
+    def cached_end(self, key: RadixKey) -> TreeNode:
+        return self._result(self._descend(key, self._elements(key))).last_node
+
     def _usable(self, path: list[TreeNode]) -> list[TreeNode]:
         runs = [(node.has_swa, len(node.slots)) for node in path]
         length = self._usable_length(runs)

@@ -170,6 +170,33 @@ class SwaSlots:
         self._page_of[src] = 0
         self._stale += [dst, src]
 
+    def owns(self, pages: IntArray) -> NDArray[np.bool_]:
+        """Whether each of these window pages is in use."""
+        return self._ledger.owns(pages)
+
+    def set_aside(self, pages: IntArray) -> None:
+        """Keep these distinct free window pages, which belong to no page.
+
+        Raises:
+            RuntimeError: one of them is not free; names it.
+        """
+        taken = pages[self._ledger.owns(pages)]
+        if len(taken):
+            raise RuntimeError(f"window page {int(taken[0])} is not free")
+        self._ledger.take_these(pages)
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Free window pages that were set aside, by all of their slots."""
+        pages = np.unique(slots.numpy() // self.page_size)
+        self._notify(pages)
+        self._ledger.disown(pages)
+        self._ledger.give(pages)
+
+    def page_slots(self, pages: IntArray) -> IntArray:
+        """All window slots of these window pages, page after page."""
+        slots: IntArray = pages[:, None] * self.page_size + np.arange(self.page_size)
+        return slots.ravel()
+
     def clear(self) -> None:
         """Free every window page."""
         self.drop(self.mapped_pages())
@@ -181,8 +208,7 @@ class SwaSlots:
 
     def _notify(self, pages: IntArray) -> None:
         if self._on_free:
-            firsts = torch.from_numpy(pages * self.page_size)[:, None]
-            slots = (firsts + torch.arange(self.page_size)).view(-1)
+            slots = torch.from_numpy(self.page_slots(pages))
             for hook in self._on_free:
                 hook(slots)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kv_canary.perturb import flip_bytes
 from sglang.srt.kv_canary.pool_patcher.api import FULL
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.kv_canary.single_forward_manager.window_launches import WindowGroup
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.mem_cache.tree_node import TreeNode
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -131,6 +133,14 @@ class Scene:
     @property
     def state(self) -> CanaryState:
         return self.buffers.state
+
+    @property
+    def pool(self) -> KVCache:
+        """The bytes of the scene's group."""
+        pool = self.target.kv_pool
+        if isinstance(pool, SWAKVPool):
+            return pool.full_pool if self.group == FULL else pool.swa_pool
+        return pool
 
     @property
     def table(self) -> torch.Tensor:

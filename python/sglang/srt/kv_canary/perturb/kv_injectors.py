@@ -124,7 +124,7 @@ def _move_page(scene: Scene, *, with_bytes: bool, with_record: bool) -> Damage |
         target = scene.rng.choice(free) * page_size
         offsets = torch.arange(page_size, device=state.head.device)
         dst, src = target + offsets, victim.slots[first] + offsets
-        for canary_source in scene.target.kv_pool.canary_sources():
+        for canary_source in scene.pool.canary_sources():
             buffer = canary_source.buffer
             buffer[:, dst] = buffer[:, src] if with_bytes else STALE
         if with_record:

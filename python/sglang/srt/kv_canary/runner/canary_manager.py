@@ -66,6 +66,7 @@ from sglang.srt.kv_canary.single_forward_manager.manager import (
     view_of,
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import get_forward_context
 from sglang.srt.model_executor.graph_capture import SideStream
@@ -573,13 +574,30 @@ class CanaryManager:
 
     def slot_pattern(self) -> PoolPattern:
         """A pattern for slots of this pool that nobody holds."""
-        return PoolPattern(self._state, self.target.kv_pool)
+        pool = self.target.kv_pool
+        full = pool.full_pool if isinstance(pool, SWAKVPool) else pool
+        return PoolPattern(self._state, full)
+
+    def window_pattern(self) -> PoolPattern | None:
+        """The same for window slots; None: there are none."""
+        pool = self.target.kv_pool
+        if self.windows is None or not isinstance(pool, SWAKVPool):
+            return None
+        return PoolPattern(self.windows.state, pool.swa_pool)
+
+    def full_slot(self, violation: Violation) -> int:
+        """The slot of the full group that a violation is about; -1: none."""
+        if violation.group == FULL or self.windows is None or violation.slot < 0:
+            return violation.slot
+        return self.windows.group.swa.full_slot(violation.slot)
 
     def forget_rows(self, req_rows: Sequence[int]) -> None:
         """Clear the verdicts of request rows whose requests lose them, in stream order:
         nothing that was launched for them is looked at any more."""
         rows = self._upload(torch.tensor(req_rows, dtype=torch.int64))
         self._state.verdict[rows] = 0
+        if self.windows is not None:
+            self.windows.state.verdict[rows] = 0
 
     def _details(self, violation: Violation, tokens_of: TokensOf) -> dict[str, int]:
         """Fields that only the host can add to an incident. For `verify_token` of the

@@ -322,7 +322,7 @@ def _split_at_starts(launched: LaunchRecord, cache: BasePrefixCache) -> dict[int
 def _split(req: Req, position: int, cache: BasePrefixCache) -> None:
     """Let no cached run of a request reach over the page before `position`."""
     tokens = req.tokens[: position + cache.bigram]
-    cache.match_prefix(cache.key(tokens, namespace=req.namespace))
+    cache.cached_end(cache.key(tokens, namespace=req.namespace))
 
 
 def _cached_since(
@@ -335,7 +335,7 @@ def _cached_since(
         return []
     _split(req, start, cache)
     key = cache.key(req.tokens, namespace=req.namespace)
-    path = _path(cache.match_prefix(key).last_node)
+    path = _path(cache.cached_end(key))
     return [node for node in path if node.end > start]
 
 

@@ -166,6 +166,7 @@ class CanaryGate:
         """Everything in the rings of all pools, and what other ranks have in theirs."""
         owners = self._slot_owners()
         found: list[Finding] = []
+        facts: list[Fact] = []
         dropped = 0
         for manager in self._managers:
             examined = manager.examine(
@@ -175,10 +176,10 @@ class CanaryGate:
             )
             found += examined.found
             dropped += examined.dropped
-        facts = [
-            Fact(POOLS.index(v.worker), v.reasons, v.serial, v.slot)
-            for v in (finding.violation for finding in found)
-        ]
+            facts += [
+                Fact(POOLS.index(v.worker), v.reasons, v.serial, manager.full_slot(v))
+                for v in (finding.violation for finding in examined.found)
+            ]
         own: _Seen = (facts, dropped > 0, time.monotonic())
         every = [
             msgspec.msgpack.decode(seen, type=_Seen)
@@ -219,6 +220,11 @@ class CanaryGate:
             SharedPattern(manager.slot_pattern(), self._group)
             for manager in self._managers
         ]
+
+    def window_patterns(self) -> list[SlotPattern]:
+        """Of the pools that have window slots."""
+        patterns = (manager.window_pattern() for manager in self._managers)
+        return [SharedPattern(p, self._group) for p in patterns if p is not None]
 
     def _report(self, managers: list[CanaryManager]) -> None:
         errors, owners = [], self._slot_owners()

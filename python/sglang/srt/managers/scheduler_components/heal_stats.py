@@ -86,13 +86,14 @@ class HealStats:
         recoveries.counts[bisect_left(recoveries.bounds, seconds)] += 1
         recoveries.sum += seconds
 
-    def add_to(self, stats: SchedulerStats, quarantine: Quarantine) -> None:
+    def add_to(self, stats: SchedulerStats, quarantines: Sequence[Quarantine]) -> None:
         """Fill in the numbers of healing."""
         stats.kv_canary_heals_total = dict(self.heals)
         stats.kv_canary_healed_tokens_total = self.healed_tokens
-        stats.kv_canary_quarantined_pages = quarantine.num_pages
+        stats.kv_canary_quarantined_pages = sum(q.num_pages for q in quarantines)
         stats.kv_canary_recovery_seconds = self.recoveries
-        stats.kv_canary_is_degraded = self.is_recent or len(quarantine.kept) > 0
+        has_kept = any(len(q.kept) for q in quarantines)
+        stats.kv_canary_is_degraded = self.is_recent or has_kept
 
 
 def _name(diagnosis: str) -> str:

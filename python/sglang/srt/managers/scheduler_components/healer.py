@@ -32,6 +32,7 @@ from sglang.srt.mem_cache.allocator import host_array
 from sglang.srt.mem_cache.quarantine import Quarantine
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import SchedulerStats
     from sglang.srt.managers.req import Req
     from sglang.srt.managers.schedule_batch import LaunchRecord
     from sglang.srt.managers.scheduler_components.batch_selector import BatchSelector
@@ -80,6 +81,7 @@ class Healer:
 
     Attributes:
         quarantine: pages that were damaged.
+        window_quarantine: window pages that were; None: the model has none.
         stats: of what was done.
     """
 
@@ -107,6 +109,11 @@ class Healer:
         self._num_forwards = num_forwards
         self._heal_times: deque[float] = deque()
         self.quarantine = Quarantine(cache.allocator, gate.patterns())
+        self.window_quarantine: Quarantine | None = None
+        if cache.allocator.swa is not None:
+            self.window_quarantine = Quarantine(
+                cache.allocator.swa, gate.window_patterns()
+            )
         self.stats = HealStats()
 
     # -- a damage ------------------------------------------------------------------
@@ -263,6 +270,8 @@ class Healer:
         """Free what touched requests and cached runs hold, put damaged pages under
         watch; returns the number of cached tokens that are gone."""
         cache = self._cache
+        swa, windows = cache.allocator.swa, self.window_quarantine
+        window_pages = None if swa is None else swa.window_pages(blame.pages)
         self._gate.forget_rows([req.req_pool_idx for req in touched])
         own = [host_array(cache.let_go(req)) for req in touched]
         cut = host_array(cache.cut(blame.nodes))
@@ -270,6 +279,9 @@ class Healer:
         allocator = cache.allocator
         is_free = ~allocator.owns(blame.pages)
         self.quarantine.add(blame.pages[is_free], num_forwards=self._num_forwards())
+        if swa is not None and windows is not None and window_pages is not None:
+            free = window_pages[(window_pages > 0) & ~swa.owns(window_pages)]
+            windows.add(free, num_forwards=self._num_forwards())
         return len(cut)
 
     def _free_pages(self, slots: IntArray) -> None:
@@ -316,7 +328,28 @@ class Healer:
     @property
     def is_busy(self) -> bool:
         """Whether `after_step` has something to do."""
-        return self.quarantine.is_watching or self.stats.is_waiting
+        watching = any(quarantine.is_watching for quarantine in self._quarantines)
+        return watching or self.stats.is_waiting
+
+    @property
+    def _quarantines(self) -> list[Quarantine]:
+        both = (self.quarantine, self.window_quarantine)
+        return [quarantine for quarantine in both if quarantine is not None]
+
+    @property
+    def num_fenced(self) -> tuple[int, int]:
+        """Slots, and window slots, that are neither free nor cached."""
+        windows = self.window_quarantine
+        return self.quarantine.num_slots, 0 if windows is None else windows.num_slots
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Put what was done, and the pages out of use, into `stats`."""
+        self.stats.add_to(stats, self._quarantines)
+
+    @property
+    def num_kept(self) -> int:
+        """Pages, and window pages, that stay out of use."""
+        return sum(len(quarantine.kept) for quarantine in self._quarantines)
 
     def after_step(self, *, has_launched: bool) -> None:
         """Note who has got a new token, and look at pages that were watched.
@@ -334,14 +367,15 @@ class Healer:
         Raises:
             CanaryViolation: as `after_step`.
         """
-        is_watching = self.quarantine.is_watching
+        is_watching = any(quarantine.is_watching for quarantine in self._quarantines)
         self._look(None)
         return is_watching
 
     def _look(self, num_forwards: int | None) -> None:
-        num_kept = len(self.quarantine.kept)
-        self.quarantine.look(num_forwards=num_forwards)
-        if len(self.quarantine.kept) > num_kept:
+        num_kept = self.num_kept
+        for quarantine in self._quarantines:
+            quarantine.look(num_forwards=num_forwards)
+        if self.num_kept > num_kept:
             self._shrink()
 
     def _shrink(self) -> None:
@@ -351,14 +385,15 @@ class Healer:
             CanaryViolation: with too few.
         """
         allocator = self._cache.allocator
-        kept, pool = len(self.quarantine.kept), allocator.num_pages
+        kept, pool = self.num_kept, allocator.num_pages
         if kept > self._limits.quarantine_share * pool:
             text = (
                 f"kv_canary: {kept} of {pool} pages are damaged again and again, more "
                 f"than --kv-canary-quarantine-limit {self._limits.quarantine_share:g}"
             )
             raise CanaryViolation(text, public=text)
-        slots = allocator.size - kept * allocator.page_size
+        gone = len(self.quarantine.kept) * allocator.page_size
+        slots = allocator.size - gone
         # The last sampled token needs no slot.
         self._intake.limit_length(slots - self._limits.decode_reserve + 1)
 
