@@ -63,7 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _GEMMA2 = {
     "model_type": "gemma2",
     "head_dim": 24,
-    "query_pre_attn_scalar": 20,
+    "query_pre_attn_scalar": 16,
     "tie_word_embeddings": True,
     "sliding_window": 12,
 }
