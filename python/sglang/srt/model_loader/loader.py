@@ -149,7 +149,9 @@ def _loadable_parameters(model: nn.Module) -> dict[str, LoadableParameter]:
     return found
 
 
-def _locate(name: str, packed: dict[str, tuple[str, str]]) -> tuple[str, str | None]:
+def _locate(
+    name: str, packed: dict[str, tuple[str, str | None]]
+) -> tuple[str, str | None]:
     """Map a checkpoint name to (parameter name, shard)."""
     found = _EXPERT.fullmatch(name)
     if found is not None:
@@ -166,7 +168,7 @@ def _locate(name: str, packed: dict[str, tuple[str, str]]) -> tuple[str, str | N
 
 
 def _checkpoint_name(
-    name: str, shard: str | None, packed: dict[str, tuple[str, str]]
+    name: str, shard: str | None, packed: dict[str, tuple[str, str | None]]
 ) -> str:
     """Invert `_locate`, for error messages."""
     experts, _, module = name.rpartition(".")

@@ -43,7 +43,4 @@ def gpt_oss_feed_forward(config: ModelConfig, layer_id: int) -> MoeFeedForward:
 class GptOssForCausalLM(LlamaForCausalLM):
     traits = DecoderTraits(sinks=True, feed_forward=gpt_oss_feed_forward)
     has_experts = True
-
-    def own_name(self, name: str) -> str | None:
-        own = super().own_name(name)
-        return None if own is None else own.replace(".mlp.router.", ".mlp.gate.")
+    packed_modules = LlamaForCausalLM.packed_modules | {"router": ("gate", None)}

@@ -287,7 +287,7 @@ class LoadableModel(StackedModel):
     config: ModelConfig
     is_text_part = False
     # Checkpoint name of a part -> (parameter that packs it, shard).
-    packed_modules: dict[str, tuple[str, str]] = {
+    packed_modules: dict[str, tuple[str, str | None]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
         "v_proj": ("qkv_proj", "v"),
