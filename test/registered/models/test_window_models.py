@@ -1,5 +1,5 @@
-"""Gemma and gpt-oss as engines: windows that tokens leave, ranks, speculation, and every
-form of checkpoint."""
+"""Gemma and gpt-oss as engines: windows that tokens leave, ranks, speculation, and all
+forms of checkpoints."""
 
 from __future__ import annotations
 
@@ -309,6 +309,12 @@ def test_mxfp4_equals_the_plain_checkpoint(tmp_path: Path, dtype: str) -> None:
         (GPT_OSS, {"swiglu_limit": -1}, "swiglu_limit must be from"),
         (GEMMA3, {"hidden_activation": "relu"}, "'relu'.*gelu_pytorch_tanh"),
         (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (MULTIMODAL, {"text_config": 7}, "hidden_size is missing"),
+        (
+            MULTIMODAL,
+            {"text_config": {"model_type": "gemma3_text", "head_dim": 7}},
+            "7",
+        ),
     ],
 )
 def test_configurations_that_are_not_served(
