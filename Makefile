@@ -13,7 +13,7 @@ venv: $(VENV)/.installed
 
 # Byte code is compiled at the end, on all cores, without what nothing here imports; some
 # packages hold files of newer Pythons.
-NEVER_IMPORTED := transformers/models/(?!auto|llama|qwen)|/torch/testing/|/(pip|mypy|mypyc|networkx)/
+NEVER_IMPORTED := transformers/models/(?!auto|gemma[23]/|gpt_oss|llama|qwen|siglip)|/torch/testing/|/(pip|mypy|mypyc|networkx)/
 $(VENV)/.installed: pyproject.toml constraints.txt kv-canary/pyproject.toml sgl-kernel/pyproject.toml $(shell find sgl-kernel -name '*.cpp' -o -name '*.h' 2>/dev/null)
 	@echo "venv: making $(VENV) with $(PYTHON)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

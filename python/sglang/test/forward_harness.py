@@ -16,7 +16,9 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
-from sglang.srt.mem_cache.common import extend_rows
+from sglang.srt.mem_cache.common import extend_rows, free_outside_windows
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.tree_node import TreeNode
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
@@ -29,19 +31,49 @@ from sglang.test.scale import with_canary
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Row:
-    """A request as the canary sees it."""
+    """A request as memory and canary see it (see `CacheableReq`).
 
+    Slots before `cache_protected_len` belong to several rows, or to another one.
+    """
+
+    req_pool_idx: int
     tokens: array[int]
+    prefix_slots: torch.Tensor
+    committed_len: int = 0
+    allocated_len: int = 0
+    cache_protected_len: int = 0
+    swa_freed_len: int = 0
+    has_swa_lock: bool = False
+    last_node: TreeNode | None = None
+    namespace: str | None = None
+    no_cache: bool = True
     salt: int = 0
-    serial: int = 0
+
+    def __post_init__(self) -> None:
+        self.serial = self.req_pool_idx
 
     @property
     def prompt_len(self) -> int:
         return len(self.tokens)
 
+    def fill_ids(self) -> array[int]:
+        return self.tokens
+
+    def grow(self, count: int) -> None:
+        self.committed_len = self.allocated_len = count
+
+    def share(self, count: int) -> None:
+        """Leave the first `count` slots, and their window slots, to all rows."""
+        assert self.swa_freed_len <= count, "these tokens have left the window"
+        self.cache_protected_len = self.swa_freed_len = count
+
 
 class ForwardHarness:
-    """Keeps rows of tokens and how many of them have KV; runs one forward at a time."""
+    """Keeps rows of tokens and how many of them have KV; runs one forward at a time.
+
+    Window slots that no later token of a row reads are freed before each forward, and
+    filled with NaN.
+    """
 
     def __init__(
         self,
@@ -66,8 +98,9 @@ class ForwardHarness:
         self.cache = ChunkCache(
             req_to_token_pool=self.pool, allocator=self.runner.allocator
         )
-        self._tokens: dict[int, list[int]] = {}
-        self._written: dict[int, int] = {}
+        self._rows: dict[int, _Row] = {}
+        if (swa := self.runner.allocator.swa) is not None:
+            swa.register_on_free(self._poison)
 
     def new_row(
         self, tokens: Sequence[int], *, borrow: tuple[int, int] | None = None
@@ -76,25 +109,38 @@ class ForwardHarness:
         rows = self.pool.alloc(1)
         assert rows is not None
         row = rows[0]
-        self._tokens[row], self._written[row] = list(tokens), 0
+        shared = torch.empty(0, dtype=torch.int64)
         if borrow is not None:
             other, count = borrow
-            self.pool.write(row, 0, self.pool.row_slots(other, 0, count))
-            self._written[row] = count
+            shared = self.pool.row_slots(other, 0, count)
+            self.pool.write(row, 0, shared)
+            self._rows[other].share(count)
+        self._rows[row] = _Row(
+            req_pool_idx=row, tokens=array("q", tokens), prefix_slots=shared
+        )
+        if borrow is not None:
+            self._rows[row].grow(count)
+            self._rows[row].share(count)
         return row
 
     def release(self, row: int) -> None:
         """Free a row and all of its slots; nothing may have borrowed them."""
-        slots = self.pool.row_slots(row, 0, self._written.pop(row))
+        slots = self.pool.row_slots(row, 0, self._rows.pop(row).committed_len)
         self.runner.allocator.free(slots)
         self.pool.free([row])
-        del self._tokens[row]
 
     def tokens(self, row: int) -> list[int]:
-        return self._tokens[row]
+        return self._rows[row].tokens.tolist()
 
     def append(self, row: int, token: int) -> None:
-        self._tokens[row].append(token)
+        self._rows[row].tokens.append(token)
+
+    def _poison(self, window_slots: torch.Tensor) -> None:
+        pool = self.runner.token_to_kv_pool
+        assert isinstance(pool, SWAKVPool)
+        for layer in range(pool.swa_pool.layer_num):
+            for buffer in pool.swa_pool.get_kv_buffer(layer):
+                buffer[window_slots.to(buffer.device)] = torch.nan
 
     def extend(self, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Prefill each (row, end); return the last tokens' logits, float32 [R, V]."""
@@ -121,16 +167,22 @@ class ForwardHarness:
         if manager is not None and manager.take(manager.finish_step(batch).tolist()):
             manager.report(
                 owner_of=lambda slot: Owner("unknown"),
-                tokens_of=lambda serial: self._tokens.get(serial),
+                tokens_of=self._tokens_of,
             )
         return output
+
+    def _tokens_of(self, serial: int) -> array[int] | None:
+        row = self._rows.get(serial)
+        return None if row is None else row.tokens
 
     def prepare(
         self, mode: ForwardMode, spans: Sequence[tuple[int, int | None]]
     ) -> ForwardBatch:
         """Allocate the slots and build the forward batch."""
         rows = [row for row, _ in spans]
-        starts = [self._written[row] for row in rows]
+        requests = [self._rows[row] for row in rows]
+        free_outside_windows(self.cache, requests)
+        starts = [request.committed_len for request in requests]
         ends = [
             start + 1 if end is None else end
             for start, (_, end) in zip(starts, spans, strict=True)
@@ -140,25 +192,23 @@ class ForwardHarness:
         intervals = list(zip(rows, starts, ends, strict=True))
         lens = torch.tensor(ends) - torch.tensor(starts)
         indptr = torch.cat((torch.zeros(1, dtype=torch.int64), lens.cumsum(0)))
-        for row, end in zip(rows, ends, strict=True):
-            self._written[row] = end
+        for request, end in zip(requests, ends, strict=True):
+            request.grow(end)
             # As the scheduler does: inputs are compared with what was published.
-            known = torch.tensor(self._tokens[row])
+            known = torch.tensor(request.tokens)
+            row = request.req_pool_idx
             self.pool.write_tokens([row], [0], [len(known)], known)
         zeros = torch.zeros(len(rows), dtype=torch.int64)
         if self.canary is not None and mode is ForwardMode.EXTEND:
-            owners = [
-                _Row(tokens=array("q", self._tokens[row]), serial=row) for row in rows
-            ]
             indices = torch.tensor(rows, device=self.runner.device)
-            self.canary.expect_prefixes(owners, starts, indices)
+            self.canary.expect_prefixes(requests, starts, indices)
         batch = ForwardBatch(
             forward_mode=mode,
             input_ids=torch.tensor(
                 [
                     t
                     for row, start, end in intervals
-                    for t in self._tokens[row][start:end]
+                    for t in self._rows[row].tokens[start:end]
                 ]
             ),
             positions=torch.from_numpy(

@@ -18,6 +18,18 @@ NAMES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
+}
+# Further values by architecture: those of its tiny model.
+VALUES: dict[str, dict[str, float | str]] = {
+    "gemma3": {
+        "attention.sliding_window": 12,
+        "attention.sliding_window_pattern": 2,
+        "rope.freq_base": 5e4,
+        "rope.freq_base_swa": 1e3,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+    },
 }
 
 
@@ -40,7 +52,7 @@ def write_gguf(
     heads = config["num_attention_heads"]
     kv_heads = config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    numbers = {
+    numbers: dict[str, Any] = {
         "embedding_length": config["hidden_size"],
         "block_count": config["num_hidden_layers"],
         "feed_forward_length": config["intermediate_size"],
@@ -51,10 +63,12 @@ def write_gguf(
         "vocab_size": config["vocab_size"],
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "rope.freq_base": 10000.0,
-    } | {key.replace("__", "."): value for key, value in values.items()}
+    }
+    numbers |= VALUES.get(name, {})
+    numbers |= {key.replace("__", "."): value for key, value in values.items()}
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, number in numbers.items():
-        add = writer.add_uint32 if isinstance(number, int) else writer.add_float32
-        add(f"{name}.{key}", number)
+        add[type(number)](f"{name}.{key}", number)
     for key, number in (extra or {}).items():
         writer.add_uint32(key, number)
     _add_tokenizer(writer)
@@ -68,6 +82,8 @@ def write_gguf(
         data = tensor.float().numpy()
         if name == "llama" and own.endswith(("q_proj", "k_proj")):
             data = _pairs(data, heads if own.endswith("q_proj") else kv_heads)
+        if name == "gemma3" and own.endswith("norm"):
+            data = data + np.float32(1)
         its_kind = gguf.GGMLQuantizationType.F32 if data.ndim == 1 else kind
         writer.add_tensor(
             f"{names.get_name(own)}.{part}",

@@ -46,11 +46,15 @@ TINY = {
     "mistral": "MistralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 VOCAB_SIZES = {"demo": 4096, "mock": 1000} | dict.fromkeys(TINY, 264)
 SMALL_VOCAB = {"mock": 730} | dict.fromkeys(TINY, 150)
 # Shorter than the paths of a deep tree.
-WINDOWS = {"mistral": {"sliding_window": 4}}
+WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss")
+WINDOWS = dict.fromkeys(WINDOWED, {"sliding_window": 4})
 # Noise on the weights of a random model's STANDALONE draft, which then agrees in about
 # every other token.
 DRAFT_NOISE = 0.02

@@ -60,9 +60,60 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0],
     },
 }
+_GEMMA2 = {
+    "model_type": "gemma2",
+    "head_dim": 24,
+    "query_pre_attn_scalar": 16,
+    "tie_word_embeddings": True,
+    "sliding_window": 12,
+}
+_GEMMA3 = _GEMMA2 | {
+    "model_type": "gemma3_text",
+    "sliding_window_pattern": 2,
+    "rope_theta": 5e4,
+    "rope_local_base_freq": 1e3,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+FAMILIES |= {
+    "Gemma2ForCausalLM": _GEMMA2
+    | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0},
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,
+    "GptOssForCausalLM": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "attention_bias": True,
+        "sliding_window": 12,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "rope_theta": 1e4,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
+}
+# Architecture -> the rest of its config.json, whose `text_config` is the model.
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "Gemma3ForConditionalGeneration": {
+        "model_type": "gemma3",
+        "mm_tokens_per_image": 4,
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "image_size": 16,
+            "patch_size": 8,
+        },
+    },
+}
 # Families with biases of q, k and v, and with norms of their heads.
-QKV_BIAS = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
-QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+QKV_BIAS = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "GptOssForCausalLM")
+GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *GEMMA3)
 
 
 def write_byte_tokenizer(folder: Path) -> None:
@@ -83,17 +134,28 @@ def write_byte_tokenizer(folder: Path) -> None:
 def write_tiny_model(
     folder: Path, architecture: str, *, seed: int = 0, **overrides: Any
 ) -> Path:
-    """Write a folder with config.json, random weights and a byte tokenizer."""
+    """Write a folder with config.json, random weights and a byte tokenizer.
+
+    A multimodal one has a tensor of its vision tower, too.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = (
         TINY | FAMILIES[architecture] | {"architectures": [architecture]} | overrides
     )
-    (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: _random(name, shape, generator)
         for name, shape in tensor_shapes(config).items()
     }
+    if architecture in MULTIMODAL:
+        weights = {f"language_model.{name}": weights[name] for name in weights}
+        weights["vision_tower.vision_model.post_layernorm.bias"] = torch.ones(16)
+        text = {key: config[key] for key in config if key != "architectures"}
+        config = MULTIMODAL[architecture] | {
+            "architectures": [architecture],
+            "text_config": text,
+        }
+    (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     write_byte_tokenizer(folder)
     return folder
@@ -272,13 +334,33 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[layer + "self_attn.k_norm.weight"] = (head_dim,)
         experts = config.get("num_experts") or config.get("num_local_experts")
         is_turn = (i + 1) % config.get("decoder_sparse_step", 1) == 0
-        if experts and is_turn and i not in config.get("mlp_only_layers", ()):
+        if config["model_type"] == "gpt_oss":
+            shapes |= _gpt_oss_shapes(layer, config)
+        elif experts and is_turn and i not in config.get("mlp_only_layers", ()):
             shapes |= _moe_shapes(layer + "mlp.", config, experts=experts)
         else:
             shapes |= _mlp_shapes(layer + "mlp.", hidden, inner)
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if config["model_type"].startswith("gemma"):
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        for name in norms:
             shapes[f"{layer}{name}.weight"] = (hidden,)
     return shapes
+
+
+def _gpt_oss_shapes(layer: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, experts = config["num_attention_heads"], config["num_local_experts"]
+    return {
+        f"{layer}self_attn.o_proj.bias": (hidden,),
+        f"{layer}self_attn.sinks": (heads,),
+        f"{layer}mlp.router.weight": (experts, hidden),
+        f"{layer}mlp.router.bias": (experts,),
+        f"{layer}mlp.experts.gate_up_proj": (experts, hidden, 2 * inner),
+        f"{layer}mlp.experts.gate_up_proj_bias": (experts, 2 * inner),
+        f"{layer}mlp.experts.down_proj": (experts, inner, hidden),
+        f"{layer}mlp.experts.down_proj_bias": (experts, hidden),
+    }
 
 
 def _mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:

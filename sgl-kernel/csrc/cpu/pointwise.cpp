@@ -65,18 +65,26 @@ void fused_add_rmsnorm(
       rows.count);
 }
 
-void silu_and_mul(const Tensor& x, const Tensor& out) {
-  const Rows rows = rows_of("silu_and_mul", "x", x);
-  const DType dtype = float_type("silu_and_mul", "x", x);
-  SGLK_CHECK(rows.width % 2 == 0, "silu_and_mul", "x", x, "an even last dimension");
-  check_like("silu_and_mul", "out", out, x, x.numel() / 2);
-  const SiluAndMulArgs args{
-      dtype, x.const_data_ptr(), out.mutable_data_ptr(), rows.stride, rows.width / 2};
+void gated(const char* op, Activation activation, const Tensor& x, const Tensor& out) {
+  const Rows rows = rows_of(op, "x", x);
+  const DType dtype = float_type(op, "x", x);
+  SGLK_CHECK(rows.width % 2 == 0, op, "x", x, "an even last dimension");
+  check_like(op, "out", out, x, x.numel() / 2);
+  const GatedArgs args{dtype, activation, x.const_data_ptr(), out.mutable_data_ptr(),
+                       rows.stride, rows.width / 2};
   const Split split =
       split_for(double(rows.count * args.width) * kMicrosecondsPerActivation);
   run_split(rows.count, split, [&](int64_t begin, int64_t end) {
-    kernels().silu_and_mul(args, begin, end);
+    kernels().gated(args, begin, end);
   });
+}
+
+void silu_and_mul(const Tensor& x, const Tensor& out) {
+  gated("silu_and_mul", Activation::silu, x, out);
+}
+
+void gelu_and_mul(const Tensor& x, const Tensor& out) {
+  gated("gelu_and_mul", Activation::gelu, x, out);
 }
 
 void check_indices(
@@ -167,6 +175,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
   m.def(
       "fused_add_rmsnorm(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps) -> ()");
   m.def("silu_and_mul(Tensor x, Tensor(a!) out) -> ()");
+  m.def("gelu_and_mul(Tensor x, Tensor(a!) out) -> ()");
   m.def(
       "rope_store_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor positions, "
       "Tensor? cos_sin_cache, Tensor(b!) k_cache, Tensor(c!) v_cache, "
@@ -178,6 +187,7 @@ STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
   m.impl("rmsnorm", TORCH_BOX(&rmsnorm));
   m.impl("fused_add_rmsnorm", TORCH_BOX(&fused_add_rmsnorm));
   m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
+  m.impl("gelu_and_mul", TORCH_BOX(&gelu_and_mul));
   m.impl("rope_store_kv", TORCH_BOX(&rope_store_kv));
   m.impl("exp", TORCH_BOX(&exp_values));
 }

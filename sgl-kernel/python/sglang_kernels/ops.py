@@ -20,6 +20,7 @@ _OPS = torch.ops.sglang_kernels
 _rmsnorm = _OPS.rmsnorm.default._op
 _fused_add_rmsnorm = _OPS.fused_add_rmsnorm.default._op
 _silu_and_mul = _OPS.silu_and_mul.default._op
+_gelu_and_mul = _OPS.gelu_and_mul.default._op
 _rope_store_kv = _OPS.rope_store_kv.default._op
 _decode_attention = _OPS.decode_attention.default._op
 _decode_attention_full = _OPS.decode_attention_full.default._op
@@ -63,6 +64,11 @@ def fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -
 def silu_and_mul(x: Tensor, out: Tensor) -> None:
     """out [T, I] = silu(x[:, :I]) * x[:, I:]; rows of x contiguous, out contiguous."""
     _silu_and_mul(x, out)
+
+
+def gelu_and_mul(x: Tensor, out: Tensor) -> None:
+    """As `silu_and_mul`, with the tanh form of gelu."""
+    _gelu_and_mul(x, out)
 
 
 def rope_store_kv(

@@ -21,6 +21,7 @@ pytestmark = [
 ]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 NAN = float("nan")
+GATED = ("silu_and_mul", "gelu_and_mul")
 
 
 def assert_close(actual: Tensor, expected: Tensor, *, rounds: int = 1) -> None:
@@ -72,23 +73,26 @@ def test_a_norm_row_does_not_depend_on_the_batch() -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("width", [1, 8, 24, 100, 1376])
-def test_silu_and_mul(dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize("name", GATED)
+def test_gated_activation(name: str, dtype: torch.dtype, width: int) -> None:
+    op, reference = getattr(activation, name), getattr(activation, f"{name}_ref")
     for rows in (0, 1, 3, 17, 300):
         x = (torch.randn(rows, 2 * width) * 4).to(dtype)
-        expected = activation.silu_and_mul_ref(x)
-        result = activation.silu_and_mul(x)
+        expected = reference(x)
+        result = op(x)
         assert_close(result, expected)
         out = torch.empty_like(result)
-        assert activation.silu_and_mul(x, out=out) is out
+        assert op(x, out=out) is out
         assert torch.equal(out, result)
 
 
-def test_silu_at_the_extremes() -> None:
+@pytest.mark.parametrize("name", GATED)
+def test_gated_activation_at_the_extremes(name: str) -> None:
     gate = torch.tensor([[-1e30, -200.0, -88.0, -0.0, 0.0, 88.0, 1e30, NAN]])
     x = torch.cat((gate, torch.ones_like(gate)), dim=1)
     torch.testing.assert_close(
-        activation.silu_and_mul(x),
-        activation.silu_and_mul_ref(x),
+        getattr(activation, name)(x),
+        getattr(activation, f"{name}_ref")(x),
         equal_nan=True,
         atol=1e-30,
         rtol=1e-6,
@@ -225,6 +229,8 @@ def test_bad_arguments_raise() -> None:
         norm.fused_add_rmsnorm(x, torch.zeros(3, 15), torch.ones(16), 1e-6)
     with pytest.raises(RuntimeError, match="an even last dimension"):
         activation.silu_and_mul(torch.randn(3, 5))
+    with pytest.raises(RuntimeError, match="gelu_and_mul"):
+        activation.gelu_and_mul(torch.randn(3, 5))
 
     def store(**changes: Tensor) -> None:
         arguments = {

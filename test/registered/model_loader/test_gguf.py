@@ -82,7 +82,8 @@ def test_config_and_names_are_the_folders(folder, tmp_path):
     for name in (
         *("architecture", "hidden_size", "intermediate_size", "num_layers"),
         *("num_heads", "num_kv_heads", "head_dim", "vocab_size", "context_len"),
-        *("rope", "tie_word_embeddings", "sliding_window", "eos_token_ids"),
+        *("ropes", "tie_word_embeddings", "sliding_window", "eos_token_ids"),
+        *("layer_types", "attention_scale", "hidden_act"),
     ):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert tensor_names(file) == tensor_names(folder)

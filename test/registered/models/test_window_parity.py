@@ -38,6 +38,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralForCausalLM", {"sliding_window": WINDOW}),
     "qwen2-mixed": ("Qwen2ForCausalLM", MIXED | {"num_hidden_layers": 3}),
     "qwen3-mixed": ("Qwen3ForCausalLM", MIXED),
+    "gemma2": ("Gemma2ForCausalLM", {}),
+    "gemma3": ("Gemma3ForCausalLM", {"num_hidden_layers": 3}),
+    "gpt-oss": ("GptOssForCausalLM", {}),
 }
 ROPES = {
     "yarn": YARN,
@@ -91,7 +94,7 @@ def check_every_way(
     logits = harness.extend([(row, len(harness.tokens(row))) for row in borrowers])
     for row, row_logits in zip(borrowers, logits, strict=True):
         assert_close(row_logits, reference(harness.tokens(row))[-1])
-    rows += borrowers
+    rows += [*borrowers, chunked]
     for step in range(WINDOW + 3):
         for row in rows:
             harness.append(row, (7 * step + row) % 264)
@@ -119,6 +122,29 @@ def model(
 def test_windows(model, page_size: int, backend: str) -> None:
     folder, reference = model
     harness = ForwardHarness(folder, page_size=page_size, attention_backend=backend)
+    swa = harness.runner.allocator.swa
+    is_mixed = len(set(harness.runner.model_config.layer_types)) > 1
+    assert (swa is not None) == (is_mixed and harness.canary is None)
+    check_every_way(harness, reference, seed=page_size)
+    if swa is not None:
+        held = harness.runner.allocator.owned_pages()
+        assert not swa.has(held).all(), "no token left a window"
+
+
+@pytest.mark.parametrize(
+    ("page_size", "backend"), [(1, "torch_native"), (16, "cpu_native")]
+)
+def test_windows_without_slots_of_their_own(model, page_size: int, backend: str):
+    folder, reference = model
+    harness = ForwardHarness(
+        folder,
+        page_size=page_size,
+        attention_backend=backend,
+        disable_hybrid_swa_memory=True,
+    )
+    if len(set(harness.runner.model_config.layer_types)) == 1:
+        pytest.skip("layers of one kind have one kind of slots")
+    assert harness.runner.allocator.swa is None
     check_every_way(harness, reference, seed=page_size)
 
 

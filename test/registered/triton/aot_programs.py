@@ -78,13 +78,19 @@ def pointwise(dtype: str) -> Iterator[Variant]:
         yield Variant(
             f"add+norm {width}", norm.fused_add_rmsnorm_kernel, named, constants, warps
         )
-    yield Variant(
-        "silu",
-        activation.silu_and_mul_kernel,
-        {"x": p, "out": p},
-        {"WIDTH": 14336, "BLOCK": activation.BLOCK, "PDL": True},
-        4,
-    )
+    for name, width in (("silu", 14336), ("gelu", 2048)):
+        yield Variant(
+            name,
+            activation.gated_kernel,
+            {"x": p, "out": p},
+            {
+                "WIDTH": width,
+                "BLOCK": activation.BLOCK,
+                "GELU": name == "gelu",
+                "PDL": True,
+            },
+            4,
+        )
     for with_norm in (False, True):
         for heads, warps in ((4, 2), (16, 4)):
             yield Variant(

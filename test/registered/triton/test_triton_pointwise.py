@@ -103,19 +103,23 @@ def test_fused_add_rmsnorm(dtype: torch.dtype, width: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [3, 1030] if DEVICE == "cpu" else [3, 1030, 14336])
-def test_silu_and_mul(dtype: torch.dtype, width: int) -> None:
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul"])
+def test_gated_activation(name: str, dtype: torch.dtype, width: int) -> None:
+    kernel = getattr(activation, name)
     for rows in ROWS:
         x = random(rows, 2 * width + 5, dtype=dtype)[:, : 2 * width]
-        expected = activation_ops.silu_and_mul_ref(x)
+        expected = getattr(activation_ops, f"{name}_ref")(x)
         out = torch.full((rows, width), float("nan"), dtype=dtype, device=DEVICE)
-        assert activation.silu_and_mul(x, out=out) is out
+        assert kernel(x, out=out) is out
         assert_close(out, expected)
 
 
-def test_silu_and_mul_saturates_without_nan() -> None:
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul"])
+def test_gated_activation_saturates_without_nan(name: str) -> None:
     x = torch.tensor([[-300.0, 300.0, 2.0, 2.0]], device=DEVICE)
     expected = torch.tensor([[0.0, 600.0]], device=DEVICE)
-    torch.testing.assert_close(activation.silu_and_mul(x, out=None), expected)
+    kernel = getattr(activation, name)
+    torch.testing.assert_close(kernel(x, out=None), expected)
 
 
 @pytest.mark.parametrize(

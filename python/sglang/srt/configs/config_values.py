@@ -41,9 +41,11 @@ KEYS: dict[str, Key] = {
     "max_position_embeddings": Key(int, 1, 1 << 30, 2048),
     "rms_norm_eps": Key(float, 0.0, 1.0, 1e-6),
     "hidden_act": Key(str, default="silu"),
+    "hidden_activation": Key(str),
     "tie_word_embeddings": Key(bool, default=False),
     "attention_bias": Key(bool, default=False),
     "mlp_bias": Key(bool, default=False),
+    "use_bidirectional_attention": Key(bool, default=False),
     "sliding_window": Key(int, 1, 1 << 30),
     "use_sliding_window": Key(bool, default=True),
     "layer_types": Key(list),
@@ -72,6 +74,8 @@ KEYS: dict[str, Key] = {
     "decoder_sparse_step": Key(int, 1, 4096, 1),
     "first_k_dense_replace": Key(int, 0, 4096, 0),
     "moe_layer_freq": Key(int, 1, 4096, 1),
+    "swiglu_alpha": Key(float, TINY, 1e6, 1.702),
+    "swiglu_limit": Key(float, TINY, 1e30, 7.0),
     "quantization_config": Key(dict),
     # Of a draft head.
     "draft_vocab_size": Key(int, 1, 1 << 24),
@@ -101,7 +105,13 @@ ROPE_KEYS: dict[str, Key] = {
 # Model type -> values of keys that its checkpoints may leave out, where they are others
 # than above. A key that is null is not left out.
 _GEMMA: dict[str, Any] = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
     "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
@@ -109,17 +119,23 @@ _GEMMA: dict[str, Any] = {
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": _GEMMA
     | {
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
         "sliding_window_pattern": 2,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
     "gemma3_text": _GEMMA
     | {
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
         "sliding_window_pattern": 6,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
     "gpt_oss": {
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
         "head_dim": 64,
         "attention_bias": True,
         "sliding_window": 128,

@@ -43,6 +43,11 @@ _LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_TENSORS = _LAYER_TENSORS | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 TOP_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -60,16 +65,32 @@ class GgufArchitecture:
         layer_tensors: name of a layer's module in the file -> in the checkpoint.
         pairs_rotary: q and k have the two channels of a rotation side by side; the
             engine has them half a head apart.
+        norm_offset: weights of norms are larger by this than those of a checkpoint.
+        optional: keys of config.json beside `_OPTIONAL`, likewise.
         config: further content of config.json.
     """
 
     model: str
     layer_tensors: dict[str, str] = field(default_factory=lambda: _LAYER_TENSORS)
     pairs_rotary: bool = False
+    norm_offset: float = 0.0
+    optional: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
+    "gemma3": GgufArchitecture(
+        model="Gemma3ForCausalLM",
+        layer_tensors=_GEMMA_TENSORS,
+        norm_offset=1.0,
+        optional={
+            "sliding_window": "attention.sliding_window",
+            "sliding_window_pattern": "attention.sliding_window_pattern",
+            "rope_local_base_freq": "rope.freq_base_swa",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        config={"model_type": "gemma3_text"},
+    ),
     "llama": GgufArchitecture(model="LlamaForCausalLM", pairs_rotary=True),
     "qwen2": GgufArchitecture(
         model="Qwen2ForCausalLM", config={"use_sliding_window": False}
@@ -115,14 +136,27 @@ def gguf_config(path: Path) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [known.model]} | known.config
     for name, suffix in _SIZES.items():
         config[name] = _required(header, f"{prefix}.{suffix}")
-    for name, suffix in _OPTIONAL.items():
-        config[name] = header.values.get(f"{prefix}.{suffix}")
-    if config["vocab_size"] is None:
+    # One that is absent is the family's; null would be none.
+    for name, suffix in (_OPTIONAL | known.optional).items():
+        if (value := header.values.get(f"{prefix}.{suffix}")) is not None:
+            config[name] = value
+    if "vocab_size" not in config:
         config["vocab_size"] = len(_required(header, "tokenizer.ggml.tokens"))
+    config |= _gemma_scalar(config)
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
     config["eos_token_id"] = _end_tokens(header)
     config["rope_scaling"] = _rope_scaling(header, prefix, config)
     return config
+
+
+def _gemma_scalar(config: dict[str, Any]) -> dict[str, Any]:
+    """`query_pre_attn_scalar`, which files lack: the width of a head, but for the one
+    size of Gemma whose heads are not of 256 channels (27B)."""
+    is_gemma = config.get("model_type") == "gemma3_text"
+    if not is_gemma or config.get("head_dim", 256) == 256:
+        return {}
+    scalar = config["hidden_size"] / config["num_attention_heads"]
+    return {"query_pre_attn_scalar": scalar}
 
 
 def _required(header: GgufHeader, key: str) -> Any:
@@ -158,7 +192,7 @@ def _rope_scaling(
     if ROPE_FACTORS in header.tensors:
         factors = _rope_factors(header)
         scaling = _LLAMA3 | {"factor": max(factors)}
-        theta = config["rope_theta"] or 10000.0
+        theta = config.get("rope_theta", 10000.0)
         expected = _llama3_factors(theta, len(factors), max(factors))
         if not all(map(_is_near, factors, expected)):
             raise ValueError(

@@ -78,7 +78,7 @@ class ModelConfig:
                 beyond the model's own; names the file and the field.
         """
         file = _config_file(path)
-        raw = with_family_defaults(read_raw_config(path))
+        raw = with_family_defaults(text_part(read_raw_config(path)))
         values = ConfigValues(file, raw)
         native = values.get("max_position_embeddings")
         if context_length is not None and context_length > native:
@@ -100,7 +100,7 @@ class ModelConfig:
             vocab_size=values.get("vocab_size"),
             context_len=context_length or native,
             rms_norm_eps=values.get("rms_norm_eps"),
-            hidden_act=values.get("hidden_act"),
+            hidden_act=values.get("hidden_activation") or values.get("hidden_act"),
             ropes=rope_configs(
                 values, layer_types=layer_types, head_dim=heads["head_dim"]
             ),
@@ -175,6 +175,15 @@ def read_raw_config(path: Path) -> dict[str, Any]:
 
 def _config_file(path: Path) -> Path:
     return path if is_gguf(path) else path / "config.json"
+
+
+def text_part(raw: dict[str, Any]) -> dict[str, Any]:
+    """The content of config.json for the language model of a multimodal one: its
+    `text_config` over the rest, but for the class."""
+    nested = raw.get("text_config")
+    if not isinstance(nested, dict):
+        return raw
+    return raw | nested | {"architectures": raw.get("architectures")}
 
 
 def with_family_defaults(raw: dict[str, Any]) -> dict[str, Any]:

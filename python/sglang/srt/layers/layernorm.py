@@ -11,16 +11,23 @@ from sglang.srt.layers.ops.norm import fused_add_rmsnorm, rmsnorm
 
 
 class RMSNorm(Module):
-    """x / rms(x) * weight (Zhang and Sennrich, 2019)."""
+    """x / rms(x) * weight (Zhang and Sennrich, 2019).
 
-    def __init__(self, size: int, eps: float) -> None:
+    Args:
+        offset: checkpoints hold the weight less this (Gemma: 1). The sum is rounded to
+            the dtype once; in bfloat16 that is off by at most 2 ** -9 of it, where
+            transformers multiplies by the unrounded sum.
+    """
+
+    def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = LoadableParameter.create(torch.empty(size))
+        self.weight.added = offset
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> a new tensor of the same shape."""
-        return rmsnorm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """[..., size] -> `out`, which may be `x`; None: a new tensor of its shape."""
+        return rmsnorm(x, self.weight, self.eps, out=out)
 
     def add_and_norm(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """residual += x, in place; returns norm(residual), in the memory of `x`.

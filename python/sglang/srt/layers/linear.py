@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import Part, divide, divide_kv_heads
 from sglang.srt.layers.module import Module
-from sglang.srt.layers.ops.activation import silu_and_mul
+from sglang.srt.layers.ops.activation import GATED
 from sglang.srt.layers.ops.linear import (
     PackedWeight,
     linear,
@@ -37,9 +37,11 @@ class LoadableParameter(nn.Parameter):
     """A parameter that knows which checkpoint tensors make it up.
 
     `shards` maps their names to places along dimension `split_dim`, in order. One that
-    is a single checkpoint tensor has one entry, under None.
+    is a single checkpoint tensor has one entry, under None. `added` is added to the
+    values of a checkpoint, in float32 and before the one rounding to the dtype here.
     """
 
+    added: float = 0.0
     split_dim: int
     shards: Mapping[str | None, Shard]
 
@@ -68,6 +70,8 @@ class LoadableParameter(nn.Parameter):
         Raises:
             ValueError: the shapes differ; names the tensor and both shapes.
         """
+        if self.added:
+            tensor = tensor.float() + self.added
         copy_part(self.data, name, tensor, self.shards[shard], dim=self.split_dim)
 
     def covered_by(self, shard: str | None) -> Iterable[str | None]:
@@ -187,13 +191,14 @@ class RowParallelLinear(Linear):
         bias = self.bias if self._adds_bias else None
         return linear(x, self._any_weight(), bias, out=out)
 
-    def forward_into(self, x: Tensor, residual: Tensor) -> Tensor | None:
+    def forward_into(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
         """Add the product to `residual` [T, output_size] where it costs nothing extra.
 
         Returns:
-            None where it was added; else the product, still to be added.
+            None where it was added; else, and without a `residual`, the product, still
+            to be added.
         """
-        if self._group.size > 1:
+        if residual is None or self._group.size > 1:
             return self.forward(x)
         return linear_into(x, self._any_weight(), self.bias, residual)
 
@@ -242,9 +247,13 @@ class GateUpLinear(ColumnParallelLinear):
 
     def forward_silu_and_mul(self, x: Tensor) -> Tensor:
         """silu(gate(x)) * up(x): [T, hidden_size] -> [T, channels of this rank]."""
-        if self.bias is not None:
-            return silu_and_mul(self.forward(x))
-        return linear_silu_and_mul(x, self._any_weight())
+        return self.forward_gated(x, "silu")
+
+    def forward_gated(self, x: Tensor, activation: str) -> Tensor:
+        """activation(gate(x)) * up(x), for an activation of `GATED`."""
+        if activation == "silu" and self.bias is None:
+            return linear_silu_and_mul(x, self._any_weight())
+        return GATED[activation](self.forward(x))
 
 
 def shards_of(parts: Mapping[str | None, Part]) -> dict[str | None, Shard]:

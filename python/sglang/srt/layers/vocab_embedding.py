@@ -18,16 +18,28 @@ from sglang.srt.layers.ops.linear import PackedWeight, unpack_weight
 
 
 class VocabEmbedding(Module):
-    """Rows of a table [vocab_size, hidden_size]."""
+    """Rows of a table [vocab_size, hidden_size].
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    Args:
+        scale: factor on the rows, rounded to the dtype of the table. A head that shares
+            the table does without it.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, scale: float = 1.0
+    ) -> None:
         super().__init__()
         self.weight = _vocab_parameter(vocab_size, hidden_size)
+        self._scale = torch.tensor(scale, dtype=self.weight.dtype, device="cpu").item()
         self._group = get_tp_group()
         self._part = divide_padded(vocab_size, self._group)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, hidden_size]."""
+        found = self._rows(input_ids)
+        return found if self._scale == 1.0 else found.mul_(self._scale)
+
+    def _rows(self, input_ids: Tensor) -> Tensor:
         if self._group.size == 1:
             return functional.embedding(input_ids, self.weight)
         rows = input_ids - self._part.start

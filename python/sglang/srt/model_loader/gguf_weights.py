@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float32]
 
 ROTATED = ("attn_q", "attn_k")
+NORM_SUFFIX = "norm.weight"
 
 
 def gguf_tensor_names(path: Path) -> frozenset[str]:
@@ -65,6 +66,8 @@ def iterate_gguf(path: Path) -> Iterator[tuple[str, Tensor]]:
             values = _dequantize(quants, tensor, data, where=f"{path}: tensor {name}")
             if known.pairs_rotary and name.split(".")[-2] in ROTATED:
                 values = _halves(values, _num_heads(header, name))
+            if known.norm_offset and name.endswith(NORM_SUFFIX):
+                values -= np.float32(known.norm_offset)
             yield own_name, torch.from_numpy(values)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sglang.srt.layers.linear import LoadableParameter
 from sglang.srt.layers.module import Module, cache_attributes
 from sglang.srt.model_loader.mxfp4 import dequantized
+from sglang.srt.model_loader.text_part import text_tensor_name
 from sglang.srt.model_loader.weight_utils import iterate_weights, tensor_names
 from sglang.srt.models.registry import CausalLM, MockModel, create_model
 
@@ -95,7 +96,8 @@ def load_weights(
     for name, tensor in weights:
         if name.endswith(IGNORED_SUFFIXES):
             continue
-        own_name = model.own_name(name)
+        text_name = text_tensor_name(name) if model.is_text_part else name
+        own_name = None if text_name is None else model.own_name(text_name)
         if own_name is None:
             continue
         target, shard = _locate(own_name, model.packed_modules)
@@ -147,7 +149,9 @@ def _loadable_parameters(model: nn.Module) -> dict[str, LoadableParameter]:
     return found
 
 
-def _locate(name: str, packed: dict[str, tuple[str, str]]) -> tuple[str, str | None]:
+def _locate(
+    name: str, packed: dict[str, tuple[str, str | None]]
+) -> tuple[str, str | None]:
     """Map a checkpoint name to (parameter name, shard)."""
     found = _EXPERT.fullmatch(name)
     if found is not None:
@@ -164,7 +168,7 @@ def _locate(name: str, packed: dict[str, tuple[str, str]]) -> tuple[str, str | N
 
 
 def _checkpoint_name(
-    name: str, shard: str | None, packed: dict[str, tuple[str, str]]
+    name: str, shard: str | None, packed: dict[str, tuple[str, str | None]]
 ) -> str:
     """Invert `_locate`, for error messages."""
     experts, _, module = name.rpartition(".")

@@ -10,12 +10,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.distributed.partition import divide
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.linear import GateUpLinear, QKVLinear, RowParallelLinear
+from sglang.srt.layers.linear import (
+    GateUpLinear,
+    LoadableParameter,
+    QKVLinear,
+    RowParallelLinear,
+)
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.module import Module
+from sglang.srt.layers.ops.activation import GATED
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
@@ -25,11 +34,9 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-SUPPORTED_ACTIVATIONS = ("silu",)
-
 
 class DecoderMLP(Module):
-    """Gated MLP: down(silu(gate(x)) * up(x))."""
+    """Gated MLP: down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -38,10 +45,11 @@ class DecoderMLP(Module):
         self.down_proj = RowParallelLinear(
             inner, hidden, bias=config.mlp_bias, what="intermediate_size"
         )
+        self._activation = config.hidden_act
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
         """As `RowParallelLinear.forward_into`."""
-        inner = self.gate_up_proj.forward_silu_and_mul(x)
+        inner = self.gate_up_proj.forward_gated(x, self._activation)
         return self.down_proj.forward_into(inner, residual)
 
 
@@ -51,12 +59,28 @@ def dense_feed_forward(config: ModelConfig, layer_id: int) -> DecoderMLP:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderTraits:
-    """Properties of a family that config.json lacks: biases of q, k, v; head norms; the
-    block after attention, which is called like a `DecoderMLP`."""
+    """Properties of a family that config.json lacks.
 
-    qkv_bias: bool | None = None  # None: config.attention_bias, for o_proj too
+    Fields:
+        qkv_bias: biases of q, k, v; None: config.attention_bias, for o_proj too.
+        qk_norm: head norms of q and k.
+        sinks: attention has a sink per head.
+        norm_offset: of all norms (see `RMSNorm`).
+        scales_embedding: embeddings are multiplied by sqrt(hidden_size).
+        feed_forward: makes the block after attention, called like a `DecoderMLP`.
+        layer: makes a layer, called like a `DecoderLayer`; None: such a one.
+    """
+
+    qkv_bias: bool | None = None
     qk_norm: bool = False
+    sinks: bool = False
+    norm_offset: float = 0.0
+    scales_embedding: bool = False
     feed_forward: Callable[[ModelConfig, int], Module] = dense_feed_forward
+    layer: Callable[..., Module] | None = None
+
+    def norm(self, size: int, config: ModelConfig) -> RMSNorm:
+        return RMSNorm(size, config.rms_norm_eps, offset=self.norm_offset)
 
 
 class DecoderAttention(Module):
@@ -85,8 +109,10 @@ class DecoderAttention(Module):
             what="num_attention_heads * head_dim",
         )
         if traits.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.q_norm = traits.norm(config.head_dim, config)
+            self.k_norm = traits.norm(config.head_dim, config)
+        if traits.sinks:
+            self.sinks = _head_vector(config.num_heads)
         self.attn = RadixAttention(
             num_heads=self.qkv_proj.num_heads,
             num_kv_heads=self.qkv_proj.num_kv_heads,
@@ -95,18 +121,25 @@ class DecoderAttention(Module):
             scaling=config.attention_scale,
             sliding_window=config.window_of(layer_id),
             logit_cap=config.attention_logit_cap,
+            sinks=self.sinks if traits.sinks else None,
             cos_sin_cache=cos_sin_cache,
             q_norm=self.q_norm if traits.qk_norm else None,
             k_norm=self.k_norm if traits.qk_norm else None,
         )
 
     def forward(
-        self, x: Tensor, residual: Tensor, forward_batch: ForwardBatch
+        self, x: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
     ) -> Tensor | None:
         """As `RowParallelLinear.forward_into`."""
         out = self.attn.qkv_buffer(x.shape[0])
         heads = self.attn(self.qkv_proj(x, out=out), forward_batch)
         return self.o_proj.forward_into(heads, residual)
+
+
+def _head_vector(num_heads: int) -> LoadableParameter:
+    """A number per head, of which a rank has those of its heads."""
+    part = divide(num_heads, get_tp_group(), what="num_attention_heads")
+    return LoadableParameter.create(torch.empty(part.size), {None: part})
 
 
 class DecoderBlock(Module):
@@ -134,7 +167,7 @@ class DecoderBlock(Module):
             input_size=input_size or config.hidden_size,
         )
         self.mlp = traits.feed_forward(config, layer_id)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = traits.norm(config.hidden_size, config)
 
     def run(
         self, x: Tensor, residual: Tensor, forward_batch: ForwardBatch
@@ -161,7 +194,7 @@ class DecoderLayer(DecoderBlock):
         cos_sin_cache: Tensor,
     ) -> None:
         super().__init__(config, traits, layer_id=layer_id, cos_sin_cache=cos_sin_cache)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = traits.norm(config.hidden_size, config)
 
     def forward(
         self, x: Tensor | None, residual: Tensor | None, forward_batch: ForwardBatch
@@ -195,12 +228,17 @@ class DecoderModel(Module):
             )
             for layer_type, rope in config.ropes.items()
         }
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = VocabEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            scale=config.hidden_size**0.5 if traits.scales_embedding else 1.0,
+        )
+        make_layer = traits.layer or DecoderLayer
         self.layers = nn.ModuleList(
-            DecoderLayer(config, traits, layer_id=i, cos_sin_cache=rotary[layer_type])
+            make_layer(config, traits, layer_id=i, cos_sin_cache=rotary[layer_type])
             for i, layer_type in enumerate(config.layer_types)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = traits.norm(config.hidden_size, config)
         self.layers_to_capture: frozenset[int] = frozenset()
 
     def forward(
@@ -240,11 +278,16 @@ def _stream(pending: Tensor | None, residual: Tensor | None) -> Tensor:
 
 
 class LoadableModel(StackedModel):
-    """A model whose weights come from a checkpoint, as the loader needs it."""
+    """A model whose weights come from a checkpoint, as the loader needs it.
+
+    Attributes:
+        is_text_part: checkpoints hold other parts than this language model.
+    """
 
     config: ModelConfig
+    is_text_part = False
     # Checkpoint name of a part -> (parameter that packs it, shard).
-    packed_modules: dict[str, tuple[str, str]] = {
+    packed_modules: dict[str, tuple[str, str | None]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
         "v_proj": ("qkv_proj", "v"),
@@ -267,16 +310,18 @@ class LoadableModel(StackedModel):
         """
 
 
-def check_activation(config: ModelConfig) -> None:
+def check_activation(
+    config: ModelConfig, implemented: Iterable[str] = tuple(GATED)
+) -> None:
     """Check that the activation is implemented.
 
     Raises:
         ValueError: it is not; names the file and the implemented ones.
     """
-    if config.hidden_act not in SUPPORTED_ACTIVATIONS:
+    if config.hidden_act not in implemented:
         raise ValueError(
             f"{config.file}: hidden_act {config.hidden_act!r} is "
-            f"not supported; supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
+            f"not supported; supported: {', '.join(implemented)}"
         )
 
 

@@ -8,7 +8,7 @@ from sglang.srt.layers.moe.experts import Experts
 from sglang.srt.layers.moe.feed_forward import MoeFeedForward, SharedExpert
 from sglang.srt.layers.moe.router import Router
 from sglang.srt.layers.ops.moe_routing import RoutingRule
-from sglang.srt.models.llama import DecoderMLP
+from sglang.srt.models.llama import DecoderMLP, check_activation
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -19,13 +19,15 @@ def require_experts(config: ModelConfig) -> MoeConfig:
     """The experts of a model that cannot be without.
 
     Raises:
-        ValueError: config.json has none; names the file and the keys.
+        ValueError: config.json has none, or another activation than silu; names the
+            file and the keys.
     """
     if config.moe is None:
         raise ValueError(
             f"{config.file}: {config.architecture} needs num_experts "
             "(or num_local_experts, n_routed_experts) of at least 1"
         )
+    check_activation(config, ("silu",))
     return config.moe
 
 

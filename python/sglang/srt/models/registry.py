@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.models.gemma import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+)
+from sglang.srt.models.gpt_oss import GptOssForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
 from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
@@ -29,6 +35,10 @@ CausalLM = LlamaForCausalLM | MockForCausalLM | DraftHead
 _MODELS: dict[str, type[LlamaForCausalLM] | type[MockForCausalLM]] = {
     model.__name__: model
     for model in (
+        Gemma2ForCausalLM,
+        Gemma3ForCausalLM,
+        Gemma3ForConditionalGeneration,
+        GptOssForCausalLM,
         LlamaForCausalLM,
         MistralForCausalLM,
         MockForCausalLM,

@@ -22,9 +22,13 @@ struct NormArgs {
   float eps;
 };
 
-// out[t, i] = silu(x[t, i]) * x[t, width + i]
-struct SiluAndMulArgs {
+// Activations of a gate; gelu in its tanh form.
+enum class Activation : int32_t { silu, gelu };
+
+// out[t, i] = activation(x[t, i]) * x[t, width + i]
+struct GatedArgs {
   DType dtype;
+  Activation activation;
   const void* x;
   void* out;
   int64_t x_stride;
@@ -165,7 +169,7 @@ struct WeightedSumArgs {
 struct KernelTable {
   const char* name;
   void (*norm)(const NormArgs&, int64_t row_begin, int64_t row_end);
-  void (*silu_and_mul)(const SiluAndMulArgs&, int64_t row_begin, int64_t row_end);
+  void (*gated)(const GatedArgs&, int64_t row_begin, int64_t row_end);
   void (*rope_store)(const RopeStoreArgs&, int64_t token_begin, int64_t token_end);
 
   // Floats that `attention_chunks` needs as scratch.

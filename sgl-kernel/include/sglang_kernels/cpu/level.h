@@ -19,7 +19,7 @@ constexpr KernelTable make_table(const char* name) {
   return {
       name,
       norm,
-      silu_and_mul,
+      gated,
       rope_store,
       attention_scratch,
       attention_padded_dim,

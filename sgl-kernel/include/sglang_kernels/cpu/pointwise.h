@@ -71,16 +71,23 @@ void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-template <class T>
-void silu_and_mul_rows(const SiluAndMulArgs& a, int64_t begin, int64_t end) {
+SGLK_INLINE vf silu(vf x) { return x / (exp(-x) + 1.0f); }
+
+// 0.5 x (1 + tanh(u)) = x * sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3).
+SGLK_INLINE vf gelu(vf x) {
+  constexpr float kTwice = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+  return x / (exp(x * (x * x * 0.044715f + 1.0f) * -kTwice) + 1.0f);
+}
+
+template <class T, vf (*kActivation)(vf)>
+void gated_rows(const GatedArgs& a, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; row++) {
     const T* gate = static_cast<const T*>(a.x) + row * a.x_stride;
     const T* up = gate + a.width;
     T* out = static_cast<T*>(a.out) + row * a.width;
     for_each_vector(a.width, [&](int64_t i, int n) {
-      const vf g = load_some(gate + i, n);
-      const vf silu = g / (exp(-g) + 1.0f);
-      store_some(out + i, silu * load_some(up + i, n), n);
+      const vf gated = kActivation(load_some(gate + i, n));
+      store_some(out + i, gated * load_some(up + i, n), n);
     });
   }
 }
@@ -155,11 +162,19 @@ void norm(const NormArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-void silu_and_mul(const SiluAndMulArgs& a, int64_t begin, int64_t end) {
+template <class T>
+void gated_by(const GatedArgs& a, int64_t begin, int64_t end) {
+  switch (a.activation) {
+    case Activation::silu: return gated_rows<T, silu>(a, begin, end);
+    case Activation::gelu: return gated_rows<T, gelu>(a, begin, end);
+  }
+}
+
+void gated(const GatedArgs& a, int64_t begin, int64_t end) {
   switch (a.dtype) {
-    case DType::f32: return silu_and_mul_rows<float>(a, begin, end);
-    case DType::bf16: return silu_and_mul_rows<bf16_t>(a, begin, end);
-    case DType::f16: return silu_and_mul_rows<f16_t>(a, begin, end);
+    case DType::f32: return gated_by<float>(a, begin, end);
+    case DType::bf16: return gated_by<bf16_t>(a, begin, end);
+    case DType::f16: return gated_by<f16_t>(a, begin, end);
   }
 }
 

@@ -88,6 +88,7 @@ class _Rows(NamedTuple):
     row_index: Tensor | None
     prefix_lens: Tensor
     read_lens: Tensor
+    positions: Tensor
 
 
 class PagedAttnBackend(AttentionBackend):
@@ -213,11 +214,15 @@ class PagedAttnBackend(AttentionBackend):
         k_cache, v_cache = self._kv_pool.get_kv_buffer(layer.layer_id)
         view = self._view_of(forward_batch)
         rows = _Rows(
-            view.page_table, view.row_index, forward_batch.prefix_lens, view.read_lens
+            view.page_table,
+            view.row_index,
+            forward_batch.prefix_lens,
+            view.read_lens,
+            forward_batch.positions,
         )
-        if self._windows is not None and self._windows.serves(layer.layer_id):
-            made = self._windows.rows(layer.layer_id, view, forward_batch)
-            rows = _Rows(made.page_table, None, made.prefix_lens, made.read_lens)
+        windows = self._windows
+        if windows is not None and windows.serves(layer.layer_id):
+            rows = self._window_rows(windows, view, layer.layer_id, forward_batch)
         common = {
             "page_table": rows.page_table,
             "row_index": rows.row_index,
@@ -246,10 +251,23 @@ class PagedAttnBackend(AttentionBackend):
             qo_indptr=forward_batch.qo_indptr,
             prefix_lens=rows.prefix_lens,
             tree_mask=forward_batch.tree_mask,
-            positions=forward_batch.positions,
+            positions=rows.positions,
             **common,
             **self._extend_options(k, v, forward_batch),
         )
+
+    def _window_rows(
+        self,
+        windows: WindowTables,
+        view: KVReadView,
+        layer_id: int,
+        forward_batch: ForwardBatch,
+    ) -> _Rows:
+        made = windows.rows(layer_id, view, forward_batch)
+        positions = forward_batch.positions
+        if forward_batch.tree_mask is not None:
+            positions = windows.tree_positions(layer_id, forward_batch)
+        return _Rows(made.page_table, None, made.prefix_lens, made.read_lens, positions)
 
     def _decode_options(self, layer: RadixAttention) -> dict[str, Any]:
         """Arguments of this backend's decode beyond the common ones."""

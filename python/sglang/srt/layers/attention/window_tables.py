@@ -125,6 +125,7 @@ class WindowTables:
         self._cache_loc: Tensor | None = None
         # Made for a forward of which no sliding layer has attended, or stored.
         self._is_ahead = {"rows": False, "cache_loc": False}
+        self._positions: Tensor | None = None
 
     def for_table(self, max_rows: int) -> WindowTables:
         """The same for forwards over another page table."""
@@ -184,6 +185,17 @@ class WindowTables:
             out=self._rows,
         )
         return self._rows
+
+    def tree_positions(self, layer_id: int, forward_batch: ForwardBatch) -> Tensor:
+        """Positions of the new tokens of trees, int64 [T], counted like the elements of
+        their rows; after `rows`."""
+        if layer_id == self._pool.first_sliding:
+            assert self._rows is not None
+            first = self._rows.first_position[:, None]
+            whole = forward_batch.positions.view(len(first), -1)
+            self._positions = (whole - first).view(-1)
+        assert self._positions is not None
+        return self._positions
 
     def _tensors(self, batch: ForwardBatch, page_size: int) -> WindowRows:
         """Tensors of a row per row; the same ones every time where the number of new

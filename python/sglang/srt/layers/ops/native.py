@@ -34,6 +34,13 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     return out
 
 
+def gelu_and_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    if out is None:
+        out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    ops.gelu_and_mul(x, out)
+    return out
+
+
 def linear(
     x: Tensor,
     weight: Tensor | PackedWeight,
