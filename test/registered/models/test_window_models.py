@@ -88,7 +88,7 @@ def test_window_slots_change_no_answer(
         chunked_prefill_size=48,
         schedule_conservativeness=0.3,
         skip_tokenizer_init=True,
-        kv_canary="none",
+        kv_canary="raise",
     )
     swa = engine.scheduler.cache.allocator.swa
     assert swa is not None
@@ -142,7 +142,9 @@ def test_trees_of_drafts_change_no_answer(
         model=model,
         variant=None,
     )
-    engine = run_configuration(folders, references, config, kv_canary="none", **options)
+    engine = run_configuration(
+        folders, references, config, kv_canary="raise", **options
+    )
     has_slots = engine.scheduler.cache.allocator.swa is not None
     assert has_slots == (not options)
 

@@ -124,7 +124,7 @@ def test_windows(model, page_size: int, backend: str) -> None:
     harness = ForwardHarness(folder, page_size=page_size, attention_backend=backend)
     swa = harness.runner.allocator.swa
     is_mixed = len(set(harness.runner.model_config.layer_types)) > 1
-    assert (swa is not None) == (is_mixed and harness.canary is None)
+    assert (swa is not None) == is_mixed
     check_every_way(harness, reference, seed=page_size)
     if swa is not None:
         held = harness.runner.allocator.owned_pages()

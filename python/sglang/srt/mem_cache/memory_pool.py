@@ -76,14 +76,16 @@ class ReqToTokenPool:
 
     def record_windows(self, swa: SwaSlots) -> torch.Tensor:
         """Write the window slots of a row's slots, too, from now on: by the host's
-        records, so that what is read through the mapping can be compared.
+        records, so that what is read through the mapping can be compared. Once, whoever
+        asks; target and draft share rows and window slots.
 
         Returns:
             `req_to_swa`, int32 [size + 1, row_width] on the device. Positions that left
             their window keep the slot that they had.
         """
-        self._swa = swa
-        self.req_to_swa = self._zeros(self.row_width)
+        if self.req_to_swa is None:
+            self._swa = swa
+            self.req_to_swa = self._zeros(self.row_width)
         return self.req_to_swa
 
     @staticmethod
