@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPool,
     TransferDescriptor,
 )
+from sglang.srt.mem_cache.mla_memory_pool import MLATokenToKVPool
 
 _MODES = {
     RealData.NONE: FingerprintMode.NONE,
@@ -71,6 +72,12 @@ def _mha_layout(pool: KVCache) -> PoolLayout:
     return PoolLayout(groups=(group,), page_size=pool.page_size)
 
 
+def _mla_layout(pool: KVCache) -> PoolLayout:
+    assert isinstance(pool, MLATokenToKVPool)
+    group = LayerGroup(name="latent", k=pool.kv_buffer)
+    return PoolLayout(groups=(group,), page_size=pool.page_size)
+
+
 def _fingerprint_of(layout: PoolLayout, config: CanaryConfig) -> Fingerprint:
     mode = _MODES[config.real_data]
     try:
@@ -82,6 +89,7 @@ def _fingerprint_of(layout: PoolLayout, config: CanaryConfig) -> Fingerprint:
 # Exact pool class -> its layout. A class that is not here is refused by name.
 _ADAPTERS: dict[type[KVCache], Callable[[KVCache], PoolLayout]] = {
     MHATokenToKVPool: _mha_layout,
+    MLATokenToKVPool: _mla_layout,
 }
 
 
