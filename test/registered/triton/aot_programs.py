@@ -22,7 +22,14 @@ from triton.compiler import ASTSource
 from sglang.srt.layers.attention.triton_ops.page_indices import page_indices_kernel
 from sglang.srt.layers.attention.triton_ops.tree_mask import pack_tree_mask_kernel
 from sglang.srt.layers.ops.moe_routing import RoutingRule
-from sglang.srt.layers.triton_ops import activation, moe_routing, moe_sort, norm, rope
+from sglang.srt.layers.triton_ops import (
+    activation,
+    latent_store,
+    moe_routing,
+    moe_sort,
+    norm,
+    rope,
+)
 from sglang.srt.layers.triton_ops.gated_gemm_kernel import gated_gemm_kernel
 from sglang.srt.layers.triton_ops.gemm_kernels import Product, gemm_kernel, gemv_kernel
 from sglang.srt.layers.triton_ops.gemm_table import MAX_GATED_ROWS, lookup
@@ -112,6 +119,21 @@ def pointwise(dtype: str) -> Iterator[Variant]:
                 },
                 warps,
             )
+    for q_heads in (16, 128):
+        names = ("q", "k", "k_cache", "norm_weight")
+        yield Variant(
+            f"latent store {q_heads}",
+            latent_store.latent_store_kernel,
+            {
+                **dict.fromkeys(names, p),
+                "positions": "*i64",
+                "out_cache_loc": "*i64",
+                "cos_sin_cache": "*fp32",
+                "eps": "fp32",
+            },
+            {"LATENT": latent_store.latent_sizes(q_heads, 576, 64), "PDL": True},
+            4,
+        )
     for moves in (1, 64, move_kv.MAX_MOVES):
         rows, channels = move_kv.tile_shape(moves, 1024)
         yield Variant(
