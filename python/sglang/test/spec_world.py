@@ -46,6 +46,8 @@ TINY = {
     "mistral": "MistralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 VOCAB_SIZES = {"demo": 4096, "mock": 1000} | dict.fromkeys(TINY, 264)
 SMALL_VOCAB = {"mock": 730} | dict.fromkeys(TINY, 150)

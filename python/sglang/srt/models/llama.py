@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -49,13 +49,21 @@ def dense_feed_forward(config: ModelConfig, layer_id: int) -> DecoderMLP:
     return DecoderMLP(config)
 
 
+def grouped_attention(
+    config: ModelConfig, traits: DecoderTraits, **place: Any
+) -> DecoderAttention:
+    return DecoderAttention(config, traits, **place)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderTraits:
     """Properties of a family that config.json lacks: biases of q, k, v; head norms; the
-    block after attention, which is called like a `DecoderMLP`."""
+    attention, which is made like a `DecoderAttention`; the block after it, which is
+    called like a `DecoderMLP`."""
 
     qkv_bias: bool | None = None  # None: config.attention_bias, for o_proj too
     qk_norm: bool = False
+    attention: Callable[..., Module] = grouped_attention
     feed_forward: Callable[[ModelConfig, int], Module] = dense_feed_forward
 
 
@@ -126,7 +134,7 @@ class DecoderBlock(Module):
         input_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.self_attn = DecoderAttention(
+        self.self_attn = traits.attention(
             config,
             traits,
             layer_id=layer_id,
@@ -191,7 +199,7 @@ class DecoderModel(Module):
         super().__init__()
         rotary = {
             layer_type: shared_cos_sin_cache(
-                rope, head_dim=config.head_dim, rows=rope_rows
+                rope, head_dim=config.rotated_head_dim, rows=rope_rows
             )
             for layer_type, rope in config.ropes.items()
         }
