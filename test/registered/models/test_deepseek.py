@@ -14,18 +14,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import sglang
+from kv_canary.records import reason_labels
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import (
     TensorParallelGroup,
     tensor_parallel_group,
 )
+from sglang.srt.kv_canary.perturb.injectors import INJECTORS
 from sglang.srt.mem_cache.mla_memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import num_layer_weights
+from sglang.test import canary_traffic, spec_canary_traffic
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.harness import EngineHarness
+from sglang.test.heal_traffic import run_healing
+from sglang.test.hole_traffic import Engine
 from sglang.test.spec_matrix import SpecConfig
 from sglang.test.spec_parity import (
     CONTEXT,
@@ -204,11 +209,9 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     prompts = [list(range(i, i + 5 * i)) for i in range(1, 7)]
     params = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
     for load_format in ("auto", "dummy"):
-        options = {"load_format": load_format, "skip_tokenizer_init": True}
-        one = EngineHarness(tmp_path, **options)
-        with sglang.Engine(
-            model_path=str(tmp_path), tp_size=2, load_format=load_format
-        ) as engine:
+        options = {"load_format": load_format, "dtype": "float32"}
+        one = EngineHarness(tmp_path, skip_tokenizer_init=True, **options)
+        with sglang.Engine(model_path=str(tmp_path), tp_size=2, **options) as engine:
             two = engine.generate(input_ids=prompts, sampling_params=params)
         for prompt, answer in zip(prompts, two, strict=True):
             assert answer["output_ids"] == one.generate(prompt, **params).output_ids
@@ -275,6 +278,60 @@ def test_the_canary_sees_every_channel(tmp_path: Path, channel: int) -> None:
         with pytest.raises(Exception, match="verify_real_kv") as error:
             harness.forward(ForwardMode.DECODE, [(row, None)])
         assert f"slot_idx={slot} " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size", "real_data"),
+    [
+        ("real_kv_used", 1, "rotate"),
+        ("real_kv_post_forward", 4, "partial"),
+        ("real_kv_unused_cache", 1, "all"),
+        ("move_without_bytes", 4, "all"),
+        ("move_without_records", 1, "all"),
+        ("record", 16, "partial"),
+    ],
+)
+def test_faults_are_reported(
+    tmp_path: Path, name: str, page_size: int, real_data: str
+) -> None:
+    write_tiny_model(
+        tmp_path,
+        V3,
+        vocab_size=canary_traffic.VOCAB,
+        max_position_embeddings=canary_traffic.CONTEXT,
+        eos_token_id=None,
+    )
+    outcome = canary_traffic.plant(
+        tmp_path,
+        name,
+        seed=1,
+        page_size=page_size,
+        kv_canary_real_data=real_data,
+        kv_canary_sweep_interval=2,
+    )
+    allowed = set(reason_labels(INJECTORS[name].reasons))
+    found = [v for v in outcome.violations if allowed & set(v["reasons"])]
+    assert found, outcome.text
+    places = outcome.planted.damage.places
+    assert all((v["slot"], v["position"]) in places for v in found)
+
+
+@pytest.mark.parametrize("name", ["real_kv_used", "record"])
+def test_faults_are_healed(tmp_path: Path, name: str) -> None:
+    """Every answer is that of the undamaged engine."""
+    target = write_tiny_model(
+        tmp_path / "target",
+        V2,
+        vocab_size=spec_canary_traffic.VOCAB,
+        max_position_embeddings=512,
+    )
+    engine, models = Engine(page_size=4, overlap=True), {"model": target}
+    expected = run_healing(None, engine, models, seed=3, dtype="float32")
+    run = run_healing(name, engine, models, seed=3, dtype="float32")
+    assert run.harmed and run.stats.kv_canary_healed_tokens_total > 0
+    assert set(run.answers) == set(expected.answers) == set(run.asks)
+    for rid, want in expected.answers.items():
+        assert run.answers[rid].output_ids == want.output_ids, rid
 
 
 @pytest.fixture(scope="module")

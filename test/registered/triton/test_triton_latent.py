@@ -23,14 +23,22 @@ from attention_problem import (
     random_trees,
 )
 
+from sglang.srt.configs.latent_config import LatentConfig
+from sglang.srt.layers.attention.paged_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.attention.triton_ops.extend_split import extend_workspace
 from sglang.srt.layers.attention.triton_ops.latent_attention import (
     latent_decode_attention,
     latent_extend_attention,
 )
+from sglang.srt.layers.latent_attention import LatentAttention
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.ops.attention import decode_attention_ref, extend_attention_ref
 from sglang.srt.layers.ops.latent import latent_store_ref
 from sglang.srt.layers.triton_ops.latent_store import latent_store
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.mla_memory_pool import MLATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=6, suite="cpu")
@@ -196,6 +204,95 @@ def test_store(dtype: torch.dtype) -> None:
         assert torch.equal(results[0][0][:, heads], qkv[:, heads])
     with pytest.raises(ValueError, match="k is not updated"):
         latent_store(q, k, k, **args, **views, update_k=True)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
+def test_the_backend_serves_a_pool_of_latents(mode: ForwardMode) -> None:
+    """Store and attention through the backend, as through the references."""
+    latent = LatentConfig(rank=32, rope_dim=8, nope_dim=8, value_dim=8, query_rank=None)
+    prefix, new, rows = 37, 1 if mode.is_decode else 5, 2
+    torch.manual_seed(5)
+    pool = ReqToTokenPool(size=rows, row_width=128, device=DEVICE, context_len=128)
+    slots = 1 + torch.randperm(rows * (prefix + new)).view(rows, -1)
+    pool.req_to_token[1:, : prefix + new] = slots.to(DEVICE, torch.int32)
+    zeros = torch.zeros(rows, dtype=torch.long, device=DEVICE)
+    batch = ForwardBatch(
+        forward_mode=mode,
+        input_ids=torch.zeros(rows * new, dtype=torch.long, device=DEVICE),
+        positions=torch.arange(prefix, prefix + new, device=DEVICE).repeat(rows),
+        out_cache_loc=slots[:, prefix:].flatten().contiguous().to(DEVICE),
+        req_pool_indices=torch.tensor([1, 2], device=DEVICE),
+        prefix_lens=zeros + prefix,
+        extend_lens=zeros + new,
+        seq_lens=zeros + prefix + new,
+        req_serial=zeros,
+        salt=zeros,
+        rids_int=zeros,
+        qo_indptr=torch.arange(rows + 1, device=DEVICE) * new,
+    )
+    norm = RMSNorm(latent.rank, 1e-6).to(DEVICE)
+    norm.weight.data.normal_()
+    layer = LatentAttention(
+        latent=latent,
+        num_heads=4,
+        layer_id=0,
+        scaling=0.2,
+        cos_sin_cache=torch.randn(128, latent.rope_dim, device=DEVICE),
+        norm=norm,
+    )
+    qkv = torch.randn(rows * new, layer.qkv_width, device=DEVICE)
+    cached = torch.randn(slots.numel() + 1, 1, latent.width, device=DEVICE)
+    found = []
+    for kind in (TorchNativeAttnBackend, TritonAttnBackend):
+        kv_pool = MLATokenToKVPool(
+            size=slots.numel(),
+            page_size=1,
+            dtype=torch.float32,
+            layer_num=1,
+            kv_lora_rank=latent.rank,
+            rope_dim=latent.rope_dim,
+            device=DEVICE,
+        )
+        kv_pool.get_kv_buffer(0)[0].copy_(cached)
+        backend = kind(req_to_token_pool=pool, kv_pool=kv_pool)
+        out = torch.empty(rows * new, 4, latent.rank, device=DEVICE)
+        backend.forward(*layer.split(qkv.clone()), layer, batch, out=out)
+        found.append((out, kv_pool.kv_buffer))
+        (view,) = backend.read_view(batch)
+        assert view.read_lens is batch.seq_lens
+    for actual, expected in zip(found[1], found[0], strict=True):
+        assert_same(actual, expected)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA graph")
+def test_decode_in_a_cuda_graph_serves_other_lengths() -> None:
+    problem = latent_problem(SHAPES[2], [700, 5, 90], [1, 1, 1], dtype=torch.float16)
+    keys, q = problem.of_keys.k_cache, problem.of_keys.q[:3]
+    workspace = extend_workspace(head_dim=problem.rank, max_context=2048, device=DEVICE)
+    read_lens = torch.tensor([1, 1, 1], device=DEVICE)
+    out = q.new_empty(*q.shape[:2], problem.rank)
+    expected = torch.empty_like(out)
+    caches = (keys, keys[..., : problem.rank])
+    common = {
+        "page_table": problem.of_keys.page_table,
+        "row_index": problem.of_keys.row_index,
+        "read_lens": read_lens,
+        "page_size": problem.of_keys.page_size,
+        "sm_scale": problem.of_keys.sm_scale,
+    }
+
+    def launch() -> None:
+        latent_decode_attention(q, *caches, **common, out=out, workspace=workspace)
+
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for lens in ([1, 0, 91], [701, 6, 40], [300, 3, 0]):
+        read_lens.copy_(torch.tensor(lens))
+        graph.replay()
+        decode_attention_ref(q, *caches, **common, out=expected)
+        assert_same(out, expected)
 
 
 if __name__ == "__main__":
