@@ -19,7 +19,15 @@ import torch
 from torch.nn import functional
 
 from kv_canary.op import force_reference, native_available
-from sglang.srt.layers.ops import activation, attention, linear, norm, rope
+from sglang.bench_utils.floor import measure_bandwidth
+from sglang.srt.layers.ops import (
+    activation,
+    attention,
+    head_linear,
+    linear,
+    norm,
+    rope,
+)
 
 Row = dict[str, Any]
 
@@ -114,6 +122,51 @@ def attention_row(
         "kv_gb_s": 8 * slots * hkv * dim / us / 1e3,
         "gflop_s": 4 * pairs * hq * dim / us / 1e3,
         "ref_us": ref_us,
+    }
+
+
+def bench_latent() -> list[Row]:
+    """Decode over latents of DeepSeek's channels, beside the time of their bytes."""
+    read_gb_s = measure_bandwidth(1 << 20).read_gb_s
+    return [
+        latent_row(heads, batch, prefix, dtype, read_gb_s)
+        for dtype in (torch.float32, torch.bfloat16)
+        for heads in (16, 128)
+        for batch, prefix in ((1, 4096), (8, 4096))
+    ]
+
+
+def latent_row(
+    heads: int, batch: int, prefix: int, dtype: torch.dtype, read_gb_s: float
+) -> Row:
+    rank, rope, value = 512, 64, 128
+    slots = batch * prefix
+    cache = torch.randn(slots, 1, rank + rope).to(dtype)
+    q = torch.randn(batch, heads, rank + rope).to(dtype)
+    out = q.new_empty(batch, heads, rank)
+    arguments: dict[str, Any] = {
+        "page_table": torch.randperm(slots, dtype=torch.int32).view(batch, prefix),
+        "row_index": None,
+        "read_lens": torch.full((batch,), prefix),
+        "page_size": 1,
+        "sm_scale": (2 * rope + rope) ** -0.5,
+        "out": out,
+    }
+    caches = (cache, cache[..., :rank])
+    us = best_us(partial(attention.decode_attention, q, *caches, **arguments))
+    weight = head_linear.pack_heads(torch.randn(heads, value, rank).to(dtype))
+    values_us = best_us(partial(head_linear.head_linear, out, weight))
+    return {
+        "op": "latent decode",
+        "dtype": str(dtype).removeprefix("torch."),
+        "heads": heads,
+        "batch": batch,
+        "prefix": prefix,
+        "us": us,
+        "floor_us": cache.nbytes / read_gb_s / 1e3,
+        "kv_gb_s": cache.nbytes / us / 1e3,
+        "gflop_s": 2 * slots * heads * (2 * rank + rope) / us / 1e3,
+        "values_us": values_us,
     }
 
 
@@ -224,6 +277,7 @@ BENCHES = {
     "overhead": bench_overhead,
     "linear": bench_linear,
     "attention": bench_attention,
+    "latent": bench_latent,
     "pointwise": bench_pointwise,
 }
 

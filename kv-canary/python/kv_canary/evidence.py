@@ -57,7 +57,8 @@ class Evidence:
 
     Fields:
         reasons: bits of `Reason`.
-        worker: "target" or "draft": whose pool; group: of slots, "full" or "swa".
+        worker: "target" or "draft": whose pool; group: of slots, of
+            `violation.GROUPS`.
         launch: the canary's launch that found it.
         req_row, serial, rid: the request that read or wrote; rid None: not known, or
             none.

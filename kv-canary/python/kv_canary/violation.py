@@ -25,7 +25,7 @@ _MASK64 = (1 << 64) - 1
 _LAUNCH_MASK = 255
 POOLS = ("target", "draft")
 """Names of the workers by the lowest bit of a pool's number."""
-GROUPS = ("full", "swa")
+GROUPS = ("full", "swa", "latent")
 """Names of the groups of slots by the other bits."""
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from sglang.bench_utils.report import Json, rate
 from sglang.srt.layers.moe.experts import Experts
 from sglang.srt.layers.moe.feed_forward import MoeFeedForward
+from sglang.srt.layers.ops.head_linear import PackedHeads
 from sglang.srt.layers.ops.linear import PackedWeight
 from sglang.srt.layers.vocab_embedding import VocabEmbedding
 
@@ -75,7 +76,8 @@ def weight_bytes_per_step(model: nn.Module) -> int:
         if isinstance(module, VocabEmbedding | Experts):
             continue
         held = [p.data for p in module.parameters(recurse=False)]
-        held += [v.data for v in vars(module).values() if isinstance(v, PackedWeight)]
+        packed = (PackedWeight, PackedHeads)
+        held += [v.data for v in vars(module).values() if isinstance(v, packed)]
         for tensor in held:
             if tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())

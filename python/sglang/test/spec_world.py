@@ -49,6 +49,8 @@ TINY = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 VOCAB_SIZES = {"demo": 4096, "mock": 1000} | dict.fromkeys(TINY, 264)
 SMALL_VOCAB = {"mock": 730} | dict.fromkeys(TINY, 150)

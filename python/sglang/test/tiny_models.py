@@ -59,6 +59,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
     },
+    "DeepseekV2ForCausalLM": {
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 36,
+        "topk_method": "group_limited_greedy",
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.0,
+        "first_k_dense_replace": 1,
+    },
+    "DeepseekV3ForCausalLM": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 40,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 36,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    },
 }
 _GEMMA2 = {
     "model_type": "gemma2",
@@ -324,6 +366,9 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
+        if config.get("kv_lora_rank"):
+            shapes |= _deepseek_layer_shapes(layer, config, is_dense=i == 0)
+            continue
         for name, size in projections.items():
             shapes[f"{layer}self_attn.{name}_proj.weight"] = (size, hidden)
             if config["architectures"][0] in QKV_BIAS:
@@ -361,6 +406,47 @@ def _gpt_oss_shapes(layer: str, config: dict[str, Any]) -> dict[str, tuple[int, 
         f"{layer}mlp.experts.down_proj": (experts, inner, hidden),
         f"{layer}mlp.experts.down_proj_bias": (experts, hidden),
     }
+
+
+def _deepseek_layer_shapes(
+    layer: str, config: dict[str, Any], *, is_dense: bool
+) -> dict[str, tuple[int, ...]]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    rank, query_rank = config["kv_lora_rank"], config["q_lora_rank"]
+    nope, rope = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    value = config["v_head_dim"]
+    queries = heads * (nope + rope)
+    attention: dict[str, tuple[int, ...]] = {"q_proj": (queries, hidden)}
+    if query_rank:
+        attention = {
+            "q_a_proj": (query_rank, hidden),
+            "q_a_layernorm": (query_rank,),
+            "q_b_proj": (queries, query_rank),
+        }
+    attention |= {
+        "kv_a_proj_with_mqa": (rank + rope, hidden),
+        "kv_a_layernorm": (rank,),
+        "kv_b_proj": (heads * (nope + value), rank),
+        "o_proj": (hidden, heads * value),
+    }
+    shapes = {f"{layer}self_attn.{n}.weight": shape for n, shape in attention.items()}
+    if config.get("attention_bias"):
+        for name in {"q_a_proj", "kv_a_proj_with_mqa", "o_proj"} & {*attention}:
+            shapes[f"{layer}self_attn.{name}.bias"] = attention[name][:1]
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        shapes[f"{layer}{name}.weight"] = (hidden,)
+    mlp, inner = f"{layer}mlp.", config["moe_intermediate_size"]
+    if is_dense and config["first_k_dense_replace"]:
+        return shapes | _mlp_shapes(mlp, hidden, config["intermediate_size"])
+    experts = config["n_routed_experts"]
+    shared = inner * config["n_shared_experts"]
+    if config["model_type"] == "deepseek_v3":
+        shapes[f"{mlp}gate.e_score_correction_bias"] = (experts,)
+    return (
+        shapes
+        | _moe_shapes(mlp, config, experts=experts)
+        | _mlp_shapes(f"{mlp}shared_experts.", hidden, shared)
+    )
 
 
 def _mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:

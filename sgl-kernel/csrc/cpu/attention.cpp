@@ -31,6 +31,9 @@ class AlignedFloats {
 // Time of one thread per multiply-add of a score or a value.
 constexpr double kMicrosecondsPerMultiplyAdd = 3e-5;
 
+// Channels of a head: a latent has 576 and more.
+constexpr int64_t kMaxHeadDim = 1024;
+
 struct Shapes {
   int64_t tokens = 0;
   int64_t table_rows = 0, table_columns = 0;
@@ -60,6 +63,13 @@ const float* check_sinks(
   return copy->data();
 }
 
+void check_head_size(const char* op, const char* name, const Tensor& t) {
+  const int64_t dim = t.size(2);
+  SGLK_CHECK(
+      dim % 8 == 0 && dim >= 8 && dim <= kMaxHeadDim, op, name, t,
+      "a head size that is a multiple of 8 from 8 to 1024");
+}
+
 AttentionArgs check_common(
     const char* op, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
     const Tensor& page_table, int64_t page_size, const SoftmaxOptions& softmax,
@@ -67,23 +77,24 @@ AttentionArgs check_common(
   AttentionArgs args{};
   args.dtype = float_type(op, "q", q);
   SGLK_CHECK(q.dim() == 3, op, "q", q, "[tokens, heads, dim]");
-  const int64_t dim = q.size(2);
-  SGLK_CHECK(
-      dim % 8 == 0 && dim >= 8 && dim <= 256, op, "q", q,
-      "a head size that is a multiple of 8 from 8 to 256");
+  SGLK_CHECK(v_cache.dim() == 3, op, "v_cache", v_cache, "[slots, heads, dim]");
+  const int64_t dim = q.size(2), v_dim = v_cache.size(2);
+  check_head_size(op, "q", q);
+  check_head_size(op, "v_cache", v_cache);
   check_heads(op, "q", q, q.scalar_type(), dim);
-  check_heads(op, "out", out, q.scalar_type(), dim);
+  check_heads(op, "out", out, q.scalar_type(), v_dim);
   SGLK_CHECK(
-      out.size(0) == q.size(0) && out.size(1) == q.size(1), op, "out", out, "the shape of q");
+      out.size(0) == q.size(0) && out.size(1) == q.size(1), op, "out", out,
+      "the tokens and heads of q");
   for (const Tensor* cache : {&k_cache, &v_cache}) {
     const char* name = cache == &k_cache ? "k_cache" : "v_cache";
     SGLK_CHECK(
         cache->dim() == 3 && cache->scalar_type() == q.scalar_type() &&
-            cache->size(2) == dim && cache->stride(2) == 1,
-        op, name, *cache, "[slots, heads, dim] of the dtype and head size of q");
+            (cache == &v_cache || cache->size(2) == dim) && cache->stride(2) == 1,
+        op, name, *cache, "[slots, heads, dim] of the dtype of q, K of its head size");
     SGLK_CHECK(
         cache->size(0) == k_cache.size(0) && cache->size(1) == k_cache.size(1), op, name,
-        *cache, "the shape of k_cache");
+        *cache, "the slots and heads of k_cache");
   }
   const int64_t kv_heads = k_cache.size(1);
   SGLK_CHECK(
@@ -114,6 +125,7 @@ AttentionArgs check_common(
   args.q_heads = int32_t(q.size(1));
   args.kv_heads = int32_t(kv_heads);
   args.dim = int32_t(dim);
+  args.v_dim = int32_t(v_dim);
   args.scale = float(softmax.scale);
   *shapes = {q.size(0), page_table.size(0), page_table.size(1)};
   return args;
@@ -266,9 +278,9 @@ class Plan {
 
 void Plan::run() {
   if (items_.empty()) return;
-  padded_ = table_.attention_padded_dim(args_.dim);
+  padded_ = table_.attention_padded_dim(args_.v_dim);
   const double multiply_adds =
-      total_ * (args_.q_heads / args_.kv_heads) * args_.dim * 2.0;
+      total_ * (args_.q_heads / args_.kv_heads) * (args_.dim + args_.v_dim);
   const Split split = split_for(multiply_adds * kMicrosecondsPerMultiplyAdd);
   for (int64_t t = 0; t < split.parts; t++)
     cuts_.push_back(t == 0 ? Cut{0, 0} : cut_at(double(t) / double(split.parts)));

@@ -160,6 +160,51 @@ void rope_store_kv(
       [&](int64_t begin, int64_t end) { kernels().rope_store(args, begin, end); });
 }
 
+void latent_store(
+    const Tensor& q, const Tensor& k, const Tensor& positions, const Tensor& cos_sin,
+    const Tensor& cache, const Tensor& slots, const Tensor& norm, double eps) {
+  const char* op = "latent_store";
+  const DType dtype = float_type(op, "q", q);
+  SGLK_CHECK(q.dim() == 3, op, "q", q, "[T, heads, rank + rope]");
+  const int64_t tokens = q.size(0), width = q.size(2);
+  check_heads(op, "q", q, q.scalar_type(), width);
+  check_heads(op, "k", k, q.scalar_type(), width);
+  check_heads(op, "k_cache", cache, q.scalar_type(), width);
+  SGLK_CHECK(k.size(0) == tokens && k.size(1) == 1, op, "k", k, "one head for each token of q");
+  SGLK_CHECK(cache.size(1) == 1, op, "k_cache", cache, "one head");
+  SGLK_CHECK(
+      cos_sin.dim() == 2 && cos_sin.scalar_type() == ScalarType::Float &&
+          cos_sin.size(1) % 2 == 0 && cos_sin.size(1) < width && cos_sin.stride(1) == 1,
+      op, "cos_sin_cache", cos_sin, "float32 [positions, rope], rope even and below dim");
+  const int64_t rope = cos_sin.size(1);
+  check_vector(op, "k_norm_weight", norm, q.scalar_type(), width - rope);
+  check_vector(op, "positions", positions, ScalarType::Long, tokens);
+  check_vector(op, "out_cache_loc", slots, ScalarType::Long, tokens);
+  const LatentStoreArgs args{
+      dtype,
+      q.mutable_data_ptr(),
+      k.const_data_ptr(),
+      q.stride(0),
+      k.stride(0),
+      cache.mutable_data_ptr(),
+      cache.stride(0),
+      static_cast<const int64_t*>(positions.const_data_ptr()),
+      static_cast<const int64_t*>(slots.const_data_ptr()),
+      static_cast<const float*>(cos_sin.const_data_ptr()),
+      cos_sin.stride(0),
+      norm.const_data_ptr(),
+      int32_t(q.size(1)),
+      int32_t(width - rope),
+      int32_t(rope),
+      float(eps)};
+  check_indices(op, "positions", args.positions, tokens, cos_sin.size(0));
+  check_indices(op, "out_cache_loc", args.slots, tokens, cache.size(0));
+  const double elements = double(tokens) * double(args.q_heads * rope + width);
+  run_split(
+      tokens, split_for(elements * kMicrosecondsPerRopeElement),
+      [&](int64_t begin, int64_t end) { kernels().latent_store(args, begin, end); });
+}
+
 void exp_values(const Tensor& x, const Tensor& out) {
   check_vector("exp", "x", x, ScalarType::Float, x.numel());
   check_vector("exp", "out", out, ScalarType::Float, x.numel());
@@ -180,6 +225,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
       "rope_store_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor positions, "
       "Tensor? cos_sin_cache, Tensor(b!) k_cache, Tensor(c!) v_cache, "
       "Tensor out_cache_loc, Tensor? q_norm_weight, Tensor? k_norm_weight, float eps) -> ()");
+  m.def(
+      "latent_store(Tensor(a!) q, Tensor k, Tensor positions, Tensor cos_sin_cache, "
+      "Tensor(b!) k_cache, Tensor out_cache_loc, Tensor k_norm_weight, float eps) -> ()");
   m.def("exp(Tensor x, Tensor(a!) out) -> ()");
 }
 
@@ -189,6 +237,7 @@ STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
   m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
   m.impl("gelu_and_mul", TORCH_BOX(&gelu_and_mul));
   m.impl("rope_store_kv", TORCH_BOX(&rope_store_kv));
+  m.impl("latent_store", TORCH_BOX(&latent_store));
   m.impl("exp", TORCH_BOX(&exp_values));
 }
 

@@ -26,7 +26,9 @@ _decode_attention = _OPS.decode_attention.default._op
 _decode_attention_full = _OPS.decode_attention_full.default._op
 _extend_attention = _OPS.extend_attention.default._op
 _extend_attention_full = _OPS.extend_attention_full.default._op
+_latent_store = _OPS.latent_store.default._op
 _packed_linear = _OPS.packed_linear.default._op
+_packed_head_linear = _OPS.packed_head_linear.default._op
 _plain_linear = _OPS.plain_linear.default._op
 _moe_route = _OPS.moe_route.default._op
 _moe_experts = _OPS.moe_experts.default._op
@@ -108,6 +110,29 @@ def rope_store_kv(
     )
 
 
+def latent_store(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    out_cache_loc: Tensor,
+    k_norm_weight: Tensor,
+    eps: float,
+) -> None:
+    """k_cache[loc] = [norm(latent) | rope(key)] of k; the last channels of q = rope.
+
+    Args:
+        q: [T, Hq, rank + rope]; k: [T, 1, rank + rope]; any token stride.
+        positions, out_cache_loc: [T] int64.
+        cos_sin_cache: [max_position, rope] float32.
+        k_cache: [slots, 1, rank + rope]; k_norm_weight: [rank].
+    """
+    _latent_store(
+        q, k, positions, cos_sin_cache, k_cache, out_cache_loc, k_norm_weight, eps
+    )
+
+
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -123,7 +148,8 @@ def decode_attention(
     """One query per row over KV elements 0 .. read_lens[r] - 1 (the newest `window`).
 
     Args:
-        q, out: [R, Hq, D]; k_cache, v_cache: [slots, Hkv, D].
+        q: [R, Hq, D]; k_cache: [slots, Hkv, D]; v_cache: [slots, Hkv, Dv];
+        out: [R, Hq, Dv].
         page_table: [rows, columns] int32, first slots of pages, any strides.
         row_index: [R] int64 or None; read_lens: [R] int64.
     """
@@ -194,7 +220,8 @@ def extend_attention(
     """Causal (or tree-masked) attention of several new tokens per row.
 
     Args:
-        q, out: [T, Hq, D]; k_cache, v_cache: [slots, Hkv, D].
+        q: [T, Hq, D]; k_cache: [slots, Hkv, D]; v_cache: [slots, Hkv, Dv];
+        out: [T, Hq, Dv].
         page_table: [rows, columns] int32, first slots of pages, any strides.
         row_index: [R] int64 or None; qo_indptr: [R + 1] int64; prefix_lens: [R] int64.
         tree_mask: [R, N, N] bool, contiguous, or None.
@@ -267,6 +294,16 @@ def packed_linear(
         bias: [N] float32 or None.
     """
     _packed_linear(x, weight, n, bias, out)
+
+
+def packed_head_linear(x: Tensor, weight: Tensor, n: int, out: Tensor) -> None:
+    """out[:, h] = x[:, h] @ W[h].T; float32, channels contiguous.
+
+    Args:
+        x: [T, H, K]; out: [T, H, N].
+        weight: [H, ceil(N / 32), K, 32]: of each head as in `packed_linear`.
+    """
+    _packed_head_linear(x, weight, n, out)
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

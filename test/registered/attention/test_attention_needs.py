@@ -11,6 +11,7 @@ from torch import nn
 
 from sglang.srt.configs.attention_backends import (
     ATTENTION_BACKENDS,
+    LATENT,
     LOGIT_CAP,
     SINKS,
     WINDOWED_TREES,
@@ -29,7 +30,7 @@ from sglang.test.tiny_models import write_tiny_model
 
 register_cpu_ci(est_time=4, suite="cpu")
 
-NEEDS = (SINKS, LOGIT_CAP, WINDOWED_TREES)
+NEEDS = (LATENT, SINKS, LOGIT_CAP, WINDOWED_TREES)
 
 
 def layer(**options: object) -> RadixAttention:
@@ -54,6 +55,12 @@ def test_needs_are_those_of_any_layer(
     assert needs_of(model.modules(), has_trees=has_trees) == needs
 
 
+def test_latents_are_a_need() -> None:
+    attention = layer()
+    attention.is_latent = True
+    assert needs_of([attention], has_trees=False) == [LATENT]
+
+
 @pytest.mark.parametrize("need", NEEDS)
 def test_a_backend_that_lacks_a_need_is_refused_by_name(need: AttentionNeed) -> None:
     for name, device in (("torch_native", "cpu"), ("triton", "cuda")):
@@ -72,13 +79,15 @@ def test_a_backend_that_lacks_a_need_is_refused_by_name(need: AttentionNeed) -> 
     [
         ({"attn_logit_softcapping": 9.0}, "capped attention scores"),
         ({"sliding_window": 9}, "sliding windows with --speculative-eagle-topk"),
+        ({}, "latents in place of K and V"),
     ],
 )
 def test_a_model_that_needs_more_is_refused_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, float], text: str
 ) -> None:
     """As if cpu_native lacked everything."""
-    write_tiny_model(tmp_path, "LlamaForCausalLM", **config)
+    name = "DeepseekV2ForCausalLM" if not config else "LlamaForCausalLM"
+    write_tiny_model(tmp_path, name, **config)
     ForwardHarness(tmp_path)
     known = ATTENTION_BACKENDS["torch_native"]
     monkeypatch.setitem(ATTENTION_BACKENDS, "cpu_native", type(known)(**_plain(known)))

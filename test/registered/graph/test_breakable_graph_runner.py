@@ -43,7 +43,7 @@ from sglang.test.tiny_models import (
     write_tiny_model,
 )
 
-register_cpu_ci(est_time=30, suite="cpu")
+register_cpu_ci(est_time=35, suite="cpu")
 register_cuda_ci(est_time=90, suite="cuda")
 
 VOCAB = 250
@@ -53,7 +53,7 @@ ATTENTION_BACKENDS = ("triton",) if ON_GPU else ("cpu_native", "torch_native")
 HAS_FLASHINFER = ON_GPU and importlib.util.find_spec("flashinfer") is not None
 # With half precision and heads of 64 channels, as FlashInfer wants them.
 MOCK_BACKENDS = (*ATTENTION_BACKENDS, *(("flashinfer",) if HAS_FLASHINFER else ()))
-FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM")
 BUCKETS = [4, 8, 12, 16, 48, 64]
 if ON_GPU and is_full():
     BUCKETS = prefill_token_counts(1024)

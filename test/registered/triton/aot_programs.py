@@ -26,7 +26,14 @@ from sglang.srt.layers.attention.triton_ops.window_table import (
 )
 from sglang.srt.layers.attention.triton_ops.window_table import window_table_kernel
 from sglang.srt.layers.ops.moe_routing import RoutingRule
-from sglang.srt.layers.triton_ops import activation, moe_routing, moe_sort, norm, rope
+from sglang.srt.layers.triton_ops import (
+    activation,
+    latent_store,
+    moe_routing,
+    moe_sort,
+    norm,
+    rope,
+)
 from sglang.srt.layers.triton_ops.gated_gemm_kernel import gated_gemm_kernel
 from sglang.srt.layers.triton_ops.gemm_kernels import Product, gemm_kernel, gemv_kernel
 from sglang.srt.layers.triton_ops.gemm_table import MAX_GATED_ROWS, lookup
@@ -133,6 +140,21 @@ def pointwise(dtype: str) -> Iterator[Variant]:
                 **dict.fromkeys(("out_prefix_lens", "out_read_lens"), "*i64"),
             },
             {"PAGE": page_size, "BLOCK": WINDOW_BLOCK},
+            4,
+        )
+    for q_heads in (16, 128):
+        names = ("q", "k", "k_cache", "norm_weight")
+        yield Variant(
+            f"latent store {q_heads}",
+            latent_store.latent_store_kernel,
+            {
+                **dict.fromkeys(names, p),
+                "positions": "*i64",
+                "out_cache_loc": "*i64",
+                "cos_sin_cache": "*fp32",
+                "eps": "fp32",
+            },
+            {"LATENT": latent_store.latent_sizes(q_heads, 576, 64), "PDL": True},
             4,
         )
     for moves in (1, 64, move_kv.MAX_MOVES):

@@ -56,16 +56,23 @@ from sglang.srt.layers.attention.triton_ops.extend_table import (
     choose_tile,
     extend_launch,
 )
+from sglang.srt.layers.attention.triton_ops.latent_attention import latent_launch
+from sglang.srt.layers.attention.triton_ops.latent_kernels import latent_kernel
 from sglang.srt.layers.attention.triton_ops.launch import Launch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count, sampled
 
-register_cpu_ci(est_time=105, suite="cpu", full_time=550)
+register_cpu_ci(est_time=108, suite="cpu", full_time=580)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY_LIMIT = 232448
 TYPES = {2: "*bf16", 4: "*fp32"}
-EXTEND_KERNELS = (extend_kernel, extend_split_kernel, extend_dense_kernel)
+EXTEND_KERNELS = (
+    extend_kernel,
+    extend_split_kernel,
+    extend_dense_kernel,
+    latent_kernel,
+)
 # A number that is a multiple of 16, as strides mostly are.
 ALIGNED = "i32:16"
 
@@ -80,6 +87,7 @@ class Variant(NamedTuple):
     has_tree: bool = False
     has_sinks: bool = False
     has_cap: bool = False
+    is_decode: bool = False
 
 
 def arguments(variant: Variant) -> dict[str, Any]:
@@ -95,17 +103,21 @@ def arguments(variant: Variant) -> dict[str, Any]:
         "out": tokens,
         "pool": Pool(element, element, *[ALIGNED] * 4),
         "pages": Pages("*i32", "i32", 1, "*i64"),
-        "lens": Lens("*i64", "*i64"),
+        "lens": Lens(None if variant.is_decode else "*i64", "*i64"),
+        "cache": element,
+        "slot_stride": ALIGNED,
         "new_kv": NewKV(element, element, ALIGNED, ALIGNED),
         "partials": partials,
         "read_lens": "*i64",
-        "qo_indptr": "*i64",
+        "qo_indptr": None if variant.is_decode else "*i64",
         "tree_mask": "*u8" if variant.has_tree else None,
         "positions": "*i64" if variant.has_tree and variant.has_window else None,
         "window": "i32" if variant.has_window else None,
         "sinks": element if variant.has_sinks else None,
         "scale": Scale("fp32", "fp32" if variant.has_cap else None),
     }
+    if variant.kernel is latent_kernel:
+        found["scale"] = "fp32"
     if variant.kernel is extend_dense_kernel:
         descriptor = f"tensordesc<{element[1:]}{[tile.block_n, shape.block_d]}>"
         found |= {"k_tiles": descriptor, "v_tiles": descriptor}
@@ -198,7 +210,8 @@ def variants() -> list[Variant]:
             )
             found.append(Variant(extend_combine_kernel, combine, itemsize))
     plain = sampled(found, key=lambda v: (v.kernel.__name__, v.itemsize), ci=1)
-    return plain + special_variants()
+    latent = sampled(latent_variants(), key=lambda v: v.kernel.__name__, ci=1)
+    return plain + special_variants() + latent
 
 
 def special_variants() -> list[Variant]:
@@ -215,6 +228,27 @@ def special_variants() -> list[Variant]:
     # CI compiles the first of a kernel; the widest of this one takes ten seconds.
     trees.sort(key=lambda v: v.kernel is extend_kernel and v.has_cap)
     return sampled(trees + found, key=lambda v: v.kernel.__name__, ci=1)
+
+
+def latent_variants() -> list[Variant]:
+    """Latents of DeepSeek: all heads of V3, those of one rank of eight, float32."""
+    found = []
+    for q_heads, itemsize, page_size in ((128, 2, 64), (16, 2, 1), (16, 4, 1)):
+        for is_decode in (True, False):
+            launch = latent_launch(
+                q_heads=q_heads,
+                rank=512,
+                rope=64,
+                page_size=page_size,
+                rows=8,
+                itemsize=itemsize,
+                is_decode=is_decode,
+            )
+            has_tree = not is_decode and page_size == 1
+            variant = Variant(latent_kernel, launch, itemsize, has_tree=has_tree)
+            found.append(variant._replace(is_decode=is_decode))
+    combine = split_combine_launch(q_heads=16, head_dim=512, splits=64)
+    return [*found, Variant(extend_combine_kernel, combine, 2, is_decode=True)]
 
 
 def paged_variants(

@@ -30,6 +30,7 @@ class AttentionBackendCapabilities:
         supports_logit_cap: caps scores by a tanh.
         supports_windowed_trees: serves draft trees whose nodes attend a window.
         supports_window_slots: reads window slots of sliding layers.
+        supports_latent: attends latents, which are K and V at once.
     """
 
     devices: frozenset[str]
@@ -44,6 +45,7 @@ class AttentionBackendCapabilities:
     supports_logit_cap: bool = False
     supports_windowed_trees: bool = False
     supports_window_slots: bool = False
+    supports_latent: bool = False
 
 
 ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
@@ -58,6 +60,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         supports_logit_cap=True,
         supports_windowed_trees=True,
         supports_window_slots=True,
+        supports_latent=True,
     ),
     "cpu_native": AttentionBackendCapabilities(
         devices=frozenset({"cpu"}),
@@ -71,6 +74,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         supports_logit_cap=True,
         supports_windowed_trees=True,
         supports_window_slots=True,
+        supports_latent=True,
     ),
     "triton": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),
@@ -85,6 +89,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         supports_logit_cap=True,
         supports_windowed_trees=True,
         supports_window_slots=True,
+        supports_latent=True,
     ),
     "flashinfer": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),
@@ -125,6 +130,7 @@ class AttentionNeed(NamedTuple):
 
 
 SINKS = AttentionNeed("supports_sinks", "attention sinks")
+LATENT = AttentionNeed("supports_latent", "latents in place of K and V")
 LOGIT_CAP = AttentionNeed("supports_logit_cap", "capped attention scores")
 WINDOWED_TREES = AttentionNeed(
     "supports_windowed_trees",

@@ -76,6 +76,15 @@ KEYS: dict[str, Key] = {
     "moe_layer_freq": Key(int, 1, 4096, 1),
     "swiglu_alpha": Key(float, TINY, 1e6, 1.702),
     "swiglu_limit": Key(float, TINY, 1e30, 7.0),
+    "topk_method": Key(str),
+    # Of latents.
+    "kv_lora_rank": Key(int, 8, 1 << 10),
+    "q_lora_rank": Key(int, 1, 1 << 20),
+    "qk_nope_head_dim": Key(int, 1, 1 << 16, REQUIRED),
+    "qk_rope_head_dim": Key(int, 8, 1 << 10, REQUIRED),
+    "v_head_dim": Key(int, 1, 1 << 16, REQUIRED),
+    "rope_interleave": Key(bool, default=True),
+    "num_nextn_predict_layers": Key(int, 0, 64, 0),
     "quantization_config": Key(dict),
     # Of a draft head.
     "draft_vocab_size": Key(int, 1, 1 << 24),
@@ -116,7 +125,36 @@ _GEMMA: dict[str, Any] = {
     "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
 }
+_LATENTS: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENTS
+    | {
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "topk_method": "greedy",
+    },
+    "deepseek_v3": _LATENTS
+    | {
+        "max_position_embeddings": 4096,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 1,
+    },
     "gemma2": _GEMMA
     | {
         "vocab_size": 256000,

@@ -17,6 +17,7 @@ from sglang.srt.configs.config_values import (
     ConfigValues,
 )
 from sglang.srt.configs.gguf_config import gguf_config
+from sglang.srt.configs.latent_config import LatentConfig, read_latent_config
 from sglang.srt.configs.layer_types import FULL, SLIDING, read_layer_types
 from sglang.srt.configs.moe_config import MoeConfig, read_moe_config
 from sglang.srt.configs.rope_config import RopeConfig, rope_configs
@@ -37,7 +38,8 @@ class ModelConfig:
     `full_attention` or `sliding_attention`; the latter read `sliding_window` positions,
     their own token's among them, and None means that there are none. `ropes` has the
     rotary embedding of each type that occurs. `attention_scale` is the factor on
-    attention's scores; the caps are 0 where there are none. `moe` None means that all
+    attention's scores; the caps are 0 where there are none. With a `latent` there
+    is one KV head, of the channels that are stored. `moe` None means that all
     layers are dense, `quant_method` None that weights are stored as floating-point
     numbers. `path` is a folder or a GGUF file; `raw` is the content of config.json or
     its like over its family's defaults, for fields of a single model.
@@ -64,6 +66,7 @@ class ModelConfig:
     attention_scale: float
     attention_logit_cap: float
     final_logit_cap: float
+    latent: LatentConfig | None
     moe: MoeConfig | None
     quant_method: str | None
     eos_token_ids: tuple[int, ...]
@@ -86,10 +89,16 @@ class ModelConfig:
                 f"--context-length {context_length} exceeds the {native} positions "
                 f"(max_position_embeddings) of {path}; use at most {native}"
             )
-        heads = _head_sizes(values)
+        latent = read_latent_config(values)
+        heads = _head_sizes(values, latent)
         num_layers = values.get("num_hidden_layers")
         layer_types, window = read_layer_types(values, num_layers=num_layers)
+        rotated = heads["head_dim"] if latent is None else latent.rope_dim
+        ropes = rope_configs(values, layer_types=layer_types, head_dim=rotated)
         scalar = values.get("query_pre_attn_scalar", default=heads["head_dim"])
+        scale = scalar**-0.5
+        if latent is not None:
+            scale = latent.attention_scale(ropes[FULL])
         return cls(
             path=path,
             architecture=_architecture(values, raw),
@@ -101,17 +110,16 @@ class ModelConfig:
             context_len=context_length or native,
             rms_norm_eps=values.get("rms_norm_eps"),
             hidden_act=values.get("hidden_activation") or values.get("hidden_act"),
-            ropes=rope_configs(
-                values, layer_types=layer_types, head_dim=heads["head_dim"]
-            ),
+            ropes=ropes,
             tie_word_embeddings=values.get("tie_word_embeddings"),
             attention_bias=values.get("attention_bias"),
             mlp_bias=values.get("mlp_bias"),
             layer_types=layer_types,
             sliding_window=window,
-            attention_scale=scalar**-0.5,
+            attention_scale=scale,
             attention_logit_cap=values.get("attn_logit_softcapping"),
             final_logit_cap=values.get("final_logit_softcapping"),
+            latent=latent,
             moe=read_moe_config(values),
             quant_method=_quant_method(values),
             eos_token_ids=_eos_token_ids(values, path),
@@ -134,6 +142,11 @@ class ModelConfig:
         one."""
         return self.ropes.get(FULL) or self.ropes[SLIDING]
 
+    @property
+    def rotated_head_dim(self) -> int:
+        """Channels of the heads that `ropes` describe."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
     def window_of(self, layer: int) -> int | None:
         """Positions up to its own that a token of this layer attends; None: all."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
@@ -143,6 +156,10 @@ class ModelConfig:
         """Weights of the layers' matrices: at least so many does a model have."""
         heads = 2 * self.num_heads + 2 * self.num_kv_heads
         attention = self.hidden_size * heads * self.head_dim
+        if self.latent is not None:
+            attention = self.latent.num_weights(
+                hidden_size=self.hidden_size, num_heads=self.num_heads
+            )
         mlp = 3 * self.hidden_size * self.intermediate_size
         total = self.num_layers * (attention + mlp)
         if self.moe is None:
@@ -200,10 +217,12 @@ def _architecture(values: ConfigValues, raw: dict[str, Any]) -> str:
     raise values.wrong("architectures", "must be a list of one model class")
 
 
-def _head_sizes(values: ConfigValues) -> dict[str, int]:
+def _head_sizes(values: ConfigValues, latent: LatentConfig | None) -> dict[str, int]:
     """The fields `num_heads`, `num_kv_heads` and `head_dim`, which must fit."""
     hidden_size = values.get("hidden_size")
     num_heads = values.get("num_attention_heads")
+    if latent is not None:
+        return {"num_heads": num_heads, "num_kv_heads": 1, "head_dim": latent.width}
     num_kv_heads = values.get("num_key_value_heads") or num_heads
     head_dim = values.get("head_dim")
     if num_heads % num_kv_heads:

@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.kv_canary.capacities import bytes_per_slot
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
-from sglang.srt.kv_canary.pool_patcher.api import SWA, attach_canary_buffers
+from sglang.srt.kv_canary.pool_patcher.api import (
+    FULL,
+    LATENT,
+    SWA,
+    attach_canary_buffers,
+)
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
 from sglang.srt.kv_canary.single_forward_manager.window_launches import WindowGroup
 from sglang.srt.kv_canary.token_oracle import InputOracle
+from sglang.srt.mem_cache.mla_memory_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -79,7 +85,8 @@ def install_canary(
             req_to_swa=req_to_token_pool.record_windows(pool.swa),
         )
     else:
-        buffers = attach(pool=pool)
+        is_latent = isinstance(pool, MLATokenToKVPool)
+        buffers = attach(pool=pool, group=LATENT if is_latent else FULL)
         if not is_draft:
             config.refuse_without_windows()
     seeds = buffers.state.expected_lineage.new_zeros(req_to_token_pool.size + 1)

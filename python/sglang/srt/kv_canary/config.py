@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 FULL = GROUPS[0]
+# A model without window slots has one group, whatever its name.
+DAMAGED_GROUPS = GROUPS[:2]
 
 
 class CanaryMode(str, Enum):
@@ -206,9 +208,9 @@ def _probability(variable: EnvVar[float]) -> float:
 
 def _perturb() -> PerturbConfig:
     group = envs.SGLANG_KV_CANARY_PERTURB_TARGET_GROUP
-    if group.get() not in GROUPS:
+    if group.get() not in DAMAGED_GROUPS:
         raise ValueError(
-            f"{group.name}={group.get()!r} must be one of {', '.join(GROUPS)}"
+            f"{group.name}={group.get()!r} must be one of {', '.join(DAMAGED_GROUPS)}"
         )
     return PerturbConfig(
         group=group.get(),

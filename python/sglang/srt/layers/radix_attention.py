@@ -29,7 +29,14 @@ class RadixAttention(Module):
             of the softmax, without a value; None: none.
         cos_sin_cache: float32 [positions, rotary channels], or None without rotation.
         q_norm, k_norm: per-head norms before the rotation (Qwen3), or None.
+
+    Attributes:
+        v_head_dim: channels of a head's value and result.
+        qkv_width: channels of a token of `qkv`.
+        is_latent: K and V are views of one latent (`LatentAttention`).
     """
+
+    is_latent = False
 
     def __init__(
         self,
@@ -60,9 +67,11 @@ class RadixAttention(Module):
         self.k_norm = k_norm
         self._sizes = [num_heads, num_kv_heads, num_kv_heads]
         self._num_rows = sum(self._sizes)
+        self.v_head_dim = head_dim
+        self.qkv_width = self._num_rows * head_dim
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv [T, (Hq + 2 Hkv) * D] -> views of q, k, v, [T, heads, D] each."""
+        """qkv [T, qkv_width] -> views of q, k, v, [T, heads, D] each."""
         heads = qkv.view(qkv.shape[0], self._num_rows, self.head_dim)
         q, k, v = torch.split_with_sizes(heads, self._sizes, dim=1)
         return q, k, v
@@ -73,7 +82,7 @@ class RadixAttention(Module):
         return None if breaks is None else breaks.qkv_buffer(self, tokens)
 
     def forward(self, qkv: Tensor, forward_batch: ForwardBatch) -> Tensor:
-        """qkv [T, (Hq + 2 Hkv) * D], not rotated yet -> [T, Hq * D].
+        """qkv [T, qkv_width], not rotated yet -> [T, Hq * v_head_dim].
 
         q and k inside `qkv` may be overwritten.
         """
@@ -82,6 +91,6 @@ class RadixAttention(Module):
             return context.attention_breaks.attend(self, qkv, forward_batch)
         tokens = qkv.shape[0]
         q, k, v = self.split(qkv)
-        out = qkv.new_empty(tokens, self.num_heads, self.head_dim)
+        out = qkv.new_empty(tokens, self.num_heads, self.v_head_dim)
         context.attn_backend.forward(q, k, v, self, forward_batch, out=out)
         return out.view(tokens, -1)

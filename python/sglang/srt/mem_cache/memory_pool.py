@@ -245,7 +245,7 @@ class CanarySource:
     """Bytes of one tensor that the canary may fingerprint.
 
     Fields:
-        name: "k" or "v".
+        name: "k" or "v"; "k" alone in a pool of latents.
         buffer: [layers, slots, ...], contiguous in a slot.
         layer_num: size of the first dimension.
         bytes_per_slot: bytes of one slot in one layer.
@@ -310,7 +310,8 @@ class KVCache(ABC):
 
     @abstractmethod
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of a layer's K and V, [slots, kv_heads, head_dim] each."""
+        """Return views of a layer's K and V, [slots, kv_heads, head_dim] each, the same
+        objects at every call."""
 
     @abstractmethod
     def set_kv_buffer(
@@ -324,7 +325,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def canary_sources(self) -> tuple[CanarySource, ...]:
-        """Return the bytes that may be fingerprinted: one source per K and V tensor."""
+        """Return the bytes that may be fingerprinted: one source per tensor."""
 
     @abstractmethod
     def _own_transfer_descriptors(self) -> list[TransferDescriptor]:
@@ -395,15 +396,11 @@ class MHATokenToKVPool(KVCache):
         self.head_num = head_num
         self.head_dim = head_dim
         shape = (layer_num, size + page_size, head_num, head_dim)
-        self.k_buffer, self.v_buffer = self._zeros(shape), self._zeros(shape)
+        self.k_buffer = zeros_for_kv(shape, dtype, self.device)
+        self.v_buffer = zeros_for_kv(shape, dtype, self.device)
         self._layers = list(
             zip(self.k_buffer.unbind(0), self.v_buffer.unbind(0), strict=True)
         )
-
-    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return host_zeros(shape, self.dtype)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._layers[layer_id]
@@ -445,6 +442,15 @@ class MHATokenToKVPool(KVCache):
 
     def _bytes_per_slot(self) -> int:
         return self.head_num * self.head_dim * self.k_buffer.element_size()
+
+
+def zeros_for_kv(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor of KV, on the CPU in huge pages where the kernel has some."""
+    if device.type == "cpu":
+        return host_zeros(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def kv_bytes_per_token(

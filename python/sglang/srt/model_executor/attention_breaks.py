@@ -30,8 +30,8 @@ class _Shared:
 
     Fields:
         layer: any layer of the shape.
-        qkv: [max_tokens, (Hq + 2 Hkv) * D]; a segment's last result.
-        out: [max_tokens, Hq, D]; the next segment's input.
+        qkv: [max_tokens, qkv_width]; a segment's last result.
+        out: [max_tokens, Hq, v_head_dim]; the next segment's input.
         q, k, v, live_out: views of the live tokens, made once per forward.
     """
 
@@ -148,9 +148,9 @@ class LiveAttention:
                 "attention buffers would be allocated inside a capture; run the stack "
                 "once before it"
             )
-        q_heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
         options: dict[str, Any] = {"dtype": self._dtype, "device": self._device}
-        qkv = torch.zeros(self._max_tokens, (q_heads + 2 * kv_heads) * dim, **options)
-        out = torch.zeros(self._max_tokens, q_heads, dim, **options)
+        tokens, heads = self._max_tokens, layer.num_heads
+        qkv = torch.zeros(tokens, layer.qkv_width, **options)
+        out = torch.zeros(tokens, heads, layer.v_head_dim, **options)
         q, k, v = layer.split(qkv)
         return _Shared(layer=layer, qkv=qkv, out=out, q=q, k=k, v=v, live_out=out)

@@ -23,7 +23,7 @@ class AttentionBreaks(Protocol):
     """Takes attention out of a layer stack that is being captured."""
 
     def qkv_buffer(self, layer: RadixAttention, tokens: int) -> Tensor:
-        """[tokens, (Hq + 2 Hkv) * D]: where q, k and v of `layer` should be written."""
+        """[tokens, qkv_width]: where q, k and v of `layer` should be written."""
 
     def attend(
         self, layer: RadixAttention, qkv: Tensor, forward_batch: ForwardBatch

@@ -168,7 +168,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         if not self.is_draft_worker:  # which may use the target's
             weights += config.vocab_size * config.hidden_size
         weights = weights * self.dtype.itemsize // get_tp_group().size
-        rotary = len(config.ropes) * self.row_width() * config.head_dim
+        rotary = len(config.ropes) * self.row_width() * config.rotated_head_dim
         needed = weights + rotary * ROTARY_ITEMSIZE
         if needed > self.free_bytes_at_start:
             raise ValueError(

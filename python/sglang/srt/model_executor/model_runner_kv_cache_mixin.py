@@ -19,6 +19,10 @@ from sglang.srt.mem_cache.memory_pool import (
     ReqToTokenPool,
     kv_bytes_per_token,
 )
+from sglang.srt.mem_cache.mla_memory_pool import (
+    MLATokenToKVPool,
+    latent_bytes_per_token,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.memory_plan import (
     MAX_HEAD_GRAPH_TOKENS,
@@ -187,10 +191,17 @@ class ModelRunnerKVCacheMixin:
             "size": self.max_total_num_tokens,
             "page_size": self.page_size,
             "dtype": self.dtype,
-            "head_num": self._num_kv_heads(),
-            "head_dim": config.head_dim,
             "device": self.device,
         }
+        if config.latent is not None:
+            return MLATokenToKVPool(
+                layer_num=config.num_layers,
+                kv_lora_rank=config.latent.rank,
+                rope_dim=config.latent.rope_dim,
+                **common,
+            )
+        common["head_num"] = self._num_kv_heads()
+        common["head_dim"] = config.head_dim
         sliding = is_sliding(config)
         mixed = any(sliding) and not all(sliding)
         window = config.sliding_window
@@ -224,21 +235,29 @@ class ModelRunnerKVCacheMixin:
         return available // get_tp_group().size if self.device == "cpu" else available
 
     def bytes_per_kv_slot(self) -> int:
-        """Device memory of one slot: K and V of all layers, those of its share of a
+        """Device memory of one slot: the KV of all layers, those of its share of a
         window slot, and records about it."""
         config, args = self.model_config, self.server_args
         layers: float = config.num_layers
         if self._has_window_slots:
             sliding = sum(is_sliding(config))
             layers -= sliding * (1 - args.swa_full_tokens_ratio)
-        layer_bytes = kv_bytes_per_token(
+        groups = 1 + args.swa_full_tokens_ratio * self._has_window_slots
+        records = groups * self.watcher_bytes_per_slot
+        return math.ceil(layers * self._layer_bytes() + records)
+
+    def _layer_bytes(self) -> int:
+        """KV bytes of one slot in one layer, on this rank."""
+        config = self.model_config
+        if config.latent is not None:
+            width = config.latent.width
+            return latent_bytes_per_token(layer_num=1, width=width, dtype=self.dtype)
+        return kv_bytes_per_token(
             layer_num=1,
             head_num=self._num_kv_heads(),
             head_dim=config.head_dim,
             dtype=self.dtype,
         )
-        groups = 1 + args.swa_full_tokens_ratio * self._has_window_slots
-        return math.ceil(layers * layer_bytes + groups * self.watcher_bytes_per_slot)
 
     def _pool_size(self, draft_memory: DraftMemory) -> int:
         """KV slots, a multiple of the page size."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,12 @@ def dense_feed_forward(config: ModelConfig, layer_id: int) -> DecoderMLP:
     return DecoderMLP(config)
 
 
+def grouped_attention(
+    config: ModelConfig, traits: DecoderTraits, **place: Any
+) -> DecoderAttention:
+    return DecoderAttention(config, traits, **place)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderTraits:
     """Properties of a family that config.json lacks.
@@ -67,6 +73,7 @@ class DecoderTraits:
         sinks: attention has a sink per head.
         norm_offset: of all norms (see `RMSNorm`).
         scales_embedding: embeddings are multiplied by sqrt(hidden_size).
+        attention: makes the attention, called like a `DecoderAttention`.
         feed_forward: makes the block after attention, called like a `DecoderMLP`.
         layer: makes a layer, called like a `DecoderLayer`; None: such a one.
     """
@@ -76,6 +83,7 @@ class DecoderTraits:
     sinks: bool = False
     norm_offset: float = 0.0
     scales_embedding: bool = False
+    attention: Callable[..., Module] = grouped_attention
     feed_forward: Callable[[ModelConfig, int], Module] = dense_feed_forward
     layer: Callable[..., Module] | None = None
 
@@ -159,7 +167,7 @@ class DecoderBlock(Module):
         input_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.self_attn = DecoderAttention(
+        self.self_attn = traits.attention(
             config,
             traits,
             layer_id=layer_id,
@@ -224,7 +232,7 @@ class DecoderModel(Module):
         super().__init__()
         rotary = {
             layer_type: shared_cos_sin_cache(
-                rope, head_dim=config.head_dim, rows=rope_rows
+                rope, head_dim=config.rotated_head_dim, rows=rope_rows
             )
             for layer_type, rope in config.ropes.items()
         }

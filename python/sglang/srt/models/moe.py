@@ -31,18 +31,26 @@ def require_experts(config: ModelConfig) -> MoeConfig:
     return config.moe
 
 
-def qwen_feed_forward(
-    config: ModelConfig, layer_id: int
-) -> DecoderMLP | MoeFeedForward:
-    """Softmax over all experts; the shared expert, if any, has a gate of its own."""
-    moe = require_experts(config)
-    if layer_id not in moe.layers:
-        return DecoderMLP(config)
+def moe_feed_forward(
+    config: ModelConfig,
+    moe: MoeConfig,
+    *,
+    rule: RoutingRule,
+    has_correction: bool = False,
+    shared_what: str,
+    gates_shared: bool,
+) -> MoeFeedForward:
+    """The experts of a layer and the shared expert, if there is one.
+
+    Args:
+        has_correction: as in `Router`.
+        shared_what: the fields of config.json that give the shared expert's size.
+        gates_shared: it has a gate of its own.
+    """
     hidden, shared = config.hidden_size, moe.shared_intermediate_size
-    rule = RoutingRule(top_k=moe.top_k, renormalise=moe.norm_topk_prob)
     return MoeFeedForward(
         hidden,
-        gate=Router(hidden, moe.num_experts, rule),
+        gate=Router(hidden, moe.num_experts, rule, has_correction=has_correction),
         experts=Experts(
             num_experts=moe.num_experts,
             hidden_size=hidden,
@@ -50,9 +58,23 @@ def qwen_feed_forward(
         ),
         top_k=moe.top_k,
         shared_expert=(
-            SharedExpert(hidden, shared, what="shared_expert_intermediate_size")
-            if shared
-            else None
+            SharedExpert(hidden, shared, what=shared_what) if shared else None
         ),
-        gates_shared=shared > 0,
+        gates_shared=gates_shared and shared > 0,
+    )
+
+
+def qwen_feed_forward(
+    config: ModelConfig, layer_id: int
+) -> DecoderMLP | MoeFeedForward:
+    """Softmax over all experts; the shared expert, if any, has a gate of its own."""
+    moe = require_experts(config)
+    if layer_id not in moe.layers:
+        return DecoderMLP(config)
+    return moe_feed_forward(
+        config,
+        moe,
+        rule=RoutingRule(top_k=moe.top_k, renormalise=moe.norm_topk_prob),
+        shared_what="shared_expert_intermediate_size",
+        gates_shared=True,
     )

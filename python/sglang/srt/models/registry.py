@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.models.deepseek_v2 import (
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
+)
 from sglang.srt.models.gemma import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -35,6 +39,8 @@ CausalLM = LlamaForCausalLM | MockForCausalLM | DraftHead
 _MODELS: dict[str, type[LlamaForCausalLM] | type[MockForCausalLM]] = {
     model.__name__: model
     for model in (
+        DeepseekV2ForCausalLM,
+        DeepseekV3ForCausalLM,
         Gemma2ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3ForConditionalGeneration,
@@ -92,7 +98,8 @@ def create_model(config: ModelConfig, *, rope_rows: int) -> CausalLM:
     """Build the module with uninitialised weights.
 
     Raises:
-        ValueError: the architecture is not supported; names it and the supported ones.
+        ValueError: the architecture is not supported, or has no use for latents that
+            config.json describes; names it and the supported ones.
     """
     model = _MODELS.get(config.architecture) or _DRAFT_MODELS.get(config.architecture)
     if model is None:
@@ -100,5 +107,10 @@ def create_model(config: ModelConfig, *, rope_rows: int) -> CausalLM:
         raise ValueError(
             f"{config.file}: architecture {config.architecture} is not "
             f"supported; supported: {', '.join(known)}"
+        )
+    if config.latent is not None and not model.keeps_latents:
+        raise ValueError(
+            f"{config.file}: kv_lora_rank describes latents, which "
+            f"{config.architecture} does not keep; remove it"
         )
     return model(config, rope_rows=rope_rows)

@@ -39,10 +39,12 @@ class StackedModel(Module):
     Attributes:
         takes_input_embeds: whether the stack honours `ForwardBatch.input_embeds`.
         has_experts: whether layers have the experts of `ModelConfig.moe`.
+        keeps_latents: whether its KV are the latents of `ModelConfig.latent`.
     """
 
     takes_input_embeds = False
     has_experts = False
+    keeps_latents = False
 
     @property
     def aux_layers(self) -> frozenset[int]:

@@ -45,7 +45,8 @@ class ItemRun {
  public:
   ItemRun(const AttentionArgs& args, const AttentionItem& item, float* scratch)
       : a_(args), item_(item), group_(args.q_heads / args.kv_heads),
-        rows_(item.tokens * group_), padded_(padded_dim(args.dim)) {
+        rows_(item.tokens * group_), padded_(padded_dim(args.dim)),
+        v_padded_(padded_dim(args.v_dim)) {
     const auto take = [&](int64_t floats) {
       float* p = scratch;
       scratch += floats;
@@ -54,11 +55,11 @@ class ItemRun {
     query_ = take(int64_t(max_rows()) * padded_);
     scores_ = take(int64_t(max_rows()) * kChunk);
     keys_ = take(int64_t(kKeyBlock) * padded_);
-    value_ = take(int64_t(max_rows()) * padded_);
+    value_ = take(int64_t(max_rows()) * v_padded_);
     max_ = take(max_rows());
     sum_ = take(max_rows());
     row_scores_ = take(kChunk);
-    values_ = take(kChunk * padded_);
+    values_ = take(kChunk * v_padded_);
     float* zeros = take(padded_);
     std::memset(zeros, 0, sizeof(float) * padded_);
     zeros_ = reinterpret_cast<const T*>(zeros);
@@ -67,10 +68,10 @@ class ItemRun {
 
   static size_t scratch_floats(const AttentionArgs& a) {
     const int64_t rows = larger(kItemRows, a.q_heads / a.kv_heads);
-    const int64_t padded = padded_dim(a.dim);
+    const int64_t padded = padded_dim(a.dim), v_padded = padded_dim(a.v_dim);
     return size_t(
-        rows * (2 * padded + kChunk + 2 + VL) + (kKeyBlock + kChunk + 1) * padded +
-        kChunk);
+        rows * (padded + v_padded + kChunk + 2 + VL) + (kKeyBlock + 1) * padded +
+        kChunk * (v_padded + 1));
   }
 
   void run(int64_t begin, int64_t end, const AttentionState& state, BadSlot* bad) {
@@ -237,7 +238,7 @@ class ItemRun {
     sum_[r] = sum_lanes(total);
   }
 
-  // V as float rows of `padded_` channels: the pool itself where it has that form.
+  // V as float rows of `v_padded_` channels: the pool itself where it has that form.
   void prepare_values() {
     if (direct_values()) {
       for (int64_t i = lo_; i < hi_; i++)
@@ -245,23 +246,24 @@ class ItemRun {
       return;
     }
     for (int64_t i = lo_; i < hi_; i++) {
-      float* to = values_ + i * padded_;
-      for (int d = 0; d < a_.dim; d += VL) {
-        const int n = a_.dim - d;
+      float* to = values_ + i * v_padded_;
+      for (int d = 0; d < a_.v_dim; d += VL) {
+        const int n = a_.v_dim - d;
         store(to + d, n >= VL ? load(value_in_[i] + d) : load_first(value_in_[i] + d, n));
       }
       value_at_[i] = to;
     }
   }
 
-  bool direct_values() const { return sizeof(T) == 4 && a_.dim == padded_; }
+  bool direct_values() const { return sizeof(T) == 4 && a_.v_dim == v_padded_; }
 
   // value_[r] (+)= scores_[r][i] * V[i] for i in [begin, end), rows r .. r + n - 1.
   void add_values(int r, int n, int64_t begin, int64_t end, bool accumulate) {
     const float* const* rows = value_at_ + begin;
     const auto at = [=](int64_t k, int64_t column) { return rows[k] + column; };
-    tile_block(n, padded_ / VL, scores_ + int64_t(r) * kChunk + begin, kChunk, at,
-               larger(end - begin, 0), value_ + int64_t(r) * padded_, padded_, accumulate);
+    tile_block(n, v_padded_ / VL, scores_ + int64_t(r) * kChunk + begin, kChunk, at,
+               larger(end - begin, 0), value_ + int64_t(r) * v_padded_, v_padded_,
+               accumulate);
   }
 
   void weigh() {
@@ -307,15 +309,15 @@ class ItemRun {
         row_scores_[n++] = s[i];
       }
     const auto at = [&](int64_t k, int64_t column) { return chosen[k] + column; };
-    tile_block(1, padded_ / VL, row_scores_, 0, at, n, value_ + int64_t(r) * padded_,
-               padded_, true);
+    tile_block(1, v_padded_ / VL, row_scores_, 0, at, n, value_ + int64_t(r) * v_padded_,
+               v_padded_, true);
   }
 
   void merge_chunk(const AttentionState& state);
 
   const AttentionArgs& a_;
   const AttentionItem& item_;
-  const int group_, rows_, padded_;
+  const int group_, rows_, padded_, v_padded_;
   int64_t base_ = 0, lo_ = 0, hi_ = 0;
   float *query_, *scores_, *keys_, *value_, *max_, *sum_, *row_scores_, *values_;
   const T* zeros_;
@@ -351,7 +353,7 @@ void attention_merge(int32_t rows, int32_t padded, const AttentionState& into,
 
 template <class T>
 void ItemRun<T>::merge_chunk(const AttentionState& state) {
-  attention_merge(rows_, padded_, state, {max_, sum_, value_, seen_});
+  attention_merge(rows_, v_padded_, state, {max_, sum_, value_, seen_});
 }
 
 // Factor on the weighted values of a query row: one over the sum of its weights, to which
@@ -368,20 +370,20 @@ template <class T>
 void finish_item(const AttentionArgs& a, const AttentionItem& item,
                  const AttentionState& state) {
   const int group = a.q_heads / a.kv_heads;
-  const int padded = padded_dim(a.dim);
+  const int padded = padded_dim(a.v_dim);
   for (int r = 0; r < item.tokens * group; r++) {
     const int head = item.kv_head * group + r % group;
     T* out = static_cast<T*>(a.out) + (item.first_token + r / group) * a.out_stride +
-             int64_t(head) * a.dim;
+             int64_t(head) * a.v_dim;
     const float* value = state.value + int64_t(r) * padded;
     const vf scale = splat(
         state.seen[r] ? weight_scale(a, head, state.max[r], state.sum[r]) : 0.0f);
-    for (int d = 0; d < a.dim; d += VL) {
+    for (int d = 0; d < a.v_dim; d += VL) {
       const vf v = state.seen[r] ? load(value + d) * scale : zero();
-      if (a.dim - d >= VL)
+      if (a.v_dim - d >= VL)
         store(out + d, v);
       else
-        store_first(out + d, v, a.dim - d);
+        store_first(out + d, v, a.v_dim - d);
     }
   }
 }

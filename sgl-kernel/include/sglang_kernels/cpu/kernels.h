@@ -55,6 +55,24 @@ struct RopeStoreArgs {
   float eps;
 };
 
+// The write of latents into the pool: a slot is [latent | rotated key], `rank` + `rope`
+// channels. The last `rope` channels of the queries are rotated, the latent is normed.
+struct LatentStoreArgs {
+  DType dtype;
+  void* q;
+  const void* k;
+  int64_t q_stride, k_stride;  // elements between tokens
+  void* cache;
+  int64_t slot_stride;
+  const int64_t* positions;
+  const int64_t* slots;
+  const float* cos_sin;
+  int64_t cos_sin_stride;
+  const void* norm;
+  int32_t q_heads, rank, rope;
+  float eps;
+};
+
 // KV elements are cut into chunks at multiples of this, by absolute position. A chunk's
 // partial result and the order of merging depend on nothing else: that is what makes a
 // query's result independent of its batch, of the thread count and of decode or extend.
@@ -77,7 +95,8 @@ struct AttentionArgs {
   int64_t window;  // elements by position, the query's own among them; <= 0: none
   const int64_t* positions;  // of the new tokens; null without a window or a tree mask
   const float* sinks;  // [q_heads] logits without a value; null: none
-  int32_t q_heads, kv_heads, dim;
+  int32_t q_heads, kv_heads;
+  int32_t dim, v_dim;  // channels of a query and of a key; of a value and of a result
   float scale;
   float logit_cap;  // scores become cap * tanh(score / cap); <= 0: none
 };
@@ -111,7 +130,7 @@ struct AttentionItem {
 struct AttentionState {
   float* max;
   float* sum;
-  float* value;   // [rows, padded dim]
+  float* value;   // [rows, padded v_dim]
   uint8_t* seen;  // whether the row attended anything so far
 };
 
@@ -171,6 +190,7 @@ struct KernelTable {
   void (*norm)(const NormArgs&, int64_t row_begin, int64_t row_end);
   void (*gated)(const GatedArgs&, int64_t row_begin, int64_t row_end);
   void (*rope_store)(const RopeStoreArgs&, int64_t token_begin, int64_t token_end);
+  void (*latent_store)(const LatentStoreArgs&, int64_t token_begin, int64_t token_end);
 
   // Floats that `attention_chunks` needs as scratch.
   size_t (*attention_scratch)(const AttentionArgs&);

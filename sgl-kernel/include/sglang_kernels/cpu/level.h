@@ -21,6 +21,7 @@ constexpr KernelTable make_table(const char* name) {
       norm,
       gated,
       rope_store,
+      latent_store,
       attention_scratch,
       attention_padded_dim,
       attention_chunks,

@@ -154,6 +154,23 @@ void rope_store_tokens(const RopeStoreArgs& a, int64_t begin, int64_t end) {
   }
 }
 
+template <class T>
+void latent_store_tokens(const LatentStoreArgs& a, int64_t begin, int64_t end) {
+  const int64_t width = a.rank + a.rope;
+  RopeStoreArgs rotation{};
+  rotation.dim = rotation.rotary_dim = a.rope;
+  for (int64_t t = begin; t < end; t++) {
+    const float* cos_sin = a.cos_sin + a.positions[t] * a.cos_sin_stride;
+    T* q = static_cast<T*>(a.q) + t * a.q_stride + a.rank;
+    for (int h = 0; h < a.q_heads; h++, q += width)
+      rope_head<T>(rotation, q, q, nullptr, cos_sin);
+    const T* k = static_cast<const T*>(a.k) + t * a.k_stride;
+    T* to = static_cast<T*>(a.cache) + a.slots[t] * a.slot_stride;
+    norm_rows<T>({a.dtype, k, nullptr, a.norm, to, width, a.rank, a.eps}, 0, 1);
+    rope_head<T>(rotation, k + a.rank, to + a.rank, nullptr, cos_sin);
+  }
+}
+
 void norm(const NormArgs& a, int64_t begin, int64_t end) {
   switch (a.dtype) {
     case DType::f32: return norm_rows<float>(a, begin, end);
@@ -183,6 +200,14 @@ void rope_store(const RopeStoreArgs& a, int64_t begin, int64_t end) {
     case DType::f32: return rope_store_tokens<float>(a, begin, end);
     case DType::bf16: return rope_store_tokens<bf16_t>(a, begin, end);
     case DType::f16: return rope_store_tokens<f16_t>(a, begin, end);
+  }
+}
+
+void latent_store(const LatentStoreArgs& a, int64_t begin, int64_t end) {
+  switch (a.dtype) {
+    case DType::f32: return latent_store_tokens<float>(a, begin, end);
+    case DType::bf16: return latent_store_tokens<bf16_t>(a, begin, end);
+    case DType::f16: return latent_store_tokens<f16_t>(a, begin, end);
   }
 }
 

@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPool,
     TransferDescriptor,
 )
+from sglang.srt.mem_cache.mla_memory_pool import MLATokenToKVPool
 
 _MODES = {
     RealData.NONE: FingerprintMode.NONE,
@@ -39,7 +40,7 @@ _MODES = {
 }
 
 
-FULL, SWA = GROUPS
+FULL, SWA, LATENT = GROUPS
 
 
 class RecordMover:
@@ -75,6 +76,12 @@ def _mha_layout(pool: KVCache, group: str) -> PoolLayout:
     return PoolLayout(groups=(layers,), page_size=pool.page_size)
 
 
+def _mla_layout(pool: KVCache, group: str) -> PoolLayout:
+    assert isinstance(pool, MLATokenToKVPool)
+    layers = LayerGroup(name=group, k=pool.kv_buffer)
+    return PoolLayout(groups=(layers,), page_size=pool.page_size)
+
+
 def _fingerprint_of(layout: PoolLayout, config: CanaryConfig) -> Fingerprint:
     mode = _MODES[config.real_data]
     try:
@@ -86,6 +93,7 @@ def _fingerprint_of(layout: PoolLayout, config: CanaryConfig) -> Fingerprint:
 # Exact pool class -> its layout. A class that is not here is refused by name.
 _ADAPTERS: dict[type[KVCache], Callable[[KVCache, str], PoolLayout]] = {
     MHATokenToKVPool: _mha_layout,
+    MLATokenToKVPool: _mla_layout,
 }
 
 

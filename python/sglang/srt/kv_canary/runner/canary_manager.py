@@ -52,7 +52,7 @@ from sglang.srt.kv_canary.kernels import (
 )
 from sglang.srt.kv_canary.lineages import PrefixLineages, TokenOwner
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver
-from sglang.srt.kv_canary.pool_patcher.api import FULL
+from sglang.srt.kv_canary.pool_patcher.api import SWA
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
 from sglang.srt.kv_canary.runner.slot_pattern import PoolPattern
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
@@ -587,7 +587,7 @@ class CanaryManager:
 
     def full_slot(self, violation: Violation) -> int:
         """The slot of the full group that a violation is about; -1: none."""
-        if violation.group == FULL or self.windows is None or violation.slot < 0:
+        if violation.group != SWA or self.windows is None or violation.slot < 0:
             return violation.slot
         return self.windows.group.swa.full_slot(violation.slot)
 
@@ -603,7 +603,7 @@ class CanaryManager:
         """Fields that only the host can add to an incident. For `verify_token` of the
         target: the first position, if any, whose slot in the device's table does not
         hold the request's own token."""
-        if self.target.is_draft or violation.group != FULL:
+        if self.target.is_draft or violation.group == SWA:
             return {}
         if "verify_token" not in violation.labels:
             return {}

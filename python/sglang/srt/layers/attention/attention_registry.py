@@ -9,6 +9,7 @@ import torch
 from torch.nn import Module
 
 from sglang.srt.configs.attention_backends import (
+    LATENT,
     LOGIT_CAP,
     SINKS,
     WINDOWED_TREES,
@@ -70,6 +71,7 @@ def needs_of(layers: Iterable[Module], *, has_trees: bool) -> list[AttentionNeed
     """
     attention = [layer for layer in layers if isinstance(layer, RadixAttention)]
     found = {
+        LATENT: any(layer.is_latent for layer in attention),
         SINKS: any(layer.sinks is not None for layer in attention),
         LOGIT_CAP: any(layer.logit_cap > 0 for layer in attention),
         WINDOWED_TREES: has_trees and any(layer.window > 0 for layer in attention),

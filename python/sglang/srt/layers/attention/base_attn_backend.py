@@ -126,8 +126,9 @@ class AttentionBackend(ABC):
         """Norm and rotate q and k, write k and v to the pool, attend into `out`.
 
         Args:
-            q: [T, Hq, D]; overwritten. k, v: [T, Hkv, D]; k may be overwritten.
-            out: [T, Hq, D]; the backend allocates nothing.
+            q: [T, Hq, D]; overwritten. k, v: [T, Hkv, D]; k may be overwritten. Of
+                latents v is the first channels of k.
+            out: [T, Hq, v_head_dim]; the backend allocates nothing.
         """
         self.store(q, k, v, layer, forward_batch)
         self.attend(q, k, v, layer, forward_batch, out=out)

@@ -29,8 +29,10 @@ from sglang.srt.layers.ops.attention import (
     extend_attention,
     extend_attention_ref,
 )
+from sglang.srt.layers.ops.latent import latent_store, latent_store_ref
 from sglang.srt.layers.ops.rope import rope_store_kv, rope_store_kv_ref
 from sglang.srt.mem_cache.branch_slots import SlotRows, branch_table
+from sglang.srt.mem_cache.mla_memory_pool import MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ def store_kv(
     """Norm and rotate q and k in place, write k and v to the slots of the new tokens.
 
     Args:
-        store_op: takes the arguments of `layers.ops.rope.rope_store_kv`.
+        store_op: `layers.ops.rope.rope_store_kv`, or `latent_store`, whose arguments
+            are the same.
         q, k, v: as in `AttentionBackend.forward`.
         out_cache_loc: slots in this layer's pool; None: the batch's.
         update_k: norm and rotate k in place, too.
@@ -76,7 +79,7 @@ def store_kv(
         ),
         q_norm_weight=None if q_norm is None else q_norm.weight,
         k_norm_weight=None if k_norm is None else k_norm.weight,
-        eps=1e-6 if q_norm is None else q_norm.eps,
+        eps=next((norm.eps for norm in (q_norm, k_norm) if norm is not None), 1e-6),
         update_k=update_k,
     )
 
@@ -94,10 +97,12 @@ class _Rows(NamedTuple):
 class PagedAttnBackend(AttentionBackend):
     """Base of the paged backends, which differ in the ops they call.
 
-    All ops take the arguments of `layers.ops.attention` and `layers.ops.rope`.
+    All ops take the arguments of `layers.ops.attention` and `layers.ops.rope`; latents
+    are written by `latent_store_op`.
     """
 
     store_op: Callable[..., None]
+    latent_store_op: Callable[..., None]
     decode_op: Callable[..., None]
     extend_op: Callable[..., None]
 
@@ -105,6 +110,9 @@ class PagedAttnBackend(AttentionBackend):
         self._req_to_token_pool = req_to_token_pool
         self._kv_pool = kv_pool
         self._page_size = kv_pool.page_size
+        self._is_latent = isinstance(kv_pool, MLATokenToKVPool)
+        if self._is_latent:
+            self.store_op = self.latent_store_op
         self.page_table = req_to_token_pool.req_to_token[:, :: self._page_size]
         # Whether row r of a forward reads row r of the table.
         self._is_own_table = False
@@ -353,6 +361,7 @@ class CpuNativeAttnBackend(PagedAttnBackend):
         return replace(known, captures_prefill=native_available())
 
     store_op = staticmethod(rope_store_kv)
+    latent_store_op = staticmethod(latent_store)
     decode_op = staticmethod(decode_attention)
     extend_op = staticmethod(extend_attention)
 
@@ -362,5 +371,6 @@ class TorchNativeAttnBackend(PagedAttnBackend):
 
     name = "torch_native"
     store_op = staticmethod(rope_store_kv_ref)
+    latent_store_op = staticmethod(latent_store_ref)
     decode_op = staticmethod(decode_attention_ref)
     extend_op = staticmethod(extend_attention_ref)

@@ -5,6 +5,7 @@ Imported only where Triton is installed: `attention_registry` sees to that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend, store_kv
@@ -19,6 +20,11 @@ from sglang.srt.layers.attention.triton_ops.extend_split import (
     ExtendWorkspace,
     extend_workspace,
 )
+from sglang.srt.layers.attention.triton_ops.latent_attention import (
+    latent_decode_attention,
+    latent_extend_attention,
+)
+from sglang.srt.layers.ops.latent import latent_store
 from sglang.srt.layers.ops.rope import rope_store_kv
 
 if TYPE_CHECKING:
@@ -35,15 +41,20 @@ class TritonAttnBackend(PagedAttnBackend):
 
     name = "triton"
     store_op = staticmethod(rope_store_kv)
-    decode_op = staticmethod(decode_attention)
-    extend_op = staticmethod(extend_attention)
+    latent_store_op = staticmethod(latent_store)
+    decode_op: Callable[..., None] = staticmethod(decode_attention)
+    extend_op: Callable[..., None] = staticmethod(extend_attention)
 
     def __init__(self, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache) -> None:
         super().__init__(req_to_token_pool=req_to_token_pool, kv_pool=kv_pool)
         self._rows = req_to_token_pool.size
         self._max_context = req_to_token_pool.context_len
         self._device = req_to_token_pool.device
-        self._head_dim = kv_pool.get_kv_buffer(0)[0].shape[-1]
+        k_cache, v_cache = kv_pool.get_kv_buffer(0)
+        self._head_dim, self._v_head_dim = k_cache.shape[-1], v_cache.shape[-1]
+        if self._is_latent:
+            self.decode_op = latent_decode_attention
+            self.extend_op = latent_extend_attention
         # By (query heads, KV heads, head size): layers of one shape share.
         self._workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
         # All layers have one head size.
@@ -79,6 +90,8 @@ class TritonAttnBackend(PagedAttnBackend):
         )
 
     def _decode_options(self, layer: RadixAttention) -> dict[str, Any]:
+        if self._is_latent:
+            return {"workspace": self._shared_workspace()}
         shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         workspace = self._workspaces.get(shape)
         if workspace is None:
@@ -98,16 +111,22 @@ class TritonAttnBackend(PagedAttnBackend):
         if self._reads_new(forward_batch):
             # The store left k as the pool holds it.
             return {"k_new": k, "v_new": v}
+        return {"workspace": self._shared_workspace()}
+
+    def _shared_workspace(self) -> ExtendWorkspace:
+        """That of extends, and of decodes over latents."""
         if self._extend_workspace is None:
             self._extend_workspace = extend_workspace(
-                head_dim=self._head_dim,
+                head_dim=self._v_head_dim,
                 max_context=self._max_context,
                 device=self._device,
             )
-        return {"workspace": self._extend_workspace}
+        return self._extend_workspace
 
     def _reads_new(self, forward_batch: ForwardBatch) -> bool:
-        return not forward_batch.forward_mode.is_decode and reads_new(
+        if self._is_latent or forward_batch.forward_mode.is_decode:
+            return False
+        return reads_new(
             tokens=forward_batch.num_tokens,
             rows=forward_batch.batch_size,
             head_dim=self._head_dim,

@@ -44,8 +44,10 @@ def decode_attention_ref(
 
     Args:
         q: [R, Hq, D]; float32, bfloat16 or float16; Hq a multiple of Hkv, D a multiple
-            of 8 up to 256; heads and channels contiguous, any row stride.
-        k_cache, v_cache: [slots, Hkv, D], the dtype of q; channels contiguous.
+            of 8 up to 1024; heads and channels contiguous, any row stride.
+        k_cache: [slots, Hkv, D], the dtype of q; channels contiguous.
+        v_cache: [slots, Hkv, Dv], likewise; Dv is D, or less where it is the first
+            channels of `k_cache` (latents).
         page_table: [rows, columns] int32, any strides; first slots of pages.
         row_index: [R] int64, rows of `page_table`; None means row r.
         read_lens: [R] int64, elements that row r may read, its own token included.
@@ -57,7 +59,7 @@ def decode_attention_ref(
         sinks: [Hq], float32 or the dtype of q: a logit per query head that joins the
             denominator of the softmax and has no value (gpt-oss); neither scaled nor
             capped. None: none.
-        out: [R, Hq, D], the dtype of q; heads and channels contiguous.
+        out: [R, Hq, Dv], the dtype of q; heads and channels contiguous.
     """
     softmax = _Softmax(sm_scale, logit_cap, sinks)
     for row, end in enumerate(read_lens.tolist()):
@@ -103,7 +105,7 @@ def extend_attention_ref(
 
     Args:
         q: [T, Hq, D], as in `decode_attention`.
-        k_cache, v_cache: [slots, Hkv, D], as in `decode_attention`.
+        k_cache, v_cache: as in `decode_attention`.
         page_table, row_index, page_size, sm_scale, logit_cap, sinks: as in
             `decode_attention`.
         qo_indptr: [R + 1] int64; row r has tokens qo_indptr[r] .. qo_indptr[r + 1].
@@ -114,9 +116,10 @@ def extend_attention_ref(
         tree_mask: [R, N, N] bool, contiguous; then every row has N new tokens.
         positions: [T] int64 of the new tokens, in a tree prefix_lens[r] + depth; read
             where there are a window and a tree mask, which need it, and nowhere else.
-        k_new, v_new: [T, Hkv, D] or None, what the pool holds of the new tokens, any
-            row stride; heads and channels contiguous. Read instead of the pool, or not.
-        out: [T, Hq, D], as in `decode_attention`.
+        k_new, v_new: [T, Hkv, D or Dv] or None, what the pool holds of the new tokens,
+            any row stride; heads and channels contiguous. Read instead of the pool,
+            or not.
+        out: [T, Hq, Dv], as in `decode_attention`.
 
     Raises:
         ValueError: a window and a tree mask without positions.
@@ -204,7 +207,8 @@ def _row_slots(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, softmax: _Softmax
 ) -> Tensor:
-    """q: [n, Hq, D]; k, v: [L, Hkv, D]; allowed: [n, L] bool. [n, Hq, D] float32."""
+    """q: [n, Hq, D]; k: [L, Hkv, D]; v: [L, Hkv, Dv]; allowed: [n, L] bool.
+    [n, Hq, Dv] float32."""
     k, v = k.float(), v.float()
     if q.shape[0] > 1 and not bool(torch.isfinite(v).all()):
         # A weight of zero does not silence NaN: each query sees its own elements only.
@@ -217,4 +221,5 @@ def _attend(
     tokens, heads, dim = q.shape
     grouped = q.float().view(tokens, k.shape[1], heads // k.shape[1], dim)
     weights = softmax.weights(torch.einsum("nhgd,lhd->nhgl", grouped, k), allowed)
-    return torch.einsum("nhgl,lhd->nhgd", weights, v).reshape(tokens, heads, dim)
+    values = torch.einsum("nhgl,lhd->nhgd", weights, v)
+    return values.reshape(tokens, heads, v.shape[-1])

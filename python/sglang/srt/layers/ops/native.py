@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from sglang.srt.layers.ops.attention import tree_positions
+from sglang.srt.layers.ops.head_linear import PackedHeads, head_linear_ref
+from sglang.srt.layers.ops.latent import check_latent_store
 from sglang.srt.layers.ops.linear import PANEL, PackedWeight, linear_ref
 from sglang_kernels import ops
 
@@ -105,6 +107,38 @@ def rope_store_kv(
     )
     if update_k:
         k.copy_(k_cache[out_cache_loc])
+
+
+def latent_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out_cache_loc: Tensor,
+    q_norm_weight: None = None,
+    k_norm_weight: Tensor,
+    eps: float,
+    update_k: bool = False,
+) -> None:
+    check_latent_store(q_norm_weight, update_k)
+    ops.latent_store(
+        q, k, positions, cos_sin_cache, k_cache, out_cache_loc, k_norm_weight, eps
+    )
+
+
+def head_linear(
+    x: Tensor, weight: Tensor | PackedHeads, *, out: Tensor | None = None
+) -> Tensor:
+    if not isinstance(weight, PackedHeads):
+        return head_linear_ref(x, weight, out=out)
+    if out is None:
+        out = x.new_empty(*x.shape[:2], weight.n)
+    ops.packed_head_linear(x, weight.data, weight.n, out)
+    return out
 
 
 def decode_attention(

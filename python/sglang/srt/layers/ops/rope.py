@@ -56,8 +56,8 @@ def rope_store_kv_ref(
         k = rmsnorm_ref(k, k_norm_weight, eps)
     if cos_sin_cache is not None:
         rows = cos_sin_cache[positions].unsqueeze(1)
-        q.copy_(_rotate(q, rows))
-        k = _rotate(k, rows)
+        q.copy_(rotate(q, rows))
+        k = rotate(k, rows)
     k_cache[out_cache_loc] = k
     if update_k:
         given_k.copy_(k)
@@ -71,7 +71,7 @@ rope_store_kv = Op(
 )
 
 
-def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     """x: [T, H, D]; cos_sin: [T, 1, rot]. Returns a new tensor of x's dtype."""
     half = cos_sin.shape[-1] // 2
     cos, sin = cos_sin.split(half, dim=-1)

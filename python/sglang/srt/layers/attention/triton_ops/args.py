@@ -46,9 +46,10 @@ class Pages(NamedTuple):
 
 class Lens(NamedTuple):
     """int64: new tokens of row r are qo_indptr[r] .. qo_indptr[r + 1], after
-    prefix_lens[r] elements of its KV."""
+    prefix_lens[r] elements of its KV. None, for latents alone: a row has one new token,
+    which `prefix_lens` counts."""
 
-    qo_indptr: Tensor
+    qo_indptr: Tensor | None
     prefix_lens: Tensor
 
 

@@ -40,6 +40,8 @@ _WORKSPACE_BYTES = 32 << 20
 # Partial results of a combine program: 32 registers of each of its threads.
 _COMBINE_WARPS = 4
 _COMBINE_ELEMENTS = 32 * 32 * _COMBINE_WARPS
+# Those of one query that these warps hold; of a latent there are more.
+_MAX_COMBINED = 4 * _COMBINE_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,7 @@ def split_combine_launch(*, q_heads: int, head_dim: int, splits: int) -> Launch:
             "BLOCK_S": block_s,
             "BLOCK_D": block_d,
         },
-        num_warps=_COMBINE_WARPS,
+        num_warps=_COMBINE_WARPS * max(block_s * block_d // _MAX_COMBINED, 1),
         num_stages=1,
     )
 

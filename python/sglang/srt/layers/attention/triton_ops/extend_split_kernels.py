@@ -226,13 +226,17 @@ def extend_combine_kernel(
     """out = average of a query's partial results, weighted by their softmax sums; a
     sink adds its weight to their sum.
 
-    Grid: blocks of BLOCK_P (token, query head) pairs. Partial results are loaded
-    without waiting for their sums, which say which of them count.
+    Grid: blocks of BLOCK_P (token, query head) pairs; without `qo_indptr` every row has
+    one token. Partial results are loaded without waiting for their sums, which say
+    which of them count.
     """
     pair = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     split = tl.arange(0, BLOCK_S)
     channel = tl.arange(0, BLOCK_D)
-    is_pair = pair < tl.load(qo_indptr + rows) * Q_HEADS
+    tokens = rows
+    if qo_indptr is not None:
+        tokens = tl.load(qo_indptr + rows)
+    is_pair = pair < tokens * Q_HEADS
     is_cell = is_pair[:, None] & (split < splits)[None, :]
     is_channel = channel < HEAD_DIM
     cell = pair[:, None] * splits + split[None, :]

@@ -1,0 +1,116 @@
+"""Attention over latents: one vector of a token is the key and value of all heads.
+
+The queries come multiplied with each head's key projection, and the results leave
+before its value projection (the absorbed form; DeepSeek-V2, 2024, section 2.1).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sglang.srt.layers.linear import LoadableParameter
+from sglang.srt.layers.module import Module
+from sglang.srt.layers.ops.head_linear import PackedHeads, head_linear, pack_heads
+from sglang.srt.layers.radix_attention import RadixAttention
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.latent_config import LatentConfig
+    from sglang.srt.distributed.partition import Part
+    from sglang.srt.layers.layernorm import RMSNorm
+
+
+class LatentAttention(RadixAttention):
+    """`RadixAttention` whose K is one head [latent | rotated key] and whose V is the
+    first `latent.rank` channels of K.
+
+    `qkv` is [T, (Hq + 1) * latent.width]: queries, of which the last `latent.rope_dim`
+    channels are not rotated yet, then K, neither normed nor rotated yet.
+
+    Args:
+        norm: of the latent.
+        others: as in `RadixAttention`.
+    """
+
+    is_latent = True
+
+    def __init__(
+        self,
+        *,
+        latent: LatentConfig,
+        num_heads: int,
+        layer_id: int,
+        scaling: float,
+        cos_sin_cache: Tensor,
+        norm: RMSNorm,
+    ) -> None:
+        super().__init__(
+            num_heads=num_heads,
+            num_kv_heads=1,
+            head_dim=latent.width,
+            layer_id=layer_id,
+            scaling=scaling,
+            cos_sin_cache=cos_sin_cache,
+            k_norm=norm,
+        )
+        self.v_head_dim = latent.rank
+        self.qkv_width = (num_heads + 1) * latent.width
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = qkv.view(qkv.shape[0], self.num_heads + 1, self.head_dim)
+        k = heads[:, self.num_heads :]
+        return heads[:, : self.num_heads], k, k[..., : self.v_head_dim]
+
+
+class LatentProjection(Module):
+    """A head's projections of the latent to keys and to values, `kv_b_proj`.
+
+    A rank has those of its heads. The checkpoint's matrix is cut in two once it is
+    loaded.
+
+    Args:
+        heads: this rank's part of the heads.
+    """
+
+    def __init__(self, latent: LatentConfig, heads: Part) -> None:
+        super().__init__()
+        outputs = heads.scaled(latent.nope_dim + latent.value_dim)
+        self.weight: LoadableParameter | None = LoadableParameter.create(
+            torch.empty(outputs.size, latent.rank), {None: outputs}
+        )
+        self._latent = latent
+        self._num_heads = heads.size
+        self._keys: Tensor | PackedHeads | None = None
+        self._values: Tensor | PackedHeads | None = None
+
+    def process_weights_after_loading(self) -> None:
+        """Cut keys from values; what is packed or copied of the matrix goes."""
+        assert self.weight is not None
+        heads = self.weight.data.view(self._num_heads, -1, self._latent.rank)
+        sizes = [self._latent.nope_dim, self._latent.value_dim]
+        keys, values = heads.split_with_sizes(sizes, dim=1)
+        self._keys = pack_heads(keys.transpose(1, 2))
+        self._values = pack_heads(values)
+        if isinstance(self._keys, PackedHeads):
+            self.weight = None
+
+    def absorb(self, queries: Tensor, *, out: Tensor) -> None:
+        """Queries [T, H, nope_dim] -> what meets the latent, [T, H, rank]."""
+        assert self._keys is not None
+        head_linear(queries, self._keys, out=out)
+
+    def values(self, attended: Tensor) -> Tensor:
+        """Averages of latents [T, H, rank] -> results of heads [T, H, value_dim]."""
+        assert self._values is not None
+        return head_linear(attended, self._values)
+
+
+def half_split_order(dim: int) -> Tensor:
+    """Channels of interleaved pairs in the order of the half-split rotation: 0, 2, ...,
+    1, 3, ...; int64 [dim].
+
+    Scores do not change when the channels of queries and keys are reordered alike.
+    """
+    return torch.cat((torch.arange(0, dim, 2), torch.arange(1, dim, 2)))
