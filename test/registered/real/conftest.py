@@ -24,3 +24,8 @@ def _folder(name: str) -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     return _folder("smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    return _folder("gemma3")
