@@ -116,6 +116,7 @@ LAYERED: dict[str, dict[str, Any]] = {
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     "gemma 3, defaults": GEMMA3,
     "gemma 2, defaults": {"model_type": "gemma2", "num_hidden_layers": 5},
+    "gpt-oss, defaults": {"model_type": "gpt_oss", "num_hidden_layers": 3},
     "gpt-oss": {"model_type": "gpt_oss", "num_hidden_layers": 3, "rope_scaling": YARN},
     "qwen2, window": {
         "model_type": "qwen2",

@@ -19,7 +19,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.tiny_models import write_tiny_model
 
-register_cpu_ci(est_time=10, suite="cpu")
+register_cpu_ci(est_time=15, suite="cpu")
 
 TOLERANCE = 2e-4
 WINDOW = 12

@@ -179,6 +179,12 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "sliding_window_pattern": 2,
         "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
     },
     "mistral": {"sliding_window": 4096},
     **dict.fromkeys(
