@@ -7,6 +7,16 @@ from torch import Tensor
 MAX_HEAD_DIM = 256
 
 
+def check_page_size(page_size: int) -> None:
+    """Raises:
+    ValueError: not a power of two.
+    """
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ValueError(
+            f"page_size={page_size}: the Triton kernels need a power of two"
+        )
+
+
 def check_inputs(
     q: Tensor,
     k_cache: Tensor,
@@ -23,10 +33,7 @@ def check_inputs(
     """
     _, q_heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
-    if page_size < 1 or page_size & (page_size - 1):
-        raise ValueError(
-            f"page_size={page_size}: the Triton kernels need a power of two"
-        )
+    check_page_size(page_size)
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(
             f"head_dim={head_dim}: the Triton kernels need a multiple of 8 up to "

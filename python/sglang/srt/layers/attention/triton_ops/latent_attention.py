@@ -22,6 +22,7 @@ from sglang.srt.layers.attention.triton_ops.args import (
     pages_args,
     tokens_args,
 )
+from sglang.srt.layers.attention.triton_ops.checks import check_page_size
 from sglang.srt.layers.attention.triton_ops.extend_split import (
     ExtendWorkspace,
     split_combine_launch,
@@ -54,11 +55,13 @@ class LatentShape(NamedTuple):
 
 class LatentTile(NamedTuple):
     """Tile of the kernel: block_m // heads tokens times `heads` query heads, block_n KV
-    elements, and the depth of the pipeline over these."""
+    elements, masked_n where some query must not attend some, and the depth of the
+    pipeline over the others."""
 
     heads: int
     block_m: int
     block_n: int
+    masked_n: int
     stages: int
 
 
@@ -95,6 +98,7 @@ def latent_launch(
                 heads=heads,
                 block_m=block_m,
                 block_n=16 if is_wide else 32,
+                masked_n=16,
                 stages=stages,
             ),
             "BLOCK_R": searched_rows(rows),
@@ -150,11 +154,11 @@ def latent_decode_attention(
     Raises:
         ValueError: shapes that do not fit, or a window, a cap or sinks.
     """
-    _check(q, k_cache, v_cache, out, page_size)
     _check_softmax(window, logit_cap, sinks)
     _attend(
         q,
         k_cache,
+        v_cache,
         page_table=page_table,
         row_index=row_index,
         lens=Lens(None, read_lens),
@@ -194,11 +198,11 @@ def latent_extend_attention(
     Raises:
         ValueError: as `latent_decode_attention`.
     """
-    _check(q, k_cache, v_cache, out, page_size)
     _check_softmax(window, logit_cap, sinks)
     _attend(
         q,
         k_cache,
+        v_cache,
         page_table=page_table,
         row_index=row_index,
         lens=Lens(qo_indptr, prefix_lens),
@@ -212,7 +216,8 @@ def latent_extend_attention(
 
 def _attend(
     q: Tensor,
-    cache: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     *,
     page_table: Tensor,
     row_index: Tensor | None,
@@ -223,6 +228,7 @@ def _attend(
     out: Tensor,
     workspace: ExtendWorkspace,
 ) -> None:
+    _check(q, k_cache, v_cache, out, page_size)
     tokens, q_heads, width = q.shape
     rows, rank = lens.prefix_lens.shape[0], out.shape[2]
     if tokens == 0 or rows == 0:
@@ -248,8 +254,8 @@ def _attend(
     latent_kernel[(programs, splits)](
         tokens_args(q),
         outputs,
-        cache,
-        cache.stride(0),
+        k_cache,
+        k_cache.stride(0),
         pages_args(page_table, row_index),
         lens,
         None if tree_mask is None else tree_mask.view(torch.uint8),
@@ -276,10 +282,7 @@ def _check(
         ValueError: naming the argument, its value and what is expected.
     """
     tokens, q_heads, width = q.shape
-    if page_size < 1 or page_size & (page_size - 1):
-        raise ValueError(
-            f"page_size={page_size}: the Triton kernels need a power of two"
-        )
+    check_page_size(page_size)
     is_view = v_cache.data_ptr() == k_cache.data_ptr()
     is_view &= v_cache.stride() == k_cache.stride() and v_cache.shape[2] < width
     if not is_view or k_cache.shape[1:] != (1, width) or k_cache.stride(2) != 1:

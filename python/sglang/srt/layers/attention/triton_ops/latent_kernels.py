@@ -94,9 +94,10 @@ def attend_latents(
     Latents that are not finite count as zero where they are masked, for a weight of
     zero would not silence them; who attends them becomes NaN.
     """
+    BLOCK_N: tl.constexpr = TILE.masked_n if HIDES else TILE.block_n
     acc, top, total = sums
-    for start in tl.range(begin, stop, TILE.block_n, num_stages=TILE.stages):
-        element = start + tl.arange(0, TILE.block_n)
+    for start in tl.range(begin, stop, BLOCK_N, num_stages=1 if HIDES else TILE.stages):
+        element = start + tl.arange(0, BLOCK_N)
         is_read = None
         if IS_MASKED:
             is_read = element < stop
@@ -112,14 +113,13 @@ def attend_latents(
             if HIDES:
                 attends = attends & is_attended(mask, element)
             score = tl.where(attends, score, float("-inf"))
-        weight, shrink, top, total = fold_masked_scores(score, top, total)
-        acc = acc * shrink[:, None]
         if HIDES:
             is_bad = is_not_finite(latent)
-            if tl.max(tl.max(is_bad.to(tl.int32), 1), 0) > 0:
-                touch = tl.dot(attends.to(latent.dtype), is_bad.to(latent.dtype))
-                acc = tl.where(touch > 0.0, float("nan"), acc)
-                latent = tl.where(is_bad, 0.0, latent.to(tl.float32)).to(latent.dtype)
+            is_bad_element = tl.max(is_bad.to(tl.int32), 1) > 0
+            score = tl.where(attends & is_bad_element[None, :], float("nan"), score)
+            latent = tl.where(is_bad, 0.0, latent.to(tl.float32)).to(latent.dtype)
+        weight, shrink, top, total = fold_masked_scores(score, top, total)
+        acc = acc * shrink[:, None]
         acc = tl.dot(weight.to(latent.dtype), latent, acc, input_precision="ieee")
     return Sums(acc, top, total)
 
