@@ -12,7 +12,7 @@ from sglang.srt.kv_canary.perturb.window_injectors import WINDOW_INJECTORS
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.heal_traffic import Healed, check_exact, run_healing
 from sglang.test.hole_traffic import Engine
-from sglang.test.scale import count
+from sglang.test.scale import count, is_full
 from sglang.test.spec_canary_traffic import write_mock_models
 
 register_cpu_ci(est_time=10, suite="cpu", full_time=200)
@@ -70,7 +70,7 @@ def test_faults_in_window_slots(models: dict[str, Path], name: str) -> None:
     check_all(name, models, group="swa")
 
 
-@pytest.mark.parametrize("name", sorted(INJECTORS))
+@pytest.mark.parametrize("name", sorted(INJECTORS)[:: 1 if is_full() else 4])
 def test_faults_in_full_slots(models: dict[str, Path], name: str) -> None:
     check_all(name, models, group="full")
 

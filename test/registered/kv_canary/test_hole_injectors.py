@@ -3,6 +3,7 @@ do send wrong tokens where nobody looks; without speculation."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.hole_injectors import HOLE_INJECTORS
 from sglang.test.hole_traffic import Engine, check_named, does_damage, stop_by
 from sglang.test.holes.site import Where
-from sglang.test.scale import count
+from sglang.test.scale import count, sampled
 from sglang.test.spec_canary_traffic import CONTEXT, VOCAB
 from sglang.test.tiny_models import write_mock_model
 
@@ -33,8 +34,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"model": model, "draft": folder}
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    sampled(itertools.product(NAMES, ENGINES), key=lambda case: case[0], ci=2),
+    ids=str,
+)
 def test_is_named_before_a_wrong_token_is_sent(
     models: dict[str, Path], name: str, engine: Engine
 ) -> None:

@@ -17,7 +17,7 @@ from canary_server import Server, greedy
 
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.scale import count
+from sglang.test.scale import count, is_full
 from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=10, suite="cpu")
@@ -175,6 +175,7 @@ class TestBaselineSwa(_BaselineBase):
         assert {report["stale_mappings"] for report in reports} == {0}
 
 
+@pytest.mark.skipif(not is_full(), reason="one page size of windows is enough in CI")
 class TestBaselineSwaPaged(TestBaselineSwa):
     """The same in pages of 16."""
 

@@ -9,7 +9,7 @@ import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_traffic import Expected, Traffic, check
-from sglang.test.scale import count
+from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=60, suite="cpu")
@@ -41,9 +41,18 @@ def folder(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["in-order", "overlap"])
 @pytest.mark.parametrize(
-    "configuration", CONFIGURATIONS, ids=lambda c: "-".join(map(str, c))
+    ("configuration", "overlap"),
+    sampled(
+        [
+            (c, (n + turn) % 2 == 1)
+            for n, c in enumerate(CONFIGURATIONS)
+            for turn in (0, 1)
+        ],
+        key=lambda case: case[0],
+        ci=1,
+    ),
+    ids=str,
 )
 def test_random_requests(folder, configuration, overlap):
     page_size, slots, chunk, policy, radix, backend = configuration

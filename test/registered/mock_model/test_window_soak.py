@@ -9,6 +9,7 @@ import random
 import pytest
 
 from sglang.srt.mem_cache.common import check_busy
+from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_traffic import Expected, Traffic, check
@@ -179,6 +180,31 @@ def test_without_window_slots_every_token_is_kept(tmp_path_factory, letters):
         answers |= harness.run(on_step=traffic.on_step)
     windows = windows_of(letters, 24)
     check(traffic.expected, answers, vocab_size=VOCAB, windows=windows)
+
+
+def test_a_ratio_that_leaves_too_few_window_slots_is_refused(tmp_path_factory):
+    with pytest.raises(ValueError) as caught:
+        EngineHarness(
+            folder_of(tmp_path_factory, "fs", 24),
+            max_total_tokens=1000,
+            swa_full_tokens_ratio=0.05,
+            chunked_prefill_size=64,
+            skip_tokenizer_init=True,
+        )
+    # 64 tokens of a prefill, the window, a page and 4 in flight, 16 until the next
+    # frees, two pages.
+    for words in (
+        "--swa-full-tokens-ratio 0.05 of 1000 KV slots leaves 50 window slots",
+        "a prefill of 64 tokens beside a window of 24 needs 111",
+        "--disable-hybrid-swa-memory",
+    ):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("ratio", [0.0, -1.0, 1.5])
+def test_a_ratio_is_a_share(ratio):
+    with pytest.raises(ValueError, match="--swa-full-tokens-ratio"):
+        ServerArgs(swa_full_tokens_ratio=ratio)
 
 
 if __name__ == "__main__":
