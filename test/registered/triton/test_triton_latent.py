@@ -153,7 +153,11 @@ def test_nan_reaches_those_who_attend_it_and_nobody_else() -> None:
 def test_needs_that_the_kernels_lack_are_refused() -> None:
     problem = latent_problem(SHAPES[0], [3], [1])
     lens = torch.tensor([4], device=DEVICE)
-    for option in ({"window": 3}, {"logit_cap": 1.0}, {"sinks": torch.zeros(4)}):
+    for option in (
+        {"window": 3},
+        {"logit_cap": 1.0},
+        {"sinks": torch.zeros(4, device=DEVICE)},
+    ):
         with pytest.raises(ValueError, match="has none of them"):
             problem.compare(
                 latent_decode_attention,

@@ -241,7 +241,7 @@ def extend_dense_kernel(
     lo, left, end = dense_bounds(prefix, first_token, last_token, window, TILE)
     begin = lo // TILE.masked_n * TILE.masked_n
     own = prefix + token
-    mask = Mask(own, own, lo, end, prefix, new_tokens, window, None, None)
+    mask = Mask(row, q_begin, own, own, lo, end, prefix, new_tokens, window, None, None)
 
     sums = empty_sums(TILE.block_m, SHAPE.block_d)
     if window is not None:

@@ -29,7 +29,7 @@ from sglang.srt.layers.attention.triton_ops.elements import (
     table_row_of,
     tokens_of,
 )
-from sglang.srt.layers.attention.triton_ops.masks import tile_mask
+from sglang.srt.layers.attention.triton_ops.masks import Mask, bounds_of, positions_of
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "window"])
@@ -93,19 +93,29 @@ def extend_kernel(
 
     table_row = table_row_of(pages, row)
     kv = kv_of(pool, pages, table_row, lane // HEAD_BLOCKS, channel, is_channel)
-    mask, left, right = tile_mask(
-        row,
-        token,
-        is_token,
+    own = prefix + token
+    position = positions_of(positions, q_begin, own, prefix, is_token)
+    lo, left, right, end = bounds_of(
+        prefix,
         first_token,
         last_token,
+        new_tokens,
+        window,
+        tree_mask is not None,
+        TILE.block_n,
+    )
+    mask = Mask(
+        row,
         q_begin,
+        own,
+        position,
+        lo,
+        end,
         prefix,
         new_tokens,
         window,
         tree_mask,
         positions,
-        TILE.block_n,
     )
 
     sums = empty_sums(TILE.block_m, SHAPE.block_d)

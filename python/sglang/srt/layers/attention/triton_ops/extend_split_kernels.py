@@ -30,7 +30,7 @@ from sglang.srt.layers.attention.triton_ops.elements import (
     table_row_of,
     tokens_of,
 )
-from sglang.srt.layers.attention.triton_ops.masks import tile_mask
+from sglang.srt.layers.attention.triton_ops.masks import Mask, bounds_of, positions_of
 
 
 @triton.jit
@@ -162,19 +162,29 @@ def extend_split_kernel(
     last_token = tl.minimum(first_token + TOKENS, new_tokens) - 1
     token = tokens_of(first_token, TILE)
     is_token = is_before(token, new_tokens, TILE)
-    mask, left, right = tile_mask(
-        row,
-        token,
-        is_token,
+    own = prefix + token
+    position = positions_of(positions, q_begin, own, prefix, is_token)
+    lo, left, right, end = bounds_of(
+        prefix,
         first_token,
         last_token,
+        new_tokens,
+        window,
+        tree_mask is not None,
+        TILE.block_n,
+    )
+    mask = Mask(
+        row,
         q_begin,
+        own,
+        position,
+        lo,
+        end,
         prefix,
         new_tokens,
         window,
         tree_mask,
         positions,
-        TILE.block_n,
     )
     first = mask.lo // TILE.block_n * TILE.block_n
     per_split = tl.cdiv(tl.cdiv(mask.end - first, TILE.block_n), splits) * TILE.block_n

@@ -134,8 +134,9 @@ def queries_of(
     TILE: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """(row, its first token, `Mask` of the tile, which queries exist, end of the whole
-    tiles of elements that all of these attend, whether any exists) of a tile number."""
+    """Which queries a tile number has: (row, its first token, their elements, which of
+    them exist, the row's prefix, its new tokens, end of the elements that one of them
+    attends, end of the whole tiles that all attend, whether any exists)."""
     TOKENS: tl.constexpr = TILE.block_m // TILE.heads
     if lens.qo_indptr is None:
         row, first_token = tile, 0
@@ -159,10 +160,8 @@ def queries_of(
     else:
         end = prefix + new_tokens
         full = prefix
-        tree_mask += row.to(tl.int64) * new_tokens * new_tokens
-    mask = Mask(own, own, prefix * 0, end, prefix, new_tokens, None, tree_mask, None)
     full = full // TILE.block_n * TILE.block_n
-    return row, q_begin, mask, is_token, full, is_any
+    return row, q_begin, own, is_token, prefix, new_tokens, end, full, is_any
 
 
 @triton.jit
@@ -249,11 +248,24 @@ def latent_kernel(
     lane = tl.program_id(0) % HEAD_BLOCKS
     tile = tl.program_id(0) // HEAD_BLOCKS
     split = tl.program_id(1)
-    row, q_begin, mask, is_token, full, is_any = queries_of(
+    row, q_begin, own, is_token, prefix, new_tokens, end, full, is_any = queries_of(
         lens, tree_mask, rows, tile, LATENT, TILE, BLOCK_R
     )
     if not is_any:
         return
+    mask = Mask(
+        row,
+        q_begin,
+        own,
+        own,
+        prefix * 0,
+        end,
+        prefix,
+        new_tokens,
+        None,
+        tree_mask,
+        None,
+    )
     per_split = tl.cdiv(tl.cdiv(mask.end, TILE.block_n), splits) * TILE.block_n
     begin = split * per_split
     head = heads_of(lane, TILE)

@@ -17,17 +17,24 @@ from sglang.srt.layers.attention.triton_ops.elements import page_at, slot_of
 class Mask(NamedTuple):
     """Which elements of a row the queries of a tile attend.
 
+    A kernel makes it itself: no device function returns a tuple with None in it (Triton
+    3.6 compiles none).
+
     Fields:
+        row, q_begin: the row, and the first of its new tokens among those of all rows.
         own: [queries], the element of each query's own token.
         position: [queries], the position of each query's own token.
         lo, end: elements that some query may attend; no other is read.
         prefix, new_tokens: elements before the new tokens, and how many these are.
         window: positions up to its own that a query attends; None: all.
-        tree: [new_tokens, new_tokens] bytes, which new tokens attend which; None: the
-            causal rule.
-        positions: pointer to those of the new tokens where there are a tree and a
-            window, else None: the position is the element.
+        tree: [rows, new_tokens, new_tokens] bytes, which new tokens attend which; None:
+            the causal rule.
+        positions: of the new tokens of all rows, where there are a tree and a window,
+            else None: the position is the element.
     """
+
+    row: tl.tensor
+    q_begin: tl.tensor
 
     own: tl.tensor
     position: tl.tensor
@@ -73,34 +80,13 @@ def bounds_of(
 
 
 @triton.jit
-def tile_mask(
-    row,
-    token,
-    is_token,
-    first_token,
-    last_token,
-    q_begin,
-    prefix,
-    new_tokens,
-    window,
-    tree,
-    positions,
-    BLOCK_N: tl.constexpr,
-):
-    """(`Mask` of a tile's queries, left, right), the last as of `bounds_of`; `tree`
-    and `positions` are of the launch, or None."""
-    lo, left, right, end = bounds_of(
-        prefix, first_token, last_token, new_tokens, window, tree is not None, BLOCK_N
-    )
-    own = prefix + token
+def positions_of(positions, q_begin, own, prefix, is_token):
+    """Positions of a tile's queries: [queries]; see `Mask`."""
     position = own
     if positions is not None:
-        positions += q_begin
-        position = tl.load(positions + token, mask=is_token, other=0).to(tl.int32)
-    if tree is not None:
-        tree += row.to(tl.int64) * new_tokens * new_tokens
-    mask = Mask(own, position, lo, end, prefix, new_tokens, window, tree, positions)
-    return mask, left, right
+        at = positions + q_begin + (own - prefix)
+        position = tl.load(at, mask=is_token, other=0).to(tl.int32)
+    return position
 
 
 @triton.jit
@@ -129,9 +115,10 @@ def is_attended(mask, element):
     """Whether a query attends an element: [queries, elements]."""
     if mask.tree is not None:
         branch = element - mask.prefix
+        tree = mask.tree + mask.row.to(tl.int64) * mask.new_tokens * mask.new_tokens
         tree_row = ((mask.own - mask.prefix) * mask.new_tokens)[:, None]
         in_tree = tl.load(
-            mask.tree + tree_row + branch[None, :],
+            tree + tree_row + branch[None, :],
             mask=((branch >= 0) & (element < mask.end))[None, :]
             & (mask.own < mask.end)[:, None],
             other=0,
@@ -139,7 +126,8 @@ def is_attended(mask, element):
         attends = (in_tree != 0) | (branch < 0)[None, :]
         if mask.window is not None:
             is_new = (branch >= 0) & (element < mask.end)
-            at = tl.load(mask.positions + branch, mask=is_new, other=0).to(tl.int32)
+            at = mask.positions + mask.q_begin + branch
+            at = tl.load(at, mask=is_new, other=0).to(tl.int32)
             at = tl.where(is_new, at, element)
             attends &= at[None, :] > mask.position[:, None] - mask.window
     else:
