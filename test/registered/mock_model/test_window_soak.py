@@ -7,16 +7,18 @@ import itertools
 import random
 
 import pytest
+import torch
 
 from sglang.srt.mem_cache.common import check_busy
 from sglang.srt.server_args import ServerArgs
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_traffic import Expected, Traffic, check
 from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=40, suite="cpu")
+register_cuda_ci(est_time=200, suite="cuda")
 
 VOCAB = 1000
 CONTEXT = 512
@@ -41,6 +43,7 @@ CONFIGURATIONS = [
 
 # Of these the whole counts are 2,000 requests, in the order that a GPU has.
 LONG = (0, 3, 5, 8)
+ON_GPU = torch.cuda.is_available()
 
 
 def layer_types(letters: str) -> list[str]:
@@ -82,7 +85,7 @@ def watch(harness: EngineHarness) -> list[int]:
     sampled(
         itertools.product(CONFIGURATIONS, (True, False)),
         key=lambda variant: CONFIGURATIONS.index(variant[0]),
-        ci=1,
+        ci=2 if ON_GPU else 1,
     ),
     ids=lambda value: (
         str(value) if isinstance(value, bool) else "-".join(map(str, value))
@@ -95,13 +98,14 @@ def test_random_requests(tmp_path_factory, configuration, overlap):
     harness = EngineHarness(
         folder_of(tmp_path_factory, letters, window),
         overlap=overlap,
+        disable_overlap_schedule=not overlap,
         page_size=page_size,
         max_total_tokens=slots,
         swa_full_tokens_ratio=ratio,
         chunked_prefill_size=chunk,
         schedule_policy=policy,
         disable_radix_cache=not radix,
-        attention_backend=backend,
+        attention_backend=None if ON_GPU else backend,
         max_running_requests=24,
         schedule_conservativeness=0.3,
         skip_tokenizer_init=True,
@@ -109,7 +113,9 @@ def test_random_requests(tmp_path_factory, configuration, overlap):
     )
     left_windows = watch(harness)
     seed = CONFIGURATIONS.index(configuration)
-    total = count(ci=10, full=2000 if overlap and seed in LONG else 100)
+    total = count(
+        ci=200 if ON_GPU else 10, full=2000 if overlap and seed in LONG else 100
+    )
     traffic = Traffic(harness, random.Random(seed), total)
     scheduler = harness.scheduler
     answers = {}
@@ -130,6 +136,7 @@ def test_random_requests(tmp_path_factory, configuration, overlap):
         windows=windows_of(letters, window),
     )
     assert sum(left_windows) > 0, "no token left a window: the test is vacuous"
+    assert (replays(scheduler) > 0) == ON_GPU
     if radix:
         assert scheduler.stats_snapshot().cached_tokens_total > 0
         scheduler.cache.check()
@@ -137,6 +144,11 @@ def test_random_requests(tmp_path_factory, configuration, overlap):
     allocator = scheduler.cache.allocator
     assert allocator.available_size() == slots
     assert allocator.swa.available_size() == allocator.swa.size
+
+
+def replays(scheduler) -> int:
+    runner = scheduler.worker.model_runner.graph_runner
+    return 0 if runner is None else runner.num_replays
 
 
 def live_requests(scheduler):
@@ -149,6 +161,7 @@ def test_retraction_is_exercised_and_harmless(tmp_path_factory, overlap):
     harness = EngineHarness(
         folder_of(tmp_path_factory, "fs", 60),
         overlap=overlap,
+        disable_overlap_schedule=not overlap,
         max_total_tokens=3000,
         swa_full_tokens_ratio=0.15,
         chunked_prefill_size=64,
