@@ -1,0 +1,110 @@
+"""Least bytes of a decode step and least flops of a prefill, of any model served here.
+
+Weights are counted from the loaded model, of its experts those that the tokens choose;
+a sliding layer reads and multiplies no more than its window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.moe.experts import Experts
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
+
+@dataclass(kw_only=True)
+class ChosenExperts:
+    """Distinct experts of each call of a layer's experts, while counted."""
+
+    counts: list[int] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float:
+        return sum(self.counts) / len(self.counts) if self.counts else 0.0
+
+
+@contextmanager
+def counting_experts() -> Iterator[ChosenExperts]:
+    """Count the experts of every forward that is launched here, not in a graph."""
+    chosen, forward = ChosenExperts(), Experts.forward
+
+    def counted(self: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        chosen.counts.append(len(ids.unique()))
+        return forward(self, x, weights, ids)
+
+    Experts.forward = counted  # type: ignore[method-assign]
+    try:
+        yield chosen
+    finally:
+        Experts.forward = forward  # type: ignore[method-assign]
+
+
+class ModelFloors:
+    """What the forwards of a loaded model cannot do without.
+
+    Attributes:
+        slot_bytes: of KV of one token in the layers that attend everything;
+            window_bytes: in the sliding ones.
+    """
+
+    def __init__(self, model: nn.Module, config: ModelConfig) -> None:
+        self._config = config
+        experts = [m for m in model.modules() if isinstance(m, Experts)]
+        of_experts = {id(p) for module in experts for p in module.parameters()}
+        tied = config.tie_word_embeddings
+        plain = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in of_experts and (tied or name != _EMBEDDING)
+        }
+        self._plain_bytes = sum(p.nbytes for p in plain.values())
+        self._expert_bytes = sum(module.bytes_of_one for module in experts)
+        is_head = {_HEAD, _EMBEDDING}
+        self._weights = sum(
+            p.numel() for n, p in plain.items() if p.dim() == 2 and n not in is_head
+        )
+        itemsize = next(model.parameters()).itemsize
+        if config.moe is not None:
+            self._weights += config.moe.top_k * self._expert_bytes // itemsize
+        halves = 1 if config.latent is not None else 2
+        of_layer = halves * config.num_kv_heads * config.head_dim * itemsize
+        self._windows = [config.window_of(i) for i in range(config.num_layers)]
+        full = self._windows.count(None)
+        self.slot_bytes = full * of_layer
+        self.window_bytes = (config.num_layers - full) * of_layer
+
+    def decode_bytes(self, *, rows: int, context: float, experts: float) -> float:
+        """Bytes that a decode step reads; `experts`: that a layer's tokens choose."""
+        window = min(context, self._config.sliding_window or 0)
+        kv = context * self.slot_bytes + window * self.window_bytes
+        return self._plain_bytes + experts * self._expert_bytes + rows * kv
+
+    def prefill_flops(self, length: int) -> float:
+        """Flops of one prompt: all tokens' products, attention, one token's head."""
+        config = self._config
+        channels = 2 * config.head_dim
+        if config.latent is not None:
+            # Multiplied out, as a prompt may be: fewer flops than the absorbed form.
+            channels = config.latent.query_dim + config.latent.value_dim
+        pairs = sum(attended_pairs(length, window) for window in self._windows)
+        attention = 2.0 * config.num_heads * channels * pairs
+        head = 2.0 * config.hidden_size * config.vocab_size
+        return 2.0 * self._weights * length + attention + head
+
+    def kv_share(self, *, tokens: int, window_slots: int) -> float:
+        """KV bytes in use over those of a pool whose layers keep every token."""
+        used = tokens * self.slot_bytes + window_slots * self.window_bytes
+        return used / (tokens * (self.slot_bytes + self.window_bytes))
+
+
+def attended_pairs(length: int, window: int | None) -> int:
+    """Pairs of a query and a key that it attends, of one prompt."""
+    short = length if window is None else min(length, window)
+    return short * (short + 1) // 2 + (length - short) * short
