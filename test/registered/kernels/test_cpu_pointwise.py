@@ -63,6 +63,17 @@ def test_fused_add_rmsnorm(dtype: torch.dtype, width: int) -> None:
         assert_close(x, x_ref)
 
 
+def test_norm_add_rmsnorm_is_its_two_parts() -> None:
+    x, residual = torch.randn(2, 3, 100)
+    inner, weight = torch.rand(2, 100)
+    normed = norm.rmsnorm_ref(x, inner, 1e-5)
+    expected_residual = residual + normed
+    expected = norm.rmsnorm_ref(expected_residual, weight, 1e-5)
+    norm.norm_add_rmsnorm(x, residual, inner, weight, 1e-5)
+    assert_close(residual, expected_residual)
+    assert_close(x, expected)
+
+
 def test_a_norm_row_does_not_depend_on_the_batch() -> None:
     x = torch.randn(300, 320)
     weight = torch.rand(320)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sglang.srt.layers.linear import LoadableParameter
 from sglang.srt.layers.module import Module
-from sglang.srt.layers.ops.norm import fused_add_rmsnorm, rmsnorm
+from sglang.srt.layers.ops.norm import fused_add_rmsnorm, norm_add_rmsnorm, rmsnorm
 
 
 class RMSNorm(Module):
@@ -29,12 +29,20 @@ class RMSNorm(Module):
         """[..., size] -> `out`, which may be `x`; None: a new tensor of its shape."""
         return rmsnorm(x, self.weight, self.eps, out=out)
 
-    def add_and_norm(self, x: Tensor | None, residual: Tensor) -> Tensor:
+    def add_and_norm(
+        self, x: Tensor | None, residual: Tensor, inner: RMSNorm | None = None
+    ) -> Tensor:
         """residual += x, in place; returns norm(residual), in the memory of `x`.
 
-        `x` None: it was added already, and the result is a new tensor.
+        Args:
+            x: None: it was added already, and the result is a new tensor.
+            inner: norm of `x` before it is added, with the same `eps`; None: none.
         """
         if x is None:
             return rmsnorm(residual, self.weight, self.eps)
-        fused_add_rmsnorm(x, residual, self.weight, self.eps)
+        if inner is None:
+            fused_add_rmsnorm(x, residual, self.weight, self.eps)
+        else:
+            assert inner.eps == self.eps
+            norm_add_rmsnorm(x, residual, inner.weight, self.weight, self.eps)
         return x

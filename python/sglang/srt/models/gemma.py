@@ -19,6 +19,7 @@ from sglang.srt.models.llama import (
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -47,20 +48,29 @@ class SandwichLayer(Module):
         self.pre_feedforward_layernorm = traits.norm(config.hidden_size, config)
         self.post_feedforward_layernorm = traits.norm(config.hidden_size, config)
 
+    @property
+    def closing_norm(self) -> RMSNorm:
+        """As `DecoderLayer.closing_norm`."""
+        return self.post_feedforward_layernorm
+
     def forward(
-        self, x: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        forward_batch: ForwardBatch,
+        closing: RMSNorm | None,
     ) -> tuple[Tensor, Tensor]:
         """As `DecoderLayer.forward`; `x` is never None."""
         if residual is None:
             residual, x = x, self.input_layernorm(x)
         else:
-            x = self.input_layernorm.add_and_norm(x, residual)
+            x = self.input_layernorm.add_and_norm(x, residual, closing)
         # The products are normalised before they are added to the stream.
         out = self.self_attn(x, None, forward_batch)
-        out = self.post_attention_layernorm(out, out=out)
-        x = self.pre_feedforward_layernorm.add_and_norm(out, residual)
-        out = self.mlp(x, None)
-        return self.post_feedforward_layernorm(out, out=out), residual
+        x = self.pre_feedforward_layernorm.add_and_norm(
+            out, residual, self.post_attention_layernorm
+        )
+        return self.mlp(x, None), residual
 
 
 GEMMA2 = DecoderTraits(norm_offset=1.0, scales_embedding=True, layer=SandwichLayer)

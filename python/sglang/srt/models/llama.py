@@ -204,18 +204,29 @@ class DecoderLayer(DecoderBlock):
         super().__init__(config, traits, layer_id=layer_id, cos_sin_cache=cos_sin_cache)
         self.input_layernorm = traits.norm(config.hidden_size, config)
 
+    @property
+    def closing_norm(self) -> RMSNorm | None:
+        """Norm of what `forward` returns before it is added to the stream; None: it is
+        added as it is."""
+        return None
+
     def forward(
-        self, x: Tensor | None, residual: Tensor | None, forward_batch: ForwardBatch
+        self,
+        x: Tensor | None,
+        residual: Tensor | None,
+        forward_batch: ForwardBatch,
+        closing: RMSNorm | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """Return (x, residual) [T, H], whose sum is the stream after this layer.
 
         `x` None: `residual` is the stream. `residual` None: `x` is, in the first layer.
+        `closing` is the `closing_norm` of the layer before, if any.
         """
         if residual is None:
             assert x is not None
             residual, x = x, self.input_layernorm(x)
         else:
-            x = self.input_layernorm.add_and_norm(x, residual)
+            x = self.input_layernorm.add_and_norm(x, residual, closing)
         return self.run(x, residual, forward_batch)
 
 
@@ -242,10 +253,14 @@ class DecoderModel(Module):
             scale=config.hidden_size**0.5 if traits.scales_embedding else 1.0,
         )
         make_layer = traits.layer or DecoderLayer
-        self.layers = nn.ModuleList(
+        layers: list[Any] = [
             make_layer(config, traits, layer_id=i, cos_sin_cache=rotary[layer_type])
             for i, layer_type in enumerate(config.layer_types)
-        )
+        ]
+        self.layers = nn.ModuleList(layers)
+        # Of what a layer is handed; the last is of what the final norm is.
+        self._closing: list[RMSNorm | None] = [None]
+        self._closing += [layer.closing_norm for layer in layers]
         self.norm = traits.norm(config.hidden_size, config)
         self.layers_to_capture: frozenset[int] = frozenset()
 
@@ -267,22 +282,26 @@ class DecoderModel(Module):
         residual: Tensor | None = None
         aux: list[Tensor] = []
         for i, layer in enumerate(self.layers):
+            closing = self._closing[i]
             if i in self.layers_to_capture:
-                aux.append(_stream(pending, residual))
-            pending, residual = layer(pending, residual, forward_batch)
+                aux.append(_stream(pending, residual, closing))
+            pending, residual = layer(pending, residual, forward_batch, closing)
         assert residual is not None
+        closing = self._closing[-1]
         if len(self.layers) in self.layers_to_capture:
-            aux.append(_stream(pending, residual))
-        return self.norm.add_and_norm(pending, residual), aux
+            aux.append(_stream(pending, residual, closing))
+        return self.norm.add_and_norm(pending, residual, closing), aux
 
 
-def _stream(pending: Tensor | None, residual: Tensor | None) -> Tensor:
+def _stream(
+    pending: Tensor | None, residual: Tensor | None, closing: RMSNorm | None
+) -> Tensor:
     """Return a copy of the stream that a layer is about to read."""
     if residual is None or pending is None:
         whole = pending if residual is None else residual
         assert whole is not None
         return whole.clone()
-    return pending + residual
+    return (pending if closing is None else closing(pending)) + residual
 
 
 class LoadableModel(StackedModel):

@@ -61,3 +61,24 @@ fused_add_rmsnorm = Op(
     native="sglang_kernels.ops:fused_add_rmsnorm",
     triton=_TRITON + "fused_add_rmsnorm",
 )
+
+
+def norm_add_rmsnorm_ref(
+    x: Tensor, residual: Tensor, inner: Tensor, weight: Tensor, eps: float
+) -> None:
+    """residual += rmsnorm(x) * inner; x = rmsnorm(residual) * weight; both in place.
+
+    As `rmsnorm` and then `fused_add_rmsnorm`, rounded where they round.
+
+    Args:
+        x, residual: [..., H] of one dtype, contiguous, not overlapping.
+        inner, weight: [H], the same dtype.
+        eps: added to both mean squares.
+    """
+    rmsnorm(x, inner, eps, out=x)
+    fused_add_rmsnorm(x, residual, weight, eps)
+
+
+norm_add_rmsnorm = Op(
+    reference=norm_add_rmsnorm_ref, triton=_TRITON + "norm_add_rmsnorm"
+)

@@ -20,6 +20,13 @@ from sglang.srt.utils.triton_launch import (
 
 
 @triton.jit
+def _normed(value, scale, eps, WIDTH: tl.constexpr):
+    """A row, float32, zeros beyond WIDTH."""
+    inverse = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    return value * inverse * scale
+
+
+@triton.jit
 def rmsnorm_kernel(
     x,
     weight,
@@ -40,8 +47,7 @@ def rmsnorm_kernel(
     wait_for_inputs(PDL)
     start = x + (row // INNER) * outer_stride + (row % INNER) * inner_stride
     value = tl.load(start + channel, mask=mask, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
-    result = value * inverse * scale
+    result = _normed(value, scale, eps, WIDTH)
     tl.store(out + row * WIDTH + channel, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -49,27 +55,32 @@ def rmsnorm_kernel(
 def fused_add_rmsnorm_kernel(
     x,
     residual,
+    inner,
     weight,
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """`fused_add_rmsnorm`, or with `inner` `norm_add_rmsnorm`."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     mask = channel < WIDTH
     let_next_start(PDL)
     scale = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
+    if inner is not None:
+        inner_scale = tl.load(inner + channel, mask=mask, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     x_row = x + row * WIDTH + channel
     residual_row = residual + row * WIDTH + channel
     added = tl.load(x_row, mask=mask, other=0.0).to(tl.float32)
-    added += tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
-    stored = added.to(residual.dtype.element_ty)
+    before = tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
+    if inner is not None:
+        added = _normed(added, inner_scale, eps, WIDTH)
+        added = added.to(x.dtype.element_ty).to(tl.float32)
+    stored = (added + before).to(residual.dtype.element_ty)
     tl.store(residual_row, stored, mask=mask)
-    value = stored.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
-    result = value * inverse * scale
+    result = _normed(stored.to(tl.float32), scale, eps, WIDTH)
     tl.store(x_row, result.to(x.dtype.element_ty), mask=mask)
 
 
@@ -107,6 +118,19 @@ def rmsnorm(
 
 def fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
     """`ops.norm.fused_add_rmsnorm`; x and residual contiguous."""
+    _add_and_norm(x, residual, None, weight, eps)
+
+
+def norm_add_rmsnorm(
+    x: Tensor, residual: Tensor, inner: Tensor, weight: Tensor, eps: float
+) -> None:
+    """`ops.norm.norm_add_rmsnorm`; x and residual contiguous."""
+    _add_and_norm(x, residual, inner, weight, eps)
+
+
+def _add_and_norm(
+    x: Tensor, residual: Tensor, inner: Tensor | None, weight: Tensor, eps: float
+) -> None:
     width = x.shape[-1]
     if x.numel() == 0:
         return
@@ -114,6 +138,7 @@ def fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     fused_add_rmsnorm_kernel[(x.numel() // width,)](
         x,
         residual,
+        inner,
         weight,
         eps,
         WIDTH=width,
