@@ -199,7 +199,7 @@ def sampling_rows(table: Table, rows: int, dtype: torch.dtype) -> None:
 def ours(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
     """Multiply as the engine does: the table's kernel, or cuBLAS."""
     if gated:
-        return linear_ops.linear_silu_and_mul(x, weight)
+        return linear_ops.linear_gated(x, weight, "silu")
     return linear_ops.linear(x, weight)
 
 

@@ -19,7 +19,7 @@ import torch
 from cuda_timing import bandwidths, copies_for, graph_us, weights
 from torch.nn import functional
 
-from sglang.srt.layers.triton_ops.gemm import gemm, gemm_silu_and_mul
+from sglang.srt.layers.triton_ops.gemm import gemm, gemm_gated
 from sglang.srt.layers.triton_ops.gemm_table import MAX_ROWS, GemmConfig
 
 # name -> N, K, gated
@@ -126,7 +126,7 @@ def tall_configurations() -> list[GemmConfig]:
 
 def run(config: GemmConfig, x: Any, weight: Any, gated: bool, out: Any = None) -> Any:
     if gated:
-        return gemm_silu_and_mul(x, weight, config=config, out=out)
+        return gemm_gated(x, weight, "silu", config=config, out=out)
     return gemm(x, weight, config=config, out=out)
 
 

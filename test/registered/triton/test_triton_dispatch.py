@@ -23,16 +23,32 @@ def test_cpu_tensors_never_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None
     assert norm.rmsnorm(x, torch.ones(8), 1e-6).shape == x.shape
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-def test_linear_silu_and_mul_is_its_two_parts(rows: int) -> None:
+@pytest.mark.parametrize("rows", [1, 16, 100])
+@pytest.mark.parametrize("name", activation.GATED)
+def test_linear_gated_is_its_two_parts(name: str, rows: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     x = torch.randn(rows, 4096, device=device).to(dtype)
     weight = (torch.randn(512, 4096, device=device) / 64).to(dtype)
-    expected = activation.silu_and_mul_ref(linear.linear_ref(x, weight))
-    actual = linear.linear_silu_and_mul(x, weight)
+    expected = activation.GATED[name](linear.linear_ref(x, weight))
+    actual = linear.linear_gated(x, weight, name)
     tolerance = 3e-2 if device == "cuda" else 1e-4
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 70, 1100])
+def test_linear_add_changes_the_residual_in_place(rows: int) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x = torch.randn(rows, 1408, device=device).to(dtype)
+    weight = (torch.randn(1024, 1408, device=device) / 32).to(dtype)
+    residual = torch.randn(rows, 1024, device=device).to(dtype)
+    expected = residual.double() + x.double() @ weight.double().t()
+    assert linear.linear_add(x, weight, residual) is residual
+    tolerance = 6e-2 if device == "cuda" else 1e-4
+    torch.testing.assert_close(
+        residual.double(), expected, rtol=tolerance, atol=tolerance
+    )
 
 
 @needs_cuda

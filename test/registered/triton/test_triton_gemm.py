@@ -6,12 +6,15 @@ products wrongly.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
+from sglang.srt.layers.ops.activation import GATED
 from sglang.srt.layers.triton_ops import gemm, gemm_table
 from sglang.srt.layers.triton_ops.gemm_table import GemmConfig
 from sglang.srt.utils import triton_launch
@@ -81,9 +84,9 @@ def test_epilogues(dtype: torch.dtype, config: GemmConfig) -> None:
     assert out is residual
     assert relative_error(out, expected) < TOLERANCE[dtype]
     both = x.float() @ weight.float().t()
-    gated = torch.nn.functional.silu(both[:, :36]) * both[:, 36:]
-    actual = gemm.gemm_silu_and_mul(x, weight, config=config)
-    assert relative_error(actual, gated) < TOLERANCE[dtype]
+    for name, activation in GATED.items():
+        actual = gemm.gemm_gated(x, weight, name, config=config)
+        assert relative_error(actual, activation(both)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -95,15 +98,16 @@ def test_tall_tile(dtype: torch.dtype, rows: int) -> None:
         served = gemm_table.lookup(rows=rows, n=28672, k=4096, gated=True)
         shapes += [(14336, 4096, served)] if rows > gemm_table.MAX_ROWS else []
         shapes += [(3072, 1024, TALL)]
-    for outputs, k, config in shapes:
+    turns = itertools.cycle(GATED.items())
+    for (outputs, k, config), (name, activation) in zip(shapes, turns, strict=False):
         x, weight = problem(rows, 2 * outputs, k, dtype)
         both = x.float() @ weight.float().t()
-        expected = torch.nn.functional.silu(both[:, :outputs]) * both[:, outputs:]
+        expected = activation(both)
         wide = torch.cat((x, x), dim=1)
         for given in (x, wide[:, :k], wide[:, k:], x.view(1, rows, k)):
             canvas = torch.full((rows + 1, outputs), 7.0, dtype=dtype, device=DEVICE)
             out = canvas[:rows].view(*given.shape[:-1], outputs)
-            assert gemm.gemm_silu_and_mul(given, weight, config=config, out=out) is out
+            assert gemm.gemm_gated(given, weight, name, config=config, out=out) is out
             assert relative_error(out.view(rows, -1), expected) < TOLERANCE[dtype]
             assert bool((canvas[rows] == 7).all())
 
@@ -135,11 +139,11 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="must be equal"):
         gemm.gemm(x[:2, :64], weight, config=SPLITS[0])
     with pytest.raises(ValueError, match="129 rows"):
-        gemm.gemm_silu_and_mul(x[:1].expand(129, -1), weight, config=TALL)
+        gemm.gemm_gated(x[:1].expand(129, -1), weight, "silu", config=TALL)
     with pytest.raises(ValueError, match="gated products alone"):
         gemm.gemm(x, weight, config=TALL)
     with pytest.raises(ValueError, match="2 \\* I"):
-        gemm.gemm_silu_and_mul(x[:2], weight[:69], config=SPLITS[0])
+        gemm.gemm_gated(x[:2], weight[:69], "silu", config=SPLITS[0])
 
 
 def test_choice_leaves_the_rest_to_cublas() -> None:

@@ -19,8 +19,9 @@ from sglang.srt.layers.ops.activation import GATED
 from sglang.srt.layers.ops.linear import (
     PackedWeight,
     linear,
+    linear_add,
+    linear_gated,
     linear_into,
-    linear_silu_and_mul,
     pack_weight,
 )
 
@@ -191,6 +192,10 @@ class RowParallelLinear(Linear):
         bias = self.bias if self._adds_bias else None
         return linear(x, self._any_weight(), bias, out=out)
 
+    def add_partial(self, x: Tensor, total: Tensor) -> Tensor:
+        """total [T, output_size] += this rank's product without a bias, in place."""
+        return linear_add(x, self._any_weight(), total)
+
     def forward_into(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
         """Add the product to `residual` [T, output_size] where it costs nothing extra.
 
@@ -251,8 +256,8 @@ class GateUpLinear(ColumnParallelLinear):
 
     def forward_gated(self, x: Tensor, activation: str) -> Tensor:
         """activation(gate(x)) * up(x), for an activation of `GATED`."""
-        if activation == "silu" and self.bias is None:
-            return linear_silu_and_mul(x, self._any_weight())
+        if self.bias is None:
+            return linear_gated(x, self._any_weight(), activation)
         return GATED[activation](self.forward(x))
 
 

@@ -39,8 +39,14 @@ class SharedExpert(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H], to be summed over the ranks."""
-        inner = self.gate_up_proj.forward_silu_and_mul(x)
-        return self.down_proj.forward_partial(inner)
+        return self.down_proj.forward_partial(self._inner(x))
+
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        """total [T, H] += the result for `x`, in place."""
+        return self.down_proj.add_partial(self._inner(x), total)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.gate_up_proj.forward_silu_and_mul(x)
 
 
 class MoeFeedForward(Module):
@@ -78,12 +84,12 @@ class MoeFeedForward(Module):
     def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
         """[T, H] -> [T, H], the same on all ranks, still to be added to `residual`."""
         out: Tensor = self.experts(x, *self.gate(x))
-        if self.shared_expert is not None:
-            shared: Tensor = self.shared_expert(x)
-            if self.shared_expert_gate is None:
-                out += shared
-            else:
-                out.addcmul_(torch.sigmoid(self.shared_expert_gate(x)), shared)
+        if self.shared_expert_gate is not None:
+            assert self.shared_expert is not None
+            share = torch.sigmoid(self.shared_expert_gate(x))
+            out.addcmul_(share, self.shared_expert(x))
+        elif self.shared_expert is not None:
+            self.shared_expert.add_to(out, x)
         return self._group.all_reduce(out)
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kv_canary.op import native_available
-from sglang.srt.layers.ops.activation import silu_and_mul
+from sglang.srt.layers.ops.activation import GATED
 from sglang.srt.utils.dispatch import Op
 
 _TRITON = "sglang.srt.layers.triton_ops.gemm:"
@@ -166,10 +166,37 @@ def linear_into(
     return linear(x, weight, bias)
 
 
-def linear_silu_and_mul_ref(
-    x: Tensor, weight: Tensor | PackedWeight, *, out: Tensor | None = None
+def linear_add_ref(
+    x: Tensor, weight: Tensor | PackedWeight, residual: Tensor
 ) -> Tensor:
-    """out = silu(x @ gate.T) * (x @ up.T), where `weight` is [gate | up] rows.
+    """residual += x @ weight.T, in place.
+
+    One launch on CUDA where `linear` would use the weight-streaming kernels, which
+    round the product before they add, and where cuBLAS adds, which does not.
+
+    Args:
+        x: [T, K]; float32, bfloat16 or float16.
+        weight: [N, K] of the dtype of `x`, or packed.
+        residual: [T, N] of the dtype of `x`, contiguous.
+
+    Returns:
+        `residual`.
+    """
+    pending = linear_into(x, weight, None, residual)
+    return residual if pending is None else residual.add_(pending)
+
+
+linear_add = Op(reference=linear_add_ref, triton=_TRITON + "linear_add")
+
+
+def linear_gated_ref(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    activation: str,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """out = activation(x @ gate.T) * (x @ up.T), where `weight` is [gate | up] rows.
 
     One launch on CUDA where `linear` would use the weight-streaming kernels too; two
     ops everywhere else.
@@ -177,14 +204,13 @@ def linear_silu_and_mul_ref(
     Args:
         x: [T, K]; float32, bfloat16 or float16.
         weight: [2 * I, K] of the dtype of `x`, or packed.
+        activation: of `GATED`.
         out: [T, I] of the dtype of `x`, contiguous. Allocated if None.
 
     Returns:
-        `out`; equal to `silu_and_mul(linear(x, weight))` but for rounding.
+        `out`; equal to the activation of `linear(x, weight)` but for rounding.
     """
-    return silu_and_mul(linear(x, weight), out=out)
+    return GATED[activation](linear(x, weight), out=out)
 
 
-linear_silu_and_mul = Op(
-    reference=linear_silu_and_mul_ref, triton=_TRITON + "linear_silu_and_mul"
-)
+linear_gated = Op(reference=linear_gated_ref, triton=_TRITON + "linear_gated")

@@ -1,4 +1,4 @@
-"""Triton kernel of the gated activations; `layers/ops/activation.py` describes it."""
+"""Triton kernel of the gated activations; `layers/ops/activation.py` describes them."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -15,6 +15,18 @@ from sglang.srt.utils.triton_launch import (
 )
 
 BLOCK = 1024
+IS_GELU = {"silu": False, "gelu_pytorch_tanh": True}
+"""By the name of the activation, as `ops.activation.GATED`."""
+
+
+@triton.jit
+def activated(gate, up, GELU: tl.constexpr):
+    """silu(gate) * up, or gelu(gate) * up; float32."""
+    slope = gate
+    if GELU:
+        # (1 + tanh(u)) / 2 = sigmoid(2 u); the factor is 2 sqrt(2 / pi).
+        slope = gate * (1.0 + 0.044715 * gate * gate) * 1.5957691216057308
+    return gate / (1.0 + tl.exp(-slope)) * up
 
 
 @triton.jit
@@ -35,11 +47,7 @@ def gated_kernel(
     start = x + row * x_stride + channel
     gate = tl.load(start, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(start + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    slope = gate
-    if GELU:
-        # (1 + tanh(u)) / 2 = sigmoid(2 u); the factor is 2 sqrt(2 / pi).
-        slope = gate * (1.0 + 0.044715 * gate * gate) * 1.5957691216057308
-    result = gate / (1.0 + tl.exp(-slope)) * up
+    result = activated(gate, up, GELU)
     tl.store(out + row * WIDTH + channel, result.to(out.dtype.element_ty), mask=mask)
 
 

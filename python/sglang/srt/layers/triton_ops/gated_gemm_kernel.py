@@ -1,4 +1,4 @@
-"""Triton kernel of silu(x @ gate.T) * (x @ up.T) for the rows of one tall tile.
+"""Triton kernel of activation(x @ gate.T) * (x @ up.T) for one tall tile of rows.
 
 With 65 to 128 rows x is as large as the weights that a program reads, and half of what
 the weight-streaming kernels fetch would be x again and again. Here one program keeps
@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.activation import activated
 from sglang.srt.layers.triton_ops.gemm_kernels import LINE, prefetch
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
@@ -31,6 +32,7 @@ def gated_gemm_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Outputs [tile * BLOCK_N, + BLOCK_N) of up to BLOCK_M rows.
@@ -62,7 +64,7 @@ def gated_gemm_kernel(
     # The activation sees the product as it would be stored.
     gate_value = gate_sum.to(out.dtype.element_ty).to(tl.float32)
     up_value = up_sum.to(out.dtype.element_ty).to(tl.float32)
-    result = gate_value / (1.0 + tl.exp(-gate_value)) * up_value
+    result = activated(gate_value, up_value, GELU)
     m = tl.arange(0, BLOCK_M)[:, None]
     n = gate_row + tl.arange(0, BLOCK_N)[None, :]
     tl.store(

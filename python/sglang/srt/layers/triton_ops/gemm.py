@@ -15,9 +15,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sglang.srt.layers.ops.linear import (
     PackedWeight,
+    linear_add_ref,
+    linear_gated_ref,
     linear_ref,
-    linear_silu_and_mul_ref,
 )
+from sglang.srt.layers.triton_ops.activation import IS_GELU
 from sglang.srt.layers.triton_ops.gated_gemm_kernel import gated_gemm_kernel
 from sglang.srt.layers.triton_ops.gemm_kernels import Product, gemm_kernel, gemv_kernel
 from sglang.srt.layers.triton_ops.gemm_table import (
@@ -69,15 +71,28 @@ def linear(
     return linear_ref(x, weight, bias, out=out)
 
 
-def linear_silu_and_mul(
-    x: Tensor, weight: Tensor | PackedWeight, *, out: Tensor | None = None
+def linear_add(x: Tensor, weight: Tensor | PackedWeight, residual: Tensor) -> Tensor:
+    """`ops.linear.linear_add`: one launch where `gemm` is the faster one."""
+    if not isinstance(weight, PackedWeight):
+        config = choose(x, weight)
+        if config is not None:
+            return gemm(x, weight, config=config, residual=residual, out=residual)
+    return linear_add_ref(x, weight, residual)
+
+
+def linear_gated(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    activation: str,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`ops.linear.linear_silu_and_mul`: one launch where that is the faster one."""
+    """`ops.linear.linear_gated`: one launch where that is the faster one."""
     if not isinstance(weight, PackedWeight):
         config = choose(x, weight, gated=True)
         if config is not None:
-            return gemm_silu_and_mul(x, weight, config=config, out=out)
-    return linear_silu_and_mul_ref(x, weight, out=out)
+            return gemm_gated(x, weight, activation, config=config, out=out)
+    return linear_gated_ref(x, weight, activation, out=out)
 
 
 def gemm(
@@ -108,22 +123,24 @@ def gemm(
     """
     n = weight.shape[0]
     return _launch(
-        x, weight, bias, residual, out, outputs=n, gated=False, config=config
+        x, weight, bias, residual, out, outputs=n, activation=None, config=config
     )
 
 
-def gemm_silu_and_mul(
+def gemm_gated(
     x: Tensor,
     weight: Tensor,
+    activation: str,
     *,
     config: GemmConfig,
     out: Tensor | None = None,
 ) -> Tensor:
-    """out = silu(x @ weight[:I].T) * (x @ weight[I:].T), the [gate | up] layout.
+    """out = activation(x @ weight[:I].T) * (x @ weight[I:].T), the [gate | up] layout.
 
     Args:
         x: [..., K] bfloat16 or float16, at most `config.max_rows` rows.
         weight: [2 * I, K] of the same dtype, row-major, K a multiple of 8.
+        activation: of `ops.activation.GATED`.
         config: from `choose(..., gated=True)`.
         out: [..., I] contiguous. Allocated if None.
 
@@ -132,11 +149,11 @@ def gemm_silu_and_mul(
     """
     n = weight.shape[0]
     if n % 2:
-        raise ValueError(f"gemm_silu_and_mul: weight has {n} rows, expected 2 * I")
+        raise ValueError(f"gemm_gated: weight has {n} rows, expected 2 * I")
     if config.is_tall:
-        return _launch_tall(x, weight, out, config=config)
+        return _launch_tall(x, weight, out, activation=activation, config=config)
     return _launch(
-        x, weight, None, None, out, outputs=n // 2, gated=True, config=config
+        x, weight, None, None, out, outputs=n // 2, activation=activation, config=config
     )
 
 
@@ -148,7 +165,7 @@ def _launch(
     out: Tensor | None,
     *,
     outputs: int,
-    gated: bool,
+    activation: str | None,
     config: GemmConfig,
 ) -> Tensor:
     if config.is_tall:
@@ -166,7 +183,8 @@ def _launch(
         block_m=1 if config.split_k == 0 else max(16, triton.next_power_of_2(rows)),
         block_n=config.block_n,
         block_k=config.block_k,
-        gated=gated,
+        gated=activation is not None,
+        gelu=activation is not None and IS_GELU[activation],
         has_bias=bias is not None,
         has_residual=residual is not None,
     )
@@ -179,7 +197,7 @@ def _launch(
     # Absent tensors are replaced by some pointer of their dtype that is never read.
     bias_arg = weight if bias is None else bias
     residual_arg = weight if residual_rows is None else residual_rows
-    tiles = triton.cdiv(outputs * (2 if gated else 1), config.block_n)
+    tiles = triton.cdiv(outputs * (2 if product.gated else 1), config.block_n)
     if config.split_k == 0:
         gemv_kernel[(tiles,)](
             flat, weight, bias_arg, residual_arg, out_rows, outputs, **common
@@ -230,7 +248,12 @@ def _rows(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
 
 
 def _launch_tall(
-    x: Tensor, weight: Tensor, out: Tensor | None, *, config: GemmConfig
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor | None,
+    *,
+    activation: str,
+    config: GemmConfig,
 ) -> Tensor:
     outputs, k = weight.shape[0] // 2, weight.shape[1]
     flat = _rows(x, weight, config)
@@ -254,6 +277,7 @@ def _launch_tall(
         BLOCK_K=config.block_k,
         STAGES=config.stages,
         PREFETCH=config.prefetch,
+        GELU=IS_GELU[activation],
         PDL=pdl,
         num_warps=config.warps,
         **({"launch_pdl": True} if pdl else {}),

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.triton_ops.activation import activated
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
 LINE = tl.constexpr(64)  # elements of 2 bytes in a cache line
@@ -25,7 +26,8 @@ class Product(NamedTuple):
     Fields:
         k: of the weight [N, K].
         block_m, block_n, block_k: rows, weight rows and columns of a tile.
-        gated: SiLU of the gate half times the up half; else the plain product.
+        gated: the activation of the gate half times the up half; else the product.
+        gelu: the activation is GELU in its tanh form; else SiLU.
         has_bias, has_residual: whether they are added.
     """
 
@@ -34,6 +36,7 @@ class Product(NamedTuple):
     block_n: int
     block_k: int
     gated: bool
+    gelu: bool
     has_bias: bool
     has_residual: bool
 
@@ -88,7 +91,7 @@ def _finish(
         # The activation sees the product as it would be stored.
         gate = gate.to(out.dtype.element_ty).to(tl.float32)
         up = up.to(out.dtype.element_ty).to(tl.float32)
-        result = gate / (1.0 + tl.exp(-gate)) * up
+        result = activated(gate, up, PRODUCT.gelu)
         n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[:, None]
     else:
         result = total
