@@ -82,9 +82,14 @@ def pointwise(dtype: str) -> Iterator[Variant]:
             {**constants, "INNER": 1},
             warps,
         )
-        yield Variant(
-            f"add+norm {width}", norm.fused_add_rmsnorm_kernel, named, constants, warps
-        )
+        for inner in ({"inner": None}, {}):
+            yield Variant(
+                f"add+norm {width}",
+                norm.fused_add_rmsnorm_kernel,
+                named if inner else {**named, "inner": p},
+                {**constants, **inner},
+                warps,
+            )
     for name, width in (("silu", 14336), ("gelu", 2048)):
         yield Variant(
             name,
@@ -207,6 +212,7 @@ def products() -> Iterator[Variant]:
             block_n=config.block_n,
             block_k=config.block_k,
             gated=gated,
+            gelu=gated and is_vector,
             has_bias=False,
             has_residual=not gated,
         )
@@ -243,6 +249,7 @@ def tall_products() -> Iterator[Variant]:
                 "BLOCK_K": config.block_k,
                 "STAGES": config.stages,
                 "PREFETCH": config.prefetch,
+                "GELU": dtype == "fp16",
                 "PDL": config.dependent,
             },
             config.warps,
@@ -283,18 +290,20 @@ def routings() -> Iterator[Variant]:
             ),
         ),
     )
-    fp32 = dict.fromkeys(("logits", "correction", "weights"), "*fp32")
     for experts, rule in rules:
+        fp32 = dict.fromkeys(("logits", "weights"), "*fp32")
+        constants = {"RULE": moe_routing.kernel_rule(rule, experts), "PDL": True}
+        if rule.is_sigmoid:
+            fp32 |= {"correction": "*fp32"}
+        else:
+            constants |= {"correction": None}
+        args = {**fp32, "ids": "*i32", "scale": "fp32"}
+        yield Variant(f"route {experts}", moe_routing.route_kernel, args, constants, 4)
+        args = args | {"x": "*bf16", "weight": "*bf16", "bias": "*fp32"}
+        args["counter"] = "*i32"
+        constants = constants | {"HIDDEN": 2880, "BLOCK_K": moe_routing.CHOICE_BLOCK}
         yield Variant(
-            f"route {experts}",
-            moe_routing.route_kernel,
-            {**fp32, "ids": "*i32", "scale": "fp32"},
-            {
-                "RULE": moe_routing.kernel_rule(rule, experts),
-                "HAS_CORRECTION": rule.is_sigmoid,
-                "PDL": True,
-            },
-            4,
+            f"choose {experts}", moe_routing.choose_kernel, args, constants, 1
         )
     lists = dict.fromkeys(("ids", "counts", "rows", "block_experts"), "*i32")
     sizes = {"CHUNK": moe_sort.CHUNK, "TILE": moe_sort.TILE, "PDL": True}
@@ -341,10 +350,16 @@ def experts() -> Iterator[Variant]:
             clamped=count == 32,
             has_bias=count == 32,
             direct=tokens == 1,
+            addends=top_k if tokens == 1 and not gated else 0,
         )
         constants = {"PRODUCT": product, "STAGES": config.stages, "PDL": True}
+        sums = {"sums": "*bf16", "counters": "*i32"}
+        if not product.addends:
+            constants |= dict.fromkeys(sums)
+            sums = {}
         name = f"experts {count} tokens={tokens} gated={gated} {config}"
-        yield Variant(name, grouped_kernel, pointers, constants, config.warps)
+        args = {**pointers, **sums}
+        yield Variant(name, grouped_kernel, args, constants, config.warps)
     constants = {"WIDTH": 2880, "TOP_K": 4, "BLOCK": 1024, "PDL": True}
     yield Variant("sum of experts", sum_kernel, pointers, constants, 4)
 

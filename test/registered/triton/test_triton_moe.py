@@ -72,6 +72,43 @@ def test_ids_are_valid_whatever_the_logits_are(rule: RoutingRule) -> None:
         assert len(set(row)) == rule.top_k and set(row) <= set(range(12))
 
 
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.top_k}of{r.groups}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_one_token_is_routed_in_one_launch(
+    rule: RoutingRule, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, as the first launch leaves the counter to the second; inputs of several
+    blocks, the last of them not full."""
+    monkeypatch.setattr(moe_routing, "CHOICE_BLOCK", 32)
+    weight = torch.randn(12, 74, device=DEVICE).to(dtype)
+    bias = torch.randn(12, device=DEVICE)
+    correction = torch.randn(12, device=DEVICE) / 8 if rule.is_sigmoid else None
+    for given in (bias, None):
+        x = torch.randn(1, 74, device=DEVICE).to(dtype) / 4
+        options = {"bias": given, "correction": correction}
+        weights, ids = moe_routing.choose_experts(x, weight, rule, **options)
+        expected, expected_ids = routing_ops.choose_experts_ref(
+            x, weight, rule, **options
+        )
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected, rtol=2e-5, atol=1e-9)
+
+
+def test_other_routers_than_one_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tokens, and more experts than fit."""
+    rule = RoutingRule(top_k=2)
+    weight = torch.randn(12, 20, device=DEVICE)
+    monkeypatch.setattr(moe_routing, "CHOICE_EXPERTS", 11)
+    for tokens in (0, 1, 3):
+        x = torch.randn(tokens, 20, device=DEVICE)
+        found = moe_routing.choose_experts(x, weight, rule)
+        expected = routing_ops.choose_experts_ref(x, weight, rule)
+        assert torch.equal(found[1], expected[1])
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"x is torch.float16 \(1, 20\)"):
+        moe_routing.choose_experts(x[:1].half(), weight, rule)
+
+
 # -- lists of rows -----------------------------------------------------------------
 
 
@@ -98,7 +135,13 @@ def test_the_blocks_suffice_for_every_spread() -> None:
 
 # -- experts -----------------------------------------------------------------------
 
-SHAPES = [(1, 5, 40, 24), (3, 4, 33, 17), (19, 3, 70, 66), (4, 3, 64, 128)]
+SHAPES = [
+    (1, 5, 40, 24),
+    (1, 4, 200, 130),
+    (3, 4, 33, 17),
+    (19, 3, 70, 66),
+    (4, 3, 64, 128),
+]
 if DEVICE == "cuda":
     SHAPES += [(1, 128, 2048, 768), (64, 128, 2048, 768), (700, 32, 2880, 2880)]
 DTYPES = {torch.float32: 2e-5, torch.float16: 2e-3}
@@ -196,7 +239,7 @@ def test_a_graph_replays_another_choice(tokens: int) -> None:
     x = torch.randn(tokens, 256, device=DEVICE).bfloat16()
 
     def run(inputs: Tensor) -> Tensor:
-        choice = moe_routing.route(moe_routing.router_logits(inputs, router), rule)
+        choice = moe_routing.choose_experts(inputs, router, rule)
         return moe.moe_experts(inputs, *choice, weights_of)
 
     run(x)

@@ -8,7 +8,7 @@ from torch import Tensor
 from sglang.srt.layers.linear import LoadableParameter
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.linear import PackedWeight, pack_weight
-from sglang.srt.layers.ops.moe_routing import RoutingRule, route, router_logits
+from sglang.srt.layers.ops.moe_routing import RoutingRule, choose_experts
 
 
 class Router(Module):
@@ -52,8 +52,13 @@ class Router(Module):
         """[T, H] -> weights [T, top_k] float32 and ids [T, top_k] int32."""
         weight = self._packed if self._packed is not None else self.weight
         assert weight is not None
-        logits = router_logits(x, weight, self.bias)
-        return route(logits, self._rule, self.e_score_correction_bias)
+        return choose_experts(
+            x,
+            weight,
+            self._rule,
+            bias=self.bias,
+            correction=self.e_score_correction_bias,
+        )
 
 
 def _float_vector(size: int) -> LoadableParameter:

@@ -128,3 +128,18 @@ route = Op(
     native="sglang.srt.layers.ops.native_moe:route",
     triton=_TRITON + "route",
 )
+
+
+def choose_experts_ref(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    rule: RoutingRule,
+    *,
+    bias: Tensor | None = None,
+    correction: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`route` of `router_logits`."""
+    return route(router_logits(x, weight, bias), rule, correction)
+
+
+choose_experts = Op(reference=choose_experts_ref, triton=_TRITON + "choose_experts")

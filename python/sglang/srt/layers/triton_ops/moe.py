@@ -20,9 +20,10 @@ from sglang.srt.layers.triton_ops.moe_kernels import (
 )
 from sglang.srt.layers.triton_ops.moe_sort import sort_by_expert
 from sglang.srt.layers.triton_ops.moe_table import BLOCK_K, block_rows, lookup
-from sglang.srt.utils.triton_launch import launch_options
+from sglang.srt.utils.triton_launch import Scratch, launch_options
 
 SUM_BLOCK = 1024
+_SCRATCH = Scratch(partial_bytes=0, counters=1 << 14)
 _NO_CLAMP = SwiGLUClamp()
 
 
@@ -62,7 +63,18 @@ def moe_experts(
     inner = x.new_empty(assignments, experts.inner)
     products = x.new_empty(assignments, hidden)
     _product(x, experts, listed, inner, top_k=top_k, gated=True)
-    _product(inner, experts, listed, products, top_k=1, gated=False)
+    is_summed = tokens == 1
+    _product(
+        inner,
+        experts,
+        listed,
+        products,
+        top_k=1,
+        gated=False,
+        sums=out if is_summed else None,
+    )
+    if is_summed:
+        return out
     block = min(SUM_BLOCK, triton.next_power_of_2(hidden))
     sum_kernel[(tokens, triton.cdiv(hidden, block))](
         products,
@@ -84,9 +96,14 @@ def _product(
     *,
     top_k: int,
     gated: bool,
+    sums: Tensor | None = None,
 ) -> None:
     """out [assignments, outputs] of x [assignments / top_k, inputs]: the activation of
-    gate and up, or the weighted product with down."""
+    gate and up, or the weighted product with down.
+
+    Args:
+        sums: [1, outputs], for the sum of a single token's products; None: no sum.
+    """
     weight = experts.gate_up if gated else experts.down
     bias = experts.gate_up_bias if gated else experts.down_bias
     assignments, outputs = out.shape
@@ -109,9 +126,13 @@ def _product(
         clamped=experts.clamp is not None,
         has_bias=bias is not None,
         direct=listed.direct,
+        addends=0 if sums is None else assignments,
     )
     clamp = experts.clamp or _NO_CLAMP
     tiles = triton.cdiv(outputs, config.block_n)
+    counters = None
+    if sums is not None:
+        _, counters = _SCRATCH.get(x.device, partial_bytes=0, counters=tiles)
     grouped_kernel[(tiles, listed.block_experts.numel())](
         x,
         weight,
@@ -120,6 +141,8 @@ def _product(
         listed.block_experts,
         listed.weights,
         out,
+        sums,
+        counters,
         assignments,
         clamp.alpha,
         clamp.limit,

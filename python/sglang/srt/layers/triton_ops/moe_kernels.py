@@ -29,7 +29,9 @@ class GroupedProduct(NamedTuple):
             the activation; else the product times the assignment's weight.
         clamped: the activation is `SwiGLUClamp`.
         has_bias: whether there is one.
-        direct: block i is assignment i, without a list of rows.
+        direct: block i is assignment i, without a list of rows: all are one token's.
+        addends: products of the one token, which the last program of a tile to arrive
+            adds; 0: none does.
     """
 
     k: int
@@ -43,6 +45,7 @@ class GroupedProduct(NamedTuple):
     clamped: bool
     has_bias: bool
     direct: bool
+    addends: int
 
 
 @triton.jit
@@ -90,6 +93,8 @@ def grouped_kernel(
     block_experts,
     scales,
     out,
+    sums,
+    counters,
     assignments,
     alpha,
     limit,
@@ -101,6 +106,7 @@ def grouped_kernel(
 
     out [assignments, outputs]; x [assignments / top_k, k]; weight [E, outputs, k], or
     [E, 2 * outputs, k] if gated; scales [assignments] float32, read unless gated.
+    With PRODUCT.addends: sums [outputs]; counters [tiles], zero before and after.
     """
     K: tl.constexpr = PRODUCT.k
     N: tl.constexpr = PRODUCT.outputs
@@ -146,6 +152,32 @@ def grouped_kernel(
         total.to(out.dtype.element_ty),
         mask=is_output & (row < assignments)[None, :],
     )
+    if PRODUCT.addends > 0:
+        # The stores of all threads before the one thread that says so.
+        tl.debug_barrier()
+        tile = tl.program_id(0)
+        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == PRODUCT.addends - 1:
+            tl.store(counters + tile, 0)
+            channel = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            _sum_products(out, sums, channel, PRODUCT.addends, N)
+
+
+@triton.jit
+def _sum_products(products, out, channel, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
+    """out [WIDTH] = products [TOP_K, WIDTH] summed in order, in float32."""
+    mask = channel < WIDTH
+    total = tl.zeros_like(channel).to(tl.float32)
+    for slot in tl.static_range(TOP_K):
+        # Other multiprocessors may have written them in this launch.
+        product = tl.load(
+            products + slot * WIDTH + channel,
+            mask=mask,
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        total += product.to(tl.float32)
+    tl.store(out + channel, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -160,11 +192,7 @@ def sum_kernel(
     """out [T, WIDTH] = products [T, TOP_K, WIDTH] summed in order, in float32."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = channel < WIDTH
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    start = products + token * TOP_K * WIDTH + channel
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for slot in tl.static_range(TOP_K):
-        total += tl.load(start + slot * WIDTH, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + token * WIDTH + channel, total.to(out.dtype.element_ty), mask=mask)
+    products += token * TOP_K * WIDTH
+    _sum_products(products, out + token * WIDTH, channel, TOP_K, WIDTH)

@@ -15,6 +15,7 @@ from sglang.srt.layers.ops.linear import PackedWeight
 from sglang.srt.layers.ops.moe_routing import TINY as _TINY
 from sglang.srt.layers.ops.moe_routing import RoutingRule, router_logits_ref
 from sglang.srt.utils.triton_launch import (
+    Scratch,
     block_of,
     launch_options,
     let_next_start,
@@ -22,6 +23,11 @@ from sglang.srt.utils.triton_launch import (
 )
 
 TINY = tl.constexpr(_TINY)
+CHOICE_BLOCK = 2048
+"""Inputs that a program of `choose_kernel` multiplies at once."""
+CHOICE_EXPERTS = 1024
+"""More experts are chosen in a launch of their own."""
+_SCRATCH = Scratch(partial_bytes=4 * CHOICE_EXPERTS, counters=1)
 LOWEST = tl.constexpr(-3.4e38)  # of what may be chosen: all else is minus infinity
 
 
@@ -79,26 +85,12 @@ def _limit_to_groups(choice, expert, RULE: tl.constexpr):
 
 
 @triton.jit
-def route_kernel(
-    logits,
-    correction,
-    weights,
-    ids,
-    scale,
-    RULE: tl.constexpr,
-    HAS_CORRECTION: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One token per program."""
+def _choose(value, correction, weights, ids, scale, RULE: tl.constexpr):
+    """Write the choice for a token's logits, [experts_block]; `correction` may be
+    None, `weights` and `ids` are at the token's first."""
     EXPERTS: tl.constexpr = RULE.experts_block
-    token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     inside = expert < RULE.experts
-    let_next_start(PDL)
-    wait_for_inputs(PDL)
-    value = tl.load(
-        logits + token * RULE.experts + expert, mask=inside, other=float("-inf")
-    )
     if RULE.is_sigmoid:
         score = 1.0 / (1.0 + tl.exp(-value))
         choice = score
@@ -106,7 +98,7 @@ def route_kernel(
         score = tl.exp(value - tl.max(value, axis=0))
         choice = value
     score = tl.where(inside, score, 0.0)
-    if HAS_CORRECTION:
+    if correction is not None:
         choice += tl.load(correction + expert, mask=inside, other=0.0)
     choice = tl.where(choice != choice, float("inf"), choice)
     choice = tl.where(inside, tl.maximum(choice, LOWEST), float("-inf"))
@@ -127,9 +119,78 @@ def route_kernel(
         chosen /= tl.sum(chosen, axis=0) + TINY
     elif not RULE.is_sigmoid:
         chosen /= tl.sum(score, axis=0)
-    start = token * RULE.top_k + slot
-    tl.store(weights + start, chosen * scale, mask=slot < RULE.top_k)
-    tl.store(ids + start, chosen_ids, mask=slot < RULE.top_k)
+    tl.store(weights + slot, chosen * scale, mask=slot < RULE.top_k)
+    tl.store(ids + slot, chosen_ids, mask=slot < RULE.top_k)
+
+
+@triton.jit
+def route_kernel(
+    logits, correction, weights, ids, scale, RULE: tl.constexpr, PDL: tl.constexpr
+):
+    """One token per program."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, RULE.experts_block)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    at = logits + token * RULE.experts + expert
+    value = tl.load(at, mask=expert < RULE.experts, other=float("-inf"))
+    weights += token * RULE.top_k
+    ids += token * RULE.top_k
+    _choose(value, correction, weights, ids, scale, RULE)
+
+
+@triton.jit
+def choose_kernel(
+    x,
+    weight,
+    bias,
+    correction,
+    logits,
+    counter,
+    weights,
+    ids,
+    scale,
+    RULE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token: a program per expert multiplies, and the last to arrive chooses.
+
+    x [HIDDEN], weight [experts, HIDDEN]; bias, correction: [experts] or None; logits:
+    [experts] float32 scratch; counter: zero before and after.
+    """
+    mine = tl.program_id(0)
+    let_next_start(PDL)
+    k = tl.arange(0, BLOCK_K)
+    start = weight + mine.to(tl.int64) * HIDDEN
+    ahead = tl.load(start + k, mask=k < HIDDEN, other=0.0)
+    wait_for_inputs(PDL)
+    total = tl.zeros([BLOCK_K], dtype=tl.float32)
+    for first in range(0, HIDDEN, BLOCK_K):
+        current = ahead
+        here = first + k
+        later = here + BLOCK_K
+        ahead = tl.load(start + later, mask=later < HIDDEN, other=0.0)
+        value = tl.load(x + here, mask=here < HIDDEN, other=0.0).to(tl.float32)
+        total += current.to(tl.float32) * value
+    logit = tl.sum(total, axis=0)
+    if bias is not None:
+        logit += tl.load(bias + mine)
+    tl.store(logits + mine, logit)
+    # The stores of all threads before the one thread that says so.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    if arrived == RULE.experts - 1:
+        tl.store(counter, 0)
+        expert = tl.arange(0, RULE.experts_block)
+        value = tl.load(
+            logits + expert,
+            mask=expert < RULE.experts,
+            other=float("-inf"),
+            cache_modifier=".cg",
+        )
+        _choose(value, correction, weights, ids, scale, RULE)
 
 
 def kernel_rule(rule: RoutingRule, num_experts: int) -> Rule:
@@ -165,12 +226,11 @@ def route(
         return weights, ids
     route_kernel[(tokens,)](
         logits,
-        logits if correction is None else correction,
+        correction,
         weights,
         ids,
         rule.scale,
         RULE=kernel_rule(rule, experts),
-        HAS_CORRECTION=correction is not None,
         num_warps=1 if experts <= 128 else 4,
         **launch_options(logits.device),
     )
@@ -185,3 +245,49 @@ def router_logits(
         return router_logits_ref(x, weight, bias)
     logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
     return logits if bias is None else logits.add_(bias)
+
+
+def choose_experts(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    rule: RoutingRule,
+    *,
+    bias: Tensor | None = None,
+    correction: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`ops.moe_routing.choose_experts`; one token in one launch."""
+    if (
+        x.shape[0] != 1
+        or isinstance(weight, PackedWeight)
+        or weight.shape[0] > CHOICE_EXPERTS
+        or not weight.is_contiguous()
+    ):
+        return route(router_logits(x, weight, bias), rule, correction)
+    experts, hidden = weight.shape
+    rule.check(experts)
+    if weight.dtype != x.dtype or x.shape[1] != hidden:
+        raise ValueError(
+            f"choose_experts: x is {x.dtype} {tuple(x.shape)}, weight {weight.dtype} "
+            f"{tuple(weight.shape)}; dtypes and the last dimensions must be equal"
+        )
+    weights = torch.empty(1, rule.top_k, dtype=torch.float32, device=x.device)
+    ids = torch.empty_like(weights, dtype=torch.int32)
+    scratch, counters = _SCRATCH.get(x.device, partial_bytes=4 * experts, counters=1)
+    choose_kernel[(experts,)](
+        x.contiguous(),
+        weight,
+        bias,
+        correction,
+        scratch.view(torch.float32),
+        counters,
+        weights,
+        ids,
+        rule.scale,
+        RULE=kernel_rule(rule, experts),
+        HIDDEN=hidden,
+        BLOCK_K=min(block_of(hidden), CHOICE_BLOCK),
+        # A row of the weight is a warp's, and a warp reduces without a barrier.
+        num_warps=1,
+        **launch_options(x.device),
+    )
+    return weights, ids
