@@ -28,6 +28,7 @@ from sglang.srt.layers.attention.triton_ops.window_table import window_table_ker
 from sglang.srt.layers.ops.moe_routing import RoutingRule
 from sglang.srt.layers.triton_ops import (
     activation,
+    head_linear,
     latent_store,
     moe_routing,
     moe_sort,
@@ -364,6 +365,16 @@ def experts() -> Iterator[Variant]:
     yield Variant("sum of experts", sum_kernel, pointers, constants, 4)
 
 
+def head_products() -> Iterator[Variant]:
+    """Queries to latents of 512 channels, and these to values, of 128."""
+    pointers = dict.fromkeys(("x", "weight", "out"), "*bf16")
+    for n, k, strides in ((512, 128, (1, 512)), (128, 512, (512, 1))):
+        constants = {"N": n, "K": k, "N_STRIDE": strides[0], "K_STRIDE": strides[1]}
+        constants |= {"BLOCK_N": head_linear.TILE // k, "BLOCK_K": k, "PDL": True}
+        kernel = head_linear.head_gemv_kernel
+        yield Variant(f"heads {n} x {k}", kernel, pointers, constants, 4)
+
+
 def compile_variant(variant: Variant) -> Any:
     names = variant.kernel.arg_names
     signature = {}
@@ -385,7 +396,7 @@ def compile_variant(variant: Variant) -> Any:
 def main() -> None:
     variants = [v for dtype in POINTERS for v in pointwise(dtype)]
     variants += [*products(), *tall_products(), *gathers()]
-    variants += [*routings(), *experts()]
+    variants += [*routings(), *experts(), *head_products()]
     variants = sampled(variants, key=lambda v: v.kernel, ci=2)
     for variant in variants:
         compiled = compile_variant(variant)

@@ -15,8 +15,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from sglang.srt.layers.ops.activation import GATED
+from sglang.srt.layers.ops.head_linear import head_linear_ref
 from sglang.srt.layers.triton_ops import gemm, gemm_table
 from sglang.srt.layers.triton_ops.gemm_table import GemmConfig
+from sglang.srt.layers.triton_ops.head_linear import head_linear
 from sglang.srt.utils import triton_launch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
@@ -144,6 +146,28 @@ def test_refusals() -> None:
         gemm.gemm(x, weight, config=TALL)
     with pytest.raises(ValueError, match="2 \\* I"):
         gemm.gemm_gated(x[:2], weight[:69], "silu", config=SPLITS[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3, 20, 40), (5, 70, 24), (2, 33, 1100), (16, 512, 128), (16, 128, 512)]
+)
+def test_heads_of_one_token(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Weights of either order, inputs and outputs among the channels of others."""
+    heads, n, k = shape
+    weight = (torch.randn(heads, n, k, device=DEVICE) * k**-0.5).to(dtype)
+    turned = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    x = torch.randn(1, heads, k + 6, device=DEVICE).to(dtype)[..., 3 : k + 3]
+    expected = head_linear_ref(x.float(), weight.float())
+    canvas = torch.zeros(1, heads, n + 8, dtype=dtype, device=DEVICE)
+    for given, out in ((weight, None), (turned, canvas[..., :n])):
+        actual = head_linear(x, given, out=out)
+        assert relative_error(actual, expected) < TOLERANCE[dtype]
+    assert not canvas[..., n:].any()
+    with pytest.raises(ValueError, match=r"x is \(1, \d+, 7\)"):
+        head_linear(x[..., :7], weight)
+    with pytest.raises(ValueError, match="channels must be contiguous"):
+        head_linear(x.transpose(1, 2).contiguous().transpose(1, 2), weight)
 
 
 def test_choice_leaves_the_rest_to_cublas() -> None:

@@ -86,5 +86,7 @@ def head_linear_ref(
 
 
 head_linear = Op(
-    reference=head_linear_ref, native="sglang.srt.layers.ops.native:head_linear"
+    reference=head_linear_ref,
+    native="sglang.srt.layers.ops.native:head_linear",
+    triton="sglang.srt.layers.triton_ops.head_linear:head_linear",
 )
