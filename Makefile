@@ -21,6 +21,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt kv-canary/pyproject.toml sgl-
 	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ./kv-canary --editable '.[dev]'
 	@echo "venv: compiling the native CPU kernels"
 	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --no-build-isolation --force-reinstall ./sgl-kernel
+	@echo "venv: adding the lowest Triton that is served, for compiling kernels ahead"
+	@test "$$(uname)" != Linux || $(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/lowest-triton 'triton==3.6.0'
 	@echo "venv: compiling byte code"
 	@$(BIN)/python -m compileall -q -j 0 -x '$(NEVER_IMPORTED)' $(VENV)/lib > /dev/null || true
 	@touch $@

@@ -3,14 +3,13 @@ one being there."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+from sglang.test.ahead_of_time import compile_in_a_process
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=60, suite="cpu")
@@ -20,12 +19,7 @@ PROGRAM = Path(__file__).with_name("canary_aot_programs.py")
 
 
 def test_shipped_variants_compile_for_sm_90() -> None:
-    # In a process of its own: the interpreter, once chosen, stays for all kernels.
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "compiled" in done.stdout
+    assert "compiled" in compile_in_a_process([str(PROGRAM)])
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ from sglang.srt.layers.attention.triton_ops.extend_table import (
 from sglang.srt.layers.attention.triton_ops.latent_attention import latent_launch
 from sglang.srt.layers.attention.triton_ops.latent_kernels import latent_kernel
 from sglang.srt.layers.attention.triton_ops.launch import Launch
+from sglang.test.ahead_of_time import compile_in_a_process
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count, sampled
 
@@ -289,14 +290,8 @@ def split_tiles(head_dim: int, itemsize: int) -> list[ExtendTile]:
 
 def test_every_shipped_variant_compiles_for_the_h200() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    result = subprocess.run(
-        [sys.executable, __file__, "--compile"],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    reports = json.loads(result.stdout.splitlines()[-1])
+    output = compile_in_a_process([__file__, "--compile"], env=environment)
+    reports = json.loads(output.splitlines()[-1])
     assert len(reports) == len(variants())
     for report in reports:
         assert report["shared"] <= SHARED_MEMORY_LIMIT, report
