@@ -307,17 +307,14 @@ def routings() -> Iterator[Variant]:
             f"choose {experts}", moe_routing.choose_kernel, args, constants, 1
         )
     lists = dict.fromkeys(("ids", "counts", "rows", "block_experts"), "*i32")
-    sizes = {"CHUNK": moe_sort.CHUNK, "TILE": moe_sort.TILE, "PDL": True}
     for experts_block in (32, 256):
-        constants = sizes | {"EXPERTS_BLOCK": experts_block}
+        constants = {"EXPERTS_BLOCK": experts_block, "CHUNK": moe_sort.CHUNK}
+        constants["PDL"] = True
         yield Variant("count", moe_sort.count_kernel, lists, constants, 4)
-        for one_chunk in (True, False):
-            placing = {
-                "BLOCK_M": 16,
-                "BLOCKS_TILE": moe_sort.TILE,
-                "ONE_CHUNK": one_chunk,
-            }
-            yield Variant("place", moe_sort.place_kernel, lists, constants | placing, 4)
+        constants = constants | {"BLOCK_M": 16, "TILE": moe_sort.TILE}
+        for counts in ({}, {"counts": None}):
+            placing = constants | counts
+            yield Variant("place", moe_sort.place_kernel, lists, placing, 4)
 
 
 def experts() -> Iterator[Variant]:

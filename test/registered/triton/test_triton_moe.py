@@ -114,7 +114,7 @@ def test_other_routers_than_one_launch_takes(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "block_m"),
-    [(2, 4, 1, 16), (5, 6, 2, 2), (40, 5, 3, 4), (700, 3, 3, 64)],
+    [(2, 4, 1, 16), (5, 6, 2, 2), (40, 5, 3, 4), (200, 6, 3, 16), (700, 3, 3, 64)],
 )
 def test_lists_of_rows(tokens: int, experts: int, top_k: int, block_m: int) -> None:
     _, ids = random_choice(tokens, experts, top_k, device=DEVICE)

@@ -23,29 +23,22 @@ from sglang.srt.utils.triton_launch import (
     wait_for_inputs,
 )
 
-CHUNK = 1024
+CHUNK = 256
 """Assignments of a program."""
 TILE = 32
-"""Assignments whose places are found at once, in a [TILE, E] table."""
+"""Assignments, blocks or chunks that a program looks at at once, in tables [TILE, E]
+and [TILE, CHUNK]."""
+RECOUNTED_CHUNKS = 8
+"""So many are counted by every program anew rather than in a launch of their own."""
 
 
 @triton.jit
-def _one_hot(ids, first, assignments, expert, TILE: tl.constexpr):
-    """(the places [TILE] from `first` on, whether each is of each expert, int32)."""
-    at = first + tl.arange(0, TILE)
-    chosen = tl.load(ids + at, mask=at < assignments, other=-1)
-    return at, (chosen[:, None] == expert[None, :]).to(tl.int32)
-
-
-@triton.jit
-def _count(ids, first, assignments, expert, CHUNK: tl.constexpr, TILE: tl.constexpr):
-    """How many of a chunk's assignments each expert has."""
-    count = tl.zeros_like(expert)
-    last = tl.minimum(first + CHUNK, assignments)
-    for start in range(first, last, TILE):
-        _at, hot = _one_hot(ids, start, assignments, expert, TILE)
-        count += tl.sum(hot, axis=0)
-    return count
+def _count(ids, chunk, assignments, EXPERTS_BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """How many of a chunk's assignments each expert has, [EXPERTS_BLOCK]."""
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = at < assignments
+    chosen = tl.load(ids + at, mask=inside, other=0)
+    return tl.histogram(chosen, EXPERTS_BLOCK, mask=inside)
 
 
 @triton.jit(do_not_specialize=["assignments"])
@@ -55,15 +48,14 @@ def count_kernel(
     assignments,
     EXPERTS_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """counts [chunks, EXPERTS_BLOCK]."""
     chunk = tl.program_id(0)
-    expert = tl.arange(0, EXPERTS_BLOCK)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    count = _count(ids, chunk * CHUNK, assignments, expert, CHUNK, TILE)
+    count = _count(ids, chunk, assignments, EXPERTS_BLOCK, CHUNK)
+    expert = tl.arange(0, EXPERTS_BLOCK)
     tl.store(counts + chunk * EXPERTS_BLOCK + expert, count)
 
 
@@ -78,35 +70,39 @@ def place_kernel(
     chunks,
     EXPERTS_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCKS_TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """rows [blocks * BLOCK_M]: an assignment, or `assignments` for padding;
     block_experts [blocks]: the expert, or EXPERTS_BLOCK for a block without rows.
+    `counts` None: every program counts.
     """
     chunk = tl.program_id(0)
     expert = tl.arange(0, EXPERTS_BLOCK)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     before = tl.zeros([EXPERTS_BLOCK], dtype=tl.int32)
-    if ONE_CHUNK:
-        total = _count(ids, 0, assignments, expert, CHUNK, TILE)
-    else:
-        total = tl.zeros([EXPERTS_BLOCK], dtype=tl.int32)
+    total = tl.zeros([EXPERTS_BLOCK], dtype=tl.int32)
+    if counts is None:
         for other in range(chunks):
-            count = tl.load(counts + other * EXPERTS_BLOCK + expert)
+            count = _count(ids, other, assignments, EXPERTS_BLOCK, CHUNK)
             total += count
             before += tl.where(other < chunk, count, 0)
+    else:
+        for first in range(0, chunks, TILE):
+            other = first + tl.arange(0, TILE)[:, None]
+            at = counts + other * EXPERTS_BLOCK + expert[None, :]
+            count = tl.load(at, mask=other < chunks, other=0)
+            total += tl.sum(count, axis=0)
+            before += tl.sum(tl.where(other < chunk, count, 0), axis=0)
     room = (total + BLOCK_M - 1) // BLOCK_M
     end = tl.cumsum(room, axis=0)
     begin = end - room
     # Each program writes the experts and the padding of its share of the blocks.
     m = tl.arange(0, BLOCK_M)[None, :]
-    for first in range(chunk * BLOCKS_TILE, blocks, tl.num_programs(0) * BLOCKS_TILE):
-        block = first + tl.arange(0, BLOCKS_TILE)
+    for first in range(chunk * TILE, blocks, tl.num_programs(0) * TILE):
+        block = first + tl.arange(0, TILE)
         is_block = block < blocks
         owner = tl.sum((end[None, :] <= block[:, None]).to(tl.int32), axis=1)
         tl.store(block_experts + block, owner, mask=is_block)
@@ -118,13 +114,15 @@ def place_kernel(
             mask=is_block[:, None] & (m >= filled[:, None]),
         )
     next_row = begin * BLOCK_M + before
-    first = chunk * CHUNK
-    for start in range(first, tl.minimum(first + CHUNK, assignments), TILE):
-        at, hot = _one_hot(ids, start, assignments, expert, TILE)
-        rank = tl.cumsum(hot, axis=0) - 1 + next_row[None, :]
-        row = tl.sum(hot * rank, axis=1)
-        tl.store(rows + row, at, mask=at < assignments)
-        next_row += tl.sum(hot, axis=0)
+    mine = chunk * CHUNK + tl.arange(0, CHUNK)
+    chosen = tl.load(ids + mine, mask=mine < assignments, other=-1)
+    for start in range(0, CHUNK, TILE):
+        at = chunk * CHUNK + start + tl.arange(0, TILE)
+        one = tl.load(ids + at, mask=at < assignments, other=-1)[:, None]
+        is_earlier = (one == chosen[None, :]) & (mine[None, :] < at[:, None])
+        rank = tl.sum(is_earlier.to(tl.int32), axis=1)
+        row = tl.sum(tl.where(one == expert[None, :], next_row[None, :], 0), axis=1)
+        tl.store(rows + row + rank, at, mask=at < assignments)
 
 
 def sort_by_expert(ids: Tensor, *, experts: int, block_m: int) -> tuple[Tensor, Tensor]:
@@ -147,12 +145,11 @@ def sort_by_expert(ids: Tensor, *, experts: int, block_m: int) -> tuple[Tensor, 
     common = {
         "EXPERTS_BLOCK": experts_block,
         "CHUNK": CHUNK,
-        "TILE": TILE,
         "num_warps": 4,
         **launch_options(ids.device),
     }
-    counts = ids
-    if chunks > 1:
+    counts = None
+    if chunks > RECOUNTED_CHUNKS:
         counts = ids.new_empty(chunks, experts_block)
         count_kernel[(chunks,)](ids, counts, assignments, **common)
     place_kernel[(chunks,)](
@@ -164,8 +161,7 @@ def sort_by_expert(ids: Tensor, *, experts: int, block_m: int) -> tuple[Tensor, 
         blocks,
         chunks,
         BLOCK_M=block_m,
-        BLOCKS_TILE=TILE,
-        ONE_CHUNK=chunks == 1,
+        TILE=TILE,
         **common,
     )
     return rows, block_experts
