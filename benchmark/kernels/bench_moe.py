@@ -79,7 +79,7 @@ def touched(choices: Sequence[Choice]) -> float:
 
 
 class ExpertLoop:
-    """What the op is compared with on the CPU: the dense product, expert by expert."""
+    """The dense product, expert by expert: a comparison for the op on the CPU."""
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._gate_up = self._packed(weights.gate_up)

@@ -107,7 +107,7 @@ NESTED = {
     FULL: {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
     SLIDING: {"rope_type": "default", "rope_theta": 2e4},
 }
-# What a config.json holds beside the sizes.
+# Fields of config.json beside the sizes.
 LAYERED: dict[str, dict[str, Any]] = {
     "gemma 3, nested": GEMMA3 | {"rope_parameters": NESTED},
     "gemma 3, older": GEMMA3

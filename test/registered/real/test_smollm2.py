@@ -5,27 +5,21 @@ from __future__ import annotations
 import httpx
 import openai
 import pytest
-import torch
 
-from sglang.srt.model_loader.weight_utils import iterate_weights
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
-from sglang.test.real_prompts import Reference, real_prompts
+from sglang.test.real_prompts import (
+    DRAFTS_FOR_ITSELF,
+    NEW_TOKENS,
+    GreedyOutputs,
+    Reference,
+    check_gguf,
+    real_prompts,
+)
 from sglang.test.server_process import ServerProcess
 
 register_cpu_ci(est_time=120, suite="real")
-
-NEW_TOKENS = 24
-GREEDY = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-# Of one log probability in float32.
-TOLERANCE = 5e-4
-DRAFTS_FOR_ITSELF = {
-    "speculative_algorithm": "STANDALONE",
-    "speculative_num_steps": 3,
-    "speculative_eagle_topk": 4,
-    "speculative_num_draft_tokens": 8,
-}
 
 
 @pytest.fixture(scope="module")
@@ -39,19 +33,8 @@ def reference(smollm2):
 
 
 @pytest.fixture(scope="module")
-def outputs():
-    """Greedy tokens by prompt, once they are known to be right."""
-    return {}
-
-
-def assert_greedy(prompt, tokens, reference, outputs):
-    """Compare with the known tokens, or else with the reference."""
-    key = tuple(prompt)
-    if key not in outputs:
-        assert len(tokens) == NEW_TOKENS
-        assert tokens == reference.greedy(prompt, tokens)
-        outputs[key] = tokens
-    assert tokens == outputs[key]
+def outputs(reference):
+    return GreedyOutputs(reference)
 
 
 @pytest.fixture(scope="module", params=[1, 64])
@@ -70,33 +53,15 @@ def test_prompts_are_of_5_to_1500_tokens(prompts):
     assert min(map(len, prompts)) <= 5 and max(map(len, prompts)) == 1500
 
 
-def test_greedy_tokens_and_logprobs_cold(engine, prompts, reference, outputs):
-    for prompt in prompts:
-        answer = engine.generate(
-            prompt, **GREEDY, return_logprob=True, logprob_start_len=0
-        )
-        known = tuple(prompt) in outputs
-        assert_greedy(prompt, answer.output_ids, reference, outputs)
-        if known:
-            continue
-        given = [logprob for logprob, *_ in answer.logprobs[0].input_token[1:]]
-        torch.testing.assert_close(
-            torch.tensor(given),
-            reference.prompt_logprobs(prompt, answer.output_ids),
-            atol=TOLERANCE,
-            rtol=0,
-        )
+def test_greedy_tokens_and_logprobs_cold(engine, prompts, outputs):
+    outputs.check_cold(engine, prompts)
 
 
-def test_greedy_tokens_cached_and_batched(engine, prompts, reference, outputs):
-    rids = [engine.submit(prompt, **GREEDY) for prompt in prompts * 3]
-    answers = engine.run()
-    for rid, prompt in zip(rids, prompts * 3, strict=True):
-        assert_greedy(prompt, answers[rid].output_ids, reference, outputs)
-    assert sum(answer.cached_tokens for answer in answers.values()) > 0
+def test_greedy_tokens_cached_and_batched(engine, prompts, outputs):
+    assert outputs.check_batched(engine, prompts * 3) > 0
 
 
-def test_drafting_for_itself_changes_no_token(smollm2, prompts, reference, outputs):
+def test_drafting_for_itself_changes_no_token(smollm2, prompts, outputs):
     engine = EngineHarness(
         smollm2,
         page_size=4,
@@ -105,30 +70,11 @@ def test_drafting_for_itself_changes_no_token(smollm2, prompts, reference, outpu
         speculative_draft_model_path=str(smollm2),
         **DRAFTS_FOR_ITSELF,
     )
-    rids = [engine.submit(prompt, **GREEDY) for prompt in prompts]
-    answers = engine.run()
-    for rid, prompt in zip(rids, prompts, strict=True):
-        assert_greedy(prompt, answers[rid].output_ids, reference, outputs)
+    outputs.check_batched(engine, prompts)
 
 
 def test_the_gguf_file_is_read_as_transformers_reads_it(smollm2):
-    """Two readers of one file; and the folder is that file in bfloat16."""
-    pytest.importorskip("accelerate")
-    from transformers import GgufConfig
-
-    reference = Reference(
-        smollm2,
-        gguf_file="model.gguf",
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    theirs = reference.model.state_dict()
-    folder = dict(iterate_weights(smollm2))
-    names = set()
-    for name, tensor in iterate_weights(smollm2 / "model.gguf"):
-        names.add(name)
-        assert torch.equal(tensor, theirs[name]), name
-        assert torch.equal(tensor.bfloat16(), folder[name]), name
-    assert names == set(folder) == set(theirs) - {"lm_head.weight"}
+    check_gguf(smollm2)
 
 
 @pytest.fixture(scope="module")
