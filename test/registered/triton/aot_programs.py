@@ -307,9 +307,8 @@ def routings() -> Iterator[Variant]:
             f"choose {experts}", moe_routing.choose_kernel, args, constants, 1
         )
     lists = dict.fromkeys(("ids", "counts", "rows", "block_experts"), "*i32")
-    for experts_block in (32, 256):
-        constants = {"EXPERTS_BLOCK": experts_block, "CHUNK": moe_sort.CHUNK}
-        constants["PDL"] = True
+    for experts_block, chunk in ((32, moe_sort.CHUNKS[0]), (256, moe_sort.CHUNKS[1])):
+        constants = {"EXPERTS_BLOCK": experts_block, "CHUNK": chunk, "PDL": True}
         yield Variant("count", moe_sort.count_kernel, lists, constants, 4)
         constants = constants | {"BLOCK_M": 16, "TILE": moe_sort.TILE}
         for counts in ({}, {"counts": None}):

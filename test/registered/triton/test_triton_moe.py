@@ -125,6 +125,16 @@ def test_lists_of_rows(tokens: int, experts: int, top_k: int, block_m: int) -> N
             assert torch.equal(a, b)
 
 
+def test_more_chunks_than_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_sort, "CHUNKS", (32,))
+    _, ids = random_choice(400, 6, 3, device=DEVICE)
+    assert ids.numel() > 32 * moe_sort.TILE
+    found = moe_sort.sort_by_expert(ids, experts=6, block_m=16)
+    expected = moe_sort.sort_by_expert_ref(ids, experts=6, block_m=16)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_the_blocks_suffice_for_every_spread() -> None:
     for assignments, experts, block_m in ((1, 8, 16), (5, 3, 4), (64, 8, 16)):
         touched = min(assignments, experts)

@@ -104,15 +104,19 @@ def test_fused_add_rmsnorm(dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_norm_add_rmsnorm(dtype: torch.dtype, width: int) -> None:
-    """Bit by bit the two launches that it replaces."""
+    """The two launches that it replaces; bit by bit where the norm is rounded, for in
+    float32 a GPU multiplies and adds at once."""
     inner, weight = (random(width, dtype=dtype) for _ in range(2))
     for rows in ROWS:
         x, residual = (random(rows, width, dtype=dtype) for _ in range(2))
         expected, expected_residual = norm.rmsnorm(x, inner, 1e-5), residual.clone()
         norm.fused_add_rmsnorm(expected, expected_residual, weight, 1e-5)
         norm.norm_add_rmsnorm(x, residual, inner, weight, 1e-5)
-        assert torch.equal(residual, expected_residual)
-        assert torch.equal(x, expected)
+        assert_close(residual, expected_residual)
+        assert_close(x, expected)
+        if DEVICE == "cpu" or dtype != torch.float32:
+            assert torch.equal(residual, expected_residual)
+            assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

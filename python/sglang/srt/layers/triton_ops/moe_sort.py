@@ -23,13 +23,12 @@ from sglang.srt.utils.triton_launch import (
     wait_for_inputs,
 )
 
-CHUNK = 256
-"""Assignments of a program."""
+CHUNKS = (256, 1024)
+"""Assignments that a program compares its own with: the first that holds all, or the
+last."""
 TILE = 32
 """Assignments, blocks or chunks that a program looks at at once, in tables [TILE, E]
-and [TILE, CHUNK]."""
-RECOUNTED_CHUNKS = 8
-"""So many are counted by every program anew rather than in a launch of their own."""
+and [TILE, chunk]."""
 
 
 @triton.jit
@@ -76,20 +75,19 @@ def place_kernel(
 ):
     """rows [blocks * BLOCK_M]: an assignment, or `assignments` for padding;
     block_experts [blocks]: the expert, or EXPERTS_BLOCK for a block without rows.
-    `counts` None: every program counts.
+    A program takes TILE assignments. `counts` None: there is one chunk, and every
+    program counts it.
     """
-    chunk = tl.program_id(0)
+    tile = tl.program_id(0)
+    chunk = tile * TILE // CHUNK
     expert = tl.arange(0, EXPERTS_BLOCK)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     before = tl.zeros([EXPERTS_BLOCK], dtype=tl.int32)
-    total = tl.zeros([EXPERTS_BLOCK], dtype=tl.int32)
     if counts is None:
-        for other in range(chunks):
-            count = _count(ids, other, assignments, EXPERTS_BLOCK, CHUNK)
-            total += count
-            before += tl.where(other < chunk, count, 0)
+        total = _count(ids, 0, assignments, EXPERTS_BLOCK, CHUNK)
     else:
+        total = tl.zeros([EXPERTS_BLOCK], dtype=tl.int32)
         for first in range(0, chunks, TILE):
             other = first + tl.arange(0, TILE)[:, None]
             at = counts + other * EXPERTS_BLOCK + expert[None, :]
@@ -101,7 +99,7 @@ def place_kernel(
     begin = end - room
     # Each program writes the experts and the padding of its share of the blocks.
     m = tl.arange(0, BLOCK_M)[None, :]
-    for first in range(chunk * TILE, blocks, tl.num_programs(0) * TILE):
+    for first in range(tile * TILE, blocks, tl.num_programs(0) * TILE):
         block = first + tl.arange(0, TILE)
         is_block = block < blocks
         owner = tl.sum((end[None, :] <= block[:, None]).to(tl.int32), axis=1)
@@ -113,16 +111,15 @@ def place_kernel(
             assignments,
             mask=is_block[:, None] & (m >= filled[:, None]),
         )
-    next_row = begin * BLOCK_M + before
-    mine = chunk * CHUNK + tl.arange(0, CHUNK)
-    chosen = tl.load(ids + mine, mask=mine < assignments, other=-1)
-    for start in range(0, CHUNK, TILE):
-        at = chunk * CHUNK + start + tl.arange(0, TILE)
-        one = tl.load(ids + at, mask=at < assignments, other=-1)[:, None]
-        is_earlier = (one == chosen[None, :]) & (mine[None, :] < at[:, None])
-        rank = tl.sum(is_earlier.to(tl.int32), axis=1)
-        row = tl.sum(tl.where(one == expert[None, :], next_row[None, :], 0), axis=1)
-        tl.store(rows + row + rank, at, mask=at < assignments)
+    at = tile * TILE + tl.arange(0, TILE)
+    one = tl.load(ids + at, mask=at < assignments, other=-1)[:, None]
+    other = chunk * CHUNK + tl.arange(0, CHUNK)
+    chosen = tl.load(ids + other, mask=other < assignments, other=-1)
+    is_earlier = (one == chosen[None, :]) & (other[None, :] < at[:, None])
+    rank = tl.sum(is_earlier.to(tl.int32), axis=1)
+    first_row = (begin * BLOCK_M + before)[None, :]
+    row = tl.sum(tl.where(one == expert[None, :], first_row, 0), axis=1)
+    tl.store(rows + row + rank, at, mask=at < assignments)
 
 
 def sort_by_expert(ids: Tensor, *, experts: int, block_m: int) -> tuple[Tensor, Tensor]:
@@ -141,18 +138,19 @@ def sort_by_expert(ids: Tensor, *, experts: int, block_m: int) -> tuple[Tensor, 
     experts_block = block_of(experts)
     rows = ids.new_empty(blocks * block_m)
     block_experts = ids.new_empty(blocks)
-    chunks = triton.cdiv(assignments, CHUNK)
+    chunk = next((size for size in CHUNKS if assignments <= size), CHUNKS[-1])
+    chunks = triton.cdiv(assignments, chunk)
     common = {
         "EXPERTS_BLOCK": experts_block,
-        "CHUNK": CHUNK,
+        "CHUNK": chunk,
         "num_warps": 4,
         **launch_options(ids.device),
     }
     counts = None
-    if chunks > RECOUNTED_CHUNKS:
+    if chunks > 1:
         counts = ids.new_empty(chunks, experts_block)
         count_kernel[(chunks,)](ids, counts, assignments, **common)
-    place_kernel[(chunks,)](
+    place_kernel[(triton.cdiv(assignments, TILE),)](
         ids,
         counts,
         rows,
