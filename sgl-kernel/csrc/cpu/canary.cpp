@@ -404,7 +404,7 @@ void advance_lineages(const canary::State& s, const canary::Rows& rows) {
           canary::word(canary::lineage_after(s, rows, r));
 }
 
-// Entries in the ring, counters, verdicts of the rows, which are cleared.
+// Counters, entries in the ring, verdicts of the rows, which are cleared.
 void take_findings(
     const char* op, const canary::State& s, const int64_t* req_rows, int64_t count,
     const Tensor& findings) {
@@ -413,8 +413,8 @@ void take_findings(
       "room for a status and the verdicts of the rows");
   int64_t* to =
       vector_data<int64_t>(op, "findings", findings, ScalarType::Long, findings.numel());
-  *to++ = *s.ring_count;
   for (int64_t i = 0; i < canary::Counter::kCount; i++) *to++ = s.counters[i];
+  *to++ = *s.ring_count;
   for (int64_t r = 0; r < count; r++) {
     const int64_t req = req_rows[r];
     SGLK_REQUIRE(

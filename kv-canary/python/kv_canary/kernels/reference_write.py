@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kv_canary.accepted import SampledTokens
 from kv_canary.carried import FACTOR, KEY, CarriedRows
-from kv_canary.findings import STATUS_WORDS
+from kv_canary.findings import RING, STATUS_WORDS
 from kv_canary.hashing import MASK64, to_signed64
 from kv_canary.kernels.reference import (
     Report,
@@ -386,8 +386,8 @@ def move_records(state: CanaryState, dst: Tensor, src: Tensor) -> None:
 
 
 def gather_findings(state: CanaryState, req_rows: Tensor, findings: Tensor) -> None:
-    findings[0] = state.ring_count[0]
-    findings[1:STATUS_WORDS] = state.counters
+    findings[:RING] = state.counters
+    findings[RING] = state.ring_count[0]
     live = req_rows != 0
     verdicts = state.verdict[req_rows] * live
     findings[STATUS_WORDS:][: len(req_rows)] = verdicts

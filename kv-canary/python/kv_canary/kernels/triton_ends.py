@@ -39,12 +39,12 @@ def _load_published_row(rows, ends, row, req, live):
 @triton.jit
 def _gather_status(state, findings):
     """The words of findings before the verdicts."""
-    tl.store(findings, tl.load(state.ring_count, cache_modifier=".cg"))
+    tl.store(findings + COUNTERS, tl.load(state.ring_count, cache_modifier=".cg"))
     index = tl.arange(0, COUNTERS_BLOCK)
     is_counter = index < COUNTERS
     at = state.counters + index
     value = tl.load(at, mask=is_counter, other=0, cache_modifier=".cg")
-    tl.store(findings + 1 + index, value, mask=is_counter)
+    tl.store(findings + index, value, mask=is_counter)
 
 
 @triton.jit

@@ -153,23 +153,19 @@ class ReqToTokenPool:
         if len(index) != len(slots):
             raise RuntimeError(f"{len(slots)} slots for {len(index)} columns")
         self._mirror.reshape(-1)[index] = slots.numpy()
-        self._write_windows(index, slots)
-        if self.device.type == "cpu":
+        columns = [index, slots.numpy()]
+        if self._swa is not None and self.req_to_swa is not None:
+            columns.append(self._swa.window_slots(slots.numpy()))
+        elif self.device.type == "cpu":
             return slots
-        # One copy for both index and values.
-        both = torch.from_numpy(np.stack([index, slots.numpy()]))
-        moved = _to_device(both, self.device)
-        self.req_to_token.view(-1).index_copy_(0, moved[0], moved[1].to(torch.int32))
+        # One copy for the index and all values.
+        moved = _to_device(torch.from_numpy(np.stack(columns)), self.device)
+        values = moved[1:].to(torch.int32)
+        if self.device.type != "cpu":
+            self.req_to_token.view(-1).index_copy_(0, moved[0], values[0])
+        if self.req_to_swa is not None:
+            self.req_to_swa.view(-1).index_copy_(0, moved[0], values[1])
         return moved[1]
-
-    def _write_windows(self, index: IntArray, slots: torch.Tensor) -> None:
-        if self._swa is None or self.req_to_swa is None:
-            return
-        both = torch.from_numpy(
-            np.stack([index, self._swa.window_slots(slots.numpy())])
-        )
-        moved = _to_device(both, self.device)
-        self.req_to_swa.view(-1).index_copy_(0, moved[0], moved[1].to(torch.int32))
 
     def row_slots(self, row: int, start: int, end: int) -> torch.Tensor:
         """Return a copy of row[start:end], int64 on the host, without a sync."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kv_canary.accepted import AcceptedPath, SampledTokens
 from kv_canary.evidence import DraftBranch
-from kv_canary.findings import STATUS_WORDS, is_clean
+from kv_canary.findings import RING, counters_of, is_clean
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import (
     FIRST_CLOCK,
@@ -484,9 +484,7 @@ class CanaryManager:
         """Combine the ranks' findings: all must decide alike."""
         every = self._group.all_gather_last_dim(findings[None])
         of_rank = every.view(self._group.size, len(findings)).unbind()
-        counters = findings[1:STATUS_WORDS].clone()
-        findings.copy_(reduce(torch.bitwise_or, of_rank))
-        findings[1:STATUS_WORDS] = counters
+        findings[RING:].copy_(reduce(torch.bitwise_or, of_rank)[RING:])
 
     def take(self, words: list[int]) -> bool:
         """Take the findings of a step, before any of its tokens is used; returns
@@ -498,7 +496,7 @@ class CanaryManager:
         Raises:
             RuntimeError: the canary does not run.
         """
-        counters = words[1:STATUS_WORDS]
+        counters = counters_of(words)
         if counters[_TAIL_LAUNCHES] == self._counters[_TAIL_LAUNCHES]:
             raise RuntimeError(
                 "the KV canary is not running: no tail launch since the last result, "

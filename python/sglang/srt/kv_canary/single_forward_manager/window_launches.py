@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kv_canary.findings import STATUS_WORDS
+from kv_canary.findings import RING, STATUS_WORDS
 from kv_canary.view import ForwardView, KVReadView
 from sglang.srt.kv_canary.kernels import before_model, write_tail
 
@@ -120,6 +120,5 @@ class WindowLaunches:
 
 def combine(findings: Tensor, others: Tensor) -> None:
     """Put the findings of another group, int64 [STATUS_WORDS + R], to `findings`, whose
-    counters stay: entries in the ring are counted together, verdicts united."""
-    findings[:1] += others[:1]
-    findings[STATUS_WORDS:] |= others[STATUS_WORDS:]
+    counters stay."""
+    findings[RING:] |= others[RING:]
