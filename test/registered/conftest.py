@@ -1,40 +1,67 @@
-"""State of the process that every test finds as if it were the first."""
+"""State of the process that every test finds as if it were the first; Triton's
+interpreter where there is no GPU."""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from sglang.srt.utils.logging import ROOTS
-from sglang.test.scale import sampled
+# Before the first import of triton, which may be that of a file of another folder.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from sglang.srt.utils.logging import ROOTS  # noqa: E402
+from sglang.test.scale import is_full  # noqa: E402
 
 # Files whose kernels Triton's interpreter runs where there is no GPU, thousands of
-# times slower: so many variants of each of their tests run in CI, all with whole
-# counts.
+# times slower: in CI their tests run with as few variants as have every value of every
+# parameter, at most so many; all with whole counts.
 INTERPRETED = {"triton/": 8, "spec/test_tree_ops": 10}
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or is_full():
         return
     for prefix, variants in INTERPRETED.items():
         start = str(Path(__file__).parent / prefix)
         own = [item for item in items if str(item.path).startswith(start)]
-        kept = {id(item) for item in sampled(own, key=_test_of, ci=variants)}
+        tests: dict[str, list[pytest.Item]] = {}
+        for item in own:
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+        kept = {
+            id(item)
+            for test in tests.values()
+            for item in _covering(test, at_most=variants)
+        }
         dropped = [item for item in own if id(item) not in kept]
         config.hook.pytest_deselected(items=dropped)
         gone = {id(item) for item in dropped}
         items[:] = [item for item in items if id(item) not in gone]
 
 
-def _test_of(item: pytest.Item) -> str:
-    """A test without its variant."""
-    return item.nodeid.split("[")[0]
+def _covering(variants: Sequence[pytest.Item], *, at_most: int) -> list[pytest.Item]:
+    """Variants that together have every value of every parameter, each time the first
+    that adds most."""
+    missing = set().union(*map(_values, variants))
+    chosen = [variants[0]]
+    missing -= _values(variants[0])
+    while missing and len(chosen) < at_most:
+        chosen.append(max(variants, key=lambda v: len(_values(v) & missing)))
+        missing -= _values(chosen[-1])
+    return chosen
+
+
+def _values(item: pytest.Item) -> set[tuple[str, str]]:
+    """The value of each parameter."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    return {(name, repr(value)) for name, value in given.items()}
 
 
 @pytest.fixture(autouse=True)

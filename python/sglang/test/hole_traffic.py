@@ -61,7 +61,7 @@ class Engine:
         options |= {
             "page_size": self.page_size,
             "overlap": self.overlap,
-            "max_total_tokens": 512 * self.page_size + 4096,
+            "max_total_tokens": 256 * self.page_size + 4096,
         }
         if self.tree is not None:
             return speculating(**models, tree=self.tree, **options)

@@ -20,7 +20,7 @@ from sglang.srt.sampling.vocab_mask import allocate_vocab_mask, apply_vocab_mask
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 
-register_cpu_ci(est_time=15, suite="cpu")
+register_cpu_ci(est_time=2, suite="cpu")
 
 VOCAB_SIZE = 421
 EOS_IDS = [0, 2]

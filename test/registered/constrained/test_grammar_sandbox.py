@@ -24,7 +24,7 @@ from sglang.srt.constrained.llguidance_backend import LLGuidanceBackend
 from sglang.srt.sampling.vocab_mask import allocate_vocab_mask
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=8, suite="cpu")
 
 VOCAB_SIZE = 421
 

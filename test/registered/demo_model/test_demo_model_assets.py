@@ -22,7 +22,7 @@ from scripts.demo_model.paths import ASSETS, IM_END_ID, SPECIAL_TOKENS
 from scripts.demo_model.train_tokenizer import tokenizer_config
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="cpu")
+register_cpu_ci(est_time=3, suite="cpu")
 
 MAX_TARGET_BYTES = 24_000_000
 MAX_PACKAGE_BYTES = 33_000_000

@@ -16,7 +16,7 @@ from scripts.demo_model.model import DemoConfig, DemoModel, parameter_count
 from scripts.demo_model.paths import ASSETS, IM_END_ID
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=30, suite="cpu")
+register_cpu_ci(est_time=10, suite="cpu")
 
 CODE = '''\
 def count_words(lines):

@@ -24,7 +24,7 @@ from sglang.srt.managers.scheduler_process import available_cores
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tiny_models import write_mock_model
 
-register_cpu_ci(est_time=25, suite="cpu")
+register_cpu_ci(est_time=12, suite="cpu")
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 16}
 

@@ -22,7 +22,7 @@ from live_server import CONTEXT, Server, greedy
 from sglang.bench_utils.memory import family_mib
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=22, suite="cpu")
+register_cpu_ci(est_time=31, suite="cpu")
 
 POOL = 3000
 MIB = 1024 * 1024

@@ -15,7 +15,7 @@ from sglang.bench_utils.memory import resident_mib
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=9, suite="cpu")
 
 REQUESTS = count(ci=2_000, full=10_000)
 QUEUE = 1000

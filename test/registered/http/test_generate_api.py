@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tiny_models import write_tiny_model
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=10, suite="cpu")
 
 
 @pytest.fixture(scope="module")

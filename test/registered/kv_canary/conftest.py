@@ -1,19 +1,13 @@
-"""Asks for Triton's interpreter where there is no GPU, before the first import of
-triton."""
+"""Models and forwards for the tests of the canary."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-from sglang.test.forward_harness import ForwardHarness  # noqa: E402
-from sglang.test.tiny_models import write_mock_model  # noqa: E402
+from sglang.test.forward_harness import ForwardHarness
+from sglang.test.tiny_models import write_mock_model
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from sglang.test.harness import EngineHarness
 from sglang.test.spec_canary_traffic import canaries_of, plant_in, speculating
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=3, suite="cpu")
 
 SIZES = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
 PROMPT = list(range(40))

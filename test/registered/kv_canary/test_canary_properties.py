@@ -27,7 +27,7 @@ from kv_canary.view import ForwardView, KVReadView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
 
-register_cpu_ci(est_time=60, suite="cpu")
+register_cpu_ci(est_time=21, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
 
 SEEDS = range(count(ci=6, full=50))

@@ -38,7 +38,7 @@ from kv_canary.state import create_state
 from kv_canary.view import ForwardView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=6, suite="cpu")
 register_cuda_ci(est_time=20, suite="cuda")
 
 REPO = Path(__file__).resolve().parents[3]

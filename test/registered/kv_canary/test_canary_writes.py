@@ -26,7 +26,7 @@ from kv_canary.records import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=6, suite="cpu")
 register_cuda_ci(est_time=20, suite="cuda")
 
 

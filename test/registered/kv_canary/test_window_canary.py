@@ -21,7 +21,7 @@ from sglang.test.mock_traffic import Traffic
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_model
 
-register_cpu_ci(est_time=25, suite="cpu")
+register_cpu_ci(est_time=7, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
 
 SEEDS = range(count(ci=1, full=20))

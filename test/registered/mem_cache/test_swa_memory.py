@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.swa_slots import SwaSlots
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=8, suite="cpu")
 
 
 def make_swa(

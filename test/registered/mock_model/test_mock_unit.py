@@ -15,7 +15,7 @@ from sglang.test.forward_harness import ForwardHarness
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_model
 
-register_cpu_ci(est_time=25, suite="cpu")
+register_cpu_ci(est_time=11, suite="cpu")
 
 BACKENDS = ("torch_native", "cpu_native")
 VOCAB = 1000

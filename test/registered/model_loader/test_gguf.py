@@ -20,7 +20,7 @@ from sglang.test.forward_harness import ForwardHarness
 from sglang.test.gguf_files import NAMES, finish, write_gguf
 from sglang.test.tiny_models import EOS_ID, write_tiny_model
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=3, suite="cpu")
 
 LLAMA = "LlamaForCausalLM"
 PROMPT = [7, 30, 200, 11, 42, 5, 5, 90]

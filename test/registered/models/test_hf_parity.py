@@ -13,7 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.tiny_models import FAMILIES, write_tiny_model
 
-register_cpu_ci(est_time=31, suite="cpu")
+register_cpu_ci(est_time=19, suite="cpu")
 
 TOLERANCE = 2e-4
 PROMPT_LENS = (1, 5, 17, 40)

@@ -45,7 +45,7 @@ from sglang.test.spec_world import (
 )
 from sglang.test.tiny_models import write_tiny_model
 
-register_cpu_ci(est_time=19, suite="cpu")
+register_cpu_ci(est_time=10, suite="cpu")
 
 GEMMA3, GPT_OSS = "Gemma3ForCausalLM", "GptOssForCausalLM"
 MULTIMODAL = "Gemma3ForConditionalGeneration"

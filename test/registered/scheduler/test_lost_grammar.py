@@ -31,7 +31,7 @@ from sglang.test.harness import EngineHarness, Finished
 from sglang.test.spec_world import ModelFolders, SpecConfig, plain_engine, spec_engine
 from sglang.test.tiny_models import write_tiny_model
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=6, suite="cpu")
 
 # Every word makes states of its own.
 WORDS = r"([a-e]+[fg]?){1,300}"

@@ -16,7 +16,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.tiny_models import EOS_ID, write_mock_model, write_tiny_model
 
-register_cpu_ci(est_time=25, suite="cpu")
+register_cpu_ci(est_time=14, suite="cpu")
 
 VOCAB = 1000
 CONTEXT = 128

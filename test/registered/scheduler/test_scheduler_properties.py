@@ -14,7 +14,7 @@ from sglang.test.harness import EngineHarness
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_model
 
-register_cpu_ci(est_time=40, suite="cpu")
+register_cpu_ci(est_time=4, suite="cpu")
 
 VOCAB = 50
 CONTEXT = 96

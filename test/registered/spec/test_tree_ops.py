@@ -26,7 +26,7 @@ from sglang.srt.speculative.ops.tree import build_tree_ref, top_k_probs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count, sampled
 
-register_cpu_ci(est_time=30, suite="cpu")
+register_cpu_ci(est_time=5, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
 
 NAN, INF = float("nan"), float("inf")

@@ -18,7 +18,7 @@ from sglang.srt.speculative.draft_layout import BranchLayout, alloc_len_per_deco
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import is_full
 
-register_cpu_ci(est_time=60, suite="cpu")
+register_cpu_ci(est_time=13, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
 
 PAGE_SIZES, TOPKS, STEPS = (1, 4, 16, 64), (1, 2, 4, 8), (1, 2, 3, 4, 5)

@@ -26,7 +26,7 @@ from sglang.srt.speculative.triton_ops import verify_sampled
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
 
-register_cpu_ci(est_time=40, suite="cpu")
+register_cpu_ci(est_time=7, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
 
 SHAPES = [

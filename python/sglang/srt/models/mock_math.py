@@ -7,6 +7,7 @@ sqrt(n / 16), so that a mean times n rounds to the exact integer even in bf16.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -108,16 +109,26 @@ def qkv(x: Tensor, layer: int, dtype: torch.dtype) -> Tensor:
         rows, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, dtype=dtype, device=x.device
     )
     out[:, :NUM_HEADS, -1] = QUERY
-    out[:, NUM_HEADS : NUM_HEADS + NUM_KV_HEADS] = sig(mix64(x + 99)).to(dtype)
+    # One signature of both: on a CPU the number of operations is what costs.
+    out[:, NUM_HEADS:] = sig(torch.stack((mix64(x + 99), x), dim=1).view(-1)).view(
+        rows, 2 * NUM_KV_HEADS, HEAD_DIM
+    )
     out[:, NUM_HEADS : NUM_HEADS + NUM_KV_HEADS, -1] = -(1.0 + layer)
-    out[:, NUM_HEADS + NUM_KV_HEADS :] = sig(x).to(dtype)
     return out.view(rows, -1)
 
 
 def fold_weights(layer: int, device: torch.device) -> Tensor:
     """Return the odd constants c_l [8 * 64]."""
+    # Those of a GPU may lie in the memory of the graph that is being captured.
+    return (_host_weights if device.type == "cpu" else _make_weights)(layer, device)
+
+
+def _make_weights(layer: int, device: torch.device) -> Tensor:
     index = torch.arange(HIDDEN_SIZE, device=device)
     return mix64(index + (layer + 1) * 7919) | 1
+
+
+_host_weights = cache(_make_weights)
 
 
 def fold(mean: Tensor, count: Tensor, layer: int) -> Tensor:
