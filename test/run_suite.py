@@ -86,6 +86,8 @@ def run_pytest(
     if full:
         command += ["--timeout=3000"]
     env = dict(os.environ)
+    # Workers and hundreds of servers import the same files, and compile them once.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     if workers > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     if full:
@@ -128,8 +130,8 @@ def main() -> int:
     parser.add_argument(
         "--canary", action="store_true", help="every engine runs under the KV canary"
     )
-    # One more than cores: some tests wait for processes or clocks.
-    parser.add_argument("--workers", type=int, default=(os.cpu_count() or 1) + 1)
+    # Two more than cores: some tests wait for processes or clocks.
+    parser.add_argument("--workers", type=int, default=(os.cpu_count() or 1) + 2)
     parser.add_argument("--match", default="", help="only paths that contain this text")
     parser.add_argument(
         "--skip", nargs="*", default=[], help="no paths that contain one of these texts"

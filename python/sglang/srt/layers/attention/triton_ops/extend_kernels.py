@@ -94,21 +94,16 @@ def extend_kernel(
     table_row = table_row_of(pages, row)
     kv = kv_of(pool, pages, table_row, lane // HEAD_BLOCKS, channel, is_channel)
     own = prefix + token
-    position = positions_of(positions, q_begin, own, prefix, is_token)
+    pos = positions_of(positions, q_begin, own, prefix, is_token)
+    HAS_TREE: tl.constexpr = tree_mask is not None
     lo, left, right, end = bounds_of(
-        prefix,
-        first_token,
-        last_token,
-        new_tokens,
-        window,
-        tree_mask is not None,
-        TILE.block_n,
+        prefix, first_token, last_token, new_tokens, window, HAS_TREE, TILE.block_n
     )
     mask = Mask(
         row,
         q_begin,
         own,
-        position,
+        pos,
         lo,
         end,
         prefix,

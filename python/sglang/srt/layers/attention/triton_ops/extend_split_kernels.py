@@ -163,21 +163,16 @@ def extend_split_kernel(
     token = tokens_of(first_token, TILE)
     is_token = is_before(token, new_tokens, TILE)
     own = prefix + token
-    position = positions_of(positions, q_begin, own, prefix, is_token)
+    pos = positions_of(positions, q_begin, own, prefix, is_token)
+    HAS_TREE: tl.constexpr = tree_mask is not None
     lo, left, right, end = bounds_of(
-        prefix,
-        first_token,
-        last_token,
-        new_tokens,
-        window,
-        tree_mask is not None,
-        TILE.block_n,
+        prefix, first_token, last_token, new_tokens, window, HAS_TREE, TILE.block_n
     )
     mask = Mask(
         row,
         q_begin,
         own,
-        position,
+        pos,
         lo,
         end,
         prefix,
