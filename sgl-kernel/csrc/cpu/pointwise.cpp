@@ -165,16 +165,18 @@ void latent_store(
     const Tensor& cache, const Tensor& slots, const Tensor& norm, double eps) {
   const char* op = "latent_store";
   const DType dtype = float_type(op, "q", q);
-  SGLK_CHECK(q.dim() == 3, op, "q", q, "[T, heads, rank + rope]");
-  const int64_t tokens = q.size(0), width = q.size(2);
-  check_heads(op, "q", q, q.scalar_type(), width);
+  SGLK_CHECK(q.dim() == 3, op, "q", q, "[T, heads, channels]");
+  SGLK_CHECK(k.dim() == 3, op, "k", k, "[T, 1, rank + rope]");
+  const int64_t tokens = q.size(0), q_width = q.size(2), width = k.size(2);
+  check_heads(op, "q", q, q.scalar_type(), q_width);
   check_heads(op, "k", k, q.scalar_type(), width);
   check_heads(op, "k_cache", cache, q.scalar_type(), width);
   SGLK_CHECK(k.size(0) == tokens && k.size(1) == 1, op, "k", k, "one head for each token of q");
   SGLK_CHECK(cache.size(1) == 1, op, "k_cache", cache, "one head");
   SGLK_CHECK(
       cos_sin.dim() == 2 && cos_sin.scalar_type() == ScalarType::Float &&
-          cos_sin.size(1) % 2 == 0 && cos_sin.size(1) < width && cos_sin.stride(1) == 1,
+          cos_sin.size(1) % 2 == 0 && cos_sin.size(1) < width &&
+          cos_sin.size(1) <= q_width && cos_sin.stride(1) == 1,
       op, "cos_sin_cache", cos_sin, "float32 [positions, rope], rope even and below dim");
   const int64_t rope = cos_sin.size(1);
   check_vector(op, "k_norm_weight", norm, q.scalar_type(), width - rope);
@@ -194,6 +196,7 @@ void latent_store(
       cos_sin.stride(0),
       norm.const_data_ptr(),
       int32_t(q.size(1)),
+      int32_t(q_width),
       int32_t(width - rope),
       int32_t(rope),
       float(eps)};

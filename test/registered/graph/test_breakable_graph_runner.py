@@ -354,6 +354,23 @@ def test_hidden_states_are_copies(models, mode, layers):
     assert_same_logits(kept, outputs[0])
 
 
+def test_forwards_that_expand_latents_run_eagerly(tmp_path, monkeypatch):
+    """Captured attention is absorbed; so is that of a graph that is replayed."""
+    model = write_tiny_model(tmp_path, "DeepseekV2ForCausalLM")
+    harness = ForwardHarness(model, dtype="float32")
+    backend = harness.runner.attn_backend
+    expanded = set()
+    monkeypatch.setattr(
+        backend, "expands", lambda latent, batch: batch.num_tokens in expanded
+    )
+    graphs = install(harness, token_counts=[4, 16])
+    row = harness.new_row([1] * 64)
+    batch = harness.prepare(ForwardMode.EXTEND, [(row, 9)])
+    assert graphs.refusal(batch) is None
+    expanded.add(9)
+    assert graphs.refusal(batch) == "expanded_latents"
+
+
 def test_refusals_are_counted_by_reason(models):
     harness = ForwardHarness(models["LlamaForCausalLM"], dtype="float32")
     graphs = install(harness, token_counts=[4, 16])

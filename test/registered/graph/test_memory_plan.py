@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 import torch
 
+from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
+from sglang.srt.configs.latent_form import PREFIX_BLOCK
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.model_executor.memory_plan import (
     CPU_POOL_BYTES,
@@ -125,6 +127,20 @@ def test_a_draft_takes_slots_from_the_target(model, monkeypatch):
     assert alone == 10_000 - runner.page_size
     assert runner._pool_size(DraftMemory(graph_bytes=1000 * each)) == alone - 1000
     assert runner._pool_size(DraftMemory(bytes_per_slot=each)) == (alone + 1) // 2 - 1
+
+
+def test_expanded_latents_are_kept_free(tmp_path, monkeypatch):
+    """Where the backend expands any: a block of keys and values, and float32 results of
+    the new tokens."""
+    model = write_tiny_model(tmp_path, "DeepseekV2ForCausalLM")
+    runner = ForwardHarness(model, slots=64, chunked_prefill_size=64).runner
+    assert runner.expansion_bytes() == 0
+    name = runner.server_args.attention_backend
+    able = dataclasses.replace(ATTENTION_BACKENDS[name], expands_latents=True)
+    monkeypatch.setitem(ATTENTION_BACKENDS, name, able)
+    itemsize, latent = runner.dtype.itemsize, runner.model_config.latent
+    block = PREFIX_BLOCK * (latent.width + 4 * (24 + 20)) * itemsize
+    assert runner.expansion_bytes() == block + 64 * 4 * (20 + 1) * 4
 
 
 def test_a_capture_says_what_it_took(model, caplog):

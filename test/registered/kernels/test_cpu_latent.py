@@ -90,11 +90,16 @@ def test_sizes_that_do_not_fit_are_named() -> None:
         )
 
 
+# Tokens, query heads, channels of latents, rotated ones, a query's others.
+STORES = [(0, 4, 32, 8, 32), (70, 5, 40, 12, 40), (3, 1, 512, 64, 128)]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_store(dtype: torch.dtype) -> None:
-    for tokens, heads, rank, rope in ((0, 4, 32, 8), (70, 5, 40, 12), (3, 1, 512, 64)):
+    for tokens, heads, rank, rope, plain in STORES:
         width = rank + rope
-        qkv = torch.randn(tokens, heads + 1, width).to(dtype)
+        queries = torch.randn(tokens, heads + 1, plain + rope).to(dtype)
+        keys = torch.randn(tokens, 2, width).to(dtype)
         cache = torch.randn(90, 1, width).to(dtype)
         args = {
             "positions": torch.randint(0, 20, (tokens,)),
@@ -105,14 +110,15 @@ def test_store(dtype: torch.dtype) -> None:
         }
         results = []
         for op in (latent.latent_store, latent.latent_store_ref):
-            own, pool = qkv.clone(), cache.clone()
-            q, k = own[:, :heads], own[:, heads:]
+            own, k, pool = queries.clone(), keys.clone()[:, 1:], cache.clone()
+            q = own[:, :heads]
             views = {"k_cache": pool, "v_cache": pool[..., :rank]}
             op(q, k, k[..., :rank], **args, **views)
-            results.append((own, pool))
+            results.append((own, k, pool))
         for found, expected in zip(*results, strict=True):
             assert_close(found, expected)
-        assert torch.equal(results[0][0][:, heads], qkv[:, heads])
+        assert torch.equal(results[0][0][:, heads], queries[:, heads])
+        assert torch.equal(results[0][1], keys[:, 1:])
     with pytest.raises(RuntimeError, match="latent_store: positions"):
         bad = args | {"positions": args["positions"] + 20}
         latent.latent_store(q, k, k, **bad, **views)

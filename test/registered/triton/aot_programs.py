@@ -160,7 +160,7 @@ def pointwise(dtype: str) -> Iterator[Variant]:
                 "cos_sin_cache": "*fp32",
                 "eps": "fp32",
             },
-            {"LATENT": latent_store.latent_sizes(q_heads, 576, 64), "PDL": True},
+            {"LATENT": latent_store.latent_sizes(q_heads, 192, 576, 64), "PDL": True},
             4,
         )
     for moves in (1, 64, move_kv.MAX_MOVES):

@@ -57,6 +57,14 @@ from sglang.srt.layers.attention.triton_ops.extend_table import (
     extend_launch,
 )
 from sglang.srt.layers.attention.triton_ops.latent_attention import latent_launch
+from sglang.srt.layers.attention.triton_ops.latent_expanded_kernels import (
+    latent_expanded_kernel,
+)
+from sglang.srt.layers.attention.triton_ops.latent_expanded_table import (
+    choose_expanded_tile,
+    expanded_launch,
+    expanded_shape,
+)
 from sglang.srt.layers.attention.triton_ops.latent_kernels import latent_kernel
 from sglang.srt.layers.attention.triton_ops.launch import Launch
 from sglang.test.ahead_of_time import compile_in_a_process
@@ -73,7 +81,9 @@ EXTEND_KERNELS = (
     extend_split_kernel,
     extend_dense_kernel,
     latent_kernel,
+    latent_expanded_kernel,
 )
+DESCRIPTOR_KERNELS = (extend_dense_kernel, latent_expanded_kernel)
 # A number that is a multiple of 16, as strides mostly are.
 ALIGNED = "i32:16"
 
@@ -122,7 +132,18 @@ def arguments(variant: Variant) -> dict[str, Any]:
     if variant.kernel is extend_dense_kernel:
         descriptor = f"tensordesc<{element[1:]}{[tile.block_n, shape.block_d]}>"
         found |= {"k_tiles": descriptor, "v_tiles": descriptor}
+    if variant.kernel is latent_expanded_kernel:
+        found["running"] = partials if has_running(variant.launch) else None
+        found["indptr"] = None if variant.launch.constants["CAUSAL"] else "*i64"
+        for name in ("nope", "rope", "value"):
+            size = [tile.block_n, getattr(shape, f"block_{name}")]
+            found[f"{name}_tiles"] = f"tensordesc<{element[1:]}{size}>"
     return found
+
+
+def has_running(launch: Launch) -> bool:
+    """Whether an expanded launch reads or writes results of prefixes."""
+    return launch.constants["HAS_PAST"] or not launch.constants["CAUSAL"]
 
 
 class Signature:
@@ -171,6 +192,7 @@ def compile_kernel(variant: Variant) -> dict[str, Any]:
         "warps": launch.num_warps,
         "stages": launch.num_stages,
         "constants": str(launch.constants),
+        "has_copies": kernel in DESCRIPTOR_KERNELS,
         "queries": launch.constants["TILE"].block_m if kernel in EXTEND_KERNELS else 0,
         "shared": compiled.metadata.shared,
         **resources(compiled.asm["cubin"]),
@@ -212,7 +234,8 @@ def variants() -> list[Variant]:
             found.append(Variant(extend_combine_kernel, combine, itemsize))
     plain = sampled(found, key=lambda v: (v.kernel.__name__, v.itemsize), ci=1)
     latent = sampled(latent_variants(), key=lambda v: v.kernel.__name__, ci=1)
-    return plain + special_variants() + latent
+    expanded = sampled(expanded_variants(), key=lambda v: v.kernel, ci=2)
+    return plain + special_variants() + latent + expanded
 
 
 def special_variants() -> list[Variant]:
@@ -250,6 +273,33 @@ def latent_variants() -> list[Variant]:
             found.append(variant._replace(is_decode=is_decode))
     combine = split_combine_launch(q_heads=16, head_dim=512, splits=64)
     return [*found, Variant(extend_combine_kernel, combine, 2, is_decode=True)]
+
+
+def expanded_variants() -> list[Variant]:
+    """Prompts, blocks of prefixes and what follows them: of DeepSeek, of the widest
+    channels, in float32."""
+    found = []
+    deepseek = {"nope": 128, "rope": 64, "value": 128}
+    wide = {"nope": 256, "rope": 64, "value": 256}
+    for sizes, itemsize in ((deepseek, 2), (wide, 2), (deepseek, 4)):
+        shape = expanded_shape(q_heads=16, rank=512, **sizes)
+        tile = choose_expanded_tile(shape, itemsize)
+        for rows, is_causal, has_past in (
+            (1, True, False),
+            (8, False, True),
+            (1, False, False),
+            (8, True, True),
+        ):
+            launch = expanded_launch(
+                shape,
+                tile,
+                rows=rows,
+                is_causal=is_causal,
+                has_past=has_past,
+                pdl=True,
+            )
+            found.append(Variant(latent_expanded_kernel, launch, itemsize))
+    return found
 
 
 def paged_variants(
@@ -299,7 +349,7 @@ def test_every_shipped_variant_compiles_for_the_h200() -> None:
         is_matrix_bound = report["queries"] >= 64
         if is_matrix_bound and report["itemsize"] == 2:
             assert report["wgmma"] > 0, report
-        if report["kernel"] == "extend_dense_kernel":
+        if report["has_copies"]:
             assert report["copies"] > 0, report
             assert report["waits"] > 0, report
 

@@ -182,12 +182,17 @@ def test_needs_that_the_kernels_lack_are_refused() -> None:
         )
 
 
+# Tokens, query heads, channels of latents, rotated ones, a query's others.
+STORES = [(0, 4, 32, 8, 32), (5, 20, 40, 12, 40), (3, 1, 512, 64, 128)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_store(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    for tokens, heads, rank, rope in ((0, 4, 32, 8), (5, 20, 40, 12), (3, 1, 512, 64)):
+    for tokens, heads, rank, rope, plain in STORES:
         width = rank + rope
-        qkv = torch.randn(tokens, heads + 1, width, device=DEVICE).to(dtype)
+        queries = torch.randn(tokens, heads + 1, plain + rope, device=DEVICE).to(dtype)
+        keys = torch.randn(tokens, 2, width, device=DEVICE).to(dtype)
         cache = torch.randn(9, 1, width, device=DEVICE).to(dtype)
         args = {
             "positions": torch.arange(tokens, device=DEVICE) + 2,
@@ -198,14 +203,15 @@ def test_store(dtype: torch.dtype) -> None:
         }
         results = []
         for op in (latent_store, latent_store_ref):
-            own, pool = qkv.clone(), cache.clone()
-            q, k = own[:, :heads], own[:, heads:]
+            own, k, pool = queries.clone(), keys.clone()[:, 1:], cache.clone()
+            q = own[:, :heads]
             views = {"k_cache": pool, "v_cache": pool[..., :rank]}
             op(q, k, k[..., :rank], **args, **views)
-            results.append((own, pool))
+            results.append((own, k, pool))
         for found, expected in zip(*results, strict=True):
             assert_same(found, expected)
-        assert torch.equal(results[0][0][:, heads], qkv[:, heads])
+        assert torch.equal(results[0][0][:, heads], queries[:, heads])
+        assert torch.equal(results[0][1], keys[:, 1:])
     with pytest.raises(ValueError, match="k is not updated"):
         latent_store(q, k, k, **args, **views, update_k=True)
 

@@ -31,6 +31,7 @@ class AttentionBackendCapabilities:
         supports_windowed_trees: serves draft trees whose nodes attend a window.
         supports_window_slots: reads window slots of sliding layers.
         supports_latent: attends latents, which are K and V at once.
+        expands_latents: long prefills attend keys and values made of them.
     """
 
     devices: frozenset[str]
@@ -46,6 +47,7 @@ class AttentionBackendCapabilities:
     supports_windowed_trees: bool = False
     supports_window_slots: bool = False
     supports_latent: bool = False
+    expands_latents: bool = False
 
 
 ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
@@ -90,6 +92,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         supports_windowed_trees=True,
         supports_window_slots=True,
         supports_latent=True,
+        expands_latents=True,
     ),
     "flashinfer": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),

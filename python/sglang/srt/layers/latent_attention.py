@@ -1,7 +1,8 @@
 """Attention over latents: one vector of a token is the key and value of all heads.
 
-The queries come multiplied with each head's key projection, and the results leave
-before its value projection (the absorbed form; DeepSeek-V2, 2024, section 2.1).
+In the absorbed form the queries come multiplied with each head's key projection, and
+the results leave before its value projection (DeepSeek-V2, 2024, section 2.1). In the
+expanded form the latents are multiplied instead, with both. The pool holds the same.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from sglang.srt.layers.linear import LoadableParameter
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.head_linear import PackedHeads, head_linear, pack_heads
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_context import get_forward_context
 
 if TYPE_CHECKING:
     from sglang.srt.configs.latent_config import LatentConfig
     from sglang.srt.distributed.partition import Part
     from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class LatentAttention(RadixAttention):
@@ -62,6 +65,61 @@ class LatentAttention(RadixAttention):
         heads = qkv.view(qkv.shape[0], self.num_heads + 1, self.head_dim)
         k = heads[:, self.num_heads :]
         return heads[:, : self.num_heads], k, k[..., : self.v_head_dim]
+
+
+class ExpandedAttention(RadixAttention):
+    """`LatentAttention` of the same layer with queries as the projection makes them and
+    results of heads, for forwards in which `is_chosen`.
+
+    Only `attend` may be called: q is [T, Hq, query_dim], its last `rope_dim` channels
+    not rotated yet, k [T, 1, latent.width] and v its first channels, as in
+    `LatentAttention`.
+
+    Args:
+        projection: of the same heads.
+        others: as in `LatentAttention`.
+    """
+
+    is_latent = True
+
+    def __init__(
+        self,
+        *,
+        latent: LatentConfig,
+        projection: LatentProjection,
+        num_heads: int,
+        layer_id: int,
+        scaling: float,
+        cos_sin_cache: Tensor,
+        norm: RMSNorm,
+    ) -> None:
+        super().__init__(
+            num_heads=num_heads,
+            num_kv_heads=1,
+            head_dim=latent.query_dim,
+            layer_id=layer_id,
+            scaling=scaling,
+            cos_sin_cache=cos_sin_cache,
+            k_norm=norm,
+        )
+        self.v_head_dim = latent.value_dim
+        self._latent = latent
+        self._projection = projection
+
+    @property
+    def weight(self) -> Tensor:
+        """The projection's whole matrix, which CUDA keeps."""
+        weight = self._projection.weight
+        assert weight is not None, "the matrix was packed for the absorbed form"
+        return weight.data
+
+    def is_chosen(self, forward_batch: ForwardBatch) -> bool:
+        """Whether the backend expands latents in this forward. A stack that is captured
+        has attention in its absorbed form."""
+        context = get_forward_context()
+        is_captured = context.attention_breaks is not None
+        expands = context.attn_backend.expands
+        return not is_captured and expands(self._latent, forward_batch)
 
 
 class LatentProjection(Module):

@@ -89,8 +89,14 @@ class RadixAttention(Module):
         context = get_forward_context()
         if context.attention_breaks is not None:
             return context.attention_breaks.attend(self, qkv, forward_batch)
-        tokens = qkv.shape[0]
-        q, k, v = self.split(qkv)
-        out = qkv.new_empty(tokens, self.num_heads, self.v_head_dim)
-        context.attn_backend.forward(q, k, v, self, forward_batch, out=out)
+        return self.attend(*self.split(qkv), forward_batch)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, forward_batch: ForwardBatch
+    ) -> Tensor:
+        """`forward` of q, k and v as the backend takes them, attention not captured."""
+        tokens = q.shape[0]
+        out = q.new_empty(tokens, self.num_heads, self.v_head_dim)
+        backend = get_forward_context().attn_backend
+        backend.forward(q, k, v, self, forward_batch, out=out)
         return out.view(tokens, -1)

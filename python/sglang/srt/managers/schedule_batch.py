@@ -401,7 +401,7 @@ class ScheduleBatch:
             salt=salt,
             rids_int=rids_int,
             qo_indptr=self._upload(qo_indptr),
-            lens_cpu=self._host_lens(),
+            lens_cpu=HostLens(prefix_lens=starts, extend_lens=extend_lens.tolist()),
             logits_rows=self._upload(qo_indptr[1:] - 1),
             input_logprobs=_input_logprob_spans(spans),
             input_embeds=self._input_embeds(spans),

@@ -141,6 +141,9 @@ class BreakableCudaGraphRunner:
             return "aux_layers"
         if not self._has_draft_states(forward_batch):
             return "draft_hidden_states"
+        latent = self._runner.model_config.latent
+        if latent and self._runner.attn_backend.expands(latent, forward_batch):
+            return "expanded_latents"
         if self._limit_padding and tokens > HOST_BOUND_TOKENS:
             key, _ = self.segmented.serving(tokens)
             if key.tokens - tokens > tokens * MAX_PADDING:

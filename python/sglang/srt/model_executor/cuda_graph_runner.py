@@ -19,6 +19,7 @@ from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
 from sglang.srt.model_executor.input_buffers import GraphInputBuffers, GraphInputs
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.model_executor.graph_capture import BreakableGraph, SegmentBackend
     from sglang.srt.models.registry import CausalLM
@@ -53,6 +54,7 @@ class CapturedRunner(Protocol):
     device: str
     dtype: torch.dtype
     model: CausalLM
+    model_config: ModelConfig
     attn_backend: AttentionBackend
 
     def run_model(

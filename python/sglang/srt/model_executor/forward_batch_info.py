@@ -39,7 +39,8 @@ class CaptureHiddenMode(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLens:
-    """Host copies of the lengths, for backends that declare `needs_cpu_seq_lens`."""
+    """Host copies of the lengths: of prefills, which are known there, and of others for
+    backends that declare `needs_cpu_seq_lens`."""
 
     prefix_lens: list[int]
     extend_lens: list[int]
@@ -91,7 +92,7 @@ class ForwardBatch:
         prefix_lens, extend_lens: int64 [R]; tokens already in KV, tokens written now;
             `seq_lens` is their sum in every mode.
         qo_indptr: int64 [R + 1]; offsets of the rows in [T]; None in DECODE (one each).
-        lens_cpu: host copies, only if the backend needs them.
+        lens_cpu: host copies, of prefills, else only if the backend needs them.
         parent_index: int64 [T] or None; parent of a new token among the new tokens, -1
             for the last prefix token (trees).
         tree_mask: bool [R, D, D] or None; the new tokens that a new token sees (trees).

@@ -1,8 +1,9 @@
-"""Estimates of the static device memory beside weights and KV slots: the graphs.
+"""Estimates of the device memory beside weights and KV slots: graphs, expanded latents.
 
 `--mem-fraction-static` covers weights, captured graphs, workspaces and the KV pool; the
-rest stays free for the activations of prefill. The graphs are captured after the pool
-is built, so their size is estimated here; the log gives their real size afterwards.
+rest stays free for the other activations of prefill. The graphs are captured after the
+pool is built, so their size is estimated here; the log gives their real size
+afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.configs.latent_form import PREFIX_BLOCK
+
 if TYPE_CHECKING:
+    from sglang.srt.configs.latent_config import LatentConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
@@ -164,6 +168,21 @@ def draft_graph_bytes(
     per_row = (live + config.vocab_size) * dtype.itemsize
     graphs = 2 * len(sizes) * DRAFT_GRAPH_BYTES
     return max(sizes) * rows_per_request * per_row + graphs
+
+
+def expansion_bytes(
+    latent: LatentConfig, *, heads: int, tokens: int, dtype: torch.dtype
+) -> int:
+    """Memory of attention over expanded latents: a block of latents, of keys and of
+    values, and float32 results of the cached elements.
+
+    Args:
+        heads: of this rank.
+        tokens: new tokens of a forward.
+    """
+    width = latent.width + heads * (latent.nope_dim + latent.value_dim)
+    results = tokens * heads * (latent.value_dim + 1) * torch.float32.itemsize
+    return max(tokens, PREFIX_BLOCK) * width * dtype.itemsize + results
 
 
 def cpu_pool_slots(

@@ -29,6 +29,7 @@ from sglang.srt.model_executor.memory_plan import (
     DraftMemory,
     cpu_pool_slots,
     decode_graph_sizes,
+    expansion_bytes,
     graph_bytes,
     no_room_for_a_page,
     prefill_graph_bytes,
@@ -127,6 +128,21 @@ class ModelRunnerKVCacheMixin:
             self.prefill_graph_token_counts(),
             dtype=self.dtype,
             captures_attention=ATTENTION_BACKENDS[backend].captures_prefill,
+        )
+
+    def expansion_bytes(self) -> int:
+        """Memory kept free for latents that a prefill expands."""
+        latent, args = self.model_config.latent, self.server_args
+        assert args.attention_backend is not None
+        capabilities = ATTENTION_BACKENDS[args.attention_backend]
+        if latent is None or not capabilities.expands_latents:
+            return 0
+        limits = (args.max_prefill_tokens, args.chunked_prefill_size or 0)
+        return expansion_bytes(
+            latent,
+            heads=self.model_config.num_heads // get_tp_group().size,
+            tokens=min(limit for limit in limits if limit > 0),
+            dtype=self.dtype,
         )
 
     def prefill_graph_token_counts(self) -> list[int]:
@@ -276,7 +292,7 @@ class ModelRunnerKVCacheMixin:
         # The rest stays free for the activations of prefill.
         kept_free = int(self.free_bytes_at_start * (1 - args.mem_fraction_static))
         kept_free += self.decode_graph_bytes() + self.prefill_graph_bytes()
-        kept_free += draft_memory.graph_bytes
+        kept_free += draft_memory.graph_bytes + self.expansion_bytes()
         size = max(available - kept_free, 0) // per_token
         size -= self.page_size  # the scratch page
         if self.device == "cpu":

@@ -13,6 +13,7 @@ from torch import Tensor
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import Part, divide
 from sglang.srt.layers.latent_attention import (
+    ExpandedAttention,
     LatentAttention,
     LatentProjection,
     half_split_order,
@@ -48,7 +49,7 @@ def require_latent(config: ModelConfig) -> LatentConfig:
 
 
 class DeepseekAttention(Module):
-    """Multi-head latent attention in its absorbed form.
+    """Multi-head latent attention, in the form that the forward's backend chooses.
 
     Both compressions are one product, which every rank computes whole; the heads are
     split over the ranks.
@@ -84,20 +85,33 @@ class DeepseekAttention(Module):
             bias=bias,
             what="num_attention_heads * v_head_dim",
         )
-        self.attn = LatentAttention(
-            latent=latent,
-            num_heads=heads.size,
-            layer_id=layer_id,
-            scaling=config.attention_scale,
-            cos_sin_cache=cos_sin_cache,
-            norm=self.kv_a_layernorm,
-        )
+        common: dict[str, Any] = {
+            "latent": latent,
+            "num_heads": heads.size,
+            "layer_id": layer_id,
+            "scaling": config.attention_scale,
+            "cos_sin_cache": cos_sin_cache,
+            "norm": self.kv_a_layernorm,
+        }
+        self.attn = LatentAttention(**common)
+        self.expanded = ExpandedAttention(projection=self.kv_b_proj, **common)
 
     def forward(
         self, x: Tensor, residual: Tensor, forward_batch: ForwardBatch
     ) -> Tensor | None:
         """As `RowParallelLinear.forward_into`."""
-        latent, tokens = self._latent, x.shape[0]
+        queries, key = self._project(x)
+        if self.expanded.is_chosen(forward_batch):
+            k = key.unsqueeze(1)
+            v = k[..., : self._latent.rank]
+            heads = self.expanded.attend(queries, k, v, forward_batch)
+        else:
+            heads = self._attend_absorbed(queries, key, forward_batch)
+        return self.o_proj.forward_into(heads, residual)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(queries [T, Hq, query_dim], key [T, latent.width]), neither rotated."""
+        latent = self._latent
         compressed = self.qkv_a_proj(x)
         if latent.query_rank is None:
             queries, key = self.q_proj(x), compressed
@@ -105,10 +119,16 @@ class DeepseekAttention(Module):
             sizes = [latent.query_rank, latent.width]
             query, key = compressed.split_with_sizes(sizes, dim=1)
             queries = self.q_b_proj(self.q_a_layernorm(query))
-        queries = queries.view(tokens, self.attn.num_heads, latent.query_dim)
+        return queries.view(x.shape[0], self.attn.num_heads, latent.query_dim), key
+
+    def _attend_absorbed(
+        self, queries: Tensor, key: Tensor, forward_batch: ForwardBatch
+    ) -> Tensor:
+        """Results of the heads, [T, Hq * value_dim]."""
+        latent, tokens = self._latent, queries.shape[0]
         qkv = self.attn.qkv_buffer(tokens)
         if qkv is None:
-            qkv = x.new_empty(tokens, self.attn.qkv_width)
+            qkv = queries.new_empty(tokens, self.attn.qkv_width)
         q, k, _ = self.attn.split(qkv)
         sizes = [latent.nope_dim, latent.rope_dim]
         nope, rope = queries.split_with_sizes(sizes, dim=2)
@@ -116,8 +136,7 @@ class DeepseekAttention(Module):
         q[..., latent.rank :].copy_(rope)
         k[:, 0].copy_(key)
         attended = self.attn(qkv, forward_batch).view(tokens, -1, latent.rank)
-        heads = self.kv_b_proj.values(attended)
-        return self.o_proj.forward_into(heads.view(tokens, -1), residual)
+        return self.kv_b_proj.values(attended).view(tokens, -1)
 
     def split_rotated_halves(self) -> None:
         """Reorder the rotated channels, which the checkpoint has in interleaved pairs,

@@ -69,7 +69,7 @@ struct LatentStoreArgs {
   const float* cos_sin;
   int64_t cos_sin_stride;
   const void* norm;
-  int32_t q_heads, rank, rope;
+  int32_t q_heads, q_width, rank, rope;
   float eps;
 };
 

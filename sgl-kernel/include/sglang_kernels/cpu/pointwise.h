@@ -161,8 +161,8 @@ void latent_store_tokens(const LatentStoreArgs& a, int64_t begin, int64_t end) {
   rotation.dim = rotation.rotary_dim = a.rope;
   for (int64_t t = begin; t < end; t++) {
     const float* cos_sin = a.cos_sin + a.positions[t] * a.cos_sin_stride;
-    T* q = static_cast<T*>(a.q) + t * a.q_stride + a.rank;
-    for (int h = 0; h < a.q_heads; h++, q += width)
+    T* q = static_cast<T*>(a.q) + t * a.q_stride + a.q_width - a.rope;
+    for (int h = 0; h < a.q_heads; h++, q += a.q_width)
       rope_head<T>(rotation, q, q, nullptr, cos_sin);
     const T* k = static_cast<const T*>(a.k) + t * a.k_stride;
     T* to = static_cast<T*>(a.cache) + a.slots[t] * a.slot_stride;

@@ -15,6 +15,7 @@ from sglang.srt.configs.attention_backends import (
 
 if TYPE_CHECKING:
     from kv_canary.view import KVReadView
+    from sglang.srt.configs.latent_config import LatentConfig
     from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.branch_slots import SlotRows
@@ -98,6 +99,11 @@ class AttentionBackend(ABC):
         are made of it later; returns whether it has such ops."""
         return False
 
+    def expands(self, latent: LatentConfig, forward_batch: ForwardBatch) -> bool:
+        """Whether attention over these latents takes its expanded form in this forward
+        (`ExpandedAttention`), rather than the absorbed one. Known on the host."""
+        return False
+
     @abstractmethod
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
         """The slots that `forward` is about to read, from the very tables it reads.
@@ -127,7 +133,8 @@ class AttentionBackend(ABC):
 
         Args:
             q: [T, Hq, D]; overwritten. k, v: [T, Hkv, D]; k may be overwritten. Of
-                latents v is the first channels of k.
+                latents v is the first channels of k, and q has other channels than k
+                where `layer` is an `ExpandedAttention`.
             out: [T, Hq, v_head_dim]; the backend allocates nothing.
         """
         self.store(q, k, v, layer, forward_batch)

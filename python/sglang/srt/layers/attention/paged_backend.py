@@ -252,7 +252,8 @@ class PagedAttnBackend(AttentionBackend):
                 **options,
             )
             return
-        self.extend_op(
+        extend_op, options = self._extend_call(k, v, layer, forward_batch)
+        extend_op(
             q,
             k_cache,
             v_cache,
@@ -261,7 +262,7 @@ class PagedAttnBackend(AttentionBackend):
             tree_mask=forward_batch.tree_mask,
             positions=rows.positions,
             **common,
-            **self._extend_options(k, v, forward_batch),
+            **options,
         )
 
     def _window_rows(
@@ -281,11 +282,11 @@ class PagedAttnBackend(AttentionBackend):
         """Arguments of this backend's decode beyond the common ones."""
         return {}
 
-    def _extend_options(
-        self, k: Tensor, v: Tensor, forward_batch: ForwardBatch
-    ) -> dict[str, Any]:
-        """Arguments of this backend's extend beyond the common ones."""
-        return {}
+    def _extend_call(
+        self, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> tuple[Callable[..., None], dict[str, Any]]:
+        """The op of an extend, and its arguments beyond the common ones."""
+        return self.extend_op, {}
 
     def _reads_new(self, forward_batch: ForwardBatch) -> bool:
         """Whether attention takes new K and V from the model, not from the pool."""

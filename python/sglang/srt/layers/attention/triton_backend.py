@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.configs import latent_form
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend, store_kv
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
     DecodeWorkspace,
@@ -24,12 +25,23 @@ from sglang.srt.layers.attention.triton_ops.latent_attention import (
     latent_decode_attention,
     latent_extend_attention,
 )
+from sglang.srt.layers.attention.triton_ops.latent_expanded import (
+    Expansion,
+    PrefixBlock,
+    expanded_extend_attention,
+    prefix_blocks,
+)
+from sglang.srt.layers.attention.triton_ops.latent_expanded_table import serves
+from sglang.srt.layers.latent_attention import ExpandedAttention
 from sglang.srt.layers.ops.latent import latent_store
 from sglang.srt.layers.ops.rope import rope_store_kv
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sglang.srt.configs.latent_config import LatentConfig
+    from sglang.srt.layers.attention.base_attn_backend import CallWrapper
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -44,6 +56,7 @@ class TritonAttnBackend(PagedAttnBackend):
     latent_store_op = staticmethod(latent_store)
     decode_op: Callable[..., None] = staticmethod(decode_attention)
     extend_op: Callable[..., None] = staticmethod(extend_attention)
+    expanded_op: Callable[..., None] = staticmethod(expanded_extend_attention)
 
     def __init__(self, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache) -> None:
         super().__init__(req_to_token_pool=req_to_token_pool, kv_pool=kv_pool)
@@ -59,13 +72,29 @@ class TritonAttnBackend(PagedAttnBackend):
         self._workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
         # All layers have one head size.
         self._extend_workspace: ExtendWorkspace | None = None
+        # Prefixes of the forward that was expanded last, the same for all layers.
+        self._expanded: ForwardBatch | None = None
+        self._prefix: tuple[PrefixBlock, ...] = ()
 
     def with_table(self, page_table: Tensor, *, page_size: int) -> TritonAttnBackend:
         other = super().with_table(page_table, page_size=page_size)
         assert isinstance(other, TritonAttnBackend)
         other._rows = len(page_table)
         other._workspaces = {}
+        other._expanded = None
         return other
+
+    def wrap_calls(self, on_store: CallWrapper, on_attend: CallWrapper) -> bool:
+        self.expanded_op = on_attend(self.expanded_op)
+        return super().wrap_calls(on_store, on_attend)
+
+    def expands(self, latent: LatentConfig, forward_batch: ForwardBatch) -> bool:
+        lens = forward_batch.lens_cpu
+        if forward_batch.forward_mode is not ForwardMode.EXTEND or lens is None:
+            return False
+        sizes = {"nope": latent.nope_dim, "value": latent.value_dim}
+        is_served = serves(rope=latent.rope_dim, **sizes)
+        return is_served and latent_form.pays_to_expand(lens, latent)
 
     def store(
         self,
@@ -105,13 +134,35 @@ class TritonAttnBackend(PagedAttnBackend):
             )
         return {"workspace": workspace}
 
-    def _extend_options(
-        self, k: Tensor, v: Tensor, forward_batch: ForwardBatch
-    ) -> dict[str, Any]:
+    def _extend_call(
+        self, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> tuple[Callable[..., None], dict[str, Any]]:
+        if isinstance(layer, ExpandedAttention):
+            expansion = Expansion(
+                weight=layer.weight,
+                new_slots=forward_batch.out_cache_loc,
+                prefix=self._prefix_of(forward_batch),
+            )
+            return self.expanded_op, {"expansion": expansion}
         if self._reads_new(forward_batch):
             # The store left k as the pool holds it.
-            return {"k_new": k, "v_new": v}
-        return {"workspace": self._shared_workspace()}
+            return self.extend_op, {"k_new": k, "v_new": v}
+        return self.extend_op, {"workspace": self._shared_workspace()}
+
+    def _prefix_of(self, forward_batch: ForwardBatch) -> tuple[PrefixBlock, ...]:
+        if self._expanded is not forward_batch:
+            view, lens = self._view_of(forward_batch), forward_batch.lens_cpu
+            assert view.page_table is not None and lens is not None
+            self._expanded = forward_batch
+            self._prefix = prefix_blocks(
+                view.page_table,
+                row_index=view.row_index,
+                prefix_lens=forward_batch.prefix_lens,
+                lens=lens.prefix_lens,
+                page_size=view.page_size,
+                most=latent_form.PREFIX_BLOCK,
+            )
+        return self._prefix
 
     def _shared_workspace(self) -> ExtendWorkspace:
         """That of extends, and of decodes over latents."""

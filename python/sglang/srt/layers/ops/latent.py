@@ -36,7 +36,7 @@ def latent_store_ref(
     slot several times that slot holds any of the rows, or a mixture of them.
 
     Args:
-        q: [T, Hq, rank + rope]; float32, bfloat16 or float16; its last `rope` channels
+        q: [T, Hq, any + rope]; float32, bfloat16 or float16; its last `rope` channels
             are rotated in place. Heads and channels contiguous, any token stride.
         k: [T, 1, rank + rope], the dtype of q, any token stride.
         v: the first `rank` channels of k; not read.
@@ -54,9 +54,10 @@ def latent_store_ref(
         ValueError: an argument that has one value here has another.
     """
     check_latent_store(q_norm_weight, update_k)
-    rank = q.shape[-1] - cos_sin_cache.shape[-1]
+    rope = cos_sin_cache.shape[-1]
+    rank = k.shape[-1] - rope
     rows = cos_sin_cache[positions].unsqueeze(1)
-    q[..., rank:] = rotate(q[..., rank:], rows)
+    q[..., -rope:] = rotate(q[..., -rope:], rows)
     k_cache[out_cache_loc, :, :rank] = rmsnorm_ref(k[..., :rank], k_norm_weight, eps)
     k_cache[out_cache_loc, :, rank:] = rotate(k[..., rank:], rows)
 

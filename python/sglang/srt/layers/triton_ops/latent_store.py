@@ -29,13 +29,14 @@ class Latent(NamedTuple):
     """Constants that the kernel is compiled for; its argument LATENT.
 
     Fields:
-        q_heads: of a token. rank: channels of the latent. half: half of the rotated
-            channels.
+        q_heads: of a token. q_plain: channels of a query before the rotated ones.
+        rank: channels of the latent. half: half of the rotated channels.
         rank_block, half_block: the powers of two that hold them.
         block: query heads of a program.
     """
 
     q_heads: int
+    q_plain: int
     rank: int
     half: int
     rank_block: int
@@ -84,7 +85,8 @@ def latent_store_kernel(
     cos_sin = cos_sin_cache + tl.load(positions + token) * (2 * HALF)
     if group < Q_GROUPS:
         head = group * LATENT.block + tl.arange(0, LATENT.block)[:, None]
-        at = q + token * q_stride + head * (RANK + 2 * HALF) + RANK
+        PLAIN: tl.constexpr = LATENT.q_plain
+        at = q + token * q_stride + head * (PLAIN + 2 * HALF) + PLAIN
         is_head = head < LATENT.q_heads
         _rotate_pairs(at, at, cos_sin, is_head, HALF, LATENT.half_block)
     else:
@@ -150,18 +152,20 @@ def latent_store(
         q.stride(0),
         k.stride(0),
         k_cache.stride(0),
-        LATENT=latent_sizes(q_heads, width, cos_sin_cache.shape[1]),
+        LATENT=latent_sizes(q_heads, width, k.shape[2], cos_sin_cache.shape[1]),
         PDL=pdl,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )
 
 
-def latent_sizes(q_heads: int, width: int, rope: int) -> Latent:
-    """Of latents of `width` channels, the last `rope` of which are rotated."""
+def latent_sizes(q_heads: int, q_width: int, width: int, rope: int) -> Latent:
+    """Of queries of `q_width` channels and latents of `width`, the last `rope` of which
+    are rotated."""
     rank, half = width - rope, rope // 2
     return Latent(
         q_heads=q_heads,
+        q_plain=q_width - rope,
         rank=rank,
         half=half,
         rank_block=triton.next_power_of_2(rank),

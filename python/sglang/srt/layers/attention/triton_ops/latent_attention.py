@@ -154,7 +154,7 @@ def latent_decode_attention(
     Raises:
         ValueError: shapes that do not fit, or a window, a cap or sinks.
     """
-    _check_softmax(window, logit_cap, sinks)
+    check_softmax(window, logit_cap, sinks)
     _attend(
         q,
         k_cache,
@@ -198,7 +198,7 @@ def latent_extend_attention(
     Raises:
         ValueError: as `latent_decode_attention`.
     """
-    _check_softmax(window, logit_cap, sinks)
+    check_softmax(window, logit_cap, sinks)
     _attend(
         q,
         k_cache,
@@ -304,7 +304,10 @@ def _check(
         )
 
 
-def _check_softmax(window: int, logit_cap: float, sinks: Tensor | None) -> None:
+def check_softmax(window: int, logit_cap: float, sinks: Tensor | None) -> None:
+    """Raises:
+    ValueError: what no kernel of latents has.
+    """
     if window > 0 or logit_cap > 0 or sinks is not None:
         raise ValueError(
             f"window={window}, logit_cap={logit_cap}, sinks={sinks is not None}: "
