@@ -29,7 +29,12 @@ from sglang.srt.layers.attention.triton_ops.elements import (
     table_row_of,
     tokens_of,
 )
-from sglang.srt.layers.attention.triton_ops.masks import Mask, bounds_of, positions_of
+from sglang.srt.layers.attention.triton_ops.masks import (
+    Mask,
+    bounds_of,
+    new_tokens_of,
+    positions_of,
+)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "window"])
@@ -74,11 +79,9 @@ def extend_kernel(
     row, first_token = find_tile(lens.qo_indptr, rows, tile, TOKENS, BLOCK_R)
     if row < 0:
         return
-    q_begin = tl.load(lens.qo_indptr + row)
-    new_tokens = (tl.load(lens.qo_indptr + row + 1) - q_begin).to(tl.int32)
+    q_begin, new_tokens, prefix = new_tokens_of(lens, row)
     if first_token >= new_tokens:
         return
-    prefix = tl.load(lens.prefix_lens + row).to(tl.int32)
     last_token = tl.minimum(first_token + TOKENS, new_tokens) - 1
 
     token = tokens_of(first_token, TILE)
@@ -94,24 +97,13 @@ def extend_kernel(
     table_row = table_row_of(pages, row)
     kv = kv_of(pool, pages, table_row, lane // HEAD_BLOCKS, channel, is_channel)
     own = prefix + token
-    pos = positions_of(positions, q_begin, own, prefix, is_token)
+    seen = positions_of(positions, q_begin, own, prefix, is_token)
     HAS_TREE: tl.constexpr = tree_mask is not None
     lo, left, right, end = bounds_of(
         prefix, first_token, last_token, new_tokens, window, HAS_TREE, TILE.block_n
     )
-    mask = Mask(
-        row,
-        q_begin,
-        own,
-        pos,
-        lo,
-        end,
-        prefix,
-        new_tokens,
-        window,
-        tree_mask,
-        positions,
-    )
+    elements = (row, q_begin, own, seen, lo, end, prefix, new_tokens)
+    mask = Mask(*elements, window, tree_mask, positions)
 
     sums = empty_sums(TILE.block_m, SHAPE.block_d)
     sums = attend_unmasked(sums, query, left, right, kv, scale, SHAPE, TILE)

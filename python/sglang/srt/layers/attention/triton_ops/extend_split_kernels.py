@@ -30,7 +30,12 @@ from sglang.srt.layers.attention.triton_ops.elements import (
     table_row_of,
     tokens_of,
 )
-from sglang.srt.layers.attention.triton_ops.masks import Mask, bounds_of, positions_of
+from sglang.srt.layers.attention.triton_ops.masks import (
+    Mask,
+    bounds_of,
+    new_tokens_of,
+    positions_of,
+)
 
 
 @triton.jit
@@ -153,9 +158,7 @@ def extend_split_kernel(
         row, first_token = find_tile(lens.qo_indptr, rows, tile, TOKENS, BLOCK_R)
         if row < 0:
             return
-    q_begin = tl.load(lens.qo_indptr + row)
-    new_tokens = (tl.load(lens.qo_indptr + row + 1) - q_begin).to(tl.int32)
-    prefix = tl.load(lens.prefix_lens + row).to(tl.int32)
+    q_begin, new_tokens, prefix = new_tokens_of(lens, row)
     table_row = table_row_of(pages, row)
     if first_token >= new_tokens:
         return
@@ -163,24 +166,13 @@ def extend_split_kernel(
     token = tokens_of(first_token, TILE)
     is_token = is_before(token, new_tokens, TILE)
     own = prefix + token
-    pos = positions_of(positions, q_begin, own, prefix, is_token)
+    seen = positions_of(positions, q_begin, own, prefix, is_token)
     HAS_TREE: tl.constexpr = tree_mask is not None
     lo, left, right, end = bounds_of(
         prefix, first_token, last_token, new_tokens, window, HAS_TREE, TILE.block_n
     )
-    mask = Mask(
-        row,
-        q_begin,
-        own,
-        pos,
-        lo,
-        end,
-        prefix,
-        new_tokens,
-        window,
-        tree_mask,
-        positions,
-    )
+    elements = (row, q_begin, own, seen, lo, end, prefix, new_tokens)
+    mask = Mask(*elements, window, tree_mask, positions)
     first = mask.lo // TILE.block_n * TILE.block_n
     per_split = tl.cdiv(tl.cdiv(mask.end - first, TILE.block_n), splits) * TILE.block_n
     begin = first + split * per_split

@@ -32,7 +32,11 @@ from sglang.srt.layers.attention.triton_ops.elements import (
     table_row_of,
     tokens_of,
 )
-from sglang.srt.layers.attention.triton_ops.masks import Mask, is_attended
+from sglang.srt.layers.attention.triton_ops.masks import (
+    Mask,
+    is_attended,
+    new_tokens_of,
+)
 
 
 class RowLatents(NamedTuple):
@@ -148,9 +152,7 @@ def queries_of(
         row, first_token = find_tile(lens.qo_indptr, rows, tile, TOKENS, BLOCK_R)
         is_any = row >= 0
         row = tl.maximum(row, 0)
-        q_begin = tl.load(lens.qo_indptr + row)
-        new_tokens = (tl.load(lens.qo_indptr + row + 1) - q_begin).to(tl.int32)
-        prefix = tl.load(lens.prefix_lens + row).to(tl.int32)
+        q_begin, new_tokens, prefix = new_tokens_of(lens, row)
         is_any &= first_token < new_tokens
     own = prefix + tokens_of(first_token, TILE)
     is_token = is_before(own - prefix, new_tokens, TILE)

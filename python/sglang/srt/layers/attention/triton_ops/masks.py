@@ -80,6 +80,15 @@ def bounds_of(
 
 
 @triton.jit
+def new_tokens_of(lens, row):
+    """(first of a row's new tokens among those of all rows, how many these are,
+    elements before them)."""
+    q_begin = tl.load(lens.qo_indptr + row)
+    new_tokens = (tl.load(lens.qo_indptr + row + 1) - q_begin).to(tl.int32)
+    return q_begin, new_tokens, tl.load(lens.prefix_lens + row).to(tl.int32)
+
+
+@triton.jit
 def positions_of(positions, q_begin, own, prefix, is_token):
     """Positions of a tile's queries: [queries]; see `Mask`."""
     position = own
