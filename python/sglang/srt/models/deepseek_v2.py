@@ -128,15 +128,21 @@ class DeepseekAttention(Module):
         latent, tokens = self._latent, queries.shape[0]
         qkv = self.attn.qkv_buffer(tokens)
         if qkv is None:
-            qkv = queries.new_empty(tokens, self.attn.qkv_width)
-        q, k, _ = self.attn.split(qkv)
+            q = queries.new_empty(tokens, self.attn.num_heads, latent.width)
+            k = key.unsqueeze(1)
+        else:
+            q, k, _ = self.attn.split(qkv)
+            k[:, 0].copy_(key)
         sizes = [latent.nope_dim, latent.rope_dim]
         nope, rope = queries.split_with_sizes(sizes, dim=2)
         self.kv_b_proj.absorb(nope, out=q[..., : latent.rank])
         q[..., latent.rank :].copy_(rope)
-        k[:, 0].copy_(key)
-        attended = self.attn(qkv, forward_batch).view(tokens, -1, latent.rank)
-        return self.kv_b_proj.values(attended).view(tokens, -1)
+        if qkv is None:
+            attended = self.attn.attend(q, k, k[..., : latent.rank], forward_batch)
+        else:
+            attended = self.attn(qkv, forward_batch)
+        heads = self.kv_b_proj.values(attended.view(tokens, -1, latent.rank))
+        return heads.view(tokens, -1)
 
     def split_rotated_halves(self) -> None:
         """Reorder the rotated channels, which the checkpoint has in interleaved pairs,
