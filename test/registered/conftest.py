@@ -21,7 +21,7 @@ from sglang.test.scale import is_full  # noqa: E402
 # Files whose kernels Triton's interpreter runs where there is no GPU, thousands of
 # times slower: in CI their tests run with as few variants as have every value of every
 # parameter, at most so many; all with whole counts.
-INTERPRETED = {"triton/": 8, "spec/test_tree_ops": 10}
+INTERPRETED = {"triton/": 6, "spec/test_tree_ops": 8}
 
 
 def pytest_collection_modifyitems(

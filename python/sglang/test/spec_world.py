@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.speculative.draft_layout import alloc_len_per_decode
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.harness import EngineHarness, Finished
-from sglang.test.scale import is_full
+from sglang.test.scale import count, is_full
 from sglang.test.spec_accept import (
     AcceptRecorder,
     assert_oracle,
@@ -214,11 +214,15 @@ class Reference:
 
 
 class References:
-    """One `Reference` per model, created on first use."""
+    """One `Reference` per model, created on first use.
 
-    def __init__(self, folders: ModelFolders, *, requests: int = 100) -> None:
+    Args:
+        requests: of each; None: by the scale of the tests.
+    """
+
+    def __init__(self, folders: ModelFolders, *, requests: int | None = None) -> None:
         self._folders = folders
-        self._requests = requests
+        self._requests = requests or count(ci=40, full=100)
         self._made: dict[str, Reference] = {}
 
     def __getitem__(self, model: str) -> Reference:

@@ -130,7 +130,7 @@ def test_oracle(tmp_path: Path, options: dict[str, Any]) -> None:
     retract."""
     model = write_mock_model(tmp_path, vocab_size=1000, max_position_embeddings=400)
     rng = random.Random(options["page_size"])
-    number = count(ci=150, full=1000) // options.get("tp_size", 1)
+    number = count(ci=80, full=1000) // options.get("tp_size", 1)
     stems = [[rng.randrange(1000) for _ in range(150)] for _ in range(3)]
     prompts = [
         rng.choice(stems)[: rng.randrange(151)]

@@ -23,6 +23,7 @@ import pytest
 from live_server import Server, greedy
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scale import sampled
 
 register_cpu_ci(est_time=37, suite="cpu")
 
@@ -294,16 +295,23 @@ def launch(*flags: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [
-        (("--model-path", "/does/not/exist"), "/does/not/exist"),
-        (("--max-running-requests", "0"), "--max-running-requests 0 must be at least"),
-        (("--tp", "0"), "--tp-size 0 must be at least 1"),
-        (("--tp-size", "3"), "--tp-size 3 "),
-        (("--host", "256.0.0.1"), "--host 256.0.0.1"),
-        (("--api-key-file", "/no/keys"), "--api-key-file /no/keys: No such file"),
-        (("--trust-remote-code",), "--trust-remote-code is refused"),
-        (("--model-path", os.fspath(Path(__file__).parent)), "has no config.json"),
-    ],
+    sampled(
+        [
+            (("--model-path", "/does/not/exist"), "/does/not/exist"),
+            (
+                ("--max-running-requests", "0"),
+                "--max-running-requests 0 must be at least",
+            ),
+            (("--tp", "0"), "--tp-size 0 must be at least 1"),
+            (("--tp-size", "3"), "--tp-size 3 "),
+            (("--host", "256.0.0.1"), "--host 256.0.0.1"),
+            (("--api-key-file", "/no/keys"), "--api-key-file /no/keys: No such file"),
+            (("--trust-remote-code",), "--trust-remote-code is refused"),
+            (("--model-path", os.fspath(Path(__file__).parent)), "has no config.json"),
+        ],
+        key=type,
+        ci=4,
+    ),
 )
 def test_bad_flags_end_with_one_line_and_code_2(
     flags: tuple[str, ...], message: str

@@ -103,7 +103,10 @@ def test_injectors_of_speculation(
 
 @pytest.mark.parametrize(
     "name",
-    [n for n, hole in HOLE_INJECTORS.items() if hole.where & Where.SPECULATION],
+    # In CI every other one; all of them are named there (test_spec_hole_injectors).
+    [n for n, hole in HOLE_INJECTORS.items() if hole.where & Where.SPECULATION][
+        :: count(ci=2, full=1)
+    ],
 )
 def test_holes_of_speculation(models: dict[str, Path], name: str) -> None:
     where = HOLE_INJECTORS[name].where

@@ -19,13 +19,14 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
+from sglang.test.scale import count
 
 register_cpu_ci(est_time=15, suite="cpu-serial")
 register_cuda_ci(est_time=30, suite="cuda-serial")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS = ("none", "partial", "rotate", "all")
-ROUNDS = 3
+ROUNDS = count(ci=1, full=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def references(folders):
     assert not torch.backends.cuda.matmul.allow_tf32
-    return References(folders)
+    return References(folders, requests=100)
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
