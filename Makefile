@@ -7,13 +7,10 @@ ARGS ?=
 # A small real model to serve: smollm2, gemma3 or qwen-coder (docs/models.md).
 MODEL ?=
 
-.PHONY: venv serve test test-full lint check bench clean
+.PHONY: venv serve test suite test-full lint check bench clean
 
 venv: $(VENV)/.installed
 
-# Byte code is compiled at the end, on all cores, without what nothing here imports; some
-# packages hold files of newer Pythons.
-NEVER_IMPORTED := transformers/models/(?!auto|gemma[23]/|gpt_oss|llama|qwen|siglip)|/torch/testing/|/(pip|mypy|mypyc|networkx)/
 $(VENV)/.installed: pyproject.toml constraints.txt kv-canary/pyproject.toml sgl-kernel/pyproject.toml $(shell find sgl-kernel -name '*.cpp' -o -name '*.h' 2>/dev/null)
 	@echo "venv: making $(VENV) with $(PYTHON)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,8 +20,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt kv-canary/pyproject.toml sgl-
 	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --no-build-isolation --force-reinstall ./sgl-kernel
 	@echo "venv: adding the lowest Triton that is served, for compiling kernels ahead"
 	@test "$$(uname)" != Linux || $(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/lowest-triton 'triton==3.6.0'
-	@echo "venv: compiling byte code"
-	@$(BIN)/python -m compileall -q -j 0 -x '$(NEVER_IMPORTED)' $(VENV)/lib > /dev/null || true
+	@echo "venv: compiling what a server imports to byte code"
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import sglang.launch_server, sglang.srt.managers.scheduler_main'
 	@touch $@
 
 # The demo model drafts where that is faster (docs/benchmarks.md); whoever names a model or
@@ -42,7 +39,11 @@ serve: venv
 		$(if $(MODEL)$(findstring --model-path,$(ARGS))$(findstring --speculative-,$(ARGS)),,$(DRAFT)) \
 		$(if $(findstring --kv-canary,$(ARGS)),,$(CANARY))
 
-test: venv lint
+# Beside each other, for mypy takes one core.
+test: venv
+	@$(MAKE) --no-print-directory -j2 lint suite
+
+suite: venv
 	$(BIN)/python test/run_suite.py --hw cpu
 
 # Every suite runs once more under the canary, at its CI counts; tests that turn it on

@@ -229,7 +229,7 @@ def test_random_requests(tmp_path, page_size, slots, chunk, overlap):
         schedule_conservativeness=0.3,
         skip_tokenizer_init=True,
     )
-    traffic = Traffic(harness, random.Random(page_size), count(ci=100, full=2000))
+    traffic = Traffic(harness, random.Random(page_size), count(ci=40, full=2000))
     answers = {}
     while traffic.left:
         answers |= harness.run(on_step=traffic.on_step)

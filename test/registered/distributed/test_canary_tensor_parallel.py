@@ -124,7 +124,7 @@ def test_clean_traffic_is_silent(model: Path, tmp_path: Path) -> None:
     prompts = [
         rng.choice(stems)[: rng.randrange(151)]
         + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
-        for _ in range(count(ci=40, full=400))
+        for _ in range(count(ci=24, full=400))
     ]
     params = [GREEDY | {"max_new_tokens": rng.choice((1, 5, 60))} for _ in prompts]
     with start_engine(

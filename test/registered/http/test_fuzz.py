@@ -35,7 +35,7 @@ from sglang.test.server_process import ServerProcess
 
 register_cpu_ci(est_time=10, suite="cpu", full_time=1500)
 
-REQUESTS = count(ci=300, full=34_000)
+REQUESTS = count(ci=200, full=34_000)
 CLIENTS = 8
 
 

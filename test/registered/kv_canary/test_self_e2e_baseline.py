@@ -81,7 +81,7 @@ class _BaselineBase:
         prompts = [
             rng.choice(stems)[: rng.randrange(121)]
             + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 100))]
-            for _ in range(count(ci=40, full=400))
+            for _ in range(count(ci=24, full=400))
         ]
 
         def ask(prompt: list[int]) -> list[int]:

@@ -3,6 +3,7 @@ every tree and verifies it, one request and one node at a time."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from functools import partial
@@ -27,7 +28,7 @@ from sglang.srt.speculative.ops.tree import (
 from sglang.srt.speculative.ops.verify import verify_tree_greedy_ref
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.mock_draft_oracle import Answer, DraftOracle, Prediction
-from sglang.test.scale import count
+from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_draft
 
 register_cpu_ci(est_time=30, suite="cpu")
@@ -136,10 +137,19 @@ def assert_simulated(oracle, answers):
         assert predicted.off_first_branch == tuple(off for _, off in simulated)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("draft_vocab_size", [None, 150])
-@pytest.mark.parametrize("source", ["attention", "hidden"])
-@pytest.mark.parametrize("numbers", SHAPES)
+@pytest.mark.parametrize(
+    ("numbers", "source", "draft_vocab_size", "dtype"),
+    sampled(
+        itertools.product(
+            SHAPES,
+            ["attention", "hidden"],
+            [None, 150],
+            [torch.float32, torch.bfloat16],
+        ),
+        key=lambda variant: variant[0],
+        ci=4,
+    ),
+)
 def test_equals_a_simulation(numbers, source, draft_vocab_size, dtype):
     rng = random.Random(repr((numbers, source, draft_vocab_size, dtype)))
     shape = shape_of(numbers)
