@@ -47,7 +47,7 @@ def counting_experts() -> Iterator[ChosenExperts]:
 
 
 class ModelFloors:
-    """What the forwards of a loaded model cannot do without.
+    """Least work of the forwards of a loaded model.
 
     Attributes:
         slot_bytes: of KV of one token in the layers that attend everything;

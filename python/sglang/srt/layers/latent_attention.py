@@ -7,7 +7,7 @@ expanded form the latents are multiplied instead, with both. The pool holds the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,14 +25,11 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-class LatentAttention(RadixAttention):
-    """`RadixAttention` whose K is one head [latent | rotated key] and whose V is the
-    first `latent.rank` channels of K.
-
-    `qkv` is [T, (Hq + 1) * latent.width]: queries, of which the last `latent.rope_dim`
-    channels are not rotated yet, then K, neither normed nor rotated yet.
+class OverLatents(RadixAttention):
+    """`RadixAttention` whose K and V are both in one latent.
 
     Args:
+        head_dim, v_head_dim: channels of a query and of a result.
         norm: of the latent.
         others: as in `RadixAttention`.
     """
@@ -40,26 +37,26 @@ class LatentAttention(RadixAttention):
     is_latent = True
 
     def __init__(
-        self,
-        *,
-        latent: LatentConfig,
-        num_heads: int,
-        layer_id: int,
-        scaling: float,
-        cos_sin_cache: Tensor,
-        norm: RMSNorm,
+        self, *, head_dim: int, v_head_dim: int, norm: RMSNorm, **others: Any
     ) -> None:
-        super().__init__(
-            num_heads=num_heads,
-            num_kv_heads=1,
-            head_dim=latent.width,
-            layer_id=layer_id,
-            scaling=scaling,
-            cos_sin_cache=cos_sin_cache,
-            k_norm=norm,
-        )
-        self.v_head_dim = latent.rank
-        self.qkv_width = (num_heads + 1) * latent.width
+        super().__init__(num_kv_heads=1, head_dim=head_dim, k_norm=norm, **others)
+        self.v_head_dim = v_head_dim
+
+
+class LatentAttention(OverLatents):
+    """`RadixAttention` whose K is one head [latent | rotated key] and whose V is the
+    first `latent.rank` channels of K.
+
+    `qkv` is [T, (Hq + 1) * latent.width]: queries, of which the last `latent.rope_dim`
+    channels are not rotated yet, then K, neither normed nor rotated yet.
+
+    Args:
+        others: as in `OverLatents`.
+    """
+
+    def __init__(self, *, latent: LatentConfig, **others: Any) -> None:
+        super().__init__(head_dim=latent.width, v_head_dim=latent.rank, **others)
+        self.qkv_width = (self.num_heads + 1) * latent.width
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = qkv.view(qkv.shape[0], self.num_heads + 1, self.head_dim)
@@ -67,7 +64,7 @@ class LatentAttention(RadixAttention):
         return heads[:, : self.num_heads], k, k[..., : self.v_head_dim]
 
 
-class ExpandedAttention(RadixAttention):
+class ExpandedAttention(OverLatents):
     """`LatentAttention` of the same layer with queries as the projection makes them and
     results of heads, for forwards in which `is_chosen`.
 
@@ -77,32 +74,15 @@ class ExpandedAttention(RadixAttention):
 
     Args:
         projection: of the same heads.
-        others: as in `LatentAttention`.
+        others: as in `OverLatents`.
     """
 
-    is_latent = True
-
     def __init__(
-        self,
-        *,
-        latent: LatentConfig,
-        projection: LatentProjection,
-        num_heads: int,
-        layer_id: int,
-        scaling: float,
-        cos_sin_cache: Tensor,
-        norm: RMSNorm,
+        self, *, latent: LatentConfig, projection: LatentProjection, **others: Any
     ) -> None:
         super().__init__(
-            num_heads=num_heads,
-            num_kv_heads=1,
-            head_dim=latent.query_dim,
-            layer_id=layer_id,
-            scaling=scaling,
-            cos_sin_cache=cos_sin_cache,
-            k_norm=norm,
+            head_dim=latent.query_dim, v_head_dim=latent.value_dim, **others
         )
-        self.v_head_dim = latent.value_dim
         self._latent = latent
         self._projection = projection
 
