@@ -24,7 +24,12 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fuzz.__main__ import CONFIGS, main
-from sglang.test.fuzz.attack import Attack, Outcome, tracebacks
+from sglang.test.fuzz.attack import (
+    MIN_BYSTANDER_ROUNDS,
+    Attack,
+    Outcome,
+    tracebacks,
+)
 from sglang.test.fuzz.cases import LEFT_OUT, Cases, Manner, Shot
 from sglang.test.fuzz.shooter import Failure, Shooter, shot_of, verdict
 from sglang.test.fuzz.values import Literal, Pairs, encode
@@ -149,7 +154,7 @@ def test_attack(config: str, request: pytest.FixtureRequest) -> None:
     # Neither all of it is refused, nor all of it is harmless.
     assert outcome.statuses["200"] > 0.2 * REQUESTS
     assert outcome.statuses["400"] > 0.2 * REQUESTS
-    assert outcome.bystander_rounds > 3
+    assert outcome.bystander_rounds >= MIN_BYSTANDER_ROUNDS
 
 
 # -- what is sent ----------------------------------------------------------------------

@@ -24,6 +24,7 @@ class Bystander:
     """Asks for the same greedy answer all the time; it must never change.
 
     Attributes:
+        asked: questions so far, answered or not.
         rounds: answers so far.
         busy: how often the server was full.
         wrong: what else came instead of the answer.
@@ -33,6 +34,7 @@ class Bystander:
         self._connection = Connection(url)
         self._body = json.dumps(HONEST).encode()
         self._expected: list[int] = []
+        self.asked = 0
         self.rounds = 0
         self.busy = 0
         self.wrong: list[str] = []
@@ -48,6 +50,7 @@ class Bystander:
             await asyncio.sleep(PROBE_SECONDS)
 
     async def check(self) -> None:
+        self.asked += 1
         try:
             answer = await self._connection.ask("POST", "/generate", self._body)
         except (Closed, OSError) as error:
