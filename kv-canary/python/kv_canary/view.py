@@ -18,6 +18,9 @@ from kv_canary.records import WriterKind
 NO_MANAGER = -1
 """Manager of a launch that is no step of a forward: it leaves all phases alone."""
 
+ANY_REACH = -1
+"""Reach of a view whose rows may begin anywhere."""
+
 
 def _declared(length: str, *, at_end: bool = False) -> dict[str, Any]:
     """Metadata of a tensor of a view: its length in words of the native ops' checks,
@@ -48,6 +51,8 @@ class KVReadView:
             views of no forward (a sweep).
         takes_new: whether attention reads K and V of the new tokens from these slots
             too; without it the elements may end at the prefix.
+        reach: tokens before its first new one that a row must read, as far as there are
+            any: a window without that token; `ANY_REACH`: not compared.
         entry_size: elements that one entry of the table covers.
         numbers, tensors: for the native ops, `READ_NUMBERS` and `READ_FIELDS` in order,
             without the absent tensors at the end.
@@ -63,6 +68,7 @@ class KVReadView:
     prev_slots: Tensor | None = field(default=None, metadata=_declared("rows"))
     page_size: int = 1
     takes_new: bool = True
+    reach: int = ANY_REACH
     entry_size: int = field(init=False)
     numbers: tuple[int, ...] = field(init=False, repr=False, compare=False)
     tensors: list[Tensor | None] = field(init=False, repr=False, compare=False)
@@ -229,7 +235,7 @@ READ_FIELDS = tuple(f for f in fields(KVReadView) if f.metadata)
 ROW_FIELDS = tuple(f for f in fields(ForwardView) if f.metadata)
 """The tensors of a `ForwardView`, in order, with their metadata."""
 
-READ_NUMBERS = ("page_size", "entry_size", "takes_new")
+READ_NUMBERS = ("page_size", "entry_size", "takes_new", "reach")
 """The numbers of a `KVReadView` that the native ops take."""
 
 FORWARD_NUMBERS = ("max_depth", "manager", "writer_kind")

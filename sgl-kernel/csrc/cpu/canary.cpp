@@ -199,6 +199,7 @@ canary::Table table_of(
   table.page_size = n.page_size;
   table.entry_size = n.entry_size;
   table.takes_new = n.takes_new != 0;
+  table.reach = n.reach;
   if (pages) set_pages(op, entries, t[Read::kRowIndex], rows, table);
   else set_flat(op, entries, *indptr, rows, table);
   return table;

@@ -284,11 +284,13 @@ void verify_row(const VerifyArgs& a, const Site& site, int64_t r) {
   check_blocks(a, site, r, old, seen);
   check_elements(a, site, r, old, length, old > 0 ? a.table.slot(r, old - 1) : -1, seen);
   const int64_t end = first + length;
-  if (end < prefix + extend && (a.table.takes_new || end != prefix)) {
+  const int64_t due = std::max<int64_t>(prefix - a.table.reach, 0);
+  const bool is_late = a.table.reach >= 0 && first > due;
+  if (is_late || (end < prefix + extend && (a.table.takes_new || end != prefix))) {
     Found f;
     f.reasons = Reason::kReadSet;
-    f.position = end;
-    f.expected_word0 = pack_word0(-1, end);
+    f.position = is_late ? due : end;
+    f.expected_word0 = pack_word0(-1, f.position);
     report(s, site, f, a.slots.data ? req : 0, a.rows.serials[r], r);
   }
   count(s, a.slots.data ? Counter::kVerifiedSlots : Counter::kSweptSlots, seen.visited);

@@ -31,7 +31,7 @@ from kv_canary.records import (
     unpack_word0,
     unpack_word3,
 )
-from kv_canary.view import ForwardView, KVReadView
+from kv_canary.view import ANY_REACH, ForwardView, KVReadView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
 
@@ -231,6 +231,25 @@ def test_a_shortened_row_reads_too_little(backend: Backend, window: int | None) 
     w.verify(backend, w.state, rows, table)
     assert findings(w.state) == [(Reason.READ_SET, 1, -1, 9)]
     assert w.state.verdict.tolist()[1] == Reason.READ_SET
+
+
+@each_backend
+@pytest.mark.parametrize("reach", [7, 8, 9, ANY_REACH])
+def test_a_window_that_begins_too_late(backend: Backend, reach: int) -> None:
+    """Each row reads the last 8 tokens of its prefix, or all of them."""
+    w = small_world()
+    rows = decode(w)
+    table = dataclasses.replace(w.table(rows, window=8), reach=reach)
+    prefixes = rows.prefix_lens.tolist()
+    assert min(prefixes) < 8 < max(prefixes)
+    w.verify(backend, w.state, rows, table)
+    late = [
+        (Reason.READ_SET, int(req), -1, prefix - reach)
+        for req, prefix in zip(rows.req_rows, prefixes, strict=True)
+        if prefix > 8 and reach == 9
+    ]
+    assert findings(w.state) == sorted(late)
+    assert reach != 9 or late
 
 
 @each_backend

@@ -27,7 +27,7 @@ from kv_canary.records import (
     ring_tag,
     sample_place,
 )
-from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
+from kv_canary.view import ANY_REACH, NO_MANAGER, ForwardView, KVReadView
 
 if TYPE_CHECKING:
     from kv_canary.checks import PoolChecks
@@ -171,7 +171,8 @@ def verify(
     Elements below `prefix_lens` are compared with their records, the others with
     `out_cache_loc`. A row whose elements end before its prefix, or before its last
     new token, is a READ_SET at the position where they end, with slot -1; they may end
-    with the prefix where the view does not take new tokens.
+    with the prefix where the view does not take new tokens. One whose elements begin
+    later than the reach of the view demands is one at the position where it demands it.
 
     Args:
         table: one of `view.reads`.
@@ -240,13 +241,16 @@ def verify(
     if not table.takes_new:
         short &= end > rows.prefix_lens
     short = live & (short | (end < rows.prefix_lens))
+    due = (rows.prefix_lens - table.reach).clamp(min=0)
+    late = live & (first > due) & (table.reach != ANY_REACH)
+    missing = torch.where(late, due, end)
     report.add(
         {
-            Ring.REASONS: torch.where(short, int(Reason.READ_SET), 0),
+            Ring.REASONS: torch.where(short | late, int(Reason.READ_SET), 0),
             Ring.REQ_ROW: rows.req_rows * (not sweep),
             Ring.SERIAL: rows.serials,
-            Ring.POSITION: end,
-            Ring.EXPECTED_WORD0: pack_word0_tensor(torch.full_like(end, -1), end),
+            Ring.POSITION: missing,
+            Ring.EXPECTED_WORD0: pack_word0_tensor(-torch.ones_like(end), missing),
             Ring.BATCH_ROW: torch.arange(len(end), device=end.device),
         }
     )

@@ -119,12 +119,13 @@ NO_CHECKS = Checks()
 
 
 class Pages(NamedTuple):
-    """Slots of a page, elements that an entry of a read view covers, and whether it
-    takes new tokens: known when a kernel is compiled."""
+    """Slots of a page, elements that an entry of a read view covers, whether it takes
+    new tokens, and its reach: known when a kernel is compiled."""
 
     page_size: int
     entry_size: int
     takes_new: bool
+    reach: int
 
 
 class Hashing(NamedTuple):
@@ -234,6 +235,7 @@ def page_args(view: KVReadView) -> Pages:
         page_size=view.page_size,
         entry_size=view.entry_size,
         takes_new=view.takes_new,
+        reach=view.reach,
     )
 
 

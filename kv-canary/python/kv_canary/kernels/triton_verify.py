@@ -220,19 +220,26 @@ def _load_reader(state, rows, checks, reads, row, batch, table_rows, table_colum
 
 @triton.jit
 def _check_length(state, site, reader, PAGES: tl.constexpr):
-    """Report a row that ends before its prefix or its last new token."""
+    """Report a row that ends before its prefix or its last new token, or begins too
+    late, at the first position that is missing."""
     end = reader.first + reader.length
-    is_short = end < reader.prefix + reader.extend
+    missing = end
+    is_wrong = end < reader.prefix + reader.extend
     if not PAGES.takes_new:
-        is_short = is_short & (end != reader.prefix)
-    if reader.live & is_short:
+        is_wrong = is_wrong & (end != reader.prefix)
+    if PAGES.reach >= 0:
+        due = tl.maximum(reader.prefix - PAGES.reach, 0)
+        is_late = reader.first > due
+        missing = tl.where(is_late, due, end)
+        is_wrong = is_wrong | is_late
+    if reader.live & is_wrong:
         short = Finding(
             reasons=READ_SET,
             req_row=reader.owner,
             serial=reader.serial,
             slot=-1,
-            position=end,
-            expected_word0=pack_word0(end * 0 - 1, end),
+            position=missing,
+            expected_word0=pack_word0(missing * 0 - 1, missing),
             found_word0=0,
             expected_lineage=None,
             found_lineage=None,

@@ -79,6 +79,7 @@ struct Table {
   const int64_t *read_lens, *row_index, *indptr, *first, *prev_slots;
   int64_t rows, columns, row_stride, column_stride, page_size;  // flat: columns entries
   int64_t entry_size;  // flat: elements of an entry
+  int64_t reach;  // negative: rows may begin anywhere
   bool paged, takes_new;
 
   // -1 beyond the table, and where it has no page.

@@ -171,6 +171,7 @@ struct ReadNumbers {
   int64_t page_size;
   int64_t entry_size;
   int64_t takes_new;
+  int64_t reach;
 };
 
 struct Row {

@@ -1,4 +1,4 @@
-"""Faults in window slots: the mapping to them, their bytes, their records, their frees.
+"""Faults in window slots: the mapping to them, their tables, bytes, records, frees.
 
 They damage the group `swa`. Each returns its damage, or None where the scene offers no
 opportunity.
@@ -21,9 +21,12 @@ from sglang.srt.kv_canary.perturb.kv_injectors import (
     flip_used_kv,
     free_early,
 )
+from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.mem_cache.page_ledger import IntArray
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 def stale_mapping(scene: Scene) -> Damage | None:
@@ -73,6 +76,38 @@ def early_window_free(scene: Scene) -> Damage | None:
             places=_places(scene, positions, 0),
         )
     return None
+
+
+def late_window(scene: Scene) -> Damage | None:
+    """Let sliding layers read a table without the first page of the window."""
+    backend, size = scene.target.attn_backend, scene.target.page_size
+    if not isinstance(backend, PagedAttnBackend):
+        return None
+    if scene.forward_batch.forward_mode.is_decode and scene.table.is_cuda:
+        return None  # a graph makes the table
+    found = [v for v in scene.victims() if len(_window_pages(scene, v)) > 1]
+    if not found:
+        return None
+    victim, make = found[0], backend.window_forward
+
+    def late(batch: ForwardBatch) -> WindowForward | None:
+        made = make(batch)
+        assert made is not None
+        rows, i = made.rows, victim.batch_row
+        rows.page_table[i] = rows.page_table[i].roll(-1)
+        rows.first_position[i] += size
+        rows.prefix_lens[i] -= size
+        rows.read_lens[i] -= size
+        return made
+
+    vars(backend)["window_forward"] = late
+    return Damage(
+        req_row=victim.req_row,
+        serial=victim.serial,
+        position=victim.first_read,
+        places=frozenset({(-1, victim.first_read)}),
+        undo=lambda: vars(backend).pop("window_forward"),
+    )
 
 
 def _window_pages(scene: Scene, victim: Victim) -> list[int]:
@@ -134,6 +169,7 @@ WINDOW_INJECTORS: Mapping[str, Injector] = {
     "req_to_token": Injector(apply=foreign_mapping, reasons=Reason.READ_SET),
     "stale_mapping": Injector(apply=stale_mapping, reasons=Reason.READ_SET),
     "early_window_free": Injector(apply=early_window_free, reasons=Reason.READ_SET),
+    "late_window": Injector(apply=late_window, reasons=Reason.READ_SET),
     "real_kv_used": Injector(apply=flip_used_kv, reasons=Reason.VERIFY_REAL_KV),
     "real_kv_post_forward": Injector(
         apply=flip_kv_after_write,

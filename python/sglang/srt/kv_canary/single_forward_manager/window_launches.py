@@ -95,6 +95,7 @@ class WindowLaunches:
             first_position=rows.first_position,
             prev_slots=self._no_slots[: view.num_rows],
             takes_new=read.takes_new,
+            reach=self._group.swa.window - 1,
         )
         self._view = dataclasses.replace(
             view, out_cache_loc=forward.cache_loc, reads=(window,), oracle=None
