@@ -22,7 +22,7 @@ from sglang.srt.managers.scheduler_components.build import build_scheduler
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.test.scale import with_canary
+from sglang.test.scale import POOL_TOKENS, with_canary
 
 SHARED_GPU_TOKENS = 65536
 SHARED_GPU_CHUNK = 512
@@ -56,6 +56,7 @@ class EngineHarness:
             # prefill graphs of sizes that it never runs.
             server_args.setdefault("max_total_tokens", SHARED_GPU_TOKENS)
             server_args.setdefault("chunked_prefill_size", SHARED_GPU_CHUNK)
+        server_args.setdefault("max_total_tokens", POOL_TOKENS)
         self.server_args = ServerArgs(model_path=str(model), **with_canary(server_args))
         self.scheduler: Scheduler = build_scheduler(self.server_args, self.io)
         if overlap:

@@ -9,6 +9,10 @@ from sglang.srt.environ import envs
 
 Variant = TypeVar("Variant")
 
+POOL_TOKENS = 16384
+"""KV slots of an engine whose test asks for none: the default of a CPU is up to four
+times as many, which are all written at start."""
+
 
 def is_full() -> bool:
     return envs.SGLANG_TEST_FULL.get()

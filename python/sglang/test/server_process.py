@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang.srt.environ import envs
+from sglang.test.scale import POOL_TOKENS
 
 READY_SECONDS = 60.0
 
 
 class ServerProcess:
-    """`python -m sglang.launch_server` with `flags`, on a free port.
+    """`python -m sglang.launch_server` with `flags`, on a free port, with a small pool
+    unless they set one.
 
     Attributes:
         lines: of its output so far.
@@ -27,6 +29,8 @@ class ServerProcess:
         command = [sys.executable, "-m", "sglang.launch_server", "--port", "0", *flags]
         if envs.SGLANG_TEST_KV_CANARY.get() and "--kv-canary" not in flags:
             command += ["--kv-canary", "raise", "--kv-canary-real-data", "all"]
+        if "--max-total-tokens" not in flags:
+            command += ["--max-total-tokens", str(POOL_TOKENS)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

@@ -22,7 +22,7 @@ from sglang.srt.managers.scheduler_process import SchedulerDied, SchedulerProces
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.scale import count, sampled
+from sglang.test.scale import POOL_TOKENS, count, sampled
 from sglang.test.tiny_models import write_mock_model, write_tiny_model
 
 register_cpu_ci(est_time=30, suite="cpu")
@@ -187,7 +187,9 @@ def _abort(engine: sglang.Engine, rids: Sequence[str]) -> None:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sglang.Engine]:
     model = tmp_path_factory.mktemp("model") / "tiny"
     write_tiny_model(model, "Qwen3ForCausalLM", vocab_size=VOCAB)
-    with sglang.Engine(model_path=str(model), tp_size=2) as running:
+    with sglang.Engine(
+        model_path=str(model), tp_size=2, max_total_tokens=POOL_TOKENS
+    ) as running:
         yield running
 
 

@@ -22,6 +22,7 @@ import sglang
 from sglang.srt.managers.errors import EngineFailure
 from sglang.srt.managers.scheduler_process import available_cores
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scale import POOL_TOKENS
 from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=12, suite="cpu")
@@ -37,7 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[sglang.Engine]:
-    with sglang.Engine(model_path=str(model), max_queued_requests=50) as running:
+    with sglang.Engine(
+        model_path=str(model), max_queued_requests=50, max_total_tokens=POOL_TOKENS
+    ) as running:
         yield running
 
 
@@ -179,7 +182,7 @@ def wait_gone(pid: int) -> None:
 
 def test_the_end_of_an_engine(model: Path) -> None:
     """A dead scheduler fails requests; shutdown twice is fine, and final."""
-    engine = sglang.Engine(model_path=str(model))
+    engine = sglang.Engine(model_path=str(model), max_total_tokens=POOL_TOKENS)
     pid = scheduler_pid(engine)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineFailure, match="scheduler process died"):
@@ -192,7 +195,7 @@ def test_the_end_of_an_engine(model: Path) -> None:
 
 
 def test_a_forgotten_engine_is_stopped(model: Path) -> None:
-    engine = sglang.Engine(model_path=str(model))
+    engine = sglang.Engine(model_path=str(model), max_total_tokens=POOL_TOKENS)
     pid = scheduler_pid(engine)
     del engine
     gc.collect()
