@@ -122,6 +122,10 @@ def reason_labels(reasons: int) -> list[str]:
     return [r.name.lower() for r in Reason if r.name is not None and reasons & r]
 
 
+EVERY_REASON = tuple(reason_labels(~0))
+"""The labels of all reasons."""
+
+
 class Phase(IntEnum):
     """The last launch of a forward manager."""
 

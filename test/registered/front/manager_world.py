@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import (
     RequestOutput,
     SchedulerReady,
     SchedulerRequest,
+    SchedulerStats,
     decode_request,
     encode,
 )
@@ -52,7 +53,12 @@ class Wire:
             server_args=args,
             tokenizer=tokenizer,
             send=lambda ms: self.sent.extend(decode_request(encode(m)) for m in ms),
-            metrics=FrontMetrics("m"),
+            metrics=FrontMetrics(
+                "m",
+                first=SchedulerStats(),
+                engine_type="unified",
+                canary_mode="none",
+            ),
         )
         self.manager.set_ready(READY)
 

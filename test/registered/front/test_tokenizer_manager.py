@@ -207,7 +207,7 @@ def test_latencies_are_recorded() -> None:
         assert f"sglang:time_to_first_token_seconds{label} 1.0" in text
         assert f"sglang:inter_token_latency_seconds{label} 2.0" in text
         assert f"sglang:e2e_request_latency_seconds{label} 2.0" in text
-        assert "sglang:num_running_reqs" not in text
+        assert f"sglang:time_per_output_token_seconds{label} 1.0" in text
 
     run(work())
 

@@ -3,10 +3,13 @@ requests, in any order, with the KV canary watching."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import gc
 import importlib.util
+import inspect
 import random
+import textwrap
 import weakref
 
 import pytest
@@ -14,6 +17,7 @@ import torch
 
 from kv_canary.op import native_available
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
+    FALLBACK_REASONS,
     HOST_BOUND_TOKENS,
     BreakableCudaGraphRunner,
 )
@@ -369,6 +373,17 @@ def test_forwards_that_expand_latents_run_eagerly(tmp_path, monkeypatch):
     assert graphs.refusal(batch) is None
     expanded.add(9)
     assert graphs.refusal(batch) == "expanded_latents"
+
+
+def test_every_refusal_is_known_in_advance():
+    """A series of a reason that is not listed would begin with its first value."""
+    source = textwrap.dedent(inspect.getsource(BreakableCudaGraphRunner.refusal))
+    returned = {
+        node.value.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Constant)
+    }
+    assert returned - {None} == set(FALLBACK_REASONS)
 
 
 def test_refusals_are_counted_by_reason(models):

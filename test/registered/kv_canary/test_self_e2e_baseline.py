@@ -118,8 +118,15 @@ class _BaselineBase:
             "violations_total",
             "healed_tokens_total",
             "quarantined_pages",
+            "quarantined_share",
             "degraded",
+            "heals_total",
+            "recovery_seconds_bucket",
+            "recovery_seconds_count",
+            "recovery_seconds_sum",
+            "mode",
         }
+        assert after["mode"] == 1
         for name in ("violations_total", "healed_tokens_total", "degraded"):
             assert after[name] == 0
         # Decode steps read 50, 51, ... tokens; the cached part of the prompt is read

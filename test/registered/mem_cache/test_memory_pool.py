@@ -246,7 +246,7 @@ def test_sizes_are_checked_and_counted() -> None:
     )
     pool = mha_pool(dtype=torch.bfloat16)
     total = pool.k_buffer.nbytes + pool.v_buffer.nbytes
-    assert total == bytes_per_token * (pool.size + pool.page_size)
+    assert pool.nbytes == total == bytes_per_token * (pool.size + pool.page_size)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from sglang.srt.environ import envs
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
+KV_CANARY_MODES = ("none", "log", "raise", "heal")
+
 
 def handle_kv_canary(server_args: ServerArgs) -> None:
     """Refuse options without effect, out of range or in conflict.

@@ -303,13 +303,17 @@ class NativeRoutes:
         metrics = self._manager.metrics
         if metrics is None:
             raise NotFound("start the server with --enable-metrics")
+        if self._front.is_ready:
+            # Somebody watches: a silence is noticed even where nothing runs.
+            self._manager.heartbeat.beat()
         try:
             stats = await self._manager.scheduler_stats(SCRAPE_TIMEOUT_SECONDS)
         except ApiError:
-            # A scrape must not fail while the scheduler is busy: the latencies are
-            # recorded in this process.
+            # A scrape must not fail while the scheduler loads or is busy: no series
+            # may come and go.
             stats = None
-        return Response(metrics.render(stats), media_type=CONTENT_TYPE)
+        text = metrics.render(stats, silence=self._manager.heartbeat.silence)
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def canary_incidents(self, request: Request) -> Response:
         """Answer the incidents of the KV canary; 404 while it is off."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.arg_groups.arg_parser import flag_name
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.io_struct import SchedulerStats
 from sglang.srt.managers.scheduler_client import SchedulerClient
 from sglang.srt.managers.scheduler_process import SchedulerDied, SchedulerProcess
 from sglang.srt.managers.tokenizer_manager import Phase, TokenizerManager
@@ -55,7 +56,7 @@ class EngineCore:
             server_args=server_args,
             tokenizer=tokenizer,
             send=self._client.send,
-            metrics=FrontMetrics(server_args.served_model_name or "")
+            metrics=FrontMetrics.of(server_args, first=SchedulerStats())
             if server_args.enable_metrics
             else None,
         )

@@ -6,6 +6,7 @@ processes; the HTTP format is in `entrypoints`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -260,6 +261,15 @@ class HistogramStats(msgspec.Struct, kw_only=True):
     counts: list[int]
     sum: float = 0.0
 
+    @classmethod
+    def empty(cls, bounds: Sequence[float]) -> HistogramStats:
+        return cls(bounds=list(bounds), counts=[0] * (len(bounds) + 1))
+
+    def observe(self, value: float) -> None:
+        """Count `value`."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
     """Current gauges and counters since start (`*_total` only grow)."""
@@ -267,6 +277,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     num_running_reqs: int = 0
     num_queue_reqs: int = 0
     num_queue_tokens: int = 0
+    # Their grammars compile.
+    num_grammar_queue_reqs: int = 0
     num_used_tokens: int = 0
     max_total_num_tokens: int = 0
     token_usage: float = 0.0
@@ -288,13 +300,16 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     kv_canary_healed_tokens_total: int = 0
     # Watched or kept out of use.
     kv_canary_quarantined_pages: int = 0
+    kv_canary_quarantined_share: float = 0.0
     # Something was healed in the last minute, or pages stay out of use.
     kv_canary_is_degraded: bool = False
     kv_canary_recovery_seconds: HistogramStats | None = None
+    # From a request's arrival to its first batch.
+    queue_time_seconds: HistogramStats | None = None
     # By reason.
     prefill_cuda_graph_fallbacks_total: dict[str, int] = {}
     kv_canary_violations_total: dict[str, int] = {}
-    # By diagnosis; empty unless the canary heals.
+    # By diagnosis.
     kv_canary_heals_total: dict[str, int] = {}
 
 
@@ -344,12 +359,14 @@ class SchedulerReady(msgspec.Struct, kw_only=True):
     """The only report of a scheduler process: it can serve, or why it cannot.
 
     `error` set means that the process exits; the other fields are then meaningless.
+    `kv_pool_bytes` are those of this rank's KV pool, without a draft's.
     """
 
     error: str | None = None
     context_len: int = 0
     max_req_input_len: int = 0
     max_total_num_tokens: int = 0
+    kv_pool_bytes: int = 0
     vocab_size: int = 0
 
 

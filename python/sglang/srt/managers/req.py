@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ class Req:
 
     Attributes:
         serial: number of the request in this process, never reused.
+        arrived: when this process took it, in seconds of the monotonic clock.
         finished_len: output tokens that count; set with `finish_reason`.
         stop_ids: tokens that end the output; one set for all copies of a prompt.
         max_total_len: prompt plus output at most.
@@ -66,6 +68,7 @@ class Req:
         params = request.sampling_params
         self.rid = request.rid
         self.serial = next(_serials)
+        self.arrived = time.monotonic()
         self.params = params
         self.tokens = array("q", request.input_ids)
         self.prompt_len = len(self.tokens)

@@ -88,6 +88,7 @@ class RequestState:
         self.base_rid = base_rid or request.rid
         self.index = len(group.states)
         self.arrived = time.monotonic()
+        self.first_output: float | None = None
         self.last_output: float | None = None
         self.is_sent = False
         self.is_finished = False

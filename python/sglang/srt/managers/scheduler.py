@@ -227,6 +227,7 @@ class Scheduler:
             context_len=self.model_config.context_len,
             max_req_input_len=limits.max_req_input_len,
             max_total_num_tokens=self.worker.model_runner.max_total_num_tokens,
+            kv_pool_bytes=self.worker.model_runner.token_to_kv_pool.nbytes,
             vocab_size=limits.vocab_size,
         )
 
@@ -438,7 +439,10 @@ class Scheduler:
     def stats_snapshot(self) -> SchedulerStats:
         """All counters and gauges as of now."""
         running = 0 if self.running is None else len(self.running)
-        stats = self._stats.snapshot(running=running, waiting=self.waiting)
+        compiling = 0 if self._grammars is None else len(self._grammars)
+        stats = self._stats.snapshot(
+            running=running, waiting=self.waiting, compiling=compiling
+        )
         add_graph_stats(stats, self.worker.model_runner)
         if self._canary is not None:
             self._canary.add_stats(stats)

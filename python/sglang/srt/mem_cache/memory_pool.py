@@ -327,6 +327,11 @@ class KVCache(ABC):
     def _own_transfer_descriptors(self) -> list[TransferDescriptor]:
         """Return this pool's buffers in the order in which they are sent."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V of all slots."""
+        return sum(source.buffer.nbytes for source in self.canary_sources())
+
     def move_kv_cache(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copy slots src to dst in all layers, then call the `on_move` hooks.
 

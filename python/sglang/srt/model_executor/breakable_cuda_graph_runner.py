@@ -42,6 +42,16 @@ WARM_UPS = 1
 # would cost all that a graph saves.
 HOST_BOUND_TOKENS = 1024
 MAX_PADDING = 0.01
+FALLBACK_REASONS = (
+    "hidden_mode",
+    "input_embeds",
+    "input_logprobs",
+    "too_many_tokens",
+    "aux_layers",
+    "draft_hidden_states",
+    "expanded_latents",
+    "padding",
+)
 
 
 class GraphKey(NamedTuple):
@@ -127,7 +137,8 @@ class BreakableCudaGraphRunner:
     # -- choosing ------------------------------------------------------------------
 
     def refusal(self, forward_batch: ForwardBatch) -> str | None:
-        """Why an EXTEND forward must run eagerly; None: a graph can replay it."""
+        """Why an EXTEND forward must run eagerly, one of `FALLBACK_REASONS`; None: a
+        graph can replay it."""
         tokens = forward_batch.num_tokens
         if forward_batch.capture_hidden_mode is not self.capture_hidden_mode:
             return "hidden_mode"

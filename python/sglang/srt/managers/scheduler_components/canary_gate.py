@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kv_canary.findings import verdicts_of
-from kv_canary.records import Counter, Reason, Ring, reason_labels
+from kv_canary.records import EVERY_REASON, Counter, Ring
 from kv_canary.reporter import CanaryViolation, as_error
 from kv_canary.violation import POOLS
 from sglang.srt.kv_canary.config import CanaryMode
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.quarantine import SlotPattern
 
 logger = logging.getLogger(__name__)
-
-EVERY_REASON = [label for reason in Reason for label in reason_labels(reason)]
 
 _Seen = tuple[list[Fact], bool, float]
 

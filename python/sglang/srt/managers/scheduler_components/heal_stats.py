@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -39,11 +38,9 @@ class HealStats:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.heals = dict.fromkeys((*(_name(d.name) for d in DIAGNOSES), ELSEWHERE), 0)
+        self.heals = dict.fromkeys(EVERY_DIAGNOSIS, 0)
         self.healed_tokens = 0
-        self.recoveries = HistogramStats(
-            bounds=list(RECOVERY_BUCKETS), counts=[0] * (len(RECOVERY_BUCKETS) + 1)
-        )
+        self.recoveries = HistogramStats.empty(RECOVERY_BUCKETS)
         self._last_heal: float | None = None
         # By serial: request, its tokens and the time when it was healed.
         self._recovering: dict[int, tuple[Req, int, float]] = {}
@@ -76,21 +73,28 @@ class HealStats:
         """Time the requests that have got a token since they were healed."""
         for serial, (req, length, since) in list(self._recovering.items()):
             if len(req.tokens) > length:
-                self._observe(self._clock() - since)
+                self.recoveries.observe(self._clock() - since)
             elif not req.is_finished:
                 continue
             del self._recovering[serial]
 
-    def _observe(self, seconds: float) -> None:
-        recoveries = self.recoveries
-        recoveries.counts[bisect_left(recoveries.bounds, seconds)] += 1
-        recoveries.sum += seconds
+    def add_to(
+        self,
+        stats: SchedulerStats,
+        quarantines: Sequence[Quarantine],
+        *,
+        num_pages: int,
+    ) -> None:
+        """Fill in the numbers of healing.
 
-    def add_to(self, stats: SchedulerStats, quarantines: Sequence[Quarantine]) -> None:
-        """Fill in the numbers of healing."""
+        Args:
+            num_pages: of the pool.
+        """
         stats.kv_canary_heals_total = dict(self.heals)
         stats.kv_canary_healed_tokens_total = self.healed_tokens
-        stats.kv_canary_quarantined_pages = sum(q.num_pages for q in quarantines)
+        out_of_use = sum(quarantine.num_pages for quarantine in quarantines)
+        stats.kv_canary_quarantined_pages = out_of_use
+        stats.kv_canary_quarantined_share = out_of_use / num_pages
         stats.kv_canary_recovery_seconds = self.recoveries
         has_kept = any(len(q.kept) for q in quarantines)
         stats.kv_canary_is_degraded = self.is_recent or has_kept
@@ -99,3 +103,7 @@ class HealStats:
 def _name(diagnosis: str) -> str:
     """A diagnosis as a label: without the request that one of them names."""
     return diagnosis.replace(" with request {writer}", "")
+
+
+EVERY_DIAGNOSIS = (*(_name(diagnosis.name) for diagnosis in DIAGNOSES), ELSEWHERE)
+"""Labels of healings."""

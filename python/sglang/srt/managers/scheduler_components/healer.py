@@ -344,7 +344,8 @@ class Healer:
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Put what was done, and the pages out of use, into `stats`."""
-        self.stats.add_to(stats, self._quarantines)
+        num_pages = self._cache.allocator.num_pages
+        self.stats.add_to(stats, self._quarantines, num_pages=num_pages)
 
     @property
     def num_kept(self) -> int:

@@ -6,7 +6,13 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from sglang.srt.managers.io_struct import SchedulerStats
+from kv_canary.records import EVERY_REASON
+from sglang.srt.managers.io_struct import HistogramStats, SchedulerStats
+from sglang.srt.managers.scheduler_components.heal_stats import (
+    EVERY_DIAGNOSIS,
+    RECOVERY_BUCKETS,
+)
+from sglang.srt.model_executor.breakable_cuda_graph_runner import FALLBACK_REASONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +25,22 @@ logger = logging.getLogger(__name__)
 
 # Throughput is measured over windows of at least this many seconds.
 WINDOW_SECONDS = 1.0
+QUEUE_TIME_BUCKETS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+)
+
+
+def empty_stats(*, max_total_num_tokens: int) -> SchedulerStats:
+    """The numbers of a scheduler that has done nothing, every label at 0: a series that
+    does not exist yet cannot be watched."""
+    return SchedulerStats(
+        max_total_num_tokens=max_total_num_tokens,
+        prefill_cuda_graph_fallbacks_total=dict.fromkeys(FALLBACK_REASONS, 0),
+        kv_canary_violations_total=dict.fromkeys(EVERY_REASON, 0),
+        kv_canary_heals_total=dict.fromkeys(EVERY_DIAGNOSIS, 0),
+        kv_canary_recovery_seconds=HistogramStats.empty(RECOVERY_BUCKETS),
+    )
 
 
 def add_graph_stats(stats: SchedulerStats, runner: ModelRunner) -> None:
@@ -29,7 +51,7 @@ def add_graph_stats(stats: SchedulerStats, runner: ModelRunner) -> None:
     if decode is not None:
         stats.cuda_graph_passes_total += decode.num_replays
     if prefill is not None:
-        stats.prefill_cuda_graph_fallbacks_total = dict(prefill.fallbacks)
+        stats.prefill_cuda_graph_fallbacks_total.update(prefill.fallbacks)
 
 
 class StatsTracker:
@@ -38,7 +60,9 @@ class StatsTracker:
     def __init__(self, cache: BasePrefixCache, *, decode_log_interval: int) -> None:
         self._cache = cache
         self._decode_log_interval = decode_log_interval
-        self._totals = SchedulerStats(max_total_num_tokens=cache.allocator.size)
+        self._totals = empty_stats(max_total_num_tokens=cache.allocator.size)
+        self._queue_time = HistogramStats.empty(QUEUE_TIME_BUCKETS)
+        self._totals.queue_time_seconds = self._queue_time
         self._decode_steps = 0
         self._window_start = time.monotonic()
         self._window_tokens = 0
@@ -70,6 +94,7 @@ class StatsTracker:
 
     def on_admitted(self, req: Req) -> None:
         """Count the first admission of `req`, whose cached prefix is known."""
+        self._queue_time.observe(time.monotonic() - req.arrived)
         self._totals.prompt_tokens_total += req.prompt_len
         self._totals.cached_tokens_total += min(req.cached_tokens, req.prompt_len)
 
@@ -110,13 +135,21 @@ class StatsTracker:
     def on_retract(self, count: int) -> None:
         self._totals.num_retracted_reqs += count
 
-    def snapshot(self, *, running: int, waiting: Sequence[Req]) -> SchedulerStats:
-        """All numbers as of now."""
+    def snapshot(
+        self, *, running: int, waiting: Sequence[Req], compiling: int
+    ) -> SchedulerStats:
+        """All numbers as of now.
+
+        Args:
+            running: requests in the batch that decodes.
+            compiling: requests whose grammar is not ready.
+        """
         totals = self._totals
         if time.monotonic() - self._window_start > 2 * WINDOW_SECONDS:
             self.on_idle()
         totals.num_running_reqs = running
         totals.num_queue_reqs = len(waiting)
+        totals.num_grammar_queue_reqs = compiling
         totals.num_queue_tokens = sum(len(req.tokens) for req in waiting)
         totals.num_used_tokens = self._used()
         totals.token_usage = self._used() / self._cache.allocator.size

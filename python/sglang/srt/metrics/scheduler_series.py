@@ -1,0 +1,180 @@
+"""The scheduler's statistics as Prometheus series: names, labels, zeros from the start.
+
+Names and labels are SGLang's where it has the metric. Needs neither torch nor a web
+framework.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import HistogramStats, SchedulerStats
+
+MODEL_NAME = "model_name"
+# Of rank 0, which answers for all ranks.
+RANK_LABELS = {"tp_rank": "0", "pp_rank": "0"}
+
+# Field of SchedulerStats -> (metric, help).
+GAUGES: dict[str, tuple[str, str]] = {
+    "num_running_reqs": ("sglang:num_running_reqs", "Requests in the running batch."),
+    "num_queue_reqs": ("sglang:num_queue_reqs", "Requests that wait."),
+    "num_grammar_queue_reqs": (
+        "sglang:num_grammar_queue_reqs",
+        "Requests that wait for their grammar.",
+    ),
+    "num_used_tokens": ("sglang:num_used_tokens", "KV slots held by requests."),
+    "max_total_num_tokens": ("sglang:max_total_num_tokens", "KV slots of the pool."),
+    "token_usage": ("sglang:token_usage", "Share of KV slots held by requests."),
+    "gen_throughput": ("sglang:gen_throughput", "Output tokens per second."),
+    "cache_hit_rate": ("sglang:cache_hit_rate", "Share of prompt tokens in the cache."),
+    "num_retracted_reqs": (
+        "sglang:num_retracted_reqs",
+        "Requests that lost their KV slots and run again.",
+    ),
+    "spec_accept_length": (
+        "sglang:spec_accept_length",
+        "Tokens per verification step of speculative decoding.",
+    ),
+    "kv_canary_quarantined_pages": (
+        "sglang:kv_canary_quarantined_pages",
+        "KV pages out of use: damaged ones that are watched, or that stay.",
+    ),
+    "kv_canary_quarantined_share": (
+        "sglang:kv_canary_quarantined_share",
+        "These pages as a share of the pool.",
+    ),
+    "kv_canary_is_degraded": (
+        "sglang:kv_canary_degraded",
+        "1: something was healed in the last minute, or KV pages stay out of use.",
+    ),
+}
+# The exposition format appends `_total` to these names.
+COUNTERS: dict[str, tuple[str, str]] = {
+    "prompt_tokens_total": ("sglang:prompt_tokens", "Prompt tokens of requests."),
+    "generation_tokens_total": ("sglang:generation_tokens", "Tokens generated."),
+    "cached_tokens_total": ("sglang:cached_tokens", "Prompt tokens from the cache."),
+    "num_requests_total": ("sglang:num_requests", "Requests that the scheduler took."),
+    "num_aborted_requests_total": (
+        "sglang:num_aborted_requests",
+        "Requests that ended with an abort.",
+    ),
+    "forward_passes_total": ("sglang:forward_passes", "Forwards of the model."),
+    "cuda_graph_passes_total": (
+        "sglang:cuda_graph_passes",
+        "Forwards that replayed a CUDA graph.",
+    ),
+    "prefill_cuda_graph_passes_total": (
+        "sglang:prefill_cuda_graph_passes",
+        "Prefill forwards that replayed a CUDA graph.",
+    ),
+    "kv_canary_protected_tokens_total": (
+        "sglang:kv_canary_protected_tokens",
+        "KV slots that were verified before they were read.",
+    ),
+    "kv_canary_swept_tokens_total": (
+        "sglang:kv_canary_swept_tokens",
+        "Cached KV slots that sweeps verified.",
+    ),
+    "kv_canary_sweep_passes_total": (
+        "sglang:kv_canary_sweep_passes",
+        "Sweep passes over the prefix cache.",
+    ),
+    "kv_canary_healed_tokens_total": (
+        "sglang:kv_canary_healed_tokens",
+        "Tokens of requests that were recomputed after their KV was damaged.",
+    ),
+}
+
+# Field -> (metric, label, help).
+LABELLED_COUNTERS: dict[str, tuple[str, str, str]] = {
+    "prefill_cuda_graph_fallbacks_total": (
+        "sglang:prefill_cuda_graph_fallbacks",
+        "reason",
+        "Prefill forwards that ran eagerly although there are graphs.",
+    ),
+    "kv_canary_violations_total": (
+        "sglang:kv_canary_violations",
+        "reason",
+        "Violations that the KV canary found, each damage once.",
+    ),
+    "kv_canary_heals_total": (
+        "sglang:kv_canary_heals",
+        "diagnosis",
+        "Times that a damage was healed, by what it looked like.",
+    ),
+}
+HISTOGRAMS: dict[str, tuple[str, str]] = {
+    "queue_time_seconds": (
+        "sglang:queue_time_seconds",
+        "From a request's arrival at the scheduler to its first batch.",
+    ),
+    "kv_canary_recovery_seconds": (
+        "sglang:kv_canary_recovery_seconds",
+        "From a damage to the next token, of requests that were recomputed.",
+    ),
+}
+
+
+class SchedulerSeries:
+    """A collector of the `SchedulerStats` that were fetched last.
+
+    Args:
+        labels: of every series, beside `RANK_LABELS`.
+
+    Attributes:
+        current: those statistics; at first the zeros of a scheduler that loads.
+    """
+
+    def __init__(self, first: SchedulerStats, *, labels: Mapping[str, str]) -> None:
+        self.current = first
+        both = {**labels, **RANK_LABELS}
+        self._names, self._values = list(both), list(both.values())
+
+    def describe(self) -> list[Metric]:
+        """No names: the registry would check them by a collection."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        values = msgspec.structs.asdict(self.current)
+        yield from self._plain(values)
+        for field, (name, label, text) in LABELLED_COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=[*self._names, label])
+            for value, count in values[field].items():
+                counter.add_metric([*self._values, value], count)
+            yield counter
+        for field, (name, text) in HISTOGRAMS.items():
+            if values[field] is not None:
+                yield self._histogram(name, text, values[field])
+
+    def _plain(self, values: Mapping[str, Any]) -> Iterator[Metric]:
+        for field, (name, text) in GAUGES.items():
+            gauge = GaugeMetricFamily(name, text, labels=self._names)
+            gauge.add_metric(self._values, values[field])
+            yield gauge
+        for field, (name, text) in COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=self._names)
+            counter.add_metric(self._values, values[field])
+            yield counter
+
+    def _histogram(
+        self, name: str, text: str, stats: HistogramStats
+    ) -> HistogramMetricFamily:
+        """The exposition's form: counts add up, the last bound is infinite."""
+        bounds = [*map(str, stats.bounds), "+Inf"]
+        sums = itertools.accumulate(stats.counts)
+        family = HistogramMetricFamily(name, text, labels=self._names)
+        family.add_metric(
+            self._values, list(zip(bounds, sums, strict=True)), sum_value=stats.sum
+        )
+        return family
