@@ -95,7 +95,7 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     ),
     (9, ("srt.speculative",)),
     (10, ("srt.managers",)),
-    (11, ("srt.entrypoints", "launch_server", "bench_", "__main__", "")),
+    (11, ("srt.entrypoints", "cli", "launch_server", "bench_", "__main__", "")),
 )
 # Below all layers of the engine.
 CORE = "kv_canary"

@@ -1,8 +1,8 @@
-"""`python -m sglang` is `python -m sglang.launch_server`."""
+"""`python -m sglang` is the command `sglang`."""
 
 import sys
 
-from sglang.launch_server import main
+from sglang.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

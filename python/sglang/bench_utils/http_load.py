@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tqdm import tqdm
+
 from sglang.bench_utils.datasets import BenchRequest
 from sglang.bench_utils.launch import (
     FLUSH_ATTEMPTS,
@@ -208,10 +210,6 @@ async def run_load(
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, is_hidden: bool) -> Iterator[Callable[[], None]]:
-    """Show a bar on stderr; call the result once per request.
-
-    Raises:
-        ValueError: tqdm is not installed.
-    """
-    with import_extra("tqdm").tqdm(total=total, disable=is_hidden) as bar:
+    """Show a bar on stderr; call the result once per request."""
+    with tqdm(total=total, disable=is_hidden) as bar:
         yield lambda: bar.update(1)

@@ -21,7 +21,8 @@ from sglang.srt.arg_groups.arg_parser import (
     check_values,
     from_namespace,
 )
-from sglang.srt.arg_groups.canary_hook import handle_kv_canary
+from sglang.srt.arg_groups.canary_hook import KV_CANARY_MODES, handle_kv_canary
+from sglang.srt.arg_groups.config_file import CONFIG_FLAG, read_config
 from sglang.srt.arg_groups.cuda_graph_hook import (
     handle_cuda_graph,
     has_prefill_graphs,
@@ -47,6 +48,8 @@ from sglang.version import __version__
 
 logger = logging.getLogger(__name__)
 
+LAUNCH_COMMAND = "python -m sglang.launch_server"
+
 
 @dataclasses.dataclass(kw_only=True)
 class ServerArgs:
@@ -57,6 +60,7 @@ class ServerArgs:
         Arg(
             "Folder (or hub name) of the model, or a GGUF file; unset: the bundled "
             "demo model.",
+            aliases=("--model",),
             begins="Model and tokenizer",
         ),
     ] = None
@@ -451,7 +455,7 @@ class ServerArgs:
         Arg(
             "Check the KV cache while serving: report, stop, or recompute what is "
             "damaged.",
-            ("none", "log", "raise", "heal"),
+            KV_CANARY_MODES,
             begins="KV canary",
         ),
     ] = "none"
@@ -540,7 +544,7 @@ class ServerArgs:
             if not path.is_file():
                 raise ValueError(
                     f"--chat-template {self.chat_template} is neither a file nor a "
-                    "jinja template"
+                    "jinja template; name a file, or write {{ messages }} and so on"
                 )
             self.chat_template = path.read_text(encoding="utf-8")
 
@@ -650,16 +654,35 @@ class ServerArgs:
     # Command line.
 
     @classmethod
-    def from_cli(cls, argv: Sequence[str] | None = None) -> ServerArgs:
-        """Parse `argv` (None: `sys.argv`)."""
-        parser = cls.parser()
-        return cls(**from_namespace(cls, parser.parse_args(argv)))
+    def from_cli(
+        cls, argv: Sequence[str] | None = None, *, prog: str = LAUNCH_COMMAND
+    ) -> ServerArgs:
+        """Parse `argv` (None: `sys.argv`), and the file of --config before it.
+
+        Args:
+            prog: the command as its users write it.
+
+        Raises:
+            ValueError: the flags, or the file, cannot be served.
+        """
+        parser = cls.parser(prog)
+        parsed = parser.parse_args(argv)
+        if parsed.config is not None:
+            parser.set_defaults(**read_config(parsed.config, cls))
+            parsed = parser.parse_args(argv)
+        return cls(**from_namespace(cls, parsed))
 
     @classmethod
-    def parser(cls, prog: str = "python -m sglang.launch_server") -> FlagParser:
+    def parser(cls, prog: str = LAUNCH_COMMAND) -> FlagParser:
         """Return the parser of every flag."""
         parser = FlagParser(prog=prog, description="Serve a language model over HTTP.")
         parser.add_argument("--version", action="version", version=__version__)
+        parser.add_argument(
+            CONFIG_FLAG,
+            metavar="FILE",
+            help="YAML file with a `flag: value` per line; flags of the command line "
+            "win over it.",
+        )
         add_fields(parser, cls)
         return parser
 

@@ -13,24 +13,34 @@ from sglang.version import __version__
 register_cpu_ci(est_time=1, suite="cpu")
 
 READY = SchedulerReady(
-    max_total_num_tokens=4096, context_len=2048, max_req_input_len=2047, vocab_size=9
+    max_total_num_tokens=4096,
+    kv_pool_bytes=3 << 29,
+    context_len=2048,
+    max_req_input_len=2047,
+    vocab_size=9,
 )
 TREE = "EAGLE3 drafts of 5 steps, top-k 4, 8 tokens verified at once"
 CASES = [
-    ({}, "cpu (float32, cpu_native)", "no speculative decoding", "KV canary off", ""),
+    (
+        {},
+        "cpu (float32, cpu_native)",
+        "no speculative decoding",
+        "KV canary off",
+        " (1.50 GiB)",
+    ),
     (
         {"speculative_algorithm": "EAGLE3", "kv_canary": "raise"},
         "cpu (float32, cpu_native)",
         TREE,
         "KV canary raise (real data partial)",
-        "",
+        " (1.50 GiB)",
     ),
     (
         {"tp_size": 2, "dtype": "bfloat16", "page_size": 16},
         "cpu (2 ranks, bfloat16, cpu_native)",
         "no speculative decoding",
         "KV canary off",
-        " in pages of 16",
+        " in pages of 16 (1.50 GiB on each rank)",
     ),
 ]
 
@@ -46,8 +56,15 @@ def test_the_lines(flags, device, drafts, canary, pages):
         f"sglang-canary serves demo on {device}: 4096 KV slots{pages}, context 2048, "
         "at most 64 requests at once",
         f"{drafts}; {canary}",
+        "API: http://[::1]:7/docs",
         "ready on http://[::1]:7",
     ]
+
+
+def test_where_to_go_for_what_is_on():
+    args = ServerArgs(device="cpu", enable_metrics=True)
+    lines = serving(args, READY, url="http://h:7").splitlines()
+    assert "API: http://h:7/docs, metrics: http://h:7/metrics" in lines
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import types
 import typing
 from functools import cache
@@ -53,6 +54,20 @@ class Declared(NamedTuple):
     def flag(self) -> str:
         return flag_name(self.field.name)
 
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(_strip_none(self.kind)) is list
+
+    @property
+    def entry_kind(self) -> type:
+        """The type of a value, or of one entry of a list."""
+        kind = _strip_none(self.kind)
+        entry: type = typing.get_args(kind)[0] if self.is_list else kind
+        return entry
+
+
+UNRECOGNIZED = "unrecognized arguments:"
+
 
 class FlagParser(argparse.ArgumentParser):
     """A parser of exact flag names; an unknown flag is refused, never ignored."""
@@ -68,12 +83,26 @@ class FlagParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments"):
-            message += (
-                " (this engine does not have them; --help lists every flag it has)"
-            )
+        if message.startswith(UNRECOGNIZED):
+            message += f" (this engine does not have them; {self._advice(message)})"
         # One line: the usage of all flags would push the reason off the screen.
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def _advice(self, message: str) -> str:
+        """Advice about the unknown flags of `message`."""
+        known = list(self._option_string_actions)
+        asked = message.removeprefix(UNRECOGNIZED).split()
+        near = [
+            match
+            for flag in asked
+            if flag.startswith("--")
+            for match in (
+                difflib.get_close_matches(flag.partition("=")[0], known, n=1)
+                or [name for name in known if name.startswith(flag)][:1]
+            )
+        ]
+        meant = f"did you mean {', '.join(near)}? " if near else ""
+        return f"{meant}--help lists every flag it has"
 
 
 def flag_name(field_name: str) -> str:
@@ -143,11 +172,9 @@ def _options(declared: Declared) -> dict[str, Any]:
     if declared.kind is bool:
         return {"action": "store_true", "help": text}
     options: dict[str, Any] = {"default": declared.field.default, "help": text}
-    kind = _strip_none(declared.kind)
-    if typing.get_origin(kind) is list:
+    if declared.is_list:
         options["nargs"] = "+"
-        kind = typing.get_args(kind)[0]
-    options["type"] = kind
+    options["type"] = declared.entry_kind
     if arg.choices is not None:
         options["choices"] = arg.choices
     return options

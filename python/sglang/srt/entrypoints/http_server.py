@@ -1,9 +1,9 @@
 """The HTTP server: the app with all its routes, and one server from start to exit.
 
 Start: listen, start the scheduler, answer 503 until it is ready. Exit: SIGTERM and
-SIGINT drain for --drain-timeout seconds (code 0); a scheduler that dies ends the server
-(code 1); a configuration that cannot be served is a `ValueError`. SIGHUP has the keys
-read again.
+SIGINT drain for --drain-timeout seconds, a second one ends that; a scheduler that dies
+ends the server; a configuration that cannot be served is a `ValueError`. SIGHUP has the
+keys read again.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from sglang.srt.entrypoints.anthropic.messages import MessagesApi
 from sglang.srt.entrypoints.api_keys import ApiKeys
 from sglang.srt.entrypoints.body_budget import BodyBudget
 from sglang.srt.entrypoints.docs_routes import DocsRoutes
+from sglang.srt.entrypoints.exit_codes import ExitCode
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import error_response
 from sglang.srt.entrypoints.listener import listen, max_connections
@@ -119,7 +120,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     return error_response(answer)
 
 
-def launch_server(server_args: ServerArgs) -> int:
+def launch_server(server_args: ServerArgs) -> ExitCode:
     """Serve until a signal or a failure; returns the exit code of the process.
 
     Raises:
@@ -139,7 +140,7 @@ def launch_server(server_args: ServerArgs) -> int:
             server_args, num_threads=available_cores() - 1
         )
 
-        async def serve() -> int:
+        async def serve() -> ExitCode:
             core = EngineCore(process, server_args=server_args, tokenizer=tokenizer)
             return await _Server(
                 core, server_args, listener, keys=keys, max_connections=most
@@ -176,7 +177,7 @@ class _Server:
             create_app(front, keys), server_args, max_connections=max_connections
         )
 
-    async def run(self) -> int:
+    async def run(self) -> ExitCode:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -187,7 +188,7 @@ class _Server:
             await _first(serving, ending)
             if not ending.done():
                 _complain("the HTTP server ended; see the log")
-                return 1
+                return ExitCode.FAILURE
             return ending.result()
         finally:
             ending.cancel()
@@ -198,7 +199,7 @@ class _Server:
                 # Printed last: the scheduler has ended and logs nothing more.
                 _say("shut down")
 
-    async def _serve_until_end(self) -> int:
+    async def _serve_until_end(self) -> ExitCode:
         stopping = asyncio.create_task(self._stop.wait())
         starting = asyncio.create_task(self._core.wait_ready())
         await _first(starting, stopping)
@@ -208,28 +209,27 @@ class _Server:
             with contextlib.suppress(SchedulerDied, ValueError):
                 await starting
             _say("stopped before the model was loaded")
-            return 0
+            return ExitCode.DRAINED
         try:
             self._announce(starting.result())
         except SchedulerDied as error:
             _complain(f"{error} while it started")
-            return 1
+            return ExitCode.FAILURE
         manager = self._core.manager
         beating = asyncio.create_task(
             manager.heartbeat.keep_asking(lambda: manager.num_in_flight > 0)
         )
         dying = asyncio.create_task(self._core.died.wait())
         await _first(dying, stopping)
-        if not dying.done():
-            await self._drain(dying)
+        code = ExitCode.FAILURE if dying.done() else await self._drain(dying)
         beating.cancel()
         if self._core.died.is_set():
             _complain("the scheduler process died; see the log")
-            return 1
+            return ExitCode.FAILURE
         self._is_orderly = True
-        return 0
+        return code
 
-    async def _drain(self, dying: asyncio.Task[bool]) -> None:
+    async def _drain(self, dying: asyncio.Task[bool]) -> ExitCode:
         """Let running requests finish for a while, then refuse the rest."""
         manager = self._core.manager
         timeout = self._server_args.drain_timeout
@@ -242,9 +242,18 @@ class _Server:
         idle = asyncio.create_task(manager.wait_idle(timeout))
         second_signal = asyncio.create_task(self._second_signal.wait())
         await _first(idle, second_signal, dying)
+        is_cut = second_signal.done()
         idle.cancel()
         second_signal.cancel()
+        if not manager.num_in_flight:
+            return ExitCode.DRAINED
+        logger.warning(
+            "%s: %d request(s) in flight get 503",
+            "a second signal" if is_cut else f"--drain-timeout {timeout:g} has passed",
+            manager.num_in_flight,
+        )
         manager.refuse_all("the server is shutting down")
+        return ExitCode.DRAIN_CUT_SHORT if is_cut else ExitCode.DRAIN_TIMED_OUT
 
     def _on_signal(self, number: int) -> None:
         if self._stop.is_set():
@@ -256,7 +265,17 @@ class _Server:
         gc.collect()
         gc.freeze()
         host, port = self._listener.getsockname()[:2]
+        # A browser cannot go to the wildcard address.
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         shown = f"[{host}]" if ":" in host else host
+        if ready.max_req_input_len < ready.context_len - 1:
+            logger.warning(
+                "prompts of more than %d tokens are refused, although the context has "
+                "%d: the KV pool is smaller; raise --max-total-tokens or "
+                "--mem-fraction-static, or lower --context-length",
+                ready.max_req_input_len,
+                ready.context_len,
+            )
         _say(serving(self._server_args, ready, url=f"http://{shown}:{port}"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import socket
 
@@ -13,6 +14,7 @@ MAX_OPEN_FILES = 65536
 # Kept for everything that is no connection: the scheduler's sockets, files, pipes.
 RESERVED_FILES = 128
 DEFAULT_MAX_CONNECTIONS = 16384
+_OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES)
 
 
 def listen(server_args: ServerArgs) -> socket.socket:
@@ -34,7 +36,8 @@ def listen(server_args: ServerArgs) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ValueError(
-            f"--host {host} --port {port}: {error.strerror}; choose another"
+            f"--host {host} --port {port}: {error.strerror}; choose another "
+            f"{'--port' if error.errno in _OF_THE_PORT else '--host'}"
         ) from error
     return listener
 

@@ -20,15 +20,33 @@ def starting(args: ServerArgs) -> str:
 
 
 def serving(args: ServerArgs, ready: SchedulerReady, *, url: str) -> str:
-    """The last lines: limits of the running engine, and its address."""
+    """The last lines: limits of the running engine, and where to go."""
     pages = "" if args.page_size == 1 else f" in pages of {args.page_size}"
+    size = f"{ready.kv_pool_bytes / 2**30:.2f} GiB"
+    each = "" if args.tp_size == 1 else " on each rank"
     return (
         f"sglang-canary serves {args.served_model_name} on {_device(args)}: "
-        f"{ready.max_total_num_tokens} KV slots{pages}, context {ready.context_len}, "
-        f"at most {args.max_running_requests} requests at once\n"
+        f"{ready.max_total_num_tokens} KV slots{pages} ({size}{each}), context "
+        f"{ready.context_len}, at most {args.max_running_requests} requests at once\n"
         f"{_drafts(args)}; {_canary(args)}\n"
+        f"{_places(args, url)}\n"
         f"ready on {url}"
     )
+
+
+def _places(args: ServerArgs, url: str) -> str:
+    """Pages of the server for people."""
+    places = {"API": f"{url}/docs"}
+    if args.enable_metrics:
+        places["metrics"] = f"{url}/metrics"
+    if has_inspector(args):
+        places["inspector"] = f"{url}/canary"
+    return ", ".join(f"{name}: {place}" for name, place in places.items())
+
+
+def has_inspector(args: ServerArgs) -> bool:
+    """Whether the server shows the KV cache at `/canary`."""
+    return not getattr(args, "disable_canary_page", True)
 
 
 def _device(args: ServerArgs) -> str:

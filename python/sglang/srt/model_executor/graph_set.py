@@ -19,6 +19,7 @@ from sglang.srt.model_executor.graph_capture import (
     SegmentBackend,
     capture_graph,
 )
+from sglang.srt.utils.progress import with_bar
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,14 @@ class GraphSet(Generic[K]):
         began = time.perf_counter()
         ascending = sorted(keys, key=size_of)
         with torch.inference_mode():
-            captured = [(key, capture(key)) for key in reversed(ascending)]
+            largest_first = with_bar(
+                reversed(ascending),
+                total=len(ascending),
+                what=f"Capturing {name} graphs",
+                unit="graph",
+                logger=logger,
+            )
+            captured = [(key, capture(key)) for key in largest_first]
         self._entries = captured[::-1]
         self._sizes = [size_of(key) for key in ascending]
         self.graphs = [graph for _, graph in self._entries]

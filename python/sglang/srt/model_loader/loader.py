@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -15,10 +16,13 @@ from sglang.srt.model_loader.mxfp4 import dequantized
 from sglang.srt.model_loader.text_part import text_tensor_name
 from sglang.srt.model_loader.weight_utils import iterate_weights, tensor_names
 from sglang.srt.models.registry import CausalLM, MockModel, create_model
+from sglang.srt.utils.progress import with_bar
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.models.llama import LoadableModel
+
+logger = logging.getLogger(__name__)
 
 DUMMY_SEED = 20260101
 DUMMY_SCALE = 0.02
@@ -68,7 +72,13 @@ def load_model(
         model.finish_loading("--load-format dummy")
     else:
         source = str(config.path)
-        weights = iterate_weights(config.path)
+        weights = with_bar(
+            iterate_weights(config.path),
+            total=len(tensor_names(config.path)),
+            what="Loading weights",
+            unit="tensor",
+            logger=logger,
+        )
         if config.quant_method == "mxfp4":
             weights = dequantized(weights, dtype=dtype, device=device, source=source)
         load_weights(model, weights, source=source)

@@ -192,7 +192,7 @@ def load_tokenizer(path: str, *, chat_template: str | None = None) -> Tokenizer:
     """
     folder = Path(path)
     if not folder.is_dir():
-        folder = resolve_model_path(path)
+        folder = resolve_model_path(path, flag="--tokenizer-path")
     if is_gguf(folder):
         return _load_from_gguf(folder, chat_template)
     config = _read_config(folder / CONFIG)
@@ -212,7 +212,10 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
         if not any((folder / name).is_file() for name in OLDER_FORMATS):
-            raise ValueError(f"{folder} has no tokenizer.json")
+            raise ValueError(
+                f"{folder} has no tokenizer.json; name a folder with one in "
+                "--tokenizer-path, or serve token ids with --skip-tokenizer-init"
+            )
         return _convert_with_transformers(folder)
     try:
         return tokenizers.Tokenizer.from_file(str(file))

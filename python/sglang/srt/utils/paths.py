@@ -44,12 +44,18 @@ def resolve_model_path(path: str, *, flag: str = "--model-path") -> Path:
         if not (place / "config.json").is_file():
             files = ", ".join(file.name for file in gguf_files(place)[:8])
             hint = f"; it holds {files}: name such a file" if files else ""
-            raise ValueError(f"{flag} {path}: the folder has no config.json{hint}")
+            raise ValueError(
+                f"{flag} {path}: the folder has no config.json"
+                f"{hint or '; name the folder that holds it and the weights'}"
+            )
         return place
     if is_gguf(place) and place.is_file():
         return place
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ValueError(f"{flag} {path}: no such folder or GGUF file")
+        raise ValueError(
+            f"{flag} {path}: no such folder or GGUF file; name one, or a model of the "
+            "hub as OWNER/NAME"
+        )
     # The hub client is slow to import and is needed for remote names alone.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -57,8 +63,10 @@ def resolve_model_path(path: str, *, flag: str = "--model-path") -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=list(HUB_PATTERNS)))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{flag} {path}: no such folder, and the hub does not give it: {error}"
+            f"{flag} {path}: no such folder, and the hub does not give it ({reason}); "
+            "check name and network, or name a folder"
         ) from error
 
 

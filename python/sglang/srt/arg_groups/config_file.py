@@ -1,0 +1,126 @@
+"""Flags from a YAML file: `--config FILE`.
+
+A key is the name of a flag with dashes or underscores, or one of its aliases. Values
+are of the flag's type; the command line wins over them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sglang.srt.arg_groups.arg_parser import Declared, declared_fields, flag_name
+
+CONFIG_FLAG = "--config"
+# Kinds of values in words, and how to write them.
+_KINDS = {
+    bool: ("a switch", "write true or false"),
+    int: ("a whole number", "write digits without quotes"),
+    float: ("a number", "write digits without quotes"),
+    str: ("a text", "write it in quotes"),
+}
+
+
+def read_config(path: str, cls: type) -> dict[str, Any]:
+    """Return the fields of the dataclass `cls` that the file sets.
+
+    Raises:
+        ValueError: no such file, no YAML, an unknown or repeated key, a value of
+            another type; in one line that names file, line, key and fix.
+    """
+    known = {
+        name.removeprefix("--"): declared
+        for declared in declared_fields(cls)
+        for name in (declared.flag, *declared.arg.aliases)
+    }
+    values: dict[str, Any] = {}
+    for line, key, value in _entries(path):
+        where = f"{CONFIG_FLAG} {path}, line {line}: "
+        declared = known.get(key.replace("_", "-"))
+        if declared is None:
+            raise ValueError(f"{where}{key!r} is no flag{_nearest(key, known)}")
+        if declared.field.name in values:
+            raise ValueError(
+                f"{where}{key} sets {declared.flag} a second time; keep one of them"
+            )
+        values[declared.field.name] = _checked(f"{where}{key}", value, declared)
+    return values
+
+
+def _entries(path: str) -> list[tuple[int, str, Any]]:
+    """The line, key and value of each entry, in the order of the file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
+        raise ValueError(f"{CONFIG_FLAG} {path}: {reason}; name a YAML file") from error
+    try:
+        return _parsed(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        problem = getattr(error, "problem", None) or getattr(error, "reason", error)
+        raise ValueError(
+            f"{CONFIG_FLAG} {path}{line}: not YAML of flags ({problem}); write one "
+            "`flag: value` per line"
+        ) from error
+
+
+def _parsed(text: str) -> list[tuple[int, str, Any]]:
+    """The entries of a YAML document; unlike a dict, also those of a repeated key."""
+    loader = yaml.SafeLoader(text)
+    root = loader.get_single_node()
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError("it is no mapping")
+    return [
+        (
+            key.start_mark.line + 1,
+            str(key.value) if isinstance(key, yaml.ScalarNode) else "a list",
+            loader.construct_object(value, deep=True),
+        )
+        for key, value in root.value
+    ]
+
+
+def _checked(where: str, value: Any, declared: Declared) -> Any:
+    """Return `value` as the field keeps it; bounds and choices are checked later."""
+    if value is None:
+        if declared.field.default is None:
+            return None
+        raise ValueError(f"{where} has no value; write one, or remove the line")
+    entry = declared.entry_kind
+    if not declared.is_list:
+        return _checked_entry(where, value, entry)
+    entries = value if isinstance(value, list) else [value]
+    return [_checked_entry(where, each, entry) for each in entries]
+
+
+def _checked_entry(where: str, value: Any, kind: type) -> Any:
+    # YAML reads 1e-3 as a text, and true is an int of Python's.
+    is_bool = isinstance(value, bool)
+    if kind is bool and is_bool or kind is str and isinstance(value, str):
+        return value
+    if kind is int and isinstance(value, int) and not is_bool:
+        return value
+    if kind is float and not is_bool and isinstance(value, (int, float, str)):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if isinstance(value, (dict, list, set)):
+        raise ValueError(f"{where} is nested; write a single value")
+    # A text may be a key, which no log should show.
+    shown = "the value" if kind is str else repr(value)
+    due, fix = _KINDS[kind]
+    raise ValueError(f"{where}: {shown} is not {due}; {fix}")
+
+
+def _nearest(key: str, known: dict[str, Declared]) -> str:
+    """The flag that was probably meant, as the end of a message."""
+    close = difflib.get_close_matches(flag_name(key).removeprefix("--"), known, n=1)
+    return f"; did you mean {close[0]}?" if close else "; --help lists every flag"
