@@ -87,6 +87,7 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
         (
             "srt.managers.grammar_masks",
             "srt.managers.req",
+            "srt.managers.saved_req",
             "srt.managers.schedule_batch",
             "srt.managers.stop_matcher",
             "srt.managers.tp_worker",
@@ -95,7 +96,18 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     ),
     (9, ("srt.speculative",)),
     (10, ("srt.managers",)),
-    (11, ("srt.entrypoints", "cli", "launch_server", "bench_", "__main__", "")),
+    (
+        11,
+        (
+            "srt.replay",
+            "srt.entrypoints",
+            "cli",
+            "launch_server",
+            "bench_",
+            "__main__",
+            "",
+        ),
+    ),
 )
 # Below all layers of the engine.
 CORE = "kv_canary"

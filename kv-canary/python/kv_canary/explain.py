@@ -57,6 +57,8 @@ def explain(incident: dict[str, Any]) -> str:
         number += len(run)
     if "healing" in incident:
         lines += ["", *_healing(incident["healing"])]
+    if "replay" in incident:
+        lines += ["", f"replay it: {incident['replay']}"]
     return "\n".join(map(_printable, lines))
 
 

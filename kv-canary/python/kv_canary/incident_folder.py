@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,51 @@ class IncidentFolder:
     Args:
         rank: of this process, for the names.
         max_files: of this process; 0: no limit. max_files_option: its name for users.
+        replay_command: replays the incident whose file's name follows.
     """
 
     def __init__(
-        self, path: Path, *, rank: int, max_files: int, max_files_option: str
+        self,
+        path: Path,
+        *,
+        rank: int,
+        max_files: int,
+        max_files_option: str,
+        replay_command: str = "",
     ) -> None:
         self._path = path
         self._rank = rank
         self._max_files = max_files
         self._max_files_option = max_files_option
+        self._replay_command = replay_command
         self._num_asked = 0
         self._has_failed = False
 
-    def write(self, document: dict[str, Any]) -> Path | None:
-        """Write one more file; None where there is none: too many, or no room."""
+    def write(
+        self,
+        document: dict[str, Any],
+        *,
+        beside: Callable[[], bytes | None] = lambda: None,
+    ) -> Path | None:
+        """Write one more file; None where there is none: too many, or no room.
+
+        Args:
+            document: gets the name of the file beside it as `record`.
+            beside: makes that file's content; None: there is none.
+        """
         if not self._may_write():
             return None
-        name = (
-            f"kv_canary-{time.time_ns()}-rank{self._rank}-forward"
-            f"{document['forward']}.json"
+        stem = (
+            f"kv_canary-{time.time_ns()}-rank{self._rank}-forward{document['forward']}"
         )
+        name = f"{stem}.json"
+        record = beside()
         try:
-            self._write(name, document)
+            if record is not None:
+                self._write(f"{stem}.record", record)
+                document["record"] = f"{stem}.record"
+                document["replay"] = f"{self._replay_command} {name}"
+            self._write(name, json.dumps(document, indent=2).encode())
         except OSError as error:
             # Once: a full disk stays full for long.
             if not self._has_failed:
@@ -69,14 +93,14 @@ class IncidentFolder:
             )
         return not limit or self._num_asked <= limit
 
-    def _write(self, name: str, document: dict[str, Any]) -> None:
+    def _write(self, name: str, data: bytes) -> None:
         """Write a file that is complete once it has its name: a reader may look
         meanwhile, and the process may be killed."""
         begun = self._path / f".{name}.part"
         try:
             descriptor = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(document, file, indent=2)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
             begun.rename(self._path / name)
         except OSError:
             with contextlib.suppress(OSError):

@@ -9,8 +9,9 @@ from collections import Counter as CountsOf
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kv_canary.evidence import DraftBranch, Owner
 from kv_canary.incident_folder import IncidentFolder
@@ -34,6 +35,11 @@ OwnerOf = Callable[[int], Owner]
 ModeOf = Callable[[Violation], str | None]
 # The branch whose draft step found it; None: no draft step did.
 BranchOf = Callable[[Violation], DraftBranch | None]
+
+
+class RecordOf(Protocol):
+    def __call__(self, *, is_new_kind: bool) -> bytes | None:
+        """The record of an incident that has just been found; None: none is due."""
 
 
 class Finding(NamedTuple):
@@ -60,6 +66,7 @@ class ReportOptions:
         folder: one JSON file per incident, or None.
         with_tokens: whether reports hold token ids.
         max_files: of this process; 0: no limit. max_files_option: its name for users.
+        replay_command: replays the incident whose file's name follows.
         ring_capacity: entries of the ring. ring_capacity_option: its name for users.
     """
 
@@ -70,6 +77,7 @@ class ReportOptions:
     with_tokens: bool = False
     max_files: int = 1000
     max_files_option: str = "max_files"
+    replay_command: str = ""
     ring_capacity: int = 0
     ring_capacity_option: str = "ring_capacity"
 
@@ -82,6 +90,7 @@ class ReportOptions:
             rank=rank,
             max_files=self.max_files,
             max_files_option=self.max_files_option,
+            replay_command=self.replay_command,
         )
 
 
@@ -100,6 +109,10 @@ class CanaryViolation(RuntimeError):
         self.is_alone = is_alone
 
 
+def _no_record(*, is_new_kind: bool) -> bytes | None:
+    return None
+
+
 class ViolationReporter:
     """Reports the violations of this process, each damage once.
 
@@ -112,6 +125,7 @@ class ViolationReporter:
         counts: violations by reason label.
         total: all of them.
         incidents: the newest documents, newest last.
+        record: makes what is written beside an incident's file to replay it.
     """
 
     def __init__(
@@ -125,7 +139,8 @@ class ViolationReporter:
         self._options = options
         self._page_size = page_size
         self._serials = serials
-        self._rank = rank
+        self.rank = rank
+        self.record: RecordOf = _no_record
         self._seen: OrderedDict[tuple[str, int, int, int, int], None] = OrderedDict()
         self.counts: CountsOf[str] = CountsOf()
         self.total = 0
@@ -223,7 +238,10 @@ class ViolationReporter:
             return None
         incident = self._document(found, dropped, outcome)
         self.incidents.append(incident)
-        file = None if self._folder is None else self._folder.write(incident)
+        file = None
+        if self._folder is not None:
+            beside = partial(self.record, is_new_kind=is_new_kind)
+            file = self._folder.write(incident, beside=beside)
         if is_new_kind:
             self._log.explain(incident, file)
         return incident
@@ -260,7 +278,7 @@ class ViolationReporter:
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "mode": self._options.mode,
             "real_data": self._options.real_data,
-            "rank": self._rank,
+            "rank": self.rank,
             "forward": first.violation.forward,
             "forward_mode": first.forward_mode,
             "dropped": dropped + max(len(found) - VIOLATIONS_PER_INCIDENT, 0),

@@ -7,7 +7,7 @@ Each variable is typed, documented and can be overridden in tests:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -234,6 +234,42 @@ class Envs:
 
 
 envs = Envs()
+
+
+def set_variables(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """The text of every variable of `Envs` with such a name that is set."""
+    known = (v for v in vars(Envs).values() if isinstance(v, EnvVar))
+    return {
+        v.name: os.environ[v.name]
+        for v in known
+        if v.name.startswith(prefixes) and v.is_set()
+    }
+
+
+@contextmanager
+def only_variables(
+    prefixes: tuple[str, ...], values: Mapping[str, str]
+) -> Iterator[None]:
+    """Scope in which, of the variables of `Envs` with such names, exactly `values` are
+    set.
+
+    Raises:
+        ValueError: `Envs` has no such variable, or its name has no such prefix.
+    """
+    known = {v.name for v in vars(Envs).values() if isinstance(v, EnvVar)}
+    for name in values:
+        if name not in known or not name.startswith(prefixes):
+            raise ValueError(f"{name} is no variable of this version")
+    before = set_variables(prefixes)
+    for name in before:
+        del os.environ[name]
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def child_environment(**extra: str) -> dict[str, str]:

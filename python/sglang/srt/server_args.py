@@ -480,6 +480,14 @@ class ServerArgs:
     kv_canary_report_dir: Annotated[
         str | None, Arg("Folder for one JSON file per incident.")
     ] = None
+    kv_canary_record: Annotated[
+        int | None,
+        Arg(
+            "Forwards whose decisions are kept, and written beside an incident's file "
+            "to replay it; 0: off; unset: 1000 where --kv-canary-report-dir is set.",
+            low=0,
+        ),
+    ] = None
     kv_canary_report_tokens: Annotated[
         bool, Arg("Put token ids into incident reports.")
     ] = False

@@ -248,7 +248,7 @@ def test_incidents_of_an_engine_that_has_stopped(
                 input_ids=prompts()[0], sampling_params=greedy(max_new_tokens=99)
             )
         wait_gone(engine)
-        (file,) = folder.iterdir()
+        (file,) = folder.glob("*.json")
         (incident,) = engine.canary_incidents()
         # Said once, in words, with the file.
         said = capfd.readouterr().err

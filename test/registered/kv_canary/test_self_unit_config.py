@@ -306,9 +306,11 @@ def test_reports_are_for_the_owner_alone(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "new" / "reports"
     plant(model, "early_free", seed=0, kv_canary_report_dir=str(folder))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    (file,) = folder.iterdir()
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert re.fullmatch(r"kv_canary-\d+-rank0-forward\d+\.json", file.name)
+    files = sorted(folder.iterdir())
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 2
+    for file, ending in zip(files, ("json", "record"), strict=True):
+        name = rf"kv_canary-\d+-rank0-forward\d+\.{ending}"
+        assert re.fullmatch(name, file.name)
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 KV_CANARY_MODES = ("none", "log", "raise", "heal")
 
 
+# Forwards; cheap enough to be the default (docs/replay.md).
+DEFAULT_RECORD = 1000
+
+
 def handle_kv_canary(server_args: ServerArgs) -> None:
     """Refuse options without effect, out of range or in conflict.
 
@@ -28,7 +32,9 @@ def handle_kv_canary(server_args: ServerArgs) -> None:
     _check_limits(server_args)
     if mode == "none":
         _refuse_options_without_effect(server_args)
+        server_args.kv_canary_record = 0
         return
+    _handle_record(server_args)
     if interval > 0 and server_args.disable_radix_cache:
         raise ValueError(
             f"--kv-canary-sweep-interval {interval} sweeps the prefix cache, which "
@@ -39,6 +45,30 @@ def handle_kv_canary(server_args: ServerArgs) -> None:
         raise ValueError(
             f"SGLANG_SIMULATE_ACC_LEN={simulated} makes up what is accepted, which "
             f"--kv-canary {mode} reports as damage; unset it, or use --kv-canary none"
+        )
+
+
+def _handle_record(server_args: ServerArgs) -> None:
+    """Resolve `--kv-canary-record`: on by default where there is a folder for it, and
+    where a record could be replayed."""
+    asked, folder = server_args.kv_canary_record, server_args.kv_canary_report_dir
+    needs_tokens = (
+        server_args.speculative_algorithm is not None
+        and not server_args.kv_canary_report_tokens
+    )
+    if asked is None:
+        is_on = folder is not None and not needs_tokens
+        server_args.kv_canary_record = DEFAULT_RECORD if is_on else 0
+    elif asked and folder is None:
+        raise ValueError(
+            f"--kv-canary-record {asked} goes beside the files of incidents; set "
+            "--kv-canary-report-dir too, or remove it"
+        )
+    elif asked and needs_tokens:
+        raise ValueError(
+            f"--kv-canary-record {asked} with --speculative-algorithm "
+            f"{server_args.speculative_algorithm}: which drafts are accepted depends "
+            "on the tokens; set --kv-canary-report-tokens too, or remove it"
         )
 
 
@@ -75,6 +105,7 @@ def _refuse_options_without_effect(server_args: ServerArgs) -> None:
         ("--kv-canary-real-data", None if real_data == "partial" else real_data),
         ("--kv-canary-sweep-interval", server_args.kv_canary_sweep_interval or None),
         ("--kv-canary-report-dir", server_args.kv_canary_report_dir),
+        ("--kv-canary-record", server_args.kv_canary_record or None),
         ("--kv-canary-report-tokens", server_args.kv_canary_report_tokens or None),
     ):
         if value is not None:

@@ -19,7 +19,7 @@ from sglang.srt.utils.hashing import hash_string
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar import Grammar
     from sglang.srt.layers.logprobs import HostLogprob
-    from sglang.srt.managers.stop_matcher import StopMatcher
+    from sglang.srt.managers.stop_matcher import EndMatcher
     from sglang.srt.mem_cache.tree_node import TreeNode
 
 _serials = itertools.count(1)
@@ -62,7 +62,7 @@ class Req:
         stop_ids: frozenset[int],
         seed: int,
         max_total_len: int,
-        stop_matcher: StopMatcher | None,
+        stop_matcher: EndMatcher | None,
         input_embeds: npt.NDArray[np.float32] | None = None,
     ) -> None:
         params = request.sampling_params
@@ -109,7 +109,7 @@ class Req:
         self.num_restarts = 0
         # Healings since its last new token.
         self.num_heals = 0
-        self._healed_len = 0
+        self.healed_len = 0
 
         # Speculation: verifications, and output tokens that they yielded.
         self.spec_verify_ct = 0
@@ -131,7 +131,7 @@ class Req:
         self.output_logprobs: list[HostLogprob] = []
         self.return_hidden_states = request.return_hidden_states
         self.hidden_states: list[list[float]] = []
-        self._hidden_until = 0
+        self.hidden_until = 0
 
         # Sent already.
         self.sent_tokens = 0
@@ -178,7 +178,7 @@ class Req:
             return 0
         limit = len(self.tokens) - 1
         if self.return_hidden_states:
-            limit = min(limit, self._hidden_until)
+            limit = min(limit, self.hidden_until)
         return limit if self.score_from is None else min(limit, self.score_from)
 
     def append(self, new_tokens: Sequence[int]) -> None:
@@ -240,9 +240,9 @@ class Req:
         """Keep `states` [n, H] of positions from `start` on, each position once: a
         retracted request computes some of them again.
         """
-        new = states[max(self._hidden_until - start, 0) :]
+        new = states[max(self.hidden_until - start, 0) :]
         self.hidden_states += new.tolist()
-        self._hidden_until = max(self._hidden_until, start + len(states))
+        self.hidden_until = max(self.hidden_until, start + len(states))
 
     def _check_finished(self, before: int, new_tokens: Sequence[int]) -> None:
         """Check the length first, then stop ids and stop strings token by token."""
@@ -271,12 +271,12 @@ class Req:
     @property
     def is_healed_in_vain(self) -> bool:
         """Whether it has got no token since it was healed."""
-        return self.num_heals > 0 and len(self.tokens) == self._healed_len
+        return self.num_heals > 0 and len(self.tokens) == self.healed_len
 
     def count_heal(self) -> None:
         """Note that it is healed with the tokens that it has."""
         self.num_heals = self.num_heals + 1 if self.is_healed_in_vain else 1
-        self._healed_len = len(self.tokens)
+        self.healed_len = len(self.tokens)
 
     def rewind(self, num_tokens: int) -> None:
         """Forget all tokens after the first `num_tokens`, and an end that followed.

@@ -97,6 +97,7 @@ class ScheduleBatch:
         reqs: in row order.
         seq_lens_cpu: int64 [R], tokens with KV once the prepared forward has run.
         req_pool_indices_cpu: int64 [R], rows of `req_to_token`.
+        serials: int64 [R] on the host; replaced, never changed.
         seq_lens, req_pool_indices: the same on the device.
         sampling_info: of the requests, without grammar masks.
     """
@@ -133,6 +134,7 @@ class ScheduleBatch:
             ],
             dtype=np.int64,
         )
+        self.serials: IntArray = identity[0]
         self._identity = self._upload(identity)
         self.sampling_info = SamplingBatchInfo.from_rows(
             [r.sampling_row for r in self.reqs],
@@ -248,6 +250,27 @@ class ScheduleBatch:
             tokens = torch.from_numpy(np.array(req.tokens, dtype=np.int64))
             pool.write_tokens([req.req_pool_idx], [0], [len(tokens)], tokens)
         batch._advance(slots, ends)
+        return batch
+
+    @classmethod
+    def prepare_for_refill(
+        cls, reqs: list[Req], extend_lens: Sequence[int], env: BatchEnvironment
+    ) -> ScheduleBatch:
+        """A batch that prefills the next `extend_lens` tokens of each request into the
+        slots that its row names already; takes nothing."""
+        batch = cls(reqs, env)
+        batch.forward_mode = ForwardMode.EXTEND
+        starts = batch.seq_lens_cpu
+        ends = starts + np.asarray(extend_lens, dtype=np.int64)
+        pool = env.cache.req_to_token_pool
+        slots = [
+            pool.row_slots(req.req_pool_idx, int(start), int(end))
+            for req, start, end in zip(reqs, starts, ends, strict=True)
+        ]
+        allocated = [req.allocated_len for req in reqs]
+        batch._advance(torch.cat(slots).to(env.device), ends)
+        for req, length in zip(reqs, allocated, strict=True):
+            req.allocated_len = length
         return batch
 
     def prepare_for_decode(self) -> bool:

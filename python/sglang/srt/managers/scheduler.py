@@ -29,6 +29,7 @@ from sglang.srt.managers.io_struct import (
     SchedulerStats,
     ShutdownReq,
 )
+from sglang.srt.managers.recording.attach import create_recorder
 from sglang.srt.managers.scheduler_components.batch_selector import BatchSelector
 from sglang.srt.managers.scheduler_components.canary_gate import CanaryGate
 from sglang.srt.managers.scheduler_components.environment import create_environment
@@ -61,7 +62,11 @@ from sglang.srt.managers.scheduler_components.watchdog import Watchdog
 from sglang.srt.mem_cache.common import check_idle
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from sglang.srt.managers.io_struct import StepInput
+    from sglang.srt.managers.recording.record_file import Checkpoint
+    from sglang.srt.managers.recording.recorder import Recorder
     from sglang.srt.managers.req import Req
     from sglang.srt.managers.schedule_batch import LaunchRecord, ScheduleBatch
     from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
@@ -100,6 +105,8 @@ class Scheduler:
         batches: the queue and the batches between two steps.
         in_flight: launched batches, oldest first.
         max_in_flight: how many of them a step leaves; 0 is the normal order.
+        intake: accepts requests.
+        idle_checked: whether the idle period that runs, if one does, was checked.
     """
 
     def __init__(
@@ -132,10 +139,10 @@ class Scheduler:
             server_args=server_args,
             stats=self._stats,
             resolve=self._free_memory,
-            on_dropped=lambda req: self._intake.end(req),
+            on_dropped=lambda req: self.intake.end(req),
         )
         streamer = OutputStreamer(io, stream_interval=server_args.stream_interval)
-        self._intake = RequestIntake(
+        self.intake = RequestIntake(
             RequestFactory(
                 self._limits,
                 tokenizer=tokenizer,
@@ -151,8 +158,8 @@ class Scheduler:
         )
         self._results = BatchResultProcessor(
             self.cache,
-            on_finish=self._intake.forget,
-            on_lost_grammar=self._intake.renew_grammar,
+            on_finish=self.intake.forget,
+            on_lost_grammar=self.intake.renew_grammar,
             on_verified=self._stats.on_verified,
         )
         self._streamer = streamer
@@ -167,7 +174,10 @@ class Scheduler:
         )
         self.max_in_flight = 1 if has_overlap else 0
         self._is_shut_down = False
-        self._idle_checked = True
+        self.idle_checked = True
+        self.recorder = create_recorder(self)
+        if self.recorder is not None:
+            self.attach_recorder(self.recorder)
 
     # -- set-up --------------------------------------------------------------------
 
@@ -209,7 +219,7 @@ class Scheduler:
             gate=self._canary,
             cache=self.cache,
             batches=self.batches,
-            intake=self._intake,
+            intake=self.intake,
             results=self._results,
             limits=HealLimits(
                 heals_per_minute=self.server_args.kv_canary_heal_limit,
@@ -252,22 +262,40 @@ class Scheduler:
             wait_ms=self._wait_ms() if may_wait and not decided else 0,
             grammars=decided,
         )
+        recorder = self.recorder
+        if recorder is not None:
+            self._begin_record(recorder, inputs)
         if inputs.grammars:
-            self._intake.apply_grammars(inputs.grammars)
+            self.intake.apply_grammars(inputs.grammars)
         for message in inputs.requests:
             self._dispatch(message)
         if self._must_know_results():
             self._resolve(0)
+        was_checked, may_run = self.idle_checked, self.batches.has_requests()
         batch = self.batches.get_next_batch_to_run()
         if batch is not None:
-            self._idle_checked = False
+            self.idle_checked = False
             self.in_flight.append(self._launch(batch))
         did_process = self._resolve(self.max_in_flight if batch is not None else 0)
         if self._healer is not None and self._healer.is_busy:
             self._healer.after_step(has_launched=batch is not None)
         if batch is None and not did_process:
             self._on_empty_round(inputs)
+        if recorder is not None:
+            has_input = bool(inputs.requests or inputs.grammars)
+            has_changed = may_run or self.idle_checked != was_checked
+            recorder.end_round(is_kept=has_input or did_process or has_changed)
         return batch is not None or did_process
+
+    def _begin_record(self, recorder: Recorder, inputs: StepInput) -> None:
+        """Open a round of the record; the results in flight come first where a new part
+        of it begins, or where the next batch must know them."""
+        resolves = recorder.is_due or self._must_know_results()
+        if resolves:
+            self._resolve(0)
+        if recorder.is_due:
+            recorder.begin_generation()
+        recorder.begin_round(inputs, resolves=resolves)
 
     def _must_know_results(self) -> bool:
         """Whether the next batch depends on what is in flight: its masks on the tokens,
@@ -304,6 +332,8 @@ class Scheduler:
 
     def _launch(self, batch: ScheduleBatch) -> InFlight:
         launched = batch.record()
+        if self.recorder is not None:
+            self.recorder.on_launch(batch, launched)
         if self._inputs.are_compared:
             self._inputs.remember(len(batch), int(launched.ends.sum()))
         masks = self._masks if batch.has_grammar else None
@@ -379,24 +409,60 @@ class Scheduler:
 
     def _on_idle(self) -> None:
         """Check once per idle period that every slot is free or cached."""
-        if not self._idle_checked:
+        if not self.idle_checked:
             fenced = (0, 0) if self._healer is None else self._healer.num_fenced
             check_idle(self.cache, fenced=fenced[0], fenced_windows=fenced[1])
             self._stats.on_idle()
             self.batches.on_idle()
-            self._idle_checked = True
+            self.idle_checked = True
+
+    # -- checkpoints ---------------------------------------------------------------
+
+    def attach_recorder(self, recorder: Recorder) -> None:
+        """Let `recorder` note everything that is decided from now on."""
+        self.recorder = self.intake.recorder = recorder
+
+    @property
+    def unfinished(self) -> list[Req]:
+        """All requests that have not ended, oldest first."""
+        return list(self._unfinished.values())
+
+    @property
+    def num_created(self) -> int:
+        """Requests so far."""
+        return self.intake.num_created
+
+    def why_not_saved(self) -> str | None:
+        """Why `save_checkpoint` would not suffice to go on from; None: it would."""
+        if self.cache.allocator.swa is not None:
+            return "checkpoints of window slots are not made"
+        if self._healer is not None and self._healer.num_fenced != (0, 0):
+            return "damaged pages were out of use when the log was cut"
+        if self._grammars:
+            return "grammars were being compiled when the log was cut"
+        return None
+
+    def resolve_all(self) -> None:
+        """Process all results in flight."""
+        self._resolve(0)
+
+    def restore(self, checkpoint: Checkpoint, reqs: Mapping[int, Req]) -> None:
+        """Go on with saved queues and counters; `reqs` by their saved serials."""
+        self.batches.load(checkpoint.batches, reqs)
+        self.intake.num_created = checkpoint.created
+        self.idle_checked = checkpoint.idle_checked
 
     # -- messages ------------------------------------------------------------------
 
     def _dispatch(self, message: SchedulerRequest) -> None:
         match message:
             case GenerateReq():
-                self._intake.accept(message)
+                self.intake.accept(message)
             case GenerateBatch():
                 for request in message.unpack():
-                    self._intake.accept(request)
+                    self.intake.accept(request)
             case AbortReq():
-                self._intake.abort(message)
+                self.intake.abort(message)
             case FlushCacheReq():
                 self.io.send(self._flush_cache(message))
             case GetStateReq():

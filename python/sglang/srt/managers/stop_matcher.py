@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.utils.stop_patterns import StopPatterns
 
 if TYPE_CHECKING:
     from sglang.srt.utils.detokenizer import IncrementalDetokenizer
+
+
+class EndMatcher(Protocol):
+    """Says with which token an output ends."""
+
+    def at(self, tokens: Sequence[int]) -> EndMatcher:
+        """One of the same output that has seen `tokens` only."""
+
+    def push(self, token: int) -> str | None:
+        """Add a token; return what matches with it, or None."""
 
 
 class StopMatcher:

@@ -23,6 +23,7 @@ import torch
 from sglang.srt.mem_cache.page_ledger import (
     IntArray,
     LastSeen,
+    PageJournal,
     PageLedger,
     page_divider,
 )
@@ -104,6 +105,23 @@ class BaseAllocator(ABC):
     @abstractmethod
     def extend_cost(self, prefix_lens: Lens, seq_lens: Lens) -> int:
         """Return the slots (a page multiple) that `alloc_extend` takes for these."""
+
+    def keep_journal(self) -> PageJournal:
+        """A journal of the pages that are taken and given back from now on."""
+        self._ledger.journal = PageJournal()
+        return self._ledger.journal
+
+    def save(self) -> IntArray:
+        """The free pages in reverse order of reuse, for `load`."""
+        return self._ledger.save()
+
+    def load(self, free: IntArray) -> None:
+        """Make exactly these pages free, all others owned; calls no hook.
+
+        Raises:
+            ValueError: they are no distinct pages of this pool.
+        """
+        self._ledger.load(free)
 
     def owns(self, pages: IntArray) -> npt.NDArray[np.bool_]:
         """Whether each of these pages is held by a caller."""

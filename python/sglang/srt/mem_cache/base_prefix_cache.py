@@ -181,7 +181,12 @@ class BasePrefixCache(ABC):
         req_to_token_pool: rows to read a finished request's slots from and to remap.
         allocator: takes the slots that the cache frees.
         bigram: key element p is the token pair (p, p + 1); see `RadixKey`.
+
+    Attributes:
+        root: node of the empty prefix.
     """
+
+    root: TreeNode
 
     def __init__(
         self,

@@ -122,6 +122,23 @@ class ReqToTokenPool:
         """Return how many rows can be allocated now."""
         return len(self._free)
 
+    def save_rows(self) -> list[int]:
+        """The free rows in reverse order of reuse, for `load_rows`."""
+        return list(self._free)
+
+    def load_rows(self, free: Sequence[int]) -> None:
+        """Make exactly these rows free; contents stay.
+
+        Raises:
+            ValueError: they are no distinct rows of this pool.
+        """
+        if len(set(free)) != len(free) or not set(free) <= set(range(1, self.size + 1)):
+            raise ValueError(f"no free rows of a pool of {self.size}")
+        self._free = list(free)
+        self._in_use = bytearray([0] + [1] * self.size)
+        for row in free:
+            self._in_use[row] = 0
+
     def clear(self) -> None:
         """Free every row; contents stay."""
         self._free = list(range(self.size, 0, -1))

@@ -14,6 +14,21 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 
 
+class PageJournal:
+    """The pages that were taken and given back since the last `drain`, as arrays that
+    exist already."""
+
+    def __init__(self) -> None:
+        self.taken: list[IntArray] = []
+        self.given: list[IntArray] = []
+
+    def drain(self) -> tuple[list[IntArray], list[IntArray]]:
+        """(taken, given), each in order; empty from then on."""
+        drained = self.taken, self.given
+        self.taken, self.given = [], []
+        return drained
+
+
 class PageLedger:
     """Free stack and ownership bits of `num_pages` pages.
 
@@ -21,10 +36,14 @@ class PageLedger:
     first, in the order in which they were given, so that a fresh ledger yields
     1, 2, 3, ... and a freed run of pages is reused as the same run. Early reuse keeps
     caches warm and reveals a use after free soon.
+
+    Attributes:
+        journal: gets what is taken and given; None: nobody wants to know.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        self.journal: PageJournal | None = None
         self._stack: IntArray = np.empty(num_pages, dtype=np.int64)
         self._owned = np.zeros(num_pages + 1, dtype=np.bool_)
         self._top = 0
@@ -49,6 +68,8 @@ class PageLedger:
         pages: IntArray = self._stack[low : self._top][::-1].copy()
         self._top = low
         self._owned[pages] = True
+        if self.journal is not None:
+            self.journal.taken.append(pages)
         return pages
 
     def take_these(self, pages: IntArray) -> None:
@@ -58,6 +79,8 @@ class PageLedger:
         self._top = len(left)
         self._stack[: self._top] = left
         self._owned[pages] = True
+        if self.journal is not None:
+            self.journal.taken.append(pages)
 
     def disown(self, pages: IntArray) -> None:
         """Drop ownership of distinct owned pages; `give` makes them available."""
@@ -68,6 +91,29 @@ class PageLedger:
         high = self._top + len(pages)
         self._stack[self._top : high] = pages[::-1]
         self._top = high
+        if self.journal is not None:
+            self.journal.given.append(pages)
+
+    def save(self) -> IntArray:
+        """The free pages in reverse order of reuse, for `load`."""
+        free: IntArray = self._stack[: self._top].copy()
+        return free
+
+    def load(self, free: IntArray) -> None:
+        """Make exactly these pages free; all others are owned.
+
+        Raises:
+            ValueError: they are no distinct pages of this ledger.
+        """
+        is_valid = len(free) <= self.num_pages and bool(
+            ((free >= 1) & (free <= self.num_pages)).all()
+        )
+        if not is_valid or len(np.unique(free)) != len(free):
+            raise ValueError(f"no free stack of {self.num_pages} pages")
+        self._stack[: len(free)] = free
+        self._top = len(free)
+        self._owned[1:] = True
+        self._owned[free] = False
 
     def owns(self, pages: IntArray) -> NDArray[np.bool_]:
         """Whether each page in 0..num_pages is owned by a caller."""

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
     RadixKey,
 )
+from sglang.srt.mem_cache.saved_tree import SavedTree, build_runs, save_runs
 from sglang.srt.mem_cache.tree_check import check_tree
 from sglang.srt.mem_cache.tree_node import EMPTY, TreeNode
 
@@ -364,6 +365,32 @@ class RadixCache(BasePrefixCache):
             node.parent = None
             self._evictable -= len(node.slots)
         return torch.from_numpy(np.concatenate([EMPTY, *(n.slots for n in whole)]))
+
+    # -- checkpoints ---------------------------------------------------------------
+
+    def save(self) -> tuple[SavedTree, dict[int, int]]:
+        """The tree as plain data, O(nodes), and the index of each run by the serial of
+        its node."""
+        runs, index = save_runs(self.root)
+        saved = SavedTree(runs=runs, now=self._now, next_serial=next(self._serial))
+        return saved, index
+
+    def load(self, saved: SavedTree) -> list[TreeNode]:
+        """Take over a saved tree in place of an empty one; returns its nodes in order.
+
+        Raises:
+            ValueError: it is no tree.
+        """
+        nodes = build_runs(saved.runs, self.root, page_size=self.page_size)
+        self._now = saved.now
+        self._serial = count(saved.next_serial)
+        for node in nodes:
+            if node.lock_ref:
+                self._protected += len(node.slots)
+            else:
+                self._evictable += len(node.slots)
+            self._enqueue(node)
+        return nodes
 
     # -- inspection ----------------------------------------------------------------
 

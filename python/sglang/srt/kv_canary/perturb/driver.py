@@ -42,6 +42,26 @@ class Planted:
     damage: Damage
 
 
+@dataclass(frozen=True, kw_only=True)
+class Armed:
+    """A fault that was asked for before forward number `clock`."""
+
+    name: str
+    seed: int
+    group: str | None
+    clock: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedPerturb:
+    """State of a driver between two steps; `rng` of `random.Random.getstate`."""
+
+    group: str
+    num_forwards: int
+    armed: list[str]
+    rng: tuple[int, list[int], float | None]
+
+
 class PerturbDriver:
     """Plants faults that the environment or a test asks for.
 
@@ -50,7 +70,7 @@ class PerturbDriver:
         group: of the slots that it damages.
         is_idle: nothing will be planted and nothing is to be repaired, so that
             `before_forward`, `before_step` and `after_forward` need no call.
-        planted: what was planted so far.
+        planted: what was planted so far; asked: what `arm` was called with.
     """
 
     def __init__(self, target: CanaryTarget, *, seed: int = SEED) -> None:
@@ -65,6 +85,7 @@ class PerturbDriver:
         self._undo_step: list[Callable[[], None]] = []
         self._launched: ForwardBatch | None = None
         self.planted: list[Planted] = []
+        self.asked: list[Armed] = []
         perturb = target.config.perturb
         self._chances = {
             name: chance
@@ -104,6 +125,8 @@ class PerturbDriver:
             )
         self._rng = random.Random(seed)
         self._armed.append(name)
+        clock = int(self._target.buffers.state.clock.item())
+        self.asked.append(Armed(name=name, seed=seed, group=group, clock=clock))
         self.is_idle = False
         if self._waits_for_move(name):
             self._watch_moves()
@@ -132,6 +155,27 @@ class PerturbDriver:
         self.is_idle = not (
             self._has_chances or self._armed or self._undo or self._undo_step
         )
+
+    def save(self) -> SavedPerturb:
+        """The state between two steps, for `load`."""
+        version, words, gauss = self._rng.getstate()
+        return SavedPerturb(
+            group=self.group,
+            num_forwards=self._forwards,
+            armed=list(self._armed),
+            rng=(version, list(words), gauss),
+        )
+
+    def load(self, saved: SavedPerturb) -> None:
+        """Go on from a saved state."""
+        version, words, gauss = saved.rng
+        self._rng.setstate((version, tuple(words), gauss))
+        self.group = saved.group
+        self._forwards = saved.num_forwards
+        self._armed = list(saved.armed)
+        self.is_idle = not (self._has_chances or self._armed)
+        if any(self._waits_for_move(name) for name in self._armed):
+            self._watch_moves()
 
     def _waits_for_move(self, name: str) -> bool:
         injector = _INJECTORS[self.group].get(name)

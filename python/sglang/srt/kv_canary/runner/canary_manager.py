@@ -15,8 +15,9 @@ take, report                      on the host: `raise` mode stops
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,7 +52,7 @@ from sglang.srt.kv_canary.kernels import (
     poison,
 )
 from sglang.srt.kv_canary.lineages import PrefixLineages, TokenOwner
-from sglang.srt.kv_canary.perturb.driver import PerturbDriver
+from sglang.srt.kv_canary.perturb.driver import PerturbDriver, SavedPerturb
 from sglang.srt.kv_canary.pool_patcher.api import SWA
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
 from sglang.srt.kv_canary.runner.slot_pattern import PoolPattern
@@ -73,6 +74,7 @@ from sglang.srt.model_executor.graph_capture import SideStream
 
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState
+    from kv_canary.view import KVReadView
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
     from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -92,6 +94,9 @@ _TAIL_LAUNCHES = int(Counter.TAIL_LAUNCHES)
 TokensOf = Callable[[int], Sequence[int] | None]
 
 
+# Gets a forward and what its attention is about to read.
+Probe = Callable[[ForwardBatch, "Sequence[KVReadView]"], None]
+
 REMEMBERED_LAUNCHES = 1024
 
 
@@ -104,6 +109,15 @@ class Examined(NamedTuple):
 
     found: list[Finding]
     dropped: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCanary:
+    """Where a canary is between two steps; `perturb` None: no fault is due."""
+
+    next_forward: int
+    num_launches: int
+    perturb: SavedPerturb | None
 
 
 class CanaryManager:
@@ -122,6 +136,7 @@ class CanaryManager:
         active: whose forward is open.
         calls: of attention, in the forward that is open.
         side: the stream of launches beside the model; None on the CPU.
+        probe: sees each forward, and what its attention is about to read; None: nobody.
         windows: of a model with window slots; None: there are none.
     """
 
@@ -156,6 +171,7 @@ class CanaryManager:
         self.side = (
             SideStream(torch.cuda.Stream()) if self._state.head.is_cuda else None
         )
+        self.probe: Probe | None = None
         self._has_tail = False
         self._launched: ForwardBatch | None = None
         # Forwards of that launch that ran, and that must.
@@ -282,6 +298,44 @@ class CanaryManager:
         self._clock = int(self._state.clock.item())
         self._launches.clear()
 
+    @property
+    def next_forward(self) -> int:
+        """Number of the next forward on the device."""
+        return self._clock
+
+    def save(self) -> SavedCanary:
+        """Where the canary is between two steps, for `load`."""
+        return SavedCanary(
+            next_forward=self._clock,
+            num_launches=self._forwards,
+            perturb=None if self.perturb.is_idle else self.perturb.save(),
+        )
+
+    @contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """Scope of forwards that rebuild the pool: no faults, no sweeps, not counted.
+
+        Raises:
+            RuntimeError: something was found in them.
+        """
+        self._is_init_finished = False
+        try:
+            yield
+        finally:
+            self._is_init_finished = True
+        found = int(self._state.ring_count.item())
+        if found:
+            raise RuntimeError(f"{found} finding(s) in forwards that rebuilt the pool")
+
+    def load(self, saved: SavedCanary) -> None:
+        """Go on from a saved state: the next forward gets its number."""
+        self._clock = saved.next_forward
+        self._state.clock.fill_(saved.next_forward)
+        self._forwards = saved.num_launches
+        self._launches.clear()
+        if saved.perturb is not None:
+            self.perturb.load(saved.perturb)
+
     # -- around launches -----------------------------------------------------------
 
     def with_ops_outside_graph(
@@ -369,6 +423,8 @@ class CanaryManager:
         views = backend.read_view(forward_batch)
         window = None if self.windows is None else backend.window_forward(forward_batch)
         self.calls.begin(forward_batch, views[0], window)
+        if self.probe is not None:
+            self.probe(forward_batch, views)
         # Where all bytes are covered new slots are filled, which the model must follow.
         fills = self.target.buffers.fingerprint.mode is FingerprintMode.ALL
         is_small = forward_batch.num_tokens < BESIDE_FROM_TOKENS

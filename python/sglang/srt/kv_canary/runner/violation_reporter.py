@@ -25,6 +25,7 @@ def create_reporter(
         with_tokens=config.report_tokens,
         max_files=config.max_report_files,
         max_files_option=envs.SGLANG_KV_CANARY_MAX_REPORT_FILES.name,
+        replay_command="python -m sglang.srt.kv_canary.replay",
         ring_capacity=config.ring_capacity,
         ring_capacity_option=envs.SGLANG_KV_CANARY_RING_CAPACITY.name,
     )

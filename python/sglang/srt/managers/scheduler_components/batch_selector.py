@@ -7,8 +7,11 @@ results.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sglang.srt.managers.schedule_batch import BatchEnvironment, ScheduleBatch
 from sglang.srt.managers.schedule_policy import (
@@ -28,6 +31,36 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedBatch:
+    """Unfinished requests of a batch, in row order, and their lengths."""
+
+    serials: list[int]
+    seq_lens: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedBatches:
+    """The queue and the batches between two steps; requests by serial."""
+
+    waiting: list[int]
+    running: SavedBatch | None
+    last_prefill: SavedBatch | None
+    chunked: int | None
+    new_token_ratio: float
+
+
+def _save_batch(batch: ScheduleBatch | None) -> SavedBatch | None:
+    if batch is None:
+        return None
+    lens = batch.seq_lens_cpu.tolist()
+    rows = [i for i, req in enumerate(batch.reqs) if not req.is_finished]
+    return SavedBatch(
+        serials=[batch.reqs[i].serial for i in rows],
+        seq_lens=[lens[i] for i in rows],
+    )
 
 
 class BatchSelector:
@@ -269,6 +302,35 @@ class BatchSelector:
         # The forward has written KV of tokens that the request does not keep.
         req.committed_len = min(req.committed_len, len(req.tokens))
         self._release(req)
+
+    # -- checkpoints ---------------------------------------------------------------
+
+    def save(self) -> SavedBatches:
+        """The queue and the batches between two steps, nothing in flight."""
+        return SavedBatches(
+            waiting=[req.serial for req in self.waiting],
+            running=_save_batch(self.running),
+            last_prefill=_save_batch(self.last_prefill),
+            chunked=None if self.chunked is None else self.chunked.serial,
+            new_token_ratio=self._new_token_ratio.value,
+        )
+
+    def load(self, saved: SavedBatches, reqs: Mapping[int, Req]) -> None:
+        """Take over saved batches of the requests `reqs`, by their saved serials."""
+        self.waiting = [reqs[serial] for serial in saved.waiting]
+        self.running = self._load_batch(saved.running, reqs)
+        self.last_prefill = self._load_batch(saved.last_prefill, reqs)
+        self.chunked = None if saved.chunked is None else reqs[saved.chunked]
+        self._new_token_ratio.value = saved.new_token_ratio
+
+    def _load_batch(
+        self, saved: SavedBatch | None, reqs: Mapping[int, Req]
+    ) -> ScheduleBatch | None:
+        if saved is None or not saved.serials:
+            return None
+        batch = ScheduleBatch([reqs[serial] for serial in saved.serials], self._env)
+        batch.seq_lens_cpu = np.array(saved.seq_lens, dtype=np.int64)
+        return batch
 
     def _release(self, req: Req) -> None:
         """Prepare for another prefill; the memory may be released already."""

@@ -111,7 +111,7 @@ class RequestFactory:
         self.limits = limits
         self._tokenizer = tokenizer
         self._random_seed = random_seed
-        self._created = 0
+        self.num_created = 0
         # Copies and prompts of one call follow each other and share their parameters.
         self._shared: tuple[SamplingParams, frozenset[int]] | None = None
 
@@ -154,8 +154,8 @@ class RequestFactory:
                 f"--disaggregation-mode prefill serves at most {limits.max_new_tokens}"
             )
         embeds = self._embeds(request)
-        self._created += 1
-        drawn = mix64_int(self._random_seed + self._created) & MAX_SEED
+        self.num_created += 1
+        drawn = mix64_int(self._random_seed + self.num_created) & MAX_SEED
         return Req(
             request,
             stop_ids=stop_ids,

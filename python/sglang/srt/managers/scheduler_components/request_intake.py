@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang.srt.managers.io_struct import AbortReq, GenerateReq, GrammarDecision
+    from sglang.srt.managers.recording.recorder import Recorder
     from sglang.srt.managers.req import Req
     from sglang.srt.managers.scheduler_components.batch_selector import BatchSelector
     from sglang.srt.managers.scheduler_components.canary_gate import CanaryGate
@@ -31,6 +32,9 @@ class RequestIntake:
         canary: gets the ids of requests.
         max_queued_requests: more waiting requests than these are refused.
         unfinished: by id, all requests that have not ended; filled and emptied here.
+
+    Attributes:
+        recorder: is told of requests that are accepted and that end; None: nobody is.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class RequestIntake:
         self._stats = stats
         self._max_queued_requests = max_queued_requests
         self._unfinished = unfinished
+        self.recorder: Recorder | None = None
 
     def accept(self, request: GenerateReq) -> None:
         """Queue a request, or answer why not."""
@@ -70,9 +75,7 @@ class RequestIntake:
                 status_code=503,
             )
             return
-        self._unfinished[req.rid] = req
-        if self._canary is not None:
-            self._canary.admit(req)
+        self._take_in(request, req)
         grammar_key = req.params.grammar_key
         if grammar_key is None:
             self._batches.waiting.append(req)
@@ -85,6 +88,32 @@ class RequestIntake:
             self.end(req)
         else:
             self._grammars.submit(req)
+
+    def readmit(self, request: GenerateReq) -> Req:
+        """Accept a request without queueing it: the caller restores what it held.
+
+        Raises:
+            ValueError: it cannot be served.
+        """
+        req = self._factory.create(request)
+        self._take_in(request, req)
+        return req
+
+    def _take_in(self, request: GenerateReq, req: Req) -> None:
+        self._unfinished[req.rid] = req
+        if self._canary is not None:
+            self._canary.admit(req)
+        if self.recorder is not None:
+            self.recorder.on_request(request, req)
+
+    @property
+    def num_created(self) -> int:
+        """Requests so far; the seeds of those without one follow from it."""
+        return self._factory.num_created
+
+    @num_created.setter
+    def num_created(self, value: int) -> None:
+        self._factory.num_created = value
 
     def abort(self, message: AbortReq) -> None:
         """End one request or all: waiting ones now, running ones with their step."""
@@ -148,6 +177,8 @@ class RequestIntake:
         """Take back the end of a request that was not answered yet."""
         self._unfinished[req.rid] = req
         self._stats.on_revived(req)
+        if self.recorder is not None:
+            self.recorder.on_revived(req)
         req.req_pool_idx = 0
 
     def end(self, req: Req) -> None:
@@ -159,3 +190,5 @@ class RequestIntake:
         """Remove a request that has finished."""
         self._unfinished.pop(req.rid, None)
         self._stats.on_finish(req)
+        if self.recorder is not None:
+            self.recorder.on_end(req)

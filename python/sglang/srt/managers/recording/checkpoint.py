@@ -1,0 +1,29 @@
+"""Saves the records of memory and queues of a scheduler between two steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.recording.record_file import Checkpoint
+from sglang.srt.managers.saved_req import save_req
+from sglang.srt.mem_cache.radix_cache import RadixCache
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.recording.source import RecordedScheduler
+
+
+def save_checkpoint(scheduler: RecordedScheduler) -> Checkpoint:
+    """A checkpoint of a scheduler without results in flight; copies no token and no
+    array of the tree, O(runs of the tree + pages)."""
+    cache, rows = scheduler.cache, scheduler.cache.req_to_token_pool
+    tree, runs = cache.save() if isinstance(cache, RadixCache) else (None, {})
+    return Checkpoint(
+        tree=tree,
+        free_pages=cache.allocator.save(),
+        free_rows=rows.save_rows(),
+        reqs=[save_req(req, rows, runs) for req in scheduler.unfinished],
+        batches=scheduler.batches.save(),
+        created=scheduler.num_created,
+        idle_checked=scheduler.idle_checked,
+        canaries=[manager.save() for manager in scheduler.worker.canary_managers()],
+    )

@@ -1,0 +1,92 @@
+"""Records of an engine that drafts trees: decisions and planted faults replay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
+from sglang.srt.replay.command import main
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.replay_traffic import LONG_AGO, check_same, record_of, replayed
+from sglang.test.scale import count, is_full
+from sglang.test.spec_canary_traffic import (
+    SpecTraffic,
+    plant_in,
+    speculating,
+    write_mock_models,
+)
+
+register_cpu_ci(est_time=4, suite="cpu")
+
+SEEDS = count(ci=1, full=20)
+REQUIRED_SHARE = 0.95
+# (topk, steps, nodes), page size.
+TREE, CHAIN = ((4, 4, 12), 4), ((1, 4, 5), 4)
+FAULTS = [
+    *(("draft", name) for name in sorted(SPEC_INJECTORS)),
+    *(("draft", name) for name in ("real_kv_used", "record", "early_free")),
+    *(("target", name) for name in ("skipped_move", "input_token")),
+]
+IN_CI = {("draft", "branch_offset"), ("draft", "skip_draft_extend")}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_mock_models(tmp_path_factory.mktemp("mock"))
+
+
+@pytest.mark.parametrize(
+    ("pool", "name"), FAULTS if is_full() else sorted(IN_CI), ids=str
+)
+def test_planted_faults_appear_at_the_same_forward(
+    models: dict[str, Path], pool: str, name: str, tmp_path: Path
+) -> None:
+    """From the engine's start, and from checkpoint: drafts are drawn again there."""
+    reproduced = 0
+    for seed in range(SEEDS):
+        folder = tmp_path / str(seed)
+        plant_in(
+            pool,
+            name,
+            seed=seed,
+            **models,
+            tree=TREE[0],
+            page_size=TREE[1],
+            kv_canary_report_dir=str(folder),
+            kv_canary_report_tokens=True,
+            kv_canary_record=(6, LONG_AGO)[seed % 2],
+        )
+        reproduced += main([str(next(folder.glob("*.json")))]) == 0
+    assert reproduced >= REQUIRED_SHARE * SEEDS
+
+
+@pytest.mark.parametrize(("tree", "page_size"), [TREE, CHAIN], ids=str)
+def test_a_clean_run_replays_clean(
+    models: dict[str, Path],
+    tree: tuple[int, int, int],
+    page_size: int,
+    tmp_path: Path,
+) -> None:
+    for seed in range(count(ci=1, full=20)):
+        harness = speculating(
+            models["model"],
+            models["draft"],
+            tree=tree,
+            page_size=page_size,
+            kv_canary_report_dir=str(tmp_path),
+            kv_canary_report_tokens=True,
+            kv_canary_record=(7, LONG_AGO)[seed % 2],
+        )
+        traffic = SpecTraffic(harness, seed=seed)
+        for step in range(30):
+            traffic.on_step(step)
+            harness.scheduler.step()
+        record = record_of(harness)
+        assert (record.checkpoint is not None) == (not seed % 2)
+        check_same(replayed(record), record)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
