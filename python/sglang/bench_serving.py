@@ -11,8 +11,10 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
+from sglang.bench_utils.crash_dumps import read_crash_dump
 from sglang.bench_utils.datasets import (
     BenchRequest,
     DatasetArgs,
@@ -65,9 +67,20 @@ class BenchArgs(DatasetArgs):
     tokenizer: Annotated[
         str | None, Arg("Folder of the tokenizer; unset: the server's.")
     ] = None
+    replay: Annotated[
+        Path | None,
+        Arg(
+            "Send the requests of a crash dump (--crash-dump-folder) in place of a "
+            "dataset, at the times at which they came."
+        ),
+    ] = None
     request_rate: Annotated[
-        float, Arg("Mean requests per second (Poisson); inf: all at once.")
-    ] = float("inf")
+        float | None,
+        Arg(
+            "Mean requests per second (Poisson); inf: all at once; unset: inf, or with "
+            "--replay the recorded times."
+        ),
+    ] = None
     max_concurrency: Annotated[
         int | None, Arg("Requests in flight at most; unset: no bound.", low=1)
     ] = None
@@ -98,12 +111,17 @@ class BenchArgs(DatasetArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.request_rate > 0.0:
+        if self.request_rate is not None and not self.request_rate > 0.0:
             raise ValueError(f"--request-rate {self.request_rate} must be above 0")
         if self.tokenize_prompt and self.backend == "sglang-oai-chat":
             raise ValueError(
                 "--tokenize-prompt does not work with --backend sglang-oai-chat: chat "
                 "messages are text; remove it"
+            )
+        if self.replay is not None and self.backend != "sglang":
+            raise ValueError(
+                f"--replay sends requests to /generate, as they were; remove --backend "
+                f"{self.backend}"
             )
         if self.output_details and self.output_file is None:
             raise ValueError("--output-details needs --output-file")
@@ -137,8 +155,7 @@ async def run_benchmark(args: BenchArgs) -> tuple[Json, list[RequestRecord]]:
         args.url(), backend=args.backend, api_key=args.api_key
     ) as client:
         model = args.model or await _served_model(client)
-        tokenizer = load_tokenizer(args.tokenizer or await _tokenizer_path(client))
-        requests = make_requests(args, tokenizer)
+        requests, times = await _requests(args, client)
         options = BodyOptions(
             model=model,
             stream=not args.disable_stream,
@@ -151,7 +168,8 @@ async def run_benchmark(args: BenchArgs) -> tuple[Json, list[RequestRecord]]:
         if args.flush_cache:
             await client.flush_cache()
         pace = Pace(
-            request_rate=args.request_rate,
+            request_rate=args.request_rate or float("inf"),
+            times=times,
             max_concurrency=args.max_concurrency,
             seed=args.seed,
         )
@@ -165,13 +183,14 @@ async def run_benchmark(args: BenchArgs) -> tuple[Json, list[RequestRecord]]:
             )
         server = await client.get_json("/get_server_info") or {}
     state = (server.get("internal_states") or [{}])[0]
-    is_unbounded = args.request_rate == float("inf")
+    is_unbounded = args.request_rate in (None, float("inf"))
+    rate = "recorded" if times is not None else "inf"
     return {
         "benchmark": "serving",
         "backend": args.backend,
-        "dataset_name": args.dataset_name,
+        "dataset_name": "crash-dump" if args.replay else args.dataset_name,
         "model": model,
-        "request_rate": "inf" if is_unbounded else args.request_rate,
+        "request_rate": rate if is_unbounded else args.request_rate,
         "max_concurrency": args.max_concurrency,
         "seed": args.seed,
         **summarize(records, duration=duration),
@@ -179,6 +198,25 @@ async def run_benchmark(args: BenchArgs) -> tuple[Json, list[RequestRecord]]:
         "server_version": server.get("version"),
         **provenance(),
     }, records
+
+
+async def _requests(
+    args: BenchArgs, client: LoadClient
+) -> tuple[list[BenchRequest], list[float] | None]:
+    """The requests, and the seconds at which they arrive; None: by the rate."""
+    if args.replay is None:
+        tokenizer = load_tokenizer(args.tokenizer or await _tokenizer_path(client))
+        return make_requests(args, tokenizer), None
+    dumped = read_crash_dump(args.replay)
+    if dumped.skipped:
+        print(
+            f"{dumped.skipped} request(s) had embeddings in place of a prompt, which a "
+            "dump does not hold; they are left out",
+            file=sys.stderr,
+        )
+    if not dumped.requests:
+        raise ValueError(f"--replay {args.replay} holds no request to send")
+    return dumped.requests, dumped.arrivals if args.request_rate is None else None
 
 
 async def _warm_up(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from sglang.srt.arg_groups.arg_parser import Arg, check_values
 from sglang.srt.utils.hf_tokenizer import Tokenizer
@@ -25,13 +25,15 @@ CHARS_PER_TOKEN = 8
 class BenchRequest:
     """One prompt, as text and as tokens, and the number of tokens to generate.
 
-    `ids_only`: random tokens, whose text would be tokenized differently.
+    `ids_only`: random tokens, whose text would be tokenized differently. `body`: the
+    whole request as it was once sent to `/generate`; None: it is made of the others.
     """
 
     text: str
     input_ids: list[int]
     output_len: int
     ids_only: bool = False
+    body: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

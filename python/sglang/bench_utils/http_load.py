@@ -48,14 +48,18 @@ class Pace:
         max_concurrency: requests in flight at most; None: no bound. A request that
             waits for its turn is not sent yet, and its times start when it is.
         seed: of the arrival times.
+        times: seconds after the start at which the requests arrive, in place of a rate.
     """
 
     request_rate: float = float("inf")
     max_concurrency: int | None = None
     seed: int = 0
+    times: Sequence[float] | None = None
 
     def arrivals(self, count: int) -> list[float]:
         """Return the seconds after the start at which each of `count` arrives."""
+        if self.times is not None:
+            return list(self.times[:count])
         if self.request_rate == float("inf"):
             return [0.0] * count
         rng, now, times = random.Random(self.seed), 0.0, []

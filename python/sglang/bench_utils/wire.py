@@ -50,6 +50,10 @@ class Backend:
 
 
 def _generate_body(request: BenchRequest, options: BodyOptions) -> Json:
+    if request.body is not None:
+        length = {"max_new_tokens": request.output_len}
+        params = {**request.body["sampling_params"], **length}
+        return {**request.body, "sampling_params": params, "stream": options.stream}
     prompt: Json = {"text": request.text}
     if options.send_ids or request.ids_only:
         prompt = {"input_ids": request.input_ids}

@@ -405,6 +405,14 @@ class ServerArgs:
         str, Arg("Log level.", ("debug", "info", "warning", "error", "critical"))
     ] = "info"
     log_requests: Annotated[bool, Arg("Log each request and its answer.")] = False
+    crash_dump_folder: Annotated[
+        str | None,
+        Arg(
+            "Folder for the requests of the last 5 minutes, and those in flight, when "
+            "the engine dies (bench_serving --replay sends them again); they hold "
+            "what clients wrote."
+        ),
+    ] = None
     decode_log_interval: Annotated[
         int, Arg("Decode steps between two log lines of the scheduler.", low=1)
     ] = 400

@@ -13,6 +13,9 @@ import pytest
 from sglang import bench_offline_throughput, bench_one_batch, bench_serving
 from sglang.bench_utils.local_server import LocalServer
 from sglang.bench_utils.worker import worker_environment
+from sglang.srt.managers.crash_dump import CrashDump
+from sglang.srt.managers.io_struct import GenerateReq
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tiny_models import write_tiny_model
 
@@ -157,6 +160,37 @@ class TestServing:
         assert len(full["ttfts"]) == 6
         assert sum(full["output_lens"]) == report["total_output_tokens"]
         assert "ttfts" not in report
+
+    def test_a_crash_dump_is_sent_again(self, server, capsys, tmp_path):
+        """As it was: token ids, lengths, parameters; at its times or all at once."""
+        now = [0.0]
+        dump = CrashDump(tmp_path, wall_clock=lambda: now[0])
+        for i, length in enumerate((5, 9, 30)):
+            params = SamplingParams(
+                max_new_tokens=4 + i, ignore_eos=True, temperature=0.5, top_k=3, n=2
+            )
+            dump.on_sent(
+                GenerateReq(
+                    rid=f"r{i}",
+                    input_ids=list(range(3, 3 + length)),
+                    sampling_params=params,
+                    extra_key="digest" if i else None,
+                    stream=bool(i % 2),
+                )
+            )
+            now[0] += 0.25
+        path = str(dump.write("a reason"))
+        for flags, rate in (([], "recorded"), (["--request-rate", "inf"], "inf")):
+            report = self.run(server, capsys, "--replay", path, *flags)
+            assert (report["completed"], report["failed"]) == (3, 0)
+            assert report["total_input_tokens"] == 5 + 9 + 30
+            assert report["total_output_tokens"] == 4 + 5 + 6
+            assert (report["dataset_name"], report["request_rate"]) == (
+                "crash-dump",
+                rate,
+            )
+            if rate == "recorded":
+                assert report["duration"] >= 0.5
 
     def test_without_stream(self, server, capsys):
         report = self.run(server, capsys, "--disable-stream", "--tokenize-prompt")

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import httpx
 import pytest
 from live_server import Server, greedy
 
+from sglang.bench_utils.crash_dumps import read_crash_dump
 from sglang.srt.entrypoints.exit_codes import ExitCode
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -165,9 +167,13 @@ def test_a_second_signal_does_not_wait(start_server: Callable[..., Server]) -> N
     assert time.monotonic() - began < 19, "as long as --drain-timeout"
 
 
-def test_a_dead_scheduler(start_server: Callable[..., Server]) -> None:
-    """Everything pending gets 500 with an id from the log; the server exits with 1."""
-    server = start_server().wait_ready()
+def test_a_dead_scheduler(start_server: Callable[..., Server], tmp_path: Path) -> None:
+    """Everything pending gets 500 with an id from the log; the server exits with 1, and
+    leaves the requests in a file."""
+    folder, key = tmp_path / "dumps", "a-key-of-an-operator"
+    flags = ("--crash-dump-folder", str(folder), "--admin-api-key", key)
+    server = start_server(*flags).wait_ready()
+    server.generate("ended", max_new_tokens=3)
     streamed = Stream(server, "s", LONG)
     streamed.wait_first()
     with ThreadPoolExecutor(8) as pool:
@@ -189,6 +195,15 @@ def test_a_dead_scheduler(start_server: Callable[..., Server]) -> None:
     ids.add(re.findall(r"error id (\w+)", last["error"]["message"])[0])
     assert len(ids) == 1
     assert f"error id {ids.pop()}" in server.log()
+    (dump,) = folder.iterdir()
+    assert stat.S_IMODE(dump.stat().st_mode) == 0o600
+    assert key not in dump.read_text()
+    assert str(dump) in server.log()
+    head = json.loads(dump.read_text().splitlines()[0])
+    assert (head["requests"], head["in_flight"]) == (7, 6)
+    assert "signal 9" in head["reason"]
+    requests = read_crash_dump(dump).requests
+    assert sorted({request.output_len for request in requests}) == [3, LONG]
 
 
 def test_a_front_that_is_killed_takes_the_scheduler_along(

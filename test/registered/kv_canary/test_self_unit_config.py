@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.kv_canary import config as canary_config
 from sglang.srt.kv_canary.api import install_canary
 from sglang.srt.kv_canary.config import (
     CanaryConfig,
@@ -19,6 +18,7 @@ from sglang.srt.kv_canary.config import (
     RealData,
 )
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import paths
 from sglang.test.canary_traffic import CONTEXT, VOCAB, plant
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
@@ -333,7 +333,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(
     def read_only(dir: Path) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(dir))
 
-    monkeypatch.setattr(canary_config, "TemporaryFile", read_only)
+    monkeypatch.setattr(paths, "TemporaryFile", read_only)
     with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to: .*Read"):
         config_of(kv_canary="log", kv_canary_report_dir=str(tmp_path))
 

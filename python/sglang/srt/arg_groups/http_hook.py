@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from sglang.srt.utils.paths import private_folder
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
@@ -29,6 +31,8 @@ def handle_http(args: ServerArgs) -> None:
                 f"--cors-allow-origins {origin}: write * or a site as browsers name "
                 "it, such as https://example.com or http://localhost:8080"
             )
+    if args.crash_dump_folder is not None:
+        private_folder(args.crash_dump_folder, flag="--crash-dump-folder")
     if args.max_total_body_bytes < args.max_body_bytes:
         raise ValueError(
             f"--max-total-body-bytes {args.max_total_body_bytes} is less than "

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from kv_canary.violation import GROUPS
 from sglang.srt.environ import EnvVar, envs
+from sglang.srt.utils.paths import private_folder
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -232,18 +232,4 @@ def _perturb() -> PerturbConfig:
 def _report_dir(path: str | None) -> Path | None:
     if path is None:
         return None
-    folder = Path(path)
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--kv-canary-report-dir {path} cannot be created: {error}"
-        ) from error
-    try:
-        with TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--kv-canary-report-dir {path} cannot be written to: {error}"
-        ) from error
-    return folder
+    return private_folder(path, flag="--kv-canary-report-dir")

@@ -13,9 +13,11 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.caller import CALLER
+from sglang.srt.managers.crash_dump import CrashDump
 from sglang.srt.managers.errors import (
     BadRequest,
     EngineFailure,
@@ -105,6 +107,8 @@ class TokenizerManager:
         self._failure: EngineFailure | None = None
         # Of a scheduler that has told them before it ended.
         self._last_incidents: list[dict[str, Any]] | None = None
+        folder = server_args.crash_dump_folder
+        self._crash_dump = None if folder is None else CrashDump(Path(folder))
         self._calls = SchedulerCalls(send)
         self.heartbeat = Heartbeat(
             self._calls.request_sign, timeout=server_args.health_timeout
@@ -132,6 +136,8 @@ class TokenizerManager:
             self.phase = Phase.DEAD
             n = len(self._states)
             self._failure = log_failure(f"{what}; {n} request(s) were in flight")
+            if self._crash_dump is not None:
+                self._crash_dump.write(what)
             for state in list(self._states.values()):
                 state.group.fail(self._failure)
             self._calls.fail(self._failure)
@@ -386,6 +392,8 @@ class TokenizerManager:
             return
         if self.metrics is not None:
             self.metrics.on_output(state, output)
+        if self._crash_dump is not None:
+            self._crash_dump.on_output(output)
         if output.finish_reason is not None:
             del self._states[output.rid]
             self._occupancy.remove(state.num_prompt_tokens)
@@ -432,6 +440,9 @@ class TokenizerManager:
         if self.server_args.log_requests:
             for request in requests:
                 _log_request(request)
+        if self._crash_dump is not None:
+            for request in requests:
+                self._crash_dump.on_sent(request)
         single = len(requests) == 1
         self._send(requests if single else [GenerateBatch.pack(requests)])
         for state in states:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from sglang.srt.utils.gguf_header import is_gguf
 
@@ -98,3 +99,22 @@ def resolve_gguf_file(path: str) -> Path:
 def gguf_files(folder: Path) -> list[Path]:
     """Return the GGUF files in a folder, sorted."""
     return sorted(file for file in folder.iterdir() if is_gguf(file))
+
+
+def private_folder(path: str, *, flag: str) -> Path:
+    """Return the folder that a flag names, made for its owner alone if it is not there.
+
+    Raises:
+        ValueError: it cannot be made or written to; names the flag.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be created: {error}") from error
+    try:
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written to: {error}") from error
+    return folder

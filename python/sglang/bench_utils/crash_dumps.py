@@ -1,0 +1,84 @@
+"""Reads the requests of a crash dump, to be sent again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang.bench_utils.datasets import BenchRequest
+from sglang.srt.managers.crash_dump import FORMAT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpedRequests:
+    """The requests of a dump, in the order of their arrival.
+
+    Fields:
+        arrivals: seconds after the first one.
+        skipped: requests with embeddings in place of a prompt, which a dump leaves out.
+    """
+
+    requests: list[BenchRequest]
+    arrivals: list[float]
+    skipped: int
+
+
+def read_crash_dump(path: Path) -> DumpedRequests:
+    """Read a file of `--crash-dump-folder`.
+
+    Raises:
+        ValueError: it cannot be read, is none, or is cut; names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--replay {path} cannot be read: {error}") from error
+    head = _object(lines[0]) if lines else None
+    if head is None or head.get("format") != FORMAT:
+        raise ValueError(f"--replay {path} is not a crash dump")
+    if head.get("requests") != len(lines) - 1:
+        raise ValueError(
+            f"--replay {path} is cut: {len(lines) - 1} of {head.get('requests')} "
+            "requests are there"
+        )
+    requests, arrivals, skipped = [], [], 0
+    for number, line in enumerate(lines[1:], start=2):
+        entry = _object(line)
+        try:
+            if entry is None:
+                raise TypeError("no object")
+            if entry["has_input_embeds"]:
+                skipped += 1
+                continue
+            requests.append(_request(entry["request"]))
+            arrivals.append(float(entry["seconds"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"--replay {path}, line {number}: not a request of a crash dump "
+                f"({type(error).__name__}: {error})"
+            ) from error
+    return DumpedRequests(requests=requests, arrivals=arrivals, skipped=skipped)
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _request(body: dict[str, Any]) -> BenchRequest:
+    ids, params = body["input_ids"], body["sampling_params"]
+    if not isinstance(ids, list) or not isinstance(params, dict):
+        raise TypeError("input_ids and sampling_params")
+    return BenchRequest(
+        text="",
+        input_ids=ids,
+        output_len=int(params.get("max_new_tokens", 128)),
+        ids_only=True,
+        # Ids of requests may be in use by those that are sent again.
+        body={name: value for name, value in body.items() if name != "rid"},
+    )
