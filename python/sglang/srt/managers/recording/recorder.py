@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Saving a tree takes about a microsecond per run: the larger it is, the more forwards
 # share that.
-RUNS_PER_FORWARD = 4
+RUNS_PER_FORWARD = 2
 # A generation that cannot be followed by another one grows no longer than this.
 MAX_GENERATIONS = 4
 # After the first one, a record of a kind of incident that is known is written this
