@@ -69,7 +69,7 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
             "srt.model_executor.graph_backends",
         ),
     ),
-    (3, ("srt.mem_cache", "srt.distributed", "srt.metrics")),
+    (3, ("srt.mem_cache", "srt.disaggregation", "srt.distributed", "srt.metrics")),
     (4, ("srt.layers", "srt.sampling", "srt.constrained")),
     (
         5,

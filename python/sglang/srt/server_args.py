@@ -28,6 +28,7 @@ from sglang.srt.arg_groups.cuda_graph_hook import (
     has_prefill_graphs,
 )
 from sglang.srt.arg_groups.http_hook import handle_http
+from sglang.srt.arg_groups.kv_events_hook import handle_kv_events
 from sglang.srt.arg_groups.speculative_hook import (
     default_max_running_requests,
     handle_speculative,
@@ -234,6 +235,14 @@ class ServerArgs:
             ("null", "prefill", "decode"),
         ),
     ] = "null"
+
+    kv_events_config: Annotated[
+        str | None,
+        Arg(
+            "Where news of the prefix cache is published, as JSON such as "
+            '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557"}; unset: nowhere.'
+        ),
+    ] = None
 
     max_logprobs: Annotated[
         int,
@@ -515,6 +524,7 @@ class ServerArgs:
         handle_speculative(self)
         handle_kv_canary(self)
         handle_http(self)
+        handle_kv_events(self)
         self._is_resolved = True
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sglang.srt.arg_groups.kv_events_hook import describe_kv_events
 from sglang.srt.entrypoints.generate_api import (
     GenerateAnswer,
     GenerateRequest,
@@ -144,6 +145,7 @@ class Engine:
             **dataclasses.asdict(self.server_args),
             **({} if limits is None else dataclasses.asdict(limits)),
             "version": __version__,
+            "kv_events": describe_kv_events(self.server_args),
             "internal_states": [msgspec.structs.asdict(stats)],
         }
 

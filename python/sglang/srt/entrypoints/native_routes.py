@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
+from sglang.srt.arg_groups.kv_events_hook import describe_kv_events
 from sglang.srt.entrypoints.access import owner_of, require_admin
 from sglang.srt.entrypoints.answers import (
     Generated,
@@ -277,6 +278,7 @@ class NativeRoutes:
                 "status": self._manager.phase.value,
                 "version": __version__,
                 "num_in_flight": self._manager.num_in_flight,
+                "kv_events": describe_kv_events(self._front.server_args),
                 "internal_states": [stats],
             }
         )

@@ -38,6 +38,7 @@ from sglang.srt.managers.scheduler_components.grammar_queue import (
     create_grammar_queue,
 )
 from sglang.srt.managers.scheduler_components.healer import Healer, HealLimits
+from sglang.srt.managers.scheduler_components.kv_event_feed import KvEventFeed
 from sglang.srt.managers.scheduler_components.output_streamer import OutputStreamer
 from sglang.srt.managers.scheduler_components.profiler import Profiler
 from sglang.srt.managers.scheduler_components.request_factory import (
@@ -64,6 +65,7 @@ from sglang.srt.mem_cache.common import check_idle
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from sglang.srt.disaggregation.event_publisher import ZmqEventPublisher
     from sglang.srt.managers.io_struct import StepInput
     from sglang.srt.managers.recording.record_file import Checkpoint
     from sglang.srt.managers.recording.recorder import Recorder
@@ -100,6 +102,7 @@ class Scheduler:
         worker: runs the batches.
         tokenizer: for stop strings and grammars; None with --skip-tokenizer-init.
         io: where messages come from and go to.
+        event_publisher: of KV events; None: there are none.
 
     Attributes:
         batches: the queue and the batches between two steps.
@@ -116,6 +119,7 @@ class Scheduler:
         worker: Worker,
         tokenizer: Tokenizer | None,
         io: SchedulerIO,
+        event_publisher: ZmqEventPublisher | None = None,
     ) -> None:
         self.server_args = server_args
         self.io = io
@@ -173,6 +177,11 @@ class Scheduler:
             server_args.device != "cpu" and not server_args.disable_overlap_schedule
         )
         self.max_in_flight = 1 if has_overlap else 0
+        self._kv_events = (
+            None
+            if event_publisher is None
+            else KvEventFeed(self.cache, event_publisher)
+        )
         self._is_shut_down = False
         self.idle_checked = True
         self.recorder = create_recorder(self)
@@ -249,6 +258,8 @@ class Scheduler:
             self.step(may_wait=True)
         if self._grammars is not None:
             self._grammars.shutdown()
+        if self._kv_events is not None:
+            self._kv_events.close()
         self._profiler.close()
 
     def step(self, *, may_wait: bool = False) -> bool:
@@ -281,6 +292,8 @@ class Scheduler:
             self._healer.after_step(has_launched=batch is not None)
         if batch is None and not did_process:
             self._on_empty_round(inputs)
+        if self._kv_events is not None:
+            self._kv_events.publish()
         if recorder is not None:
             has_input = bool(inputs.requests or inputs.grammars)
             has_changed = may_run or self.idle_checked != was_checked
@@ -514,4 +527,6 @@ class Scheduler:
             self._canary.add_stats(stats)
         if self._healer is not None:
             self._healer.add_stats(stats)
+        if self._kv_events is not None:
+            self._kv_events.add_stats(stats)
         return stats

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.page_ledger import IntArray
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator import BaseAllocator
+    from sglang.srt.mem_cache.cache_listener import CacheListener
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.tree_node import TreeNode
 
@@ -184,6 +185,7 @@ class BasePrefixCache(ABC):
 
     Attributes:
         root: node of the empty prefix.
+        listener: hears of all changes from now on; set while the cache is empty.
     """
 
     root: TreeNode
@@ -199,6 +201,7 @@ class BasePrefixCache(ABC):
         self.allocator = allocator
         self.page_size = allocator.page_size
         self.bigram = bigram
+        self.listener: CacheListener | None = None
 
     def key(self, tokens: TokenSeq, *, namespace: str | None = None) -> RadixKey:
         """Return a key of the kind that this cache uses."""

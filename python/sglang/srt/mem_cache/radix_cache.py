@@ -100,6 +100,8 @@ class RadixCache(BasePrefixCache):
         parent.children[self._edge(key, elements, start)] = leaf
         self._evictable += len(leaf.slots)
         self._enqueue(leaf)
+        if self.listener is not None:
+            self.listener.on_stored(leaf)
         return leaf
 
     def _spans(self, key: RadixKey, elements: IntArray) -> list[tuple[TreeNode, int]]:
@@ -178,6 +180,8 @@ class RadixCache(BasePrefixCache):
         node.slots = node.slots[length:]
         node.start += length
         upper.children[node.elements[: self.page_size].tobytes()] = node
+        if self.listener is not None:
+            self.listener.on_split(upper, node)
         return upper
 
     def _replace_child(self, old: TreeNode, new: TreeNode | None) -> None:
@@ -238,6 +242,7 @@ class RadixCache(BasePrefixCache):
         """
         parent = leaf.parent
         assert parent is not None
+        rest: TreeNode | None = None
         if keep == 0:
             self._replace_child(leaf, None)
             if parent is not self.root:
@@ -247,6 +252,8 @@ class RadixCache(BasePrefixCache):
             self._replace_child(leaf, rest)
             self._enqueue(rest)
         leaf.parent = None
+        if self.listener is not None:
+            self.listener.on_removed(leaf, rest)
 
     def _enqueue(self, node: TreeNode) -> None:
         """Queue a node that may have become an unlocked leaf."""
@@ -283,6 +290,8 @@ class RadixCache(BasePrefixCache):
         self._queue.clear()
         self._evictable = 0
         self.allocator.free(cached)
+        if self.listener is not None:
+            self.listener.on_cleared()
 
     # -- requests ------------------------------------------------------------------
 
@@ -364,6 +373,8 @@ class RadixCache(BasePrefixCache):
             # A holder without a lock, such as a sweep, must notice.
             node.parent = None
             self._evictable -= len(node.slots)
+            if self.listener is not None:
+                self.listener.on_removed(node, None)
         return torch.from_numpy(np.concatenate([EMPTY, *(n.slots for n in whole)]))
 
     # -- checkpoints ---------------------------------------------------------------

@@ -9,11 +9,15 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.page_ledger import IntArray
 
+HashArray = NDArray[np.uint64]
+
 EMPTY: IntArray = np.empty(0, dtype=np.int64)
+NO_HASHES: HashArray = np.empty(0, dtype=np.uint64)
 
 
 class TreeNode:
@@ -33,9 +37,11 @@ class TreeNode:
         has_swa: whether the slots have window slots, in a cache of sliding windows.
         swa_lock_ref: requests that read window slots of this run.
         swa_queued: as `queued`, for the queue of window slots.
+        block_hashes: uint64 [pages], of the cache's listener, which fills it.
     """
 
     __slots__ = (
+        "block_hashes",
         "children",
         "elements",
         "has_swa",
@@ -75,6 +81,7 @@ class TreeNode:
         self.has_swa = True
         self.swa_lock_ref = 0
         self.swa_queued = False
+        self.block_hashes = NO_HASHES
 
     def first_part(self, length: int, *, serial: int) -> TreeNode:
         """A node of the first `length` elements, in the same state and without

@@ -94,6 +94,18 @@ COUNTERS: dict[str, tuple[str, str]] = {
         "sglang:kv_canary_healed_tokens",
         "Tokens of requests that were recomputed after their KV was damaged.",
     ),
+    "kv_events_published_total": (
+        "sglang:kv_events_published",
+        "KV events that were published.",
+    ),
+    "kv_events_dropped_total": (
+        "sglang:kv_events_dropped",
+        "KV events that were not published, as the publisher was late.",
+    ),
+    "kv_events_replayed_total": (
+        "sglang:kv_events_replayed",
+        "KV events that were sent again on request.",
+    ),
 }
 
 # Field -> (metric, label, help).

@@ -144,6 +144,7 @@ def replay_args(record: Record, setting: Setting) -> ServerArgs:
         "enable_metrics": False,
         "kv_canary_report_dir": None,
         "kv_canary_record": None,
+        "kv_events_config": None,
         "log_level": "error",
     }
     if flags.get("kv_canary") == "heal":

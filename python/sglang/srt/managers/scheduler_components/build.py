@@ -21,6 +21,7 @@ from sglang.srt.kv_canary.perturb.fault_points import open_fault_point
 from sglang.srt.kv_canary.perturb.token_faults import install_token_faults
 from sglang.srt.managers.io_struct import EngineFailed, SchedulerReady
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.kv_event_feed import open_event_publisher
 from sglang.srt.managers.scheduler_components.scheduler_io import (
     NullIO,
     SchedulerIO,
@@ -56,6 +57,8 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
         ValueError: model, tokenizer, memory or environment do not fit the arguments.
     """
     assert server_args.model_path is not None
+    # First: an endpoint that is in use is known before weights are read.
+    event_publisher = open_event_publisher(server_args, rank=get_tp_group().rank)
     model_config = ModelConfig.from_path(
         resolve_model_path(server_args.model_path),
         context_length=server_args.context_length,
@@ -73,7 +76,11 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
         worker: Worker = create(server_args=server_args, model_config=model_config)
         install_token_faults(worker)
         return Scheduler(
-            server_args=server_args, worker=worker, tokenizer=tokenizer, io=io
+            server_args=server_args,
+            worker=worker,
+            tokenizer=tokenizer,
+            io=io,
+            event_publisher=event_publisher,
         )
 
 
