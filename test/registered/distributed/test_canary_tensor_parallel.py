@@ -178,7 +178,7 @@ def test_a_fault_on_one_rank_stops_both(
     # Rank 0 answers, whoever found it.
     assert f"fail_reason={reason} " in str(failure.value)
     assert "another rank" not in str(failure.value)
-    (report,) = tmp_path.iterdir()
+    (report,) = tmp_path.glob("*.json")
     incident = json.loads(report.read_text())
     assert incident["rank"] == rank
     assert engine.canary_incidents() == [incident]
@@ -208,7 +208,7 @@ def test_log_mode_serves_on(
     params = GREEDY | {"max_new_tokens": 30}
     answer: Any = engine.generate(input_ids=PROMPT, sampling_params=params)
     assert len(answer["output_ids"]) == 30
-    (report,) = tmp_path.iterdir()
+    (report,) = tmp_path.glob("*.json")
     incident = json.loads(report.read_text())
     assert incident["rank"] == rank
     # Rank 0 answers for all.
@@ -253,7 +253,7 @@ def test_a_fault_in_one_rank_s_draft_pool_stops_both(
     _wait_gone(pids)
     line = "launch_tag=draft.verify group=full fail_reason=verify_real_kv "
     assert line in str(failure.value)
-    (report,) = reports.iterdir()
+    (report,) = reports.glob("*.json")
     incident = json.loads(report.read_text())
     assert incident["rank"] == rank
     for violation in incident["violations"]:
@@ -316,7 +316,7 @@ def test_a_fault_on_one_rank_is_healed_on_both(
     assert sum(stats["kv_canary_heals_total"].values()) == 1
     assert stats["kv_canary_heals_total"]["found elsewhere"] == (rank == 1)
     assert stats["kv_canary_quarantined_pages"] == 0
-    (report,) = reports.iterdir()
+    (report,) = reports.glob("*.json")
     incident = json.loads(report.read_text())
     assert incident["rank"] == rank
     assert incident["healing"]["num_recomputed"] >= 1
