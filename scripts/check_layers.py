@@ -41,6 +41,7 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
             "srt.parser",
             "srt.sampling.sampling_params",
             "srt.managers.io_struct",
+            "srt.managers.pool_snapshot",
             "srt.managers.scheduler_addresses",
             "srt.managers.utils",
             "srt.model_executor.forward_batch_info",

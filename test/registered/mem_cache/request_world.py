@@ -6,6 +6,7 @@ whatever the bookkeeping says.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,6 +58,7 @@ class Req:
     last_node: TreeNode | None = None
     swa_freed_len: int = 0
     has_swa_lock: bool = False
+    serial: int = field(default_factory=itertools.count(1).__next__)
 
     def fill_ids(self) -> list[int]:
         return self.tokens

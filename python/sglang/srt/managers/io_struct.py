@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.managers.pool_snapshot import PoolSnapshot
 from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 
 # One entry per token: (logprob, token id). Top entries: a list per position.
@@ -166,6 +167,20 @@ class GetIncidentsReq(msgspec.Struct, kw_only=True, tag="get_incidents"):
     call_id: int
 
 
+class GetSnapshotReq(msgspec.Struct, kw_only=True, tag="get_snapshot"):
+    """Ask for a snapshot of the pool; `is_whole`: with all pages."""
+
+    call_id: int
+    is_whole: bool = False
+
+
+class GetSlotReq(msgspec.Struct, kw_only=True, tag="get_slot"):
+    """Ask for the KV canary's records of a slot, which is in the pool."""
+
+    call_id: int
+    slot: int
+
+
 class ProfileReq(msgspec.Struct, kw_only=True, omit_defaults=True, tag="profile"):
     """Begin a profile of the scheduler processes, or end the one that runs.
 
@@ -194,6 +209,8 @@ SchedulerRequest = (
     | FlushCacheReq
     | GetStateReq
     | GetIncidentsReq
+    | GetSnapshotReq
+    | GetSlotReq
     | ProfileReq
     | ShutdownReq
 )
@@ -328,6 +345,19 @@ class GetIncidentsRsp(msgspec.Struct, kw_only=True, tag="get_incidents_rsp"):
     incidents: list[dict[str, Any]]
 
 
+class GetSnapshotRsp(msgspec.Struct, kw_only=True, tag="get_snapshot_rsp"):
+    call_id: int
+    snapshot: PoolSnapshot
+    stats: SchedulerStats
+
+
+class GetSlotRsp(msgspec.Struct, kw_only=True, tag="get_slot_rsp"):
+    """Records of a slot in all pools; none where the KV canary is off."""
+
+    call_id: int
+    records: list[dict[str, Any]]
+
+
 class ProfileRsp(msgspec.Struct, kw_only=True, omit_defaults=True, tag="profile_rsp"):
     """A profile has begun or ended; `path` is rank 0's trace.
 
@@ -353,6 +383,8 @@ SchedulerResponse = (
     | FlushCacheRsp
     | GetStateRsp
     | GetIncidentsRsp
+    | GetSnapshotRsp
+    | GetSlotRsp
     | ProfileRsp
     | EngineFailed
 )

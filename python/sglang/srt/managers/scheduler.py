@@ -21,6 +21,8 @@ from sglang.srt.managers.io_struct import (
     GenerateReq,
     GetIncidentsReq,
     GetIncidentsRsp,
+    GetSlotReq,
+    GetSnapshotReq,
     GetStateReq,
     GetStateRsp,
     ProfileReq,
@@ -38,6 +40,7 @@ from sglang.srt.managers.scheduler_components.grammar_queue import (
     create_grammar_queue,
 )
 from sglang.srt.managers.scheduler_components.healer import Healer, HealLimits
+from sglang.srt.managers.scheduler_components.inspector import Inspector
 from sglang.srt.managers.scheduler_components.kv_event_feed import KvEventFeed
 from sglang.srt.managers.scheduler_components.output_streamer import OutputStreamer
 from sglang.srt.managers.scheduler_components.profiler import Profiler
@@ -172,6 +175,15 @@ class Scheduler:
         self._profiler = Profiler(rank=self._group.rank, device=self.env.device)
         self.in_flight: deque[InFlight] = deque()
         self._healer = self._create_healer()
+        self._inspector = Inspector(
+            self.env,
+            io=io,
+            requests=self._unfinished.values,
+            stats=self.stats_snapshot,
+            managers=worker.canary_managers(),
+            healer=self._healer,
+            is_leader=self._group.is_leader,
+        )
         # The CPU has nothing to overlap with: a launch there returns when it is done.
         has_overlap = (
             server_args.device != "cpu" and not server_args.disable_overlap_schedule
@@ -484,6 +496,8 @@ class Scheduler:
                 )
             case GetIncidentsReq():
                 self.io.send(self._incidents(message))
+            case GetSnapshotReq() | GetSlotReq():
+                self._inspector.answer(message)
             case ProfileReq():
                 self.io.send(self._profiler.answer(message))
             case ShutdownReq():

@@ -1,5 +1,5 @@
 """Questions to the scheduler that have one answer each: flushes, state, incidents,
-profiles."""
+snapshots, profiles."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from sglang.srt.managers.io_struct import (
     FlushCacheRsp,
     GetIncidentsReq,
     GetIncidentsRsp,
+    GetSlotReq,
+    GetSlotRsp,
+    GetSnapshotReq,
+    GetSnapshotRsp,
     GetStateReq,
     GetStateRsp,
     ProfileReq,
@@ -26,8 +30,22 @@ TIMEOUT_SECONDS = 10.0
 # A profile takes seconds to begin, and to write longer than it lasted.
 PROFILE_TIMEOUT_SECONDS = 300.0
 
-Question = FlushCacheReq | GetStateReq | GetIncidentsReq | ProfileReq
-Reply = FlushCacheRsp | GetStateRsp | GetIncidentsRsp | ProfileRsp
+Question = (
+    FlushCacheReq
+    | GetStateReq
+    | GetIncidentsReq
+    | GetSnapshotReq
+    | GetSlotReq
+    | ProfileReq
+)
+Reply = (
+    FlushCacheRsp
+    | GetStateRsp
+    | GetIncidentsRsp
+    | GetSnapshotRsp
+    | GetSlotRsp
+    | ProfileRsp
+)
 
 
 class SchedulerCalls:
@@ -64,6 +82,18 @@ class SchedulerCalls:
         question = GetIncidentsReq(call_id=next(self._ids))
         answer: GetIncidentsRsp = await self._ask(question, TIMEOUT_SECONDS)
         return answer.incidents
+
+    async def snapshot(self, *, is_whole: bool) -> GetSnapshotRsp:
+        """The KV pool and its requests of this moment, and the scheduler's numbers."""
+        question = GetSnapshotReq(call_id=next(self._ids), is_whole=is_whole)
+        answer: GetSnapshotRsp = await self._ask(question, TIMEOUT_SECONDS)
+        return answer
+
+    async def slot_records(self, slot: int) -> list[dict[str, Any]]:
+        """The KV canary's records of a slot; empty while it is off."""
+        question = GetSlotReq(call_id=next(self._ids), slot=slot)
+        answer: GetSlotRsp = await self._ask(question, TIMEOUT_SECONDS)
+        return answer.records
 
     async def profile(self, *, is_start: bool, **options: Any) -> str:
         """Begin or end a profile; returns the path of its trace.

@@ -31,6 +31,7 @@ from sglang.srt.managers.io_struct import (
     EngineFailed,
     GenerateBatch,
     GenerateReq,
+    GetSnapshotRsp,
     RequestOutput,
     SchedulerReady,
     SchedulerRequest,
@@ -371,6 +372,16 @@ class TokenizerManager:
             if self._last_incidents is None:
                 raise
             return self._last_incidents
+
+    async def pool_snapshot(self, *, is_whole: bool) -> GetSnapshotRsp:
+        """The KV pool and its requests of this moment; `is_whole`: with all pages."""
+        self._check_up()
+        return await self._calls.snapshot(is_whole=is_whole)
+
+    async def slot_records(self, slot: int) -> list[dict[str, Any]]:
+        """The KV canary's records of a slot of the pool; empty while it is off."""
+        self._check_up()
+        return await self._calls.slot_records(slot)
 
     # -- the wire ------------------------------------------------------------------
 

@@ -205,6 +205,7 @@ class RadixCache(BasePrefixCache):
                 self._evictable -= len(node.slots)
                 self._protected += len(node.slots)
             node.lock_ref += 1
+            node.hits += 1
             node = node.parent
 
     def dec_lock_ref(self, node: TreeNode, *, has_swa_lock: bool = True) -> None:

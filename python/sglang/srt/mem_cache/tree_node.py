@@ -31,6 +31,7 @@ class TreeNode:
         children: next runs, keyed by their first page of elements.
         parent: previous run; None for a root and for a node cut off the tree.
         lock_ref: requests that rely on this run or on one below it.
+        hits: locks that were ever taken; of the upper part of a split run those before.
         last_access: logical time of the last match or insert through this run.
         serial: order of creation, breaks ties.
         queued: whether the eviction queue has an entry for this node.
@@ -45,6 +46,7 @@ class TreeNode:
         "children",
         "elements",
         "has_swa",
+        "hits",
         "last_access",
         "lock_ref",
         "namespace",
@@ -77,6 +79,7 @@ class TreeNode:
         self.serial = serial
         self.children: dict[Hashable, TreeNode] = {}
         self.lock_ref = 0
+        self.hits = 0
         self.queued = False
         self.has_swa = True
         self.swa_lock_ref = 0
@@ -96,6 +99,7 @@ class TreeNode:
             serial=serial,
         )
         part.lock_ref = self.lock_ref
+        part.hits = self.hits
         part.has_swa = self.has_swa
         part.swa_lock_ref = self.swa_lock_ref
         return part

@@ -202,6 +202,11 @@ class CanaryManager:
     def config(self) -> CanaryConfig:
         return self.target.config
 
+    @property
+    def clock(self) -> int:
+        """Number of the next forward on the device, by the host's count."""
+        return self._clock
+
     # -- set-up --------------------------------------------------------------------
 
     def on_free(self, slots: Tensor) -> None:
