@@ -7,7 +7,7 @@ ARGS ?=
 # A small real model to serve: smollm2, gemma3 or qwen-coder (docs/models.md).
 MODEL ?=
 
-.PHONY: venv serve test suite test-full lint check bench clean
+.PHONY: venv serve test suite test-full test-browser lint check bench clean
 
 venv: $(VENV)/.installed
 
@@ -56,6 +56,19 @@ test-full: venv lint
 	$(BIN)/python test/run_suite.py --hw cpu --full
 	$(BIN)/python test/run_suite.py --hw cpu --canary --skip $(CANARYS_OWN) $(WITHOUT_ENGINE)
 
+# The driver lies beside the environment: nothing else needs it.
+BROWSER := .browser
+
+$(BROWSER)/.installed: $(VENV)/.installed
+	@echo "browser: fetching the driver"
+	@$(BIN)/python -m pip install --quiet --no-compile --upgrade --target $(BROWSER) 'playwright==1.65.2'
+	@touch $@
+
+test-browser: venv $(BROWSER)/.installed
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+		{ echo "test-browser: no Chromium: apt-get install chromium"; exit 1; }
+	PYTHONPATH=$(BROWSER) $(BIN)/python -m pytest test/registered/browser
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -68,4 +81,4 @@ bench: venv
 	$(BIN)/python benchmark/peers/cpu_generate.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) sgl-kernel/build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(BROWSER) sgl-kernel/build .pytest_cache .mypy_cache .ruff_cache

@@ -508,6 +508,9 @@ class ServerArgs:
     kv_canary_report_tokens: Annotated[
         bool, Arg("Put token ids into incident reports.")
     ] = False
+    disable_canary_page: Annotated[
+        bool, Arg("Do not serve the inspector page at /canary.")
+    ] = False
 
     def __post_init__(self) -> None:
         self._handle_refused()

@@ -7,12 +7,15 @@ import re
 import subprocess
 import sys
 import time
+import zlib
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from live_server import CONTEXT, Server, greedy
@@ -23,6 +26,7 @@ from sglang import Engine
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.managers.errors import EngineFailure
+from sglang.srt.mem_cache.page_map import PageState
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import sampled
@@ -382,7 +386,46 @@ def test_incidents_are_behind_the_api_key(start_server: Callable[..., Server]) -
     answer = server.get("/canary/incidents", headers=right)
     assert answer.status_code == 200
     assert answer.json() == {"mode": "log", "incidents": []}
+    check_inspector(server, right)
     server.stop()
+
+
+def check_inspector(server: Server, key: dict[str, str]) -> None:
+    """The page of a real server: a snapshot and the record of a cached slot."""
+    assert server.get("/canary").status_code == 200
+    for path in ("/canary/events", "/canary/slot/1", "/canary/incidents/0-1"):
+        assert server.get(path).status_code == 401
+    body = {
+        "input_ids": prompts()[0],
+        "sampling_params": greedy(max_new_tokens=4),
+        "rid": "looked at",
+    }
+    assert server.post("/generate", body, headers=key).status_code == 200
+    with (
+        server.client(headers=key) as client,
+        client.stream("GET", "/canary/events") as response,
+    ):
+        events = (
+            json.loads(line.removeprefix("data: "))
+            for line in response.iter_lines()
+            if line.startswith("data: ")
+        )
+        assert next(events)["kv_canary"] == "log"
+        (snapshot,) = [e for e, _ in zip(events, range(2), strict=False)][1:]
+    (frame,) = snapshot["frames"]
+    cells, tree = (
+        numpy.frombuffer(zlib.decompress(b64decode(packed)), "<i4")
+        for packed in (frame["cells"], snapshot["tree"])
+    )
+    assert len(cells) == snapshot["pool"]["num_pages"]
+    assert snapshot["stats"]["num_requests_total"] == 1
+    # The run at position 0 is the first one.
+    page = int((cells >> 4 == -tree[0]).argmax()) + 1
+    assert cells[page - 1] & 7 == PageState.CACHED
+    slot = page * snapshot["pool"]["page_size"]
+    (record,) = server.get(f"/canary/slot/{slot}", headers=key).json()["records"]
+    assert record["state"] == "live" and record["position"] == 0
+    assert record["writer"] == {"kind": "extend", "forward": 1, "rid": "looked at"}
 
 
 if __name__ == "__main__":

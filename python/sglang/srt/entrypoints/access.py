@@ -13,11 +13,21 @@ from sglang.srt.managers.caller import CALLER, PEER
 from sglang.srt.managers.errors import ApiError, BadRequest
 from sglang.srt.utils.quoting import quoted
 
-# For probes and scrapers, as in SGLang; they show neither prompts nor answers.
-OPEN_PATHS = frozenset({"/health", "/health_generate", "/livez", "/readyz", "/metrics"})
+# For probes and scrapers, as in SGLang; they show neither prompts nor answers. The
+# inspector's page holds no data, and a browser that loads a page brings no key.
+OPEN_PATHS = frozenset(
+    {
+        *("/health", "/health_generate", "/livez", "/readyz", "/metrics"),
+        *("/canary", "/canary/assets/{name}"),
+    }
+)
+_OPEN_FOLDER = "/canary/assets/"
 # They show or change what concerns all clients.
 ADMIN_PATHS = frozenset(
-    {"/flush_cache", "/canary/incidents", "/start_profile", "/stop_profile"}
+    {
+        *("/flush_cache", "/start_profile", "/stop_profile"),
+        *("/canary/events", "/canary/incidents"),
+    }
 )
 # They change something and need no body that a page could not send.
 CHANGING_PATHS = frozenset(
@@ -42,7 +52,7 @@ class AccessMiddleware:
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             try:
                 self._check(scope)
             except ApiError as error:
@@ -89,6 +99,10 @@ class AccessMiddleware:
                 "application/json",
                 status=415,
             )
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
 
 
 def owner_of(request: Request) -> str | None:

@@ -34,6 +34,7 @@ from sglang.srt.entrypoints.docs_routes import DocsRoutes
 from sglang.srt.entrypoints.exit_codes import ExitCode
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import error_response
+from sglang.srt.entrypoints.inspector_api import InspectorApi
 from sglang.srt.entrypoints.listener import listen, max_connections
 from sglang.srt.entrypoints.loads_api import LoadsApi
 from sglang.srt.entrypoints.middleware import BodyLimitMiddleware, ErrorMiddleware
@@ -100,6 +101,7 @@ def all_routes(front: Front) -> list[BaseRoute]:
         *TokenizeApi(front).routes(),
         *LoadsApi(front).routes(),
         *ProfileApi(front).routes(),
+        *InspectorApi(front).routes(),
         *refused_routes(),
     ]
 

@@ -24,6 +24,11 @@ def bundled_demo_model_path() -> Path:
     return _assets() / "demo_model"
 
 
+def inspector_page_path() -> Path:
+    """Return the folder of the inspector page inside the installed package."""
+    return _assets() / "inspector"
+
+
 def bundled_demo_draft_path(algorithm: str) -> Path:
     """Return the folder of the demo model's draft for a --speculative-algorithm."""
     return _assets() / _DEMO_DRAFTS[algorithm]

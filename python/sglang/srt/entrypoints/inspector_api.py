@@ -1,0 +1,263 @@
+"""The inspector: a page at `/canary`, its modules, and what it shows as it changes.
+
+The page and its modules hold no data and need no key; everything that they show does.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from sglang.srt.entrypoints.access import require_admin
+from sglang.srt.entrypoints.endpoint import EVENTS, HTML, TEXT, Endpoint
+from sglang.srt.entrypoints.front import Front
+from sglang.srt.entrypoints.http_io import json_response
+from sglang.srt.entrypoints.viewer_stream import Turns, ViewerStream
+from sglang.srt.managers.errors import BadRequest, NotFound, Unavailable
+from sglang.srt.managers.incident_board import IncidentBoard, Incidents
+from sglang.srt.managers.snapshot_feed import (
+    INTERVAL,
+    End,
+    Snapshot,
+    SnapshotFeed,
+    Source,
+    Trouble,
+)
+from sglang.srt.managers.tokenizer_manager import Phase
+from sglang.srt.utils.paths import inspector_page_path
+from sglang.srt.utils.quoting import quoted
+from sglang.version import __version__
+
+PAGE = "index.html"
+MEDIA_TYPES = {
+    ".css": "text/css",
+    ".html": HTML,
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+# Nothing from elsewhere, no script or style in the page itself, no frame around it.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+# Reading a record waits for the device: no more often than this, whoever asks.
+RECORD_SECONDS = 0.05
+MAX_WAITING = 16
+
+
+class Hello(msgspec.Struct, kw_only=True, tag_field="type", tag="hello"):
+    """The first event: facts that do not change. `interval`: seconds between two
+    snapshots at least."""
+
+    version: str
+    model: str
+    kv_canary: str
+    kv_canary_real_data: str
+    kv_canary_sweep_interval: int
+    speculative_algorithm: str | None
+    page_size: int
+    interval: float
+
+
+class WriterShown(msgspec.Struct, kw_only=True):
+    """Who wrote or freed a slot last; `forward` 0: nobody did."""
+
+    kind: str
+    forward: int
+    rid: str | None
+
+
+class RecordShown(msgspec.Struct, kw_only=True):
+    """A slot's record in one pool; `token` with --kv-canary-report-tokens."""
+
+    pool: Literal["target", "draft"]
+    group: Literal["full", "swa"]
+    slot: int
+    state: Literal["live", "freed", "torn", "never written"]
+    token: int | None
+    position: int | None
+    lineage: str
+    fingerprint: str
+    writer: WriterShown
+
+
+class SlotShown(msgspec.Struct, kw_only=True):
+    """A slot and its records; without --kv-canary there are none."""
+
+    slot: int
+    page: int
+    records: list[RecordShown]
+
+
+class InspectorApi:
+    """Handlers of the inspector's endpoints."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._manager = front.manager
+        self._incidents = IncidentBoard(self._manager.canary_incidents)
+        source = Source(
+            ask=lambda is_whole: self._manager.pool_snapshot(is_whole=is_whole),
+            incidents=self._incidents,
+            closed=self._why_closed,
+            side_work=front.manager.side_work,
+        )
+        self._feed = SnapshotFeed(source)
+        self._records = Turns(RECORD_SECONDS, max_waiting=MAX_WAITING)
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Endpoint(
+                "/canary",
+                self.page,
+                methods=["GET"],
+                summary="The inspector: the KV pool, its requests and incidents as a "
+                "page",
+                media_type=HTML,
+                errors=(404,),
+            ),
+            Endpoint(
+                "/canary/assets/{name}",
+                self.asset,
+                methods=["GET"],
+                summary="A part of the inspector's page",
+                media_type=TEXT,
+                errors=(404,),
+            ),
+            Endpoint(
+                "/canary/events",
+                self.events,
+                methods=["GET"],
+                summary="What the inspector shows, as it changes",
+                event=Hello | Snapshot | Incidents | Trouble | End,
+                is_named=True,
+                errors=(403, 404, 503),
+            ),
+            Endpoint(
+                "/canary/incidents/{name}",
+                self.incident,
+                methods=["GET"],
+                summary="One incident of the KV canary, by its rank and number",
+                answer=dict[str, Any],
+                errors=(403, 404, 500, 503),
+            ),
+            Endpoint(
+                "/canary/slot/{slot}",
+                self.slot,
+                methods=["GET"],
+                summary="The KV canary's records of a slot",
+                answer=SlotShown,
+                errors=(400, 403, 404, 500, 503),
+            ),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        self._check_on()
+        return _file(PAGE)
+
+    async def asset(self, request: Request) -> Response:
+        self._check_on()
+        return _file(request.path_params["name"])
+
+    async def events(self, request: Request) -> Response:
+        self._check_on()
+        args, manager = self._front.server_args, self._manager
+        if manager.limits is None:
+            raise Unavailable(f"the server is {manager.phase.value}")
+        assert args.page_size is not None
+        hello = Hello(
+            version=__version__,
+            model=self._front.model_name,
+            kv_canary=args.kv_canary,
+            kv_canary_real_data=args.kv_canary_real_data,
+            kv_canary_sweep_interval=args.kv_canary_sweep_interval,
+            speculative_algorithm=args.speculative_algorithm,
+            page_size=args.page_size,
+            interval=INTERVAL,
+        )
+        if request.method == "HEAD":
+            return Response(media_type=EVENTS)
+        return ViewerStream(self._feed.join(), msgspec.json.encode(hello))
+
+    async def incident(self, request: Request) -> Response:
+        self._check_on()
+        require_admin(request)
+        name = request.path_params["name"]
+        found = await self._incidents.document(name)
+        if found is None:
+            raise NotFound(f"there is no incident {quoted(name)}, or not any more")
+        return json_response(found)
+
+    async def slot(self, request: Request) -> Response:
+        self._check_on()
+        require_admin(request)
+        args = self._front.server_args
+        slot, page_size = self._slot_of(request), args.page_size
+        assert page_size is not None
+        found: list[dict[str, Any]] = []
+        if args.kv_canary != "none":
+            async with self._records:
+                found = await self._manager.slot_records(slot)
+        return json_response(
+            SlotShown(
+                slot=slot,
+                page=slot // page_size,
+                records=msgspec.convert(found, list[RecordShown]),
+            )
+        )
+
+    def _slot_of(self, request: Request) -> int:
+        limits, page_size = self._manager.limits, self._front.server_args.page_size
+        if limits is None:
+            raise Unavailable(f"the server is {self._manager.phase.value}")
+        assert page_size is not None
+        last = limits.max_total_num_tokens + page_size - 1
+        given = request.path_params["slot"]
+        # Digits of other scripts are digits, too.
+        is_number = given.isascii() and given.isdigit() and len(given) <= len(str(last))
+        if not is_number or not page_size <= int(given) <= last:
+            raise BadRequest(
+                f"slot {quoted(given)}: this pool has the slots {page_size} to {last}",
+                param="slot",
+            )
+        return int(given)
+
+    def _check_on(self) -> None:
+        if self._front.server_args.disable_canary_page:
+            raise NotFound("the server was started with --disable-canary-page")
+
+    def _why_closed(self) -> str | None:
+        phase = self._manager.phase
+        is_over = phase in (Phase.DRAINING, Phase.DEAD)
+        return f"the server is {phase.value}" if is_over else None
+
+
+def _file(name: str) -> Response:
+    """A file of the page.
+
+    Raises:
+        NotFound: there is none of this name.
+    """
+    files = _files()
+    if name not in files:
+        raise NotFound(f"the inspector's page has no part {quoted(name)}")
+    content, media_type = files[name]
+    return Response(content, media_type=media_type, headers=PAGE_HEADERS)
+
+
+@cache
+def _files() -> dict[str, tuple[bytes, str]]:
+    """The page's files with their types, by name; read once, when asked for."""
+    return {
+        path.name: (path.read_bytes(), MEDIA_TYPES[path.suffix])
+        for path in inspector_page_path().iterdir()
+        if path.suffix in MEDIA_TYPES
+    }

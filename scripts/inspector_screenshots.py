@@ -1,0 +1,113 @@
+"""Makes the pictures of `docs/inspector.md`: the page over a server under load.
+
+python scripts/inspector_screenshots.py [FOLDER]
+
+Needs what `make test-browser` needs. Bytes of the KV cache are flipped now and then, so
+that there are incidents to show. Writes `canary_map.png` and `canary_incident.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from pathlib import Path
+from random import Random
+
+import httpx
+
+from sglang.test.browser import InspectorPage, open_browser, why_no_browser
+from sglang.test.server_process import ServerProcess
+
+REPO = Path(__file__).resolve().parent.parent
+FAULTS = {
+    "SGLANG_KV_CANARY_PERTURB_REAL_KV_USED_PROB": "0.004",
+    "SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS": "150",
+}
+FLAGS = (
+    *("--kv-canary", "heal", "--kv-canary-sweep-interval", "20"),
+    *("--page-size", "16", "--max-total-tokens", "24576"),
+    *("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+)
+PROMPTS = (
+    "import os\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n",
+    "class Queue:\n    def __init__(self, size=0):\n        self.maxsize = size\n",
+    '"""A parser of configuration files."""\n\nimport re\n',
+)
+CLIENTS = 7
+NUM_INCIDENTS = 3
+SNAPSHOTS = 150
+
+
+def ask_until(stop: threading.Event, url: str, number: int) -> None:
+    """One client, who asks again and again."""
+    random, count = Random(number), 0
+    with httpx.Client(base_url=url, timeout=120) as client:
+        while not stop.is_set():
+            count += 1
+            head = random.choice(PROMPTS) * 3
+            params = {
+                "max_new_tokens": random.randint(150, 600),
+                "temperature": 0.7,
+                "ignore_eos": True,
+            }
+            body = {
+                "text": f"{head}# variant {random.randint(0, 9)}\n",
+                "rid": f"client-{number}-{count}",
+                "sampling_params": params,
+            }
+            client.post("/generate", json=body)
+
+
+def take_pictures(url: str, folder: Path) -> None:
+    with open_browser() as browser:
+        page = InspectorPage(browser, viewport={"width": 1280, "height": 900})
+        page.open(url)
+        page.wait_for_snapshots(SNAPSHOTS)
+        page.wait("app.pool.counts[1] > 30 && app.requests.size > 4")
+        page.run(
+            "const index = app.pool.cells.findIndex((cell) => (cell & 7) === 1);"
+            "app.map.cursor = (index + 1) * app.pool.pageSize;"
+            "app.slotPanel.show(app.map.cursor); app.map.draw();"
+        )
+        page.tab.locator("#slot h3").first.wait_for()
+        page.tab.screenshot(path=folder / "canary_map.png", full_page=True)
+        page.tab.set_default_timeout(300_000)
+        incidents = page.tab.locator(".incident-list button")
+        incidents.nth(NUM_INCIDENTS - 1).wait_for()
+        incidents.first.click()
+        shown = page.tab.locator("#incident")
+        shown.locator(".timeline").wait_for()
+        shown.screenshot(path=folder / "canary_incident.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=REPO / "docs/images")
+    folder: Path = parser.parse_args().folder
+    missing = why_no_browser()
+    if missing is not None:
+        raise SystemExit(missing)
+    os.environ.update(FAULTS)
+    server = ServerProcess(FLAGS).wait_ready()
+    stop = threading.Event()
+    clients = [
+        threading.Thread(target=ask_until, args=(stop, server.url, i))
+        for i in range(CLIENTS)
+    ]
+    for client in clients:
+        client.start()
+    try:
+        take_pictures(server.url, folder)
+    finally:
+        stop.set()
+        for client in clients:
+            client.join()
+        server.stop()
+    for name in ("canary_map.png", "canary_incident.png"):
+        print(f"{folder / name}: {(folder / name).stat().st_size // 1024} KiB")
+
+
+if __name__ == "__main__":
+    main()
