@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import threading
 from pathlib import Path
 from random import Random
@@ -76,7 +77,8 @@ def take_pictures(url: str, folder: Path) -> None:
         page.tab.set_default_timeout(300_000)
         incidents = page.tab.locator(".incident-list button")
         incidents.nth(NUM_INCIDENTS - 1).wait_for()
-        incidents.first.click()
+        # The first of its kind is recorded, so that it can be replayed.
+        incidents.last.click()
         shown = page.tab.locator("#incident")
         shown.locator(".timeline").wait_for()
         shown.screenshot(path=folder / "canary_incident.png")
@@ -90,7 +92,16 @@ def main() -> None:
     if missing is not None:
         raise SystemExit(missing)
     os.environ.update(FAULTS)
-    server = ServerProcess(FLAGS).wait_ready()
+    with tempfile.TemporaryDirectory() as reports:
+        recorded = ("--kv-canary-report-dir", reports, "--kv-canary-report-tokens")
+        run((*FLAGS, *recorded), folder)
+    for name in ("canary_map.png", "canary_incident.png"):
+        print(f"{folder / name}: {(folder / name).stat().st_size // 1024} KiB")
+
+
+def run(flags: tuple[str, ...], folder: Path) -> None:
+    """Take the pictures of a server with `flags` under load."""
+    server = ServerProcess(flags).wait_ready()
     stop = threading.Event()
     clients = [
         threading.Thread(target=ask_until, args=(stop, server.url, i))
@@ -105,8 +116,6 @@ def main() -> None:
         for client in clients:
             client.join()
         server.stop()
-    for name in ("canary_map.png", "canary_incident.png"):
-        print(f"{folder / name}: {(folder / name).stat().st_size // 1024} KiB")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import pytest
 from violation_world import (
@@ -303,23 +305,26 @@ def test_files_are_bounded(
 def test_a_report_has_its_name_once_it_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dump, named_early = json.dump, []
+    named_early: list[Path] = []
 
-    def look(document: object, file: TextIO, *, indent: int) -> None:
-        dump(document, file, indent=indent)
-        named_early.extend(tmp_path.glob("*.json"))
+    class Looking(io.FileIO):
+        def write(self, data: Any) -> int:
+            count = super().write(data)
+            named_early.extend(tmp_path.glob("*.json"))
+            return count
 
-    def fail(document: object, file: TextIO, *, indent: int) -> None:
-        file.write("{")
-        raise OSError("no space left")
+    class Failing(io.FileIO):
+        def write(self, data: Any) -> int:
+            super().write(data[:1])
+            raise OSError("no space left")
 
     report = reporter(report_dir=tmp_path)
-    monkeypatch.setattr(json, "dump", look)
+    monkeypatch.setattr(os, "fdopen", Looking)
     assert report.report([entry()], dropped=0, owner_of=owner_of)
     (file,) = tmp_path.iterdir()
     assert file.suffix == ".json" and named_early == []
     assert json.loads(file.read_text()) == report.incidents[0]
-    monkeypatch.setattr(json, "dump", fail)
+    monkeypatch.setattr(os, "fdopen", Failing)
     assert report.report([entry(SLOT=78)], dropped=0, owner_of=owner_of)
     assert "no space left" in caplog.records[-1].getMessage()
     assert list(tmp_path.iterdir()) == [file]

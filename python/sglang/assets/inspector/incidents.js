@@ -131,16 +131,22 @@ export class IncidentView {
 
   #replay(incident) {
     const file = `kv_canary-${this.current}-forward${incident.forward}.json`;
-    const command = `python -m sglang.srt.kv_canary.replay ${file}`;
+    const save = el("button", { type: "button", onclick: () => saveJson(file, incident) }, "Save incident");
+    const command = incident.replay;
+    if (command == null) {
+      return [
+        el("div", { class: "command" }, save),
+        el("p", { class: "quiet" }, "There is no record of what led to it, so it cannot be replayed: start the server with --kv-canary-report-dir (drafts need --kv-canary-report-tokens, too)."),
+      ];
+    }
     const copy = el("button", { type: "button" }, "Copy");
     copy.addEventListener("click", async () => {
       await navigator.clipboard.writeText(command);
       setText(copy, "Copied");
     });
-    const save = el("button", { type: "button", onclick: () => saveJson(file, incident) }, "Save incident");
     return [
       el("div", { class: "command" }, el("code", {}, command), copy, save),
-      el("p", { class: "quiet" }, "Saves the file that the command reads. With --kv-canary-report-dir the server has written it already, under a name of its own."),
+      el("p", { class: "quiet" }, "To be run in the server's --kv-canary-report-dir, where incident and record lie."),
     ];
   }
 }

@@ -46,7 +46,7 @@ def _places(args: ServerArgs, url: str) -> str:
 
 def has_inspector(args: ServerArgs) -> bool:
     """Whether the server shows the KV cache at `/canary`."""
-    return not getattr(args, "disable_canary_page", True)
+    return not args.disable_canary_page
 
 
 def _device(args: ServerArgs) -> str:
