@@ -199,7 +199,7 @@ def test_a_real_bit_flip_does_not_replay_and_is_said_to_be_one(
     said = capsys.readouterr().out
     assert repr(rid) in said and "decisions   all" in said
     assert "not host-side: a bit flip or a race" in said
-    assert main([str(file), "--bisect"]) == 1
+    assert main([str(file.with_suffix(".record")), "--bisect"]) == 1
 
 
 # -- clean runs ----------------------------------------------------------------------

@@ -17,6 +17,7 @@ from sglang.srt.replay.player import CannotReplay, Played, Setting, play
 from sglang.srt.replay.verdict import describe, judge
 from sglang.srt.utils.paths import resolve_model_path
 
+RECORD_SUFFIX = ".record"
 REPRODUCED = 0
 NOT_REPRODUCED = 1
 CANNOT_REPLAY = 2
@@ -41,7 +42,11 @@ def _parser() -> argparse.ArgumentParser:
         "the KV canary. Exit code 0: the same violation appears at the same forward; "
         "1: it does not; 2: it cannot be replayed.",
     )
-    parser.add_argument("incident", type=Path, help="JSON file of the report folder")
+    parser.add_argument(
+        "incident",
+        type=Path,
+        help="JSON file of the report folder, or the record beside it",
+    )
     parser.add_argument("--model-path", help="where the model is now")
     parser.add_argument("--speculative-draft-model-path", help="where the draft is now")
     parser.add_argument(
@@ -61,8 +66,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    incident = read_incident(args.incident)
-    record = read_record(args.incident.with_name(_record_name(incident, args.incident)))
+    path: Path = args.incident
+    if path.suffix == RECORD_SUFFIX:
+        path = path.with_suffix(".json")
+    incident = read_incident(path)
+    record = read_record(path.with_name(_record_name(incident, path)))
     setting = Setting(
         model_path=args.model_path,
         draft_model_path=args.speculative_draft_model_path,
