@@ -23,7 +23,7 @@ FLAGS = (
 
 
 def why_no_browser() -> str | None:
-    """What is missing; None: nothing."""
+    """The part that is missing, in words; None: none is."""
     if importlib.util.find_spec("playwright") is None:
         return "no playwright; `make test-browser` installs it"
     if _chromium() is None:

@@ -110,9 +110,9 @@ class Load:
                 assert answer.status_code == 200, answer.text
 
 
-def canvas_colours(page: InspectorPage) -> dict[str, int]:
-    """How many pixels of the map have each colour."""
-    found: dict[str, int] = page.run(
+def drawn(page: InspectorPage) -> tuple[dict[str, int], list[int]]:
+    """How many pixels of the map have each colour, and pages each state then."""
+    colours, counts = page.run(
         """
         const canvas = document.getElementById("map");
         app.map.drawNow();
@@ -124,10 +124,10 @@ def canvas_colours(page: InspectorPage) -> dict[str, int]:
           const hex = "#" + [0, 1, 2].map((c) => digits(data[i + c])).join("");
           counts[hex] = (counts[hex] ?? 0) + 1;
         }
-        return counts;
+        return [counts, [...app.pool.counts]];
         """
     )
-    return found
+    return colours, counts
 
 
 def test_without_a_key_it_shows_nothing_and_asks_for_one(
@@ -170,9 +170,8 @@ def test_it_draws_the_pool_and_follows_a_running_load(
         assert shown.count() == 3
         assert shown.first.locator("button").inner_text().startswith("load-")
         page.wait("app.pool.counts[3] > 0 && app.runs.size > 1")
-        colours = canvas_colours(page)
+        colours, counts = drawn(page)
         css = page.run("return app.palette.css;")
-        counts = page.run("return [...app.pool.counts];")
         assert sum(counts) == NUM_PAGES
         # The pixels of pages: each state has the share that it has of the pages.
         pixels = {state: colours.get(css[state], 0) for state in STATES}
@@ -323,7 +322,7 @@ def test_a_million_slots_are_drawn(server: ServerProcess, page: InspectorPage) -
         """
     )
     assert wrong == 0
-    assert len(canvas_colours(page)) > 3
+    assert len(drawn(page)[0]) > 3
 
 
 @pytest.mark.parametrize("mode", ["state", "owner", "age", "group"])

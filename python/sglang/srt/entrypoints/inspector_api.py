@@ -136,7 +136,7 @@ class InspectorApi:
                 "/canary/events",
                 self.events,
                 methods=["GET"],
-                summary="What the inspector shows, as it changes",
+                summary="Everything that the inspector shows, as it changes",
                 event=Hello | Snapshot | Incidents | Trouble | End,
                 is_named=True,
                 errors=(403, 404, 503),
