@@ -11,9 +11,6 @@ MASK64 = (1 << 64) - 1
 
 def mix64(x: torch.Tensor) -> torch.Tensor:
     """splitmix64's finalizer on int64, wrap-around arithmetic, logical shifts."""
-    if x.is_cpu:  # numpy has logical shifts: a third of the operations.
-        words = x.reshape(-1).numpy().view(np.uint64)
-        return torch.from_numpy(mix64_array(words).view(np.int64)).view(x.shape)
     x = (x ^ _shift_right(x, 30)) * -0x40A7B892E31B1A47
     x = (x ^ _shift_right(x, 27)) * -0x6B2FB644ECCEEE15
     return x ^ _shift_right(x, 31)
