@@ -200,7 +200,10 @@ def test_a_pool_on_the_cpu_is_no_larger_than_useful(
 
 def test_the_default_pool_is_said_with_its_flag(model, caplog):
     with caplog.at_level("INFO"):
-        scheduler = EngineHarness(model, device="cpu", max_running_requests=2).scheduler
+        harness = EngineHarness(
+            model, device="cpu", max_running_requests=2, max_total_tokens=None
+        )
+    scheduler = harness.scheduler
     size = scheduler.worker.model_runner.max_total_num_tokens
     assert size == 2 * scheduler.model_config.context_len
     assert f"KV pool has {size} tokens by default; --max-total-tokens" in caplog.text
@@ -217,7 +220,13 @@ def test_no_room_on_the_cpu_is_not_blamed_on_graphs(model, flags, words, monkeyp
     # Other processes free memory between two looks at it.
     monkeypatch.setattr(ModelRunner, "_available_bytes", lambda runner: 1 << 34)
     with pytest.raises(ValueError, match=words) as refused:
-        EngineHarness(model, device="cpu", attention_backend="torch_native", **flags)
+        EngineHarness(
+            model,
+            device="cpu",
+            attention_backend="torch_native",
+            max_total_tokens=None,
+            **flags,
+        )
     assert "cuda" not in str(refused.value).lower()
 
 
