@@ -7,7 +7,9 @@ ARGS ?=
 # A small real model to serve: smollm2, gemma3 or qwen-coder (docs/models.md).
 MODEL ?=
 
-.PHONY: venv serve test suite test-full test-browser lint check bench clean
+FLEET := .fleet-venv
+
+.PHONY: venv fleet-venv serve test suite test-full test-browser lint check bench clean
 
 venv: $(VENV)/.installed
 
@@ -22,6 +24,17 @@ $(VENV)/.installed: pyproject.toml constraints.txt kv-canary/pyproject.toml sgl-
 	@test "$$(uname)" != Linux || $(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/lowest-triton 'triton==3.6.0'
 	@echo "venv: compiling what a server imports to byte code"
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import sglang.launch_server, sglang.srt.managers.scheduler_main'
+	@touch $@
+
+# Ray and two gateways (400 MB), beside .venv and with its packages: for docs/fleet.md and
+# the suite `fleet` of test-full, which is skipped without it.
+fleet-venv: $(FLEET)/.installed
+
+$(FLEET)/.installed: $(VENV)/.installed
+	@test -x $(FLEET)/bin/python || $(PYTHON) -m venv $(FLEET)
+	@$(BIN)/python -c 'import pathlib, sysconfig; print(sysconfig.get_path("purelib"), *(pathlib.Path(p).resolve() for p in ("python", "kv-canary/python")), sep="\n")' \
+		> $$($(FLEET)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/engine.pth
+	@$(FLEET)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt 'ray[serve]' sglang-router smg
 	@touch $@
 
 # The demo model drafts where that is faster (docs/benchmarks.md); whoever names a model or
@@ -81,4 +94,4 @@ bench: venv
 	$(BIN)/python benchmark/peers/cpu_generate.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(BROWSER) sgl-kernel/build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(BROWSER) $(FLEET) sgl-kernel/build .pytest_cache .mypy_cache .ruff_cache

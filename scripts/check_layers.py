@@ -100,6 +100,7 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (
         11,
         (
+            "srt.ray",
             "srt.replay",
             "srt.entrypoints",
             "cli",

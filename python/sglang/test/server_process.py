@@ -7,10 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sglang.srt.environ import envs
+from sglang.srt.environ import child_environment, envs
 from sglang.test.scale import POOL_TOKENS
 
 READY_SECONDS = 60.0
@@ -20,19 +20,28 @@ class ServerProcess:
     """`python -m sglang.launch_server` with `flags`, on a free port, with a small pool
     unless they set one.
 
+    Args:
+        environment: variables that it gets beside those of this process.
+
     Attributes:
         lines: of its output so far.
         url: there once it is ready.
     """
 
-    def __init__(self, flags: Sequence[str]) -> None:
+    def __init__(
+        self, flags: Sequence[str], *, environment: Mapping[str, str] | None = None
+    ) -> None:
         command = [sys.executable, "-m", "sglang.launch_server", "--port", "0", *flags]
         if envs.SGLANG_TEST_KV_CANARY.get() and "--kv-canary" not in flags:
             command += ["--kv-canary", "raise", "--kv-canary-real-data", "all"]
         if "--max-total-tokens" not in flags:
             command += ["--max-total-tokens", str(POOL_TOKENS)]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=child_environment(**(environment or {})),
         )
         self.lines: list[str] = []
         self.url = ""

@@ -143,7 +143,7 @@ def check_values(args: object) -> None:
     for declared in declared_fields(cls):
         value = getattr(args, declared.field.name)
         if value is not None:
-            _check_value(declared.flag, value, declared.arg)
+            check_value(declared.flag, value, declared.arg)
 
 
 def from_namespace(cls: type, namespace: argparse.Namespace) -> dict[str, Any]:
@@ -152,17 +152,25 @@ def from_namespace(cls: type, namespace: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(namespace).items() if name in names}
 
 
-def _check_value(flag: str, value: Any, arg: Arg) -> None:
+def check_value(name: str, value: Any, arg: Arg) -> None:
+    """Check one value that is not None.
+
+    Args:
+        name: the flag or argument, for the message.
+
+    Raises:
+        ValueError: names it, its value and what is admitted.
+    """
     if arg.refused is not None and value:
-        raise ValueError(f"{flag} is refused: {arg.refused}; remove the flag")
+        raise ValueError(f"{name} is refused: {arg.refused}; remove the flag")
     if arg.choices is not None and value not in arg.choices:
         raise ValueError(
-            f"{flag} {value!r} is unknown; choose from {', '.join(arg.choices)}"
+            f"{name} {value!r} is unknown; choose from {', '.join(arg.choices)}"
         )
     if arg.low is not None and value < arg.low:
-        raise ValueError(f"{flag} {value} must be at least {arg.low}")
+        raise ValueError(f"{name} {value} must be at least {arg.low}")
     if arg.high is not None and value > arg.high:
-        raise ValueError(f"{flag} {value} must be at most {arg.high}")
+        raise ValueError(f"{name} {value} must be at most {arg.high}")
 
 
 def _options(declared: Declared) -> dict[str, Any]:

@@ -1,0 +1,156 @@
+"""Replicas of this engine under Ray Serve (extra `ray`).
+
+    serve run sglang.srt.ray.app:app
+    serve run sglang.srt.ray.app:build_app model_path=/models/x num_replicas=2
+
+Each replica has an engine of its own and is an ingress: it answers with the routes of
+the HTTP server. `docs/fleet.md` has the options.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from sglang.srt.ray.options import (
+    Host,
+    ServeOptions,
+    replica_resources,
+    split_options,
+)
+from sglang.srt.ray.prefix_front import Answers, body_limits, create_front
+from sglang.srt.ray.replica import EngineReplica, ReplicaFailed
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.devices import cuda_device_count
+
+if TYPE_CHECKING:
+    from sglang.srt.ray.http_call import HttpCall
+
+logger = logging.getLogger(__name__)
+
+ENGINE = "SGLang"
+FRONT = "PrefixFront"
+# Ships with `ray[serve]`; PrefixCacheAffinityRouter needs `ray[llm]` and typed prompts.
+SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+
+
+def build_app(args: dict[str, Any]) -> serve.Application:
+    """Return the application of `serve run` and `serve deploy`.
+
+    Args:
+        args: fields of `ServeOptions` and of `ServerArgs`; texts are converted.
+
+    Raises:
+        ValueError: a name or a value that is not admitted, or replicas that fit on no
+            host of the cluster.
+    """
+    return bind_replicas(args, replica=ServedReplica)
+
+
+def bind_replicas(
+    args: dict[str, Any], *, replica: type[ServedReplica]
+) -> serve.Application:
+    """`build_app` with replicas of another class."""
+    options, values = split_options(args)
+    deployment = {
+        "name": ENGINE,
+        **_scale(options),
+        **_actor(options, values),
+        "max_ongoing_requests": options.max_ongoing_requests,
+        "health_check_period_s": options.health_check_period_s,
+        "graceful_shutdown_timeout_s": values.get(
+            "drain_timeout", ServerArgs.drain_timeout
+        ),
+    }
+    if options.routing != "load":
+        deployment["request_router_config"] = RequestRouterConfig(
+            request_router_class=SESSION_ROUTER
+        )
+    if options.routing != "prefix":
+        ingress = serve.ingress()(replica)
+        return serve.deployment(ingress).options(**deployment).bind(values)
+    engine = serve.deployment(replica).options(**deployment).bind(values)
+    front = serve.deployment(serve.ingress()(PrefixFront)).options(
+        name=FRONT,
+        num_replicas=options.front_replicas,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=options.max_ongoing_requests * options.most_replicas,
+    )
+    limits = body_limits(values, ServerArgs)
+    return front.bind(engine, prefix_bytes=options.prefix_bytes, **limits)
+
+
+def __getattr__(name: str) -> serve.Application:
+    """`app` is made when somebody asks for it."""
+    if name == "app":
+        return build_app({})
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class ServedReplica(EngineReplica):
+    """An engine as Ray Serve creates and ends it, one per replica."""
+
+    async def __del__(self) -> None:
+        # Serve awaits it, after the requests in flight have ended or timed out.
+        if hasattr(self, "_tasks"):
+            await self.close()
+
+
+class PrefixFront:
+    """The deployment in front of the engines with routing=prefix."""
+
+    def __init__(self, engine: DeploymentHandle, **limits: int) -> None:
+        self._app = create_front(_ByHandle(engine), **limits)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._app
+
+
+class _ByHandle:
+    """The replicas that a handle of Ray Serve reaches."""
+
+    lost: tuple[type[Exception], ...] = (RayActorError, ReplicaFailed)
+
+    def __init__(self, engine: DeploymentHandle) -> None:
+        self._engine = engine.options(method_name="answer", stream=True)
+
+    def ask(self, call: HttpCall, *, key: str) -> Answers:
+        chosen = self._engine.options(session_id=key) if key else self._engine
+        answers: Answers = chosen.remote(call)
+        return answers
+
+
+def _scale(options: ServeOptions) -> dict[str, Any]:
+    if not options.is_autoscaling:
+        return {"num_replicas": options.num_replicas or 1}
+    return {
+        "autoscaling_config": {
+            "min_replicas": options.fewest_replicas,
+            "max_replicas": options.most_replicas,
+            "target_ongoing_requests": options.target_ongoing_requests,
+        }
+    }
+
+
+def _actor(options: ServeOptions, values: Mapping[str, Any]) -> dict[str, Any]:
+    wanted = replica_resources(options, values, _hosts())
+    logger.info("replicas take %g CPUs and %d GPUs each", *wanted)
+    return {"ray_actor_options": wanted._asdict()}
+
+
+def _hosts() -> list[Host]:
+    """Hosts of the cluster; this one where Ray has not been started, which
+    `serve run` does later."""
+    if not ray.is_initialized():
+        return [Host(cpus=os.cpu_count() or 1, gpus=cuda_device_count())]
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Host(cpus=node.get("CPU", 0), gpus=node.get("GPU", 0)) for node in nodes]

@@ -1,0 +1,240 @@
+"""Arguments of `build_app`: Serve's options of a deployment, and the engine's own.
+
+Values may be texts, as `serve run ... key=value` gives them, or of their types, as YAML
+and Python do. Knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from sglang.srt.arg_groups.arg_parser import (
+    Arg,
+    Declared,
+    check_value,
+    declared_fields,
+)
+from sglang.srt.server_args import ServerArgs
+
+ROUTINGS = ("load", "session", "prefix")
+# Ray Serve holds the connections.
+LISTENERS = frozenset(
+    {
+        *("host", "port", "max_connections", "keep_alive_timeout", "header_timeout"),
+        *("body_timeout", "write_timeout", "min_transfer_rate", "max_header_bytes"),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """How Ray Serve runs the replicas."""
+
+    num_replicas: Annotated[
+        int | None, Arg("Replicas; unset: 1, or as many as min_replicas says.", low=1)
+    ] = None
+    min_replicas: Annotated[
+        int | None, Arg("Fewest replicas; turns autoscaling on.", low=0)
+    ] = None
+    max_replicas: Annotated[
+        int | None, Arg("Most replicas; turns autoscaling on.", low=1)
+    ] = None
+    target_ongoing_requests: Annotated[
+        float, Arg("Requests per replica that autoscaling aims at.", low=0.001)
+    ] = 32.0
+    max_ongoing_requests: Annotated[
+        int, Arg("Requests that one replica is given at once; others wait.", low=1)
+    ] = 256
+    num_cpus: Annotated[
+        float | None, Arg("CPUs per replica; unset: 1 per rank.", low=0.0)
+    ] = None
+    routing: Annotated[
+        str,
+        Arg(
+            "Who gets a request. load: the less busy of two replicas; session: the one "
+            "that the header x-session-id chooses; prefix: the one that the prompt's "
+            "beginning chooses.",
+            ROUTINGS,
+        ),
+    ] = "load"
+    prefix_bytes: Annotated[
+        int, Arg("With routing=prefix: bytes of the prompt that choose.", low=1)
+    ] = 1024
+    front_replicas: Annotated[
+        int, Arg("With routing=prefix: processes that read the prompts.", low=1)
+    ] = 1
+    health_check_period_s: Annotated[
+        float, Arg("Seconds between two health checks of a replica.", low=0.05)
+    ] = 1.0
+    wait_for_resources: Annotated[
+        bool,
+        Arg("Deploy although no host has the CPUs and GPUs: others may join."),
+    ] = False
+
+    def __post_init__(self) -> None:
+        for declared in declared_fields(ServeOptions):
+            value = getattr(self, declared.field.name)
+            if value is not None:
+                check_value(declared.field.name, value, declared.arg)
+        if self.is_autoscaling and self.num_replicas is not None:
+            raise ValueError(
+                f"num_replicas={self.num_replicas} cannot be fixed and scaled between "
+                "min_replicas and max_replicas; remove one of them"
+            )
+        if self.fewest_replicas > self.most_replicas:
+            raise ValueError(
+                f"min_replicas={self.min_replicas} is above "
+                f"max_replicas={self.most_replicas}; swap them"
+            )
+
+    @property
+    def is_autoscaling(self) -> bool:
+        return self.min_replicas is not None or self.max_replicas is not None
+
+    @property
+    def fewest_replicas(self) -> int:
+        """Replicas that must run before anything is served."""
+        if self.is_autoscaling:
+            return 1 if self.min_replicas is None else self.min_replicas
+        return self.num_replicas or 1
+
+    @property
+    def most_replicas(self) -> int:
+        if self.max_replicas is not None:
+            return self.max_replicas
+        return max(self.fewest_replicas, 1)
+
+
+class Host(NamedTuple):
+    """Resources of a host of the cluster."""
+
+    cpus: float
+    gpus: float
+
+
+def split_options(
+    args: Mapping[str, Any],
+) -> tuple[ServeOptions, dict[str, Any]]:
+    """Return Serve's options, and the engine's arguments with values of their types.
+
+    Raises:
+        ValueError: an unknown name, one that has no meaning under Ray Serve, or a value
+            that is not admitted; names it and the fix.
+    """
+    serve, engine = _by_name(ServeOptions), _by_name(ServerArgs)
+    options: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for name, value in args.items():
+        if name in serve:
+            options[name] = _convert(serve[name], value)
+        elif name in engine:
+            field = engine[name].field.name
+            if field in LISTENERS:
+                raise ValueError(
+                    f"{name}={value!r} has no effect under Ray Serve, which holds the "
+                    "connections; remove it and set Serve's http_options"
+                )
+            if field in values:
+                raise ValueError(f"{name} sets {field} a second time; keep one of them")
+            values[field] = _convert(engine[name], value)
+            if values[field] is not None:
+                check_value(name, values[field], engine[name].arg)
+        else:
+            raise ValueError(_unknown(name, (*serve, *engine)))
+    serve_options = ServeOptions(**options)
+    if values.get("kv_events_config") and serve_options.most_replicas > 1:
+        raise ValueError(
+            "kv_events_config has one address, which only one replica of a host can "
+            f"have; there may be {serve_options.most_replicas}: remove it"
+        )
+    return serve_options, values
+
+
+def _by_name(cls: type) -> dict[str, Declared]:
+    """Fields by the names of their flags, aliases included, as Python writes them."""
+    return {
+        flag.removeprefix("--").replace("-", "_"): declared
+        for declared in declared_fields(cls)
+        for flag in (declared.flag, *declared.arg.aliases)
+    }
+
+
+def _convert(declared: Declared, value: Any) -> Any:
+    kind: Any = declared.kind
+    if isinstance(value, str) and declared.is_list:
+        value = value.replace(",", " ").split()
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{declared.field.name}={value!r}: {error}") from error
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return (
+        f"{name!r} is no argument; {hint}there are the server's flags with underscores "
+        "(docs/server_arguments.md) and those of docs/fleet.md"
+    )
+
+
+class Resources(NamedTuple):
+    """Resources that one replica takes."""
+
+    num_cpus: float
+    num_gpus: int
+
+
+def replica_resources(
+    options: ServeOptions, values: Mapping[str, Any], hosts: Iterable[Host]
+) -> Resources:
+    """Return what a replica takes: a GPU per rank on CUDA, none on the CPU.
+
+    Args:
+        values: the engine's arguments.
+        hosts: of the cluster.
+
+    Raises:
+        ValueError: the replicas would wait for ever; says for what, and the fix.
+    """
+    hosts = list(hosts)
+    tp_size = values.get("tp_size") or 1
+    device = values.get("device") or "auto"
+    if device == "auto":
+        device = "cuda" if any(host.gpus for host in hosts) else "cpu"
+    wanted = Resources(
+        num_cpus=tp_size if options.num_cpus is None else options.num_cpus,
+        num_gpus=tp_size if device == "cuda" else 0,
+    )
+    if not options.wait_for_resources:
+        _check_fit(wanted, options.fewest_replicas, hosts)
+    return wanted
+
+
+def _check_fit(wanted: Resources, replicas: int, hosts: Sequence[Host]) -> None:
+    for what, flag, count, offers in (
+        ("GPU", "device=cpu or a smaller tp_size", wanted.num_gpus, _column(hosts, 1)),
+        ("CPU", "a smaller num_cpus", wanted.num_cpus, _column(hosts, 0)),
+    ):
+        if not count:
+            continue
+        fit = sum(int(offer // count) for offer in offers)
+        if fit < replicas:
+            raise ValueError(
+                f"{replicas} replica(s) of {count:g} {what}(s) each do not fit: Ray's "
+                f"hosts have {_shown(offers)} {what}s; use {flag}, fewer replicas, or "
+                "wait_for_resources=true where hosts will join"
+            )
+
+
+def _column(hosts: Sequence[Host], index: int) -> list[float]:
+    return [host[index] for host in hosts]
+
+
+def _shown(offers: Sequence[float]) -> str:
+    return " + ".join(f"{offer:g}" for offer in offers) or "0"

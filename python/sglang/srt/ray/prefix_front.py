@@ -1,0 +1,153 @@
+"""The ingress of routing=prefix: reads a request, and lets its prompt choose a replica.
+
+Which replica that is, Ray's consistent-hash router decides from the key; nothing is
+kept here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import Mount
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sglang.srt.entrypoints.body_budget import BodyBudget
+from sglang.srt.entrypoints.middleware import BodyLimitMiddleware, ErrorMiddleware
+from sglang.srt.managers.errors import Unavailable
+from sglang.srt.ray.http_call import HttpCall
+
+# Of a request of which nothing was answered: its replica was lost. One whose engine has
+# died is chosen until it has left, so that attempts wait: 3 s in all.
+ATTEMPTS = 6
+FIRST_WAIT_SECONDS = 0.1
+
+
+class Answers(Protocol):
+    """A stream of messages from a replica."""
+
+    def __aiter__(self) -> AsyncIterator[Message]: ...
+
+    def cancel(self) -> None: ...
+
+
+class Replicas(Protocol):
+    """The replicas, as the front sees them.
+
+    Attributes:
+        lost: errors that say that a replica was lost before it answered.
+    """
+
+    lost: tuple[type[Exception], ...]
+
+    def ask(self, call: HttpCall, *, key: str) -> Answers:
+        """Send `call` to the replica of `key`; any one for an empty key."""
+
+
+class _Prompt(msgspec.Struct):
+    """Where prompts are in the bodies of all paths, as JSON text; the first that is
+    there counts."""
+
+    system: msgspec.Raw = msgspec.Raw(b"")
+    instructions: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    text: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+    input_ids: msgspec.Raw = msgspec.Raw(b"")
+
+
+def prefix_key(body: bytes, *, prefix_bytes: int) -> str:
+    """Return a key that requests have in common whose prompts begin alike; an empty one
+    where the body has no prompt."""
+    try:
+        found = msgspec.json.decode(body, type=_Prompt)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    text = b"".join(bytes(getattr(found, name)) for name in found.__struct_fields__)
+    if not text:
+        return ""
+    return hashlib.blake2b(text[:prefix_bytes], digest_size=16).hexdigest()
+
+
+def create_front(
+    replicas: Replicas,
+    *,
+    prefix_bytes: int,
+    max_body_bytes: int,
+    max_total_body_bytes: int,
+) -> ASGIApp:
+    """The ASGI application that hands every request to a replica.
+
+    Args:
+        max_body_bytes, max_total_body_bytes: as the server's flags.
+    """
+
+    async def forward(scope: Scope, receive: Receive, send: Send) -> None:
+        call = await HttpCall.read(scope, receive)
+        if call is not None:
+            key = prefix_key(call.body, prefix_bytes=prefix_bytes)
+            await _answer(replicas, call, key, receive, send)
+
+    return Starlette(
+        routes=[Mount("/", app=forward)],
+        middleware=[
+            Middleware(ErrorMiddleware),
+            Middleware(
+                BodyLimitMiddleware,
+                max_bytes=max_body_bytes,
+                budget=BodyBudget(max_total_body_bytes),
+            ),
+        ],
+    )
+
+
+async def _answer(
+    replicas: Replicas, call: HttpCall, key: str, receive: Receive, send: Send
+) -> None:
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            await asyncio.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
+        answers = replicas.ask(call, key=key)
+        watch = asyncio.create_task(_cancel_on_disconnect(receive, answers))
+        has_begun = False
+        try:
+            async for message in answers:
+                has_begun = True
+                if _is_last(message):
+                    # A client may leave as soon as it has it.
+                    watch.cancel()
+                await send(message)
+            return
+        except BaseException as error:
+            has_left = watch.done() and not watch.cancelled()
+            if has_left:
+                return
+            answers.cancel()
+            if has_begun or not isinstance(error, replicas.lost):
+                raise
+        finally:
+            watch.cancel()
+    raise Unavailable("the replicas were lost one after the other")
+
+
+def _is_last(message: Message) -> bool:
+    is_body = message["type"] == "http.response.body"
+    return is_body and not message.get("more_body", False)
+
+
+async def _cancel_on_disconnect(receive: Receive, answers: Answers) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    answers.cancel()
+
+
+def body_limits(values: dict[str, Any], defaults: type[Any]) -> dict[str, int]:
+    """The limits of `create_front`, from the engine's arguments or their defaults."""
+    names = ("max_body_bytes", "max_total_body_bytes")
+    return {name: values.get(name) or getattr(defaults, name) for name in names}
