@@ -56,13 +56,13 @@ def test_the_lines(flags, device, drafts, canary, pages):
         f"sglang-canary serves demo on {device}: 4096 KV slots{pages}, context 2048, "
         "at most 64 requests at once",
         f"{drafts}; {canary}",
-        "API: http://[::1]:7/docs",
+        "API: http://[::1]:7/docs, inspector: http://[::1]:7/canary",
         "ready on http://[::1]:7",
     ]
 
 
 def test_where_to_go_for_what_is_on():
-    args = ServerArgs(device="cpu", enable_metrics=True)
+    args = ServerArgs(device="cpu", enable_metrics=True, disable_canary_page=True)
     lines = serving(args, READY, url="http://h:7").splitlines()
     assert "API: http://h:7/docs, metrics: http://h:7/metrics" in lines
 
