@@ -50,8 +50,8 @@ class Replicas(Protocol):
 
 
 class _Prompt(msgspec.Struct):
-    """Where prompts are in the bodies of all paths, as JSON text; the first that is
-    there counts."""
+    """Where prompts are in the bodies of all paths, as JSON text; a system prompt comes
+    first."""
 
     system: msgspec.Raw = msgspec.Raw(b"")
     instructions: msgspec.Raw = msgspec.Raw(b"")
