@@ -27,7 +27,7 @@ register_cpu_ci(est_time=2, suite="cpu")
 
 REPO = Path(__file__).resolve().parents[3]
 DEPLOY = REPO / "docs" / "deploy"
-# What a server takes to end once its drain is over.
+# Seconds to end in, once the drain is over.
 CLOSING_SECONDS = CLOSE_SECONDS + STOP_SECONDS
 
 

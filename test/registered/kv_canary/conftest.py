@@ -6,14 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from sglang.test.canary_traffic import CONTEXT, VOCAB
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.tiny_models import write_mock_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mock model; files with other needs have a fixture of this name themselves."""
-    return write_mock_model(tmp_path_factory.mktemp("mock"))
+    """A mock model for `canary_traffic`; files with other needs have a fixture of this
+    name themselves."""
+    return write_mock_model(
+        tmp_path_factory.mktemp("mock"),
+        vocab_size=VOCAB,
+        max_position_embeddings=CONTEXT,
+    )
 
 
 @pytest.fixture

@@ -14,26 +14,16 @@ import torch
 
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.models.mock_oracle import next_tokens
-from sglang.test.canary_traffic import CONTEXT, VOCAB, Outcome, canary_of, plant
+from sglang.test.canary_traffic import VOCAB, Outcome, canary_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.scale import count, sampled
-from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=15, suite="cpu")
 register_cuda_ci(est_time=40, suite="cuda")
 
 SEEDS = range(count(ci=3, full=20))
 PROMPT = list(range(40))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mock_model(
-        tmp_path_factory.mktemp("mock"),
-        vocab_size=VOCAB,
-        max_position_embeddings=CONTEXT,
-    )
 
 
 # -- frees through the allocator ---------------------------------------------------

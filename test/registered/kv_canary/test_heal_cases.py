@@ -21,21 +21,11 @@ from sglang.test.canary_traffic import canary_of
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.heal_traffic import check_books, joined
-from sglang.test.spec_canary_traffic import CONTEXT, VOCAB
-from sglang.test.tiny_models import write_mock_model
+from sglang.test.spec_canary_traffic import VOCAB
 
 register_cpu_ci(est_time=20, suite="cpu")
 
 OnStep = Callable[[int], None]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mock_model(
-        tmp_path_factory.mktemp("mock"),
-        vocab_size=VOCAB,
-        max_position_embeddings=CONTEXT,
-    )
 
 
 def healing(model: Path, **options: Any) -> EngineHarness:

@@ -11,10 +11,9 @@ import pytest
 
 from kv_canary.records import Reason, reason_labels
 from sglang.srt.kv_canary.perturb.injectors import INJECTORS
-from sglang.test.canary_traffic import CONTEXT, VOCAB, Forward, Outcome, plant
+from sglang.test.canary_traffic import Forward, Outcome, plant
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
-from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=15, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
@@ -27,15 +26,6 @@ CACHED = "real_kv_unused_cache"
 SWEEP_BUDGET, SWEEP_INTERVAL = 64, 2
 
 each_page_size = pytest.mark.parametrize("page_size", PAGE_SIZES)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mock_model(
-        tmp_path_factory.mktemp("mock"),
-        vocab_size=VOCAB,
-        max_position_embeddings=CONTEXT,
-    )
 
 
 def fitting(outcome: Outcome, reasons: Reason) -> list[dict[str, Any]]:

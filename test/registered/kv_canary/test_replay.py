@@ -14,7 +14,7 @@ from sglang.srt.managers.recording.record_file import Record, read_record
 from sglang.srt.replay.bisect import bisect
 from sglang.srt.replay.command import main
 from sglang.srt.replay.player import Setting
-from sglang.test.canary_traffic import CONTEXT, VOCAB, canary_of, plant
+from sglang.test.canary_traffic import canary_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.replay_traffic import (
     LONG_AGO,
@@ -25,7 +25,6 @@ from sglang.test.replay_traffic import (
     serve,
 )
 from sglang.test.scale import count, is_full
-from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=8, suite="cpu")
 
@@ -49,15 +48,6 @@ TRAFFIC = [
     {"page_size": 16, "disable_radix_cache": True, "max_total_tokens": 480},
     {"max_total_tokens": 300, "chunked_prefill_size": 16, "overlap": True},
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mock_model(
-        tmp_path_factory.mktemp("mock"),
-        vocab_size=VOCAB,
-        max_position_embeddings=CONTEXT,
-    )
 
 
 def incident_in(folder: Path) -> tuple[Path, Record]:

@@ -48,15 +48,6 @@ ALPHABET, LENGTHS = 12, st.lists(st.integers(0, 3), max_size=12)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mock_model(
-        tmp_path_factory.mktemp("mock"),
-        vocab_size=VOCAB,
-        max_position_embeddings=CONTEXT,
-    )
-
-
-@pytest.fixture(scope="module")
 def incident(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An incident file with its record; tests copy it."""
     folder = tmp_path_factory.mktemp("incidents")

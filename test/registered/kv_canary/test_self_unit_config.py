@@ -19,7 +19,7 @@ from sglang.srt.kv_canary.config import (
 )
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import paths
-from sglang.test.canary_traffic import CONTEXT, VOCAB, plant
+from sglang.test.canary_traffic import plant
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.tiny_models import write_mock_model
@@ -38,15 +38,6 @@ PROBABILITIES = {
 
 def config_of(**flags: Any) -> CanaryConfig:
     return CanaryConfig.from_server_args(ServerArgs(device="cpu", **flags))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mock_model(
-        tmp_path_factory.mktemp("mock"),
-        vocab_size=VOCAB,
-        max_position_embeddings=CONTEXT,
-    )
 
 
 # -- defaults ----------------------------------------------------------------------

@@ -25,15 +25,9 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
-from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=8, suite="cpu")
 register_cuda_ci(est_time=30, suite="cuda")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mock_model(tmp_path_factory.mktemp("mock"))
 
 
 def fail(batch: ForwardBatch) -> None:
