@@ -14,6 +14,9 @@ What each takes on an H200 with the 8B shape, 20 s for loading and capture inclu
 decode 90 s, prefill 35 s, rotate 90 s, all 40 s, sweep 150 s, throughput 170 s,
 in-order (steps that wait for their result) 80 s.
 
+With `--record N` (the measurement `record`) both have the canary, and what is compared
+is keeping the decisions of the last N forwards (`--kv-canary-record`).
+
 With `--trees` (topk,steps,draft tokens; the measurement `spec`) the two speculate with
 an EAGLE3 head of dummy weights, and a block is one of whole cycles: draft, verify,
 accept, extend. Random weights accept nothing; the time of a cycle is what counts.
@@ -62,6 +65,7 @@ MEASUREMENTS: dict[str, list[str]] = {
     ],
     "throughput": ["--throughput", "3", "--batch-size", "--prefill"],
     "in-order": ["--disable-overlap-schedule", "--prefill"],
+    "record": ["--record", "1000", "--batch-size", "1", "16", "--prefill"],
     "spec": [
         *("--trees", "8,5,64", "1,3,4", "--page-size", "64", "--block", "32"),
         *("--batch-size", "1", "16", "--prefill"),
@@ -72,7 +76,8 @@ CONFIDENCE_TAIL = 0.025
 
 
 class Side:
-    """One scheduler and the requests sent to it; `canary`: its mode."""
+    """One scheduler and the requests sent to it; `canary`: its mode, `record`: the
+    forwards it records."""
 
     def __init__(
         self,
@@ -81,8 +86,11 @@ class Side:
         canary: str | None,
         *,
         speculation: dict[str, Any] | None = None,
+        record: int = 0,
     ) -> None:
         flags = dict(speculation or {})
+        if record:
+            flags |= {"kv_canary_record": record, "kv_canary_report_dir": str(folder)}
         if canary is not None:
             flags |= {
                 "kv_canary": canary,
@@ -270,6 +278,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context-length", type=int, default=16384)
     parser.add_argument("--disable-overlap-schedule", action="store_true")
     parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument(
+        "--record", type=int, default=0, help="compare recording of so many forwards"
+    )
     parser.add_argument("--trees", type=Tree.parse, nargs="*", default=[])
     parser.add_argument("--algorithm", default="EAGLE3")
     parser.add_argument("--draft-model-path", help="a draft instead of a dummy head")
@@ -322,7 +333,11 @@ def measure_steps(
         *args.prefill,
         requests * 1400,
     )
-    sides = (Side(args, folder, None), Side(args, folder, "raise"))
+    plain = "raise" if args.record else None
+    sides = (
+        Side(args, folder, plain),
+        Side(args, folder, "raise", record=args.record),
+    )
     for rows in args.batch_size:
         for side in sides:
             side.start_decoding(rows, args.input_len, new)

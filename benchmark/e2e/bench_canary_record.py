@@ -7,6 +7,7 @@ pages, and its share of a step of the same run; the same calls with nothing in b
 and the difference of whole steps of two engines, one with and one without a recorder,
 that take turns. Then the cost of a checkpoint by the size of the
 prefix tree, shared by the forwards between two. The last line is one JSON document.
+On a GPU: `bench_canary.py --measure record`, whole steps, paired.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from sglang.test.tiny_models import write_mock_model
 
 PROMPT_TOKENS, WARM_STEPS, TURN = 40, 20, 20
 STEP_MS = 4.0
-METHODS = ("begin_round", "on_launch", "end_round")
+METHODS = ("begin_round", "on_launch")
 
 
 def engine(
@@ -120,7 +121,6 @@ def alone_us(scheduler: Scheduler) -> float:
         began = time.perf_counter()
         recorder.begin_round(inputs, resolves=False)
         recorder.on_launch(batch, launched)
-        recorder.end_round(is_kept=True)
         times.append(time.perf_counter() - began)
     return statistics.median(times) * 1e6
 

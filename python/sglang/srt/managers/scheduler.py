@@ -306,7 +306,7 @@ class Scheduler:
             self._on_empty_round(inputs)
         if self._kv_events is not None:
             self._kv_events.publish()
-        if recorder is not None:
+        if recorder is not None and batch is None:
             has_input = bool(inputs.requests or inputs.grammars)
             has_changed = may_run or self.idle_checked != was_checked
             recorder.end_round(is_kept=has_input or did_process or has_changed)

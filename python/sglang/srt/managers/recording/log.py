@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
         SchedulerRequest,
     )
     from sglang.srt.mem_cache.page_ledger import IntArray
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,7 +34,7 @@ class Noted:
 class Launch(NamedTuple):
     """A batch that was launched, as references; see `RecordedLaunch`."""
 
-    mode: str
+    forward_mode: ForwardMode
     clocks: list[int]
     serials: IntArray
     starts: IntArray
@@ -40,13 +42,17 @@ class Launch(NamedTuple):
     taken: list[IntArray]
     given: list[IntArray]
 
+    @property
+    def mode(self) -> str:
+        """Its name: looking it up takes a while, and records are rare."""
+        return self.forward_mode.name
 
-@dataclass(slots=True)
-class Round:
-    """A round: its input, the requests that were accepted in it, its launch."""
+
+class Round(NamedTuple):
+    """A round: its input, the serials that were accepted in it, its launch."""
 
     messages: list[SchedulerRequest]
     grammars: list[GrammarDecision]
     resolves: bool
-    accepted: list[int] = field(default_factory=list)
-    launch: Launch | None = None
+    accepted: Sequence[int]
+    launch: Launch | None

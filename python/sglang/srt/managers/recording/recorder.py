@@ -1,6 +1,6 @@
 """Keeps what a scheduler decided in its last forwards, to be replayed later.
 
-A forward costs one small object of references to arrays that exist already. The log
+A forward costs two tuples of references to arrays that exist already. The log
 has two generations; each begins with a checkpoint of the host's records, from which a
 replay can go on, and is dropped once the one after it is full.
 """
@@ -83,7 +83,10 @@ class Recorder:
         self._journal = scheduler.cache.allocator.keep_journal()
         self._older: Generation | None = None
         self._newer = Generation(due=num_forwards)
-        self._round: Round | None = None
+        # The round that is under way, until its launch; None: it has one.
+        self._inputs: StepInput | None = None
+        self._resolves = False
+        self._accepted: list[int] = []
         self._origin: Origin | None = None
 
     # -- the log -------------------------------------------------------------------
@@ -125,20 +128,36 @@ class Recorder:
 
     def begin_round(self, inputs: StepInput, *, resolves: bool) -> None:
         """A round has its input, of which nothing is carried out yet."""
-        self._round = Round(inputs.requests, inputs.grammars, resolves)
-        self._newer.rounds.append(self._round)
+        self._inputs = inputs
+        self._resolves = resolves
 
     def end_round(self, *, is_kept: bool) -> None:
-        """A round is over; `is_kept` False: it changed nothing."""
-        if not is_kept:
-            self._newer.rounds.pop()
+        """A round without a launch is over; `is_kept` False: it changed nothing."""
+        if is_kept:
+            self._newer.rounds.append(self._close(None))
+        self._inputs = None
+
+    def _close(self, launch: Launch | None) -> Round:
+        """The round under way, which is over now, or its launch is known."""
+        round_ = self._open_round(launch)
+        self._inputs = None
+        if self._accepted:
+            self._accepted = []
+        return round_
+
+    def _open_round(self, launch: Launch | None = None) -> Round:
+        inputs = self._inputs
+        assert inputs is not None
+        return Round(
+            inputs.requests, inputs.grammars, self._resolves, self._accepted, launch
+        )
 
     def on_request(self, request: GenerateReq, req: Req) -> None:
         """A request was accepted."""
         noted = Noted(request=request, tokens=req.tokens, prompt_len=req.prompt_len)
         self._newer.requests[req.serial] = noted
-        if self._round is not None:
-            self._round.accepted.append(req.serial)
+        if self._inputs is not None:
+            self._accepted.append(req.serial)
 
     def on_end(self, req: Req) -> None:
         """A request has ended."""
@@ -155,10 +174,9 @@ class Recorder:
 
     def on_launch(self, batch: ScheduleBatch, launched: LaunchRecord) -> None:
         """A batch is about to be launched."""
-        assert self._round is not None
         taken, given = self._journal.drain()
-        self._round.launch = Launch(
-            batch.forward_mode.name,
+        launch = Launch(
+            batch.forward_mode,
             [manager.next_forward for manager in self._managers],
             batch.serials,
             launched.starts,
@@ -166,6 +184,7 @@ class Recorder:
             taken,
             given,
         )
+        self._newer.rounds.append(self._close(launch))
         self._newer.num_launches += 1
 
     # -- records -------------------------------------------------------------------
@@ -211,13 +230,14 @@ class Recorder:
             older = Generation(
                 due=0, checkpoint=newer.checkpoint, obstacle=newer.obstacle
             )
+        under_way = [] if self._inputs is None else [self._open_round()]
         return encode_record(
             to_record(
                 origin=self._origin,
                 checkpoint=older.checkpoint,
                 obstacle=older.obstacle,
                 requests={**older.requests, **newer.requests},
-                rounds=[*older.rounds, *newer.rounds],
+                rounds=[*older.rounds, *newer.rounds, *under_way],
                 managers=self._managers,
             )
         )
