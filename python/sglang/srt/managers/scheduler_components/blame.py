@@ -95,7 +95,8 @@ class _Books:
 
     Attributes:
         reqs: those that hold memory. own: the pages in their rows that are not the
-            cache's; paths: the cached runs that they rely on, last one first.
+            cache's, in the order of the rows; paths: the cached runs that they rely
+            on, last one first.
     """
 
     def __init__(self, requests: Iterable[Req], cache: BasePrefixCache) -> None:
@@ -128,8 +129,8 @@ class _Books:
 
     def cached_nodes_of(self, pages: IntArray) -> list[TreeNode]:
         """The cached runs of these pages, each once."""
-        found = np.unique(self._node_at[pages])
-        return [self.nodes[i] for i in found.tolist() if i >= 0]
+        found = self._node_at[pages]
+        return [self.nodes[i] for i in dict.fromkeys(found[found >= 0].tolist())]
 
     def claimants(self, page: int) -> list[int]:
         """Requests (by index) in whose own part of a row a page lies: one at most, if
@@ -142,7 +143,9 @@ class _Books:
 
     def shared_claims(self, pages: IntArray) -> list[int]:
         """Requests that claim one of `pages`, too; the owner among them."""
-        return [i for i, own in enumerate(self.own) if np.isin(pages, own).any()]
+        is_meant = np.zeros(len(self._node_at), dtype=np.bool_)
+        is_meant[pages] = True
+        return [i for i, own in enumerate(self.own) if is_meant[own].any()]
 
     def reliers(self, node: TreeNode) -> list[int]:
         """Requests (by index) whose cached prefix has this run."""
@@ -160,8 +163,10 @@ def _own_pages(req: Req, cache: BasePrefixCache) -> IntArray:
     slots = cache.req_to_token_pool.row_slots(
         req.req_pool_idx, req.cache_protected_len, req.allocated_len
     )
-    pages: IntArray = np.unique(host_array(slots) // cache.page_size)
-    return pages
+    pages: IntArray = host_array(slots) // cache.page_size
+    # Slots of a page follow each other; whoever holds it twice has it twice here.
+    distinct: IntArray = pages[np.diff(pages, prepend=-1) != 0]
+    return distinct
 
 
 def _path(node: TreeNode | None) -> list[TreeNode]:

@@ -288,7 +288,9 @@ class Healer:
         """Free the pages of `slots` that are not free already: where the host's own
         records are damaged, they may be, or be held twice."""
         allocator = self._cache.allocator
-        pages = np.unique(slots // allocator.page_size)
+        is_held = np.zeros(allocator.num_pages + 1, dtype=np.bool_)
+        is_held[slots // allocator.page_size] = True
+        pages = np.flatnonzero(is_held)
         pages = pages[allocator.owns(pages)]
         if len(pages):
             allocator.free(torch.from_numpy(allocator.page_slots(pages)))

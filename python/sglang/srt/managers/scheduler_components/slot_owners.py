@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from kv_canary.evidence import Owner
 from sglang.srt.mem_cache.allocator import host_array
@@ -17,6 +16,8 @@ from sglang.srt.mem_cache.allocator import host_array
 if TYPE_CHECKING:
     from sglang.srt.managers.req import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.page_ledger import IntArray
+    from sglang.srt.mem_cache.tree_node import TreeNode
 
 
 class SlotOwners:
@@ -38,8 +39,8 @@ class SlotOwners:
         if slot >= len(self._is_cached):
             return Owner("outside the pool")
         is_cached = bool(self._is_cached[slot])
-        is_owned = slot // allocator.page_size in self._owned_pages
-        claims = self._claims.get(slot, [])
+        is_owned = bool(allocator.owns(np.array([slot // allocator.page_size]))[0])
+        claims = self._claims_of(slot)
         holders = [f"request {json.dumps(req.rid)}" for req in dict.fromkeys(claims)]
         if is_cached:
             holders.append("prefix cache")
@@ -49,39 +50,55 @@ class SlotOwners:
             is_shared=is_cached,
             is_allocated=is_owned,
             claims=tuple(req.serial for req in claims),
-            prefix_of=frozenset(self._readers.get(slot, ())),
+            prefix_of=frozenset(self._readers_of(slot)),
         )
+
+    def _claims_of(self, slot: int) -> list[Req]:
+        """The running requests that hold a slot beside the prefix cache, each as often
+        as its row has the slot."""
+        slots, holders = self._claims
+        found: list[int] = holders[slots == slot].tolist()
+        return [self._running[i] for i in found]
+
+    def _readers_of(self, slot: int) -> list[int]:
+        """Serials of the running requests in whose prefix a cached slot lies, by the
+        cache's own records and not by the requests' rows."""
+        return [
+            serial
+            for node, serials in self._paths
+            if (node.slots == slot).any()
+            for serial in serials
+        ]
 
     @cached_property
     def _running(self) -> list[Req]:
         return [req for req in self._requests() if req.req_pool_idx]
 
     @cached_property
-    def _claims(self) -> dict[int, list[Req]]:
-        """The running requests that hold a slot beside the prefix cache, each as often
-        as its row has the slot."""
-        found: dict[int, list[Req]] = {}
-        for req in self._running:
-            for slot in self._own_slots(req).tolist():
-                found.setdefault(slot, []).append(req)
-        return found
+    def _claims(self) -> tuple[IntArray, IntArray]:
+        """(slots that running requests hold beside the prefix cache, indices of the
+        requests), row after row."""
+        rows = [self._own_slots(req) for req in self._running]
+        slots = np.concatenate([np.empty(0, dtype=np.int64), *rows])
+        counts = [len(row) for row in rows]
+        return slots, np.repeat(np.arange(len(rows)), counts)
 
     @cached_property
-    def _readers(self) -> dict[int, list[int]]:
-        """Serials of the running requests in whose prefix a cached slot lies, by the
-        cache's own records and not by the requests' rows."""
-        found: dict[int, list[int]] = {}
+    def _paths(self) -> list[tuple[TreeNode, list[int]]]:
+        """The cached runs that running requests rely on, with their serials."""
+        found: dict[int, tuple[TreeNode, list[int]]] = {}
         for req in self._running:
             node = req.last_node
             while node is not None:
-                for slot in node.slots.tolist():
-                    found.setdefault(slot, []).append(req.serial)
+                found.setdefault(id(node), (node, []))[1].append(req.serial)
                 node = node.parent
-        return found
+        return list(found.values())
 
-    def _own_slots(self, req: Req) -> Tensor:
-        return self._cache.req_to_token_pool.row_slots(
-            req.req_pool_idx, req.cache_protected_len, req.allocated_len
+    def _own_slots(self, req: Req) -> IntArray:
+        return host_array(
+            self._cache.req_to_token_pool.row_slots(
+                req.req_pool_idx, req.cache_protected_len, req.allocated_len
+            )
         )
 
     @cached_property
@@ -91,7 +108,3 @@ class SlotOwners:
         mask = np.zeros(allocator.size + allocator.page_size, dtype=np.bool_)
         mask[host_array(self._cache.cached_slots())] = True
         return mask
-
-    @cached_property
-    def _owned_pages(self) -> frozenset[int]:
-        return frozenset(self._cache.allocator.owned_pages().tolist())
