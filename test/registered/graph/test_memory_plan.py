@@ -134,7 +134,8 @@ def test_expanded_latents_are_kept_free(tmp_path, monkeypatch):
     """Where the backend expands any: a block of keys and values, and float32 results of
     the new tokens."""
     model = write_tiny_model(tmp_path, "DeepseekV2ForCausalLM")
-    runner = ForwardHarness(model, slots=64, chunked_prefill_size=64).runner
+    harness = ForwardHarness(model, slots=64, device="cpu", chunked_prefill_size=64)
+    runner = harness.runner
     assert runner.expansion_bytes() == 0
     name = runner.server_args.attention_backend
     able = dataclasses.replace(ATTENTION_BACKENDS[name], expands_latents=True)
@@ -225,6 +226,7 @@ def test_no_room_on_the_cpu_is_not_blamed_on_graphs(model, flags, words, monkeyp
             device="cpu",
             attention_backend="torch_native",
             max_total_tokens=None,
+            chunked_prefill_size=None,
             **flags,
         )
     assert "cuda" not in str(refused.value).lower()

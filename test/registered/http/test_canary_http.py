@@ -425,7 +425,10 @@ def check_inspector(server: Server, key: dict[str, str]) -> None:
     slot = page * snapshot["pool"]["page_size"]
     (record,) = server.get(f"/canary/slot/{slot}", headers=key).json()["records"]
     assert record["state"] == "live" and record["position"] == 0
-    assert record["writer"] == {"kind": "extend", "forward": 1, "rid": "looked at"}
+    # Forwards that graphs are captured with count, too.
+    forward = record["writer"].pop("forward")
+    assert forward == 1 if DEVICE == "cpu" else forward > 1
+    assert record["writer"] == {"kind": "extend", "rid": "looked at"}
 
 
 if __name__ == "__main__":

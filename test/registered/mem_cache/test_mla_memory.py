@@ -67,7 +67,9 @@ def test_bytes_are_described_once() -> None:
     pool = mla_pool(torch.bfloat16)
     (source,) = pool.canary_sources()
     assert source.name == "k" and source.bytes_per_slot == 64
-    pool.set_kv_buffer(2, torch.tensor([11]), torch.ones(1, 1, 32), torch.ones(1, 1, 1))
+    slot = torch.tensor([11], device=DEVICE)
+    latent = torch.ones(1, 1, 32, device=DEVICE)
+    pool.set_kv_buffer(2, slot, latent, latent[..., :1])
     raw = source.buffer.view(torch.uint8).reshape(-1)
     begin = 2 * source.layer_stride_bytes + 11 * source.slot_stride_bytes
     inside = raw[begin : begin + source.bytes_per_slot].view(torch.bfloat16)
