@@ -51,6 +51,11 @@ SCHEDULER_TESTS = (
     "scheduler/test_chunk_retraction.py",
     "mock_model/test_canary_soak.py",
 )
+# Whoever decides otherwise replays otherwise; who is healed goes through all of it.
+AGAIN_TESTS = (
+    "kv_canary/test_heal_cases.py",
+    "kv_canary/test_replay.py",
+)
 # Planted faults between the sampler and the client.
 RESULT_TESTS = (
     "kv_canary/test_hole_injectors.py",
@@ -66,6 +71,7 @@ SPEC_TESTS = (
     "mock_model/test_e2e_spec_eagle.py",
     "mock_model/test_spec_canary_soak.py",
     "spec/test_node_history.py",
+    "spec/test_spec_features.py",
 )
 CORE_TESTS = (
     "kv_canary/test_canary_kernels.py",
@@ -104,7 +110,7 @@ AREAS = (
         name="batch",
         modules=("managers.req", "managers.schedule_batch", "managers.schedule_policy"),
         worlds=BOTH,
-        tests=SCHEDULER_TESTS + SPEC_TESTS[:1],
+        tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1],
     ),
     Area(
         name="scheduler",
@@ -115,19 +121,19 @@ AREAS = (
             "managers.scheduler_components.retraction",
         ),
         worlds=BOTH,
-        tests=SCHEDULER_TESTS + SPEC_TESTS[:1],
+        tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1],
     ),
     Area(
         name="results",
         modules=("managers.scheduler_components.result_processor", "managers.utils"),
         worlds=BOTH,
-        tests=SCHEDULER_TESTS + SPEC_TESTS[:1] + RESULT_TESTS,
+        tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1] + RESULT_TESTS,
     ),
     Area(
         name="publishing",
         modules=("managers.tp_worker",),
         worlds=BOTH,
-        tests=SCHEDULER_TESTS + SPEC_TESTS[:1] + RESULT_TESTS,
+        tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1] + RESULT_TESTS,
     ),
     Area(
         name="relay",

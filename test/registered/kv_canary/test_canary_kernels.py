@@ -39,7 +39,7 @@ from kv_canary.records import (
     WriterKind,
 )
 from kv_canary.state import create_state
-from kv_canary.view import KVReadView
+from kv_canary.view import ROW_FIELDS, KVReadView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import sampled
 
@@ -191,9 +191,10 @@ def test_launches_dispatch_and_refuse() -> None:
     with pytest.raises(ValueError, match="either seeds or seed_table"):
         one = rows.positions
         dataclasses.replace(rows, seeds=one, seed_table=one)
-    with pytest.raises(ValueError, match="positions is .* strides"):
-        odd = torch.zeros(8, dtype=torch.int64)[::2]
-        dataclasses.replace(rows, positions=odd).check_layout()
+    odd = torch.zeros(8, dtype=torch.int64)[::2]
+    for name in (f.name for f in ROW_FIELDS if getattr(rows, f.name) is not None):
+        with pytest.raises(ValueError, match=f"{name} is .* strides"):
+            dataclasses.replace(rows, **{name: odd}).check_layout()
     with pytest.raises(ValueError, match="read_lens is torch.int32"):
         lens = rows.positions.int()
         KVReadView(read_lens=lens, page_table=w.req_to_token).check_layout()

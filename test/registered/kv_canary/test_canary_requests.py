@@ -93,12 +93,12 @@ def test_notes_and_marks(backend: Backend) -> None:
     sampled = SampledTokens(
         req_rows=long([3, 1, 0, 2]),
         serials=long([30, 10, 0, 20]),
-        tokens=long([7, 8, 9, -1]),
+        tokens=long([7, 0, 9, -1]),
         prefix_lens=long([30, 40, 40, 40]),
         extend_lens=long([10, 1, 2, 3]),
     )
     backend.write.note_tokens(w.state, sampled, marks)
-    words = [pack_word0(7, 40), pack_word0(8, 41), pack_word0(9, 42), UNKNOWN]
+    words = [pack_word0(7, 40), pack_word0(0, 41), pack_word0(9, 42), UNKNOWN]
     assert marks.tolist() == [[30, 10, 0, 20], words]
     noted = w.state.requests[:, Request.NEXT_WORD0].tolist()
     assert noted[:4] == [UNKNOWN, words[1], UNKNOWN, words[0]]

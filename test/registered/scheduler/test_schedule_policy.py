@@ -15,6 +15,7 @@ from sglang.srt.managers.schedule_policy import (
     NewTokenRatio,
     order_by_longest_match,
 )
+from sglang.srt.managers.scheduler_components.retraction import retract_for_decode
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 
@@ -106,6 +107,18 @@ def test_the_longest_cached_prefix_goes_first() -> None:
     assert [reqs.index(req) for req in ordered] == [3, 2, 1, 0]
 
 
+def test_one_token_more_in_the_cache_decides() -> None:
+    """All but the last token of a prompt count, which is computed in any case."""
+    cache = make_cache(64, 1)
+    stem = prompt_of(24)
+    store(cache, stem)
+    longer = [*stem[:12], *prompt_of(9, start=700)]
+    for length, order in ((13, [0, 1]), (12, [1, 0])):
+        reqs = [make_req(stem[:length]), make_req(longer)]
+        ordered = order_by_longest_match(reqs, cache)
+        assert [reqs.index(req) for req in ordered] == order
+
+
 def test_a_long_queue_stays_in_order() -> None:
     cache = make_cache(64, 4)
     store(cache, prompt_of(24))
@@ -133,6 +146,24 @@ def retracted(harness: EngineHarness) -> list[str]:
 
 
 ASKED = {"a": (20, 60), "b": (90, 60), "c": (50, 60)}
+
+
+def test_the_last_request_never_gives_way(models: Path) -> None:
+    """Nobody is left to whom its memory would be of use."""
+    harness = engine(models, "plain", max_total_tokens=512)
+    harness.submit(prompt_of(20), rid="a", max_new_tokens=60, ignore_eos=True)
+    for _ in range(4):
+        harness.scheduler.step()
+    harness.scheduler.resolve_all()
+    batch = harness.scheduler.running
+    assert batch is not None
+    shortage = Shortage(harness)
+    shortage.leave(0)
+    with pytest.raises(RuntimeError, match=r"one request of \d+ tokens does not fit"):
+        retract_for_decode(batch, chunked=None)
+    assert len(batch) == 1
+    shortage.end()
+    harness.run()
 
 
 @pytest.mark.parametrize("order", ["abc", "bca", "cab"])
