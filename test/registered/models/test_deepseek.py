@@ -31,6 +31,7 @@ from sglang.test.forward_harness import ForwardHarness
 from sglang.test.harness import EngineHarness
 from sglang.test.heal_traffic import run_healing
 from sglang.test.hole_traffic import Engine
+from sglang.test.scale import count, is_full
 from sglang.test.spec_matrix import SpecConfig
 from sglang.test.spec_parity import (
     CONTEXT,
@@ -280,19 +281,29 @@ def test_the_canary_sees_every_channel(tmp_path: Path, channel: int) -> None:
         assert f"slot_idx={slot} " in str(error.value)
 
 
+FAULTS = [
+    ("real_kv_used", 1, "partial"),
+    ("real_kv_post_forward", 4, "partial"),
+    ("real_kv_unused_cache", 1, "all"),
+    ("move_without_bytes", 4, "all"),
+    ("move_without_records", 1, "all"),
+    ("record", 16, "partial"),
+]
+# Not with `rotate`, which reaches a slot only if its request goes on for a rotation.
+EVERY_FAULT = [
+    (name, page_size, "all")
+    for name in sorted(set(INJECTORS) - {"phantom_prefix"})
+    for page_size in (1, 4, 16)
+]
+
+
+@pytest.mark.parametrize("seed", range(count(ci=1, full=20)))
 @pytest.mark.parametrize(
     ("name", "page_size", "real_data"),
-    [
-        ("real_kv_used", 1, "rotate"),
-        ("real_kv_post_forward", 4, "partial"),
-        ("real_kv_unused_cache", 1, "all"),
-        ("move_without_bytes", 4, "all"),
-        ("move_without_records", 1, "all"),
-        ("record", 16, "partial"),
-    ],
+    FAULTS + (EVERY_FAULT if is_full() else []),
 )
 def test_faults_are_reported(
-    tmp_path: Path, name: str, page_size: int, real_data: str
+    tmp_path: Path, name: str, page_size: int, real_data: str, seed: int
 ) -> None:
     write_tiny_model(
         tmp_path,
@@ -304,7 +315,7 @@ def test_faults_are_reported(
     outcome = canary_traffic.plant(
         tmp_path,
         name,
-        seed=1,
+        seed=seed,
         page_size=page_size,
         kv_canary_real_data=real_data,
         kv_canary_sweep_interval=2,
