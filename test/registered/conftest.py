@@ -18,10 +18,45 @@ if not torch.cuda.is_available():
 from sglang.srt.utils.logging import ROOTS  # noqa: E402
 from sglang.test.scale import is_full  # noqa: E402
 
-# Files whose kernels Triton's interpreter runs where there is no GPU, thousands of
-# times slower: in CI their tests run with as few variants as have every value of every
-# parameter, at most so many; all with whole counts.
-INTERPRETED = {"triton/": 6, "spec/test_tree_ops": 8}
+# Files that take longest, by their paths' beginnings. In CI their tests run with as few
+# variants as have every value of every parameter, and at most so many; all with whole
+# counts. Triton's interpreter, where there is no GPU, is thousands of times slower.
+EVERY_VALUE = 1000
+THINNED = {
+    "triton/": 6,
+    "spec/test_tree_ops": 8,
+    **dict.fromkeys(
+        (
+            "attention/test_flashinfer_spec",
+            "graph/test_breakable_graph_runner",
+            "graph/test_prefill_graph_engine",
+            "kernels/test_cpu_attention",
+            "kernels/test_cpu_pointwise",
+            "kv_canary/test_canary_carried",
+            "kv_canary/test_canary_kernels",
+            "kv_canary/test_canary_properties",
+            "kv_canary/test_canary_reads",
+            "kv_canary/test_canary_requests",
+            "kv_canary/test_injectors",
+            "kv_canary/test_spec_injectors",
+            "kv_canary/test_spec_oracle",
+            "mock_model/test_canary_soak",
+            "mock_model/test_mock_draft",
+            "mock_model/test_mock_unit",
+            "mock_model/test_spec_canary_soak",
+            "models/test_hf_parity",
+            "models/test_window_parity",
+            "sampling/test_sampling_distribution",
+            "scheduler/test_chunk_abort",
+            "scheduler/test_chunk_retraction",
+            "scheduler/test_stall_check",
+            "scheduler/test_wasted_step",
+            "spec/test_spec_features",
+            "spec/test_spec_sampling",
+        ),
+        EVERY_VALUE,
+    ),
+}
 
 
 def pytest_collection_modifyitems(
@@ -29,7 +64,7 @@ def pytest_collection_modifyitems(
 ) -> None:
     if torch.cuda.is_available() or is_full():
         return
-    for prefix, variants in INTERPRETED.items():
+    for prefix, variants in THINNED.items():
         start = str(Path(__file__).parent / prefix)
         own = [item for item in items if str(item.path).startswith(start)]
         tests: dict[str, list[pytest.Item]] = {}

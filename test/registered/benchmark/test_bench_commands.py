@@ -17,6 +17,7 @@ from sglang.srt.managers.crash_dump import CrashDump
 from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scale import is_full
 from sglang.test.tiny_models import write_tiny_model
 
 register_cpu_ci(est_time=40, suite="cpu")
@@ -243,7 +244,12 @@ def run_script(script, *flags):
     return result, core
 
 
+# Each starts several engines one after the other, some of them other projects'.
+with_whole_counts = pytest.mark.skipif(not is_full(), reason="with whole counts")
+
+
 class TestPeers:
+    @with_whole_counts
     def test_quick_run(self, model):
         flags = ["--quick", "--rounds", "1", "--model-path", model]
         result, core = run_script(PEERS, *flags)
@@ -272,6 +278,7 @@ class TestPeers:
 
 
 class TestServerFigures:
+    @with_whole_counts
     def test_quick_run(self, model):
         flags = ["--quick", "--rounds", "1", "--model-path", model]
         result, _ = run_script(SERVER_FIGURES, *flags)
