@@ -3,15 +3,20 @@ waiting queue, and who gives up memory first."""
 
 from __future__ import annotations
 
+import random
+from collections import Counter as CountsOf
+from os.path import commonprefix
 from pathlib import Path
 
 import pytest
 from scheduler_world import Shortage, check_answer, engine, prompt_of, write_models
-from test_admission import make_cache, make_req, store
+from test_admission import make_adder, make_cache, make_req, store
 
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.schedule_policy import (
     LPM_MAX_QUEUE,
+    MIN_SHARED_TOKENS,
+    Admission,
     NewTokenRatio,
     order_by_longest_match,
 )
@@ -127,6 +132,35 @@ def test_a_long_queue_stays_in_order() -> None:
     assert order_by_longest_match([*others, late], cache)[0] is late
     longer = [*others, make_req([3]), late]
     assert order_by_longest_match(longer, cache) == longer
+
+
+@pytest.mark.parametrize("bigram", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_who_waits_for_the_prefix_of_another(page_size: int, bigram: bool) -> None:
+    """Whoever would find 32 tokens more than now, by a comparison of all pairs."""
+    rng, outcomes = random.Random(page_size), CountsOf[Admission]()
+    for _ in range(30):
+        cache = make_cache(4096, page_size, bigram=bigram)
+        adder = make_adder(cache, reqs=64)
+        stems = [prompt_of(100, start=start) for start in (0, 1000)]
+        store(cache, stems[0][: rng.choice((0, 8, 40))])
+        for _ in range(12):
+            stem = rng.choice(stems)[: rng.randrange(1, 100)]
+            start = rng.randrange(2000, 9000)
+            req = make_req([*stem, *prompt_of(rng.randrange(1, 60), start=start)])
+            req.namespace = rng.choice((None, None, "other"))
+            mine = req.tokens.tolist()[: req.cacheable_prefix_len()]
+            matched = cache.match_length(cache.key(mine, namespace=req.namespace))
+            gains = [
+                cache.shared_len(len(commonprefix([mine, other.tokens.tolist()])))
+                for other in adder.reqs
+                if other.namespace == req.namespace
+            ]
+            is_better = max(gains, default=0) >= matched + MIN_SHARED_TOKENS
+            outcome = adder.add(req)
+            assert (outcome is Admission.DEFERRED) == is_better
+            outcomes[outcome] += 1
+    assert outcomes[Admission.DEFERRED] > 20 < outcomes[Admission.ADDED]
 
 
 # -- who gives up memory -----------------------------------------------------------

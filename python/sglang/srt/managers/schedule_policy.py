@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from sglang.srt.mem_cache.common import usable_size, usable_swa_size
 
@@ -159,6 +157,7 @@ class PrefillAdder:
         self._windows = WindowBudget(cache, decode_reserve=budget.decode_reserve)
         for req, slots in zip(running, expected, strict=True):
             self._windows.reserve_running(req, slots)
+        self._heads = BatchHeads()
         self.reqs: list[Req] = []
         self.extend_lens: list[int] = []
         self.chunked: Req | None = None
@@ -236,13 +235,10 @@ class PrefillAdder:
 
     def _shares_with_batch(self, req: Req, limit: int, matched: int) -> bool:
         """Whether waiting one batch would give a clearly longer cached prefix."""
-        return any(
-            other.namespace == req.namespace
-            and not other.no_cache
-            and self._cache.shared_len(_common_prefix_len(req, other, limit))
-            >= matched + MIN_SHARED_TOKENS
-            for other in self.reqs
-        )
+        enough = matched + MIN_SHARED_TOKENS
+        if self._cache.shared_len(limit) < enough:
+            return False
+        return self._heads.has(req, self._cache.tokens_to_share(enough))
 
     def _chunk(self, extend_len: int) -> int:
         """The tokens that are prefilled now, of `extend_len` tokens."""
@@ -261,7 +257,40 @@ class PrefillAdder:
         if self._chunk_left is not None:
             self._chunk_left -= extend_len
         self.reqs.append(req)
+        self._heads.add(req)
         self.extend_lens.append(extend_len)
+
+
+class BatchHeads:
+    """The first tokens of a batch's requests, for one that begins as another does; a
+    batch has few lengths that are asked for, and comparing all pairs of its requests
+    took most of the time of admitting 256."""
+
+    def __init__(self) -> None:
+        self._reqs: list[Req] = []
+        self._heads: dict[int, set[tuple[str | None, bytes]]] = {}
+
+    def add(self, req: Req) -> None:
+        """Add a request; one that leaves nothing in the cache does not count."""
+        if req.no_cache:
+            return
+        self._reqs.append(req)
+        for count, heads in self._heads.items():
+            heads.update(_heads_of([req], count))
+
+    def has(self, req: Req, count: int) -> bool:
+        """Whether a request of the batch has the first `count` tokens of `req`, which
+        has as many, in the same namespace."""
+        heads = self._heads.get(count)
+        if heads is None:
+            heads = self._heads[count] = set(_heads_of(self._reqs, count))
+        return bool(heads) and not heads.isdisjoint(_heads_of([req], count))
+
+
+def _heads_of(reqs: Iterable[Req], count: int) -> Iterator[tuple[str | None, bytes]]:
+    for req in reqs:
+        if len(req.tokens) >= count:
+            yield req.namespace, req.tokens[:count].tobytes()
 
 
 class WindowBudget:
@@ -301,12 +330,3 @@ class WindowBudget:
 
 def _expected_new_tokens(req: Req) -> int:
     return min(req.remaining_new_tokens, CLIP_MAX_NEW_TOKENS)
-
-
-def _common_prefix_len(req: Req, other: Req, limit: int) -> int:
-    """Leading tokens that both have, at most `limit`."""
-    count = min(limit, len(other.tokens))
-    mine = np.frombuffer(req.tokens, dtype=np.int64, count=count)
-    theirs = np.frombuffer(other.tokens, dtype=np.int64, count=count)
-    differs = np.flatnonzero(mine != theirs)
-    return int(differs[0]) if len(differs) else count

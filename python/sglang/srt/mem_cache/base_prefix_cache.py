@@ -212,6 +212,11 @@ class BasePrefixCache(ABC):
         pairs = max(common - self.bigram, 0)
         return pairs - pairs % self.page_size
 
+    def tokens_to_share(self, count: int) -> int:
+        """Return the least number of common leading tokens with which requests can
+        share `count` positions, at least one (`shared_len` is its inverse)."""
+        return -(-count // self.page_size) * self.page_size + self.bigram
+
     # -- lookup --------------------------------------------------------------------
 
     @abstractmethod
