@@ -139,7 +139,9 @@ class Side:
         self.io.requests.append(AbortReq(abort_all=True, message="measured"))
         self.drain()
 
-    def start_decoding(self, rows: int, length: int, new: int) -> None:
+    def start_decoding(
+        self, rows: int, length: int, new: int, *, warm_steps: int = WARM_STEPS
+    ) -> None:
         generator = torch.Generator().manual_seed(rows)
         for _ in range(rows):
             self.submit(length, new, generator)
@@ -148,7 +150,7 @@ class Side:
             running = self.scheduler.running or ()
             if len(running) == rows and not self.scheduler.waiting:
                 break
-        for _ in range(WARM_STEPS):
+        for _ in range(warm_steps):
             self.scheduler.step()
 
     def block(self, steps: int) -> float:
