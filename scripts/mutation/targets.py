@@ -49,12 +49,14 @@ SCHEDULER_TESTS = (
     "scheduler/test_wasted_step.py",
     "scheduler/test_chunk_abort.py",
     "scheduler/test_chunk_retraction.py",
+    "scheduler/test_lost_grammar.py",
     "mock_model/test_canary_soak.py",
 )
 # Whoever decides otherwise replays otherwise; who is healed goes through all of it.
 AGAIN_TESTS = (
     "kv_canary/test_heal_cases.py",
     "kv_canary/test_replay.py",
+    "kv_canary/test_replay_records.py",
 )
 # Planted faults between the sampler and the client.
 RESULT_TESTS = (

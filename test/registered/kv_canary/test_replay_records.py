@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kv_canary.explain import explain
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.managers.recording import identity
+from sglang.srt.managers.recording.checkpoint import save_checkpoint
 from sglang.srt.managers.recording.pseudonyms import Pseudonyms
 from sglang.srt.managers.recording.record_file import (
     BadRecord,
@@ -26,6 +27,7 @@ from sglang.srt.managers.recording.record_file import (
 )
 from sglang.srt.replay.command import main
 from sglang.srt.replay.player import CannotReplay, Setting, play
+from sglang.srt.replay.restore import restore
 from sglang.srt.server_args import ServerArgs
 from sglang.test.canary_traffic import CONTEXT, VOCAB, canary_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -110,6 +112,21 @@ def test_no_key_and_no_word_of_a_client_is_in_a_record(
         assert SECRET not in text
     assert WORDS in contents[True]
     assert WORDS not in contents[False]
+
+
+def test_a_checkpoint_keeps_the_counters(model: Path, tmp_path: Path) -> None:
+    """Serials, and seeds that nobody asked for, go on where they were."""
+    harness = recorded_engine(model, tmp_path / "old")
+    for start in (0, 100, 200):
+        harness.generate(range(start, start + 20), max_new_tokens=2)
+    harness.run()
+    while harness.scheduler.step():
+        pass
+    checkpoint = save_checkpoint(harness.scheduler)
+    other = recorded_engine(model, tmp_path / "new").scheduler
+    assert (other.num_created, other.idle_checked) != (3, True)
+    restore(other, checkpoint, create=lambda serial: pytest.fail("nobody is left"))
+    assert (other.num_created, other.idle_checked) == (3, True)
 
 
 @settings(max_examples=count(ci=40, full=2000), deadline=None)
