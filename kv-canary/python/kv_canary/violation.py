@@ -34,12 +34,12 @@ def pool_number(*, is_draft: bool, group: str) -> int:
     return int(is_draft) + len(POOLS) * GROUPS.index(group)
 
 
-def _names_of(pool: int) -> tuple[str, str]:
+def _names_of(pool: int, groups: Sequence[str]) -> tuple[str, str]:
     """(worker, group) of a pool's number; numbers that are not known stay numbers."""
     group, worker = divmod(pool, len(POOLS))
-    if 0 <= group < len(GROUPS):
-        return POOLS[worker], GROUPS[group]
-    return str(pool), GROUPS[0]
+    if 0 <= group < len(groups):
+        return POOLS[worker], groups[group]
+    return str(pool), groups[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,15 +190,20 @@ def ring_order(entry: Sequence[int]) -> tuple[int, ...]:
 
 
 def parse_entry(
-    entry: Sequence[int], *, page_size: int, rid_of: dict[int, str | None]
+    entry: Sequence[int],
+    *,
+    page_size: int,
+    rid_of: dict[int, str | None],
+    groups: Sequence[str] = GROUPS,
 ) -> Violation:
     """Make a ring entry readable.
 
     Args:
         rid_of: request ids by serial modulo 2^24, for those that are known.
+        groups: names of the groups of slots.
     """
     tag = entry[Ring.TAG]
-    worker, group = _names_of(tag >> TAG_POOL_SHIFT)
+    worker, group = _names_of(tag >> TAG_POOL_SHIFT, groups)
     slot = entry[Ring.SLOT]
     writer = unpack_word3(entry[Ring.FOUND_WORD3])
     launch = tag & _LAUNCH_MASK

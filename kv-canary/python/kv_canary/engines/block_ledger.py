@@ -1,0 +1,210 @@
+"""Who holds which blocks, from what the scheduler says: the truth that tables of the
+workers are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kv_canary.evidence import Owner
+from kv_canary.serials import SerialMap
+
+if TYPE_CHECKING:
+    from kv_canary.engines.step import Admission, BlockIds
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """A request that holds blocks.
+
+    Fields:
+        row: of the canary's tables.
+        tokens: that the host knows.
+        blocks: by group.
+        computed: tokens whose KV is stored after the newest step.
+        is_ahead: whether its newest step also stored tokens that were only proposed.
+    """
+
+    rid: str
+    row: int
+    serial: int
+    salt: int
+    tokens: list[int]
+    blocks: list[list[int]]
+    computed: int
+    is_ahead: bool = False
+
+
+@dataclass(slots=True)
+class Changes:
+    """The changes of a step, by group.
+
+    Fields:
+        fresh: blocks that have a new owner, who has stored nothing yet.
+        freed: blocks that left all tables and that no prefix cache can hold.
+        rows: (request, group, index of the first changed block).
+    """
+
+    fresh: list[list[int]]
+    freed: list[list[int]]
+    rows: list[tuple[Request, int, int]] = field(default_factory=list)
+
+
+class BlockLedger:
+    """Requests and the holders of blocks.
+
+    Args:
+        page_sizes: slots of a block, by group.
+        num_rows: requests at once.
+        is_cached: whether full blocks may stay in a prefix cache.
+
+    Attributes:
+        serials: requests by serial.
+    """
+
+    def __init__(
+        self, page_sizes: Sequence[int], *, num_rows: int, is_cached: bool
+    ) -> None:
+        self._page_sizes = page_sizes
+        self._is_cached = is_cached
+        # With several groups a prefix cache may also hold parts of blocks.
+        self._knows_frees = not is_cached or len(page_sizes) == 1
+        self._free_rows = list(range(num_rows, 0, -1))
+        self._requests: dict[str, Request] = {}
+        self._holders: list[dict[int, set[str]]] = [{} for _ in page_sizes]
+        self._next_serial = 1
+        self.serials = SerialMap()
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._requests
+
+    def __getitem__(self, rid: str) -> Request:
+        return self._requests[rid]
+
+    def get(self, rid: str) -> Request | None:
+        return self._requests.get(rid)
+
+    def changes(self) -> Changes:
+        """An empty list of changes."""
+        return Changes([[] for _ in self._page_sizes], [[] for _ in self._page_sizes])
+
+    def release(self, rid: str, changes: Changes) -> None:
+        """The request gives up its blocks; one that is not known is none."""
+        request = self._requests.pop(rid, None)
+        if request is None:
+            return
+        self._free_rows.append(request.row)
+        for group, blocks in enumerate(request.blocks):
+            full = request.computed // self._page_sizes[group]
+            for index, block in enumerate(blocks):
+                holders = self._holders[group].get(block)
+                if holders is None or rid not in holders:
+                    continue  # somebody else's by now
+                holders.discard(rid)
+                if holders:
+                    continue
+                del self._holders[group][block]
+                if self._knows_frees and (not self._is_cached or index >= full):
+                    changes.freed[group].append(block)
+
+    def admit(self, admission: Admission, changes: Changes) -> Request:
+        """
+        Raises:
+            RuntimeError: there are more requests than rows.
+        """
+        old = self._requests.get(admission.rid)
+        goes_on = old is not None and admission.goes_on
+        serial = old.serial if old is not None and goes_on else 0
+        kept = old.blocks if old is not None and goes_on else ()
+        if old is not None and not admission.goes_on:
+            self.release(old.rid, changes)
+        elif old is not None:
+            self._drop(old)
+        if not self._free_rows:
+            raise RuntimeError(
+                f"kv_canary: request {admission.rid!r} is one more than the "
+                f"{len(self._requests)} that the engine said it would run at once"
+            )
+        if not serial:
+            serial, self._next_serial = self._next_serial, self._next_serial + 1
+        request = Request(
+            rid=admission.rid,
+            row=self._free_rows.pop(),
+            serial=serial,
+            salt=admission.salt,
+            tokens=list(admission.tokens),
+            blocks=[[] for _ in self._page_sizes],
+            computed=admission.computed,
+        )
+        self._requests[request.rid] = request
+        self.serials.add(serial, request.rid)
+        self.extend(request, admission.blocks, changes, kept)
+        return request
+
+    def _drop(self, request: Request) -> None:
+        """Forget a request whose blocks stay its own."""
+        del self._requests[request.rid]
+        self._free_rows.append(request.row)
+
+    def extend(
+        self,
+        request: Request,
+        blocks: BlockIds,
+        changes: Changes,
+        kept: BlockIds = (),
+    ) -> None:
+        """More blocks; those that begin after what is computed are new to everybody,
+        the request itself included: one that left its window may come back.
+
+        Args:
+            kept: of the request before, whose blocks these may be.
+        """
+        for group, more in enumerate(blocks):
+            if not more:
+                continue
+            size, held = self._page_sizes[group], request.blocks[group]
+            begin = len(held)
+            first_fresh = -(-request.computed // size)
+            for index, block in enumerate(more, begin):
+                held.append(block)
+                if block == 0:
+                    continue  # left the window
+                holders = self._holders[group].setdefault(block, set())
+                if index >= first_fresh:
+                    if not kept or block not in kept[group]:
+                        changes.fresh[group].append(block)
+                    holders.clear()
+                holders.add(request.rid)
+            changes.rows.append((request, group, begin))
+
+    def owner(self, group: int, slot: int) -> Owner:
+        """The owner of a slot by the scheduler's word."""
+        block = slot // self._page_sizes[group] if slot >= 0 else -1
+        rids = sorted(self._holders[group].get(block, ()))
+        if not rids:
+            text = "nobody" + (", or the prefix cache" if self._is_cached else "")
+            return Owner(text, is_shared=self._is_cached, is_allocated=self._is_cached)
+        requests = [self._requests[rid] for rid in rids if rid in self._requests]
+        is_shared = len(requests) > 1 or (
+            self._is_cached and all(self._is_full(r, group, block) for r in requests)
+        )
+        return Owner(
+            "request " + " and ".join(repr(rid) for rid in rids),
+            is_shared=is_shared,
+            is_allocated=True,
+            claims=() if is_shared else tuple(r.serial for r in requests),
+            prefix_of=frozenset(r.serial for r in requests if is_shared),
+        )
+
+    def _is_full(self, request: Request, group: int, block: int) -> bool:
+        full = request.computed // self._page_sizes[group]
+        return block in request.blocks[group][:full]
+
+    def held(self, group: int) -> set[int]:
+        """Blocks that are in a request's table."""
+        return set(self._holders[group])
+
+    def rids(self) -> list[str]:
+        """The requests that hold blocks."""
+        return list(self._requests)

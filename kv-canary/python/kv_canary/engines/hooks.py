@@ -1,0 +1,119 @@
+"""Methods of an engine that a plugin wraps, checked by name and signature first."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class Refusal(RuntimeError):
+    """This engine, or this configuration of it, cannot be checked; the text names what
+    was looked for and what was found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hook:
+    """A method that is wrapped, and the parameters that the wrapper relies on.
+
+    Fields:
+        owner: `module:Class`.
+        parameters: names of the first parameters after `self`; more may follow.
+        purpose: for `doctor`.
+    """
+
+    owner: str
+    method: str
+    parameters: tuple[str, ...]
+    purpose: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.owner}.{self.method}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A dataclass of the engine, and the fields of it that are read."""
+
+    owner: str
+    fields: tuple[str, ...]
+    purpose: str
+
+    @property
+    def place(self) -> str:
+        return self.owner
+
+
+Expectation = Hook | Record
+
+
+def problem_with(expected: Expectation) -> str | None:
+    """The difference from what is expected, in words; None: all is there."""
+    try:
+        owner = _load(expected.owner)
+    except (ImportError, AttributeError) as error:
+        return f"looked for {expected.owner}, found: {error}"
+    if isinstance(expected, Record):
+        return _problem_with_fields(expected, owner)
+    method = inspect.getattr_static(owner, expected.method, None)
+    if method is None:
+        return f"looked for {expected.place}, found no such method"
+    if not inspect.isfunction(method):
+        return f"looked for the method {expected.place}, found a {type(method)}"
+    found = tuple(inspect.signature(method).parameters)[1:]
+    if found[: len(expected.parameters)] != expected.parameters:
+        return (
+            f"looked for {expected.place}({', '.join(expected.parameters)}, ...), "
+            f"found ({', '.join(found)})"
+        )
+    return None
+
+
+def _problem_with_fields(expected: Record, owner: Any) -> str | None:
+    if not dataclasses.is_dataclass(owner):
+        return f"looked for the dataclass {expected.place}, found a {type(owner)}"
+    names = {field.name for field in dataclasses.fields(owner)}
+    missing = [name for name in expected.fields if name not in names]
+    if missing:
+        return (
+            f"looked for {expected.place} with {', '.join(missing)}, found "
+            f"{', '.join(sorted(names))}"
+        )
+    return None
+
+
+def require(expected: Sequence[Expectation]) -> None:
+    """
+    Raises:
+        Refusal: something is not as expected; names all of it.
+    """
+    problems = [text for text in map(problem_with, expected) if text is not None]
+    if problems:
+        raise Refusal("; ".join(problems))
+
+
+Wrapper = Callable[..., Any]
+# Gets the method that it wraps, then its arguments.
+
+
+def wrap(hook: Hook, around: Wrapper) -> Callable[[], None]:
+    """Replace the method by `around(method, self, ...)`; returns what undoes it."""
+    owner = _load(hook.owner)
+    method = inspect.getattr_static(owner, hook.method)
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(method, *args, **kwargs)
+
+    setattr(owner, hook.method, wrapped)
+    return lambda: setattr(owner, hook.method, method)
+
+
+def _load(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)

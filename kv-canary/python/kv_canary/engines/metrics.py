@@ -1,0 +1,71 @@
+"""A worker's counters for Prometheus, on a port of its own."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kv_canary.engines.hooks import Refusal
+from kv_canary.records import Counter
+
+if TYPE_CHECKING:
+    from kv_canary.engines.engine_canary import EngineCanary
+    from kv_canary.engines.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_HOST = "127.0.0.1"
+_COUNTERS = (
+    ("kv_canary_verified_slots", "Slot reads verified.", Counter.VERIFIED_SLOTS),
+    ("kv_canary_recorded_slots", "Slots recorded.", Counter.TAIL_SLOTS),
+)
+
+
+class CanaryCollector:
+    """Reads a canary when it is scraped."""
+
+    def __init__(self, canary: EngineCanary, *, rank: int, library: Any) -> None:
+        self._canary = canary
+        self._rank = str(rank)
+        self._library = library
+
+    def collect(self) -> Iterator[Any]:
+        canary, counters = self._canary, self._canary.counters()
+        rows = [(name, text, counters[number]) for name, text, number in _COUNTERS]
+        rows.append(("kv_canary_forwards", "Forwards checked.", canary.forwards))
+        for name, text, value in rows:
+            metric = self._library.CounterMetricFamily(name, text, labels=["rank"])
+            metric.add_metric([self._rank], value)
+            yield metric
+        found = self._library.CounterMetricFamily(
+            "kv_canary_violations", "Violations by reason.", labels=["rank", "reason"]
+        )
+        for reason, count in sorted(canary.reporter.counts.items()):
+            found.add_metric([self._rank, reason], count)
+        yield found
+
+
+def serve_metrics(canary: EngineCanary, settings: Settings, *, rank: int) -> None:
+    """Serve the canary's counters, if a port is set.
+
+    Raises:
+        Refusal: `prometheus_client` is not installed, or the port is taken.
+    """
+    if not settings.metrics_port:
+        return
+    port = settings.metrics_port + rank
+    try:
+        library = importlib.import_module("prometheus_client")
+        core = importlib.import_module("prometheus_client.core")
+        registry = library.CollectorRegistry()
+        registry.register(CanaryCollector(canary, rank=rank, library=core))
+        library.start_http_server(port, addr=_HOST, registry=registry)
+    except ImportError as error:
+        raise Refusal(f"KV_CANARY_METRICS_PORT needs prometheus_client: {error}") from (
+            error
+        )
+    except OSError as error:
+        raise Refusal(f"KV_CANARY_METRICS_PORT: {_HOST}:{port}: {error}") from error
+    logger.warning("kv_canary: metrics at http://%s:%d/metrics", _HOST, port)

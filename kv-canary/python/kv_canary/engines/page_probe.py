@@ -1,0 +1,93 @@
+"""Where an engine stores a token's K and V: learned from its own store, not guessed.
+
+Shapes of KV tensors are ambiguous (two heads look like K and V) and say nothing of
+packing inside a page, so one token is stored at each offset of an empty page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kv_canary.engines.hooks import Refusal
+from kv_canary.slot_bytes import PageLayout
+
+Store = Callable[[Tensor, Tensor, Tensor], None]
+"""Stores keys, values [1, heads, size] in slots [1]."""
+
+_PAGE = 1
+"""The page that is tried; page 0 belongs to nobody."""
+
+
+def page_axis(kv: Tensor, num_pages: int, name: str) -> int:
+    """The dimension of `kv` that counts pages.
+
+    Raises:
+        Refusal: none, or more than one.
+    """
+    axes = [axis for axis, size in enumerate(kv.shape) if size == num_pages]
+    if axes and (len(axes) == 1 or axes[0] == 0):
+        return axes[0]
+    raise Refusal(
+        f"layer {name}: looked for one dimension of {num_pages} blocks, found a KV "
+        f"tensor of shape {list(kv.shape)}"
+    )
+
+
+def learn_pages(
+    kv: Tensor,
+    store: Store,
+    *,
+    name: str,
+    axis: int,
+    page_size: int,
+    k_like: Tensor,
+    v_like: Tensor,
+) -> PageLayout:
+    """The layout of the pages of `kv`, whose page 1 is empty, and stays so.
+
+    Args:
+        k_like, v_like: [1, heads, size], of what is stored.
+
+    Raises:
+        Refusal: a store does not write what a token has, or two tokens share values.
+    """
+    page = kv.select(axis, _PAGE)
+    before = page.clone()
+    halves = []
+    try:
+        for keys, values in (
+            (torch.ones_like(k_like), torch.zeros_like(v_like)),
+            (torch.zeros_like(k_like), torch.ones_like(v_like)),
+        ):
+            due = int((keys if keys.any() else values).numel())
+            found = []
+            for offset in range(page_size):
+                page.zero_()
+                slot = torch.tensor([_PAGE * page_size + offset], device=kv.device)
+                store(keys, values, slot)
+                found.append(_offsets_of(page))
+                if len(found[-1]) != due:
+                    raise Refusal(
+                        f"layer {name}: looked for a store of {due} values at offset "
+                        f"{offset} of a block, found {len(found[-1])}"
+                    )
+            halves.append(torch.stack(found))
+    finally:
+        page.copy_(before)
+    every = torch.cat([half.flatten() for half in halves])
+    if len(every.unique()) != len(every):
+        raise Refusal(f"layer {name}: tokens of a block share bytes; looked for none")
+    k, v = halves
+    return PageLayout(page_stride=kv.stride(axis), k=k, v=v)
+
+
+def _offsets_of(page: Tensor) -> Tensor:
+    """Places of the values that are not 0, from the page's first value, ascending."""
+    strides = torch.tensor(page.stride(), device=page.device)
+    # As numbers: not every 8-bit float knows `nonzero`.
+    plain = page if page.element_size() > 1 else page.view(torch.uint8)
+    places: Tensor = (plain.nonzero() * strides).sum(dim=1)
+    return places.sort().values

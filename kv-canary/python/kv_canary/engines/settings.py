@@ -1,0 +1,139 @@
+"""The plugins' settings: environment variables, parsed here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from kv_canary.layout import FingerprintMode
+
+PREFIX = "KV_CANARY"
+
+REAL_DATA = {
+    "none": FingerprintMode.NONE,
+    "partial": FingerprintMode.PARTIAL,
+    "all": FingerprintMode.ALL,
+}
+_YES_NO = {"0": False, "1": True}
+_MAX_PORT = 65_535
+
+
+class Mode(Enum):
+    """OFF patches nothing; LOG reports and goes on; RAISE ends the step with the report
+    as the error, before its tokens leave the worker."""
+
+    OFF = "off"
+    LOG = "log"
+    RAISE = "raise"
+
+
+class SettingsError(ValueError):
+    """A variable has a value that it cannot have; the text names both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of a process.
+
+    Fields:
+        mode: KV_CANARY.
+        real_data: KV_CANARY_REAL_DATA, bytes that are fingerprinted.
+        sweep_interval: KV_CANARY_SWEEP_INTERVAL, forwards between two passes over
+            slots that only the prefix cache holds; 0: none.
+        report_dir: KV_CANARY_REPORT_DIR, gets one JSON file per incident.
+        report_tokens: KV_CANARY_REPORT_TOKENS, whether reports hold token ids.
+        max_reports: KV_CANARY_MAX_REPORTS, files of one process; 0: no limit.
+        metrics_port: KV_CANARY_METRICS_PORT, of rank 0 on 127.0.0.1, the next ranks
+            follow; 0: no metrics.
+    """
+
+    mode: Mode = Mode.OFF
+    real_data: str = "partial"
+    sweep_interval: int = 0
+    report_dir: Path | None = None
+    report_tokens: bool = False
+    max_reports: int = 1000
+    metrics_port: int = 0
+
+    @property
+    def fingerprint(self) -> FingerprintMode:
+        return REAL_DATA[self.real_data]
+
+
+def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
+    """The settings in `environ`; of those that are not there, the defaults.
+
+    Raises:
+        SettingsError: a value is impossible, or nothing is named so.
+    """
+    given = {name: value for name, value in environ.items() if _is_ours(name)}
+    readers = {
+        PREFIX: ("mode", _mode),
+        f"{PREFIX}_REAL_DATA": ("real_data", _real_data),
+        f"{PREFIX}_SWEEP_INTERVAL": ("sweep_interval", _count),
+        f"{PREFIX}_REPORT_DIR": ("report_dir", _folder),
+        f"{PREFIX}_REPORT_TOKENS": ("report_tokens", _yes_no),
+        f"{PREFIX}_MAX_REPORTS": ("max_reports", _count),
+        f"{PREFIX}_METRICS_PORT": ("metrics_port", _port),
+    }
+    unknown = sorted(given.keys() - readers.keys())
+    if unknown:
+        raise SettingsError(
+            f"{unknown[0]}={given[unknown[0]]!r}: no such variable; there are "
+            f"{', '.join(readers)}"
+        )
+    values: dict[str, object] = {}
+    for name, value in given.items():
+        field, read = readers[name]
+        values[field] = read(name, value)
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+def _is_ours(name: str) -> bool:
+    return name == PREFIX or name.startswith(PREFIX + "_")
+
+
+def _mode(name: str, value: str) -> Mode:
+    return Mode(_choice(name, value, [mode.value for mode in Mode]))
+
+
+def _real_data(name: str, value: str) -> str:
+    return _choice(name, value, list(REAL_DATA))
+
+
+def _yes_no(name: str, value: str) -> bool:
+    return _YES_NO[_choice(name, value, list(_YES_NO))]
+
+
+def _choice(name: str, value: str, choices: list[str]) -> str:
+    if value not in choices:
+        raise SettingsError(f"{name}={value!r}: choose from {', '.join(choices)}")
+    return value
+
+
+def _count(name: str, value: str) -> int:
+    if not value.isascii() or not value.isdigit():
+        raise SettingsError(f"{name}={value!r}: a whole number, 0 or more")
+    return int(value)
+
+
+def _port(name: str, value: str) -> int:
+    port = _count(name, value)
+    if port > _MAX_PORT:
+        raise SettingsError(f"{name}={value!r}: a port, up to {_MAX_PORT}")
+    return port
+
+
+def _folder(name: str, value: str) -> Path:
+    """A folder that can be written to; made where it is not there."""
+    path = Path(value)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"{name}={value!r}: {error}") from error
+    if not os.access(path, os.W_OK):
+        raise SettingsError(f"{name}={value!r}: not writable")
+    return path

@@ -1,0 +1,147 @@
+"""The canary of one runner, and what is the same in both generations of runners."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kv_canary.engines.engine_canary import EngineCanary, Pending
+from kv_canary.engines.hooks import Refusal
+from kv_canary.engines.metrics import serve_metrics
+from kv_canary.engines.settings import Mode, Settings
+from kv_canary.engines.vllm.limits import refused_by
+from kv_canary.engines.vllm.pool import read_groups
+from kv_canary.engines.vllm.steps import read_step
+
+if TYPE_CHECKING:
+    from kv_canary.engines.step import ForwardReads
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "kv_canary"
+# Requests that are preempted keep their row until they come back.
+_ROWS_PER_SEQUENCE = 2
+
+
+class Attachment:
+    """Between a runner and its canary.
+
+    Attributes:
+        canary: of the runner.
+        is_in_step: whether the forward that runs is the scheduler's, no dummy.
+        num_tokens: new tokens of the step.
+    """
+
+    def __init__(self, canary: EngineCanary) -> None:
+        self.canary = canary
+        self.is_in_step = False
+        self.num_tokens = 0
+        self._has_checked = False
+
+    def begin(self, scheduler_output: Any) -> None:
+        """Before the runner takes in a step."""
+        self._has_checked = False
+        self.is_in_step = True
+        self.num_tokens = scheduler_output.total_num_scheduled_tokens
+        self.canary.plan(read_step(scheduler_output, self.canary.ledger))
+
+    def check(self, reads: ForwardReads) -> None:
+        """Before the forward of the step."""
+        self.canary.before(reads)
+        self._has_checked = True
+
+    def end(self) -> None:
+        """After the model has run, or no forward was due."""
+        self.is_in_step = False
+        if self._has_checked:
+            self.canary.after()
+        else:
+            self.canary.finish()
+
+    def tokens_of(self, output: Any) -> Any:
+        """The output of a step on its way out: `raise` holds it back until all findings
+        of its forward are there.
+
+        Raises:
+            CanaryViolation: mode `raise`.
+        """
+        pending = self.canary.take_pending()
+        later = getattr(output, "get_output", None)
+        if later is None:
+            self._note(output, pending)
+            return output
+
+        def get_output(*args: Any, **kwargs: Any) -> Any:
+            result = later(*args, **kwargs)
+            self._note(result, pending)
+            return result
+
+        output.get_output = get_output
+        return output
+
+    def _note(self, output: Any, pending: Pending | None) -> None:
+        if pending is not None:
+            self.canary.collect(pending)
+        tokens = getattr(output, "sampled_token_ids", None)
+        if tokens:
+            for rid, of_request in zip(output.req_ids, tokens, strict=False):
+                self.canary.note_tokens(rid, of_request)
+
+
+def attachment_of(runner: Any) -> Attachment | None:
+    """The attachment of a runner; None: it is not checked."""
+    found: Attachment | None = getattr(runner, _ATTRIBUTE, None)
+    return found
+
+
+def attach(runner: Any, settings: Settings) -> None:
+    """Attach a canary to a runner whose KV cache was just initialised.
+
+    Raises:
+        Refusal: mode `raise`, and something cannot be checked. In mode `log` the error
+            is logged, and the runner goes on unchecked.
+    """
+    setattr(runner, _ATTRIBUTE, None)
+    try:
+        canary = _create(runner, settings)
+    except Refusal as refusal:
+        if settings.mode is Mode.RAISE:
+            raise
+        logger.error("kv_canary: NOTHING IS CHECKED: %s", refusal)
+        return
+    setattr(runner, _ATTRIBUTE, Attachment(canary))
+    for group in canary.groups:
+        logger.warning(
+            "kv_canary: checks group %r: %d layers, %d blocks of %d slots (mode %s, "
+            "real data %s)",
+            group.group.name,
+            len(group.group.layers),
+            group.group.num_blocks,
+            group.group.page_size,
+            settings.mode.value,
+            settings.real_data,
+        )
+
+
+def _create(runner: Any, settings: Settings) -> EngineCanary:
+    config = runner.vllm_config
+    refused = refused_by(config)
+    if refused:
+        raise Refusal("; ".join(refused))
+    rank = config.parallel_config.rank
+    with torch.inference_mode():
+        groups = read_groups(runner)
+        if not groups:
+            raise Refusal("looked for KV cache groups, found none: no attention layers")
+        canary = EngineCanary(
+            groups,
+            settings,
+            num_rows=_ROWS_PER_SEQUENCE * config.scheduler_config.max_num_seqs,
+            max_len=config.model_config.max_model_len,
+            is_cached=bool(config.cache_config.enable_prefix_caching),
+            rank=rank,
+        )
+    serve_metrics(canary, settings, rank=rank)
+    return canary

@@ -1,0 +1,127 @@
+"""Methods of vLLM that the plugin wraps, and fields that it reads."""
+
+from __future__ import annotations
+
+from kv_canary.engines.hooks import Expectation, Hook, Record
+
+V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+_OUTPUT = "vllm.v1.core.sched.output:"
+
+# Its `init_worker` is too early: in processes of their own workers load plugins there.
+INIT_DEVICE = Hook(
+    owner="vllm.v1.worker.worker_base:WorkerWrapperBase",
+    method="init_device",
+    parameters=(),
+    purpose="attach in the processes that have a worker, and in no other",
+)
+_POOL = "the KV pool, once it is there"
+_STEP = "blocks and requests of a step; the end of its forward"
+_TOKENS = "the step's tokens, before they leave the worker"
+
+V1_HOOKS = {
+    "pool": Hook(
+        owner=V1,
+        method="initialize_kv_cache",
+        parameters=("kv_cache_config", "is_profiling"),
+        purpose=_POOL,
+    ),
+    "step": Hook(
+        owner=V1,
+        method="execute_model",
+        parameters=("scheduler_output", "intermediate_tensors"),
+        purpose=_STEP,
+    ),
+    "forward": Hook(
+        owner=V1,
+        method="_model_forward",
+        parameters=("input_ids", "positions"),
+        purpose="tables, slots and inputs that the model is about to get",
+    ),
+    "tokens": Hook(
+        owner=V1,
+        method="sample_tokens",
+        parameters=("grammar_output",),
+        purpose=_TOKENS,
+    ),
+}
+V2_HOOKS = {
+    "pool": Hook(
+        owner=V2,
+        method="initialize_kv_cache",
+        parameters=("kv_cache_config",),
+        purpose=_POOL,
+    ),
+    "step": Hook(
+        owner=V2,
+        method="execute_model",
+        parameters=("scheduler_output", "intermediate_tensors", "dummy_run"),
+        purpose=_STEP,
+    ),
+    "forward": Hook(
+        owner=V2,
+        method="prepare_attn",
+        parameters=("input_batch",),
+        purpose="tables, slots and inputs that the model is about to get",
+    ),
+    "tokens": Hook(
+        owner=V2,
+        method="sample_tokens",
+        parameters=("grammar_output",),
+        purpose=_TOKENS,
+    ),
+}
+RECORDS = (
+    Record(
+        owner=_OUTPUT + "SchedulerOutput",
+        fields=(
+            "scheduled_new_reqs",
+            "scheduled_cached_reqs",
+            "num_scheduled_tokens",
+            "total_num_scheduled_tokens",
+            "scheduled_spec_decode_tokens",
+            "finished_req_ids",
+            "preempted_req_ids",
+            "kv_cache_block_copies",
+        ),
+        purpose="a step",
+    ),
+    Record(
+        owner=_OUTPUT + "NewRequestData",
+        fields=(
+            "req_id",
+            "prompt_token_ids",
+            "prefill_token_ids",
+            "prompt_embeds",
+            "block_ids",
+            "num_computed_tokens",
+            "lora_request",
+        ),
+        purpose="a request that begins",
+    ),
+    Record(
+        owner=_OUTPUT + "CachedRequestData",
+        fields=(
+            "req_ids",
+            "resumed_req_ids",
+            "all_token_ids",
+            "new_block_ids",
+            "num_computed_tokens",
+        ),
+        purpose="requests that go on",
+    ),
+    Record(
+        owner="vllm.v1.kv_cache_interface:KVCacheConfig",
+        fields=("num_blocks", "kv_cache_groups"),
+        purpose="groups of layers",
+    ),
+)
+FORWARD_CONTEXT = "vllm.forward_context"
+
+EVERYTHING: tuple[Expectation, ...] = (
+    INIT_DEVICE,
+    *V1_HOOKS.values(),
+    *V2_HOOKS.values(),
+    *RECORDS,
+)
+"""All of it, for `doctor` and before anything is wrapped."""

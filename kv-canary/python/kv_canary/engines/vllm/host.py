@@ -1,0 +1,195 @@
+"""A vLLM engine in this process with a tiny random model: for faults and self-tests."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kv_canary.engines.vllm.attachment import attachment_of
+
+if TYPE_CHECKING:
+    from kv_canary.engines.block_ledger import Request
+    from kv_canary.engines.engine_canary import EngineCanary
+
+VOCABULARY = 512
+BLOCK = 32
+_PLAIN = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+# Three layers of a window and three that see all: two groups of slots.
+_HYBRID = {
+    **_PLAIN,
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_local_base_freq": 10000.0,
+}
+MODELS = {"plain": _PLAIN, "hybrid": _HYBRID}
+
+
+def write_model(folder: Path, kind: str) -> Path:
+    """A model folder with a configuration and no weights."""
+    path = folder / kind
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(MODELS[kind]), encoding="utf-8")
+    return path
+
+
+class Host:
+    """vLLM in this process; weights are random, prompts are token ids.
+
+    Args:
+        model: a folder of `write_model`.
+        options: further arguments of `LLM`.
+    """
+
+    def __init__(self, model: Path, **options: Any) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        vllm = importlib.import_module("vllm")
+        self._inputs = importlib.import_module("vllm.inputs")
+        self._vllm = vllm
+        arguments = {
+            "model": str(model),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "max_model_len": 512,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 128,
+            "num_gpu_blocks_override": 48,
+            "block_size": BLOCK,
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "dtype": "float32",
+            "seed": 0,
+        }
+        self._llm = vllm.LLM(**{**arguments, **options})
+        self._engine = self._llm.llm_engine
+        self._next = 0
+        self.preemptions = 0
+        self._count_preemptions()
+        self.outputs: dict[str, list[int]] = {}
+
+    def _count_preemptions(self) -> None:
+        scheduler = self.core.scheduler
+        preempt = scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        scheduler._preempt_request = counted
+
+    @property
+    def core(self) -> Any:
+        """vLLM's engine core."""
+        return self._engine.engine_core.engine_core
+
+    @property
+    def runner(self) -> Any:
+        worker = self.core.model_executor.driver_worker
+        return getattr(worker, "worker", worker).model_runner
+
+    @property
+    def canary(self) -> EngineCanary:
+        attachment = attachment_of(self.runner)
+        if attachment is None:
+            raise RuntimeError("the runner is not checked: KV_CANARY is not set?")
+        return attachment.canary
+
+    def add(self, tokens: Sequence[int], *, new_tokens: int) -> str:
+        """Queue a request; returns its number."""
+        name, self._next = str(self._next), self._next + 1
+        params = self._vllm.SamplingParams(
+            max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+        )
+        prompt = self._inputs.TokensPrompt(prompt_token_ids=list(tokens))
+        self._engine.add_request(name, prompt, params)
+        return name
+
+    def step(self) -> None:
+        for output in self._engine.step():
+            if output.finished:
+                tokens = list(output.outputs[0].token_ids)
+                self.outputs[output.request_id.partition("-")[0]] = tokens
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._engine.has_unfinished_requests())
+
+    def drain(self, limit: int = 2000) -> None:
+        """Run until nothing is left.
+
+        Raises:
+            RuntimeError: after `limit` steps there still is something.
+        """
+        for _ in range(limit):
+            if not self.is_busy:
+                return
+            self.step()
+        raise RuntimeError(f"requests are left after {limit} steps")
+
+    def request(self, name: str) -> Request:
+        """The ledger' entry of a request that runs."""
+        # vLLM may append something of its own to a request's id.
+        ledger = self.canary.ledger
+        (found,) = (
+            rid for rid in ledger.rids() if rid == name or rid.startswith(f"{name}-")
+        )
+        return ledger[found]
+
+    def is_running(self, name: str) -> bool:
+        ledger = self.canary.ledger
+        return any(r == name or r.startswith(f"{name}-") for r in ledger.rids())
+
+    def until(self, done: Callable[[], bool], limit: int = 400) -> None:
+        """Step until `done`.
+
+        Raises:
+            RuntimeError: it is not after `limit` steps.
+        """
+        for _ in range(limit):
+            if done():
+                return
+            self.step()
+        raise RuntimeError(f"not reached after {limit} steps")
+
+    def reset(self) -> None:
+        """Finish all requests, empty the prefix cache, forget what was reported."""
+        self.drain()
+        self.step_scheduler_idle()
+        self._llm.reset_prefix_cache()
+        self.canary.reporter.incidents.clear()
+
+    def step_scheduler_idle(self) -> None:
+        """Tell the worker of the requests that finished last: with a short one."""
+        self.add([3, 4, 5], new_tokens=1)
+        self.drain()
+
+
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(3, VOCABULARY) for _ in range(count)]

@@ -1,0 +1,113 @@
+"""Configurations of vLLM that the plugin cannot see whole: refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+# Draft tokens that no model computed leave nothing in the pool but the target's KV.
+MODEL_FREE_DRAFTS = ("ngram", "suffix")
+FULL_SPECS = ("FullAttentionSpec",)
+WINDOW_SPECS = ("SlidingWindowSpec",)
+
+
+class Limit(NamedTuple):
+    """Fields: name: of the option; applies: to a `VllmConfig`; why: it is refused."""
+
+    name: str
+    applies: Callable[[Any], object]
+    why: str
+
+
+def _get(config: Any, path: str) -> Any:
+    """An attribute by a dotted path; None where a part of it is not there."""
+    for name in path.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+def _above_one(path: str) -> Callable[[Any], object]:
+    return lambda config: (_get(config, path) or 1) > 1
+
+
+def _is_set(path: str) -> Callable[[Any], object]:
+    return lambda config: _get(config, path)
+
+
+def _drafts_with_a_model(config: Any) -> object:
+    method = _get(config, "speculative_config.method")
+    return method is not None and method not in MODEL_FREE_DRAFTS
+
+
+def _drafts_ahead(config: Any) -> object:
+    is_ahead = _get(config, "scheduler_config.async_scheduling")
+    return is_ahead and _get(config, "speculative_config") is not None
+
+
+LIMITS = (
+    Limit(
+        "pipeline_parallel_size > 1",
+        _above_one("parallel_config.pipeline_parallel_size"),
+        "later stages are not given the tokens of a forward",
+    ),
+    Limit(
+        "decode_context_parallel_size > 1",
+        _above_one("parallel_config.decode_context_parallel_size"),
+        "a request's blocks are spread over ranks",
+    ),
+    Limit(
+        "prefill_context_parallel_size > 1",
+        _above_one("parallel_config.prefill_context_parallel_size"),
+        "a request's blocks are spread over ranks",
+    ),
+    Limit(
+        "enable_dbo",
+        _is_set("parallel_config.enable_dbo"),
+        "micro-batches have tables of their own",
+    ),
+    Limit(
+        "kv_transfer_config",
+        _is_set("kv_transfer_config"),
+        "a connector fills and empties blocks past the worker",
+    ),
+    Limit(
+        "kv_sharing_fast_prefill",
+        _is_set("cache_config.kv_sharing_fast_prefill"),
+        "some layers do not store every token",
+    ),
+    Limit(
+        "enable_prompt_embeds",
+        _is_set("model_config.enable_prompt_embeds"),
+        "embeddings have no token ids",
+    ),
+    Limit(
+        "hisparse_config",
+        _is_set("attention_config.hisparse_config"),
+        "blocks move between host and device",
+    ),
+    Limit(
+        "speculative_config with a draft model",
+        _drafts_with_a_model,
+        "the draft's KV lies in the pool and is written past the runner; "
+        f"{' and '.join(MODEL_FREE_DRAFTS)} are checked",
+    ),
+    Limit(
+        "speculative_config with async_scheduling",
+        _drafts_ahead,
+        "the accepted tokens are not known on the host in time",
+    ),
+)
+
+
+def refused_by(config: Any) -> list[str]:
+    """The options of a `VllmConfig` that are refused, with the reason."""
+    return [f"{limit.name}: {limit.why}" for limit in LIMITS if limit.applies(config)]
+
+
+def spec_name(spec: Any) -> str:
+    return type(spec).__name__
+
+
+def is_seen(spec: Any) -> bool:
+    """Whether the layers of a KV cache spec are seen."""
+    return spec_name(spec) in (*FULL_SPECS, *WINDOW_SPECS)

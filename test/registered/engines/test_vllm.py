@@ -1,0 +1,173 @@
+"""The canary inside a stock vLLM on the CPU: faults are named, clean traffic is silent
+and unchanged, what is unknown is refused. With whole counts; skipped where vLLM is not
+installed (`make engines-venv`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scale import count
+
+register_cpu_ci(est_time=1500, suite="engines")
+
+REPO = Path(__file__).resolve().parents[3]
+PYTHON = REPO / ".engines-venv" / "bin" / "python"
+TRAFFIC = Path(__file__).with_name("vllm_traffic.py")
+SEEDS = count(ci=1, full=20)
+LIMIT_SECONDS = 2400
+CLASSES = {"plain": 10, "hybrid": 1}
+
+pytestmark = pytest.mark.skipif(
+    not PYTHON.exists(), reason=f"{PYTHON} is not there: make engines-venv"
+)
+
+
+def run(arguments: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("KV_CANARY")}
+    env.pop("PYTHONPATH", None)
+    return subprocess.run(
+        [str(PYTHON), *arguments],
+        env={**env, "VLLM_LOGGING_LEVEL": "ERROR", **environ},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+
+
+def last_json(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert result.returncode == 0, result.stderr[-4000:]
+    lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+@pytest.mark.parametrize("model", CLASSES)
+def test_each_class_of_fault_is_named(model: str) -> None:
+    command = ["-m", "kv_canary.engines.cli", "selftest", "--model", model]
+    result = run([*command, "--seeds", str(SEEDS)], KV_CANARY="log")
+    report = last_json(result)
+    assert len(report["named"]) == CLASSES[model]
+    assert set(report["named"].values()) == {SEEDS}, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("plain", {"num_gpu_blocks_override": 24}),
+        ("plain", {"enable_prefix_caching": False, "num_gpu_blocks_override": 24}),
+        ("hybrid", {}),
+        (
+            "plain",
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 3,
+                    "prompt_lookup_max": 3,
+                    "prompt_lookup_min": 1,
+                }
+            },
+        ),
+    ],
+    ids=["mixed", "uncached", "hybrid", "ngram"],
+)
+def test_clean_traffic_is_silent_and_unchanged(
+    model: str, options: dict[str, Any]
+) -> None:
+    arguments = [str(TRAFFIC), model, str(count(ci=24, full=192)), json.dumps(options)]
+    plain = last_json(run(arguments))
+    checked = last_json(run(arguments, KV_CANARY="raise", KV_CANARY_REAL_DATA="all"))
+    assert checked["violations"] == 0 and checked["forwards"] > 0
+    assert checked["outputs"] == plain["outputs"]
+
+
+_RENAMED = """
+from kv_canary.engines.vllm import plugin
+from kv_canary.engines.vllm.host import Host, write_model
+import pathlib, tempfile
+import vllm.v1.worker.gpu_model_runner as m
+m.GPUModelRunner.forward_of_the_model = m.GPUModelRunner._model_forward
+del m.GPUModelRunner._model_forward
+Host(write_model(pathlib.Path(tempfile.mkdtemp()), "plain"))
+print("started")
+"""
+
+
+@pytest.mark.parametrize("mode", ["log", "raise"])
+def test_a_renamed_method_is_refused(mode: str) -> None:
+    result = run(["-c", _RENAMED], KV_CANARY=mode)
+    text = "GPUModelRunner._model_forward, found no such method"
+    assert text in result.stderr, result.stderr[-4000:]
+    assert ("started" in result.stdout) is (mode == "log")
+    assert ("NOTHING IS CHECKED" in result.stderr) is (mode == "log")
+
+
+def test_doctor() -> None:
+    result = run(["-m", "kv_canary.engines.cli", "doctor"])
+    assert result.returncode == 0, result.stdout
+    assert "engine: vllm" in result.stdout and "MISSING" not in result.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def get(url: str, body: dict[str, Any] | None = None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data=data, headers=headers)
+    with urllib.request.urlopen(request, timeout=LIMIT_SECONDS) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
+    """Workers of a server load their plugins in a process of their own, and late."""
+    write = "from pathlib import Path; from kv_canary.engines.vllm.host import *; "
+    model = run(["-c", f"{write}print(write_model(Path({str(tmp_path)!r}), 'plain'))"])
+    folder, port, metrics = model.stdout.strip(), free_port(), free_port()
+    flags = "--load-format dummy --skip-tokenizer-init --enforce-eager --dtype float32"
+    flags += " --max-model-len 512 --max-num-seqs 4 --num-gpu-blocks-override 48"
+    server = subprocess.Popen(
+        [
+            *(str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", folder, "--host", "127.0.0.1", "--port", str(port)),
+            *flags.split(),
+        ],
+        env={
+            **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+            "KV_CANARY": "raise",
+            "KV_CANARY_METRICS_PORT": str(metrics),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+        },
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while True:
+            assert server.poll() is None, "the server ended"
+            try:
+                get(f"http://127.0.0.1:{port}/health")
+                break
+            except OSError:
+                time.sleep(0.5)
+        body = {"model": folder, "prompt": [5, 6, 7, 8, 9], "max_tokens": 8}
+        get(f"http://127.0.0.1:{port}/v1/completions", {**body, "ignore_eos": True})
+        found = get(f"http://127.0.0.1:{metrics}/metrics")
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+    assert 'kv_canary_forwards_total{rank="0"} 8.0' in found
+    assert f'kv_canary_verified_slots_total{{rank="0"}} {sum(range(5, 12))}.0' in found
