@@ -227,6 +227,8 @@ class SlotBytes:
                 Ring.BATCH_ROW: row,
                 Ring.EXPECTED_SLOT: slot,
                 Ring.FOUND_WORD0: record[:, Record.WORD0],
+                # Verify compares it; here it says which bytes are sampled.
+                Ring.EXPECTED_LINEAGE: record[:, Record.LINEAGE],
                 Ring.FOUND_LINEAGE: record[:, Record.LINEAGE],
                 Ring.FOUND_WORD3: record[:, Record.WORD3],
                 Ring.FOUND_FINGERPRINT: record[:, Record.FINGERPRINT],
@@ -250,6 +252,7 @@ class SlotBytes:
                 Ring.POSITION: record[:, Record.WORD0] >> 32,
                 Ring.EXPECTED_WORD0: record[:, Record.WORD0],
                 Ring.FOUND_WORD0: record[:, Record.WORD0],
+                Ring.EXPECTED_LINEAGE: record[:, Record.LINEAGE],
                 Ring.FOUND_LINEAGE: record[:, Record.LINEAGE],
                 Ring.FOUND_WORD3: record[:, Record.WORD3],
                 Ring.FOUND_FINGERPRINT: record[:, Record.FINGERPRINT],

@@ -85,6 +85,9 @@ def test_an_overwritten_block_is_named(layout: str) -> None:
         kv.select(axis, blocks[1]).uniform_(-1, 1)
     due = [("A", blocks[1] * PAGE + i, PAGE + i, "verify_real_kv") for i in range(PAGE)]
     assert world.forward({"A": 1}) == due
+    # Nothing but the bytes is in doubt.
+    for found in world.canary.reporter.incidents[-1]["violations"]:
+        assert found["expected"]["lineage"] == found["found"]["lineage"]
 
 
 @each_layout
