@@ -248,6 +248,20 @@ def measurements_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_side_flags(
+    parser: argparse.ArgumentParser, *, input_len: int, context_length: int
+) -> None:
+    """The flags of a `Side`: its model, its prompts, its pool."""
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="Llama-3.1-8B")
+    parser.add_argument("--model-path", help="a checkpoint instead of a dummy shape")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--real-data", default="partial")
+    parser.add_argument("--input-len", type=int, default=input_len)
+    parser.add_argument("--context-length", type=int, default=context_length)
+    parser.add_argument("--disable-overlap-schedule", action="store_true")
+    parser.add_argument("--page-size", type=int, default=1)
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -264,22 +278,15 @@ def parse_args() -> argparse.Namespace:
         default="auto",
         help="whether the launches run beside the model: forms to compare",
     )
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="Llama-3.1-8B")
-    parser.add_argument("--model-path", help="a checkpoint instead of a dummy shape")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--real-data", default="partial")
+    add_side_flags(parser, input_len=1024, context_length=16384)
     parser.add_argument("--sweep-interval", type=int, default=0)
     parser.add_argument("--batch-size", type=int, nargs="*", default=[1, 16, 64, 256])
-    parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--prefill", type=int, nargs="*", default=[8192])
     parser.add_argument("--throughput", type=int, default=0, help="pairs of batches")
     parser.add_argument("--requests", type=int, default=256, help="of a batch")
     parser.add_argument("--slots", type=int, default=0)
-    parser.add_argument("--context-length", type=int, default=16384)
-    parser.add_argument("--disable-overlap-schedule", action="store_true")
-    parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument(
         "--record", type=int, default=0, help="compare recording of so many forwards"
     )

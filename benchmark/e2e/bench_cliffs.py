@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from bench_canary import WARM_STEPS, Side, timed
-from model_shapes import SHAPES, write_shape
+from bench_canary import WARM_STEPS, Side, add_side_flags, timed
+from model_shapes import write_shape
 
 from sglang.bench_utils.launch import run_report
 from sglang.bench_utils.report import Json, format_table, provenance
@@ -178,16 +178,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="Llama-3.1-8B")
-    parser.add_argument("--model-path", help="a checkpoint instead of a dummy shape")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     modes = [mode.value for mode in CanaryMode]
     parser.add_argument("--kv-canary", default="raise", choices=modes)
-    parser.add_argument("--real-data", default="partial")
-    parser.add_argument("--input-len", type=int, default=128, help="of decoding rows")
-    parser.add_argument("--page-size", type=int, default=1)
-    parser.add_argument("--context-length", type=int, default=40_000)
-    parser.add_argument("--disable-overlap-schedule", action="store_true")
+    add_side_flags(parser, input_len=128, context_length=40_000)
     sizes = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 100, 128, 160, 200, 230, 256]
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=sizes)
     lengths = [128, 256, 512, 1024, 2048, 4096, 8192, 12_000, 16_000, 24_000, 32_000]

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import bench_canary
 import torch
-from bench_canary import CLOCKS, Side, alternate, synchronize
-from model_shapes import SHAPES, write_shape
+from bench_canary import CLOCKS, Side, add_side_flags, alternate, synchronize
+from model_shapes import write_shape
 
 from sglang.bench_utils.launch import run_report
 from sglang.bench_utils.report import Json, format_table, provenance
@@ -195,19 +195,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="Llama-3.1-8B")
-    parser.add_argument("--model-path", help="a checkpoint instead of a dummy shape")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="of the steps")
-    parser.add_argument("--real-data", default="partial")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--input-len", type=int, default=2000)
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--page-size", type=int, default=1)
-    parser.add_argument("--context-length", type=int, default=16384)
-    parser.add_argument("--disable-overlap-schedule", action="store_true")
+    add_side_flags(parser, input_len=2000, context_length=16384)
     parser.add_argument("--output-file")
     args = parser.parse_args(argv)
     args.sweep_interval, args.fill_cache = 0, False

@@ -211,28 +211,19 @@ class SlotBytes:
         written = (record[:, Record.WORD3] >> CLOCK_SHIFT) & CLOCK_MASK
         due = readable & (record[:, Record.WORD0] != POISON_WORD)
         due &= written != (state.clock & CLOCK_MASK)
-        found = self.fingerprints(slot, record[:, Record.LINEAGE])
-        bad = due & (found != record[:, Record.FINGERPRINT])
         position = first[row] + element
+        bad, compared = self._compared(slot, record, due)
         return ByteFindings(
             count=bad.sum(),
             launch=Launch.VERIFY,
             columns={
-                Ring.REASONS: torch.where(bad, int(Reason.VERIFY_REAL_KV), 0),
+                **compared,
                 Ring.REQ_ROW: view.req_rows[row],
                 Ring.SERIAL: view.serials[row],
-                Ring.SLOT: slot,
                 Ring.POSITION: position,
                 Ring.EXPECTED_WORD0: pack_word0_tensor(-torch.ones_like(row), position),
                 Ring.BATCH_ROW: row,
                 Ring.EXPECTED_SLOT: slot,
-                Ring.FOUND_WORD0: record[:, Record.WORD0],
-                # Verify compares it; here it says which bytes are sampled.
-                Ring.EXPECTED_LINEAGE: record[:, Record.LINEAGE],
-                Ring.FOUND_LINEAGE: record[:, Record.LINEAGE],
-                Ring.FOUND_WORD3: record[:, Record.WORD3],
-                Ring.FOUND_FINGERPRINT: record[:, Record.FINGERPRINT],
-                Ring.COMPUTED_FINGERPRINT: found,
             },
         )
 
@@ -241,24 +232,39 @@ class SlotBytes:
         records; poisoned ones have none."""
         record = state.tail[slots]
         due = record[:, Record.WORD0] != POISON_WORD
-        found = self.fingerprints(slots, record[:, Record.LINEAGE])
-        bad = due & (found != record[:, Record.FINGERPRINT])
+        bad, compared = self._compared(slots, record, due)
         return ByteFindings(
             count=bad.sum(),
             launch=Launch.SWEEP,
             columns={
-                Ring.REASONS: torch.where(bad, int(Reason.VERIFY_REAL_KV), 0),
-                Ring.SLOT: slots,
+                **compared,
                 Ring.POSITION: record[:, Record.WORD0] >> 32,
                 Ring.EXPECTED_WORD0: record[:, Record.WORD0],
-                Ring.FOUND_WORD0: record[:, Record.WORD0],
-                Ring.EXPECTED_LINEAGE: record[:, Record.LINEAGE],
-                Ring.FOUND_LINEAGE: record[:, Record.LINEAGE],
-                Ring.FOUND_WORD3: record[:, Record.WORD3],
-                Ring.FOUND_FINGERPRINT: record[:, Record.FINGERPRINT],
-                Ring.COMPUTED_FINGERPRINT: found,
             },
         )
+
+    def _compared(
+        self, slots: Tensor, record: Tensor, due: Tensor
+    ) -> tuple[Tensor, dict[Ring, Tensor]]:
+        """(bool [n], bytes that differ from their record; the columns that say so).
+
+        Args:
+            record: of the slots, [n, words]. due: whose bytes count.
+        """
+        lineages = record[:, Record.LINEAGE]
+        found = self.fingerprints(slots, lineages)
+        bad = due & (found != record[:, Record.FINGERPRINT])
+        return bad, {
+            Ring.REASONS: torch.where(bad, int(Reason.VERIFY_REAL_KV), 0),
+            Ring.SLOT: slots,
+            Ring.FOUND_WORD0: record[:, Record.WORD0],
+            # Verify compares it; here it says which bytes are sampled.
+            Ring.EXPECTED_LINEAGE: lineages,
+            Ring.FOUND_LINEAGE: lineages,
+            Ring.FOUND_WORD3: record[:, Record.WORD3],
+            Ring.FOUND_FINGERPRINT: record[:, Record.FINGERPRINT],
+            Ring.COMPUTED_FINGERPRINT: found,
+        }
 
     def flip(self, slot: int, lineage: int) -> None:
         """Change a bit of K of `slot` inside the sample of a record with this lineage:

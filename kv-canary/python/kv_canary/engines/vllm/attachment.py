@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,6 +124,17 @@ def attach(runner: Any, settings: Settings) -> None:
             settings.mode.value,
             settings.real_data,
         )
+
+
+def sample_tokens(
+    method: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Around a runner's method of this name, which may have nothing to return."""
+    output = method(runner, *args, **kwargs)
+    attachment = attachment_of(runner)
+    if attachment is None or output is None:
+        return output
+    return attachment.tokens_of(output)
 
 
 def _create(runner: Any, settings: Settings) -> EngineCanary:

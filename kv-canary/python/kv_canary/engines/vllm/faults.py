@@ -291,12 +291,11 @@ def _stale_block(host: Host, rng: random.Random) -> Planted:
     host.until(lambda: host.is_running(name))
     stale = host.request(name).blocks[0][0]
     host.until(lambda: not host.is_running(name))
-    return _with_new_request(host, rng, _replace_cached(stale, rng))
+    return _with_new_request(host, rng, _replace_cached(stale, rng.randrange(2)))
 
 
-def _replace_cached(block: int, rng: random.Random) -> Callable[[Any], Read | None]:
-    """Point one of a new request's cached blocks to `block`."""
-    index = rng.randrange(2)
+def _replace_cached(block: int, index: int) -> Callable[[Any], Read | None]:
+    """Point a cached block of a new request, by its index, to `block`."""
 
     def change(request: Any) -> Read | None:
         if request.num_computed_tokens < (index + 1) * BLOCK:
@@ -318,14 +317,7 @@ def _copied_block(host: Host, rng: random.Random) -> Planted:
     for layer in _layers(host):
         layer[free].copy_(layer[source])
 
-    def change(request: Any) -> Read | None:
-        if request.num_computed_tokens < (index + 1) * BLOCK:
-            return None
-        request.block_ids = tuple(list(ids) for ids in request.block_ids)
-        request.block_ids[0][index] = free
-        return request.req_id, free, index
-
-    return _with_new_request(host, rng, change)
+    return _with_new_request(host, rng, _replace_cached(free, index))
 
 
 def _double_allocation(host: Host, rng: random.Random) -> Planted:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kv_canary.engines.hooks import Refusal, wrap
 from kv_canary.engines.step import ForwardReads, GroupReads
-from kv_canary.engines.vllm.attachment import attach, attachment_of
+from kv_canary.engines.vllm.attachment import attach, attachment_of, sample_tokens
 from kv_canary.engines.vllm.hooks_of import FORWARD_CONTEXT, V1_HOOKS
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def wrap_runner(settings: Settings) -> list[Callable[[], None]]:
         "pool": initialize_kv_cache,
         "step": _execute_model,
         "forward": _model_forward,
-        "tokens": _sample_tokens,
+        "tokens": sample_tokens,
     }
     return [wrap(hook, around[name]) for name, hook in V1_HOOKS.items()]
 
@@ -69,12 +69,6 @@ def _model_forward(
         reads = _reads(self, attachment.num_tokens, input_ids, positions)
         attachment.check(reads)
     return method(self, input_ids, positions, *args, **kwargs)
-
-
-def _sample_tokens(method: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    output = method(self, *args, **kwargs)
-    attachment = attachment_of(self)
-    return output if attachment is None else attachment.tokens_of(output)
 
 
 def _reads(

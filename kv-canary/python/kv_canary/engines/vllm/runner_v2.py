@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv_canary.engines.hooks import wrap
 from kv_canary.engines.step import ForwardReads, GroupReads
-from kv_canary.engines.vllm.attachment import attach, attachment_of
+from kv_canary.engines.vllm.attachment import attach, attachment_of, sample_tokens
 from kv_canary.engines.vllm.hooks_of import V2_HOOKS
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def wrap_runner(settings: Settings) -> list[Callable[[], None]]:
         "pool": initialize_kv_cache,
         "step": _execute_model,
         "forward": _prepare_attn,
-        "tokens": _sample_tokens,
+        "tokens": sample_tokens,
     }
     return [wrap(hook, around[name]) for name, hook in V2_HOOKS.items()]
 
@@ -66,14 +66,6 @@ def _prepare_attn(method: Method, self: Any, input_batch: Any) -> Any:
             _reads(input_batch, attachment.num_tokens, block_tables, slot_mappings)
         )
     return block_tables, slot_mappings
-
-
-def _sample_tokens(method: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    output = method(self, *args, **kwargs)
-    attachment = attachment_of(self)
-    if attachment is None or output is None:
-        return output
-    return attachment.tokens_of(output)
 
 
 def _reads(
