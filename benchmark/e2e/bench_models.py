@@ -19,7 +19,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from bench_canary import WARM_STEPS, Side, alternate
 from bench_decode import read_bandwidth
-from bench_prefill import matrix_rate
+from bench_prefill import kernels_of, matrix_rate
 from model_floors import ModelFloors, counting_experts
 from model_shapes import SHAPES, write_shape
 
@@ -73,24 +73,6 @@ def experts_of_a_step(side: Side) -> float:
         side.block(EAGER_STEPS)
     runner.graph_runner = graphs
     return chosen.mean
-
-
-def kernels_of(steps: int, work: Callable[[], object]) -> list[Json]:
-    """Microseconds per step of each kernel, the slowest first."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        work()
-        torch.cuda.synchronize()
-    rows = [
-        {
-            "kernel": event.key,
-            "us": event.self_device_time_total / steps,
-            "calls": event.count / steps,
-        }
-        for event in profile.key_averages()
-        if event.self_device_time_total
-    ]
-    return sorted(rows, key=lambda row: -row["us"])
 
 
 def profiled(sides: tuple[Side, Side], steps: int, work: Any) -> list[Json]:

@@ -1,11 +1,13 @@
 """Prefill of the whole scheduler on a real model shape with dummy weights.
 
-python benchmark/e2e/bench_prefill.py --shape Llama-3.1-8B --case 64x1024 1x8192
+python benchmark/e2e/bench_prefill.py --shape Llama-3.1-8B --case 64x1024 1x8192 4x32500
+python benchmark/e2e/bench_prefill.py --kv-canary raise --profile
 
 A case is requests x prompt tokens, one new token each, no shared prefix; its time runs
 from the first scheduler round to the last result. Also shown is the floor: flops of the
 model's products and causal attention over the matrix rate measured in the same run.
-The last line is one JSON document.
+With --profile the kernels of each case follow, by time. The last line is one JSON
+document.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from model_shapes import SHAPES, write_shape
 
+from sglang.bench_utils.report import Json
 from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.build import build_scheduler
@@ -58,7 +63,11 @@ def prefill_flops(shape: dict[str, Any], rows: int, length: int) -> float:
 def run_case(
     scheduler: Scheduler, io: ListIO, rows: int, length: int, seed: int
 ) -> float:
-    """Return the seconds from the first round to the last answer."""
+    """Return the seconds from the first round to the last answer.
+
+    Raises:
+        RuntimeError: a request was refused.
+    """
     generator = torch.Generator().manual_seed(seed)
     vocab = scheduler.model_config.vocab_size
     ids = torch.randint(0, vocab, (rows, length), generator=generator).tolist()
@@ -73,8 +82,37 @@ def run_case(
         scheduler.step()
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
+    for message in io.responses:
+        for output in getattr(message, "outputs", ()):
+            reason = output.finish_reason
+            if reason is not None and reason.type == "abort":
+                raise RuntimeError(f"{rows}x{length}: {reason.message}")
     io.responses.clear()
     return seconds
+
+
+def kernels_of(steps: int, work: Callable[[], object]) -> list[Json]:
+    """Microseconds per step of each kernel, the slowest first."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+        torch.cuda.synchronize()
+    rows = [
+        {
+            "kernel": event.key,
+            "us": event.self_device_time_total / steps,
+            "calls": event.count / steps,
+        }
+        for event in profile.key_averages()
+        if event.self_device_time_total
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
+
+
+def print_kernels(kernels: list[Json], most: int = 14) -> None:
+    for each in kernels[:most]:
+        name = str(each["kernel"])[:60]
+        print(f"  {each['us'] / 1e3:9.2f} ms {each['calls']:6.0f} x {name}")
 
 
 def main() -> None:
@@ -84,7 +122,10 @@ def main() -> None:
     parser.add_argument("--attention-backend", default=None)
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--kv-canary", default="none")
+    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
+    cases = [tuple(map(int, case.split("x"))) for case in args.case]
     rate = matrix_rate()
     io = ListIO()
     scheduler = build_scheduler(
@@ -93,7 +134,8 @@ def main() -> None:
             load_format="dummy",
             skip_tokenizer_init=True,
             device="cuda",
-            context_length=16384,
+            context_length=max(length for _, length in cases) + 64,
+            kv_canary=args.kv_canary,
             max_running_requests=64,
             attention_backend=args.attention_backend,
             page_size=args.page_size,
@@ -105,9 +147,8 @@ def main() -> None:
     backend = scheduler.server_args.attention_backend
     print(f"matrix rate {rate / 1e12:.0f} TFLOP/s, backend {backend}")
     print("case        ms   (best)    tok/s  floor ms")
-    results = []
-    for case in args.case:
-        rows, length = (int(part) for part in case.split("x"))
+    results: list[dict[str, Any]] = []
+    for case, (rows, length) in zip(args.case, cases, strict=True):
         run_case(scheduler, io, rows, length, seed=0)
         times = [
             run_case(scheduler, io, rows, length, seed=1 + i)
@@ -125,10 +166,14 @@ def main() -> None:
             }
         )
         print(
-            f"{case:8s} {median * 1e3:7.1f} {min(times) * 1e3:8.1f} "
+            f"{case:9s} {median * 1e3:7.1f} {min(times) * 1e3:8.1f} "
             f"{rows * length / median:8.0f} {floor * 1e3:9.1f}",
             flush=True,
         )
+        if args.profile:
+            again = partial(run_case, scheduler, io, rows, length, seed=1000)
+            results[-1]["kernels"] = kernels_of(1, again)
+            print_kernels(results[-1]["kernels"])
     document = {
         "benchmark": "bench_prefill",
         "shape": args.shape,
@@ -136,6 +181,7 @@ def main() -> None:
         "torch": torch.__version__,
         "attention_backend": backend,
         "page_size": args.page_size,
+        "kv_canary": args.kv_canary,
         "matrix_rate": rate,
         "results": results,
     }

@@ -120,8 +120,9 @@ def test_a_draft_takes_slots_from_the_target(model, monkeypatch):
     monkeypatch.setattr(runner, "server_args", args)
     monkeypatch.setattr(runner, "device", "cuda")
     each = runner.bytes_per_kv_slot()
-    graphs = runner.decode_graph_bytes() + runner.prefill_graph_bytes()
-    available = graphs + 10_000 * each
+    beside = runner.decode_graph_bytes() + runner.prefill_graph_bytes()
+    beside += runner.gathered_bytes()
+    available = beside + 10_000 * each
     monkeypatch.setattr(runner, "_available_bytes", lambda: available)
     monkeypatch.setattr(runner, "free_bytes_at_start", 0)
     alone = runner._pool_size(NO_DRAFT_MEMORY)
@@ -143,6 +144,18 @@ def test_expanded_latents_are_kept_free(tmp_path, monkeypatch):
     itemsize, latent = runner.dtype.itemsize, runner.model_config.latent
     block = PREFIX_BLOCK * (latent.width + 4 * (24 + 20)) * itemsize
     assert runner.expansion_bytes() == block + 64 * 4 * (20 + 1) * 4
+
+
+def test_gathered_prefixes_are_kept_free(model, monkeypatch):
+    """K and V of a context of one layer, where the backend gathers any."""
+    runner = ForwardHarness(model, slots=64, device="cpu").runner
+    assert runner.gathered_bytes() == 0
+    name = runner.server_args.attention_backend
+    able = dataclasses.replace(ATTENTION_BACKENDS[name], gathers_prefixes=True)
+    monkeypatch.setitem(ATTENTION_BACKENDS, name, able)
+    config = runner.model_config
+    per_token = config.num_kv_heads * config.head_dim * runner.dtype.itemsize
+    assert runner.gathered_bytes() == 2 * config.context_len * per_token
 
 
 def test_a_capture_says_what_it_took(model, caplog):

@@ -32,6 +32,7 @@ class AttentionBackendCapabilities:
         supports_window_slots: reads window slots of sliding layers.
         supports_latent: attends latents, which are K and V at once.
         expands_latents: long prefills attend keys and values made of them.
+        gathers_prefixes: long prefills attend copies of cached K and V.
     """
 
     devices: frozenset[str]
@@ -48,6 +49,7 @@ class AttentionBackendCapabilities:
     supports_window_slots: bool = False
     supports_latent: bool = False
     expands_latents: bool = False
+    gathers_prefixes: bool = False
 
 
 ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
@@ -93,6 +95,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         supports_window_slots=True,
         supports_latent=True,
         expands_latents=True,
+        gathers_prefixes=True,
     ),
     "flashinfer": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),

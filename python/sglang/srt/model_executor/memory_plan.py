@@ -1,4 +1,4 @@
-"""Estimates of the device memory beside weights and KV slots: graphs, expanded latents.
+"""Estimates of the device memory beside weights and KV slots: graphs, copies of KV.
 
 `--mem-fraction-static` covers weights, captured graphs, workspaces and the KV pool; the
 rest stays free for the other activations of prefill. The graphs are captured after the
@@ -183,6 +183,18 @@ def expansion_bytes(
     width = latent.width + heads * (latent.nope_dim + latent.value_dim)
     results = tokens * heads * (latent.value_dim + 1) * torch.float32.itemsize
     return max(tokens, PREFIX_BLOCK) * width * dtype.itemsize + results
+
+
+def gathered_bytes(
+    *, context_len: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Memory of the copy of cached K and V that a long prefill attends: a context of
+    one layer.
+
+    Args:
+        kv_heads: of this rank.
+    """
+    return 2 * context_len * kv_heads * head_dim * dtype.itemsize
 
 
 def cpu_pool_slots(

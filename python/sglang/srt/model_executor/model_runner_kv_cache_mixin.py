@@ -30,6 +30,7 @@ from sglang.srt.model_executor.memory_plan import (
     cpu_pool_slots,
     decode_graph_sizes,
     expansion_bytes,
+    gathered_bytes,
     graph_bytes,
     no_room_for_a_page,
     prefill_graph_bytes,
@@ -142,6 +143,20 @@ class ModelRunnerKVCacheMixin:
             latent,
             heads=self.model_config.num_heads // get_tp_group().size,
             tokens=min(limit for limit in limits if limit > 0),
+            dtype=self.dtype,
+        )
+
+    def gathered_bytes(self) -> int:
+        """Memory kept free for the prefixes that a prefill gathers."""
+        config, args = self.model_config, self.server_args
+        assert args.attention_backend is not None
+        capabilities = ATTENTION_BACKENDS[args.attention_backend]
+        if config.latent is not None or not capabilities.gathers_prefixes:
+            return 0
+        return gathered_bytes(
+            context_len=config.context_len,
+            kv_heads=max(config.num_kv_heads // get_tp_group().size, 1),
+            head_dim=config.head_dim,
             dtype=self.dtype,
         )
 
@@ -292,7 +307,8 @@ class ModelRunnerKVCacheMixin:
         # The rest stays free for the activations of prefill.
         kept_free = int(self.free_bytes_at_start * (1 - args.mem_fraction_static))
         kept_free += self.decode_graph_bytes() + self.prefill_graph_bytes()
-        kept_free += draft_memory.graph_bytes + self.expansion_bytes()
+        kept_free += draft_memory.graph_bytes
+        kept_free += self.expansion_bytes() + self.gathered_bytes()
         size = max(available - kept_free, 0) // per_token
         size -= self.page_size  # the scratch page
         if self.device == "cpu":

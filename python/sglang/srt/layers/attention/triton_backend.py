@@ -17,6 +17,14 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import (
 )
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
 from sglang.srt.layers.attention.triton_ops.extend_dense import reads_new
+from sglang.srt.layers.attention.triton_ops.extend_hopper import MIN_TOKENS
+from sglang.srt.layers.attention.triton_ops.extend_hopper import serves as hopper_serves
+from sglang.srt.layers.attention.triton_ops.extend_hopper_plan import (
+    ExtendPlan,
+    gathered_elements,
+    plan_extend,
+    plan_size,
+)
 from sglang.srt.layers.attention.triton_ops.extend_split import (
     ExtendWorkspace,
     extend_workspace,
@@ -75,13 +83,19 @@ class TritonAttnBackend(PagedAttnBackend):
         # Prefixes of the forward that was expanded last, the same for all layers.
         self._expanded: ForwardBatch | None = None
         self._prefix: tuple[PrefixBlock, ...] = ()
+        # The plan of the forward that was planned last.
+        self._planned: ForwardBatch | None = None
+        self._plan: ExtendPlan | None = None
+        self._plans = hopper_serves(
+            head_dim=self._head_dim, dtype=kv_pool.dtype, device=k_cache.device
+        )
 
     def with_table(self, page_table: Tensor, *, page_size: int) -> TritonAttnBackend:
         other = super().with_table(page_table, page_size=page_size)
         assert isinstance(other, TritonAttnBackend)
         other._rows = len(page_table)
         other._workspaces = {}
-        other._expanded = None
+        other._expanded = other._planned = None
         return other
 
     def wrap_calls(self, on_store: CallWrapper, on_attend: CallWrapper) -> bool:
@@ -146,7 +160,10 @@ class TritonAttnBackend(PagedAttnBackend):
             return self.expanded_op, {"expansion": expansion}
         if self._reads_new(forward_batch):
             # The store left k as the pool holds it.
-            return self.extend_op, {"k_new": k, "v_new": v}
+            options: dict[str, Any] = {"k_new": k, "v_new": v}
+            if layer.window <= 0 and layer.logit_cap == 0:
+                options["plan"] = self._plan_of(forward_batch)
+            return self.extend_op, options
         return self.extend_op, {"workspace": self._shared_workspace()}
 
     def _prefix_of(self, forward_batch: ForwardBatch) -> tuple[PrefixBlock, ...]:
@@ -163,6 +180,32 @@ class TritonAttnBackend(PagedAttnBackend):
                 most=latent_form.PREFIX_BLOCK,
             )
         return self._prefix
+
+    def _plan_of(self, forward_batch: ForwardBatch) -> ExtendPlan | None:
+        """None: `extend_hopper` does not serve this forward."""
+        if self._planned is not forward_batch:
+            self._planned = forward_batch
+            self._plan = self._new_plan(forward_batch) if self._plans else None
+        return self._plan
+
+    def _new_plan(self, forward_batch: ForwardBatch) -> ExtendPlan | None:
+        lens = forward_batch.lens_cpu
+        is_prefill = forward_batch.forward_mode is ForwardMode.EXTEND
+        if not is_prefill or lens is None or sum(lens.extend_lens) < MIN_TOKENS:
+            return None
+        size = plan_size(lens.prefix_lens, lens.extend_lens)
+        if size.elements > gathered_elements(self._max_context):
+            return None
+        view = self._view_of(forward_batch)
+        assert view.page_table is not None and forward_batch.qo_indptr is not None
+        return plan_extend(
+            view.page_table,
+            row_index=view.row_index,
+            page_size=view.page_size,
+            qo_indptr=forward_batch.qo_indptr,
+            prefix_lens=forward_batch.prefix_lens,
+            size=size,
+        )
 
     def _shared_workspace(self) -> ExtendWorkspace:
         """That of extends, and of decodes over latents."""

@@ -6,6 +6,8 @@ nothing of requests or layers; never waits for the device.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from sglang.srt.layers.attention.triton_ops.checks import check_inputs
@@ -13,6 +15,7 @@ from sglang.srt.layers.attention.triton_ops.extend_dense import (
     extend_dense,
     reads_new,
 )
+from sglang.srt.layers.attention.triton_ops.extend_hopper import extend_hopper
 from sglang.srt.layers.attention.triton_ops.extend_inputs import ExtendInputs
 from sglang.srt.layers.attention.triton_ops.extend_kernels import extend_kernel
 from sglang.srt.layers.attention.triton_ops.extend_split import (
@@ -26,6 +29,9 @@ from sglang.srt.layers.attention.triton_ops.extend_table import (
     extend_launch,
 )
 from sglang.srt.layers.ops.attention import tree_positions
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.triton_ops.extend_hopper_plan import ExtendPlan
 
 
 def extend_attention(
@@ -48,6 +54,7 @@ def extend_attention(
     v_new: Tensor | None = None,
     out: Tensor,
     workspace: ExtendWorkspace | None = None,
+    plan: ExtendPlan | None = None,
 ) -> None:
     """Attention of several new tokens per row, whose K and V are in the pool already.
 
@@ -62,10 +69,11 @@ def extend_attention(
             out: as in `sglang.srt.layers.ops.attention.extend_attention`; page_size a
             power of two, k_new and v_new aligned to 16 bytes.
         workspace: from `extend_workspace` for this head size.
+        plan: of this forward, with k_new and v_new: `extend_hopper` computes it.
 
     Raises:
-        ValueError: a window and a tree mask without positions, sm_scale <= 0, or shapes
-            that do not fit.
+        ValueError: a plan with a window, a cap or a tree mask, a window and a tree mask
+            without positions, sm_scale <= 0, or shapes that do not fit.
     """
     if sm_scale <= 0:
         raise ValueError(f"extend_attention: sm_scale={sm_scale} must be positive")
@@ -89,6 +97,9 @@ def extend_attention(
     )
     shape = inputs.shape()
     if shape.tokens == 0 or shape.rows == 0:
+        return
+    if plan is not None and k_new is not None and v_new is not None:
+        extend_hopper(inputs, k_new, v_new, plan)
         return
     if (
         k_new is not None

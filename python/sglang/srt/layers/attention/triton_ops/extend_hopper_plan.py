@@ -1,0 +1,119 @@
+"""Tiles of one forward's causal extend attention, and the slots of its prefixes.
+
+Made once per forward, read by every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+"""Queries of a tile, and KV elements of a block."""
+PLAN_COLUMNS = 8
+"""Columns of `ExtendPlan.tiles`; the last two are padding."""
+
+
+class ExtendPlan(NamedTuple):
+    """The work of `extend_hopper`, in its order.
+
+    Fields:
+        tiles: int32 [tiles, PLAN_COLUMNS], most work first. A tile of a request's new
+            tokens: the number of its first token in the batch, how many tokens the
+            request has from there on, how many elements of its prefix fill a last
+            block in part (0: none), its full blocks of the prefix, its full blocks of
+            new tokens before the tile, where its prefix begins in `prefix_slots`.
+        prefix_slots: [elements], row after row, each filled up to a whole block with
+            its last slot; None: no row has a prefix.
+    """
+
+    tiles: Tensor
+    prefix_slots: Tensor | None
+
+
+class PlanSize(NamedTuple):
+    """Tiles of a plan, and elements of its `prefix_slots`."""
+
+    tiles: int
+    elements: int
+
+
+def gathered_elements(context_len: int) -> int:
+    """Most elements of prefixes that a forward gathers, so that memory is bounded: a
+    whole context."""
+    return -(-context_len // BLOCK) * BLOCK
+
+
+def plan_size(prefix_lens: Sequence[int], extend_lens: Sequence[int]) -> PlanSize:
+    """Of a forward whose rows have these lengths."""
+    return PlanSize(
+        sum(-(-length // BLOCK) for length in extend_lens),
+        sum(-(-length // BLOCK) * BLOCK for length in prefix_lens),
+    )
+
+
+def plan_extend(
+    page_table: Tensor,
+    *,
+    row_index: Tensor | None,
+    page_size: int,
+    qo_indptr: Tensor,
+    prefix_lens: Tensor,
+    size: PlanSize,
+) -> ExtendPlan:
+    """The plan of a forward. Lengths are read where attention reads them otherwise, on
+    the device: the host's say how many tiles there are, and nothing else.
+
+    Args:
+        page_table, row_index, page_size, qo_indptr, prefix_lens: as in
+            `extend_attention`.
+        size: of these lengths.
+    """
+    padded = -(-prefix_lens // BLOCK) * BLOCK
+    prefix_ends = padded.cumsum(0)
+    prefix_rows = prefix_ends - padded
+    tiles = _tiles(qo_indptr, prefix_lens, prefix_rows, count=size.tiles)
+    if size.elements == 0:
+        return ExtendPlan(tiles, None)
+    number = torch.arange(size.elements, device=padded.device)
+    row = _rows_of(number, prefix_ends)
+    element = torch.minimum(number - prefix_rows[row], prefix_lens[row] - 1)
+    element = element.clamp(min=0)
+    table_row = row if row_index is None else row_index[row]
+    pages = page_table[table_row, element // page_size]
+    return ExtendPlan(tiles, pages + element % page_size)
+
+
+def _tiles(
+    qo_indptr: Tensor, prefix_lens: Tensor, prefix_rows: Tensor, *, count: int
+) -> Tensor:
+    """`ExtendPlan.tiles`."""
+    new = qo_indptr.diff()
+    counts = -(-new // BLOCK)
+    ends = counts.cumsum(0)
+    number = torch.arange(count, device=ends.device)
+    row = _rows_of(number, ends)
+    before = number - (ends - counts)[row]
+    prefix = prefix_lens[row]
+    full = prefix // BLOCK
+    columns = (
+        qo_indptr[row] + before * BLOCK,
+        new[row] - before * BLOCK,
+        prefix % BLOCK,
+        full,
+        before,
+        prefix_rows[row],
+    )
+    order = (full + before).argsort(descending=True, stable=True)
+    tiles = torch.zeros((count, PLAN_COLUMNS), dtype=torch.int32, device=ends.device)
+    tiles[:, : len(columns)] = torch.stack(columns, dim=1)[order]
+    return tiles
+
+
+def _rows_of(number: Tensor, ends: Tensor) -> Tensor:
+    """The rows that numbers belong to; row r owns those below ends[r]."""
+    row = torch.searchsorted(ends, number, right=True)
+    return row.clamp(max=len(ends) - 1)

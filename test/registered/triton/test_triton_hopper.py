@@ -1,0 +1,292 @@
+"""Extend attention on Hopper: its plan against a simple model, its kernel against the
+reference, and ahead of time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+from attention_problem import DEVICE, NAN, ON_GPU, assert_same, make_problem, make_sinks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
+from sglang.srt.layers.attention.triton_ops.extend_hopper import STAGES, serves
+from sglang.srt.layers.attention.triton_ops.extend_hopper_plan import (
+    BLOCK,
+    ExtendPlan,
+    plan_extend,
+    plan_size,
+)
+from sglang.srt.layers.ops.attention import extend_attention_ref
+from sglang.test.ahead_of_time import compile_in_a_process
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+
+register_cpu_ci(est_time=12, suite="cpu")
+register_cuda_ci(est_time=40, suite="cuda")
+
+on_hopper = pytest.mark.skipif(
+    not ON_GPU or torch.cuda.get_device_capability() != (9, 0),
+    reason="the kernel runs on compute capability 9.0 alone",
+)
+LENS = st.lists(
+    st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=6
+)
+
+
+def plan_of(problem: Any) -> ExtendPlan:
+    return plan_extend(
+        problem.page_table,
+        row_index=problem.row_index,
+        page_size=problem.page_size,
+        qo_indptr=problem.qo_indptr,
+        prefix_lens=problem.prefix_lens,
+        size=plan_size(problem.prefix_lens.tolist(), problem.new_lens.tolist()),
+    )
+
+
+# -- the plan --------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(lens=LENS, page_size=st.sampled_from([1, 16]))
+def test_a_plan_has_every_token_once_and_every_element_where_it_says(
+    lens: list[tuple[int, int]], page_size: int
+) -> None:
+    prefix_lens, new_lens = map(list, zip(*lens, strict=True))
+    problem = make_problem(
+        prefix_lens=prefix_lens, new_lens=new_lens, heads=(1, 1), page_size=page_size
+    )
+    plan = plan_of(problem)
+    slots = [] if plan.prefix_slots is None else plan.prefix_slots.tolist()
+    starts = problem.qo_indptr.tolist()
+    seen: list[tuple[int, int]] = []
+    work = []
+    for first, tokens, partial, full, before, at, *_ in plan.tiles.tolist():
+        row = max(r for r, new in enumerate(new_lens) if starts[r] <= first and new)
+        own = first - starts[row]
+        assert own == before * BLOCK
+        assert tokens == new_lens[row] - own
+        seen += [(row, own + i) for i in range(min(tokens, BLOCK))]
+        prefix = prefix_lens[row]
+        assert full * BLOCK + partial == prefix
+        expected = [problem.slot(row, element) for element in range(prefix)]
+        expected += expected[-1:] * (-prefix % BLOCK)
+        assert slots[at : at + len(expected)] == expected
+        work.append(full + before)
+    assert sorted(seen) == [
+        (r, t) for r, new in enumerate(new_lens) for t in range(new)
+    ]
+    assert work == sorted(work, reverse=True)
+
+
+# -- the kernel ------------------------------------------------------------------------
+
+
+def compare(
+    prefix_lens: list[int],
+    new_lens: list[int],
+    *,
+    sinks: torch.Tensor | None = None,
+    k_scale: float = 1.0,
+    **options: Any,
+) -> None:
+    """One launch and the reference; NaN in every slot and row that is not attended."""
+    options = {"heads": (8, 2), "head_dim": 128, "dtype": torch.bfloat16} | options
+    problem = make_problem(prefix_lens=prefix_lens, new_lens=new_lens, **options)
+    problem.k_cache.mul_(k_scale)
+    problem = problem.with_new_kv()
+    common = {
+        "page_table": problem.page_table,
+        "row_index": problem.row_index,
+        "qo_indptr": problem.qo_indptr,
+        "prefix_lens": problem.prefix_lens,
+        "page_size": problem.page_size,
+        "sm_scale": problem.sm_scale,
+        "k_new": problem.k_new,
+        "v_new": problem.v_new,
+        "sinks": sinks,
+    }
+    out, expected = torch.full_like(problem.q, 7), torch.full_like(problem.q, 7)
+    caches = (problem.k_cache, problem.v_cache)
+    extend_attention_ref(problem.q, *caches, **common, out=expected)
+    extend_attention(problem.q, *caches, **common, out=out, plan=plan_of(problem))
+    assert_same(out, expected)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", sorted(STAGES))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize(
+    ("prefix_lens", "new_lens"),
+    [
+        ([0], [1]),
+        ([0], [128]),
+        ([0], [1000]),
+        ([128], [128]),
+        ([1], [129]),
+        ([1000], [500]),
+        ([0, 130, 64, 5, 17, 0, 256], [37, 3, 150, 0, 1, 70, 257]),
+        ([0] * 40, [33] * 40),
+    ],
+)
+def test_kernel(
+    prefix_lens: list[int],
+    new_lens: list[int],
+    page_size: int,
+    dtype: torch.dtype,
+    head_dim: int,
+) -> None:
+    compare(prefix_lens, new_lens, page_size=page_size, dtype=dtype, head_dim=head_dim)
+
+
+@on_hopper
+@pytest.mark.parametrize("heads", [(1, 1), (2, 2), (6, 2), (20, 1), (64, 8)])
+def test_heads_of_the_kernel(heads: tuple[int, int]) -> None:
+    """Programs have one tile, and many."""
+    compare([0, 70], [700, 2000], heads=heads, has_row_index=False)
+
+
+@on_hopper
+def test_sinks_of_the_kernel() -> None:
+    compare([0, 300], [200, 130], sinks=make_sinks(8))
+
+
+@on_hopper
+def test_scores_far_apart() -> None:
+    compare([300], [400], k_scale=40.0)
+
+
+@on_hopper
+@pytest.mark.parametrize("name", ["k_new", "v_new"])
+def test_nan_of_a_request_stays_with_it(name: str) -> None:
+    problem = make_problem(
+        prefix_lens=[20, 90, 3],
+        new_lens=[9, 80, 140],
+        heads=(4, 2),
+        head_dim=128,
+        dtype=torch.bfloat16,
+    ).with_new_kv()
+    getattr(problem, name)[9 + 30, 1, 5] = NAN
+    out = torch.zeros_like(problem.q)
+    extend_attention(
+        problem.q,
+        problem.k_cache,
+        problem.v_cache,
+        page_table=problem.page_table,
+        row_index=problem.row_index,
+        qo_indptr=problem.qo_indptr,
+        prefix_lens=problem.prefix_lens,
+        page_size=problem.page_size,
+        sm_scale=problem.sm_scale,
+        k_new=problem.k_new,
+        v_new=problem.v_new,
+        out=out,
+        plan=plan_of(problem),
+    )
+    bad = out.isnan().flatten(1).any(1)
+    assert bad[9 + 30 : 9 + 80].all()
+    assert not bad[:9].any()
+    assert not bad[9 + 80 :].any()
+
+
+def test_who_is_served() -> None:
+    cpu = torch.device("cpu")
+    assert not serves(head_dim=128, dtype=torch.bfloat16, device=cpu)
+    device = torch.device(DEVICE)
+    assert not serves(head_dim=96, dtype=torch.bfloat16, device=device)
+    assert not serves(head_dim=128, dtype=torch.float32, device=device)
+
+
+def test_a_plan_serves_no_window() -> None:
+    problem = make_problem(prefix_lens=[3], new_lens=[5]).with_new_kv()
+    with pytest.raises(ValueError, match="window=4, .* leave out the plan"):
+        extend_attention(
+            problem.q,
+            problem.k_cache,
+            problem.v_cache,
+            page_table=problem.page_table,
+            row_index=problem.row_index,
+            qo_indptr=problem.qo_indptr,
+            prefix_lens=problem.prefix_lens,
+            page_size=problem.page_size,
+            sm_scale=problem.sm_scale,
+            window=4,
+            k_new=problem.k_new,
+            v_new=problem.v_new,
+            out=torch.empty_like(problem.q),
+            plan=plan_of(problem),
+        )
+
+
+# -- ahead of time ---------------------------------------------------------------------
+
+
+@functools.cache
+def compiled() -> list[dict[str, Any]]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    output = compile_in_a_process([__file__, "--compile"], env=env)
+    found: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
+    return found
+
+
+@pytest.mark.skipif(ON_GPU, reason="the kernel itself runs there")
+def test_it_compiles_without_spilling() -> None:
+    assert {each["head_dim"] for each in compiled()} == set(STAGES)
+    for each in compiled():
+        assert each["wgmma"] > 0
+        assert each["copies"] > 0
+        assert each["shared"] <= 232448
+        assert each.get("STACK", 0) == 0
+
+
+def compile_all() -> list[dict[str, Any]]:
+    """Compile the kernel for each head size; what it takes of a multiprocessor."""
+    import triton
+    from test_triton_attention_aot import HOPPER, resources
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from sglang.srt.layers.attention.triton_ops.extend_hopper import _layout
+    from sglang.srt.layers.attention.triton_ops.extend_hopper_kernels import (
+        extend_hopper_kernel,
+    )
+
+    found = []
+    for head_dim, stages in STAGES.items():
+        constants = {"HEADS": 32, "GROUP": 4, "D": head_dim}
+        constants |= {"BLOCK": BLOCK, "STAGES": stages, "sinks": None}
+        types = {name: "constexpr" for name in constants}
+        for name in ("q_tiles", "out_tiles", "k_new", "v_new", "k_prefix", "v_prefix"):
+            rows = BLOCK // 2 if name.endswith("tiles") else BLOCK
+            layout = _layout(rows, head_dim, torch.bfloat16)
+            types[name] = f"tensordesc<bf16{[rows, head_dim]},{layout!r}>"
+        types |= {"out": "*bf16", "out_stride": "i32", "plan": "*i32"}
+        types |= {"items": "i32", "factor": "fp32"}
+        names = extend_hopper_kernel.arg_names
+        source = GluonASTSource(
+            extend_hopper_kernel,
+            {name: types[name] for name in names},
+            {(names.index(name),): value for name, value in constants.items()},
+            {(names.index(n),): [["tt.divisibility", 16]] for n in ("out", "plan")},
+        )
+        kernel = triton.compile(source, target=HOPPER, options={"num_warps": 4})
+        found.append(
+            {
+                "head_dim": head_dim,
+                "shared": kernel.metadata.shared,
+                "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
+                "copies": kernel.asm["ptx"].count("cp.async.bulk.tensor"),
+                **resources(kernel.asm["cubin"]),
+            }
+        )
+    return found
+
+
+if __name__ == "__main__" and "--compile" in sys.argv:
+    print(json.dumps(compile_all()))
