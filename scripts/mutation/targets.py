@@ -75,6 +75,12 @@ SPEC_TESTS = (
     "spec/test_node_history.py",
     "spec/test_spec_features.py",
 )
+# Pools with window slots, and the attention that reads them.
+WINDOW_TESTS = (
+    "mem_cache/test_swa_memory.py",
+    "kv_canary/test_window_canary.py",
+    "mock_model/test_window_soak.py",
+)
 CORE_TESTS = (
     "kv_canary/test_canary_kernels.py",
     "kv_canary/test_canary_properties.py",
@@ -106,7 +112,7 @@ AREAS = (
             "mem_cache.tree_node",
         ),
         worlds=BOTH,
-        tests=MEMORY_TESTS + SCHEDULER_TESTS,
+        tests=MEMORY_TESTS + SCHEDULER_TESTS + WINDOW_TESTS,
     ),
     Area(
         name="batch",
@@ -175,6 +181,7 @@ AREAS = (
             "kv_canary/test_attention_calls.py",
             SCHEDULER_TESTS[2],
             *SPEC_TESTS,
+            *WINDOW_TESTS,
         ),
     ),
     Area(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pytest
 from scheduler_world import pages, prompt_of
 
+from sglang.srt.layers.logprobs import HostLogprob
 from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.schedule_policy import (
@@ -291,6 +292,16 @@ def test_a_prefix_that_is_being_prefilled(more: int, deferred: bool) -> None:
     assert adder.add(make_req(tokens)) is Admission.ADDED
     req = make_req([*tokens[:more], 999, 998])
     assert (adder.add(req) is Admission.DEFERRED) == deferred
+
+
+def test_a_request_taken_back_keeps_the_logprobs_of_its_tokens() -> None:
+    req = make_req([5, 6, 7])
+    for token in range(10, 14):
+        req.tokens.append(token)
+        req.output_logprobs.append(HostLogprob(-float(token), []))
+    req.rewind(5)
+    assert req.tokens.tolist() == [5, 6, 7, 10, 11]
+    assert [each.logprob for each in req.output_logprobs] == [-10.0, -11.0]
 
 
 if __name__ == "__main__":

@@ -133,6 +133,17 @@ def test_in_draft_trees(
     assert_same(found, expected)
 
 
+def test_requests_whose_grammar_compiles_fill_the_queue(tiny: Path) -> None:
+    harness = EngineHarness(tiny, max_queued_requests=3)
+    rids = [
+        harness.submit([65], max_new_tokens=3, regex="[a-c]{2,9}") for _ in range(5)
+    ]
+    answers = harness.run()
+    refused = [rid for rid in rids if answers[rid].finish_reason.type == "abort"]
+    assert refused == rids[3:]
+    assert {answers[rid].finish_reason.status_code for rid in refused} == {503}
+
+
 def test_one_that_no_state_can_follow_is_a_500(
     tiny: Path, set_limits: SetLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
