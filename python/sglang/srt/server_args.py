@@ -661,6 +661,20 @@ class ServerArgs:
         return has_prefill_graphs(self)
 
     @property
+    def draft_token_offset(self) -> int:
+        """Slot p of the draft's pool holds token p + this: 1 for a head, which reads a
+        token beside the target's state of the position before; 0 for a language model
+        of its own."""
+        return int(self.speculative_algorithm != "STANDALONE")
+
+    @property
+    def draft_lead(self) -> int:
+        """Tokens that have KV in the draft's pool and not yet in the target's when an
+        iteration begins. The draft has read the newest token in any case; a head has it
+        one slot earlier."""
+        return 1 - self.draft_token_offset
+
+    @property
     def tree_shape(self) -> TreeShape:
         """Shape of the draft tree; only with --speculative-algorithm.
 

@@ -159,16 +159,18 @@ def worker_of(harness: EngineHarness) -> EAGLEWorkerV2:
 
 
 def write_mock_models(
-    folder: Path, *, source: str = "hidden", **target: Any
+    folder: Path,
+    *,
+    kind: str = "EAGLE",
+    source: str | None = "hidden",
+    **target: Any,
 ) -> dict[str, Path]:
-    """A mock target, with further fields `target`, and its draft, whose proposals come
-    from `source`."""
+    """A mock target, with further fields `target`, and its draft of this kind, whose
+    proposals come from `source`."""
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
     return {
         "model": write_mock_model(folder / "target", **sizes, **target),
-        "draft": write_mock_draft(
-            folder / "draft", kind="EAGLE", source=source, **sizes
-        ),
+        "draft": write_mock_draft(folder / "draft", kind=kind, source=source, **sizes),
     }
 
 

@@ -110,6 +110,16 @@ REFUSED = [
         drafts(CHAIN, chunked_prefill_size=-1),
         "--chunked-prefill-size above 0",
     ),
+    (
+        SAMPLED_TAIL,
+        drafts(CHAIN, speculative_algorithm="STANDALONE"),
+        "--speculative-algorithm EAGLE or EAGLE3",
+    ),
+    (
+        PROMPT_TAIL,
+        drafts(TREE, speculative_algorithm="STANDALONE"),
+        "--speculative-algorithm EAGLE or EAGLE3",
+    ),
     (NARROW_ROWS, plain(), "--speculative-algorithm"),
     # A reserve of 8 and headroom for 4 + 4.
     (NARROW_ROWS, drafts(CHAIN), "take a larger --page-size"),

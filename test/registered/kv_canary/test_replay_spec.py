@@ -62,17 +62,25 @@ def test_planted_faults_appear_at_the_same_forward(
     assert reproduced >= REQUIRED_SHARE * SEEDS
 
 
-@pytest.mark.parametrize(("tree", "page_size"), [TREE, CHAIN], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "tree", "page_size"),
+    [("EAGLE", *TREE), ("EAGLE", *CHAIN), ("STANDALONE", *TREE)],
+    ids=str,
+)
 def test_a_clean_run_replays_clean(
     models: dict[str, Path],
+    kind: str,
     tree: tuple[int, int, int],
     page_size: int,
     tmp_path: Path,
 ) -> None:
+    if kind == "STANDALONE":
+        models = write_mock_models(tmp_path / kind, kind=kind, source=None)
     for seed in range(count(ci=1, full=20)):
         harness = speculating(
             models["model"],
             models["draft"],
+            speculative_algorithm=kind,
             tree=tree,
             page_size=page_size,
             kv_canary_report_dir=str(tmp_path),

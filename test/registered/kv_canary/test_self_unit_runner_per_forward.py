@@ -357,6 +357,7 @@ class TestCanaryManagerActiveSingleForwardManagerDispatch:
             pool=runner.token_to_kv_pool,
             config=config,
             device=runner.device,
+            is_draft=False,
             kv_token_id_vs_position_offset=0,
             req_rows=rows + 1,
             max_rows=rows,

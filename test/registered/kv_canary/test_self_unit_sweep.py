@@ -53,6 +53,7 @@ def make_sweeper(
         pool=pool,
         config=CanaryConfig(mode=CanaryMode.LOG, real_data=RealData.NONE),
         device="cpu",
+        is_draft=False,
         kv_token_id_vs_position_offset=0,
         req_rows=5,
         max_rows=4,

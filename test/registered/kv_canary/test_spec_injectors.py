@@ -33,7 +33,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
-from sglang.test.scale import count
+from sglang.test.scale import count, is_full
 from sglang.test.spec_canary_traffic import (
     CONTEXT,
     POOLS,
@@ -81,6 +81,12 @@ def id_of(value: object) -> str:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_mock_models(tmp_path_factory.mktemp("mock"))
+
+
+@pytest.fixture(scope="module")
+def with_language_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("standalone")
+    return write_mock_models(folder, kind="STANDALONE", source=None)
 
 
 def cases() -> list[tuple[str, str, tuple[tuple[int, int, int], int]]]:
@@ -186,6 +192,46 @@ def test_is_reported_by_the_first_read(
     name: str,
     shape: tuple[tuple[int, int, int], int],
 ) -> None:
+    plant_and_check(pool, name, shape, models)
+
+
+# Slots of a language model hold their own tokens, and it is one token ahead.
+IN_CI_STANDALONE = {
+    ("no_draft_prefix", CHAIN),
+    ("skip_draft_extend", CHAIN),
+    ("drop_draft_extend_rows", TREE),
+    ("branch_offset", WIDE),
+    ("skipped_move", TREE),
+    ("record", TREE),
+}
+
+
+@pytest.mark.parametrize(
+    ("pool", "name", "shape"),
+    [
+        c
+        for c in cases()
+        if is_full() or (c[0] == "draft" and c[1:] in IN_CI_STANDALONE)
+    ],
+    ids=id_of,
+)
+def test_is_reported_with_a_language_model_as_the_draft(
+    with_language_model: dict[str, Path],
+    pool: str,
+    name: str,
+    shape: tuple[tuple[int, int, int], int],
+) -> None:
+    algorithm = {"speculative_algorithm": "STANDALONE"}
+    plant_and_check(pool, name, shape, with_language_model, **algorithm)
+
+
+def plant_and_check(
+    pool: str,
+    name: str,
+    shape: tuple[tuple[int, int, int], int],
+    models: dict[str, Path],
+    **options: Any,
+) -> None:
     tree, page_size = shape
     for seed in SEEDS:
         outcome = plant_in(
@@ -196,6 +242,7 @@ def test_is_reported_by_the_first_read(
             tree=tree,
             page_size=page_size,
             max_total_tokens=128 * page_size + 4096,
+            **options,
         )
         check_named(outcome, tree[0])
         # Nothing of the step that failed was sent, and nothing wrong before it.
@@ -204,17 +251,24 @@ def test_is_reported_by_the_first_read(
             check_answer(outcome.asked[rid], answer.output_ids)
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    ("algorithm", "pool"), [*(("EAGLE", p) for p in POOLS), ("STANDALONE", "draft")]
+)
 def test_sweep_finds_what_only_the_cache_holds(
-    models: dict[str, Path], pool: str
+    models: dict[str, Path],
+    with_language_model: dict[str, Path],
+    algorithm: str,
+    pool: str,
 ) -> None:
     """The pass of the same launch finds it: it takes all cached slots."""
+    folders = models if algorithm == "EAGLE" else with_language_model
     for seed in SEEDS:
         outcome = plant_in(
             pool,
             "real_kv_unused_cache",
             seed=seed,
-            **models,
+            **folders,
+            speculative_algorithm=algorithm,
             tree=(4, 4, 12),
             page_size=4,
             kv_canary_sweep_interval=1,

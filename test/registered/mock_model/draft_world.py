@@ -48,6 +48,8 @@ class Pair:
         self.target = ForwardHarness(target_folder, **args)
         self.draft = ForwardHarness(folder, is_draft_worker=True, **args)
         self.model = self.draft.runner.model
+        # The draft's row p has token p + this.
+        self.offset = int(kind != "STANDALONE")
         config = self.draft.runner.model_config
         self.settings = DraftSettings.from_config(config)
         target = self.target.runner.model
@@ -75,13 +77,21 @@ class Pair:
         return output.next_token_logits, output.hidden_states
 
     def prefill(self, tokens, states=None):
-        """Both rows of one request: the draft's slot p belongs to token p + 1."""
+        """The draft's row of one request, and its proposals at all positions."""
         target_row = self.target.new_row(tokens[:-1])
-        row = self.draft.new_row(tokens[1:])
+        row = self.draft_row(tokens)
         span = len(tokens) - 1
         own = self.target_states([(target_row, span)])
         states = own if states is None else states
         return row, self.propose(ForwardMode.EXTEND, [(row, span)], states)
+
+    def draft_row(self, tokens):
+        """A row of the draft as long as the target's of all `tokens` but the last."""
+        return self.draft.new_row(tokens[self.offset : len(tokens) - 1 + self.offset])
+
+    def append(self, row, tokens):
+        """Let the draft's row follow `tokens`, which have got one more."""
+        self.draft.append(row, tokens[self.offset - 2])
 
     def release(self, row):
         self.draft.release(row)
@@ -101,10 +111,11 @@ def folds_of(tokens):
     return folds
 
 
-def expected_rows(settings, tokens, dtype):
+def expected_rows(pair, tokens):
     """Logits and hidden states of draft rows 0 .. len(tokens) - 2."""
-    fold0, fold1 = (fold[1:] for fold in folds_of(tokens))
-    places = torch.arange(1, len(tokens))
+    settings, dtype = pair.settings, pair.draft.runner.dtype
+    places = torch.arange(len(tokens) - 1) + pair.offset
+    fold0, fold1 = (fold[places] for fold in folds_of(tokens))
     code, weights = mock_draft_math.proposal(fold0, fold1, places, settings)
     bits = (code[:, None] >> torch.arange(12)) & 1
     hot = settings.hot_token_ids()
@@ -116,7 +127,7 @@ def expected_rows(settings, tokens, dtype):
 
 
 def assert_rows(pair, found, tokens, rows=slice(None)):
-    expected = expected_rows(pair.settings, tokens, pair.draft.runner.dtype)
+    expected = expected_rows(pair, tokens)
     for actual, wanted in zip(found, expected, strict=True):
         assert torch.equal(actual.cpu(), wanted[rows])
 
@@ -126,7 +137,7 @@ def check_rows(pair, rng, lengths, *, num_steps=5):
     row proposes what the tokens imply."""
     batch = [random_tokens(rng, length) for length in lengths]
     target_rows = [pair.target.new_row(tokens[:-1]) for tokens in batch]
-    rows = [pair.draft.new_row(tokens[1:]) for tokens in batch]
+    rows = [pair.draft_row(tokens) for tokens in batch]
     states = [torch.empty(0)] * len(batch)
     done = [0] * len(batch)
     while todo := [i for i, tokens in enumerate(batch) if done[i] < len(tokens) - 1]:
@@ -145,7 +156,7 @@ def check_rows(pair, rng, lengths, *, num_steps=5):
     for _ in range(num_steps):
         for row, tokens in zip(rows, batch, strict=True):
             tokens.append(rng.randrange(VOCAB))
-            pair.draft.append(row, tokens[-1])
+            pair.append(row, tokens)
         logits, hidden = pair.propose(
             ForwardMode.DECODE, [(row, None) for row in rows], torch.cat(states)
         )

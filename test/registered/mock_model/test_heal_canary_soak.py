@@ -39,17 +39,25 @@ PLAIN = [
     (16, 800, 32, "lpm", True, True),
     (4, 600, 128, "fcfs", False, True),
 ]
-# (tree, page size, slots, overlap)
+# (kind of the draft, tree, page size, slots, overlap)
 SPECULATIVE = [
-    ((1, 4, 5), 4, 1600, True),
-    ((4, 4, 12), 4, 2400, False),
-    ((8, 5, 24), 64, 12288, True),
+    ("EAGLE", (1, 4, 5), 4, 1600, True),
+    ("EAGLE", (4, 4, 12), 4, 2400, False),
+    ("EAGLE", (8, 5, 24), 64, 12288, True),
+    ("STANDALONE", (4, 4, 12), 4, 2400, True),
 ]
+IN_CI = 3
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_mock_models(tmp_path_factory.mktemp("mock"))
+
+
+@pytest.fixture(scope="module")
+def with_language_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("standalone")
+    return write_mock_models(folder, kind="STANDALONE", source=None)
 
 
 HEALING: dict[str, Any] = {
@@ -111,14 +119,19 @@ def test_plain(
 
 
 @pytest.mark.parametrize(
-    "configuration", SPECULATIVE, ids=lambda c: str(c).replace(" ", "")
+    "configuration",
+    SPECULATIVE[: count(ci=IN_CI, full=len(SPECULATIVE))],
+    ids=lambda c: str(c).replace(" ", ""),
 )
 def test_speculation(
-    models: dict[str, Path], configuration: tuple[tuple[int, int, int], int, int, bool]
+    models: dict[str, Path],
+    with_language_model: dict[str, Path],
+    configuration: tuple[str, tuple[int, int, int], int, int, bool],
 ) -> None:
-    tree, page_size, slots, overlap = configuration
+    kind, tree, page_size, slots, overlap = configuration
     harness = speculating(
-        **models,
+        **(models if kind == "EAGLE" else with_language_model),
+        speculative_algorithm=kind,
         tree=tree,
         page_size=page_size,
         max_total_tokens=slots,

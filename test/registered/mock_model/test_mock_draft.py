@@ -63,7 +63,8 @@ def test_the_truth_has_the_ranks_that_the_table_wants(tmp_path, target_folder, h
     pair = Pair(tmp_path, target_folder, head)
     tokens = random_tokens(random.Random(9), 500)
     _, (logits, _) = pair.prefill(tokens)
-    truth = torch.tensor(next_tokens(tokens, vocab_size=VOCAB)[1:])
+    after = next_tokens(tokens, vocab_size=VOCAB)[pair.offset :]
+    truth = torch.tensor(after[: len(logits)])
     hot = pair.model.hot_token_ids
     if hot is not None:
         logits = torch.empty_like(logits).index_copy_(1, hot, logits)
@@ -135,9 +136,9 @@ def test_damaged_hidden_states_change_the_proposals(
     tokens = random_tokens(random.Random(5), 80)
     target_row = pair.target.new_row(tokens[:-1])
     right = pair.target_states([(target_row, 79)])
-    row = pair.draft.new_row(tokens[1:])
+    row = pair.draft_row(tokens)
     logits, _ = pair.propose(ForwardMode.EXTEND, [(row, 79)], damage(right))
-    expected, _ = expected_rows(pair.settings, tokens, pair.draft.runner.dtype)
+    expected, _ = expected_rows(pair, tokens)
     assert not (logits == expected).all(-1).any()
 
 
@@ -197,9 +198,9 @@ def test_damaged_slots_change_the_proposals(
         k, v = pair.draft.runner.token_to_kv_pool.get_kv_buffer(trial % 2)
         SLOT_DAMAGES[damage](k, v, slot, other)
         tokens.append(rng.randrange(VOCAB))
-        pair.draft.append(row, tokens[-1])
+        pair.append(row, tokens)
         logits, _ = pair.propose(ForwardMode.DECODE, [(row, None)], hidden[-1:])
-        expected, _ = expected_rows(pair.settings, tokens, pair.draft.runner.dtype)
+        expected, _ = expected_rows(pair, tokens)
         assert not torch.equal(logits, expected[-1:])
         pair.release(row)
         pair.release(stranger)
@@ -210,7 +211,7 @@ def test_logits_rows_and_hidden_states_follow_the_capture_mode(tmp_path, target_
     tokens = random_tokens(random.Random(3), 12)
     target_row = pair.target.new_row(tokens[:-1])
     states = pair.target_states([(target_row, 11)])
-    row = pair.draft.new_row(tokens[1:])
+    row = pair.draft_row(tokens)
     batch = dataclasses.replace(
         pair.draft.prepare(ForwardMode.EXTEND, [(row, 11)]),
         spec_info=Spec(hidden_states=states),

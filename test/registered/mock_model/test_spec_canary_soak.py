@@ -36,7 +36,7 @@ register_cuda_ci(est_time=300, suite="cuda")
 REQUESTS = count(ci=7, full=2000)
 # Few requests must make the pool short by their length, many do it by their number.
 LONGEST_OUTPUT = count(ci=160, full=60)
-ALGORITHMS = ["EAGLE", "EAGLE3"]
+ALGORITHMS = ["EAGLE", "EAGLE3", "STANDALONE"]
 # topk -> (topk, steps, nodes), and where the mock draft's proposals come from.
 TREES = {
     1: ((1, 4, 5), "attention"),
@@ -52,7 +52,8 @@ def configurations() -> list[tuple[str, int, int]]:
     shapes = list(itertools.product(TREES, SLOTS))
     if is_full() or torch.cuda.is_available():
         return [(name, *shape) for name in ALGORITHMS for shape in shapes]
-    return [(ALGORITHMS[i % 2], *shape) for i, shape in enumerate(shapes)]
+    diagonal = [(ALGORITHMS[i % 2], *shape) for i, shape in enumerate(shapes)]
+    return [*diagonal, ("STANDALONE", 4, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,13 @@ class Reads:
             lens, rows = int(part.seq_lens.sum()), len(batch)
             inner = shape.num_steps - 1
             self.read["target"] += lens
+            # A language model reads the newest token of new requests first.
+            lead, starts = harness.server_args.draft_lead, batch.starting_rows
+            if lead and len(starts):
+                self.read["draft"] += int(part.seq_lens[starts].sum())
+                self.written["draft"] += len(starts) * shape.accept_width
+                self.forwards["draft"] += 1
+            lens += lead * rows
             self.written["target"] += rows * shape.num_draft_tokens
             self.forwards["target"] += 1
             # Inner step i: a row per branch, over the prefix and i drafts.
@@ -138,7 +146,7 @@ def test_nothing_is_reported(
     draft = write_mock_draft(
         folder / f"{algorithm}-{source}",
         kind=algorithm,
-        source=source,
+        source=None if algorithm == "STANDALONE" else source,
         vocab_size=VOCAB,
         max_position_embeddings=CONTEXT,
     )

@@ -60,8 +60,9 @@ def install_canary(
         return None
     pool = model_runner.token_to_kv_pool
     req_to_token_pool = model_runner.req_to_token_pool
-    topk, num_managers, tree_depth = 1, 1, 0
+    topk, num_managers, tree_depth, token_offset = 1, 1, 0, 0
     if is_draft:
+        token_offset = server_args.draft_token_offset
         shape = server_args.tree_shape
         topk, num_managers = shape.topk, max(1, shape.num_steps - 1)
     elif server_args.speculative_algorithm is not None:
@@ -70,7 +71,8 @@ def install_canary(
         attach_canary_buffers,
         config=config,
         device=pool.device,
-        kv_token_id_vs_position_offset=int(is_draft),
+        is_draft=is_draft,
+        kv_token_id_vs_position_offset=token_offset,
         req_rows=req_to_token_pool.size + 1,
         max_rows=req_to_token_pool.size * topk,
         num_managers=num_managers,

@@ -27,11 +27,11 @@ class PrefixLineages:
     """Lineages in one pool, each token counted once while its request lives.
 
     Args:
-        is_draft: for a draft's pool, where slot p holds token p + 1.
+        token_offset: slot p holds token p + this; those before it are in the seed.
     """
 
-    def __init__(self, *, is_draft: bool) -> None:
-        self._offset = int(is_draft)
+    def __init__(self, *, token_offset: int) -> None:
+        self._offset = token_offset
         # Of how many slots the lineage is known, and the lineage.
         self._known: WeakKeyDictionary[TokenOwner, tuple[int, int]] = (
             WeakKeyDictionary()

@@ -100,6 +100,8 @@ class ScheduleBatch:
         serials: int64 [R] on the host; replaced, never changed.
         seq_lens, req_pool_indices: the same on the device.
         sampling_info: of the requests, without grammar masks.
+        starting_rows: int64, rows that hold slots for a speculative iteration and have
+            begun none since their prefill.
     """
 
     def __init__(self, reqs: list[Req], env: BatchEnvironment) -> None:
@@ -117,6 +119,7 @@ class ScheduleBatch:
         self._out_cache_loc = torch.empty(0, dtype=torch.int64)
         self._prefix_lens: IntArray = self.seq_lens_cpu
         self._num_decodes = 0
+        self.starting_rows: IntArray = _NO_ROWS
         self._prefix_lens_device = self.seq_lens
 
     def __len__(self) -> int:
@@ -271,6 +274,10 @@ class ScheduleBatch:
         batch._advance(torch.cat(slots).to(env.device), ends)
         for req, length in zip(reqs, allocated, strict=True):
             req.allocated_len = length
+        is_started = [
+            not r.is_chunked and r.allocated_len > r.committed_len for r in reqs
+        ]
+        batch.starting_rows = np.flatnonzero(is_started)
         return batch
 
     def prepare_for_decode(self) -> bool:
@@ -309,16 +316,19 @@ class ScheduleBatch:
         `seq_lens_cpu` counts what is known."""
         reqs = self.reqs
         committed = np.fromiter((r.committed_len for r in reqs), np.int64)
+        held = np.fromiter((r.allocated_len for r in reqs), np.int64)
         allocated = EagleDraftInput.prepare_for_decode(
             self.env.cache,
             req_pool_indices=self.req_pool_indices_cpu,
             committed=committed,
-            allocated=np.fromiter((r.allocated_len for r in reqs), np.int64),
+            allocated=held,
             reserve=self.env.decode_reserve,
         )
         if allocated is None:
             return False
         self.seq_lens_cpu = self._prefix_lens = committed
+        # A prefill takes the slots of its tokens and no more.
+        self.starting_rows = np.flatnonzero(held == committed)
         for req, end in zip(reqs, allocated.tolist(), strict=True):
             req.allocated_len = end
         return True
@@ -326,6 +336,10 @@ class ScheduleBatch:
     def identity(self) -> torch.Tensor:
         """int64 [4, R] on the device, the fields of `RowIdentity`."""
         return torch.cat((self.req_pool_indices[None], self._identity))
+
+    def identity_of(self, rows: IntArray) -> torch.Tensor:
+        """The same of these rows, [4, len(rows)]."""
+        return self.identity().index_select(1, self._upload(rows))
 
     def known_lens(self) -> list[int] | None:
         """Tokens with KV, where attention needs them on the host; exact only while no
@@ -513,6 +527,9 @@ def _input_logprob_spans(
                 )
             )
     return tuple(found)
+
+
+_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
 
 @lru_cache(maxsize=512)

@@ -109,6 +109,7 @@ def get_alloc_len_per_decode(server_args: ServerArgs) -> int:
         topk=shape.topk,
         num_steps=shape.num_steps,
         num_draft_tokens=shape.num_draft_tokens,
+        draft_lead=server_args.draft_lead,
     )
 
 

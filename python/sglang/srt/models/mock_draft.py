@@ -41,6 +41,8 @@ class MockForCausalLMEagle(DraftModel):
     """
 
     algorithm = "EAGLE"
+    # The row at position p has token p + this.
+    token_offset = 1
 
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
         super().__init__(config)
@@ -62,18 +64,19 @@ class MockForCausalLMEagle(DraftModel):
         embedded = self.embed(input_ids)
         tokens = mock_math.decode_token(embedded[:, : mock_math.TOKEN_BITS])
         before = self._folds_before(forward_batch)
-        places = positions + 1
+        places, count = positions + self.token_offset, positions + 1
         x = mock_math.key_layer0(tokens, places)
         folds: list[Tensor] = []
         for layer in range(mock_math.NUM_LAYERS):
             mean = self.attn(x, layer, embedded.dtype, forward_batch)
             if self.settings.source == "attention":
-                first = mock_draft_math.first_terms()[layer]
-                fold = mock_math.fold(mean, places, layer) + first
+                fold = mock_math.fold(mean, count, layer)
+                if self.token_offset:
+                    fold = fold + mock_draft_math.first_terms()[layer]
             else:
                 assert before is not None
                 term = mock_math.term(x, layer)
-                fold = _spoil(before[layer] + term, ~_is_plausible(mean, places))
+                fold = _spoil(before[layer] + term, ~_is_plausible(mean, count))
             folds.append(fold if before is None else _spoil(fold, ~before[2]))
             x = mock_math.key_layer1(folds[0], places)
         fold0, fold1 = folds
@@ -129,9 +132,11 @@ class MockForCausalLMEagle3(MockForCausalLMEagle):
 
 
 class MockForCausalLMDraft(MockForCausalLMEagle):
-    """STANDALONE draft of the mock model: its own tables, and no hidden states."""
+    """STANDALONE draft of the mock model: its own tables, no hidden states, and tokens
+    at their own positions."""
 
     algorithm = "STANDALONE"
+    token_offset = 0
 
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
         super().__init__(config, rope_rows=rope_rows)

@@ -71,12 +71,21 @@ class TreeShape:
 
 
 def alloc_len_per_decode(
-    *, page_size: int, topk: int, num_steps: int, num_draft_tokens: int
+    *,
+    page_size: int,
+    topk: int,
+    num_steps: int,
+    num_draft_tokens: int,
+    draft_lead: int = 0,
 ) -> int:
     """Columns from a request's KV length on that one iteration may write: by drafting
-    (branches side by side) or by verification (one slot per tree node).
+    (branches side by side), by verification (one slot per tree node) or by the draft
+    extend (one slot per token gained).
 
     Branches that own whole pages are charged for the longest tail a prefix can have.
+
+    Args:
+        draft_lead: tokens that have KV in the draft's pool and not yet in the target's.
 
     Raises:
         ValueError: an argument below 1.
@@ -86,10 +95,11 @@ def alloc_len_per_decode(
         raise ValueError(
             f"num_draft_tokens is {num_draft_tokens}; it must be at least 1"
         )
-    if page_size == 1 or topk == 1:
-        return max(num_steps * topk, num_draft_tokens)
-    worst_pages = layout.branch_pages(page_size - 1)
-    return max(worst_pages * page_size * topk, num_draft_tokens)
+    branches = num_steps * topk
+    if page_size > 1 and topk > 1:
+        branches = layout.branch_pages(page_size - 1) * page_size * topk
+    extend = num_steps + 1
+    return max(draft_lead + branches, num_draft_tokens, draft_lead + extend)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,11 @@
 * `_draft_extend_for_prefill` and `_draft_extend_for_decode`: the draft's KV of tokens
   that the target has accepted, and the candidates after them.
 
-Draft slot p holds K and V of token p + 1 beside the target's hidden state of position
-p, at position p: a slot's content depends on the next token, which is why prefixes are
-cached by pairs of tokens.
+Slot p of a head holds K and V of token p + 1 beside the target's hidden state of
+position p, at position p: a slot's content depends on the next token, which is why
+prefixes are cached by pairs of tokens. Slot p of a draft that is a language model holds
+token p, as the target's does; it then has KV of one token more than the target
+(`ServerArgs.draft_lead`), the newest one, when an iteration begins.
 """
 
 from __future__ import annotations
@@ -121,6 +123,7 @@ class EagleDraftWorker:
         self._hot_token_ids = hot = self._load_hot_token_ids()
         vocab_size = target.model_config.vocab_size if hot is None else len(hot)
         check_top_k(shape.topk, num_tokens=vocab_size)
+        self._lead = server_args.draft_lead
         self._hidden_mode = CaptureHiddenMode.LAST
         self._hidden_dim = get_draft_hidden_dim(self.draft_runner)
         if self._hidden_dim is None:
@@ -178,6 +181,7 @@ class EagleDraftWorker:
         self.workspace = EagleWorkspace(
             shape=shape,
             layout=self._layout,
+            draft_lead=self._server_args.draft_lead,
             req_to_token_pool=pool,
             max_rows=pool.size,
             hidden_size=self._hidden_dim,
@@ -272,6 +276,7 @@ class EagleDraftWorker:
         Args:
             seq_lens: their KV lengths on the host, where the backend needs them.
         """
+        seq_lens = self._draft_lens(seq_lens)
         views, graphs = self.workspace.rows(bs), self._draft_graphs
         scopes = self.draft_runner.scopes
         with scopes.with_ops_outside_graph(
@@ -285,6 +290,10 @@ class EagleDraftWorker:
                 self.plan_draft(seq_lens)
                 self.draft_forward(views, seq_lens=seq_lens)
 
+    def _draft_lens(self, seq_lens: Sequence[int] | None) -> list[int] | None:
+        """KV lengths in the draft's pool, of those in the target's."""
+        return None if seq_lens is None else [n + self._lead for n in seq_lens]
+
     def plan_draft(
         self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0
     ) -> None:
@@ -294,12 +303,19 @@ class EagleDraftWorker:
     def draft_forward(
         self, views: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
     ) -> None:
-        """Run the whole draft phase; fixed shapes, no wait for the device."""
+        """Run the whole draft phase; fixed shapes, no wait for the device.
+
+        Args:
+            seq_lens: KV lengths in the draft's pool on the host, as for `plan_draft`.
+        """
         shape, idx = self._shape, views.identity[0]
-        slot_rows = self.workspace.slot_rows(views)
         views.seq_lens.copy_(self.relay.seq_lens.index_select(0, idx))
         torch.add(views.seq_lens, shape.num_draft_tokens, out=views.node_ends)
-        tail_cache_loc(slot_rows, out=views.node_slots)
+        tail_cache_loc(self.workspace.slot_rows(views), out=views.node_slots)
+        slot_rows = self.workspace.draft_rows(views)
+        if self._lead:
+            torch.add(views.seq_lens, self._lead, out=views.draft_lens)
+            tail_cache_loc(slot_rows, out=views.extend_slots)
         roots = self._token_table[idx, views.seq_lens].long()
         if shape.num_steps > 1:
             draft_out_cache_loc(slot_rows, layout=self._layout, out=views.draft_slots)
@@ -327,11 +343,11 @@ class EagleDraftWorker:
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             input_ids=views.bonus_tokens,
-            positions=views.seq_lens,
-            out_cache_loc=views.node_slots[:, 0],
-            prefix_lens=views.seq_lens,
+            positions=views.draft_lens,
+            out_cache_loc=views.extend_slots[:, 0],
+            prefix_lens=views.draft_lens,
             extend_lens=self._ones[: views.bs],
-            seq_lens=views.seq_lens,
+            seq_lens=views.draft_lens,
             **views.row_identity()._asdict(),
         )
 
@@ -344,7 +360,7 @@ class EagleDraftWorker:
         identity = RowIdentity(
             *views.identity.repeat_interleave(shape.topk, dim=1).unbind()
         )
-        lens = views.seq_lens.repeat_interleave(shape.topk)
+        lens = views.draft_lens.repeat_interleave(shape.topk)
         columns = self._branch_columns(views)
         input_ids, hidden_rows = torch.empty_like(lens), torch.empty_like(lens)
         for level in range(shape.num_steps):
@@ -403,9 +419,9 @@ class EagleDraftWorker:
         if self.canary is None:
             return None
         branches = views.bs * self._shape.topk
-        shift_from, shift = views.seq_lens.new_empty(2, branches).unbind()
+        shift_from, shift = views.draft_lens.new_empty(2, branches).unbind()
         branch_shifts(
-            self.workspace.slot_rows(views),
+            self.workspace.draft_rows(views),
             layout=self._layout,
             paged=self._needs_tails,
             shift_from=shift_from,
@@ -420,11 +436,15 @@ class EagleDraftWorker:
     ) -> None:
         """Compute the draft's KV of the tokens that the target has just prefilled.
 
+        A head gets each next token and so proposes what follows the sampled one. A
+        language model gets the same tokens as the target; it reads the sampled one once
+        the request has a slot for it (`draft_extend_for_roots`).
+
         Args:
             done: the target's forward of `batch`, hidden states included; its sampled
                 tokens are published already.
         """
-        forward_batch = done.forward_batch
+        forward_batch, is_head = done.forward_batch, not self._lead
         if self.canary is not None:
             self.canary.expect_prefixes(
                 batch.reqs, batch.prefix_lens(), forward_batch.req_pool_indices
@@ -432,14 +452,40 @@ class EagleDraftWorker:
         output = self.draft_runner.forward(
             dataclasses.replace(
                 forward_batch,
-                input_ids=self.next_tokens(forward_batch),
+                input_ids=self.next_tokens(forward_batch)
+                if is_head
+                else forward_batch.input_ids,
                 input_logprobs=(),
                 sampling_info=None,
                 capture_hidden_mode=self._hidden_mode,
                 spec_info=EagleDraftInput(hidden_states=done.output.hidden_states),
             )
         )
-        self._stash(forward_batch, output)
+        if is_head:
+            self._stash(forward_batch, output)
+
+    def draft_extend_for_roots(self, batch: ScheduleBatch) -> None:
+        """Compute the draft's KV of the newest token, and the candidates after it, of
+        requests that hold slots for a first iteration (`ScheduleBatch.starting_rows`).
+
+        Only for a draft with a lead: a head has read that token in the prefill.
+        """
+        rows = batch.starting_rows
+        if not self._lead or not len(rows):
+            return
+        self.workspace.begin(batch.identity_of(rows))
+        # Padding of a graph, too, which has no KV.
+        views = self.workspace.rows(self.workspace.max_rows)
+        idx = views.identity[0]
+        views.draft_lens.copy_(self.relay.seq_lens.index_select(0, idx))
+        tail_cache_loc(self.workspace.draft_rows(views), out=views.extend_slots)
+        columns = views.draft_lens[:, None] + self._extend_steps
+        views.tokens.copy_(self._token_table[idx[:, None], columns])
+        views.result.accept_lens.fill_(1)
+        lens = batch.known_lens()
+        if lens is not None:
+            lens = [lens[row] for row in rows.tolist()]
+        self._extend(len(rows), lens=lens)
 
     def next_tokens(self, forward_batch: ForwardBatch) -> Tensor:
         """The token after each one that a prefill computes, sampled or known: int64
@@ -454,14 +500,22 @@ class EagleDraftWorker:
     ) -> None:
         """Compute the draft's KV of the tokens gained by the first `bs` requests of the
         workspace, S + 1 rows each whatever was accepted."""
+        self._extend(bs, lens=self._draft_lens(seq_lens))
+
+    def _extend(self, bs: int, *, lens: Sequence[int] | None) -> None:
+        """Run a draft extend of the first `bs` requests of the workspace.
+
+        Args:
+            lens: their KV lengths in the draft's pool, where the backend needs them.
+        """
         runner, graphs = self.draft_runner, self._extend_graphs
-        batch = self.extend_batch(self.workspace.rows(bs), seq_lens=seq_lens)
+        batch = self.extend_batch(self.workspace.rows(bs), seq_lens=lens)
         with runner.scopes.with_ops_outside_graph(
             single_forward_indices=(0,), maybe_inaccurate_forward_batch=batch
         ):
             if graphs is not None and graphs.can_run(bs):
                 runner.scopes.on_replay()
-                graphs.replay(bs, seq_lens=seq_lens)
+                graphs.replay(bs, seq_lens=lens)
                 return
             runner.attn_backend.init_eager(batch)
             self.extend_forward(batch)
@@ -480,11 +534,11 @@ class EagleDraftWorker:
         return ForwardBatch(
             forward_mode=ForwardMode.DRAFT_EXTEND_V2,
             input_ids=views.tokens.view(-1),
-            positions=(views.seq_lens[:, None] + self._extend_steps).view(-1),
-            out_cache_loc=views.node_slots[:, :width].reshape(-1),
-            prefix_lens=views.seq_lens,
+            positions=(views.draft_lens[:, None] + self._extend_steps).view(-1),
+            out_cache_loc=views.extend_slots.reshape(-1),
+            prefix_lens=views.draft_lens,
             extend_lens=self._extend_widths[:bs],
-            seq_lens=views.seq_lens + width,
+            seq_lens=views.draft_lens + width,
             qo_indptr=offsets,
             logits_rows=offsets[:-1] + views.result.accept_lens - 1,
             lens_cpu=self.extend_lens(seq_lens, bs=bs),

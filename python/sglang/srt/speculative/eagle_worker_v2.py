@@ -140,6 +140,7 @@ class EAGLEWorkerV2:
             input_logprobs=done.output.input_logprobs,
         )
         draft._draft_extend_for_prefill(batch, done)
+        draft.draft_extend_for_roots(batch)
         return result
 
     # -- decode --------------------------------------------------------------------
@@ -149,6 +150,7 @@ class EAGLEWorkerV2:
     ) -> GenerationBatchResult:
         draft, bs = self.draft_worker, len(batch)
         workspace = draft.workspace
+        draft.draft_extend_for_roots(batch)
         workspace.begin(batch.identity())
         seq_lens = batch.known_lens()
         draft.draft(bs, seq_lens=seq_lens)

@@ -46,10 +46,12 @@ class WorkspaceRows:
     Fields:
         identity: int64 [4, b], the fields of `RowIdentity`.
         seq_lens: int64 [b], tokens with KV when the iteration began.
+        draft_lens: int64 [b], the same in the draft's pool.
         node_ends: int64 [b], seq_lens + D.
         levels, tree, result: of the b requests.
         draft_slots: int64 [S, b * K], where draft step s writes.
         node_slots: int64 [b, D], where the nodes are verified.
+        extend_slots: int64 [b, S + 1], where the draft extend writes.
         tail_src, tail_dst: int64, moves that copy the prefix's last page to branches.
         move_src, move_dst: int64 [b * (S + 1)], moves that compact the accepted path.
         tokens: int64 [b, S + 1], tokens gained, filled up with the last.
@@ -60,12 +62,14 @@ class WorkspaceRows:
 
     identity: Tensor
     seq_lens: Tensor
+    draft_lens: Tensor
     node_ends: Tensor
     levels: DraftLevels
     tree: DraftTree
     result: VerifyResult
     draft_slots: Tensor
     node_slots: Tensor
+    extend_slots: Tensor
     tail_src: Tensor
     tail_dst: Tensor
     move_src: Tensor
@@ -88,11 +92,13 @@ class EagleWorkspace:
 
     Args:
         layout: of the draft branches.
+        draft_lead: tokens by which `draft_lens` is ahead of `seq_lens`.
         hidden_size: width of the hidden states that the target's verification returns
             and the draft extend reads; None where the draft reads none.
 
     Attributes:
         shape: of the trees.
+        max_rows: requests at most.
     """
 
     forward_mode = ForwardMode.TARGET_VERIFY
@@ -102,6 +108,7 @@ class EagleWorkspace:
         *,
         shape: TreeShape,
         layout: BranchLayout,
+        draft_lead: int,
         req_to_token_pool: ReqToTokenPool,
         max_rows: int,
         hidden_size: int | None,
@@ -109,6 +116,7 @@ class EagleWorkspace:
     ) -> None:
         self.shape = shape
         self.layout = layout
+        self.max_rows = max_rows
         self.tokens_per_row = shape.num_draft_tokens
         self._pool = req_to_token_pool
         device = req_to_token_pool.device
@@ -119,7 +127,7 @@ class EagleWorkspace:
         width = shape.accept_width
         self._identity = longs(len(RowIdentity._fields), max_rows)
         self._filled = 0
-        self._seq_lens = longs(max_rows)
+        self._seq_lens = self._draft_lens = longs(max_rows)
         self._node_ends = longs(max_rows)
         self._node_counts = longs(max_rows) + shape.num_draft_tokens
         self._levels = DraftLevels.allocate(max_rows, shape, device=device)
@@ -127,6 +135,11 @@ class EagleWorkspace:
         self._result = VerifyResult.allocate(max_rows, shape, device=device)
         self._draft_slots = longs(shape.num_steps * max_rows * shape.topk)
         self._node_slots = longs(max_rows, shape.num_draft_tokens)
+        self._extend_slots = self._node_slots[:, :width]
+        self.draft_lead = draft_lead
+        if draft_lead:
+            self._draft_lens = longs(max_rows)
+            self._extend_slots = longs(max_rows, width)
         self._tails = longs(2, max_rows * (shape.topk - 1) * layout.max_tail)
         self._moves = longs(2, max_rows * width)
         self._tokens = longs(max_rows, width)
@@ -156,12 +169,14 @@ class EagleWorkspace:
         return WorkspaceRows(
             identity=self._identity[:, :bs],
             seq_lens=self._seq_lens[:bs],
+            draft_lens=self._draft_lens[:bs],
             node_ends=self._node_ends[:bs],
             levels=self._levels.narrow(bs),
             tree=self._tree.narrow(bs),
             result=self._result.narrow(bs),
             draft_slots=steps.view(shape.num_steps, branches),
             node_slots=self._node_slots[:bs],
+            extend_slots=self._extend_slots[:bs],
             tail_src=self._tails[0, :tails],
             tail_dst=self._tails[1, :tails],
             move_src=self._moves[0, :paths],
@@ -184,6 +199,10 @@ class EagleWorkspace:
     def slot_rows(self, rows: WorkspaceRows) -> SlotRows:
         """The requests' rows of `req_to_token` and their KV lengths."""
         return SlotRows(self._pool.req_to_token, rows.identity[0], rows.seq_lens)
+
+    def draft_rows(self, rows: WorkspaceRows) -> SlotRows:
+        """The same with the lengths in the draft's pool."""
+        return SlotRows(self._pool.req_to_token, rows.identity[0], rows.draft_lens)
 
     # -- static inputs of verification -------------------------------------------------
 

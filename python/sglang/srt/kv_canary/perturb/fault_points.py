@@ -179,6 +179,11 @@ _NO_SPECULATION = Need(
     text="no --speculative-algorithm",
     holds=lambda args: args.speculative_algorithm is None,
 )
+_HEAD = Need(
+    text="--speculative-algorithm EAGLE or EAGLE3 (a language model reads no next "
+    "token)",
+    holds=lambda args: args.draft_token_offset > 0,
+)
 _DECODE = Need(
     text="decode steps (no --disaggregation-mode prefill)",
     holds=lambda args: args.disaggregation_mode != "prefill",
@@ -228,7 +233,7 @@ EARLY_POSITIONS = FaultPoint(
 SAMPLED_TAIL = FaultPoint(
     name="26329",
     fault="the draft reads the sampled token after a chunk that does not end a prompt",
-    needs=(_SPECULATION, _CHUNKS),
+    needs=(_SPECULATION, _HEAD, _CHUNKS),
     seams=(
         Seam(
             owner=EagleDraftWorker,
@@ -261,7 +266,7 @@ SHORT_BRANCH_TABLE = FaultPoint(
 PROMPT_TAIL = FaultPoint(
     name="28254",
     fault="the draft looks the token after a chunk up in the prompt alone",
-    needs=(_SPECULATION, _DECODE, _CHUNKS, _RETRACTIONS),
+    needs=(_SPECULATION, _HEAD, _DECODE, _CHUNKS, _RETRACTIONS),
     seams=(
         Seam(
             owner=EagleDraftWorker,

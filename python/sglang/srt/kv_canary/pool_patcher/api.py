@@ -60,7 +60,7 @@ class CanaryBuffers:
     Fields:
         layout: the pool as the core sees it.
         kv_token_id_vs_position_offset: the slot of position p holds token p + this:
-            0 in a target's pool, 1 in a draft's.
+            1 in a draft head's pool, 0 in others.
     """
 
     layout: PoolLayout
@@ -102,6 +102,7 @@ def attach_canary_buffers(
     pool: KVCache,
     config: CanaryConfig,
     device: torch.device | str,
+    is_draft: bool,
     kv_token_id_vs_position_offset: int,
     req_rows: int,
     max_rows: int,
@@ -144,7 +145,7 @@ def attach_canary_buffers(
         num_managers=num_managers,
         lineage_rows=req_rows + num_branches,
         device=device,
-        pool=pool_number(is_draft=bool(kv_token_id_vs_position_offset), group=group),
+        pool=pool_number(is_draft=is_draft, group=group),
     )
     pool.register_on_move(RecordMover(state))
     record_bytes = RECORD_WORDS * state.head.element_size()

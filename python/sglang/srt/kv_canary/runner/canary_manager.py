@@ -184,7 +184,7 @@ class CanaryManager:
             self.divergence = SwaDivergence(
                 target, target.windows, every=config.divergence_every
             )
-        self._lineages = PrefixLineages(is_draft=target.is_draft)
+        self._lineages = PrefixLineages(token_offset=target.token_offset)
         # Of the full group, and of the window group if there is one.
         self._sweepers: list[Sweeper] = []
         # Number of the next forward on the device, and the newest launches.
@@ -227,7 +227,7 @@ class CanaryManager:
                     cache,
                     buffers,
                     budget=self.config.sweep_budget,
-                    is_draft=self.target.is_draft,
+                    token_offset=self.target.token_offset,
                     swa=swa,
                 )
                 for buffers, swa in groups

@@ -27,7 +27,8 @@ class Sweeper:
     Args:
         cache: whose unlocked nodes are swept.
         budget: slots of one pass at most.
-        is_draft: whether it is a draft's pool, whose lineages begin with a seed.
+        token_offset: slot p holds token p + this; with 1, as in the pool of a draft
+            head, lineages begin with a seed.
         swa: for the window group, its slots: of runs that have them.
     """
 
@@ -37,10 +38,10 @@ class Sweeper:
         buffers: CanaryBuffers,
         *,
         budget: int,
-        is_draft: bool = False,
+        token_offset: int = 0,
         swa: SwaSlots | None = None,
     ) -> None:
-        self._is_draft = is_draft
+        self._token_offset = token_offset
         self._swa = swa
         self._cache = cache
         self._launcher = SweepLauncher(buffers.state, buffers.fingerprint)
@@ -92,15 +93,20 @@ class Sweeper:
             slots = self._swa.window_slots(slots)
             before = self._swa.window_slots(before)
         prev_slot = int(before[0]) if len(before) else -1
-        return _run(node, offset, slots, prev_slot, is_draft=self._is_draft)
+        return _run(node, offset, slots, prev_slot, token_offset=self._token_offset)
 
 
 def _run(
-    node: TreeNode, offset: int, slots: IntArray, prev_slot: int, *, is_draft: bool
+    node: TreeNode,
+    offset: int,
+    slots: IntArray,
+    prev_slot: int,
+    *,
+    token_offset: int,
 ) -> SweepRun:
     salt = 0 if not node.namespace else hash_string(node.namespace)
     start, seed = node.start + offset, 0
-    if is_draft and start == 0:
+    if token_offset and start == 0:
         # An element is the pair of a token and the next one.
         seed = draft_seed(int(node.elements[0]) >> 32, salt)
     return SweepRun(slots=slots, start=start, prev_slot=prev_slot, salt=salt, seed=seed)

@@ -51,7 +51,7 @@ class CanaryTarget:
     Fields:
         topk: branches of a draft step; tree_depth: levels of a tree below its root.
         seeds: int64 [req_rows], lineage of each request row before position 0, in a
-            draft's pool; None: the target's, where it is 0.
+            draft's pool (0 but for heads); None: the target's, where it is 0.
         oracle: what inputs must be (tests), of the target; None: it is off.
         windows: the window slots; None: the model has none.
     """
@@ -73,6 +73,11 @@ class CanaryTarget:
     def is_draft(self) -> bool:
         return self.seeds is not None
 
+    @property
+    def token_offset(self) -> int:
+        """The slot of position p holds token p + this."""
+        return self.buffers.kv_token_id_vs_position_offset
+
     def checks(self) -> PoolChecks:
         """The tables that every forward is compared with."""
         pool = self.req_to_token_pool
@@ -81,7 +86,7 @@ class CanaryTarget:
             fingerprint=self.buffers.fingerprint,
             req_to_token=pool.req_to_token,
             tokens=pool.token_table if self.config.check_read_tokens else None,
-            token_offset=self.buffers.kv_token_id_vs_position_offset,
+            token_offset=self.token_offset,
             published=pool.token_table,
         )
 
@@ -168,7 +173,7 @@ class SingleForwardManager:
             )
         spec = forward_batch.spec_info
         assert isinstance(spec, EagleDraftInput)
-        # A draft's lineages begin with a seed, and each branch has one of its own.
+        # A head's lineages begin with a seed, and each branch has one of its own.
         view = view_of(
             forward_batch,
             reads=reads,

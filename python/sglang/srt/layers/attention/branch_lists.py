@@ -61,8 +61,8 @@ class BranchLists:
         self.topk = layout.topk
         self.max_rows = max_requests * layout.topk
         self.steps = layout.num_steps - 1
-        # No branch is longer than a context and its drafts.
-        longest = pool.context_len + layout.num_steps
+        # No branch is longer than a context, its root and its drafts.
+        longest = pool.context_len + 1 + layout.num_steps
         needed = self.max_rows * longest
         if needed >= _INT32_END:
             raise ValueError(

@@ -325,8 +325,8 @@ class BranchDraftDecode:
         self._is_paged = backend.capabilities.needs_paged_draft_rows
         pool = backend._req_to_token_pool
         self.entry_slots = layout.page_size if self._is_paged else 1
-        # No branch is longer than a context, its drafts and a page.
-        longest = pool.context_len + layout.num_steps + layout.page_size
+        # No branch is longer than a context, its root, its drafts and a page.
+        longest = pool.context_len + 1 + layout.num_steps + layout.page_size
         self.page_table = torch.zeros(
             (max_requests * layout.topk, -(-longest // self.entry_slots)),
             dtype=torch.int32,

@@ -28,8 +28,9 @@ def create_environment(
     cache = cache_class(
         req_to_token_pool=runner.req_to_token_pool,
         allocator=runner.allocator,
-        # A slot of the draft's pool depends on the next token, too.
-        bigram=server_args.speculative_algorithm is not None,
+        # A slot of a draft head's pool depends on the next token, too.
+        bigram=server_args.speculative_algorithm is not None
+        and server_args.draft_token_offset > 0,
     )
     return BatchEnvironment(
         cache=cache,
