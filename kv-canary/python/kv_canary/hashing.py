@@ -26,9 +26,14 @@ def mix64_int(x: int) -> int:
 
 def mix64_array(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """`mix64` of unsigned words on the host."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    mixed: npt.NDArray[np.uint64] = x >> np.uint64(30)
+    mixed ^= x
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    part = mixed >> np.uint64(27)
+    mixed ^= part
+    mixed *= np.uint64(0x94D049BB133111EB)
+    np.right_shift(mixed, np.uint64(31), out=part)
+    mixed ^= part
     return mixed
 
 

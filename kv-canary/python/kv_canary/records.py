@@ -16,6 +16,7 @@ that a report can still say whose history lay there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ CLOCK_MASK = (1 << 36) - 1
 # Keeps an unsalted term from being a plain hash of the packed token.
 SALT_KEY = 0x5EEDCA11AB1E0B0E
 FIRST_CLOCK = 1
+# Tokens of which lineages are computed in one pass: a few arrays of them fit a cache.
+HASHED_AT_ONCE = 1 << 14
 TAG_MANAGER_SHIFT = 8
 TAG_MANAGER_MASK = 255
 TAG_POOL_SHIFT = 16
@@ -258,13 +261,73 @@ def extend_lineage(
     salt: int,
 ) -> int:
     """Lineage after `tokens` at consecutive positions from `start_position`, signed."""
-    values = np.asarray(tokens, dtype=np.int64).astype(np.uint64)
+    values = np.asarray(tokens, dtype=np.int64)
     positions = np.arange(start_position, start_position + len(values), dtype=np.int64)
-    words = (values & np.uint64(TOKEN_MASK)) | (
-        positions.astype(np.uint64) << np.uint64(32)
-    )
-    terms = mix64_array(mix64_array(words) ^ np.uint64(salt_key(salt) & MASK64))
+    terms = _terms(values, positions, np.uint64(salt_key(salt) & MASK64))
     return to_signed64((previous + int(terms.sum(dtype=np.uint64))) & MASK64)
+
+
+def _terms(
+    tokens: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    keys: npt.NDArray[np.uint64] | np.uint64,
+) -> npt.NDArray[np.uint64]:
+    """`lineage_term` of each token; `keys`: of its salt."""
+    words = (tokens & TOKEN_MASK) | (positions << HALF_BITS)
+    mixed = mix64_array(words.view(np.uint64))
+    mixed ^= keys
+    return mix64_array(mixed)
+
+
+class TokenRun(NamedTuple):
+    """Tokens at consecutive positions from `start_position` on, int64, and the lineage
+    before them."""
+
+    previous: int
+    tokens: npt.NDArray[np.int64]
+    start_position: int
+    salt: int
+
+
+def extend_lineages(runs: Sequence[TokenRun]) -> list[int]:
+    """Lineages after each run, signed. Short runs are hashed together: the calls for
+    one of a thousand tokens cost as much as its tokens."""
+    found: list[int] = []
+    begin = size = 0
+    for end, run in enumerate(runs):
+        if size and size + len(run.tokens) > HASHED_AT_ONCE:
+            found += _extend_lineages(runs[begin:end])
+            begin, size = end, 0
+        size += len(run.tokens)
+    return found + _extend_lineages(runs[begin:])
+
+
+def _extend_lineages(runs: Sequence[TokenRun]) -> list[int]:
+    if len(runs) < 2:
+        return [
+            extend_lineage(
+                run.previous,
+                run.tokens,
+                start_position=run.start_position,
+                salt=run.salt,
+            )
+            for run in runs
+        ]
+    lens = np.array([len(run.tokens) for run in runs])
+    ends = np.cumsum(lens)
+    begins = ends - lens
+    positions = np.arange(int(ends[-1]))
+    positions += np.repeat([run.start_position for run in runs] - begins, lens)
+    keys = np.array([salt_key(run.salt) for run in runs]).view(np.uint64)
+    tokens = np.concatenate([run.tokens for run in runs])
+    # Sums of all terms so far wrap around, and so do their differences.
+    sums = np.zeros(len(tokens) + 1, dtype=np.uint64)
+    np.cumsum(_terms(tokens, positions, np.repeat(keys, lens)), out=sums[1:])
+    gained = (sums[ends] - sums[begins]).tolist()
+    return [
+        to_signed64((run.previous + more) & MASK64)
+        for run, more in zip(runs, gained, strict=True)
+    ]
 
 
 def lineage_of(tokens: list[int] | npt.NDArray[np.int64], salt: int) -> int:

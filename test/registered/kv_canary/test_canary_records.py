@@ -5,22 +5,27 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from canary_world import DEVICE, Backend, backends, long
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_canary import records
 from kv_canary.findings import STATUS_WORDS
 from kv_canary.hashing import MASK64, mix64_int, to_signed64
 from kv_canary.records import (
     NUM_COUNTERS,
     RING_WORDS,
     Reason,
+    TokenRun,
     WriterKind,
     draft_seed,
     extend_lineage,
+    extend_lineages,
     fingerprint_keys,
     lineage_of,
     lineage_term,
@@ -82,6 +87,31 @@ def test_lineage_of_a_list(ids: list[int], cut: int, salt: int, start: int) -> N
     half = lineage_of(first, salt)
     whole = extend_lineage(half, rest, start_position=len(first), salt=salt)
     assert whole == lineage_of(ids, salt)
+
+
+@profile
+@given(
+    runs=st.lists(
+        st.tuples(words, st.lists(tokens, max_size=12), positions, words), max_size=9
+    ),
+    at_once=st.integers(1, 40),
+)
+def test_lineages_of_many_runs(
+    runs: list[tuple[int, list[int], int, int]], at_once: int
+) -> None:
+    due = [
+        to_signed64(
+            (before + sum(lineage_term(t, start + i, salt) for i, t in enumerate(ids)))
+            & MASK64
+        )
+        for before, ids, start, salt in runs
+    ]
+    arrays = [
+        TokenRun(before, np.array(ids, dtype=np.int64), start, salt)
+        for before, ids, start, salt in runs
+    ]
+    with patch.object(records, "HASHED_AT_ONCE", at_once):
+        assert extend_lineages(arrays) == due
 
 
 @pytest.mark.parametrize("backend", backends(), ids=lambda b: b.name)

@@ -109,6 +109,11 @@ def path_of(req: Req) -> list[TreeNode]:
     return path
 
 
+def held_slots(req: Req) -> list[int]:
+    """The tree's slots that the request relies on, from position 0 on."""
+    return [slot for node in path_of(req)[::-1] for slot in node.slots.tolist()]
+
+
 class Pattern:
     """Slots that were filled; `changed` ones are not intact."""
 
@@ -318,7 +323,7 @@ class RequestMachine(RuleBasedStateMachine):
             )
             for position, slot in enumerate(slots.tolist()):
                 assert self.content.get(slot) == self.truth(req, position)
-            assert torch.equal(req.prefix_slots, slots[: req.cache_protected_len])
+            assert slots[: req.cache_protected_len].tolist() == held_slots(req)
 
     @invariant()
     def books_balance(self) -> None:

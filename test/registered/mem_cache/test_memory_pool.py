@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPool,
     ReqToTokenPool,
@@ -132,6 +135,30 @@ def test_batch_writes_equal_a_loop(device: str, data: st.DataObject) -> None:
         ends = [max(s + n, 1) for s, n in zip(starts, lens, strict=True)]
         want_last = [want[row, e - 1] for row, e in zip(rows, ends, strict=True)]
         assert pool.last_locs(rows, ends).tolist() == want_last
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@PROPERTY
+@given(data=st.data())
+def test_many_rows_equal_one_write_each(device: str, data: st.DataObject) -> None:
+    """In pieces of any size."""
+    width = 20
+    pool = req_to_token_pool(size=5, row_width=width, device=device)
+    rows = data.draw(st.permutations(range(1, 6)))[: data.draw(st.integers(0, 5))]
+    parts = [
+        np.arange(100 * row, 100 * row + data.draw(st.integers(0, width)))
+        for row in rows
+    ]
+    want = np.zeros((6, width), dtype=np.int32)
+    for row, part in zip(rows, parts, strict=True):
+        want[row, : len(part)] = part
+    with patch.object(memory_pool, "WRITE_AT_ONCE", data.draw(st.integers(1, 120))):
+        pool.write_rows(rows, parts)
+        pool.write_token_rows(rows, parts)
+    assert np.array_equal(pool.req_to_token.cpu().numpy(), want)
+    assert np.array_equal(pool.token_table.cpu().numpy(), want)
+    for row in rows:
+        assert pool.row_slots(row, 0, width).tolist() == want[row].tolist()
 
 
 def test_row_slots_is_a_copy() -> None:

@@ -6,7 +6,14 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from request_world import ROW_WIDTH, Req, RequestMachine, admit, make_cache
+from request_world import (
+    ROW_WIDTH,
+    Req,
+    RequestMachine,
+    admit,
+    held_slots,
+    make_cache,
+)
 
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.common import (
@@ -144,7 +151,7 @@ def test_remapped_rows_read_the_trees_slots(length: int) -> None:
     cache.cache_unfinished_req(first)
     cache.cache_unfinished_req(second)
     row = cache.req_to_token_pool.row_slots(second.req_pool_idx, 0, length)
-    assert row.tolist() == kept.tolist() == second.prefix_slots.tolist()
+    assert row.tolist() == kept.tolist() == held_slots(second)
     check_busy(cache, [first, second])
 
 

@@ -8,6 +8,8 @@ evictable once its own prefix is locked.
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from scheduler_world import pages, prompt_of
 
@@ -48,6 +50,7 @@ def make_req(tokens: list[int], *, new: int = 8, most: int = 100_000) -> Req:
     params = SamplingParams(temperature=0.0, max_new_tokens=new)
     return Req(
         GenerateReq(rid="r", input_ids=tokens, sampling_params=params),
+        tokens=array("q", tokens),
         stop_ids=frozenset(),
         seed=0,
         max_total_len=most,

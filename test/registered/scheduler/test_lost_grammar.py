@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -189,6 +190,7 @@ class Rank:
         )
         req = Req(
             request,
+            tokens=array("q", request.input_ids),
             stop_ids=frozenset([256]),
             seed=0,
             max_total_len=999,

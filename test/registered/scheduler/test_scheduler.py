@@ -137,6 +137,7 @@ def test_uses_the_last_free_page(mock, page_size):
         ([-1], {}, ["[0, 1000)"]),
         ([1], {"stop_token_ids": [VOCAB]}, ["stop_token_ids", "1000"]),
         ([1], {"logit_bias": {5000: 1.0}}, ["logit_bias", "5000"]),
+        ([1, 1 << 70], {}, ["input_ids must lie in", str(1 << 70)]),
         ([1], {"stop": ["x"]}, ["--skip-tokenizer-init"]),
         ([1], {"regex": "a+"}, ["regex", "tokenizer"]),
     ],

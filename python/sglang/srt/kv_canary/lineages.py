@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kv_canary.records import draft_seed, extend_lineage
+from kv_canary.records import TokenRun, draft_seed, extend_lineages
 
 
 class TokenOwner(Protocol):
@@ -41,18 +42,26 @@ class PrefixLineages:
         """The lineage before position 0."""
         return draft_seed(owner.tokens[0], owner.salt) if self._offset else 0
 
-    def prefix(self, owner: TokenOwner, length: int) -> int:
-        """Lineage of the first `length` slots."""
+    def prefixes(
+        self, owners: Sequence[TokenOwner], lengths: Sequence[int]
+    ) -> list[int]:
+        """Lineages of the first `lengths[i]` slots of `owners[i]`."""
+        runs = [
+            self._missing(owner, length)
+            for owner, length in zip(owners, lengths, strict=True)
+        ]
+        values = extend_lineages(runs)
+        for owner, length, value in zip(owners, lengths, values, strict=True):
+            if length:
+                self._known[owner] = (length, value)
+        return values
+
+    def _missing(self, owner: TokenOwner, length: int) -> TokenRun:
+        """The tokens between what is known of `owner` and its first `length` slots."""
         known, value = self._known.get(owner, (0, 0))
         if known == 0 or length < known:
             known, value = 0, self.seed(owner)
-        if length > known:
-            tokens = np.frombuffer(owner.tokens, dtype=np.int64)
-            value = extend_lineage(
-                value,
-                tokens[known + self._offset : length + self._offset],
-                start_position=known,
-                salt=owner.salt,
-            )
-            self._known[owner] = (length, value)
-        return value
+        # A copy: as long as there is a view of them nothing can be appended.
+        tokens = owner.tokens[known + self._offset : length + self._offset]
+        values = np.frombuffer(tokens, dtype=np.int64)
+        return TokenRun(value, values, start_position=known, salt=owner.salt)

@@ -41,6 +41,9 @@ class Req:
     While its prompt is prefilled in chunks, `committed_len` moves through the prompt.
     After a retraction all of `tokens` is prefilled again.
 
+    Args:
+        tokens: `request.input_ids`; the request appends to it.
+
     Attributes:
         serial: number of the request in this process, never reused.
         arrived: when this process took it, in seconds of the monotonic clock.
@@ -59,6 +62,7 @@ class Req:
         self,
         request: GenerateReq,
         *,
+        tokens: array[int],
         stop_ids: frozenset[int],
         seed: int,
         max_total_len: int,
@@ -70,7 +74,7 @@ class Req:
         self.serial = next(_serials)
         self.arrived = time.monotonic()
         self.params = params
-        self.tokens = array("q", request.input_ids)
+        self.tokens = tokens
         self.prompt_len = len(self.tokens)
         self.input_embeds = input_embeds
         self.stream = request.stream

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 # msgspec resolves the annotations.
 from sglang.srt.mem_cache.page_ledger import IntArray  # noqa: TC001
@@ -91,7 +90,6 @@ def load_req(req: Req, saved: SavedReq, *, node: TreeNode) -> None:
     req.committed_len = saved.committed
     req.allocated_len = len(saved.slots)
     req.cache_protected_len = saved.protected
-    req.prefix_slots = torch.from_numpy(saved.slots[: saved.protected].copy())
     req.last_node = node if saved.row else None
     req.no_cache = saved.no_cache
     req.is_chunked = saved.is_chunked

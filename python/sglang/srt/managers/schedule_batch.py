@@ -233,7 +233,7 @@ class ScheduleBatch:
         for req, row in zip(new, rows, strict=True):
             req.req_pool_idx = row
             req.committed_len = req.allocated_len = req.cache_protected_len
-            pool.write(row, 0, req.prefix_slots)
+        pool.write_rows(rows, [req.prefix_slots.numpy() for req in new])
         free_outside_windows(cache, reqs)
         batch = cls(reqs, env)
         batch.forward_mode = ForwardMode.EXTEND
@@ -249,9 +249,7 @@ class ScheduleBatch:
             for req in new:
                 req.req_pool_idx = 0
             return None
-        for req in new:
-            tokens = torch.from_numpy(np.array(req.tokens, dtype=np.int64))
-            pool.write_tokens([req.req_pool_idx], [0], [len(tokens)], tokens)
+        pool.write_token_rows(rows, [np.array(req.tokens) for req in new])
         batch._advance(slots, ends)
         return batch
 

@@ -152,7 +152,7 @@ class CacheableReq(Protocol):
             reader in stream order, with the tokens of `fill_ids()`.
         allocated_len: positions of the row that hold slots of this request or the tree.
         cache_protected_len: see above. Set at admission to the length of the match.
-        prefix_slots: int64 [cache_protected_len], the tree's slots. Set at admission.
+        prefix_slots: int64, the tree's slots that its row is to get. Set at admission.
         last_node: locked node where the tree's part ends; None once released.
         swa_freed_len: positions whose window slots this request holds no more, or never
             did as they are the tree's; at least `cache_protected_len`. Of no meaning
@@ -409,9 +409,14 @@ class BasePrefixCache(ABC):
     @staticmethod
     def mark_admitted(req: CacheableReq, match: MatchResult) -> None:
         """Record a match that is locked for `req`."""
-        req.last_node = match.last_node
+        BasePrefixCache.mark_held(req, match.last_node, len(match))
         req.prefix_slots = match.slots
-        req.cache_protected_len = req.swa_freed_len = len(match)
+
+    @staticmethod
+    def mark_held(req: CacheableReq, node: TreeNode, length: int) -> None:
+        """Record a node, where `length` positions end, that is locked for `req`."""
+        req.last_node = node
+        req.cache_protected_len = req.swa_freed_len = length
         req.has_swa_lock = True
 
     @staticmethod

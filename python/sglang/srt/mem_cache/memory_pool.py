@@ -7,7 +7,7 @@ layer what is written.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 Ints = Sequence[int] | IntArray
 OnMove = Callable[[torch.Tensor, torch.Tensor], None]
+
+WRITE_AT_ONCE = 1 << 18
+"""Columns of the rows that are written in one pass: a bound of the memory it takes."""
 
 
 class ReqToTokenPool:
@@ -184,6 +187,13 @@ class ReqToTokenPool:
             self.req_to_swa.view(-1).index_copy_(0, moved[0], values[1])
         return moved[1]
 
+    def write_rows(self, rows: Sequence[int], slots: Sequence[IntArray]) -> None:
+        """Write the beginning of each of these rows: `slots[r]`, int64 on the host."""
+        for part in _pieces(slots):
+            lens = [len(of_row) for of_row in slots[part]]
+            whole = torch.from_numpy(np.concatenate(slots[part]))
+            self.write_batch(rows[part], [0] * len(lens), lens, whole)
+
     def row_slots(self, row: int, start: int, end: int) -> torch.Tensor:
         """Return a copy of row[start:end], int64 on the host, without a sync."""
         if not 0 <= start <= end <= self.row_width:
@@ -219,6 +229,14 @@ class ReqToTokenPool:
         values = _to_device(tokens, self.device).to(torch.int32)
         self.token_table.view(-1).index_copy_(0, where, values)
 
+    def write_token_rows(self, rows: Sequence[int], tokens: Sequence[IntArray]) -> None:
+        """Write the first tokens of each of these rows: `tokens[r]`, int64 on the
+        host."""
+        for part in _pieces(tokens):
+            lens = [len(of_row) for of_row in tokens[part]]
+            whole = torch.from_numpy(np.concatenate(tokens[part]))
+            self.write_tokens(rows[part], [0] * len(lens), lens, whole)
+
     @staticmethod
     def _flat_index(rows: Ints, starts: Ints, lens: Ints, width: int) -> IntArray:
         """Return the flat cells of the runs, int64 [sum(lens)].
@@ -244,6 +262,18 @@ class ReqToTokenPool:
         index = np.repeat(flat - (np.cumsum(sizes) - sizes), sizes)
         index += np.arange(len(index))
         return index
+
+
+def _pieces(rows: Sequence[IntArray]) -> Iterator[slice]:
+    """Cut rows into runs of at most `WRITE_AT_ONCE` columns, or of one row."""
+    begin = columns = 0
+    for end, row in enumerate(rows):
+        if columns and columns + len(row) > WRITE_AT_ONCE:
+            yield slice(begin, end)
+            begin, columns = end, 0
+        columns += len(row)
+    if columns:
+        yield slice(begin, len(rows))
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

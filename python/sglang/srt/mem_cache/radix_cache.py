@@ -72,16 +72,38 @@ class RadixCache(BasePrefixCache):
         return sum(length for _, length in spans)
 
     def insert(self, key: RadixKey, slots: torch.Tensor, *, swa_from: int = 0) -> int:
+        present, _ = self._insert(key, host_array(slots), swa_from=swa_from)
+        return present
+
+    def _insert(
+        self, key: RadixKey, slots: IntArray, *, swa_from: int
+    ) -> tuple[int, TreeNode]:
+        """Insert the whole pages of a key, as `insert`.
+
+        Returns:
+            (length already present, the node where these pages end).
+        """
         elements = self._elements(key)
         end = self._aligned(len(elements))
         if len(slots) < end:
             raise RuntimeError(f"insert: {end} key positions but {len(slots)} slots")
         path = self._descend(key, elements)
-        present = path[-1].end if path else 0
-        if present < end:
-            parent = path[-1] if path else self.root
-            self._add_leaf(parent, key, elements[:end], host_array(slots)[:end])
-        return present
+        return self._extend_path(path, key, elements[:end], slots[:end], swa_from)
+
+    def _extend_path(
+        self,
+        path: list[TreeNode],
+        key: RadixKey,
+        elements: IntArray,
+        slots: IntArray,
+        swa_from: int,
+    ) -> tuple[int, TreeNode]:
+        """Hang what is missing below the nodes of the beginning; see `_insert`."""
+        last = path[-1] if path else self.root
+        present = last.end
+        if present < len(elements):
+            last = self._add_leaf(last, key, elements, slots)
+        return present, last
 
     def _add_leaf(
         self, parent: TreeNode, key: RadixKey, elements: IntArray, slots: IntArray
@@ -303,9 +325,9 @@ class RadixCache(BasePrefixCache):
             if req.no_cache:
                 self._free_row(req, protected, allocated)
             else:
-                shared, aligned = self._insert_row(req)
+                shared, last = self._insert_row(req)
                 self._free_row(req, protected, shared)
-                self._free_row(req, max(aligned, protected), allocated)
+                self._free_row(req, max(last.end, protected), allocated)
         self.dec_lock_ref(node, has_swa_lock=req.has_swa_lock)
         self.mark_released(req)
 
@@ -314,19 +336,16 @@ class RadixCache(BasePrefixCache):
         if req.no_cache:
             return
         protected = req.cache_protected_len
-        shared, aligned = self._insert_row(req)
-        if aligned <= protected:
+        shared, last = self._insert_row(req)
+        if last.end <= protected:
             return
-        self._free_row(req, protected, shared)
-        key = self._committed_key(req)
-        match = self._result(self._descend(key, self._elements(key)))
         if shared > protected:
-            self.req_to_token_pool.write(
-                req.req_pool_idx, protected, match.slots[protected:shared]
-            )
-        self.inc_lock_ref(match.last_node)
+            self._free_row(req, protected, shared)
+            slots = torch.from_numpy(_slots_up_to(last, shared)[protected:])
+            self.req_to_token_pool.write(req.req_pool_idx, protected, slots)
+        self.inc_lock_ref(last)
         self.dec_lock_ref(node, has_swa_lock=req.has_swa_lock)
-        self.mark_admitted(req, match)
+        self.mark_held(req, last, last.end)
 
     def _committed_key(self, req: CacheableReq) -> RadixKey:
         tokens = req.fill_ids()
@@ -337,23 +356,23 @@ class RadixCache(BasePrefixCache):
             )
         return self.key(tokens[: req.committed_len], namespace=req.namespace)
 
-    def _insert_row(self, req: CacheableReq) -> tuple[int, int]:
+    def _insert_row(self, req: CacheableReq) -> tuple[int, TreeNode]:
         """Insert the whole committed pages.
 
         Returns:
-            (length already present, length in whole pages).
+            (length already present, the node where these pages end).
         """
         key = self._committed_key(req)
         aligned = self._aligned(len(key))
         slots = self.req_to_token_pool.row_slots(req.req_pool_idx, 0, aligned)
-        present = self.insert(key, slots, swa_from=req.swa_freed_len)
+        present, last = self._insert(key, slots.numpy(), swa_from=req.swa_freed_len)
         if present < min(req.cache_protected_len, aligned):
             raise RuntimeError(
                 f"request of row {req.req_pool_idx}: its locked prefix of "
                 f"{req.cache_protected_len} has only {present} in the cache under its "
                 "tokens and namespace"
             )
-        return present, aligned
+        return present, last
 
     # -- damage --------------------------------------------------------------------
 
@@ -441,6 +460,16 @@ class RadixCache(BasePrefixCache):
         stray = np.setdiff1d(pages, self.allocator.owned_pages())
         if len(stray):
             raise RuntimeError(f"cached pages {stray[:8].tolist()} are free")
+
+
+def _slots_up_to(node: TreeNode, end: int) -> IntArray:
+    """Slots of the first `end` positions of the path to `node`."""
+    parts = []
+    above: TreeNode | None = node
+    while above is not None:
+        parts.append(above.slots)
+        above = above.parent
+    return np.concatenate(parts[::-1])[:end]
 
 
 def _with_descendants(top: TreeNode) -> Iterator[TreeNode]:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.mem_cache.allocator import host_array
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 if TYPE_CHECKING:
@@ -92,26 +91,27 @@ class SwaRadixCache(RadixCache):
                 usable = end
         return usable
 
-    def insert(self, key: RadixKey, slots: torch.Tensor, *, swa_from: int = 0) -> int:
-        elements = self._elements(key)
-        end = self._aligned(len(elements))
-        if len(slots) < end:
-            raise RuntimeError(f"insert: {end} key positions but {len(slots)} slots")
-        given = host_array(slots)[:end]
-        path = self._descend(key, elements)
+    def _extend_path(
+        self,
+        path: list[TreeNode],
+        key: RadixKey,
+        elements: IntArray,
+        slots: IntArray,
+        swa_from: int,
+    ) -> tuple[int, TreeNode]:
         for node in path:
-            self._revive(node, given, swa_from)
+            self._revive(node, slots, swa_from)
         parent = path[-1] if path else self.root
-        present = parent.end
+        present, end = parent.end, len(elements)
         for stop in (min(swa_from, end), end):
             if stop > parent.end:
-                parent = self._add_leaf(parent, key, elements[:stop], given[:stop])
+                parent = self._add_leaf(parent, key, elements[:stop], slots[:stop])
                 if parent.start >= swa_from:
                     self._swa_evictable += len(parent.slots)
                     self._swa_enqueue(parent)
                 else:
                     parent.has_swa = False
-        return present
+        return present, parent
 
     def _revive(self, node: TreeNode, slots: IntArray, swa_from: int) -> None:
         """Give a tombstone the window slots of `slots`, which hold the same tokens."""

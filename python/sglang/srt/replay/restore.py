@@ -6,6 +6,7 @@ by prefilling the same tokens into the same slots.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -125,6 +126,7 @@ class _Refill:
         )
         req = Req(
             message,
+            tokens=array("q", tokens),
             stop_ids=frozenset(),
             seed=0,
             max_total_len=len(tokens) + 1,

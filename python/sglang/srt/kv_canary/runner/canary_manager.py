@@ -243,10 +243,7 @@ class CanaryManager:
         of `owners[i]` the first `prefix_lens[i]`, in row `req_pool_indices[i]` ([R]
         int64, on the device)."""
         values = [
-            [
-                self._lineages.prefix(owner, length)
-                for owner, length in zip(owners, prefix_lens, strict=True)
-            ],
+            self._lineages.prefixes(owners, prefix_lens),
             [self._lineages.seed(owner) for owner in owners],
             [owner.serial for owner in owners],
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -129,16 +130,7 @@ class RequestFactory:
                 f"the prompt has {len(request.input_ids)} tokens, but at most "
                 f"{limits.max_req_input_len} fit"
             )
-        if (
-            not 0
-            <= min(request.input_ids)
-            <= max(request.input_ids)
-            < limits.vocab_size
-        ):
-            raise ValueError(
-                f"input_ids must lie in [0, {limits.vocab_size}), got "
-                f"{min(request.input_ids)} .. {max(request.input_ids)}"
-            )
+        tokens = self._checked_tokens(request.input_ids)
         if request.return_hidden_states and not limits.allow_hidden_states:
             raise ValueError(
                 "return_hidden_states needs a server started with "
@@ -158,12 +150,33 @@ class RequestFactory:
         drawn = mix64_int(self._random_seed + self.num_created) & MAX_SEED
         return Req(
             request,
+            tokens=tokens,
             stop_ids=stop_ids,
             seed=drawn if request.seed is None else request.seed,
             max_total_len=limits.max_total_len,
             stop_matcher=self._stop_matcher(request),
             input_embeds=embeds,
         )
+
+    def _checked_tokens(self, input_ids: list[int]) -> array[int]:
+        """The tokens of a prompt, packed once.
+
+        Raises:
+            ValueError: one is outside of the vocabulary.
+        """
+        vocab_size = self.limits.vocab_size
+        try:
+            tokens = array("q", input_ids)
+            values = np.frombuffer(tokens, dtype=np.int64)
+            is_known = int(values.min()) >= 0 and int(values.max()) < vocab_size
+        except OverflowError:
+            is_known = False
+        if not is_known:
+            raise ValueError(
+                f"input_ids must lie in [0, {vocab_size}), got "
+                f"{min(input_ids)} .. {max(input_ids)}"
+            )
+        return tokens
 
     def _checked_stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """The tokens that end an output, once for all requests that share `params`.
