@@ -400,7 +400,7 @@ def measure_trees(
         # Room for the longest outputs that these cycles can have, and the reserve.
         cycles = WARM_STEPS + args.block * args.pairs + 96
         new = cycles * (tree.steps + 1)
-        reserve = 2 * alloc_len_per_decode(
+        reserve = (tree.steps + 1) + alloc_len_per_decode(
             page_size=args.page_size,
             topk=tree.topk,
             num_steps=tree.steps,

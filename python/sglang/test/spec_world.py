@@ -164,7 +164,7 @@ def slots_for(config: SpecConfig, *, rows: int = 14) -> int:
 
     With more requests some are retracted.
     """
-    reserve = 2 * alloc_len_per_decode(
+    reserve = (config.num_steps + 1) + alloc_len_per_decode(
         page_size=config.page_size,
         topk=config.topk,
         num_steps=config.num_steps,

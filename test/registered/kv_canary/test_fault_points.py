@@ -88,7 +88,7 @@ FIRES = [
     (SAMPLED_TAIL, drafts(CHAIN)),
     (SAMPLED_TAIL, drafts(STEP, chunked_prefill_size=32)),
     (SAMPLED_TAIL, drafts(TREE, **PREFILL)),
-    (NARROW_ROWS, drafts(TREE)),
+    (NARROW_ROWS, drafts(TREE, page_size=4)),
     (NARROW_ROWS, drafts(CHAIN, page_size=16)),
     (NARROW_ROWS, drafts((1, 4, 5))),
     (SMALL_INDEX_BUFFER, drafts(TREE, **FLASHINFER)),
@@ -121,8 +121,9 @@ REFUSED = [
         "--speculative-algorithm EAGLE or EAGLE3",
     ),
     (NARROW_ROWS, plain(), "--speculative-algorithm"),
-    # A reserve of 8 and headroom for 4 + 4.
+    # A reserve of 8 and headroom for 4 + 4; of 16 and 4 + 12.
     (NARROW_ROWS, drafts(CHAIN), "take a larger --page-size"),
+    (NARROW_ROWS, drafts(TREE), "take a larger --page-size"),
     (NARROW_ROWS, drafts(TREE, **PREFILL), "no --disaggregation-mode prefill"),
     (SMALL_INDEX_BUFFER, plain(), "--speculative-algorithm"),
     (SMALL_INDEX_BUFFER, drafts(TREE), "--attention-backend flashinfer"),
@@ -214,7 +215,7 @@ def test_what_is_built_without_it_is_sound(
     models: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process may hold engines with and without the fault."""
-    options = drafts(TREE, speculative_draft_model_path=models["draft"])
+    options = drafts(TREE, page_size=4, speculative_draft_model_path=models["draft"])
     engines = {}
     for name in (NARROW_ROWS.name, ""):
         monkeypatch.setenv(VARIABLE, name)

@@ -53,7 +53,7 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize("config", CONFIGURATIONS, ids=str)
 def test_random_requests(folders, config):
-    engine = spec_engine(folders, config, max_total_tokens=slots_for(config, rows=3))
+    engine = spec_engine(folders, config, max_total_tokens=slots_for(config, rows=2))
     scheduler = engine.scheduler
     recorder = AcceptRecorder(scheduler)
     traffic = Traffic(engine, random.Random(str(config)), count(**REQUESTS))

@@ -138,7 +138,7 @@ def test_numbers_that_nobody_gave(root, model, numbers):
 def test_too_few_slots(root):
     options = tree(5, 8, 32) | {"page_size": 64, "max_total_tokens": 1024}
     message = refusal(lambda: engine(root, **options))
-    for word in ("1024", "2048", "--max-total-tokens", "--speculative-eagle-topk"):
+    for word in ("1024", "1030", "--max-total-tokens", "--speculative-eagle-topk"):
         assert word in message
 
 

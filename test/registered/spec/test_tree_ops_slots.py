@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
@@ -12,11 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from tree_ops_world import DEVICE, TRITON, garbage, kernels, op
 
+from sglang.srt.managers.utils import decode_reserve
 from sglang.srt.mem_cache import branch_slots as slot_ops
 from sglang.srt.mem_cache.branch_slots import SlotRows
-from sglang.srt.speculative.draft_layout import BranchLayout, alloc_len_per_decode
+from sglang.srt.speculative.draft_layout import (
+    BranchLayout,
+    TreeShape,
+    alloc_len_per_decode,
+)
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import is_full
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 register_cpu_ci(est_time=13, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
@@ -305,29 +315,68 @@ def test_alloc_len_table(numbers: tuple[int, int, int, int], wanted: int) -> Non
     steps=st.integers(1, 8),
     extra=st.integers(0, 64),
     length=st.integers(0, 5000),
+    lead=st.integers(0, 1),
 )
 def test_alloc_len_covers_every_column(
-    page: int, topk: int, steps: int, extra: int, length: int
+    page: int, topk: int, steps: int, extra: int, length: int, lead: int
 ) -> None:
     layout = BranchLayout(page_size=page, topk=topk, num_steps=steps)
     nodes = steps + 1 + extra
     reserve = alloc_len_per_decode(
-        page_size=page, topk=topk, num_steps=steps, num_draft_tokens=nodes
+        page_size=page,
+        topk=topk,
+        num_steps=steps,
+        num_draft_tokens=nodes,
+        draft_lead=lead,
     )
+    known = length + lead
     touched = [
-        layout.draft_column(length, branch, step)
+        layout.draft_column(known, branch, step)
         for branch in range(topk)
         for step in range(steps)
     ]
+    touched += range(length, length + nodes)
+    touched += range(known, known + steps + 1)
     assert length <= min(touched) and max(touched) < length + reserve
-    assert nodes <= reserve
     if page > 1 and topk > 1:
-        assert max(touched) < layout.end_column(length) <= length + reserve
+        assert layout.end_column(known) <= length + reserve
+    if page > 1 and topk > 1 and not lead:
         worst = layout.end_column(length // page * page + page - 1)
         tight = worst - length // page * page
         assert reserve == max(tight, nodes)
     with pytest.raises(ValueError, match="topk is 0"):
         BranchLayout(page_size=page, topk=0, num_steps=steps)
+
+
+@pytest.mark.parametrize("page", [1, 4, 64])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE"])
+@pytest.mark.parametrize(
+    "shape", [(1, 3, 4), (1, 1, 2), (4, 3, 12), (8, 5, 64), (3, 6, 40)], ids=str
+)
+def test_the_reserve_covers_an_iteration_in_flight(
+    shape: tuple[int, int, int], algorithm: str, page: int
+) -> None:
+    """At every place in a page, whatever that one gains."""
+    topk, steps, nodes = shape
+    tree = TreeShape(topk=topk, num_steps=steps, num_draft_tokens=nodes)
+    layout = BranchLayout(page_size=page, topk=topk, num_steps=steps)
+    lead = int(algorithm == "STANDALONE")
+    args = SimpleNamespace(
+        speculative_algorithm=algorithm,
+        tree_shape=tree,
+        page_size=page,
+        draft_lead=lead,
+    )
+    reserve = decode_reserve(cast("ServerArgs", args))
+    for known in range(2 * page + 1):
+        columns = -(-(known + reserve) // page) * page
+        for gained in range(tree.accept_width + 1):
+            length = known + gained
+            last = layout.draft_column(length + lead, topk - 1, steps - 1)
+            ends = [last + 1, length + nodes, length + lead + tree.accept_width]
+            if page > 1 and topk > 1:
+                ends.append(layout.end_column(length + lead))
+            assert max(ends) <= columns
 
 
 if __name__ == "__main__":

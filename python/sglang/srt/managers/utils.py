@@ -116,10 +116,11 @@ def get_alloc_len_per_decode(server_args: ServerArgs) -> int:
 def decode_reserve(server_args: ServerArgs) -> int:
     """KV slots that a request keeps beyond those the host knows to be written.
 
-    One iteration's writes, and as many again for the iteration in flight, whose length
-    the host does not know yet. 0 without speculation: slots are taken as they are
-    written.
+    One iteration's writes, after the tokens that the iteration in flight may gain,
+    whose number the host does not know yet. 0 without speculation: slots are taken as
+    they are written.
     """
     if server_args.speculative_algorithm is None:
         return 0
-    return 2 * get_alloc_len_per_decode(server_args)
+    gained = server_args.tree_shape.accept_width
+    return gained + get_alloc_len_per_decode(server_args)
