@@ -1,14 +1,17 @@
 """Speculative decoding: accept lengths and speed over steps, top-k and draft tokens.
 
 python benchmark/e2e/bench_spec.py cycle [--trees 8,5,64 1,3,4] [--batch-size 1 16]
-python benchmark/e2e/bench_spec.py demo --heldout scripts/demo_model/build/corpus/...
+python benchmark/e2e/bench_spec.py model --heldout scripts/demo_model/build/corpus/...
+    [--model-path TARGET --draft-model-path HEAD]
 
 `cycle` (a GPU): one draft + verify + extend cycle of a real model shape with dummy
 weights and an EAGLE3 head of one layer; random weights accept nothing, so the time of
 a cycle is what counts. `--accept-length` adds the tokens per second of a simulated
 accept length beside decoding without speculation.
-`demo`: the demo model and its bundled drafts on held-out code, greedy; accept length,
-tokens per second, and the share of distinct 4-grams of the output.
+`model`: a model and its drafts (default: the bundled ones) on held-out prompts, greedy;
+accept length, tokens per second, and the share of distinct 4-grams of the output.
+--heldout has one JSON object a line: `text`, whose first tokens are a prompt, or `ids`,
+a whole one (`scripts/eagle3/train.py` writes such a file).
 A tree is written topk,steps,draft tokens. The last line is one JSON document.
 """
 
@@ -180,21 +183,24 @@ def cycle(args: argparse.Namespace) -> dict[str, Any]:
     return {"shape": args.shape, "page_size": args.page_size, "results": results}
 
 
-# -- demo ------------------------------------------------------------------------------
+# -- model -----------------------------------------------------------------------------
 
 
-def heldout_prompts(path: Path, count: int) -> list[list[int]]:
-    """Return the first tokens of held-out files."""
-    tokenizer = load_tokenizer(str(bundled_demo_model_path()))
+def heldout_prompts(path: Path, count: int, *, model_path: str) -> list[list[int]]:
+    """Return the prompts of `ids`, or the first tokens of each long enough `text`."""
+    tokenizer = load_tokenizer(model_path)
     prompts = []
     with path.open(encoding="utf-8") as reader:
-        for line in reader:
-            ids = tokenizer.encode(json.loads(line)["text"][:4000])
-            if len(ids) >= PROMPT_TOKENS:
-                prompts.append(ids[:PROMPT_TOKENS])
+        for item in map(json.loads, reader):
+            if "ids" in item:
+                prompts.append(item["ids"])
+            else:
+                ids = tokenizer.encode(item["text"][:4000])
+                if len(ids) >= PROMPT_TOKENS:
+                    prompts.append(ids[:PROMPT_TOKENS])
             if len(prompts) == count:
                 return prompts
-    raise ValueError(f"--heldout {path} holds only {len(prompts)} long enough files")
+    raise ValueError(f"--heldout {path} holds only {len(prompts)} long enough prompts")
 
 
 def distinct_4_grams(outputs: list[list[int]]) -> float:
@@ -239,9 +245,10 @@ def generate(
     }
 
 
-def demo(args: argparse.Namespace) -> dict[str, Any]:
-    prompts = heldout_prompts(args.heldout, args.prompts)
+def model(args: argparse.Namespace) -> dict[str, Any]:
+    prompts = heldout_prompts(args.heldout, args.prompts, model_path=args.model_path)
     common: dict[str, Any] = {
+        "model_path": args.model_path,
         "page_size": args.page_size,
         "attention_backend": args.attention_backend,
         "random_seed": 0,
@@ -255,8 +262,12 @@ def demo(args: argparse.Namespace) -> dict[str, Any]:
     )
     for algorithm in [None, *args.algorithms]:
         for tree in args.trees if algorithm else [None]:
-            flags = {} if tree is None else tree.flags()
-            flags |= {"speculative_algorithm": algorithm}
+            flags: dict[str, Any] = {}
+            if tree is not None:
+                flags = tree.flags() | {
+                    "speculative_algorithm": algorithm,
+                    "speculative_draft_model_path": args.draft_model_path,
+                }
             found = in_scheduler(
                 partial(generate, prompts=prompts, args=args), **common, **flags
             )
@@ -276,7 +287,13 @@ def demo(args: argparse.Namespace) -> dict[str, Any]:
                 f"{found['is_same']}",
                 flush=True,
             )
-    return {"page_size": args.page_size, "results": results}
+    return {
+        "model": Path(args.model_path).name,
+        "page_size": args.page_size,
+        "dtype": args.dtype,
+        "concurrency": args.concurrency,
+        "results": results,
+    }
 
 
 def main() -> None:
@@ -293,7 +310,9 @@ def main() -> None:
     timed.add_argument("--accept-length", type=float, default=0.0)
     timed.add_argument("--trees", type=Tree.parse, nargs="+")
     timed.set_defaults(run=cycle, trees=[Tree(8, 5, 64), Tree(1, 3, 4)], page_size=64)
-    real = modes.add_parser("demo")
+    real = modes.add_parser("model")
+    real.add_argument("--model-path", default=str(bundled_demo_model_path()))
+    real.add_argument("--draft-model-path", help="default: the bundled one")
     real.add_argument("--heldout", type=Path, required=True)
     real.add_argument("--prompts", type=int, default=24)
     real.add_argument("--new-tokens", type=int, default=256)
@@ -302,7 +321,7 @@ def main() -> None:
     real.add_argument("--dtype", default="auto")
     real.add_argument("--trees", type=Tree.parse, nargs="+")
     real.set_defaults(
-        run=demo,
+        run=model,
         trees=[Tree(1, 3, 4), Tree(1, 5, 6), Tree(4, 5, 8), Tree(8, 5, 32)],
         page_size=1,
     )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -68,8 +69,9 @@ class Lesson:
     logits: Tensor
 
 
+AnyLesson = TypeVar("AnyLesson")
 # Loss of a lesson: fp32 scalar, and the values to print.
-LossFunction = Callable[[Lesson], tuple[Tensor, dict[str, Tensor]]]
+LossFunction = Callable[[AnyLesson], tuple[Tensor, dict[str, Tensor]]]
 
 
 def soft_cross_entropy(logits: Tensor, shares: Tensor) -> Tensor:
@@ -106,6 +108,84 @@ def learning_rate(config: DistillConfig, *, step: int, progress: float) -> float
     return config.lr * min(1.0, (step + 1) / WARMUP_STEPS) * share
 
 
+def autocast(device: torch.device) -> AbstractContextManager[object]:
+    """bfloat16 on a GPU."""
+    is_cuda = device.type == "cuda"
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_cuda)
+
+
+def make_optimizer(draft: nn.Module, config: DistillConfig) -> torch.optim.AdamW:
+    """AdamW; vectors do not decay."""
+    weights = list(draft.parameters())
+    return torch.optim.AdamW(
+        [
+            {
+                "params": [w for w in weights if w.dim() >= 2],
+                "weight_decay": config.weight_decay,
+            },
+            {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        betas=(0.9, 0.95),
+        fused=weights[0].is_cuda,
+    )
+
+
+def train_draft(
+    draft: nn.Module,
+    lessons: Iterator[AnyLesson],
+    loss_of: LossFunction[AnyLesson],
+    config: DistillConfig,
+    device: torch.device,
+) -> dict[str, object]:
+    """Train in place until the clock or `max_steps`; return the report."""
+    optimizer = make_optimizer(draft, config)
+    history: list[dict[str, float]] = []
+    step, progress, next_report = 0, 0.0, 1.0 / REPORTS_PER_RUN
+    started = time.monotonic()
+    while progress < 1.0:
+        lesson = next(lessons)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step=step, progress=progress)
+        with autocast(device):
+            loss, parts = loss_of(lesson)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        if step % 4 == 0 and device.type == "cuda":
+            torch.cuda.synchronize()  # the clock must include the device's work
+        seconds = time.monotonic() - started
+        progress = max(seconds / config.seconds, step / config.max_steps)
+        if progress >= next_report:
+            next_report = progress + 1.0 / REPORTS_PER_RUN
+            row = {"step": step, "seconds": round(seconds, 1)}
+            row["loss"] = round(loss.item(), 4)
+            row |= {k: round(v.item(), 4) for k, v in parts.items()}
+            history.append(row)
+            print(json.dumps(row), flush=True)
+    return {
+        "config": asdict(config),
+        "parameters": parameter_count(draft),
+        "steps": step,
+        "tokens_seen": step * config.batch * config.length,
+        "seconds": round(time.monotonic() - started, 1),
+        "machine": device_kind(device),
+        "torch": torch.__version__,
+        "history": history,
+    }
+
+
+def save_weights(state: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file; floating point as bfloat16."""
+    narrow = {
+        name: (t.to(torch.bfloat16) if t.is_floating_point() else t).cpu().contiguous()
+        for name, t in state.items()
+    }
+    save_file(narrow, path, metadata={"format": "pt"})
+
+
 class Distiller:
     """The target, the data and the clock of one run."""
 
@@ -133,11 +213,6 @@ class Distiller:
         """The target's embedding, fp32 [V, H]."""
         return self.target.model.embed_tokens.weight.float()
 
-    def autocast(self) -> AbstractContextManager[object]:
-        return torch.autocast(
-            self.device.type, dtype=torch.bfloat16, enabled=self.is_cuda
-        )
-
     def token_counts(self) -> Tensor:
         """Count each token in the windows of a run, int64 [V]."""
         with np.load(self.args.text / "train.npz") as arrays:
@@ -149,94 +224,41 @@ class Distiller:
     def heldout(self) -> HeldoutText:
         return load_heldout(self.args.text / "heldout.npz")
 
-    def optimizer(self, draft: nn.Module) -> torch.optim.AdamW:
-        matrices = [w for w in draft.parameters() if w.dim() >= 2]
-        vectors = [w for w in draft.parameters() if w.dim() < 2]
-        return torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": self.config.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=self.config.lr,
-            betas=(0.9, 0.95),
-            fused=self.is_cuda,
-        )
-
-    def train(self, draft: nn.Module, loss_of: LossFunction) -> dict[str, object]:
+    def train(
+        self, draft: nn.Module, loss_of: LossFunction[Lesson]
+    ) -> dict[str, object]:
         """Train in place until the clock or `max_steps`; return the report."""
-        config = self.config
-        optimizer = self.optimizer(draft)
-        history: list[dict[str, float]] = []
-        step, progress, next_report = 0, 0.0, 1.0 / REPORTS_PER_RUN
-        stream = windows(config, pack=self.args.pack, text=self.args.text)
-        started = time.monotonic()
-        while progress < 1.0:
-            ids = next(stream)
+        report = train_draft(draft, self.lessons(), loss_of, self.config, self.device)
+        return report | {"own_text_share": 0.5}
+
+    def lessons(self) -> Iterator[Lesson]:
+        for ids in windows(self.config, pack=self.args.pack, text=self.args.text):
             if self.is_cuda:
                 ids = ids.pin_memory().to(self.device, non_blocking=True)
             states = target_states(self.target, ids)
-            lesson = Lesson(
-                ids=ids, states=states, logits=target_logits(self.target, states)
-            )
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(config, step=step, progress=progress)
-            with self.autocast():
-                loss, parts = loss_of(lesson)
-            torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            step += 1
-            if step % 4 == 0 and self.is_cuda:
-                torch.cuda.synchronize()  # the clock must include the device's work
-            seconds = time.monotonic() - started
-            progress = max(seconds / config.seconds, step / config.max_steps)
-            if progress >= next_report:
-                next_report = progress + 1.0 / REPORTS_PER_RUN
-                row = {"step": step, "seconds": round(seconds, 1)}
-                row["loss"] = round(loss.item(), 4)
-                row |= {k: round(v.item(), 4) for k, v in parts.items()}
-                history.append(row)
-                print(json.dumps(row), flush=True)
-        return {
-            "config": asdict(config),
-            "parameters": parameter_count(draft),
-            "steps": step,
-            "tokens_seen": step * config.batch * config.length,
-            "own_text_share": 0.5,
-            "seconds": round(time.monotonic() - started, 1),
-            "machine": device_kind(self.device),
-            "torch": torch.__version__,
-            "history": history,
-        }
+            logits = target_logits(self.target, states)
+            yield Lesson(ids=ids, states=states, logits=logits)
 
     def save(
         self, report: dict[str, object], state: dict[str, Tensor], matcher: Matcher
     ) -> None:
         """Measure the draft and write `draft.safetensors` and `training.json`."""
         began = time.monotonic()
-        with self.autocast():
+        with autocast(self.device):
             report["acceptance"] = measure(self.heldout(), matcher, rows=EVAL_ROWS)
         report["acceptance_seconds"] = round(time.monotonic() - began, 1)
         out: Path = self.args.out
         out.mkdir(parents=True, exist_ok=True)
-        narrow = {
-            name: (t.to(torch.bfloat16) if t.is_floating_point() else t)
-            .cpu()
-            .contiguous()
-            for name, t in state.items()
-        }
-        save_file(narrow, out / "draft.safetensors", metadata={"format": "pt"})
+        save_weights(state, out / "draft.safetensors")
         (out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
         print(json.dumps(report["acceptance"]), flush=True)
 
 
-def resume(draft: nn.Module, args: argparse.Namespace) -> None:
-    """Load the weights of an earlier run if `--resume` names one."""
-    if args.resume is not None:
-        state = load_file(args.resume / "draft.safetensors")
-        wanted = {k: v.float() for k, v in state.items() if v.is_floating_point()}
-        draft.load_state_dict(wanted, strict=True)
+def load_weights(draft: nn.Module, path: Path) -> None:
+    """Load the weights of an earlier run."""
+    state = load_file(path)
+    wanted = {k: v.float() for k, v in state.items() if v.is_floating_point()}
+    draft.load_state_dict(wanted, strict=True)
 
 
 def parse_args(description: str | None, *, name: str, lr: float) -> argparse.Namespace:

@@ -48,15 +48,20 @@ def eagle_config() -> dict[str, object]:
     return head_config(train_eagle.CONFIG, "LlamaForCausalLMEagle")
 
 
-def eagle3_config() -> dict[str, object]:
-    """Return EAGLE3's config; its layers, by output, are one before `AUX_LAYERS`."""
+def eagle3_config(
+    sizes: DemoConfig = train_eagle3.CONFIG,
+    *,
+    draft_vocab: int = train_eagle3.DRAFT_VOCAB,
+    aux_layers: tuple[int, ...] = AUX_LAYERS,
+) -> dict[str, object]:
+    """Return EAGLE3's config; its layers, by output, are one before `aux_layers`."""
     return {
-        **head_config(train_eagle3.CONFIG, "LlamaForCausalLMEagle3"),
-        "draft_vocab_size": train_eagle3.DRAFT_VOCAB,
-        "target_hidden_size": DemoConfig().hidden_size,
+        **head_config(sizes, "LlamaForCausalLMEagle3"),
+        "draft_vocab_size": draft_vocab,
+        "target_hidden_size": sizes.hidden_size,
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in AUX_LAYERS],
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in aux_layers],
         },
     }
 

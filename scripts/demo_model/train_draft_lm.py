@@ -11,8 +11,8 @@ from scripts.demo_model.acceptance import model_matcher
 from scripts.demo_model.distill import (
     Distiller,
     Lesson,
+    load_weights,
     parse_args,
-    resume,
     soft_cross_entropy,
 )
 from scripts.demo_model.model import DemoConfig, DemoModel
@@ -38,7 +38,8 @@ def main() -> None:
     args = parse_args(__doc__, name="draft", lr=3e-3)
     distiller = Distiller(args, unroll=1)
     draft = DemoModel(CONFIG).to(distiller.device)
-    resume(draft, args)
+    if args.resume is not None:
+        load_weights(draft, args.resume / "draft.safetensors")
     report = distiller.train(draft, lambda lesson: draft_lm_loss(draft, lesson))
     matcher = model_matcher(draft, device=distiller.device)
     distiller.save(report, draft.state_dict(), matcher)

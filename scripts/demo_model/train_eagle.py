@@ -17,8 +17,8 @@ from scripts.demo_model.acceptance import head_matcher
 from scripts.demo_model.distill import (
     Distiller,
     Lesson,
+    load_weights,
     parse_args,
-    resume,
     soft_cross_entropy,
 )
 from scripts.demo_model.draft_heads import EagleHead
@@ -54,7 +54,8 @@ def main() -> None:
     args = parse_args(__doc__, name="eagle", lr=2e-3)
     distiller = Distiller(args, unroll=UNROLL)
     head = EagleHead(CONFIG, distiller.embedding).to(distiller.device)
-    resume(head, args)
+    if args.resume is not None:
+        load_weights(head, args.resume / "draft.safetensors")
     report = distiller.train(head, lambda lesson: eagle_loss(head, lesson))
     matcher = head_matcher(
         head,

@@ -18,8 +18,8 @@ from scripts.demo_model.acceptance import head_matcher
 from scripts.demo_model.distill import (
     Distiller,
     Lesson,
+    load_weights,
     parse_args,
-    resume,
     soft_cross_entropy,
 )
 from scripts.demo_model.draft_heads import Eagle3Head
@@ -31,9 +31,9 @@ UNROLL = 5
 STEP_DECAY = 0.8
 
 
-def choose_draft_ids(counts: Tensor) -> Tensor:
-    """Return the most frequent tokens, ascending: int64 [DRAFT_VOCAB]."""
-    return counts.topk(DRAFT_VOCAB).indices.sort().values
+def choose_draft_ids(counts: Tensor, size: int = DRAFT_VOCAB) -> Tensor:
+    """Return the `size` most frequent tokens, ascending: int64 [size]."""
+    return counts.topk(size).indices.sort().values
 
 
 def vocabulary_maps(draft_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
@@ -43,31 +43,58 @@ def vocabulary_maps(draft_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
     return {"d2t": draft_ids - torch.arange(len(draft_ids)), "t2d": t2d}
 
 
-def read_draft_ids(run: Path) -> Tensor:
-    """Return the draft ids of an earlier run."""
-    d2t = load_file(run / "draft.safetensors")["d2t"]
+def read_draft_ids(weights: Path) -> Tensor:
+    """Return the draft ids of a head's safetensors file."""
+    d2t = load_file(weights)["d2t"]
     return d2t + torch.arange(len(d2t))
 
 
 def eagle3_loss(
     head: Eagle3Head, draft_ids: Tensor, lesson: Lesson
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the sum over the steps, and the accuracy of each.
+    """Return the sum over the steps, and the accuracy of each."""
+    return chain_loss(
+        head,
+        draft_ids,
+        ids=lesson.ids,
+        aux=lesson.states.aux,
+        shares=lesson.logits[..., draft_ids].float().softmax(-1),
+        best=lesson.logits.argmax(-1),
+        unroll=UNROLL,
+    )
+
+
+def chain_loss(
+    head: Eagle3Head,
+    draft_ids: Tensor,
+    *,
+    ids: Tensor,
+    aux: Tensor,
+    shares: Tensor,
+    best: Tensor,
+    unroll: int,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the sum over `unroll` steps, and the accuracy of each.
 
     A position whose best token is outside the draft vocabulary has no loss.
+
+    Args:
+        draft_ids: int64 [D], the target's ids of the draft vocabulary.
+        ids: int64 [B, L].
+        aux: [B, L, 3 H], states of three layers of the target.
+        shares: fp32 [B, L, D], the target's distribution over the draft vocabulary.
+        best: int64 [B, L], the target's greedy token; -1: padding.
     """
-    shares = lesson.logits[..., draft_ids].float().softmax(-1)
-    best = lesson.logits.argmax(-1)
-    is_known = torch.isin(best, draft_ids)
+    is_known, is_real = torch.isin(best, draft_ids), best >= 0
     total = torch.zeros((), device=shares.device)
     parts: dict[str, Tensor] = {}
-    for j, step in enumerate(head.unroll(lesson.ids, lesson.states.aux, steps=UNROLL)):
+    for j, step in enumerate(head.unroll(ids, aux, steps=unroll)):
         span = slice(j + 1, j + 1 + step.logits.shape[1])
-        known = is_known[:, span]
+        known, real = is_known[:, span], is_real[:, span]
         entropy = soft_cross_entropy(step.logits, shares[:, span]) * known
         total = total + STEP_DECAY**j * entropy.sum() / known.sum().clamp(min=1)
-        right = draft_ids[step.logits.argmax(-1)] == best[:, span]
-        parts[f"right_{j}"] = right.float().mean()
+        right = (draft_ids[step.logits.argmax(-1)] == best[:, span]) & real
+        parts[f"right_{j}"] = right.sum() / real.sum().clamp(min=1)
     return total, parts
 
 
@@ -76,7 +103,9 @@ def main() -> None:
     distiller = Distiller(args, unroll=UNROLL)
     counts = distiller.token_counts()
     # A resumed head keeps the draft ids of its rows.
-    draft_ids = read_draft_ids(args.resume) if args.resume else choose_draft_ids(counts)
+    draft_ids = choose_draft_ids(counts)
+    if args.resume is not None:
+        draft_ids = read_draft_ids(args.resume / "draft.safetensors")
     on_device = draft_ids.to(distiller.device)
     head = Eagle3Head(
         CONFIG,
@@ -84,7 +113,8 @@ def main() -> None:
         on_device,
         final_norm=distiller.target.model.norm.weight.float(),
     ).to(distiller.device)
-    resume(head, args)
+    if args.resume is not None:
+        load_weights(head, args.resume / "draft.safetensors")
     report = distiller.train(head, lambda lesson: eagle3_loss(head, on_device, lesson))
     report["draft_vocab_share"] = round(
         float(counts[draft_ids].sum() / counts.sum()), 4

@@ -294,7 +294,7 @@ def test_vocabulary_maps_agree(tmp_path: Path) -> None:
     assert torch.equal(maps["d2t"] + torch.arange(2048), ids)
     assert torch.equal(maps["t2d"].nonzero()[:, 0], ids)
     save_file(maps, tmp_path / "draft.safetensors")
-    assert torch.equal(train_eagle3.read_draft_ids(tmp_path), ids)
+    assert torch.equal(train_eagle3.read_draft_ids(tmp_path / "draft.safetensors"), ids)
 
 
 def test_the_schedule_warms_up_and_ends_low() -> None:
