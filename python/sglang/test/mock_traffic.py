@@ -18,8 +18,20 @@ class Expected:
     is_aborted: bool = False
 
 
+# Of a long soak: sizes that keep many requests in a small pool, so that a step serves
+# more of them.
+SHORT_STEM, SHORT_PROMPT, SHORT_OUTPUT = 24, 16, 16
+LONG_ONE_IN = 32
+
+
 class Traffic:
-    """Submits random requests while the scheduler runs, and aborts some of them."""
+    """Submits random requests while the scheduler runs, and aborts some of them.
+
+    Args:
+        longest_output: tokens.
+        short_after: of the requests after so many, all but one in `LONG_ONE_IN` are
+            short; None: none is.
+    """
 
     def __init__(
         self,
@@ -28,7 +40,9 @@ class Traffic:
         total: int,
         *,
         longest_output: int = 160,
+        short_after: int | None = None,
     ) -> None:
+        self._short_after = short_after
         self._longest_output = longest_output
         self.harness, self.rng = harness, rng
         self.left = total
@@ -57,17 +71,17 @@ class Traffic:
     def submit(self) -> None:
         rng = self.rng
         stem = rng.choice(self.stems)
+        own, longest_output = 90, self._longest_output
+        if self._is_short():
+            stem, own, longest_output = stem[:SHORT_STEM], SHORT_PROMPT, SHORT_OUTPUT
         prompt = stem[: rng.randrange(len(stem) + 1)] + self._tokens(
-            rng.randrange(1, 90)
+            rng.randrange(1, own)
         )
         prompt = prompt[: self.longest]
         room = self.longest + 1 - len(prompt)
-        new = min(
-            rng.choice(
-                (1, 2, rng.randrange(1, 40), rng.randrange(40, self._longest_output))
-            ),
-            room,
-        )
+        medium = 40 if longest_output > 40 else longest_output // 2
+        sizes = (1, 2, rng.randrange(1, medium), rng.randrange(medium, longest_output))
+        new = min(rng.choice(sizes), room)
         rid = self.harness.submit(
             prompt,
             rid=f"request {len(self.expected)}",
@@ -78,6 +92,11 @@ class Traffic:
         )
         self.expected[rid] = Expected(prompt, new)
         self.left -= 1
+
+    def _is_short(self) -> bool:
+        if self._short_after is None or len(self.expected) < self._short_after:
+            return False
+        return self.rng.randrange(LONG_ONE_IN) > 0
 
 
 def check(

@@ -17,7 +17,7 @@ from sglang.test.mock_traffic import Expected, Traffic, check
 from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_model
 
-register_cpu_ci(est_time=10, suite="cpu")
+register_cpu_ci(est_time=10, suite="cpu", full_time=800)
 register_cuda_ci(est_time=200, suite="cuda")
 
 VOCAB = 1000
@@ -41,8 +41,8 @@ CONFIGURATIONS = [
 ]
 
 
-# Of these the whole counts are 2,000 requests, in the order that a GPU has.
-LONG = (0, 3, 5, 8)
+# Requests of all sizes; most that follow are short.
+SHORT_AFTER = 100
 ON_GPU = torch.cuda.is_available()
 
 
@@ -106,17 +106,15 @@ def test_random_requests(tmp_path_factory, configuration, overlap):
         schedule_policy=policy,
         disable_radix_cache=not radix,
         attention_backend=None if ON_GPU else backend,
-        max_running_requests=24,
+        max_running_requests=32,
         schedule_conservativeness=0.3,
         skip_tokenizer_init=True,
         kv_canary="raise",
     )
     left_windows = watch(harness)
     seed = CONFIGURATIONS.index(configuration)
-    total = count(
-        ci=200 if ON_GPU else 10, full=2000 if overlap and seed in LONG else 100
-    )
-    traffic = Traffic(harness, random.Random(seed), total)
+    total = count(ci=200 if ON_GPU else 10, full=2000)
+    traffic = Traffic(harness, random.Random(seed), total, short_after=SHORT_AFTER)
     scheduler = harness.scheduler
     answers = {}
 
