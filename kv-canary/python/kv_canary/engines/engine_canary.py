@@ -22,9 +22,10 @@ from torch import Tensor
 
 from kv_canary.engines.block_ledger import BlockLedger, Changes, Request
 from kv_canary.engines.group_canary import RING_CAPACITY, Group, GroupCanary
+from kv_canary.engines.reporting import reporter_of
 from kv_canary.engines.settings import Mode, Settings
 from kv_canary.records import NUM_COUNTERS, Counter, WriterKind, lineage_of
-from kv_canary.reporter import ReportOptions, ViolationReporter, as_error
+from kv_canary.reporter import as_error
 from kv_canary.view import ForwardView
 
 if TYPE_CHECKING:
@@ -100,19 +101,11 @@ class EngineCanary:
             )
             for number, group in enumerate(groups)
         ]
-        self.reporter = ViolationReporter(
-            ReportOptions(
-                mode=settings.mode.value,
-                real_data=settings.real_data,
-                folder=settings.report_dir,
-                with_tokens=settings.report_tokens,
-                max_files=settings.max_reports,
-                max_files_option="KV_CANARY_MAX_REPORTS",
-                ring_capacity=RING_CAPACITY,
-                ring_capacity_option="ring_capacity",
-            ),
+        self.reporter = reporter_of(
+            settings,
             page_size=groups[0].page_size,
             serials=self.ledger.serials,
+            ring_capacity=RING_CAPACITY,
             rank=rank,
             groups=[group.name for group in groups],
         )

@@ -49,13 +49,39 @@ class Record:
         return self.owner
 
 
-Expectation = Hook | Record
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnyOf:
+    """Methods of which the first that is as expected is wrapped."""
+
+    hooks: tuple[Hook, ...]
+
+    @property
+    def place(self) -> str:
+        return " or ".join(hook.place for hook in self.hooks)
+
+    @property
+    def purpose(self) -> str:
+        return self.hooks[0].purpose
+
+    def found(self) -> Hook:
+        """
+        Raises:
+            Refusal: there is none.
+        """
+        require((self,))
+        return next(hook for hook in self.hooks if problem_with(hook) is None)
+
+
+Expectation = Hook | Record | AnyOf
 
 
 def problem_with(expected: Expectation) -> str | None:
     """The difference from what is expected, in words; None: all is there."""
+    if isinstance(expected, AnyOf):
+        problems = [problem_with(hook) for hook in expected.hooks]
+        return None if None in problems else ", and ".join(map(str, problems))
     try:
-        owner = _load(expected.owner)
+        owner = load_owner(expected.owner)
     except (ImportError, AttributeError) as error:
         return f"looked for {expected.owner}, found: {error}"
     if isinstance(expected, Record):
@@ -103,7 +129,7 @@ Wrapper = Callable[..., Any]
 
 def wrap(hook: Hook, around: Wrapper) -> Callable[[], None]:
     """Replace the method by `around(method, self, ...)`; returns what undoes it."""
-    owner = _load(hook.owner)
+    owner = load_owner(hook.owner)
     method = inspect.getattr_static(owner, hook.method)
 
     @functools.wraps(method)
@@ -114,6 +140,11 @@ def wrap(hook: Hook, around: Wrapper) -> Callable[[], None]:
     return lambda: setattr(owner, hook.method, method)
 
 
-def _load(place: str) -> Any:
+def load_owner(place: str) -> Any:
+    """The class at `module:Class`.
+
+    Raises:
+        ImportError, AttributeError: there is none.
+    """
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

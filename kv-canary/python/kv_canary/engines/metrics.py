@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kv_canary.engines.hooks import Refusal
 from kv_canary.records import Counter
 
 if TYPE_CHECKING:
-    from kv_canary.engines.engine_canary import EngineCanary
     from kv_canary.engines.settings import Settings
+    from kv_canary.reporter import ViolationReporter
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +23,20 @@ _COUNTERS = (
 )
 
 
+class Counted(Protocol):
+    """A worker's canary, whatever its engine."""
+
+    reporter: ViolationReporter
+    forwards: int
+
+    def counters(self) -> list[int]:
+        """`records.Counter`; waits for the device."""
+
+
 class CanaryCollector:
     """Reads a canary when it is scraped."""
 
-    def __init__(self, canary: EngineCanary, *, rank: int, library: Any) -> None:
+    def __init__(self, canary: Counted, *, rank: int, library: Any) -> None:
         self._canary = canary
         self._rank = str(rank)
         self._library = library
@@ -47,7 +57,7 @@ class CanaryCollector:
         yield found
 
 
-def serve_metrics(canary: EngineCanary, settings: Settings, *, rank: int) -> None:
+def serve_metrics(canary: Counted, settings: Settings, *, rank: int) -> None:
     """Serve the canary's counters, if a port is set.
 
     Raises:

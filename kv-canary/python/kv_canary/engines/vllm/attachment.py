@@ -11,12 +11,13 @@ import torch
 from kv_canary.engines.engine_canary import EngineCanary, Pending
 from kv_canary.engines.hooks import Refusal
 from kv_canary.engines.metrics import serve_metrics
-from kv_canary.engines.settings import Mode, Settings
+from kv_canary.engines.reporting import unless_refused
 from kv_canary.engines.vllm.limits import refused_by
 from kv_canary.engines.vllm.pool import read_groups
 from kv_canary.engines.vllm.steps import read_step
 
 if TYPE_CHECKING:
+    from kv_canary.engines.settings import Settings
     from kv_canary.engines.step import ForwardReads
 
 logger = logging.getLogger(__name__)
@@ -105,12 +106,8 @@ def attach(runner: Any, settings: Settings) -> None:
             is logged, and the runner goes on unchecked.
     """
     setattr(runner, _ATTRIBUTE, None)
-    try:
-        canary = _create(runner, settings)
-    except Refusal as refusal:
-        if settings.mode is Mode.RAISE:
-            raise
-        logger.error("kv_canary: NOTHING IS CHECKED: %s", refusal)
+    canary = unless_refused(lambda: _create(runner, settings), settings)
+    if canary is None:
         return
     setattr(runner, _ATTRIBUTE, Attachment(canary))
     for group in canary.groups:

@@ -1,0 +1,79 @@
+"""The engines that the canary can be in, for the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from kv_canary.engines.sglang import hooks_of as sglang_hooks
+from kv_canary.engines.sglang import limits as sglang_limits
+from kv_canary.engines.sglang import plugin as sglang_plugin
+from kv_canary.engines.vllm import hooks_of as vllm_hooks
+from kv_canary.engines.vllm import limits as vllm_limits
+from kv_canary.engines.vllm import plugin as vllm_plugin
+
+if TYPE_CHECKING:
+    from kv_canary.engines.hooks import Expectation
+
+
+class _Limit(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def why(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """An engine.
+
+    Fields:
+        name: of the option `--engine`; packages: under which it is installed.
+        version: of the one that is there; None: none is.
+        expectations: what the plugin wraps and reads.
+        sees: kinds of KV. limits: options that are refused. rest: what else is.
+        models: of the self-test, each in a process of its own.
+        plugins_variable: names the plugins that the engine may load.
+        self_test_environment: beside `KV_CANARY=log`.
+    """
+
+    name: str
+    packages: Sequence[str]
+    version: Callable[[], str | None]
+    expectations: Sequence[Expectation]
+    sees: Sequence[str]
+    limits: Sequence[_Limit]
+    rest: str
+    models: Sequence[str]
+    plugins_variable: str
+    self_test_environment: dict[str, str]
+
+
+HOSTS = (
+    Host(
+        name="vllm",
+        packages=vllm_plugin.DISTRIBUTIONS,
+        version=vllm_plugin.host_version,
+        expectations=vllm_hooks.EVERYTHING,
+        sees=(*vllm_limits.FULL_SPECS, *vllm_limits.WINDOW_SPECS),
+        limits=vllm_limits.LIMITS,
+        rest="KV cache groups of any other kind (Mamba, MLA, cross attention, ...)",
+        models=("plain", "hybrid"),
+        plugins_variable="VLLM_PLUGINS",
+        self_test_environment={"VLLM_LOGGING_LEVEL": "ERROR"},
+    ),
+    Host(
+        name="sglang",
+        packages=(sglang_plugin.DISTRIBUTION,),
+        version=sglang_plugin.host_version,
+        expectations=sglang_hooks.EVERYTHING,
+        sees=sglang_limits.SEEN,
+        limits=sglang_limits.LIMITS,
+        rest="pools of any other kind (sliding windows, Mamba, FP4, sparse, ...), "
+        "multimodal models; the pool of a draft model is not checked",
+        models=("plain",),
+        plugins_variable=sglang_plugin.VARIABLE,
+        self_test_environment={"KV_CANARY_REAL_DATA": "all"},
+    ),
+)

@@ -1,0 +1,64 @@
+"""Reporters and refusals of a worker, from the plugins' settings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from kv_canary.engines.hooks import Refusal
+from kv_canary.engines.settings import Mode
+from kv_canary.reporter import ReportOptions, ViolationReporter
+from kv_canary.violation import GROUPS
+
+if TYPE_CHECKING:
+    from kv_canary.engines.settings import Settings
+    from kv_canary.serials import SerialMap
+
+
+logger = logging.getLogger(__name__)
+
+Canary = TypeVar("Canary")
+
+
+def unless_refused(create: Callable[[], Canary], settings: Settings) -> Canary | None:
+    """A canary, or in mode `log` None and an error in the log.
+
+    Raises:
+        Refusal: mode `raise`, and something cannot be checked.
+    """
+    try:
+        return create()
+    except Refusal as refusal:
+        if settings.mode is Mode.RAISE:
+            raise
+        logger.error("kv_canary: NOTHING IS CHECKED: %s", refusal)
+        return None
+
+
+def reporter_of(
+    settings: Settings,
+    *,
+    page_size: int,
+    serials: SerialMap,
+    ring_capacity: int,
+    rank: int,
+    groups: Sequence[str] = GROUPS,
+) -> ViolationReporter:
+    """A reporter that writes where the settings say."""
+    return ViolationReporter(
+        ReportOptions(
+            mode=settings.mode.value,
+            real_data=settings.real_data,
+            folder=settings.report_dir,
+            with_tokens=settings.report_tokens,
+            max_files=settings.max_reports,
+            max_files_option="KV_CANARY_MAX_REPORTS",
+            ring_capacity=ring_capacity,
+            ring_capacity_option="ring_capacity",
+        ),
+        page_size=page_size,
+        serials=serials,
+        rank=rank,
+        groups=groups,
+    )

@@ -1,0 +1,143 @@
+"""SGLang's `ForwardBatch` as a `ForwardView`.
+
+Works on the tensors that the model is given: inside a CUDA graph the runner's static
+ones. Nothing here waits for the device or depends on a value in any shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kv_canary.engines.hooks import Refusal
+from kv_canary.engines.sglang.tree import chain_of, tree_of
+from kv_canary.records import WriterKind
+from kv_canary.view import ForwardView, KVReadView
+
+IDLE = "IDLE"
+VERIFY = "TARGET_VERIFY"
+
+
+class BatchRows:
+    """The host's word on the rows of a forward, at fixed addresses.
+
+    Attributes:
+        serials, salts: int64 [capacity].
+        live: int64 [1], rows of the forward; those after them are padding. 0 outside of
+            forwards: a graph's capture and its warm-up record nothing.
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._numbers = torch.zeros(2, capacity, dtype=torch.int64, device=device)
+        self.serials, self.salts = self._numbers.unbind()
+        self.live = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @property
+    def capacity(self) -> int:
+        return self._numbers.shape[1]
+
+    def begin(self, serials: Sequence[int], salts: Sequence[int]) -> None:
+        """Rows of the forward that is about to run."""
+        values = on_device([serials, salts], self.live.device)
+        self._numbers[:, : len(serials)].copy_(values)
+        self.live.fill_(len(serials))
+
+    def end(self) -> None:
+        self.live.zero_()
+
+
+class Lengths(NamedTuple):
+    """Tokens of rows before a forward, and of it: int64 [R] each."""
+
+    prefix: Tensor
+    extend: Tensor
+
+
+def mode_of(batch: Any) -> str:
+    return str(batch.forward_mode.name)
+
+
+def lengths_of(batch: Any) -> Lengths:
+    """
+    Raises:
+        Refusal: a mode that is not seen.
+    """
+    mode = mode_of(batch)
+    if mode == "DECODE":
+        lens = batch.seq_lens.long()
+        return Lengths(lens - 1, torch.ones_like(lens))
+    if mode in ("EXTEND", "MIXED"):
+        return Lengths(batch.extend_prefix_lens.long(), batch.extend_seq_lens.long())
+    if mode == VERIFY:
+        lens = batch.seq_lens.long()
+        return Lengths(
+            lens, torch.full_like(lens, int(batch.spec_info.draft_token_num))
+        )
+    raise Refusal(
+        f"looked for a forward that is DECODE, EXTEND, MIXED, {VERIFY} or {IDLE}, "
+        f"found {mode}"
+    )
+
+
+def view_of(batch: Any, rows: BatchRows, req_to_token: Tensor) -> ForwardView:
+    """
+    Args:
+        req_to_token: int32 [rows, columns], slots by row and position.
+
+    Raises:
+        Refusal: a mode that is not seen, or more rows than there are.
+    """
+    indices = batch.req_pool_indices.long()
+    n, device = len(indices), indices.device
+    if n > rows.capacity:
+        raise Refusal(f"looked for {rows.capacity} rows at most, found {n}")
+    prefix, extend = lengths_of(batch)
+    mode = mode_of(batch)
+    # Some versions leave rows of earlier, larger batches after the last.
+    is_live = torch.arange(n, device=device) < rows.live
+    req_rows = torch.where(is_live, indices, 0)
+    indptr = parents = mask = None
+    depth, kind = 0, WriterKind.DECODE
+    if mode == VERIFY:
+        nodes, kind = int(batch.spec_info.draft_token_num), WriterKind.VERIFY
+        depth = max(nodes - 1, 1)
+        indptr = torch.arange(n + 1, device=device) * nodes
+        custom = getattr(batch.spec_info, "custom_mask", None)
+        if custom is None:
+            parents, mask = chain_of(n, nodes, device)
+        else:
+            parents, mask = tree_of(custom, prefix, nodes)
+    elif mode != "DECODE":
+        kind, starts = WriterKind.EXTEND, batch.extend_start_loc.long()
+        indptr = torch.cat((starts, starts[-1:] + extend[-1:]))
+    return ForwardView(
+        req_rows=req_rows,
+        prefix_lens=prefix,
+        extend_lens=extend,
+        input_ids=batch.input_ids.long(),
+        positions=batch.positions.long(),
+        out_cache_loc=batch.out_cache_loc.long(),
+        serials=rows.serials[:n],
+        salts=rows.salts[:n],
+        qo_indptr=indptr,
+        parent_index=parents,
+        tree_mask=mask,
+        max_depth=depth,
+        reads=[
+            KVReadView(
+                read_lens=prefix + extend, page_table=req_to_token, row_index=req_rows
+            )
+        ],
+        writer_kind=kind,
+    )
+
+
+def on_device(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """int64 [len(values), n], uploaded without waiting."""
+    host = torch.tensor(values, dtype=torch.int64)
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,97 @@
+"""The entry point `sglang.srt.plugins`: SGLang calls `register` in each process."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import os
+import re
+from collections.abc import Callable
+
+from kv_canary.engines.hooks import Refusal, require
+from kv_canary.engines.settings import Mode, SettingsError, read_settings
+from kv_canary.engines.sglang.attachment import wrap_engine
+from kv_canary.engines.sglang.hooks_of import EVERYTHING, REGISTRY
+from kv_canary.engines.sglang.planting import PLAN, plant
+
+logger = logging.getLogger(__name__)
+
+DISTRIBUTION = "sglang"
+OLDEST = (0, 5, 11)
+VARIABLE = "SGLANG_PLUGINS"
+"""Of SGLang: names of the plugins that may load, separated by commas."""
+NAME = "kv_canary"
+
+_undo: list[Callable[[], None]] = []
+
+
+def host_version() -> str | None:
+    """`name version` of the stock SGLang that is installed; None: none is.
+
+    Engines that only share the name of the package are distributed under another one,
+    or have no registry of hooks.
+    """
+    try:
+        version = importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return f"{DISTRIBUTION} {version}" if _has_registry() else None
+
+
+def _has_registry() -> bool:
+    module, _, name = REGISTRY.partition(":")
+    try:
+        return hasattr(importlib.import_module(module), name)
+    except ImportError:
+        return False
+
+
+def register() -> None:
+    """Wrap what makes and runs forwards, where `KV_CANARY` asks for it; else nothing.
+
+    Raises:
+        SystemExit: mode `raise`, and SGLang is not as expected, or a variable has an
+            impossible value. SGLang swallows every `Exception` of a plugin, and a
+            server that was to be checked would run unchecked.
+    """
+    try:
+        settings = read_settings()
+    except SettingsError as error:
+        raise SystemExit(f"kv_canary: {error}") from error
+    if settings.mode is Mode.OFF or _undo:
+        return
+    try:
+        _require_version()
+        require(EVERYTHING)
+    except Refusal as refusal:
+        text = (
+            f"kv_canary cannot attach to {host_version() or 'this engine'}: {refusal}. "
+            "Unset KV_CANARY, or see `kv-canary doctor`"
+        )
+        if settings.mode is Mode.RAISE:
+            logger.critical(text)
+            raise SystemExit(text) from None
+        logger.error("%s. NOTHING IS CHECKED", text)
+        return
+    plan = os.environ.get(PLAN)
+    if plan:
+        # Inside of the canary's own wrapper.
+        _undo.append(plant(plan))
+    _undo.extend(wrap_engine(settings))
+
+
+def unregister() -> None:
+    """Undo `register`. For tests."""
+    while _undo:
+        _undo.pop()()
+
+
+def _require_version() -> None:
+    found = host_version()
+    numbers = tuple(int(part) for part in re.findall(r"\d+", found or "")[:3])
+    if found is None or numbers < OLDEST:
+        raise Refusal(
+            f"looked for {DISTRIBUTION} {'.'.join(map(str, OLDEST))} or later with "
+            f"{REGISTRY}, found {found or 'none'}"
+        )

@@ -1,0 +1,118 @@
+"""Which request has which row of SGLang's `req_to_token`, and after which tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_canary.records import extend_lineage
+from kv_canary.serials import SerialMap
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """A row of the table and its request.
+
+    Fields:
+        number: of the row.
+        length: tokens whose KV is there before its next forward.
+        lineage: of them.
+    """
+
+    rid: str
+    number: int
+    serial: int
+    salt: int
+    length: int = 0
+    lineage: int = 0
+
+
+class RowRegistry:
+    """Rows by request.
+
+    Attributes:
+        serials: requests by serial.
+    """
+
+    def __init__(self) -> None:
+        self.serials = SerialMap()
+        self._by_number: dict[int, Row] = {}
+        self._by_rid: dict[str, Row] = {}
+        self._next_serial = 1
+
+    def announce(self, request: Any) -> Row:
+        """Take in a request that is about to prefill; returns its row."""
+        number, rid, salt = (
+            int(request.req_pool_idx),
+            str(request.rid),
+            salt_of(request),
+        )
+        row = self._by_number.get(number)
+        if row is None or (row.rid, row.salt) != (rid, salt):
+            row = self._give(number, rid, salt)
+        prefix = len(request.prefix_indices)
+        if prefix < row.length:
+            row.length, row.lineage = 0, 0
+        tokens = tokens_of(request, row.length, prefix)
+        if len(tokens) != prefix - row.length:
+            raise RuntimeError(
+                f"kv_canary: request {rid!r} has {prefix} tokens in its KV, of which "
+                f"{row.length + len(tokens)} are known"
+            )
+        row.lineage = extend_lineage(
+            row.lineage, tokens, start_position=row.length, salt=salt
+        )
+        row.length = prefix
+        return row
+
+    def _give(self, number: int, rid: str, salt: int) -> Row:
+        old = self._by_number.get(number)
+        if old is not None and self._by_rid.get(old.rid) is old:
+            del self._by_rid[old.rid]
+        row = Row(rid=rid, number=number, serial=self._next_serial, salt=salt)
+        self._next_serial += 1
+        self._by_number[number] = self._by_rid[rid] = row
+        self.serials.add(row.serial, rid)
+        return row
+
+    def rows_of(self, rids: Sequence[str]) -> list[Row]:
+        """
+        Raises:
+            RuntimeError: a request was never announced.
+        """
+        try:
+            return [self._by_rid[rid] for rid in rids]
+        except KeyError as error:
+            raise RuntimeError(
+                f"kv_canary: the forward has a row of request {error}, which never "
+                "went through ScheduleBatch.prepare_for_extend"
+            ) from None
+
+    def rows(self) -> list[Row]:
+        """All that were given."""
+        return list(self._by_number.values())
+
+
+def tokens_of(request: Any, begin: int, end: int) -> npt.NDArray[np.int64]:
+    """Tokens [begin, end) of a request, of its prompt and its output."""
+    prompt, output = request.origin_input_ids, request.output_ids
+    n = len(prompt)
+    parts = [
+        np.asarray(prompt[begin:end], dtype=np.int64),
+        np.asarray(output[max(begin - n, 0) : max(end - n, 0)], dtype=np.int64),
+    ]
+    return np.concatenate(parts)
+
+
+def salt_of(request: Any) -> int:
+    """The namespace of a request's KV: its adapter and its cache key."""
+    names = (getattr(request, "lora_id", None), getattr(request, "extra_key", None))
+    if not any(names):
+        return 0
+    digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
