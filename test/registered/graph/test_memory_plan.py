@@ -29,6 +29,7 @@ from sglang.srt.model_executor.memory_plan import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.harness import EngineHarness
@@ -144,6 +145,29 @@ def test_expanded_latents_are_kept_free(tmp_path, monkeypatch):
     itemsize, latent = runner.dtype.itemsize, runner.model_config.latent
     block = PREFIX_BLOCK * (latent.width + 4 * (24 + 20)) * itemsize
     assert runner.expansion_bytes() == block + 64 * 4 * (20 + 1) * 4
+
+
+@pytest.mark.parametrize(("topk", "steps", "widest"), [(8, 2, 8), (2, 4, 5)])
+def test_draft_graphs_are_planned_for_their_widest_forward(
+    topk, steps, widest, monkeypatch
+):
+    """A step of all branches, or an extend by all tokens that can be gained."""
+    harness = EngineHarness(
+        bundled_demo_model_path(),
+        device="cpu",
+        speculative_algorithm="EAGLE",
+        speculative_eagle_topk=topk,
+        speculative_num_steps=steps,
+        speculative_num_draft_tokens=topk * steps,
+        max_total_tokens=512,
+    )
+    worker = harness.scheduler.worker.draft_worker
+    runner = worker.draft_runner
+    monkeypatch.setattr(runner, "graph_sizes", lambda: [1, 4])
+    due = draft_graph_bytes(
+        runner.model_config, [1, 4], dtype=runner.dtype, rows_per_request=widest
+    )
+    assert worker.memory().graph_bytes == due + runner.prefill_graph_bytes()
 
 
 def test_gathered_prefixes_are_kept_free(model, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 import transformers
 from test_admission import make_req
 
+from sglang.srt.managers import tp_worker
 from sglang.srt.managers.io_struct import FlushCacheReq, FlushCacheRsp
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.models.mock_oracle import next_tokens
@@ -569,6 +570,17 @@ def test_grammar_in_a_batch_with_free_requests(tiny):
     assert set(bytes(answers[bound].output_ids)) <= set(b"ab")
     alone = harness.generate([65, 66], max_new_tokens=10, ignore_eos=True)
     assert answers[free].output_ids == alone.output_ids
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_device_sends_its_vectors_in_one_copy(count, monkeypatch):
+    """Pinned memory needs a GPU; what is copied into it does not."""
+    copies = []
+    monkeypatch.setattr(tp_worker, "_pinned_copy", lambda t: copies.append(t) or t)
+    vectors = [torch.arange(4) + 10 * i for i in range(count)]
+    joined = tp_worker._join_in_one_copy(vectors)
+    assert joined.tolist() == torch.cat(vectors).tolist()
+    assert len(copies) == 1
 
 
 if __name__ == "__main__":
