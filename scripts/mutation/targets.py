@@ -153,7 +153,11 @@ AREAS = (
             "speculative.eagle_info_v2",
         ),
         worlds=SPEC,
-        tests=(*SPEC_TESTS, "attention/test_flashinfer_spec.py"),
+        tests=(
+            *SPEC_TESTS,
+            "attention/test_flashinfer_spec.py",
+            "graph/test_memory_plan.py",
+        ),
     ),
     Area(
         name="tree",
