@@ -43,7 +43,7 @@ WORLDS = (
     World(
         name="eagle-1",
         page_size=1,
-        slots=700,
+        slots=612,
         requests=20,
         rows=8,
         draft=("EAGLE", "hidden"),
@@ -52,7 +52,7 @@ WORLDS = (
     World(
         name="eagle-16",
         page_size=16,
-        slots=1600,
+        slots=960,
         requests=20,
         rows=8,
         draft=("EAGLE", "attention"),

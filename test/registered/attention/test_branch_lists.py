@@ -102,9 +102,10 @@ def test_the_longest_batch_fits_and_no_longer_one() -> None:
     world = World(LAYOUTS[2])
     lists = world.lists()
     requests = len(LENS) + 2
-    lists.plan([CONTEXT] * requests, requests=requests)
+    # With its root: a language model reads that before it drafts.
+    lists.plan([CONTEXT + 1] * requests, requests=requests)
     with pytest.raises(RuntimeError, match=rf"holds {lists.capacity} per step.*top-k"):
-        lists.plan([CONTEXT + 2] * requests, requests=requests)
+        lists.plan([CONTEXT + 3] * requests, requests=requests)
 
 
 def test_27338_an_index_buffer_without_the_factor_is_seen() -> None:
