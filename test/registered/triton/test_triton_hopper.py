@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from attention_problem import DEVICE, NAN, ON_GPU, assert_same, make_problem, make_sinks
+from attention_problem import (
+    DEVICE,
+    NAN,
+    ON_GPU,
+    Problem,
+    assert_same,
+    make_problem,
+    make_sinks,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +47,7 @@ LENS = st.lists(
 )
 
 
-def plan_of(problem: Any) -> ExtendPlan:
+def plan_of(problem: Problem) -> ExtendPlan:
     return plan_extend(
         problem.page_table,
         row_index=problem.row_index,
@@ -88,6 +96,29 @@ def test_a_plan_has_every_token_once_and_every_element_where_it_says(
 # -- the kernel ------------------------------------------------------------------------
 
 
+def inputs_of(problem: Problem, **options: Any) -> dict[str, Any]:
+    return {
+        "page_table": problem.page_table,
+        "row_index": problem.row_index,
+        "qo_indptr": problem.qo_indptr,
+        "prefix_lens": problem.prefix_lens,
+        "page_size": problem.page_size,
+        "sm_scale": problem.sm_scale,
+        "k_new": problem.k_new,
+        "v_new": problem.v_new,
+        **options,
+    }
+
+
+def attend(problem: Problem, **options: Any) -> torch.Tensor:
+    """The result of one launch with a plan."""
+    out = torch.full_like(problem.q, 7)
+    caches = (problem.k_cache, problem.v_cache)
+    inputs = inputs_of(problem, **options)
+    extend_attention(problem.q, *caches, **inputs, out=out, plan=plan_of(problem))
+    return out
+
+
 def compare(
     prefix_lens: list[int],
     new_lens: list[int],
@@ -101,22 +132,11 @@ def compare(
     problem = make_problem(prefix_lens=prefix_lens, new_lens=new_lens, **options)
     problem.k_cache.mul_(k_scale)
     problem = problem.with_new_kv()
-    common = {
-        "page_table": problem.page_table,
-        "row_index": problem.row_index,
-        "qo_indptr": problem.qo_indptr,
-        "prefix_lens": problem.prefix_lens,
-        "page_size": problem.page_size,
-        "sm_scale": problem.sm_scale,
-        "k_new": problem.k_new,
-        "v_new": problem.v_new,
-        "sinks": sinks,
-    }
-    out, expected = torch.full_like(problem.q, 7), torch.full_like(problem.q, 7)
+    expected = torch.full_like(problem.q, 7)
     caches = (problem.k_cache, problem.v_cache)
-    extend_attention_ref(problem.q, *caches, **common, out=expected)
-    extend_attention(problem.q, *caches, **common, out=out, plan=plan_of(problem))
-    assert_same(out, expected)
+    inputs = inputs_of(problem, sinks=sinks)
+    extend_attention_ref(problem.q, *caches, **inputs, out=expected)
+    assert_same(attend(problem, sinks=sinks), expected)
 
 
 @on_hopper
@@ -174,22 +194,7 @@ def test_nan_of_a_request_stays_with_it(name: str) -> None:
         dtype=torch.bfloat16,
     ).with_new_kv()
     getattr(problem, name)[9 + 30, 1, 5] = NAN
-    out = torch.zeros_like(problem.q)
-    extend_attention(
-        problem.q,
-        problem.k_cache,
-        problem.v_cache,
-        page_table=problem.page_table,
-        row_index=problem.row_index,
-        qo_indptr=problem.qo_indptr,
-        prefix_lens=problem.prefix_lens,
-        page_size=problem.page_size,
-        sm_scale=problem.sm_scale,
-        k_new=problem.k_new,
-        v_new=problem.v_new,
-        out=out,
-        plan=plan_of(problem),
-    )
+    out = attend(problem)
     bad = out.isnan().flatten(1).any(1)
     assert bad[9 + 30 : 9 + 80].all()
     assert not bad[:9].any()
@@ -207,22 +212,7 @@ def test_who_is_served() -> None:
 def test_a_plan_serves_no_window() -> None:
     problem = make_problem(prefix_lens=[3], new_lens=[5]).with_new_kv()
     with pytest.raises(ValueError, match="window=4, .* leave out the plan"):
-        extend_attention(
-            problem.q,
-            problem.k_cache,
-            problem.v_cache,
-            page_table=problem.page_table,
-            row_index=problem.row_index,
-            qo_indptr=problem.qo_indptr,
-            prefix_lens=problem.prefix_lens,
-            page_size=problem.page_size,
-            sm_scale=problem.sm_scale,
-            window=4,
-            k_new=problem.k_new,
-            v_new=problem.v_new,
-            out=torch.empty_like(problem.q),
-            plan=plan_of(problem),
-        )
+        attend(problem, window=4)
 
 
 # -- ahead of time ---------------------------------------------------------------------

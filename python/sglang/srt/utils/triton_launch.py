@@ -46,7 +46,7 @@ def supports_dependent_launch(device: torch.device) -> bool:
 def is_hopper_or_later(device: torch.device) -> bool:
     """Whether `device` has dependent launch, and a copy engine that reads tensor
     descriptors."""
-    return device.type == "cuda" and _capability_major(device.index or 0) >= _HOPPER
+    return device.type == "cuda" and compute_capability(device.index or 0)[0] >= _HOPPER
 
 
 _dependent = True
@@ -65,8 +65,9 @@ def without_dependent_launch() -> Iterator[None]:
 
 
 @functools.cache
-def _capability_major(index: int) -> int:
-    return torch.cuda.get_device_capability(index)[0]
+def compute_capability(index: int) -> tuple[int, int]:
+    """(major, minor) of the CUDA device with this index."""
+    return torch.cuda.get_device_capability(index)
 
 
 class Scratch:

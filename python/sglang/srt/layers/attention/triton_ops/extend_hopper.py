@@ -19,6 +19,7 @@ from sglang.srt.layers.attention.triton_ops.extend_hopper_kernels import (
     extend_hopper_kernel,
 )
 from sglang.srt.layers.attention.triton_ops.extend_hopper_plan import BLOCK, ExtendPlan
+from sglang.srt.utils.triton_launch import compute_capability
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.triton_ops.extend_inputs import ExtendInputs
@@ -39,7 +40,7 @@ def serves(*, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
         head_dim in STAGES
         and dtype in _ELEMENTS
         and device.type == "cuda"
-        and _capability(device.index or 0) == _HOPPER
+        and compute_capability(device.index or 0) == _HOPPER
     )
 
 
@@ -119,8 +120,3 @@ def _layout(block: int, channels: int, dtype: torch.dtype) -> gl.NVMMASharedLayo
 @functools.cache
 def _multiprocessors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
-
-
-@functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
