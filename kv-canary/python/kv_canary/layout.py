@@ -6,7 +6,7 @@ Knows tensors and their strides; knows no engine's pool class.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -120,12 +120,31 @@ class Fingerprint:
     In ROTATE a row of prefix length L that can grow by n tokens rehashes the slots for
     which (slot + L + i) % period is 0 for some i < n: while the row grows by `period`
     tokens, whatever its steps, each slot's turn comes.
+
+    Fields:
+        k_places, v_places: int64 [layers], words from the first layer to each, where
+            layers lie at distances that differ; the stride of the first dimension then
+            says nothing. Both or neither; Triton's kernels alone read them.
     """
 
     mode: FingerprintMode = FingerprintMode.NONE
     k_words: Tensor | None = None
     v_words: Tensor | None = None
     rotation_period: int = 1
+    k_places: Tensor | None = None
+    v_places: Tensor | None = None
+
+    def strided_words(self) -> tuple[Tensor | None, Tensor | None]:
+        """`k_words` and `v_words`, whose strides say where each layer is.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if self.k_places is not None:
+            raise ValueError(
+                "layers at distances that differ are read by Triton's kernels alone"
+            )
+        return self.k_words, self.v_words
 
 
 NO_FINGERPRINT = Fingerprint()
@@ -151,6 +170,39 @@ def create_fingerprint(
         v_words=_words_of("v_buffer", v),
         rotation_period=rotation_period,
     )
+
+
+def scattered_fingerprint(
+    mode: FingerprintMode, halves: Sequence[Sequence[Tensor]], page_size: int, name: str
+) -> Fingerprint:
+    """Fingerprints of a pool whose layers lie anywhere.
+
+    Args:
+        halves: layers of K and of V, or of a latent alone; each [slots, ...], all of a
+            half of one shape, strides and type.
+        name: of the group, for errors.
+
+    Raises:
+        ValueError: as `create_fingerprint`, or layers are not 16 bytes apart.
+    """
+    stacks = [half[0].flatten(1).expand(len(half), -1, -1) for half in halves]
+    group = LayerGroup(name=name, k=stacks[0], v=stacks[1] if stacks[1:] else None)
+    source = create_fingerprint(mode, PoolLayout(groups=[group], page_size=page_size))
+    return replace(
+        source, k_places=_places_of(halves[0]), v_places=_places_of(halves[-1])
+    )
+
+
+def _places_of(layers: Sequence[Tensor]) -> Tensor:
+    """int64 [layers]: words from the first to each."""
+    begin = layers[0].data_ptr()
+    steps = [layer.data_ptr() - begin for layer in layers]
+    odd = [step for step in steps if step % CHUNK_BYTES]
+    if odd:
+        raise ValueError(
+            f"layers lie {odd[0]} bytes apart, no multiple of {CHUNK_BYTES}"
+        )
+    return torch.tensor([step // 8 for step in steps], device=layers[0].device)
 
 
 def _words_of(name: str, buffer: Tensor) -> Tensor:

@@ -170,13 +170,21 @@ def create_canary() -> CanaryState:
     )
 
 
-def pool_of(mode: FingerprintMode) -> Fingerprint:
+def pool_of(mode: FingerprintMode, *, is_scattered: bool = False) -> Fingerprint:
     """K and V of Llama-3.1-8B, 2048 bytes per slot and layer, in a pool so large that
     strides need 64 bits."""
     if mode is FingerprintMode.NONE:
         return Fingerprint()
     words = torch.empty(32, 1 << 24, 256, dtype=torch.int64, device="meta")
-    return Fingerprint(mode=mode, k_words=words, v_words=words, rotation_period=1024)
+    places = longs(32) if is_scattered else None
+    return Fingerprint(
+        mode=mode,
+        k_words=words,
+        v_words=words,
+        rotation_period=1024,
+        k_places=places,
+        v_places=places,
+    )
 
 
 def launch_reads(mode: FingerprintMode, view: str, rows: str) -> None:
@@ -199,9 +207,11 @@ def launch_reads(mode: FingerprintMode, view: str, rows: str) -> None:
     triton_launch.before_model(create_canary(), forward, checks)
 
 
-def launch_verify(mode: FingerprintMode, view: KVReadView) -> None:
+def launch_verify(
+    mode: FingerprintMode, view: KVReadView, *, is_scattered: bool = False
+) -> None:
     checks = PoolChecks(
-        fingerprint=pool_of(mode),
+        fingerprint=pool_of(mode, is_scattered=is_scattered),
         req_to_token=None if view is SWEEP else ints(8, WIDTH),
     )
     forward = replace(ALL_ROWS["decode"], manager=0)
@@ -223,11 +233,14 @@ def launch_head(rows: str) -> None:
     triton_launch.write_head(create_canary(), forward, checks)
 
 
-def launch_tail(mode: FingerprintMode, rows: str) -> None:
+def launch_tail(
+    mode: FingerprintMode, rows: str, *, is_scattered: bool = False
+) -> None:
+    fingerprint = pool_of(mode, is_scattered=is_scattered)
     triton_launch.write_tail(
         create_canary(),
         replace(ALL_ROWS[rows], writer_kind=WriterKind.EXTEND, manager=0),
-        PoolChecks(page_size=16, fingerprint=pool_of(mode)),
+        PoolChecks(page_size=16, fingerprint=fingerprint),
         rows != "tree",
         longs(64) if rows in ("decode", "extend") else None,
     )
@@ -279,6 +292,15 @@ def launches() -> Iterator[tuple[str, Any]]:
         for rows in ALL_ROWS:
             name = f"tail {rows} {mode.name}"
             yield name, lambda mode=mode, rows=rows: launch_tail(mode, rows)
+    for mode in (FingerprintMode.PARTIAL, FingerprintMode.ALL):
+        yield (
+            f"verify scattered {mode.name}",
+            lambda mode=mode: launch_verify(mode, VIEWS["tokens"], is_scattered=True),
+        )
+        yield (
+            f"tail scattered {mode.name}",
+            lambda mode=mode: launch_tail(mode, "extend", is_scattered=True),
+        )
     state = create_canary()
     for live in (None, longs(1)):
         name = f"poison {live is not None}"

@@ -19,6 +19,7 @@ from canary_world import (
     long,
     small_world,
 )
+from torch import Tensor
 
 from kv_canary import launches
 from kv_canary.findings import counters_of, verdicts_of
@@ -28,6 +29,7 @@ from kv_canary.layout import (
     LayerGroup,
     PoolLayout,
     create_fingerprint,
+    scattered_fingerprint,
 )
 from kv_canary.op import force_reference
 from kv_canary.records import (
@@ -79,6 +81,78 @@ def test_a_healthy_run_fires_nothing(
     assert counters[Counter.HEAD_SLOTS] == counters[Counter.TAIL_SLOTS] == 14
     if mode is FingerprintMode.ALL:
         assert counters[Counter.REHASHED_SLOTS] == 37 + 40 + 48
+
+
+def scatter(layers: Tensor) -> list[Tensor]:
+    """The same layers [layers, slots, ...] in one memory, at distances that differ, out
+    of order."""
+    memory = layers.new_zeros((2 * len(layers) + 3) * layers[0].numel())
+    places = [3 * i * i % 7 * layers[0].numel() + 8 * i for i in range(len(layers))]
+    found = [
+        memory[place:][: layer.numel()].view_as(layer).copy_(layer)
+        for place, layer in zip(places, layers, strict=True)
+    ]
+    assert len({b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(found)}) > 1
+    return found
+
+
+@pytest.mark.skipif("triton" not in {b.name for b in backends()}, reason="no Triton")
+@pytest.mark.parametrize(
+    "mode", [FingerprintMode.PARTIAL, FingerprintMode.ROTATE, FingerprintMode.ALL]
+)
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_layers_at_distances_that_differ(
+    mode: FingerprintMode, is_damaged: bool
+) -> None:
+    """The same states, findings and bytes as of equal distances."""
+    triton = backends()[-1]
+    states, filled_of = [], []
+    for is_scattered in (False, True):
+        w = small_world(mode=mode, page_size=4, period=1)
+        k, v = list(w.k), list(w.v)
+        if is_scattered:
+            k, v = scatter(w.k), scatter(w.v)
+            w.fingerprint = dataclasses.replace(
+                scattered_fingerprint(mode, [k, v], 4, "full"), rotation_period=1
+            )
+        if is_damaged:
+            for half in (k, v):
+                for layer in half:
+                    layer.view(torch.int32)[w.slot(2, 7)] ^= 1
+        kept = [layer.clone() for layer in (*k, *v)]
+        rows = decode(w)
+        w.verify(triton, w.state, rows, w.table(rows), tokens=w.tokens, manager=0)
+        view = dataclasses.replace(rows, writer_kind=WriterKind.DECODE, manager=0)
+        triton.write.write_head(w.state, view, w.checks())
+        filled_of.append(torch.stack([*k, *v]))
+        # The model stores what the world already holds.
+        for layer, values in zip((*k, *v), kept, strict=True):
+            layer.copy_(values)
+        w.tail(triton, w.state, rows, manager=0)
+        states.append(w.state)
+    first, second = states
+    assert entries(first) == entries(second)
+    damaged = [(Reason.VERIFY_REAL_KV, 3, w.slot(2, 7), 7)]
+    assert findings(first) == (damaged if is_damaged else [])
+    for name in ("head", "tail", "verdict", "counters"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
+    filled = [memory.view(torch.int32) for memory in filled_of]
+    assert torch.equal(*filled)
+
+
+def test_layers_at_distances_that_differ_are_refused_elsewhere() -> None:
+    w = small_world(mode=FingerprintMode.PARTIAL)
+    w.fingerprint = scattered_fingerprint(w.mode, [list(w.k), list(w.v)], 1, "full")
+    for backend in backends():
+        if backend.name == "triton":
+            continue
+        rows = decode(w)
+        with pytest.raises(ValueError, match="Triton's kernels alone"):
+            w.verify(backend, w.state, rows, w.table(rows))
+    odd = torch.zeros(99, dtype=torch.int8)
+    layers = [odd[:64].view(2, 32), odd[33:97].view(2, 32)]
+    with pytest.raises(ValueError, match="33 bytes apart"):
+        scattered_fingerprint(w.mode, [layers, layers], 1, "full")
 
 
 def test_both_checks_before_the_model_in_one_call() -> None:

@@ -94,9 +94,10 @@ def fingerprints(source: Fingerprint, slots: Tensor, lineages: Tensor) -> Tensor
     """Fingerprints [n] of slots [n] whose records have these lineages."""
     if source.mode is FingerprintMode.NONE:
         return torch.zeros_like(slots)
-    assert source.k_words is not None and source.v_words is not None
-    low = _word_sums(source.mode, source.k_words, slots, lineages)
-    high = _word_sums(source.mode, source.v_words, slots, lineages)
+    k_words, v_words = source.strided_words()
+    assert k_words is not None and v_words is not None
+    low = _word_sums(source.mode, k_words, slots, lineages)
+    high = _word_sums(source.mode, v_words, slots, lineages)
     return (low & TOKEN_MASK) | (high << 32)
 
 

@@ -298,7 +298,7 @@ def _fill_sentinel(fingerprint: Fingerprint, slot: Tensor) -> None:
     """Where all bytes are covered, make a store that does not happen show."""
     if fingerprint.mode is not FingerprintMode.ALL:
         return
-    for words in (fingerprint.k_words, fingerprint.v_words):
+    for words in fingerprint.strided_words():
         assert words is not None
         words[:, slot] = SENTINEL
 
@@ -308,7 +308,7 @@ def _is_missing(fingerprint: Fingerprint, slot: Tensor) -> Tensor:
     is the sentinel."""
     found = torch.zeros_like(slot, dtype=torch.bool)
     if fingerprint.mode is FingerprintMode.ALL:
-        for words in (fingerprint.k_words, fingerprint.v_words):
+        for words in fingerprint.strided_words():
             assert words is not None
             ends = words[:, slot][..., [0, -1]]
             found |= (ends == SENTINEL).any(dim=2).any(dim=0)

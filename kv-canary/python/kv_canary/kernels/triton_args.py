@@ -74,13 +74,17 @@ class Reads(NamedTuple):
 
 
 class Bytes(NamedTuple):
-    """K and V of the pool as int64 words, each [layers, slots, words]."""
+    """K and V of the pool as int64 words, each [layers, slots, words].
+
+    `k_layers` is the number of words from one layer to the next, or int64 [layers]:
+    from the first to each.
+    """
 
     k_words: Tensor
     v_words: Tensor
-    k_layer_stride: int
+    k_layers: int | Tensor
     k_slot_stride: int
-    v_layer_stride: int
+    v_layers: int | Tensor
     v_slot_stride: int
     period: int
 
@@ -135,6 +139,7 @@ class Hashing(NamedTuple):
         mode: of `FingerprintMode`.
         layers: of the pool; k_words, v_words: of a slot in a layer.
         chunk: words of a slot that are hashed at a time.
+        scattered: whether the places of layers come from a table.
     """
 
     mode: int
@@ -142,6 +147,7 @@ class Hashing(NamedTuple):
     k_words: int
     v_words: int
     chunk: int
+    scattered: bool
 
 
 def state_args(state: CanaryState) -> Any:
@@ -191,9 +197,9 @@ def byte_args(source: Fingerprint) -> Bytes | None:
     return Bytes(
         k_words=k,
         v_words=v,
-        k_layer_stride=k.stride(0),
+        k_layers=k.stride(0) if source.k_places is None else source.k_places,
         k_slot_stride=k.stride(1),
-        v_layer_stride=v.stride(0),
+        v_layers=v.stride(0) if source.v_places is None else source.v_places,
         v_slot_stride=v.stride(1),
         period=source.rotation_period,
     )
@@ -202,13 +208,21 @@ def byte_args(source: Fingerprint) -> Bytes | None:
 def hashing_args(source: Fingerprint, *, chunk: int) -> Hashing:
     k, v = source.k_words, source.v_words
     if k is None or v is None:
-        return Hashing(mode=int(source.mode), layers=1, k_words=2, v_words=2, chunk=1)
+        return Hashing(
+            mode=int(source.mode),
+            layers=1,
+            k_words=2,
+            v_words=2,
+            chunk=1,
+            scattered=False,
+        )
     return Hashing(
         mode=int(source.mode),
         layers=k.shape[0],
         k_words=k.shape[2],
         v_words=v.shape[2],
         chunk=chunk,
+        scattered=source.k_places is not None,
     )
 
 

@@ -51,9 +51,17 @@ def lineage_term(word0, salt):
 
 
 @triton.jit
-def _sum_sample(words, slot, mask, layer, chunk, layer_stride, slot_stride):
+def _layer_at(layers, layer, SCATTERED: tl.constexpr):
+    """Words from the first layer to `layer`: all `layers` apart, or its entry of it."""
+    return tl.load(layers + layer) if SCATTERED else layer * layers
+
+
+@triton.jit
+def _sum_sample(
+    words, slot, mask, layer, chunk, layers, slot_stride, SCATTERED: tl.constexpr
+):
     """Sum of the two hashed words of a 16-byte chunk; low 32 bits count."""
-    at = words + layer * layer_stride + slot * slot_stride + 2 * chunk
+    at = words + _layer_at(layers, layer, SCATTERED) + slot * slot_stride + 2 * chunk
     key = (layer << 32) | (2 * chunk)
     first = tl.load(at, mask=mask, other=0)
     second = tl.load(at + 1, mask=mask, other=0)
@@ -65,10 +73,11 @@ def _sum_all(
     words,
     slot,
     mask,
-    layer_stride,
+    layers,
     slot_stride,
     LAYERS: tl.constexpr,
     WORDS: tl.constexpr,
+    SCATTERED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Sums of all hashed words of slots [N], as int64; low 32 bits count.
@@ -81,11 +90,12 @@ def _sum_all(
     rows = words + slot * slot_stride
     for start in range(0, TOTAL, CHUNK):
         flat = start + tl.arange(0, CHUNK)
-        layer = (flat // WORDS).to(tl.int64)
+        # Past the end: the last layer, which has a place.
+        layer = tl.minimum(flat // WORDS, LAYERS - 1).to(tl.int64)
         index = (flat % WORDS).to(tl.int64)
         key = mix64((layer << 32) | index)
         inside = mask[:, None] & (flat < TOTAL)[None, :]
-        at = rows[:, None] + (layer * layer_stride + index)[None, :]
+        at = rows[:, None] + (_layer_at(layers, layer, SCATTERED) + index)[None, :]
         word = tl.load(at, mask=inside, other=0)
         hashed = mix64(word ^ key[None, :]).to(tl.int32)
         sums += tl.where(inside, hashed, 0)
@@ -97,17 +107,19 @@ def _fill(
     words,
     slot,
     mask,
-    layer_stride,
+    layers,
     slot_stride,
     LAYERS: tl.constexpr,
     WORDS: tl.constexpr,
+    SCATTERED: tl.constexpr,
 ):
     TOTAL: tl.constexpr = LAYERS * WORDS
     CHUNK: tl.constexpr = FILL_TILE // slot.shape[0]
     rows = words + slot * slot_stride
     for start in range(0, TOTAL, CHUNK):
         flat = start + tl.arange(0, CHUNK)
-        offset = (flat // WORDS).to(tl.int64) * layer_stride + flat % WORDS
+        layer = tl.minimum(flat // WORDS, LAYERS - 1).to(tl.int64)
+        offset = _layer_at(layers, layer, SCATTERED) + flat % WORDS
         inside = mask[:, None] & (flat < TOTAL)[None, :]
         at = rows[:, None] + offset[None, :]
         tl.store(at, tl.zeros_like(at.to(tl.int64)) + SENTINEL, mask=inside)
@@ -121,19 +133,21 @@ def fill_sentinel(data, slot, mask, HASHING: tl.constexpr):
         data.k_words,
         slot,
         mask,
-        data.k_layer_stride,
+        data.k_layers,
         data.k_slot_stride,
         LAYERS=HASHING.layers,
         WORDS=HASHING.k_words,
+        SCATTERED=HASHING.scattered,
     )
     _fill(
         data.v_words,
         slot,
         mask,
-        data.v_layer_stride,
+        data.v_layers,
         data.v_slot_stride,
         LAYERS=HASHING.layers,
         WORDS=HASHING.v_words,
+        SCATTERED=HASHING.scattered,
     )
 
 
@@ -150,11 +164,12 @@ def has_sentinel(data, slot, mask, HASHING: tl.constexpr):
     found = tl.zeros_like(slot) != 0
     k = data.k_words + slot * data.k_slot_stride
     v = data.v_words + slot * data.v_slot_stride
-    for _ in range(HASHING.layers):
-        found = found | _holds_sentinel(k, mask, HASHING.k_words - 1)
-        found = found | _holds_sentinel(v, mask, HASHING.v_words - 1)
-        k += data.k_layer_stride
-        v += data.v_layer_stride
+    for number in range(HASHING.layers):
+        layer = tl.cast(number, tl.int64)
+        at = k + _layer_at(data.k_layers, layer, HASHING.scattered)
+        found = found | _holds_sentinel(at, mask, HASHING.k_words - 1)
+        at = v + _layer_at(data.v_layers, layer, HASHING.scattered)
+        found = found | _holds_sentinel(at, mask, HASHING.v_words - 1)
     return found
 
 
@@ -173,8 +188,9 @@ def fingerprint(data, slot, mask, lineage, HASHING: tl.constexpr):
             mask,
             layer,
             chunk=(high * (HASHING.k_words // 2)) >> 32,
-            layer_stride=data.k_layer_stride,
+            layers=data.k_layers,
             slot_stride=data.k_slot_stride,
+            SCATTERED=HASHING.scattered,
         )
         v = _sum_sample(
             data.v_words,
@@ -182,28 +198,31 @@ def fingerprint(data, slot, mask, lineage, HASHING: tl.constexpr):
             mask,
             layer,
             chunk=(high * (HASHING.v_words // 2)) >> 32,
-            layer_stride=data.v_layer_stride,
+            layers=data.v_layers,
             slot_stride=data.v_slot_stride,
+            SCATTERED=HASHING.scattered,
         )
     else:
         k = _sum_all(
             data.k_words,
             slot,
             mask,
-            layer_stride=data.k_layer_stride,
+            layers=data.k_layers,
             slot_stride=data.k_slot_stride,
             LAYERS=HASHING.layers,
             WORDS=HASHING.k_words,
+            SCATTERED=HASHING.scattered,
             CHUNK=HASHING.chunk,
         )
         v = _sum_all(
             data.v_words,
             slot,
             mask,
-            layer_stride=data.v_layer_stride,
+            layers=data.v_layers,
             slot_stride=data.v_slot_stride,
             LAYERS=HASHING.layers,
             WORDS=HASHING.v_words,
+            SCATTERED=HASHING.scattered,
             CHUNK=HASHING.chunk,
         )
     return tl.where(mask, (k & LOW_HALF) | (v << 32), 0)

@@ -17,6 +17,7 @@ from kv_canary.layout import (
     LayerGroup,
     PoolLayout,
     create_fingerprint,
+    scattered_fingerprint,
 )
 from kv_canary.slot_bytes import PageLayout, SlotBytes
 from kv_canary.span import stack_of
@@ -33,7 +34,8 @@ class SeenPool:
         group: "full", or "latent" where K and V are one.
         tensors: of its layers, kept alive for the fingerprint.
         num_slots: the scratch page included.
-        fingerprint: of layers at equal distances; scattered: of others, on the CPU.
+        fingerprint: of layers at equal distances, and of all on a GPU; scattered: of
+            others, on the CPU.
     """
 
     group: str
@@ -56,8 +58,7 @@ def read_pool(pool: Any, mode: FingerprintMode) -> SeenPool:
     """The pool of a model.
 
     Raises:
-        Refusal: not a slot per row of each layer's tensors, or on a GPU layers at
-            distances that differ.
+        Refusal: not a slot per row of each layer's tensors.
     """
     name = type(pool).__name__
     if getattr(pool, "post_capture_active", False):
@@ -92,10 +93,8 @@ def read_pool(pool: Any, mode: FingerprintMode) -> SeenPool:
             elif tensors[0].is_cpu:
                 scattered = _scattered(mode, tensors, page_size)
             else:
-                raise Refusal(
-                    f"{name}: its layers lie at distances that differ, which kernels "
-                    "in a graph cannot stride over; KV_CANARY_REAL_DATA=none checks "
-                    "without bytes"
+                fingerprint = scattered_fingerprint(
+                    mode, list(halves.values()), page_size, group
                 )
         except ValueError as error:
             raise Refusal(f"{name}: {error}") from error
