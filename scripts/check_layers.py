@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 REPO = Path(__file__).resolve().parent.parent
+# Where statements, and so imports, lie in others.
+PARTS = ("body", "orelse", "handlers", "finalbody", "cases")
 # Source root -> package in it.
 PACKAGES = (("python", "sglang"), ("kv-canary/python", "kv_canary"))
 MAX_FILE_LINES = 800
@@ -206,23 +209,37 @@ def imports_of(
         with_type_only: those under `if TYPE_CHECKING` as well.
     """
     found: set[str] = set()
-    pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
-    while pending:
-        node = pending.pop()
-        is_type_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(
-            node.test
-        )
+    for node, is_type_only in _import_statements(path):
         if is_type_only and not with_type_only:
-            pending.extend(node.orelse)
             continue
         if isinstance(node, ast.Import):
             found.update(a.name for a in node.names if a.name in known)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             children = {f"{node.module}.{a.name}" for a in node.names}
             found.update(children & known)
             if node.module in known and children - known:
                 found.add(node.module)
-        pending.extend(ast.iter_child_nodes(node))
+    return found
+
+
+@cache
+def _import_statements(path: Path) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """All of them, with whether they are under `if TYPE_CHECKING`."""
+    found: list[tuple[ast.Import | ast.ImportFrom, bool]] = []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    pending: list[tuple[ast.AST, bool]] = [(tree, False)]
+    while pending:
+        node, is_type_only = pending.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.append((node, is_type_only))
+        for part in PARTS:
+            is_guarded = (
+                isinstance(node, ast.If)
+                and part == "body"
+                and "TYPE_CHECKING" in ast.unparse(node.test)
+            )
+            for statement in getattr(node, part, ()):
+                pending.append((statement, is_type_only or is_guarded))
     return found
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import importlib.util
 import io
 import json
@@ -78,11 +79,14 @@ class Tree:
             for path in sorted((root / folder).rglob("*.py"))
         }
         self.parsed = {name: ast.parse(text) for name, text in self.sources.items()}
+        self._nodes = [
+            (name, node)
+            for name, tree in self.parsed.items()
+            for node in ast.walk(tree)
+        ]
 
     def nodes(self) -> Iterator[tuple[str, ast.AST]]:
-        for name, tree in self.parsed.items():
-            for node in ast.walk(tree):
-                yield name, node
+        yield from self._nodes
 
 
 def room_of(module: str) -> str | None:
@@ -280,6 +284,7 @@ def table(found: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> int:
+    gc.disable()  # Syntax trees are a million objects, and all stay.
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--root",
