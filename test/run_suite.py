@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import os
 import platform
 import re
@@ -32,10 +33,11 @@ SUITES = {
 # where they are named.
 ONLY_FULL = ("real", "fleet", "engines")
 PARALLEL = ("cpu", "cuda")
-# Kernels compile once for all processes of a GPU machine, so that its tests are handed
-# out one by one; elsewhere a file's fixtures are shared by keeping it on one worker,
-# unless whole counts make a file longer than all others.
-DISTRIBUTION = {"cpu": "loadfile", "cuda": "worksteal"}
+# Where no GPU is, one process collects and forks the workers. A file's fixtures are
+# shared by keeping it on one of them, unless it takes longer than a worker's share of
+# all divided by so many. CUDA does not survive a fork; there kernels compile once for
+# all processes, and xdist hands out the tests one by one.
+PIECES_OF_A_SHARE = 4
 CALLS = {"cpu": "register_cpu_ci", "cuda": "register_cuda_ci"}
 
 
@@ -72,21 +74,30 @@ def registrations(path: Path, hardware: str) -> list[TestFile]:
     return found
 
 
+def forked(files: list[TestFile], workers: int, *, full: bool) -> list[str]:
+    """Options that run `files` in `workers` forked processes."""
+    seconds = {str(test.path): test.seconds(full=full) for test in files}
+    piece = sum(seconds.values()) / workers / PIECES_OF_A_SHARE
+    options = ["-p", "no:xdist", "-p", "sglang.test.forked_workers"]
+    options += ["--forks", str(workers)]
+    for path, cost in seconds.items():
+        if cost > piece:
+            options += ["--fork-slices", f"{path}={math.ceil(cost / piece)}"]
+    return options
+
+
 def run_pytest(
-    files: list[TestFile],
-    *,
-    workers: int,
-    distribution: str,
-    full: bool,
-    canary: bool,
+    files: list[TestFile], *, hardware: str, workers: int, full: bool, canary: bool
 ) -> tuple[int, str]:
     """Exit code and closing line of one pytest run over `files`."""
     command = [sys.executable, "-m", "pytest", *(str(f.path) for f in files)]
     command += ["-p", "no:cacheprovider", "--durations=8"]
-    if workers > 1:
+    if workers > 1 and hardware == "cpu":
+        command += forked(files, workers, full=full)
+    elif workers > 1:
         # In the order given: by default files of few tests would come last, however
         # long these take.
-        command += ["-n", str(workers), "--dist", distribution]
+        command += ["-n", str(workers), "--dist", "worksteal"]
         command += ["--no-loadscope-reorder"]
     if full:
         command += ["--timeout=3000"]
@@ -172,8 +183,8 @@ def main() -> int:
         print(f"suite {suite}: {len(files)} files, {workers} worker(s)", flush=True)
         result, closings[suite] = run_pytest(
             files,
+            hardware=args.hw,
             workers=workers,
-            distribution="worksteal" if args.full else DISTRIBUTION[args.hw],
             full=args.full,
             canary=args.canary,
         )
