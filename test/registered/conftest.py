@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from sglang.srt.utils.logging import ROOTS  # noqa: E402
+from sglang.test.interpreter import patch_once  # noqa: E402
 from sglang.test.scale import is_full  # noqa: E402
 
 # Files that take longest, by their paths' beginnings. In CI their tests run with as few
@@ -79,6 +80,10 @@ def pytest_collection_modifyitems(
         config.hook.pytest_deselected(items=dropped)
         gone = {id(item) for item in dropped}
         items[:] = [item for item in items if id(item) not in gone]
+
+
+def pytest_collection_finish() -> None:
+    patch_once()
 
 
 def _covering(variants: Sequence[pytest.Item], *, at_most: int) -> list[pytest.Item]:
