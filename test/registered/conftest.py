@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from sglang.srt.utils.logging import ROOTS  # noqa: E402
+from sglang.test.forked_process import forking  # noqa: E402
 from sglang.test.interpreter import patch_once  # noqa: E402
 from sglang.test.scale import is_full  # noqa: E402
 
@@ -84,6 +85,15 @@ def pytest_collection_modifyitems(
 
 def pytest_collection_finish() -> None:
     patch_once()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """The workers of a suite start hundreds of servers."""
+    if session.config.getoption("forks", 0) < 2:
+        return (yield)
+    with forking():
+        return (yield)
 
 
 def _covering(variants: Sequence[pytest.Item], *, at_most: int) -> list[pytest.Item]:

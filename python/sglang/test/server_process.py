@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sglang.srt.environ import child_environment, envs
+from sglang.test import forked_process
 from sglang.test.scale import POOL_TOKENS
 
 READY_SECONDS = 60.0
@@ -22,6 +23,7 @@ class ServerProcess:
 
     Args:
         environment: variables that it gets beside those of this process.
+        is_forked: whether it may skip imports, as `forked_process` has it.
 
     Attributes:
         lines: of its output so far.
@@ -29,14 +31,19 @@ class ServerProcess:
     """
 
     def __init__(
-        self, flags: Sequence[str], *, environment: Mapping[str, str] | None = None
+        self,
+        flags: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        is_forked: bool = True,
     ) -> None:
         command = [sys.executable, "-m", "sglang.launch_server", "--port", "0", *flags]
         if envs.SGLANG_TEST_KV_CANARY.get() and "--kv-canary" not in flags:
             command += ["--kv-canary", "raise", "--kv-canary-real-data", "all"]
         if "--max-total-tokens" not in flags:
             command += ["--max-total-tokens", str(POOL_TOKENS)]
-        self.process = subprocess.Popen(
+        start = forked_process.start_process if is_forked else subprocess.Popen
+        self.process = start(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -67,9 +74,13 @@ class ServerProcess:
 
     def scheduler_pid(self) -> int:
         pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if isinstance(self.process, forked_process.ForkedProcess):
+            children = self.process.children()
+        else:
+            listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+            children = [int(child) for child in listed.split()]
         assert len(children) == 1, children
-        return int(children[0])
+        return children[0]
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)

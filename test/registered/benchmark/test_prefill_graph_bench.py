@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from sglang.test import forked_process
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=8, suite="cpu")
@@ -27,9 +27,7 @@ def test_smoke(model):
         "PYTHONPATH": str(REPO / "python"),
         "CUDA_VISIBLE_DEVICES": "",
     }
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = forked_process.run(command, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["model"] == model

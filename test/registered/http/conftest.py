@@ -28,8 +28,10 @@ def start_server(mock_model: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers; whatever still runs at the end of the module is stopped."""
     servers: list[Server] = []
 
-    def start(*flags: str, model: Path | None = mock_model) -> Server:
-        servers.append(Server(model, flags))
+    def start(
+        *flags: str, model: Path | None = mock_model, is_forked: bool = True
+    ) -> Server:
+        servers.append(Server(model, flags, is_forked=is_forked))
         return servers[-1]
 
     yield start

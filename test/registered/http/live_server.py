@@ -25,14 +25,16 @@ SHARE_OF_GPU = {
 class Server(ServerProcess):
     """A server on `model` (None: the demo model) and short ways to ask it."""
 
-    def __init__(self, model: Path | None, flags: Sequence[str]) -> None:
+    def __init__(
+        self, model: Path | None, flags: Sequence[str], *, is_forked: bool = True
+    ) -> None:
         command = list(flags)
         if model is not None:
             command += ["--model-path", str(model), "--served-model-name", "mock"]
         if torch.cuda.is_available():
             for flag, value in SHARE_OF_GPU.items():
                 command += [] if flag in flags else [flag, value]
-        super().__init__(command)
+        super().__init__(command, is_forked=is_forked)
 
     def wait_ready(self) -> Server:
         super().wait_ready()

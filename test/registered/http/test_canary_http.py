@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import time
 import zlib
@@ -28,6 +27,7 @@ from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.managers.errors import EngineFailure
 from sglang.srt.mem_cache.page_map import PageState
 from sglang.srt.models.mock_oracle import next_tokens
+from sglang.test import forked_process
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import sampled
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
@@ -333,12 +333,12 @@ def test_log_mode_names_pool_step_and_branch(
         assert violation["step"] in range(3) and violation["branch"] in range(4)
     files = sorted(tmp_path.glob("*.json"))
     assert [json.loads(p.read_text()) for p in files] == incidents
-    told = subprocess.run(
+    explained = forked_process.run(
         [sys.executable, "-m", "sglang.srt.kv_canary.explain", *map(str, files)],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+        timeout=60,
+    )
+    assert explained.returncode == 0, explained.stderr
+    told = explained.stdout
     assert "(target pool, found by verify, batch row " in told
     first = stepped[0]
     assert (

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from live_server import Server, greedy
 
 from sglang.bench_utils.crash_dumps import read_crash_dump
 from sglang.srt.entrypoints.exit_codes import ExitCode
+from sglang.test import forked_process
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=37, suite="cpu")
@@ -36,6 +38,12 @@ WHILE_DRAINING = {"/health": 503, "/readyz": 503, "/livez": 200, "/metrics": 200
 def body(text: str, length: int, *, stream: bool = False) -> dict[str, Any]:
     params = greedy(max_new_tokens=length)
     return {"text": text, "sampling_params": params, "stream": stream}
+
+
+@pytest.fixture(scope="module")
+def start_server(start_server: Callable[..., Server]) -> Callable[..., Server]:
+    """Every process with a Python of its own, as users start it."""
+    return partial(start_server, is_forked=False)
 
 
 class Stream:
@@ -310,9 +318,7 @@ def wait_until_healthy(client: httpx.Client) -> None:
 def test_a_configuration_error_ends_with_one_line_and_code_2() -> None:
     """Of the scheduler, which the front passes on; more are in `test_mistakes.py`."""
     command = [sys.executable, "-m", "sglang.launch_server", "--port", "0"]
-    result = subprocess.run(
-        [*command, "--tp-size", "4"], capture_output=True, text=True, timeout=60
-    )
+    result = forked_process.run([*command, "--tp-size", "4"], timeout=60)
     assert result.returncode == ExitCode.CONFIGURATION_ERROR, result.stderr
     told = [line for line in result.stderr.splitlines() if " INFO Loading" not in line]
     (line,) = told

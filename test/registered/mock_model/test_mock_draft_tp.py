@@ -3,8 +3,8 @@ part of the tables, propose what one does."""
 
 from __future__ import annotations
 
+import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from draft_world import HEADS, VOCAB, Pair, check_rows
 
 from sglang.srt.distributed.parallel_state import init_tensor_parallel
+from sglang.test import forked_process
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tiny_models import write_mock_model
 
@@ -38,7 +39,9 @@ def run_rank(rank: int, folder: Path) -> None:
 
 def test_two_ranks_propose_what_the_tokens_imply(tmp_path):
     ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)])
+        forked_process.start_process(
+            [sys.executable, __file__, str(rank), str(tmp_path)], env=os.environ
+        )
         for rank in range(SIZE)
     ]
     try:

@@ -7,7 +7,6 @@ import json
 import logging
 import random
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.paths import bundled_demo_draft_path, bundled_demo_model_path
+from sglang.test import forked_process
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.spec_accept import AcceptRecorder
@@ -414,7 +414,8 @@ def test_python_o_changes_nothing(root):
     for flags in ([], ["-O"]):
         command = [sys.executable, *flags, "-c", OPTIMIZED]
         command += [str(root / "target"), str(root / "small-lm")]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = forked_process.run(command, timeout=120)
+        assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout.splitlines()[-1]))
     assert [each.pop("assertions") for each in found] == [True, False]
     assert found[0] == found[1]

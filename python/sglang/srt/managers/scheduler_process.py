@@ -42,6 +42,9 @@ MAX_FOLDER_CHARS = 80
 GRACE_SECONDS = 2.0
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
+start_child: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+"""Starts a rank. Tests, which start hundreds, fork them where all imports are done."""
+
 
 class SchedulerDied(RuntimeError):
     """The scheduler's process ended without being asked to."""
@@ -218,7 +221,7 @@ def _start_rank(
     command: Sequence[str], config: dict[str, object], environment: dict[str, str]
 ) -> _Rank:
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = subprocess.Popen(
+    process = start_child(
         [*command, str(sender.fileno())],
         stdin=subprocess.PIPE,
         pass_fds=(sender.fileno(),),
