@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from tree_ops_world import DEVICE, TRITON, garbage, kernels, op
 
-from sglang.srt.managers.utils import decode_reserve
+from sglang.srt.managers.utils import branch_region, decode_reserve, region_columns
 from sglang.srt.mem_cache import branch_slots as slot_ops
 from sglang.srt.mem_cache.branch_slots import SlotRows
+from sglang.srt.mem_cache.draft_region import DraftRegion
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.draft_layout import (
     BranchLayout,
     BranchRegion,
@@ -384,13 +386,73 @@ def test_alloc_len_covers_every_column(
         BranchLayout(page_size=page, topk=0, num_steps=steps)
 
 
+@settings(derandomize=True, max_examples=200, deadline=None, database=None)
+@given(
+    page=st.sampled_from([1, 2, 4, 16, 64]),
+    is_paged=st.booleans(),
+    topk=st.integers(2, 8),
+    steps=st.integers(1, 8),
+    rows=st.integers(1, 5),
+    pool_pages=st.integers(1, 50),
+    lengths=st.lists(st.integers(0, 400), min_size=5, max_size=5),
+)
+def test_a_region_gives_every_branch_slots_of_its_own(
+    page: int,
+    is_paged: bool,
+    topk: int,
+    steps: int,
+    rows: int,
+    pool_pages: int,
+    lengths: list[int],
+) -> None:
+    """Against a model that hands out slots one after the other: row by row, branch by
+    branch, each as many as the longest tail and its drafts need, in whole pages where
+    pages are read."""
+    unit, size = page if is_paged else 1, pool_pages * page
+    each = steps if unit == 1 else len(range(0, page - 1 + steps, page)) * page
+    args = SimpleNamespace(
+        speculative_algorithm="EAGLE",
+        speculative_draft_layout="region",
+        attention_backend="cpu_native" if is_paged else "triton",
+        tree_shape=TreeShape(topk=topk, num_steps=steps, num_draft_tokens=steps + 1),
+        page_size=page,
+    )
+    columns = region_columns(cast("ServerArgs", args))
+    assert columns == topk * each
+    slots = DraftRegion(
+        first_slot=size + page, rows=rows, columns=columns, page_size=page
+    )
+    pool = ReqToTokenPool(
+        size=rows, row_width=401, device="cpu", context_len=400, region=slots
+    )
+    layout = BranchLayout(
+        page_size=page,
+        topk=topk,
+        num_steps=steps,
+        region=branch_region(cast("ServerArgs", args), begin=pool.row_width),
+    )
+    following = itertools.count(size + page)
+    for row, length in zip(range(1, rows + 1), lengths, strict=False):
+        for branch in range(topk):
+            own = [next(following) for _ in range(each)]
+            begin = length % page if is_paged else 0
+            for step in range(steps):
+                column = layout.draft_column(length, branch, step)
+                slot = int(pool.req_to_token[row, column])
+                assert slot == own[begin + step] < size + page + slots.size
+            assert {slots.row_of(slot) for slot in own} == {row}
+    assert slots.row_of(size + page - 1) == slots.row_of(next(following)) == 0
+    assert not pool.req_to_token[0].any() and slots.size % page == 0
+
+
 @pytest.mark.parametrize("page", [1, 4, 64])
+@pytest.mark.parametrize("place", ["region", "paged"])
 @pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE"])
 @pytest.mark.parametrize(
     "shape", [(1, 3, 4), (1, 1, 2), (4, 3, 12), (8, 5, 64), (3, 6, 40)], ids=str
 )
 def test_the_reserve_covers_an_iteration_in_flight(
-    shape: tuple[int, int, int], algorithm: str, page: int
+    shape: tuple[int, int, int], algorithm: str, place: str, page: int
 ) -> None:
     """At every place in a page, whatever that one gains."""
     topk, steps, nodes = shape
@@ -399,6 +461,8 @@ def test_the_reserve_covers_an_iteration_in_flight(
     lead = int(algorithm == "STANDALONE")
     args = SimpleNamespace(
         speculative_algorithm=algorithm,
+        speculative_draft_layout=place,
+        attention_backend="cpu_native",
         tree_shape=tree,
         page_size=page,
         draft_lead=lead,
@@ -409,8 +473,10 @@ def test_the_reserve_covers_an_iteration_in_flight(
         for gained in range(tree.accept_width + 1):
             length = known + gained
             last = layout.draft_column(length + lead, topk - 1, steps - 1)
-            ends = [last + 1, length + nodes, length + lead + tree.accept_width]
-            if page > 1 and topk > 1:
+            ends = [length + nodes, length + lead + tree.accept_width]
+            if place == "paged" or topk == 1:
+                ends.append(last + 1)
+            if place == "paged" and page > 1 and topk > 1:
                 ends.append(layout.end_column(length + lead))
             assert max(ends) <= columns
 

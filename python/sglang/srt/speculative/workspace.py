@@ -197,11 +197,12 @@ class EagleWorkspace:
         self._identity[:, :bs] = identity
 
     def slot_rows(self, rows: WorkspaceRows) -> SlotRows:
-        """The requests' rows of `req_to_token` and their KV lengths."""
-        return SlotRows(self._pool.req_to_token, rows.identity[0], rows.seq_lens)
+        """The requests' rows of `req_to_token`, without the draft region, whose slots
+        only the draft's pool has, and their KV lengths."""
+        return SlotRows(self._pool.position_slots, rows.identity[0], rows.seq_lens)
 
     def draft_rows(self, rows: WorkspaceRows) -> SlotRows:
-        """The same with the lengths in the draft's pool."""
+        """The rows with the draft region, and the lengths in the draft's pool."""
         return SlotRows(self._pool.req_to_token, rows.identity[0], rows.draft_lens)
 
     # -- static inputs of verification -------------------------------------------------
