@@ -228,6 +228,11 @@ class ModelRunnerKVCacheMixin:
         if not columns:
             return None
         assert args.max_running_requests is not None
+        logger.info(
+            "Draft branches have a region of %d KV slots, %d for each request row",
+            args.max_running_requests * columns,
+            columns,
+        )
         return DraftRegion(
             first_slot=size + self.page_size,
             rows=args.max_running_requests,
