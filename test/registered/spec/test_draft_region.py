@@ -4,12 +4,14 @@ the same outputs, every byte checked, and what requests reserve."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kv_canary.records import POISON_WORD
 from kv_canary.reporter import CanaryViolation
+from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.managers.scheduler_components.slot_owners import SlotOwners
 from sglang.srt.managers.utils import decode_reserve
 from sglang.srt.server_args import ServerArgs
@@ -104,6 +106,36 @@ def test_answers_are_those_without_speculation(
     )
     region = engine.scheduler.cache.req_to_token_pool.region
     assert (region is not None) == (layout == "region")
+    for manager in canaries_of(engine).values():
+        assert manager.reporter.total == 0 and manager.clock > 10
+
+
+@pytest.mark.skipif(device() == "cuda", reason="the Triton backend does so anyway")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("configuration", CONFIGURATIONS[::2], ids=str)
+def test_branches_as_lists_of_slots(
+    folders: ModelFolders,
+    references: References,
+    configuration: SpecConfig,
+    layout: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same on the CPU for a backend that reads slots, not pages: no copies of
+    tails, and a region of as many slots as branches draft."""
+    for name in BACKENDS["cpu"]:
+        known = replace(ATTENTION_BACKENDS[name], needs_paged_draft_rows=False)
+        monkeypatch.setitem(ATTENTION_BACKENDS, name, known)
+    engine = run_configuration(
+        folders,
+        references,
+        configuration,
+        speculative_draft_layout=layout,
+        **CANARY,
+    )
+    pool = engine.scheduler.cache.req_to_token_pool
+    exact = configuration.topk * configuration.num_steps
+    columns = pool.req_to_token.shape[1] - pool.row_width
+    assert columns == (exact if layout == "region" else 0)
     for manager in canaries_of(engine).values():
         assert manager.reporter.total == 0 and manager.clock > 10
 
