@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import tempfile
@@ -134,16 +135,22 @@ def is_drafting(scheduler: Scheduler) -> bool:
 
 
 def time_cycles(
-    scheduler: Scheduler, io: ListIO, *, tree: Tree | None, args: argparse.Namespace
+    scheduler: Scheduler,
+    io: ListIO,
+    *,
+    tree: Tree | None,
+    layout: str | None,
+    args: argparse.Namespace,
 ) -> list[dict[str, Any]]:
+    name = f"{tuple(tree)} {layout}" if tree else "none"
     results = []
     for rows in args.batch_size:
         found = step_ms(
             scheduler, io, rows=rows, input_len=args.input_len, steps=args.steps
         )
-        results.append(found | {"tree": tree})
+        results.append(found | {"tree": tree, "layout": layout})
         print(
-            f"{str(tuple(tree) if tree else 'none'):25}  {rows:5d}  "
+            f"{name:25}  {rows:5d}  "
             f"{found['ms_median']:8.3f}  {found['ms_mean']:6.3f}  "
             f"{found['tok_s']:7.1f}",
             flush=True,
@@ -166,19 +173,23 @@ def cycle(args: argparse.Namespace) -> dict[str, Any]:
     draft = str(write_draft_shape(args.shape, folder / "draft"))
     results: list[dict[str, Any]] = []
     print("tree (topk, steps, nodes)  batch  cycle ms  (mean)  tok/s")
-    for tree in [None, *args.trees]:
+    with_layouts = itertools.product(args.trees, args.draft_layouts)
+    for tree, layout in [(None, None), *with_layouts]:
         flags: dict[str, Any] = {}
         simulated: Any = nullcontext()
         if tree is not None:
             flags = tree.flags() | {
                 "speculative_algorithm": "EAGLE3",
                 "speculative_draft_model_path": draft,
+                "speculative_draft_layout": layout,
             }
             if args.accept_length:
                 simulated = envs.SGLANG_SIMULATE_ACC_LEN.override(args.accept_length)
         with simulated:
             results += in_scheduler(
-                partial(time_cycles, tree=tree, args=args), **common, **flags
+                partial(time_cycles, tree=tree, layout=layout, args=args),
+                **common,
+                **flags,
             )
     return {"shape": args.shape, "page_size": args.page_size, "results": results}
 
@@ -309,6 +320,13 @@ def main() -> None:
     timed.add_argument("--context-length", type=int, default=8192)
     timed.add_argument("--accept-length", type=float, default=0.0)
     timed.add_argument("--trees", type=Tree.parse, nargs="+")
+    timed.add_argument(
+        "--draft-layouts",
+        nargs="+",
+        choices=("region", "paged"),
+        default=["region"],
+        help="of the branches' slots, one after the other",
+    )
     timed.set_defaults(run=cycle, trees=[Tree(8, 5, 64), Tree(1, 3, 4)], page_size=64)
     real = modes.add_parser("model")
     real.add_argument("--model-path", default=str(bundled_demo_model_path()))

@@ -160,7 +160,7 @@ def slot_calls(rows: int, shape: TreeShape) -> Iterator[tuple[str, Call]]:
         ),
     )
     if shape.topk > 1:
-        src = longs(rows * (shape.topk - 1) * (PAGE_SIZE - 1))
+        src = longs(rows * layout.tail_moves)
         dst = torch.zeros_like(src)
         yield (
             "tail_copies",

@@ -172,9 +172,18 @@ AREAS = (
     ),
     Area(
         name="branches",
-        modules=("mem_cache.branch_slots", "speculative.draft_layout"),
+        modules=(
+            "mem_cache.branch_slots",
+            "mem_cache.draft_region",
+            "speculative.draft_layout",
+        ),
         worlds=SPEC,
-        tests=(TREE_TESTS[1], TREE_TESTS[3], *SPEC_TESTS),
+        tests=(
+            TREE_TESTS[1],
+            TREE_TESTS[3],
+            "spec/test_draft_region.py",
+            *SPEC_TESTS,
+        ),
     ),
     Area(
         name="attention",

@@ -457,6 +457,15 @@ class ServerArgs:
     speculative_num_draft_tokens: Annotated[
         int | None, Arg("Nodes verified at once, root included.", low=1)
     ] = None
+    speculative_draft_layout: Annotated[
+        str | None,
+        Arg(
+            "KV slots of draft branches (top-k above 1): `region`, the default, a tail "
+            "of the draft's pool that request rows own, or `paged`, whole pages per "
+            "branch after each request's tokens.",
+            ("region", "paged"),
+        ),
+    ] = None
     speculative_token_map: Annotated[
         str | None, Arg("File of the draft vocabulary's token ids.")
     ] = None

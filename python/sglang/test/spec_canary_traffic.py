@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.kv_canary.perturb.driver import Planted
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.speculative.draft_layout import BranchLayout
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
+
+if TYPE_CHECKING:
+    from sglang.srt.speculative.draft_layout import BranchLayout
 
 VOCAB = 1000
 CONTEXT = 512
@@ -35,13 +37,19 @@ class SpecRow:
     """A row of a forward by the host's records.
 
     slots[:prefix_len] are read, the others written (in a verification by the tree's
-    nodes in their order).
+    nodes in their order). copies: of a branch, the slots that the slots it reads were
+    copied from, by position.
     """
 
     rid: str | None
     req_row: int
     prefix_len: int
     slots: list[int]
+    copies: dict[int, int] = field(default_factory=dict)
+
+    def reads(self, slot: int) -> bool:
+        """Whether it reads a slot, or a copy of it."""
+        return slot in self.slots[: self.prefix_len] or slot in self.copies.values()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +67,7 @@ class SpecForward:
     rows: list[SpecRow]
 
     def reads(self, slot: int) -> bool:
-        return any(slot in row.slots[: row.prefix_len] for row in self.rows)
+        return any(row.reads(slot) for row in self.rows)
 
 
 @dataclass(kw_only=True)
@@ -89,10 +97,21 @@ class PoolLog:
             columns = list(range(prefix + extend))
             if step is not None:
                 columns = self._branch_columns(i, prefix - step, prefix + extend)
-            row_slots = self.manager.target.req_to_token_pool.row_slots
-            whole = row_slots(row, 0, max(columns) + 1).tolist()
-            slots = [whole[column] for column in columns]
-            rows.append(SpecRow(rid=rid, req_row=row, prefix_len=prefix, slots=slots))
+            # With the columns of the draft region.
+            whole = self.manager.target.req_to_token_pool.req_to_token[row].tolist()
+            rows.append(
+                SpecRow(
+                    rid=rid,
+                    req_row=row,
+                    prefix_len=prefix,
+                    slots=[whole[column] for column in columns],
+                    copies={
+                        position: whole[position]
+                        for position in range(prefix - (step or 0))
+                        if columns[position] != position
+                    },
+                )
+            )
         self.forwards.append(
             SpecForward(
                 clock=int(self.manager.target.buffers.state.clock),
@@ -182,13 +201,7 @@ def canaries_of(harness: EngineHarness) -> dict[str, CanaryManager]:
 @contextmanager
 def logged(harness: EngineHarness) -> Iterator[dict[str, PoolLog]]:
     """Log the forwards of each pool within the context; eager forwards only."""
-    args = harness.server_args
-    assert args.page_size is not None
-    layout = BranchLayout(
-        page_size=args.page_size,
-        topk=args.tree_shape.topk,
-        num_steps=args.tree_shape.num_steps,
-    )
+    layout = worker_of(harness).draft_worker.workspace.layout
     logs: dict[str, PoolLog] = {}
     with ExitStack() as stack:
         for pool, manager in canaries_of(harness).items():

@@ -159,8 +159,15 @@ def plain_engine(model: Path, **options: Any) -> EngineHarness:
     return EngineHarness(model, **usual | options)
 
 
-def slots_for(config: SpecConfig, *, rows: int = 14) -> int:
-    """Return KV slots, in whole pages, for about `rows` requests at once.
+def slots_for(
+    config: SpecConfig,
+    *,
+    rows: int = 14,
+    contexts: int = 2,
+    layout: str | None = None,
+) -> int:
+    """Return KV slots, in whole pages, for about `rows` requests at once, whose drafts
+    have this layout (None: the default), and for whole contexts beside them.
 
     With more requests some are retracted.
     """
@@ -169,8 +176,9 @@ def slots_for(config: SpecConfig, *, rows: int = 14) -> int:
         topk=config.topk,
         num_steps=config.num_steps,
         num_draft_tokens=config.num_draft_tokens,
+        has_region=config.topk > 1 and layout != "paged",
     )
-    wanted = 2 * CONTEXT + rows * (reserve + 2 * config.page_size)
+    wanted = contexts * CONTEXT + rows * (reserve + 2 * config.page_size)
     return -(-wanted // config.page_size) * config.page_size
 
 
@@ -184,7 +192,9 @@ def spec_engine(
         "dtype": "float32",
         "context_length": CONTEXT,
         "max_running_requests": 32,
-        "max_total_tokens": slots_for(config),
+        "max_total_tokens": slots_for(
+            config, layout=options.get("speculative_draft_layout")
+        ),
         "page_size": config.page_size,
         "chunked_prefill_size": 64,
         "schedule_conservativeness": 0.3,

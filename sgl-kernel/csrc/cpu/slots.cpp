@@ -50,11 +50,14 @@ Batch batch_of(
 }
 
 slots::Layout layout_of(const char* op, const Numbers& n) {
-  SGLK_REQUIRE(n.size() == 3, op, ": layout has ", n.size(), " numbers, expected 3");
+  SGLK_REQUIRE(n.size() == 5, op, ": layout has ", n.size(), " numbers, expected 5");
   SGLK_REQUIRE(
       n[0] > 0 && n[1] > 0 && n[2] > 0, op, ": page size ", n[0], ", topk ", n[1],
       " and steps ", n[2], " must be positive");
-  return {n[0], n[1], n[2]};
+  SGLK_REQUIRE(
+      n[3] >= 0 && n[4] >= 0, op, ": region ", n[3], " and unit ", n[4],
+      " must not be negative");
+  return {n[0], n[1], n[2], n[3], n[4]};
 }
 
 template <class T>
@@ -93,10 +96,10 @@ void slots_draft(
   int64_t* to = longs(op, "out", out, n * k * layout.steps);
   for (int64_t q = 0; q < n; q++) {
     const slots::Row row = batch.row(q);
-    const int64_t width = layout.width(row.len);
-    for (int64_t s = 0; s < layout.steps; s++)
-      for (int64_t t = 0; t < k; t++)
-        to[(s * n + q) * k + t] = row.at(row.len + t * width + s);
+    for (int64_t t = 0; t < k; t++) {
+      const int64_t first = row.len + layout.shift(row.len, t);
+      for (int64_t s = 0; s < layout.steps; s++) to[(s * n + q) * k + t] = row.at(first + s);
+    }
   }
 }
 
@@ -112,7 +115,7 @@ void slots_shifts(
   for (int64_t q = 0; q < batch.count; q++)
     for (int64_t t = 0; t < k; t++) {
       from[q * k + t] = layout.first_own(batch.lens[q], paged);
-      shift[q * k + t] = t * layout.width(batch.lens[q]);
+      shift[q * k + t] = layout.shift(batch.lens[q], t);
     }
 }
 
@@ -122,19 +125,21 @@ void slots_tail_copies(
   const char* op = "slots_tail_copies";
   const Batch batch = batch_of(op, table, indices, lens);
   const slots::Layout layout = layout_of(op, numbers);
-  const int64_t most = layout.page_size - 1, size = batch.count * (layout.topk - 1) * most;
+  const int64_t most = layout.max_tail(), copies = layout.copies();
+  const int64_t size = batch.count * copies * most;
   int64_t* from = longs(op, "src", src, size);
   int64_t* to = longs(op, "dst", dst, size);
   std::fill(from, from + size, 0);
   std::fill(to, to + size, 0);
   for (int64_t q = 0; q < batch.count; q++) {
     const slots::Row row = batch.row(q);
-    const int64_t tail = layout.tail(row.len), width = layout.width(row.len);
-    for (int64_t t = 1; t < layout.topk; t++) {
-      const int64_t first = (q * (layout.topk - 1) + t - 1) * most;
+    const int64_t tail = most ? layout.tail(row.len) : 0;
+    for (int64_t i = 0; i < copies; i++) {
+      const int64_t first = (q * copies + i) * most;
+      const int64_t shift = layout.shift(row.len, layout.topk - copies + i);
       for (int64_t o = 0; o < tail; o++) {
         from[first + o] = row.at(row.len - tail + o);
-        to[first + o] = row.at(row.len - tail + o + t * width);
+        to[first + o] = row.at(row.len - tail + o + shift);
       }
     }
   }
@@ -184,7 +189,7 @@ void slots_branch_table(
       const slots::Row row = batch.row(z / k);
       const int64_t own = layout.first_own(row.len, paged);
       const int64_t stop = layout.end(row.len, paged);
-      const int64_t shift = z % k * layout.width(row.len);
+      const int64_t shift = layout.shift(row.len, z % k);
       int64_t element = skip_prefix ? own : 0;
       for (int64_t j = 0; j < columns; j++, element += unit)
         to[z * stride + j] =
@@ -208,7 +213,7 @@ void slots_branch_indices(
     ends[i * (rows + 1)] = 0;
     for (int64_t z = 0; z < rows; z++) {
       const slots::Row row = batch.row(z / layout.topk);
-      const int64_t shift = z % layout.topk * layout.width(row.len);
+      const int64_t shift = layout.shift(row.len, z % layout.topk);
       for (int64_t e = 0; e < row.len + i + 1; e++, at++)
         if (at < capacity)
           to[i * capacity + at] = int32_t(row.at(e < row.len ? e : e + shift));

@@ -605,7 +605,8 @@ def slots_tail(table: Tensor, indices: Tensor, lens: Tensor, out: Tensor) -> Non
     """out [b, W] int64 = slots of the columns from each length on.
 
     Here and below: table [rows, width] int32, rows contiguous; indices, lens: [b]
-    int64; layout: page size, topk, steps. Columns past a row give slot 0.
+    int64; layout: page size, topk, steps, first column of the draft region and its
+    unit (0, 0: none). Columns past a row give slot 0.
     """
     _slots_tail(table, indices, lens, out)
 
@@ -638,7 +639,8 @@ def slots_tail_copies(
     src: Tensor,
     dst: Tensor,
 ) -> None:
-    """Moves [b * (K - 1) * (P - 1)] int64 that copy each prefix's tail to branches."""
+    """Moves that copy each prefix's tail to branches, int64 [b * (K - 1) * (P - 1)], or
+    [b * K * (unit - 1)] with a region."""
     _slots_tail_copies(table, indices, lens, layout, src, dst)
 
 

@@ -23,7 +23,7 @@ from sglang.srt.layers.ops.attention import decode_attention_ref
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.branch_slots import SlotRows, branch_table_ref
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.speculative.draft_layout import BranchLayout
+from sglang.srt.speculative.draft_layout import BranchLayout, BranchRegion
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.tiny_models import write_tiny_model
@@ -104,9 +104,12 @@ def _plain(known: object) -> dict[str, object]:
 def test_a_window_over_a_branch_is_a_window_by_position() -> None:
     """A branch's table lists its elements by position: prefix, then its own drafts,
     wherever their slots are; so decode's window by element is right."""
-    sizes = itertools.product((1, 4, 16), (2, 4), (1, 3))
-    for page_size, topk, steps in sizes:
-        layout = BranchLayout(page_size=page_size, topk=topk, num_steps=steps)
+    sizes = itertools.product((1, 4, 16), (2, 4), (1, 3), (False, True))
+    for page_size, topk, steps, has_region in sizes:
+        region = BranchRegion(begin=3 * page_size + 5, unit=1) if has_region else None
+        layout = BranchLayout(
+            page_size=page_size, topk=topk, num_steps=steps, region=region
+        )
         lens = [page_size + 3, 2 * page_size]
         width = -(-max(map(layout.end_column, lens)) // page_size) * page_size
         table = torch.arange(2 * width, dtype=torch.int32).view(2, width)

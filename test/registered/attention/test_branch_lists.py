@@ -18,7 +18,7 @@ from sglang.srt.layers.attention.paged_backend import (
 )
 from sglang.srt.mem_cache.branch_slots import SlotRows
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.speculative.draft_layout import BranchLayout
+from sglang.srt.speculative.draft_layout import BranchLayout, BranchRegion
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=8, suite="cpu")
@@ -30,6 +30,14 @@ LENS = [13, 0, 30, 16]
 LAYOUTS = [
     BranchLayout(page_size=page, topk=topk, num_steps=steps)
     for page, topk, steps in [(1, 1, 2), (1, 4, 3), (4, 2, 5), (16, 8, 3), (64, 1, 4)]
+] + [
+    BranchLayout(
+        page_size=page,
+        topk=topk,
+        num_steps=steps,
+        region=BranchRegion(begin=max(LENS), unit=unit),
+    )
+    for page, topk, steps, unit in [(1, 4, 3, 1), (4, 2, 5, 4), (16, 8, 3, 1)]
 ]
 
 

@@ -41,7 +41,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.cuda_graph_runner import cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.graph_capture import BreakableGraph, capture_graph
-from sglang.srt.speculative.draft_layout import BranchLayout
+from sglang.srt.speculative.draft_layout import BranchLayout, BranchRegion
 from sglang.srt.speculative.eagle_info_v2 import (
     duplicate_prefix_tail_to_draft_branches,
 )
@@ -254,7 +254,7 @@ class DraftPhase:
         draft_out_cache_loc(self.slot_rows(), layout=self.layout, out=self.slots)
         if is_paged:
             size = self.slots.shape[1] // self.layout.topk
-            size *= (self.layout.topk - 1) * self.layout.max_tail
+            size *= self.layout.tail_moves
             src, dst = torch.zeros(2, size, dtype=torch.int64, device=DEVICE)
             duplicate_prefix_tail_to_draft_branches(
                 self.kv_pool, self.slot_rows(), layout=self.layout, src=src, dst=dst
@@ -296,11 +296,15 @@ class DraftPhase:
 LAYOUTS = [(1, 1, 3), (64, 1, 4), (1, 4, 3), (4, 2, 6), (16, 8, 4), (64, 8, 5)]
 
 
+@pytest.mark.parametrize("has_region", [False, True])
 @pytest.mark.parametrize("numbers", LAYOUTS, ids=str)
-def test_draft_steps(numbers):
+def test_draft_steps(numbers, has_region):
     page, topk, steps = numbers
+    # Pages: the reference reads them whole.
+    region = BranchRegion(begin=256, unit=page) if has_region else None
     phase = DraftPhase(
-        BranchLayout(page_size=page, topk=topk, num_steps=steps), [130, 70, 17, 200]
+        BranchLayout(page_size=page, topk=topk, num_steps=steps, region=region),
+        [130, 70, 17, 200],
     )
     with torch.inference_mode():
         wanted = phase.expected()

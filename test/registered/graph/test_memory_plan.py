@@ -130,6 +130,7 @@ def test_a_draft_takes_slots_from_the_target(model, monkeypatch):
     assert alone == 10_000 - runner.page_size
     assert runner._pool_size(DraftMemory(graph_bytes=1000 * each)) == alone - 1000
     assert runner._pool_size(DraftMemory(bytes_per_slot=each)) == (alone + 1) // 2 - 1
+    assert runner._pool_size(DraftMemory(region_bytes=1000 * each)) == alone - 1000
 
 
 def test_expanded_latents_are_kept_free(tmp_path, monkeypatch):

@@ -102,6 +102,16 @@ def cases() -> list[tuple[str, str, tuple[tuple[int, int, int], int]]]:
     return [*found, *(("draft", name, TREE) for name in COMMON)]
 
 
+def cases_by_layout() -> list[tuple[str, str, tuple[tuple[int, int, int], int], str]]:
+    """Those of a draft's branches in either layout of their slots."""
+    return [
+        (*case, layout)
+        for case in cases()
+        for layout in ("region", "paged")
+        if layout == "region" or (case[0] == "draft" and case[2][0][0] > 1)
+    ]
+
+
 def first_read(outcome: SpecOutcome) -> SpecForward:
     """The first forward with the damage among its rows, by the host's records."""
     since, damage = outcome.since_planted(), outcome.planted.damage
@@ -134,7 +144,14 @@ def check_named(outcome: SpecOutcome, topk: int) -> None:
         # after it does not follow.
         assert named, outcome.text
     else:
-        assert (damage.slot, damage.position) in named, outcome.text
+        wanted = {(damage.slot, damage.position)}
+        # Or in the copies that branches have of it.
+        wanted |= {
+            (row.slots[damage.position], damage.position)
+            for row in forward.rows
+            if row.copies.get(damage.position) == damage.slot
+        }
+        assert named & wanted, outcome.text
     for violation in found:
         _check_place(outcome, forward, violation, topk)
         row = violation["batch_row"]
@@ -185,14 +202,17 @@ def _check_place(
     assert violation["slot"] == row.slots[violation["position"]]
 
 
-@pytest.mark.parametrize(("pool", "name", "shape"), cases(), ids=id_of)
+@pytest.mark.parametrize(
+    ("pool", "name", "shape", "layout"), cases_by_layout(), ids=id_of
+)
 def test_is_reported_by_the_first_read(
     models: dict[str, Path],
     pool: str,
     name: str,
     shape: tuple[tuple[int, int, int], int],
+    layout: str,
 ) -> None:
-    plant_and_check(pool, name, shape, models)
+    plant_and_check(pool, name, shape, models, speculative_draft_layout=layout)
 
 
 # Slots of a language model hold their own tokens, and it is one token ahead.
@@ -505,7 +525,11 @@ def test_narrow_rows_are_refused_before_anything_is_taken(
     monkeypatch.setenv("SGLANG_DEBUG_REVERT_PR", NARROW_ROWS.name)
     tree, page_size = shape
     harness = speculating(
-        **models, tree=tree, page_size=page_size, max_total_tokens=8192
+        **models,
+        tree=tree,
+        page_size=page_size,
+        max_total_tokens=8192,
+        speculative_draft_layout="paged",
     )
     harness.submit(list(range(150)), max_new_tokens=CONTEXT - 150, ignore_eos=True)
     with pytest.raises(RuntimeError, match="rows must be widened by the reserve"):

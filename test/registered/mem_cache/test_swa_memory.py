@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from request_world import Req, RequestMachine, admit, make_cache
 
 from sglang.srt.mem_cache.common import (
@@ -32,6 +33,31 @@ def make_swa(
         slack=page_size + slack,
         device="cpu",
     )
+
+
+def test_a_draft_region_has_window_slots_for_good() -> None:
+    swa = SwaSlots(
+        num_pages=10,
+        num_window_pages=4,
+        page_size=4,
+        window=8,
+        slack=4,
+        device="cpu",
+        region_size=12,
+    )
+    region = np.arange(44, 56)
+    assert swa.window_slots(region).tolist() == list(range(20, 32))
+    assert [swa.full_slot(slot) for slot in range(20, 32)] == region.tolist()
+    swa.take(np.array([3, 7, 1, 2]))
+    swa.sync()
+    assert sorted(swa.mapped_pages()) == [1, 2, 3, 7]
+    swa.clear()
+    swa.sync()
+    assert swa.available_size() == 16 and not len(swa.mapped_pages())
+    mapping = swa.full_to_swa_index_mapping
+    assert torch.equal(mapping, swa.expected_mapping())
+    assert mapping[4:44].sum() == 0
+    assert mapping[44:].tolist() == list(range(20, 32))
 
 
 class WindowMachine(RequestMachine):

@@ -43,8 +43,9 @@ TREES = {
     4: ((4, 4, 12), "hidden"),
     8: ((8, 5, 24), "hidden"),
 }
-# Small enough to evict and, with whole pages per branch, to retract.
-SLOTS = {1: 1600, 4: 2400, 64: 12288}
+# By page size, for chains and for trees: small enough to evict and, with small pages,
+# to retract.
+SLOTS = {1: (800, 800), 4: (1200, 800), 64: (6144, 1024)}
 
 
 def configurations() -> list[tuple[str, int, int]]:
@@ -155,7 +156,7 @@ def test_nothing_is_reported(
         tree=tree,
         speculative_algorithm=algorithm,
         page_size=page_size,
-        max_total_tokens=SLOTS[page_size] if topk > 1 else SLOTS[page_size] // 2,
+        max_total_tokens=SLOTS[page_size][topk > 1],
         max_running_requests=12,
         chunked_prefill_size=64,
         schedule_conservativeness=0.3,

@@ -18,6 +18,7 @@ from sglang.srt.managers.scheduler_components.blame import (
 )
 from sglang.srt.mem_cache.allocator import create_allocator
 from sglang.srt.mem_cache.common import extend_rows
+from sglang.srt.mem_cache.draft_region import DraftRegion
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.tree_node import TreeNode
@@ -74,7 +75,10 @@ class Scene:
 
     def __init__(self) -> None:
         allocator = create_allocator(size=64 * PAGE, page_size=PAGE)
-        rows = ReqToTokenPool(size=8, row_width=64, device="cpu", context_len=64)
+        region = DraftRegion(first_slot=65 * PAGE, rows=8, columns=6, page_size=PAGE)
+        rows = ReqToTokenPool(
+            size=8, row_width=64, device="cpu", context_len=64, region=region
+        )
         self.cache = RadixCache(req_to_token_pool=rows, allocator=allocator)
         self.reqs: list[Req] = []
 
@@ -169,6 +173,22 @@ def test_a_wrong_write_touches_whose_page_it_is(scene: Scene) -> None:
     # Of a padded row: the owner alone.
     found = scene.blame(Fact(TARGET, Reason.WRITE_FOREIGN, 0, scene.slot(other, 3)))
     assert serials(found.withheld) == [2]
+
+
+def test_a_wrong_write_into_a_draft_region_touches_whose_row_it_is(
+    scene: Scene,
+) -> None:
+    writer, other = scene.add(list(range(20))), scene.add(list(range(50, 70)))
+    region = scene.cache.req_to_token_pool.region
+    assert region is not None
+    own, foreign = (int(region.slots_of([r.req_pool_idx])[4]) for r in (writer, other))
+    fact = Fact(DRAFT, Reason.WRITE_FOREIGN, writer.serial, foreign)
+    found = scene.blame(fact, verdicts={1: Reason.WRITE_FOREIGN}, pool=DRAFT)
+    assert serials(found.rebuilt) == [1, 2] and not found.withheld
+    # No page of it can be set aside, and what is read there is its own request's.
+    assert not len(found.pages)
+    fact = Fact(DRAFT, Reason.VERIFY_REAL_KV, writer.serial, own)
+    assert serials(scene.blame(fact, pool=DRAFT).rebuilt) == [1]
 
 
 def test_a_cached_run_goes_with_all_that_rely_on_it(scene: Scene) -> None:

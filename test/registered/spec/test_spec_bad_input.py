@@ -135,10 +135,15 @@ def test_numbers_that_nobody_gave(root, model, numbers):
     assert (shape.num_steps, shape.topk, shape.num_draft_tokens) == numbers
 
 
-def test_too_few_slots(root):
-    options = tree(5, 8, 32) | {"page_size": 64, "max_total_tokens": 1024}
+@pytest.mark.parametrize(
+    ("layout", "slots", "needed"), [("paged", 1024, 1030), ("region", 64, 70)]
+)
+def test_too_few_slots(root, layout, slots, needed):
+    options = tree(5, 8, 64) | {"page_size": 64, "max_total_tokens": slots}
+    options["speculative_draft_layout"] = layout
     message = refusal(lambda: engine(root, **options))
-    for word in ("1024", "1030", "--max-total-tokens", "--speculative-eagle-topk"):
+    lower = ("--max-total-tokens", "--speculative-num-draft-tokens")
+    for word in (str(slots), str(needed), *lower):
         assert word in message
 
 

@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from tree_ops_world import DEVICE, TRITON, garbage, kernels, op
 
-from sglang.srt.managers.utils import decode_reserve
+from sglang.srt.managers.utils import branch_region, decode_reserve, region_columns
 from sglang.srt.mem_cache import branch_slots as slot_ops
 from sglang.srt.mem_cache.branch_slots import SlotRows
+from sglang.srt.mem_cache.draft_region import DraftRegion
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.draft_layout import (
     BranchLayout,
+    BranchRegion,
     TreeShape,
     alloc_len_per_decode,
 )
@@ -41,12 +44,18 @@ def chosen_op(name: str, implementation: str):
 
 
 def layouts(implementation: str) -> Iterator[BranchLayout]:
-    """All of them; a covering sample where Triton's interpreter runs them."""
+    """All of them, without a region and with those of either unit; a covering sample
+    where Triton's interpreter runs them."""
     numbers = itertools.product(PAGE_SIZES, TOPKS, STEPS)
     is_slow = implementation == TRITON and DEVICE == "cpu" and not is_full()
     for place, (page, topk, steps) in enumerate(numbers):
-        if not is_slow or place % 7 == 0:
-            yield BranchLayout(page_size=page, topk=topk, num_steps=steps)
+        for unit in (None, 1, page)[: 2 if page == 1 else 3]:
+            if is_slow and (place + (unit or 0)) % 7:
+                continue
+            region = None if unit is None else BranchRegion(begin=4 * page, unit=unit)
+            yield BranchLayout(
+                page_size=page, topk=topk, num_steps=steps, region=region
+            )
 
 
 def lens_for(layout: BranchLayout, implementation: str) -> list[int]:
@@ -57,7 +66,10 @@ def lens_for(layout: BranchLayout, implementation: str) -> list[int]:
 
 
 class Pool:
-    """A batch whose pages were handed out in random order, in the host's tables."""
+    """A batch whose pages were handed out in random order, in the host's tables.
+
+    A row's region, if the layout has one, begins in a page of its own.
+    """
 
     def __init__(
         self, layout: BranchLayout, lens: list[int], *, spare: int = 0
@@ -82,6 +94,16 @@ class Pool:
     def branch_slots(self, q: int, branch: int) -> list[int]:
         """The draft slots of a branch, found by walking its pages one by one."""
         length, page = self.lens[q], self.layout.page_size
+        region, steps = self.layout.region, self.layout.num_steps
+        if region is not None:
+            own = self.columns[q][region.begin :]
+            if region.unit == 1:
+                return own[branch * steps : (branch + 1) * steps]
+            pages = [own[i : i + page] for i in range(0, len(own), page)]
+            # As many pages as the longest tail and the drafts need.
+            each = len(range(0, page - 1 + steps, page))
+            mine = sum(pages[branch * each : (branch + 1) * each], start=[])
+            return mine[length % page :][:steps]
         if page == 1 or self.layout.topk == 1:
             first = length + branch * self.layout.num_steps
             return self.columns[q][first : first + self.layout.num_steps]
@@ -113,7 +135,7 @@ def test_draft_slots(implementation: str) -> None:
             prefix = pool.columns[q][: pool.lens[q]]
             assert len({*flat, *prefix}) == len(flat) + pool.lens[q]
             assert min(flat) >= layout.page_size
-            if layout.page_size > 1:
+            if layout.unit > 1:
                 pages = [{slot // layout.page_size for slot in b} for b in found[q]]
                 assert sum(map(len, pages)) == len(set().union(*pages))
 
@@ -130,13 +152,16 @@ def test_branches_read_their_tokens_through_pages(implementation: str) -> None:
         for q, length in enumerate(pool.lens):
             prefix = torch.tensor(pool.columns[q][:length], device=DEVICE)
             kv[prefix] = 1000 * q + torch.arange(length, device=DEVICE)
-        src = garbage(n * (topk - 1) * (page - 1))
+        copies = topk if layout.region else topk - 1
+        size = 0 if layout.unit == 1 else n * copies * (page - 1)
+        src = garbage(size)
         dst = src.clone()
         chosen_op("duplicate_prefix_tail", implementation)(
             pool.rows, layout=layout, src=src, dst=dst
         )
         copied = dst[dst != 0]
-        assert len(copied) == (topk - 1) * sum(x % page for x in pool.lens)
+        if size:
+            assert len(copied) == copies * sum(x % page for x in pool.lens)
         assert len(copied.unique()) == len(copied)
         assert bool((src[dst == 0] == 0).all())
         kv[dst] = kv[src]
@@ -152,9 +177,11 @@ def test_branches_read_their_tokens_through_pages(implementation: str) -> None:
         tokens = garbage(n * topk, pool.width, dtype=torch.int32)
         own = garbage(n * topk, 7, dtype=torch.int32)
         fill = chosen_op("branch_table", implementation)
-        fill(pool.rows, layout=layout, paged=True, out=paged)
+        has_pages = page == 1 or layout.unit > 1
+        if has_pages:
+            fill(pool.rows, layout=layout, paged=True, out=paged)
+            fill(pool.rows, layout=layout, paged=True, skip_prefix=True, out=own)
         fill(pool.rows, layout=layout, paged=False, out=tokens)
-        fill(pool.rows, layout=layout, paged=True, skip_prefix=True, out=own)
         lists = capacity_lists(pool, implementation)
         for z in range(n * topk):
             q = z // topk
@@ -162,12 +189,14 @@ def test_branches_read_their_tokens_through_pages(implementation: str) -> None:
             tail = length % page
             drafts = [-(100 * z + step + 1) for step in range(steps)]
             wanted = [1000 * q + e for e in range(length)] + drafts
-            assert read_paged(kv, paged[z], page, length + steps) == wanted
             assert kv[tokens[z, : length + steps].long()].tolist() == wanted
             assert not tokens[z, length + steps :].any()
-            used = -(-(length + steps) // page)
-            assert not paged[z, used:].any()
-            assert read_paged(kv, own[z], page, tail + steps) == wanted[length - tail :]
+            if has_pages:
+                assert read_paged(kv, paged[z], page, length + steps) == wanted
+                used = -(-(length + steps) // page)
+                assert not paged[z, used:].any()
+                read = read_paged(kv, own[z], page, tail + steps)
+                assert read == wanted[length - tail :]
             for step, (indptr, indices) in enumerate(lists):
                 read = indices[indptr[z] : indptr[z + 1]]
                 assert kv[read.long()].tolist() == wanted[: length + step + 1]
@@ -226,7 +255,7 @@ def test_shifts_and_tail_slots(implementation: str) -> None:
             )
             for z in range(n * topk):
                 length, branch = pool.lens[z // topk], z % topk
-                first = layout.base(length) if paged else length
+                first = length - length % layout.page_size if paged else length
                 assert int(shift_from[z]) == first
                 wanted = layout.draft_column(length, branch, 0) - length
                 assert int(shift[z]) == wanted
@@ -340,6 +369,15 @@ def test_alloc_len_covers_every_column(
     assert length <= min(touched) and max(touched) < length + reserve
     if page > 1 and topk > 1:
         assert layout.end_column(known) <= length + reserve
+    in_region = alloc_len_per_decode(
+        page_size=page,
+        topk=topk,
+        num_steps=steps,
+        num_draft_tokens=nodes,
+        draft_lead=lead,
+        has_region=True,
+    )
+    assert in_region == max(nodes, lead + steps + 1)
     if page > 1 and topk > 1 and not lead:
         worst = layout.end_column(length // page * page + page - 1)
         tight = worst - length // page * page
@@ -348,13 +386,73 @@ def test_alloc_len_covers_every_column(
         BranchLayout(page_size=page, topk=0, num_steps=steps)
 
 
+@settings(derandomize=True, max_examples=200, deadline=None, database=None)
+@given(
+    page=st.sampled_from([1, 2, 4, 16, 64]),
+    is_paged=st.booleans(),
+    topk=st.integers(2, 8),
+    steps=st.integers(1, 8),
+    rows=st.integers(1, 5),
+    pool_pages=st.integers(1, 50),
+    lengths=st.lists(st.integers(0, 400), min_size=5, max_size=5),
+)
+def test_a_region_gives_every_branch_slots_of_its_own(
+    page: int,
+    is_paged: bool,
+    topk: int,
+    steps: int,
+    rows: int,
+    pool_pages: int,
+    lengths: list[int],
+) -> None:
+    """Against a model that hands out slots one after the other: row by row, branch by
+    branch, each as many as the longest tail and its drafts need, in whole pages where
+    pages are read."""
+    unit, size = page if is_paged else 1, pool_pages * page
+    each = steps if unit == 1 else len(range(0, page - 1 + steps, page)) * page
+    args = SimpleNamespace(
+        speculative_algorithm="EAGLE",
+        speculative_draft_layout="region",
+        attention_backend="cpu_native" if is_paged else "triton",
+        tree_shape=TreeShape(topk=topk, num_steps=steps, num_draft_tokens=steps + 1),
+        page_size=page,
+    )
+    columns = region_columns(cast("ServerArgs", args))
+    assert columns == topk * each
+    slots = DraftRegion(
+        first_slot=size + page, rows=rows, columns=columns, page_size=page
+    )
+    pool = ReqToTokenPool(
+        size=rows, row_width=401, device="cpu", context_len=400, region=slots
+    )
+    layout = BranchLayout(
+        page_size=page,
+        topk=topk,
+        num_steps=steps,
+        region=branch_region(cast("ServerArgs", args), begin=pool.row_width),
+    )
+    following = itertools.count(size + page)
+    for row, length in zip(range(1, rows + 1), lengths, strict=False):
+        for branch in range(topk):
+            own = [next(following) for _ in range(each)]
+            begin = length % page if is_paged else 0
+            for step in range(steps):
+                column = layout.draft_column(length, branch, step)
+                slot = int(pool.req_to_token[row, column])
+                assert slot == own[begin + step] < size + page + slots.size
+            assert {slots.row_of(slot) for slot in own} == {row}
+    assert slots.row_of(size + page - 1) == slots.row_of(next(following)) == 0
+    assert not pool.req_to_token[0].any() and slots.size % page == 0
+
+
 @pytest.mark.parametrize("page", [1, 4, 64])
+@pytest.mark.parametrize("place", ["region", "paged"])
 @pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE"])
 @pytest.mark.parametrize(
     "shape", [(1, 3, 4), (1, 1, 2), (4, 3, 12), (8, 5, 64), (3, 6, 40)], ids=str
 )
 def test_the_reserve_covers_an_iteration_in_flight(
-    shape: tuple[int, int, int], algorithm: str, page: int
+    shape: tuple[int, int, int], algorithm: str, place: str, page: int
 ) -> None:
     """At every place in a page, whatever that one gains."""
     topk, steps, nodes = shape
@@ -363,6 +461,8 @@ def test_the_reserve_covers_an_iteration_in_flight(
     lead = int(algorithm == "STANDALONE")
     args = SimpleNamespace(
         speculative_algorithm=algorithm,
+        speculative_draft_layout=place,
+        attention_backend="cpu_native",
         tree_shape=tree,
         page_size=page,
         draft_lead=lead,
@@ -373,8 +473,10 @@ def test_the_reserve_covers_an_iteration_in_flight(
         for gained in range(tree.accept_width + 1):
             length = known + gained
             last = layout.draft_column(length + lead, topk - 1, steps - 1)
-            ends = [last + 1, length + nodes, length + lead + tree.accept_width]
-            if page > 1 and topk > 1:
+            ends = [length + nodes, length + lead + tree.accept_width]
+            if place == "paged" or topk == 1:
+                ends.append(last + 1)
+            if place == "paged" and page > 1 and topk > 1:
                 ends.append(layout.end_column(length + lead))
             assert max(ends) <= columns
 

@@ -36,7 +36,15 @@ FLOATS = ("probs", "maxima", "sums", "topk_p", "scores", "beam_scores", "totals"
 BYTES = ("mask",)
 INTS = ("table", "counters", "indptr")
 LOGITS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
-SCALARS = ("vocab", "hot_size", "row_width", "columns", "rows", "capacity")
+SCALARS = (
+    "vocab",
+    "hot_size",
+    "row_width",
+    "columns",
+    "rows",
+    "capacity",
+    "region",
+)
 
 
 class Variant(NamedTuple):
@@ -121,9 +129,10 @@ def trees() -> Iterator[Variant]:
 def slots() -> Iterator[Variant]:
     kernels = branch_slot_kernels
     yield Variant("tail", kernels.tail_kernel, {"WIDTH": 6, "BLOCK": 8}, 1, {})
-    for page, topk, steps in ((1, 8, 5), (64, 1, 3), (64, 8, 5)):
-        layout = {"PAGE": page, "K": topk, "STEPS": steps}
-        name = f"page={page} topk={topk}"
+    shapes = ((1, 8, 5, 0), (64, 1, 3, 0), (64, 8, 5, 0), (64, 8, 5, 1))
+    for page, topk, steps, unit in (*shapes, (64, 8, 5, 64)):
+        layout = {"PAGE": page, "K": topk, "STEPS": steps, "UNIT": unit}
+        name = f"page={page} topk={topk} unit={unit}"
         block = {**layout, "BLOCK": 64}
         yield Variant(f"draft {name}", kernels.draft_kernel, block, 1, {})
         yield Variant(f"tails {name}", kernels.tail_copies_kernel, block, 1, {})

@@ -21,6 +21,7 @@ _DEPENDENT_FLAGS = (
     "speculative_num_steps",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
+    "speculative_draft_layout",
     "speculative_token_map",
 )
 # Defaults of (steps, top-k, draft tokens).
@@ -66,6 +67,8 @@ def _handle_eagle_family(server_args: ServerArgs) -> None:
     """
     _resolve_draft_path(server_args)
     _resolve_tree(server_args)
+    if server_args.speculative_draft_layout is None:
+        server_args.speculative_draft_layout = "region"
     _check_backend(server_args)
     _check_other_flags(server_args)
 

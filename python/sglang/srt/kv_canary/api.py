@@ -119,6 +119,8 @@ def install_canary(
         target_canary=target_canary,
     )
     model_runner.allocator.register_on_free(manager.on_free)
+    if is_draft:
+        req_to_token_pool.register_on_region_free(manager.on_region_free)
     if manager.windows is not None:
         manager.windows.register()
     _patch_model_forward(model_runner.model, manager)

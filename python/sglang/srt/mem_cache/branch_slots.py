@@ -7,8 +7,9 @@ device; the reference of `branch_token_indices` alone reads lengths on the host.
 past the end of a row, which the host's width check excludes, yield slot 0 of the
 scratch page instead of foreign memory; so do rows of padding (row 0).
 
-Everywhere: req_to_token [rows, width] int32, rows contiguous; req_pool_indices and
-seq_lens [b] int64, seq_lens being the KV lengths before drafting; K branches, S steps.
+Everywhere: req_to_token [rows, width] int32, rows contiguous, with the columns of the
+draft region if there is one; req_pool_indices and seq_lens [b] int64, seq_lens being
+the KV lengths before drafting; K branches, S steps.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def branch_shifts_ref(
 
     Args:
         paged: whether the branch reads whole pages, its copy of the prefix's tail
-            included; else it reads the tail itself.
+            included; else it reads the tail itself. Not with a region of unit 1, here
+            and below, unless the page size is 1.
         shift_from, column_shift: [b * K] int64, written.
     """
     shift_from.copy_(_first_own(rows, layout, paged).repeat_interleave(layout.topk))
@@ -105,17 +107,19 @@ branch_shifts = Op(
 def duplicate_prefix_tail_ref(
     rows: SlotRows, *, layout: BranchLayout, src: Tensor, dst: Tensor
 ) -> None:
-    """Moves that give branches 1 .. K - 1 a copy of the prefix's last partial page, for
-    attention that reads whole pages per branch; to be done in the draft pool.
+    """Moves that give branches a copy of the prefix's last partial page, for attention
+    that reads whole pages per branch; to be done in the draft pool. Branch 0 has that
+    page itself where there is no draft region.
 
-    src, dst: [b * (K - 1) * (P - 1)] int64, written; pairs past the tail's length are
-    (0, 0). Nothing to do (size 0) with page size 1 or K = 1.
+    src, dst: [b * `layout.tail_moves`] int64, written; pairs past the tail's length are
+    (0, 0). Nothing to do (size 0) with page size 1, K = 1 or a region of unit 1.
     """
-    tails = rows.seq_lens % layout.page_size
+    tails = rows.seq_lens % layout.unit
     offset = torch.arange(layout.max_tail, device=src.device)
     source = (rows.seq_lens - tails)[:, None, None] + offset
-    source = source.expand(-1, layout.topk - 1, -1)
-    target = source + _shifts(rows.seq_lens, layout)[:, 1:, None]
+    source = source.expand(-1, layout.num_copies, -1)
+    shifts = _shifts(rows.seq_lens, layout)
+    target = source + shifts[:, layout.topk - layout.num_copies :, None]
     is_copied = (offset < tails[:, None, None]).expand_as(target).flatten(1)
     for moves, columns in ((src, source), (dst, target)):
         slots = _slots(rows, columns.flatten(1))
@@ -260,9 +264,13 @@ def _pages(seq_lens: Tensor, layout: BranchLayout) -> Tensor:
 
 
 def _shifts(seq_lens: Tensor, layout: BranchLayout) -> Tensor:
-    """[b, K]: how far branch t's columns lie to the right of branch 0's."""
+    """[b, K]: `BranchLayout.branch_shift`."""
     branch = torch.arange(layout.topk, device=seq_lens.device)
-    return _pages(seq_lens, layout)[:, None] * layout.page_size * branch
+    region = layout.region
+    if region is None:
+        return _pages(seq_lens, layout)[:, None] * layout.page_size * branch
+    bases = seq_lens - seq_lens % layout.unit
+    return region.begin + branch * region.span(layout.num_steps) - bases[:, None]
 
 
 def _slots(rows: SlotRows, columns: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.page_ledger import IntArray
 from sglang.srt.utils.memory import host_zeros
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.draft_region import DraftRegion
     from sglang.srt.mem_cache.swa_slots import SwaSlots
 
 Ints = Sequence[int] | IntArray
@@ -32,12 +33,17 @@ WRITE_AT_ONCE = 1 << 18
 class ReqToTokenPool:
     """Rows of requests: the slot and the token at every position.
 
+    Args:
+        region: of the draft branches, whose slots follow the columns of every row.
+
     Fields:
-        req_to_token: int32 [size + 1, row_width] on the device, slot per position.
+        req_to_token: int32 [size + 1, row_width + columns of the region] on the device,
+            slot per position, then the region's, which stay.
         token_table: int32 [size + 1, max(context_len, row_width)] on the device, token
             per position. Written by the prefill from the host and by the kernel that
             publishes sampled tokens; there is no host copy.
         req_to_swa: of `record_windows`; None before.
+        region: as constructed.
 
     Row 0 is the padding row: it stays zero, so padded rows read and write the scratch
     page. Rows 1..size are allocated to requests. Columns that a row's owner has not
@@ -56,6 +62,7 @@ class ReqToTokenPool:
         row_width: int,
         device: str | torch.device,
         context_len: int,
+        region: DraftRegion | None = None,
     ) -> None:
         if size < 1 or row_width < 1:
             raise ValueError(f"size={size}, row_width={row_width}: must be positive")
@@ -63,16 +70,21 @@ class ReqToTokenPool:
         self.row_width = row_width
         self.context_len = context_len
         self.device = torch.device(device)
-        table_width = max(context_len, row_width)
-        self.req_to_token = self._zeros(row_width)
-        self.token_table = self._zeros(table_width)
+        self.region = region
+        self._stride = row_width + (0 if region is None else region.columns)
+        self.req_to_token = self._zeros(self._stride)
+        self.token_table = self._zeros(max(context_len, row_width))
         self._mirror: NDArray[np.int32]
         if self.device.type == "cpu":
             self._mirror = self.req_to_token.numpy()
         else:
-            self._mirror = np.zeros((size + 1, row_width), dtype=np.int32)
+            self._mirror = np.zeros((size + 1, self._stride), dtype=np.int32)
+        if region is not None:
+            self._mirror[:, row_width:] = region.table()
+            self.req_to_token.copy_(torch.from_numpy(self._mirror))
         self._free: list[int] = []
         self._in_use = bytearray(size + 1)
+        self._on_region_free: list[Callable[[torch.Tensor], None]] = []
         self._swa: SwaSlots | None = None
         self.req_to_swa: torch.Tensor | None = None
         self.clear()
@@ -83,18 +95,27 @@ class ReqToTokenPool:
         asks; target and draft share rows and window slots.
 
         Returns:
-            `req_to_swa`, int32 [size + 1, row_width] on the device. Positions that left
-            their window keep the slot that they had.
+            `req_to_swa`, int32 like `req_to_token`. Positions that left their window
+            keep the slot that they had.
         """
         if self.req_to_swa is None:
             self._swa = swa
-            self.req_to_swa = self._zeros(self.row_width)
+            self.req_to_swa = self._zeros(self._stride)
+            if self.region is not None:
+                slots = swa.window_slots(self.region.table().astype(np.int64))
+                self.req_to_swa[:, self.row_width :] = torch.from_numpy(slots)
         return self.req_to_swa
 
+    @property
+    def position_slots(self) -> torch.Tensor:
+        """`req_to_token` without the region: int32 [size + 1, row_width], a view."""
+        return self.req_to_token[:, : self.row_width]
+
     @staticmethod
-    def bytes_of(*, size: int, row_width: int) -> int:
+    def bytes_of(*, size: int, row_width: int, region_columns: int = 0) -> int:
         """Memory on the device of a pool of `size` rows."""
-        return 2 * (size + 1) * row_width * torch.int32.itemsize
+        width = 2 * row_width + region_columns
+        return (size + 1) * width * torch.int32.itemsize
 
     def _zeros(self, width: int) -> torch.Tensor:
         shape = (self.size + 1, width)
@@ -120,6 +141,15 @@ class ReqToTokenPool:
                 )
             self._in_use[row] = 0
             self._free.append(row)
+        if self.region is not None and self._on_region_free:
+            slots = torch.from_numpy(self.region.slots_of(rows))
+            for hook in self._on_region_free:
+                hook(slots)
+
+    def register_on_region_free(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Call `hook(slots)` at every free of rows with the slots of their draft region
+        (int64, host), before another request can get them."""
+        self._on_region_free.append(hook)
 
     def available_size(self) -> int:
         """Return how many rows can be allocated now."""
@@ -169,7 +199,9 @@ class ReqToTokenPool:
         Raises:
             RuntimeError: a run ends past the row, or the lengths disagree.
         """
-        index = self._flat_index(rows, starts, lens, self.row_width)
+        index = self._flat_index(
+            rows, starts, lens, width=self.row_width, stride=self._stride
+        )
         if len(index) != len(slots):
             raise RuntimeError(f"{len(slots)} slots for {len(index)} columns")
         self._mirror.reshape(-1)[index] = slots.numpy()
@@ -222,7 +254,8 @@ class ReqToTokenPool:
             rows, starts, lens: one per request, on the host.
             tokens: int64 or int32 [sum(lens)], on the host or on the pool's device.
         """
-        index = self._flat_index(rows, starts, lens, self.token_table.shape[1])
+        width = self.token_table.shape[1]
+        index = self._flat_index(rows, starts, lens, width=width, stride=width)
         if len(index) != len(tokens):
             raise RuntimeError(f"{len(tokens)} tokens for {len(index)} columns")
         where = _to_device(torch.from_numpy(index), self.device)
@@ -238,8 +271,11 @@ class ReqToTokenPool:
             self.write_tokens(rows[part], [0] * len(lens), lens, whole)
 
     @staticmethod
-    def _flat_index(rows: Ints, starts: Ints, lens: Ints, width: int) -> IntArray:
-        """Return the flat cells of the runs, int64 [sum(lens)].
+    def _flat_index(
+        rows: Ints, starts: Ints, lens: Ints, *, width: int, stride: int
+    ) -> IntArray:
+        """Return the flat cells of the runs, int64 [sum(lens)], in rows of `stride`
+        cells of which `width` may be written.
 
         Checks that no run leaves its row: it would silently continue in the next one.
         """
@@ -254,7 +290,7 @@ class ReqToTokenPool:
                 f"row {int(rows[bad])}: columns [{int(begin[bad])}, {int(ends[bad])}) "
                 f"do not fit a row of width {width}"
             )
-        flat: IntArray = np.asarray(rows, dtype=np.int64) * width + begin
+        flat: IntArray = np.asarray(rows, dtype=np.int64) * stride + begin
         if int(sizes.max()) == 1 == int(sizes.min()):
             return flat
         if len(flat) == 1:
@@ -322,8 +358,9 @@ class KVCache(ABC):
     """KV bytes of all slots of one model.
 
     Fields:
-        size: usable slots; every tensor has `size + page_size` rows of slots, of which
-            the first `page_size` are the scratch page.
+        size: usable slots, a draft region's included; every tensor has
+            `size + page_size` rows of slots, of which the first `page_size` are the
+            scratch page.
         page_size, dtype, device, layer_num: as constructed.
     """
 

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def _numbers(layout: BranchLayout) -> list[int]:
-    return [layout.page_size, layout.topk, layout.num_steps]
+    region = (0, 0)
+    if layout.region is not None:
+        region = (layout.region.begin, layout.region.unit)
+    return [layout.page_size, layout.topk, layout.num_steps, *region]
 
 
 def tail_cache_loc(rows: SlotRows, *, out: Tensor) -> None:

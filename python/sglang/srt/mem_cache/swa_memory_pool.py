@@ -27,6 +27,8 @@ class SWAKVPool(KVCache):
 
     Args:
         size, page_size: of the full group, as everywhere.
+        region_size: slots of it that are a draft region's; the window group has as
+            many after its own.
         is_sliding: of every layer, whether it has a sliding window; both kinds occur.
         swa: the window slots and their mapping.
 
@@ -46,6 +48,7 @@ class SWAKVPool(KVCache):
         head_dim: int,
         device: str | torch.device,
         swa: SwaSlots,
+        region_size: int = 0,
     ) -> None:
         super().__init__(
             size=size,
@@ -65,7 +68,7 @@ class SWAKVPool(KVCache):
                 head_dim=head_dim,
                 device=device,
             )
-            for slots, sliding in ((size, False), (swa.size, True))
+            for slots, sliding in ((size, False), (swa.size + region_size, True))
         )
         self._place = [
             (self.pool_of(sliding), sum(flag is sliding for flag in is_sliding[:layer]))

@@ -50,6 +50,7 @@ class SwaSlots:
         window: int,
         slack: int,
         device: str | torch.device,
+        region_size: int = 0,
     ) -> None:
         if not 0 < num_window_pages <= num_pages:
             raise ValueError(
@@ -61,15 +62,16 @@ class SwaSlots:
         self.window = window
         self.slack = slack
         self._ledger = PageLedger(num_window_pages)
-        self._page_of: IntArray = np.zeros(num_pages + 1, dtype=np.int64)
+        self._num_pages = num_pages
+        of_region = num_window_pages + 1 + np.arange(region_size // page_size)
+        self._page_of: IntArray = np.concatenate(
+            [np.zeros(num_pages + 1, dtype=np.int64), of_region]
+        )
         self._stale: list[IntArray] = []
         self._on_free: list[Callable[[torch.Tensor], None]] = []
-        self.full_to_swa_index_mapping = torch.zeros(
-            (num_pages + 1) * page_size, dtype=torch.int64, device=device
-        )
         self._offsets = torch.arange(page_size, device=device)
         # Scratch is scratch.
-        self.full_to_swa_index_mapping[:page_size] = self._offsets
+        self.full_to_swa_index_mapping = self.expected_mapping().to(device)
 
     # -- capacity ------------------------------------------------------------------
 
@@ -103,8 +105,8 @@ class SwaSlots:
         return self._page_of[pages] > 0
 
     def mapped_pages(self) -> IntArray:
-        """All pages that have one, ascending."""
-        return np.flatnonzero(self._page_of)
+        """All pages of the allocator that have one, ascending."""
+        return np.flatnonzero(self._page_of[: self._num_pages + 1])
 
     def window_pages(self, pages: IntArray) -> IntArray:
         """The window page of each of these pages, 0: none."""

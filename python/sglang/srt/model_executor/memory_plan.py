@@ -217,10 +217,12 @@ class DraftMemory:
     Fields:
         bytes_per_slot: KV and its check records.
         graph_bytes: an estimate of its graphs.
+        region_bytes: of the slots that its pool has and the target's has not.
     """
 
     bytes_per_slot: int = 0
     graph_bytes: int = 0
+    region_bytes: int = 0
 
 
 NO_DRAFT_MEMORY = DraftMemory()

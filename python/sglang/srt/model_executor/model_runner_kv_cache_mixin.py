@@ -11,8 +11,9 @@ import torch
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import divide_kv_heads
-from sglang.srt.managers.utils import decode_reserve
+from sglang.srt.managers.utils import decode_reserve, region_columns
 from sglang.srt.mem_cache.allocator import BaseAllocator, create_allocator
+from sglang.srt.mem_cache.draft_region import DraftRegion, region_size
 from sglang.srt.mem_cache.memory_pool import (
     KVCache,
     MHATokenToKVPool,
@@ -194,6 +195,7 @@ class ModelRunnerKVCacheMixin:
                 row_width=self.row_width(),
                 device=self.device,
                 context_len=config.context_len,
+                region=self._draft_region(size),
             )
             swa = None
             if self._has_window_slots:
@@ -203,6 +205,7 @@ class ModelRunnerKVCacheMixin:
                     size=size,
                     page_size=self.page_size,
                     reserve=decode_reserve(args),
+                    region_size=self.region_size(),
                     device=self.device,
                 )
             allocator = create_allocator(size=size, page_size=self.page_size, swa=swa)
@@ -211,15 +214,42 @@ class ModelRunnerKVCacheMixin:
         self.max_total_num_tokens = self.allocator.size
         self.token_to_kv_pool = self._create_kv_pool()
 
+    def region_size(self) -> int:
+        """KV slots of the draft region, in whole pages; 0: there is none."""
+        rows = self.server_args.max_running_requests
+        assert rows is not None
+        columns = region_columns(self.server_args)
+        return region_size(rows=rows, columns=columns, page_size=self.page_size)
+
+    def _draft_region(self, size: int) -> DraftRegion | None:
+        """The draft region after the `size` slots of the allocator."""
+        args = self.server_args
+        columns = region_columns(args)
+        if not columns:
+            return None
+        assert args.max_running_requests is not None
+        logger.info(
+            "Draft branches have a region of %d KV slots, %d for each request row",
+            args.max_running_requests * columns,
+            columns,
+        )
+        return DraftRegion(
+            first_slot=size + self.page_size,
+            rows=args.max_running_requests,
+            columns=columns,
+            page_size=self.page_size,
+        )
+
     def _create_kv_pool(self) -> KVCache:
-        """KV bytes for the allocator's slots.
+        """KV bytes for the allocator's slots and, of a draft, for those of its region.
 
         A draft has window slots where its target has them, for a window that is no
         longer than the target's.
         """
         config, swa = self.model_config, self.allocator.swa
+        of_region = self.region_size() if self.is_draft_worker else 0
         common: dict[str, Any] = {
-            "size": self.max_total_num_tokens,
+            "size": self.max_total_num_tokens + of_region,
             "page_size": self.page_size,
             "dtype": self.dtype,
             "device": self.device,
@@ -238,7 +268,7 @@ class ModelRunnerKVCacheMixin:
         window = config.sliding_window
         if swa is None or not mixed or window is None or window > swa.window:
             return MHATokenToKVPool(layer_num=config.num_layers, **common)
-        return SWAKVPool(is_sliding=sliding, swa=swa, **common)
+        return SWAKVPool(is_sliding=sliding, swa=swa, region_size=of_region, **common)
 
     def _check_rows(self) -> None:
         """Raises:
@@ -246,7 +276,11 @@ class ModelRunnerKVCacheMixin:
         """
         running = self.server_args.max_running_requests
         assert running is not None
-        needed = ReqToTokenPool.bytes_of(size=running, row_width=self.row_width())
+        needed = ReqToTokenPool.bytes_of(
+            size=running,
+            row_width=self.row_width(),
+            region_columns=region_columns(self.server_args),
+        )
         available = self._available_bytes()
         if needed > available:
             raise ValueError(
@@ -294,7 +328,7 @@ class ModelRunnerKVCacheMixin:
         """KV slots, a multiple of the page size."""
         args = self.server_args
         per_token = self.bytes_per_kv_slot() + draft_memory.bytes_per_slot
-        available = self._available_bytes()
+        available = self._available_bytes() - draft_memory.region_bytes
         if args.max_total_tokens is not None:
             if args.max_total_tokens * per_token > available:
                 raise ValueError(

@@ -63,12 +63,14 @@ def create_swa_slots(
     size: int,
     page_size: int,
     reserve: int,
+    region_size: int,
     device: str,
 ) -> SwaSlots:
     """Window slots beside `size` slots.
 
     Args:
         reserve: slots that a request keeps beyond its tokens (speculation).
+        region_size: slots of a draft region.
 
     Raises:
         ValueError: they do not hold one request; names the flags.
@@ -82,6 +84,7 @@ def create_swa_slots(
         window=config.sliding_window,
         slack=page_size + max(MIN_SLACK, reserve),
         device=device,
+        region_size=region_size,
     )
     chunk = args.chunked_prefill_size
     longest = min(config.context_len, size)

@@ -2,16 +2,29 @@
 `req_to_token`, and the number of columns that one iteration may touch. Host arithmetic
 only; knows no tensors.
 
-One rule serves every page size and top-k. With `base` the page boundary at or below the
-KV length L, `tail = L - base`, and `n = ceil((tail + num_steps) / page_size)`, branch t
-owns the columns [base + t n P, base + (t + 1) n P):
+A row is a request's tokens, one column per position, and, where there is a *draft
+region*, columns after them whose slots belong to the row for good:
 
-    base + t n P         + tail               + tail + num_steps     + n P
+    | L tokens | reserve ... end of the context | branch 0 | branch 1 | ... |
+                                                ^ region.begin
+
+With a region, branch t has `span` columns from region.begin + t * span on. Its own
+elements begin at `base`, the multiple of the region's unit at or below the KV length
+L: the page boundary where attention reads whole pages, L itself where the unit is 1.
+
+Without one, branches follow the prefix, in whole pages: with `base` the page boundary
+at or below L and `n = ceil((tail + num_steps) / page_size)`, branch t owns the columns
+[base + t n P, base + (t + 1) n P). With page size 1 and with top-k 1 that is the
+contiguous layout L + t num_steps + step.
+
+A branch's columns in either, `tail` being L - base:
+
+    first column         + tail               + tail + num_steps     + n P
     | copy of the tail   | draft slots         | padding             |
-    | (t = 0: the tail)  | of steps 0, 1, ...  |                     |
+    |                    | of steps 0, 1, ...  |                     |
 
-With page size 1 the copy and the padding are empty, and with top-k 1 nothing but branch
-0 exists: both are the contiguous layout L + t num_steps + step.
+Branch 0 without a region has the prefix's tail itself. Element e of a branch's own is
+in column e + `branch_shift`.
 """
 
 from __future__ import annotations
@@ -77,10 +90,11 @@ def alloc_len_per_decode(
     num_steps: int,
     num_draft_tokens: int,
     draft_lead: int = 0,
+    has_region: bool = False,
 ) -> int:
     """Columns from a request's KV length on that one iteration may write: by drafting
-    (branches side by side), by verification (one slot per tree node) or by the draft
-    extend (one slot per token gained).
+    (branches side by side, unless they have a region), by verification (one slot per
+    tree node) or by the draft extend (one slot per token gained).
 
     Branches that own whole pages are charged for the longest tail a prefix can have.
 
@@ -95,11 +109,35 @@ def alloc_len_per_decode(
         raise ValueError(
             f"num_draft_tokens is {num_draft_tokens}; it must be at least 1"
         )
-    branches = num_steps * topk
-    if page_size > 1 and topk > 1:
+    branches = 0 if has_region else num_steps * topk
+    if page_size > 1 and topk > 1 and not has_region:
         branches = layout.branch_pages(page_size - 1) * page_size * topk
     extend = num_steps + 1
     return max(draft_lead + branches, num_draft_tokens, draft_lead + extend)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchRegion:
+    """Columns of a row that its branches have for themselves.
+
+    Fields:
+        begin: the first one.
+        unit: elements whose multiples a branch's columns begin at: the page size, or 1.
+
+    Raises:
+        ValueError: a unit below 1, or a region that begins before the row.
+    """
+
+    begin: int
+    unit: int
+
+    def __post_init__(self) -> None:
+        if self.begin < 0 or self.unit < 1:
+            raise ValueError(f"a region from column {self.begin}, unit {self.unit}")
+
+    def span(self, num_steps: int) -> int:
+        """Columns of a branch, enough for the longest tail."""
+        return (2 * self.unit + num_steps - 2) // self.unit * self.unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,41 +148,64 @@ class BranchLayout:
         page_size: KV slots of a page.
         topk: branches.
         num_steps: draft slots of a branch.
+        region: where branches lie; None: after the prefix.
 
     Raises:
-        ValueError: a field below 1.
+        ValueError: a field below 1, or a region's unit that is neither 1 nor the page
+            size.
     """
 
     page_size: int
     topk: int
     num_steps: int
+    region: BranchRegion | None = None
 
     def __post_init__(self) -> None:
         for name in ("page_size", "topk", "num_steps"):
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.region is not None and self.region.unit not in (1, self.page_size):
+            raise ValueError(
+                f"a region's unit is {self.region.unit}; it must be 1 or the page size "
+                f"{self.page_size}"
+            )
 
     @property
-    def has_tails_to_copy(self) -> bool:
-        """Whether branches other than the first need a copy of the prefix's tail."""
-        return self.page_size > 1 and self.topk > 1
+    def unit(self) -> int:
+        """Elements whose multiples a branch's own columns begin at."""
+        return self.page_size if self.region is None else self.region.unit
+
+    @property
+    def num_copies(self) -> int:
+        """Branches, the last ones, that get a copy of the prefix's tail."""
+        return self.topk - (self.region is None)
 
     @property
     def max_tail(self) -> int:
-        return self.page_size - 1
+        """Elements of the longest tail to copy."""
+        return self.unit - 1
+
+    @property
+    def tail_moves(self) -> int:
+        """Moves that copy a request's tail to its branches, at most."""
+        return self.num_copies * self.max_tail
 
     def base(self, seq_len: int) -> int:
-        return seq_len - seq_len % self.page_size
+        """The first element that a branch has a column of its own for."""
+        return seq_len - seq_len % self.unit
 
     def branch_pages(self, seq_len: int) -> int:
-        """Whole pages that each branch owns at KV length `seq_len`."""
+        """Whole pages that a branch reads from its page boundary on."""
         tail = seq_len % self.page_size
         return -(-(tail + self.num_steps) // self.page_size)
 
     def branch_shift(self, seq_len: int, branch: int) -> int:
-        """Distance of a branch's columns from those of branch 0."""
-        return branch * self.branch_pages(seq_len) * self.page_size
+        """Distance of a branch's own elements from their columns."""
+        if self.region is None:
+            return branch * self.branch_pages(seq_len) * self.page_size
+        first = self.region.begin + branch * self.region.span(self.num_steps)
+        return first - self.base(seq_len)
 
     def draft_column(self, seq_len: int, branch: int, step: int) -> int:
         """Column of the slot that draft step `step` of a branch writes."""

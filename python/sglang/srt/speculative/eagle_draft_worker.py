@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sglang.srt.configs.draft_config import layers_to_capture
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
+from sglang.srt.managers.utils import branch_region
 from sglang.srt.mem_cache.branch_slots import (
     branch_shifts,
     draft_out_cache_loc,
@@ -101,15 +102,9 @@ class EagleDraftWorker:
         model_config: ModelConfig,
         target: ModelRunner,
     ) -> None:
-        assert server_args.page_size is not None
         self._server_args = server_args
         self._target = target
         self._shape = shape = server_args.tree_shape
-        self._layout = BranchLayout(
-            page_size=server_args.page_size,
-            topk=shape.topk,
-            num_steps=shape.num_steps,
-        )
         self.draft_runner = ModelRunner(
             server_args=server_args,
             model_config=model_config,
@@ -142,9 +137,11 @@ class EagleDraftWorker:
     def memory(self) -> DraftMemory:
         """Device memory that this worker will take; called before any pool is built."""
         runner = self.draft_runner
+        per_slot = runner.bytes_per_kv_slot()
         return DraftMemory(
-            bytes_per_slot=runner.bytes_per_kv_slot(),
+            bytes_per_slot=per_slot,
             graph_bytes=runner.prefill_graph_bytes() + self._draft_graph_bytes(),
+            region_bytes=runner.region_size() * per_slot,
         )
 
     def _draft_graph_bytes(self) -> int:
@@ -173,6 +170,12 @@ class EagleDraftWorker:
             target_canary=target_canary,
         )
         shape = self._shape
+        self._layout = BranchLayout(
+            page_size=runner.page_size,
+            topk=shape.topk,
+            num_steps=shape.num_steps,
+            region=branch_region(self._server_args, begin=pool.row_width),
+        )
         self.state_check = None
         if self.canary is not None:
             self.state_check = self.canary.draft_state(

@@ -98,16 +98,17 @@ def duplicate_prefix_tail_to_draft_branches(
     src: Tensor,
     dst: Tensor,
 ) -> None:
-    """Copy the prefix's last, partial page to every branch but the first.
+    """Copy the prefix's last, partial page to every branch that lacks it: all but the
+    first, which has it unless the branches lie in a draft region.
 
     For attention that reads whole pages per branch. One move of fixed shape: pairs
     after the tail are (0, 0), so the host need not know its length.
 
     Args:
         kv_pool: the draft's.
-        src, dst: int64 [b * (K - 1) * (P - 1)], scratch for the moves.
+        src, dst: int64 [b * `layout.tail_moves`], scratch for the moves.
     """
-    if not layout.has_tails_to_copy:
+    if not layout.tail_moves:
         return
     duplicate_prefix_tail(rows, layout=layout, src=src, dst=dst)
     kv_pool.move_kv_cache(dst, src)

@@ -140,7 +140,7 @@ class EagleWorkspace:
         if draft_lead:
             self._draft_lens = longs(max_rows)
             self._extend_slots = longs(max_rows, width)
-        self._tails = longs(2, max_rows * (shape.topk - 1) * layout.max_tail)
+        self._tails = longs(2, max_rows * layout.tail_moves)
         self._moves = longs(2, max_rows * width)
         self._tokens = longs(max_rows, width)
         self._node_rows = longs(max_rows, width)
@@ -162,7 +162,7 @@ class EagleWorkspace:
     def rows(self, bs: int) -> WorkspaceRows:
         """Views of the first `bs` rows."""
         shape, hidden = self.shape, self._hidden_states
-        tails = bs * (shape.topk - 1) * self.layout.max_tail
+        tails = bs * self.layout.tail_moves
         paths = bs * shape.accept_width
         branches = bs * shape.topk
         steps = self._draft_slots[: shape.num_steps * branches]
@@ -197,11 +197,12 @@ class EagleWorkspace:
         self._identity[:, :bs] = identity
 
     def slot_rows(self, rows: WorkspaceRows) -> SlotRows:
-        """The requests' rows of `req_to_token` and their KV lengths."""
-        return SlotRows(self._pool.req_to_token, rows.identity[0], rows.seq_lens)
+        """The requests' rows of `req_to_token`, without the draft region, whose slots
+        only the draft's pool has, and their KV lengths."""
+        return SlotRows(self._pool.position_slots, rows.identity[0], rows.seq_lens)
 
     def draft_rows(self, rows: WorkspaceRows) -> SlotRows:
-        """The same with the lengths in the draft's pool."""
+        """The rows with the draft region, and the lengths in the draft's pool."""
         return SlotRows(self._pool.req_to_token, rows.identity[0], rows.draft_lens)
 
     # -- static inputs of verification -------------------------------------------------

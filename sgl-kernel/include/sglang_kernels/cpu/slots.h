@@ -1,5 +1,5 @@
 // Columns of draft branches in a row of req_to_token. Torch-free; mirrors
-// sglang/srt/speculative/ops/{layout,slots}.py, where the rule is drawn.
+// sglang/srt/speculative/draft_layout.py, where the rule is drawn.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,24 @@ namespace sglk::slots {
 
 struct Layout {
   int64_t page_size, topk, steps;
+  // The first column of the draft region, and the elements whose multiples its branches
+  // begin at; unit 0: there is none, and branches follow the prefix.
+  int64_t region, unit;
 
   int64_t tail(int64_t len) const { return len % page_size; }
   // Columns of a branch: whole pages.
   int64_t width(int64_t len) const {
     return (tail(len) + steps + page_size - 1) / page_size * page_size;
   }
+  // Distance of a branch's own elements from their columns.
+  int64_t shift(int64_t len, int64_t branch) const {
+    if (!unit) return branch * width(len);
+    const int64_t span = (2 * unit + steps - 2) / unit * unit;
+    return region + branch * span - (len - len % unit);
+  }
+  // Branches that need a copy of the prefix's tail: the last ones of a request.
+  int64_t copies() const { return unit ? topk : topk - 1; }
+  int64_t max_tail() const { return (unit ? unit : page_size) - 1; }
   // The first KV element that a branch does not share with the others.
   int64_t first_own(int64_t len, bool paged) const { return paged ? len - tail(len) : len; }
   int64_t end(int64_t len, bool paged) const {

@@ -213,6 +213,12 @@ class CanaryManager:
         """Remember freed slots (int64, host): poisoned before the next forward."""
         self._freed.append(slots)
 
+    def on_region_free(self, slots: Tensor) -> None:
+        """The same for slots of the draft region and their window slots."""
+        self._freed.append(slots)
+        if self.windows is not None:
+            self.windows.on_region_free(slots)
+
     def attach_radix_cache(self, cache: BasePrefixCache) -> None:
         """Sweep the unused slots of this prefix cache from now on."""
         self.perturb.attach(cache)

@@ -48,6 +48,10 @@ class WindowCanary:
     def _on_free(self, slots: Tensor) -> None:
         self._freed.append(slots)
 
+    def on_region_free(self, slots: Tensor) -> None:
+        """Remember freed slots of the draft region (int64, host)."""
+        self._freed.append(torch.from_numpy(self.group.swa.window_slots(slots.numpy())))
+
     def expect(self, rows: Tensor, values: Tensor, seeds: Tensor | None) -> None:
         """As `launches.expect_rows`."""
         expect_rows(self.state, rows, values, seeds)

@@ -102,6 +102,7 @@ class _Books:
     def __init__(self, requests: Iterable[Req], cache: BasePrefixCache) -> None:
         page_size, num_pages = cache.page_size, cache.allocator.num_pages
         self.page_size = page_size
+        self._region = cache.req_to_token_pool.region
         self.reqs = [req for req in requests if req.req_pool_idx]
         self.own = [_own_pages(req, cache) for req in self.reqs]
         self.paths = [_path(req.last_node) for req in self.reqs]
@@ -121,6 +122,14 @@ class _Books:
     def has_page(self, page: int) -> bool:
         """Whether it is a page that requests can get."""
         return 0 < page < len(self._node_at)
+
+    def region_owner(self, slot: int) -> int | None:
+        """The request (by index) whose row a slot of the draft region belongs to."""
+        row = 0 if self._region is None else self._region.row_of(slot)
+        if not row:
+            return None
+        held = (i for i, req in enumerate(self.reqs) if req.req_pool_idx == row)
+        return next(held, None)
 
     def node_of(self, page: int) -> TreeNode | None:
         """The cached run that a page belongs to."""
@@ -387,6 +396,9 @@ def _follow_fact(
             if other is not None:
                 walk.request(other, severity)
     page = fact.slot // books.page_size
+    owner = books.region_owner(fact.slot)
+    if owner is not None and fact.reasons & _OVERWRITTEN:
+        walk.request(owner, severity)
     # A slot that a wrong table points at is sound.
     if not books.has_page(page):
         return

@@ -70,8 +70,8 @@ def request_limits(
         raise ValueError(
             f"{slots} KV slots do not hold one request: its drafts reserve "
             f"{reserve} beside its tokens; raise --max-total-tokens or "
-            "--mem-fraction-static, or lower --speculative-eagle-topk or "
-            "--page-size"
+            "--mem-fraction-static, or lower --speculative-num-draft-tokens, "
+            "--speculative-eagle-topk or --page-size"
         )
     is_prefill_only = server_args.disaggregation_mode == "prefill"
     return RequestLimits(

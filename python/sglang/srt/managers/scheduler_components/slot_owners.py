@@ -37,7 +37,7 @@ class SlotOwners:
         if slot < allocator.page_size:
             return Owner("scratch page")
         if slot >= len(self._is_cached):
-            return Owner("outside the pool")
+            return self._owner_of_region(slot)
         is_cached = bool(self._is_cached[slot])
         is_owned = bool(allocator.owns(np.array([slot // allocator.page_size]))[0])
         claims = self._claims_of(slot)
@@ -52,6 +52,18 @@ class SlotOwners:
             claims=tuple(req.serial for req in claims),
             prefix_of=frozenset(self._readers_of(slot)),
         )
+
+    def _owner_of_region(self, slot: int) -> Owner:
+        """The owner of a slot after the allocator's last: a request row."""
+        region = self._cache.req_to_token_pool.region
+        row = 0 if region is None else region.row_of(slot)
+        if not row:
+            return Owner("outside the pool")
+        for req in self._running:
+            if req.req_pool_idx == row:
+                text = f"request {json.dumps(req.rid)} (draft region)"
+                return Owner(text, is_allocated=True, claims=(req.serial,))
+        return Owner("free (draft region)")
 
     def _claims_of(self, slot: int) -> list[Req]:
         """The running requests that hold a slot beside the prefix cache, each as often

@@ -21,6 +21,19 @@ def _branch_width(seq_len, PAGE: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
+def _shift(
+    seq_len, branch, region, PAGE: tl.constexpr, STEPS: tl.constexpr, UNIT: tl.constexpr
+):
+    """Distance of a branch's own elements from their columns; UNIT 0: no region."""
+    if UNIT == 0:
+        shift = branch * _branch_width(seq_len, PAGE, STEPS)
+    else:
+        span = (2 * UNIT + STEPS - 2) // UNIT * UNIT
+        shift = region + branch * span - (seq_len - seq_len % UNIT)
+    return shift
+
+
+@triton.jit
 def _row(table, indices, q, row_stride):
     return table + tl.load(indices + q) * row_stride
 
@@ -52,7 +65,7 @@ def tail_kernel(
     tl.store(out + q * WIDTH + at, slots.to(tl.int64), mask=at < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["region"])
 def draft_kernel(
     table,
     indices,
@@ -60,9 +73,11 @@ def draft_kernel(
     out,
     row_stride,
     row_width,
+    region,
     PAGE: tl.constexpr,
     K: tl.constexpr,
     STEPS: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -75,20 +90,22 @@ def draft_kernel(
     step = at // K
     branch = at % K
     inside = at < STEPS * K
-    column = seq_len + branch * _branch_width(seq_len, PAGE, STEPS) + step
+    column = seq_len + _shift(seq_len, branch, region, PAGE, STEPS, UNIT) + step
     row = _row(table, indices, q, row_stride)
     slots = _slots(row, column, row_width, inside)
     tl.store(out + (step * rows + q) * K + branch, slots.to(tl.int64), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["region"])
 def shifts_kernel(
     lens,
     shift_from,
     column_shift,
+    region,
     PAGE: tl.constexpr,
     K: tl.constexpr,
     STEPS: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_PAGED: tl.constexpr,
     PDL: tl.constexpr,
@@ -99,13 +116,13 @@ def shifts_kernel(
     seq_len = tl.load(lens + q)
     branch = tl.arange(0, BLOCK)
     own = seq_len - seq_len % PAGE if IS_PAGED else seq_len
-    shift = branch * _branch_width(seq_len, PAGE, STEPS)
+    shift = _shift(seq_len, branch, region, PAGE, STEPS, UNIT)
     out = q * K + branch
     tl.store(shift_from + out, tl.zeros([BLOCK], tl.int64) + own, mask=branch < K)
     tl.store(column_shift + out, shift, mask=branch < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["region"])
 def tail_copies_kernel(
     table,
     indices,
@@ -114,24 +131,28 @@ def tail_copies_kernel(
     dst,
     row_stride,
     row_width,
+    region,
     PAGE: tl.constexpr,
     K: tl.constexpr,
     STEPS: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     q = tl.program_id(0)
-    branch = tl.program_id(1) + 1
+    copies = tl.num_programs(1)
+    copy = tl.program_id(1)
     let_next_start(PDL)
     wait_for_inputs(PDL)
     seq_len = tl.load(lens + q)
     tail = seq_len % PAGE
     offset = tl.arange(0, BLOCK)
     source = seq_len - tail + offset
-    target = source + branch * _branch_width(seq_len, PAGE, STEPS)
+    branch = K - copies + copy
+    target = source + _shift(seq_len, branch, region, PAGE, STEPS, UNIT)
     row = _row(table, indices, q, row_stride)
     is_copied = offset < tail
-    out = (q * (K - 1) + branch - 1) * (PAGE - 1) + offset
+    out = (q * copies + copy) * (PAGE - 1) + offset
     inside = offset < PAGE - 1
     moved = _slots(row, source, row_width, is_copied)
     tl.store(src + out, moved.to(tl.int64), mask=inside)
@@ -162,7 +183,7 @@ def accepted_moves_kernel(
     tl.store(dst + q * PATH + column, target, mask=inside)
 
 
-@triton.jit(do_not_specialize=["columns"])
+@triton.jit(do_not_specialize=["columns", "region"])
 def branch_table_kernel(
     table,
     indices,
@@ -172,9 +193,11 @@ def branch_table_kernel(
     row_width,
     columns,
     out_stride,
+    region,
     PAGE: tl.constexpr,
     K: tl.constexpr,
     STEPS: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_PAGED: tl.constexpr,
     SKIP_PREFIX: tl.constexpr,
@@ -185,11 +208,10 @@ def branch_table_kernel(
     wait_for_inputs(PDL)
     q = z // K
     seq_len = tl.load(lens + q)
-    width = _branch_width(seq_len, PAGE, STEPS)
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if IS_PAGED:
         own = seq_len - seq_len % PAGE
-        end = own + width
+        end = own + _branch_width(seq_len, PAGE, STEPS)
         element = entry.to(tl.int64) * PAGE
     else:
         own = seq_len
@@ -197,14 +219,15 @@ def branch_table_kernel(
         element = entry.to(tl.int64)
     if SKIP_PREFIX:
         element += own
-    column = tl.where(element < own, element, element + (z % K) * width)
+    shift = _shift(seq_len, z % K, region, PAGE, STEPS, UNIT)
+    column = tl.where(element < own, element, element + shift)
     row = _row(table, indices, q, row_stride)
     slots = _slots(row, column, row_width, (element < end) & (entry < columns))
     cell = out + z.to(tl.int64) * out_stride + entry
     tl.store(cell, slots, mask=entry < columns)
 
 
-@triton.jit(do_not_specialize=["rows", "capacity"])
+@triton.jit(do_not_specialize=["rows", "capacity", "region"])
 def branch_indices_kernel(
     table,
     indices,
@@ -215,9 +238,11 @@ def branch_indices_kernel(
     row_stride,
     row_width,
     capacity,
+    region,
     PAGE: tl.constexpr,
     K: tl.constexpr,
     STEPS: tl.constexpr,
+    UNIT: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -241,7 +266,7 @@ def branch_indices_kernel(
             tl.store(ends, 0)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_read = (element < count) & (begin + element < capacity)
-    shift = branch * _branch_width(seq_len, PAGE, STEPS)
+    shift = _shift(seq_len, branch, region, PAGE, STEPS, UNIT)
     column = tl.where(element < seq_len, element, element + shift)
     slots = _slots(_row(table, indices, q, row_stride), column, row_width, is_read)
     to = out + step.to(tl.int64) * capacity + begin + element

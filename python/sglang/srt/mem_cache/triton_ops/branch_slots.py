@@ -43,8 +43,15 @@ def _row_numbers(table: Tensor) -> tuple[int, int]:
     return table.stride(0), table.shape[1]
 
 
-def _constants(layout: BranchLayout) -> dict[str, Any]:
-    return {"PAGE": layout.page_size, "K": layout.topk, "STEPS": layout.num_steps}
+def _numbers(layout: BranchLayout) -> dict[str, Any]:
+    region = layout.region
+    return {
+        "region": 0 if region is None else region.begin,
+        "PAGE": layout.page_size,
+        "K": layout.topk,
+        "STEPS": layout.num_steps,
+        "UNIT": 0 if region is None else region.unit,
+    }
 
 
 def tail_cache_loc(rows: SlotRows, *, out: Tensor) -> None:
@@ -78,7 +85,7 @@ def draft_out_cache_loc(rows: SlotRows, *, layout: BranchLayout, out: Tensor) ->
             lens,
             out,
             *_row_numbers(table),
-            **_constants(layout),
+            **_numbers(layout),
             BLOCK=block_of(size),
             num_warps=1,
             **launch_options(out.device),
@@ -108,7 +115,7 @@ def branch_shifts(
             lens,
             shift_from,
             column_shift,
-            **_constants(layout),
+            **_numbers(layout),
             BLOCK=block_of(layout.topk),
             IS_PAGED=paged,
             num_warps=1,
@@ -121,8 +128,8 @@ def duplicate_prefix_tail(
 ) -> None:
     """See `mem_cache/branch_slots.py`."""
     table, indices, lens = _table("duplicate_prefix_tail", rows)
-    n, copies = lens.numel(), layout.topk - 1
-    size = n * copies * layout.max_tail
+    n, copies = lens.numel(), layout.num_copies
+    size = n * layout.tail_moves
     require("duplicate_prefix_tail", size, torch.int64, src=src, dst=dst)
     if size:
         tail_copies_kernel[(n, copies)](
@@ -132,7 +139,7 @@ def duplicate_prefix_tail(
             src,
             dst,
             *_row_numbers(table),
-            **_constants(layout),
+            **_numbers(layout),
             BLOCK=block_of(layout.max_tail),
             num_warps=1,
             **launch_options(src.device),
@@ -199,7 +206,7 @@ def branch_table(
             *_row_numbers(table),
             columns,
             out.stride(0),
-            **_constants(layout),
+            **_numbers(layout),
             BLOCK=block,
             IS_PAGED=paged,
             SKIP_PREFIX=skip_prefix,
@@ -232,7 +239,7 @@ def branch_token_indices(
         n,
         *_row_numbers(table),
         capacity,
-        **_constants(layout),
+        **_numbers(layout),
         ROWS_BLOCK=block_of(n),
         BLOCK=_BLOCK,
         num_warps=4,
