@@ -130,6 +130,11 @@ class Linear(Module):
             self._packed = pack_weight(weight.data)
             self.weight = None
 
+    @property
+    def packed(self) -> PackedWeight | None:
+        """The weight as it was packed; None: it was not."""
+        return self._packed
+
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """[..., inputs] -> [..., outputs], written to `out` where one is given."""
         return linear(x, self._any_weight(), self.bias, out=out)
