@@ -2,7 +2,7 @@
 // become the same list of items, which is divided among the threads by the number of KV
 // elements. Where a division falls inside an item, that item's chunks are kept apart and
 // merged afterwards in their order, so that the division never shows in a result.
-#include "torch_api.h"
+#include "launch.h"
 
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
@@ -33,11 +33,6 @@ constexpr double kMicrosecondsPerMultiplyAdd = 3e-5;
 
 // Channels of a head: a latent has 576 and more.
 constexpr int64_t kMaxHeadDim = 1024;
-
-struct Shapes {
-  int64_t tokens = 0;
-  int64_t table_rows = 0, table_columns = 0;
-};
 
 // Arguments of decode and extend that shape the softmax.
 struct SoftmaxOptions {
@@ -73,7 +68,8 @@ void check_head_size(const char* op, const char* name, const Tensor& t) {
 AttentionArgs check_common(
     const char* op, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
     const Tensor& page_table, int64_t page_size, const SoftmaxOptions& softmax,
-    const Tensor& out, Shapes* shapes, std::vector<float>* sinks) {
+    const OptionalTensor& row_index, const Tensor& out, AttentionRows* rows,
+    std::vector<float>* sinks) {
   AttentionArgs args{};
   args.dtype = float_type(op, "q", q);
   SGLK_CHECK(q.dim() == 3, op, "q", q, "[tokens, heads, dim]");
@@ -127,7 +123,13 @@ AttentionArgs check_common(
   args.dim = int32_t(dim);
   args.v_dim = int32_t(v_dim);
   args.scale = float(softmax.scale);
-  *shapes = {q.size(0), page_table.size(0), page_table.size(1)};
+  rows->tokens = q.size(0);
+  rows->table_rows = page_table.size(0);
+  rows->table_columns = page_table.size(1);
+  if (row_index) {
+    check_vector(op, "row_index", *row_index, ScalarType::Long, rows->count);
+    rows->row_index = static_cast<const int64_t*>(row_index->const_data_ptr());
+  }
   return args;
 }
 
@@ -138,27 +140,22 @@ struct BatchRow {
 
 class Plan {
  public:
-  Plan(const char* op, const AttentionArgs& args, const Shapes& shapes,
-       const OptionalTensor& row_index, int64_t rows)
-      : op_(op), args_(args), shapes_(shapes) {
-    if (row_index) {
-      check_vector(op, "row_index", *row_index, ScalarType::Long, rows);
-      row_index_ = static_cast<const int64_t*>(row_index->const_data_ptr());
-    }
+  Plan(const char* op, const AttentionArgs& args, const AttentionRows& rows)
+      : op_(op), args_(args), rows_(rows) {
     const int64_t group = args.q_heads / args.kv_heads;
     tokens_per_item_ = group < kItemRows ? kItemRows / group : 1;
   }
 
   void add(const BatchRow& row) {
-    const int64_t table_row = row_index_ ? row_index_[row.row] : row.row;
+    const int64_t table_row = rows_.row_index ? rows_.row_index[row.row] : row.row;
     SGLK_REQUIRE(
-        table_row >= 0 && table_row < shapes_.table_rows, op_, ": row ", row.row,
-        " names row ", table_row, " of the page table, which has ", shapes_.table_rows);
+        table_row >= 0 && table_row < rows_.table_rows, op_, ": row ", row.row,
+        " names row ", table_row, " of the page table, which has ", rows_.table_rows);
     const int64_t elements = row.prefix + row.count;
     SGLK_REQUIRE(
-        row.prefix >= 0 && elements <= shapes_.table_columns * args_.page_size, op_, ": row ",
+        row.prefix >= 0 && elements <= rows_.table_columns * args_.page_size, op_, ": row ",
         row.row, " has ", elements, " KV elements, expected 0 .. ",
-        shapes_.table_columns * args_.page_size, " (page table columns x page size)");
+        rows_.table_columns * args_.page_size, " (page table columns x page size)");
     for (int64_t first = 0; first < row.count; first += tokens_per_item_) {
       const int64_t left = row.count - first;
       AttentionItem item{};
@@ -262,8 +259,7 @@ class Plan {
 
   const char* op_;
   const AttentionArgs& args_;
-  const Shapes shapes_;
-  const int64_t* row_index_ = nullptr;
+  const AttentionRows& rows_;
   int64_t tokens_per_item_;
   std::vector<AttentionItem> items_;
   std::vector<double> weight_end_;
@@ -352,30 +348,6 @@ void Plan::run_part(Cut begin, Cut end) {
   }
 }
 
-void decode_attention_full(
-    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
-    const OptionalTensor& row_index, const Tensor& read_lens, int64_t page_size, double scale,
-    int64_t window, double logit_cap, const OptionalTensor& sinks, const Tensor& out) {
-  const char* op = "decode_attention";
-  Shapes shapes;
-  std::vector<float> wide_sinks;
-  const AttentionArgs args = check_common(
-      op, q, k_cache, v_cache, page_table, page_size, {scale, window, logit_cap, sinks}, out,
-      &shapes, &wide_sinks);
-  check_vector(op, "read_lens", read_lens, ScalarType::Long, shapes.tokens);
-  const int64_t* lens = static_cast<const int64_t*>(read_lens.const_data_ptr());
-  Plan plan(op, args, shapes, row_index, shapes.tokens);
-  for (int64_t row = 0; row < shapes.tokens; row++) {
-    SGLK_REQUIRE(
-        lens[row] >= 0, op, ": read_lens[", row, "] is ", lens[row], ", expected >= 0");
-    if (lens[row] > 0)
-      plan.add({row, lens[row] - 1, row, 1});
-    else
-      plan.add_empty(row, row);
-  }
-  plan.run();
-}
-
 // The tree masks without the nodes that lie outside a node's window, in `mask`.
 const uint8_t* narrowed(
     const AttentionArgs& args, const int64_t* bounds, int64_t rows,
@@ -392,6 +364,68 @@ const uint8_t* narrowed(
   return mask->data();
 }
 
+void add_decode_rows(const char* op, const AttentionRows& rows, Plan* plan) {
+  for (int64_t row = 0; row < rows.count; row++) {
+    const int64_t length = rows.lens[row];
+    SGLK_REQUIRE(
+        length >= 0, op, ": read_lens[", row, "] is ", length, ", expected >= 0");
+    if (length > 0)
+      plan->add({row, length - 1, row, 1});
+    else
+      plan->add_empty(row, row);
+  }
+}
+
+void add_extend_rows(
+    const char* op, const AttentionArgs& args, const AttentionRows& rows, Plan* plan) {
+  const int64_t* bounds = rows.bounds;
+  SGLK_REQUIRE(
+      bounds[0] == 0 && bounds[rows.count] <= rows.tokens, op, ": qo_indptr runs from ",
+      bounds[0], " to ", bounds[rows.count], ", expected 0 to at most ", rows.tokens,
+      " (tokens of q)");
+  for (int64_t row = 0; row < rows.count; row++) {
+    const int64_t count = bounds[row + 1] - bounds[row];
+    SGLK_REQUIRE(count >= 0, op, ": qo_indptr decreases at row ", row);
+    SGLK_REQUIRE(
+        !args.tree_mask || count == args.tree_width, op, ": row ", row, " has ", count,
+        " new tokens, expected ", args.tree_width, " (tree mask)");
+    plan->add({row, rows.lens[row], bounds[row], count});
+  }
+}
+
+}  // namespace
+
+void launch_attention(const char* op, AttentionArgs args, const AttentionRows& rows) {
+  Plan plan(op, args, rows);
+  std::vector<uint8_t> narrow_mask;
+  if (rows.bounds)
+    add_extend_rows(op, args, rows, &plan);
+  else
+    add_decode_rows(op, rows, &plan);
+  // No path of a tree is longer than the tree: only a shorter window hides nodes.
+  if (args.positions && args.window < args.tree_width)
+    args.tree_mask = narrowed(args, rows.bounds, rows.count, &narrow_mask);
+  plan.run();
+}
+
+namespace {
+
+void decode_attention_full(
+    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
+    const OptionalTensor& row_index, const Tensor& read_lens, int64_t page_size, double scale,
+    int64_t window, double logit_cap, const OptionalTensor& sinks, const Tensor& out) {
+  const char* op = "decode_attention";
+  AttentionRows rows{};
+  rows.count = q.size(0);
+  std::vector<float> wide_sinks;
+  const AttentionArgs args = check_common(
+      op, q, k_cache, v_cache, page_table, page_size, {scale, window, logit_cap, sinks},
+      row_index, out, &rows, &wide_sinks);
+  check_vector(op, "read_lens", read_lens, ScalarType::Long, rows.count);
+  rows.lens = static_cast<const int64_t*>(read_lens.const_data_ptr());
+  launch_attention(op, args, rows);
+}
+
 void extend_attention_full(
     const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
     const OptionalTensor& row_index, const Tensor& qo_indptr, const Tensor& prefix_lens,
@@ -399,19 +433,18 @@ void extend_attention_full(
     const OptionalTensor& sinks, const OptionalTensor& tree_mask,
     const OptionalTensor& positions, const Tensor& out) {
   const char* op = "extend_attention";
-  Shapes shapes;
+  AttentionRows rows{};
+  rows.count = prefix_lens.numel();
   std::vector<float> wide_sinks;
-  std::vector<uint8_t> narrow_mask;
   AttentionArgs args = check_common(
-      op, q, k_cache, v_cache, page_table, page_size, {scale, window, logit_cap, sinks}, out,
-      &shapes, &wide_sinks);
-  const int64_t rows = prefix_lens.numel();
-  check_vector(op, "prefix_lens", prefix_lens, ScalarType::Long, rows);
-  check_vector(op, "qo_indptr", qo_indptr, ScalarType::Long, rows + 1);
+      op, q, k_cache, v_cache, page_table, page_size, {scale, window, logit_cap, sinks},
+      row_index, out, &rows, &wide_sinks);
+  check_vector(op, "prefix_lens", prefix_lens, ScalarType::Long, rows.count);
+  check_vector(op, "qo_indptr", qo_indptr, ScalarType::Long, rows.count + 1);
   if (tree_mask) {
     SGLK_CHECK(
         tree_mask->dim() == 3 && tree_mask->scalar_type() == ScalarType::Bool &&
-            tree_mask->size(0) == rows && tree_mask->size(1) == tree_mask->size(2) &&
+            tree_mask->size(0) == rows.count && tree_mask->size(1) == tree_mask->size(2) &&
             tree_mask->is_contiguous(),
         op, "tree_mask", *tree_mask, "contiguous bool [rows, N, N]");
     args.tree_mask = static_cast<const uint8_t*>(tree_mask->const_data_ptr());
@@ -420,27 +453,12 @@ void extend_attention_full(
   if (tree_mask && window > 0) {
     SGLK_REQUIRE(
         positions, op, ": window is ", window, " with a tree mask, which needs positions");
-    check_vector(op, "positions", *positions, ScalarType::Long, shapes.tokens);
+    check_vector(op, "positions", *positions, ScalarType::Long, rows.tokens);
     args.positions = static_cast<const int64_t*>(positions->const_data_ptr());
   }
-  const int64_t* bounds = static_cast<const int64_t*>(qo_indptr.const_data_ptr());
-  const int64_t* prefix = static_cast<const int64_t*>(prefix_lens.const_data_ptr());
-  SGLK_REQUIRE(
-      bounds[0] == 0 && bounds[rows] <= shapes.tokens, op, ": qo_indptr runs from ", bounds[0],
-      " to ", bounds[rows], ", expected 0 to at most ", shapes.tokens, " (tokens of q)");
-  Plan plan(op, args, shapes, row_index, rows);
-  for (int64_t row = 0; row < rows; row++) {
-    const int64_t count = bounds[row + 1] - bounds[row];
-    SGLK_REQUIRE(count >= 0, op, ": qo_indptr decreases at row ", row);
-    SGLK_REQUIRE(
-        !tree_mask || count == args.tree_width, op, ": row ", row, " has ", count,
-        " new tokens, expected ", args.tree_width, " (tree mask)");
-    plan.add({row, prefix[row], bounds[row], count});
-  }
-  // No path of a tree is longer than the tree: only a shorter window hides nodes.
-  if (args.positions && window < args.tree_width)
-    args.tree_mask = narrowed(args, bounds, rows, &narrow_mask);
-  plan.run();
+  rows.bounds = static_cast<const int64_t*>(qo_indptr.const_data_ptr());
+  rows.lens = static_cast<const int64_t*>(prefix_lens.const_data_ptr());
+  launch_attention(op, args, rows);
 }
 
 // The ops of most models: every argument of a call takes 0.1 to 0.2 us, which a decode

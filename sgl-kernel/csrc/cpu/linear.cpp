@@ -1,5 +1,5 @@
 // Checks and launch of the product with a packed weight.
-#include "torch_api.h"
+#include "launch.h"
 
 namespace sglk {
 namespace {
@@ -10,6 +10,28 @@ constexpr double kMicrosecondsPerByte = 3e-5;
 constexpr double kMicrosecondsPerMultiplyAdd = 1.2e-5;
 // Units per thread from which dividing the columns alone is even enough.
 constexpr int64_t kUnitsPerThread = 4;
+
+}  // namespace
+
+void launch_linear(const LinearArgs& args) {
+  const double cells = double(args.n) * double(args.k);
+  const Split split = split_for(
+      cells * (args.weight_bf16 ? 2 : 4) * kMicrosecondsPerByte +
+      cells * double(args.rows) * kMicrosecondsPerMultiplyAdd);
+  const KernelTable& table = kernels();
+  const int64_t units = table.linear_units(args.n);
+  if (units >= kUnitsPerThread * split.threads || args.rows < 2 * split.threads) {
+    run_split(units, split, [&](int64_t begin, int64_t end) {
+      table.linear(args, 0, args.rows, begin, end);
+    });
+  } else {
+    run_split(args.rows, split, [&](int64_t begin, int64_t end) {
+      table.linear(args, begin, end, 0, units);
+    });
+  }
+}
+
+namespace {
 
 void packed_linear(
     const Tensor& x, const Tensor& weight, int64_t n, const OptionalTensor& bias,
@@ -47,23 +69,7 @@ void packed_linear(
   args.bias = bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
   args.out = static_cast<float*>(out.mutable_data_ptr());
   args.out_stride = n;
-  if (args.rows == 0) return;
-
-  const double cells = double(args.n) * double(args.k);
-  const Split split = split_for(
-      cells * (args.weight_bf16 ? 2 : 4) * kMicrosecondsPerByte +
-      cells * double(args.rows) * kMicrosecondsPerMultiplyAdd);
-  const KernelTable& table = kernels();
-  const int64_t units = table.linear_units(n);
-  if (units >= kUnitsPerThread * split.threads || args.rows < 2 * split.threads) {
-    run_split(units, split, [&](int64_t begin, int64_t end) {
-      table.linear(args, 0, args.rows, begin, end);
-    });
-  } else {
-    run_split(args.rows, split, [&](int64_t begin, int64_t end) {
-      table.linear(args, begin, end, 0, units);
-    });
-  }
+  if (args.rows > 0) launch_linear(args);
 }
 
 // [T, heads, dim] of floats whose channels are contiguous.

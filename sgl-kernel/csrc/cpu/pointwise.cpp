@@ -1,5 +1,5 @@
 // Checks and launches of the norms, the gated activation and rotary + KV store.
-#include "torch_api.h"
+#include "launch.h"
 
 namespace sglk {
 namespace {
@@ -8,6 +8,32 @@ namespace {
 constexpr double kMicrosecondsPerNormElement = 1.5e-4;
 constexpr double kMicrosecondsPerActivation = 4e-4;
 constexpr double kMicrosecondsPerRopeElement = 2e-4;
+
+}  // namespace
+
+void launch_norm(const NormArgs& args, int64_t rows) {
+  const Split split =
+      split_for(double(rows * args.width) * kMicrosecondsPerNormElement);
+  run_split(rows, split, [&](int64_t begin, int64_t end) {
+    kernels().norm(args, begin, end);
+  });
+}
+
+void launch_gated(const GatedArgs& args, int64_t rows) {
+  const Split split = split_for(double(rows * args.width) * kMicrosecondsPerActivation);
+  run_split(rows, split, [&](int64_t begin, int64_t end) {
+    kernels().gated(args, begin, end);
+  });
+}
+
+void launch_rope_store(const RopeStoreArgs& args, int64_t tokens) {
+  const double elements = double(tokens) * (args.q_heads + 2 * args.kv_heads) * args.dim;
+  run_split(
+      tokens, split_for(elements * kMicrosecondsPerRopeElement),
+      [&](int64_t begin, int64_t end) { kernels().rope_store(args, begin, end); });
+}
+
+namespace {
 
 struct Rows {
   int64_t count, width, stride;
@@ -30,14 +56,6 @@ void check_like(
   SGLK_CHECK(
       t.scalar_type() == like.scalar_type() && t.is_contiguous() && t.numel() == numel, op,
       name, t, "contiguous, of the dtype of x and the size of the result");
-}
-
-void launch_norm(const NormArgs& args, int64_t rows) {
-  const Split split =
-      split_for(double(rows * args.width) * kMicrosecondsPerNormElement);
-  run_split(rows, split, [&](int64_t begin, int64_t end) {
-    kernels().norm(args, begin, end);
-  });
 }
 
 void rmsnorm(const Tensor& x, const Tensor& weight, double eps, const Tensor& out) {
@@ -72,11 +90,7 @@ void gated(const char* op, Activation activation, const Tensor& x, const Tensor&
   check_like(op, "out", out, x, x.numel() / 2);
   const GatedArgs args{dtype, activation, x.const_data_ptr(), out.mutable_data_ptr(),
                        rows.stride, rows.width / 2};
-  const Split split =
-      split_for(double(rows.count * args.width) * kMicrosecondsPerActivation);
-  run_split(rows.count, split, [&](int64_t begin, int64_t end) {
-    kernels().gated(args, begin, end);
-  });
+  launch_gated(args, rows.count);
 }
 
 void silu_and_mul(const Tensor& x, const Tensor& out) {
@@ -85,14 +99,6 @@ void silu_and_mul(const Tensor& x, const Tensor& out) {
 
 void gelu_and_mul(const Tensor& x, const Tensor& out) {
   gated("gelu_and_mul", Activation::gelu, x, out);
-}
-
-void check_indices(
-    const char* op, const char* name, const int64_t* values, int64_t count, int64_t limit) {
-  for (int64_t i = 0; i < count; i++)
-    SGLK_REQUIRE(
-        values[i] >= 0 && values[i] < limit, op, ": ", name, "[", i, "] is ", values[i],
-        ", expected 0 .. ", limit - 1);
 }
 
 // The part of a cache [slots, heads, dim] that the store relies on; returns slot stride.
@@ -154,10 +160,7 @@ void rope_store_kv(
   args.kv_heads = int32_t(k.size(1));
   args.dim = int32_t(dim);
   args.eps = float(eps);
-  const double elements = double(tokens) * (args.q_heads + 2 * args.kv_heads) * args.dim;
-  run_split(
-      tokens, split_for(elements * kMicrosecondsPerRopeElement),
-      [&](int64_t begin, int64_t end) { kernels().rope_store(args, begin, end); });
+  launch_rope_store(args, tokens);
 }
 
 void latent_store(

@@ -80,6 +80,14 @@ inline void check_heads(
           "] with contiguous heads and channels");
 }
 
+inline void check_indices(
+    const char* op, const char* name, const int64_t* values, int64_t count, int64_t limit) {
+  for (int64_t i = 0; i < count; i++)
+    SGLK_REQUIRE(
+        values[i] >= 0 && values[i] < limit, op, ": ", name, "[", i, "] is ", values[i],
+        ", expected 0 .. ", limit - 1);
+}
+
 // How work is divided: more parts than threads where they are long enough, so that the
 // other threads share the work of one that is late.
 struct Split {

@@ -396,6 +396,35 @@ def moe_experts(
     )
 
 
+decoder_plan_words: Callable[[int], int] = _OPS.decoder_plan_words.default._op
+"""The int64 words of a plan of that many layers."""
+decoder_plan: Callable[..., None] = _OPS.decoder_plan.default._op
+"""Fill the plan of a dense decoder's stack: addresses of weights, checked here.
+
+Args:
+    weights: of each layer input_norm [H], qkv, its bias, cos_sin_cache [positions,
+        rot], q_norm [D], k_norm [D], o, its bias, post_norm [H], gate_up, its bias,
+        down, its bias; then the final norm [H]. float32, products packed as in
+        `packed_linear`; absent ones are None. The caller keeps them alive.
+    sizes: layers, H, query heads, KV heads, D, channels of the MLP, and its activation
+        (0: silu, 1: gelu).
+    eps: of every norm; scale: of the scores.
+    plan: [decoder_plan_words(layers)] int64, written.
+"""
+decoder_stack: Callable[..., None] = _OPS.decoder_stack.default._op
+"""Run a stack: the ops of its layers and the final norm, bitwise.
+
+Args:
+    plan: as `decoder_plan` fills it.
+    x: [T, H] float32, overwritten; out: [T, H]; scratch: [T * (2 * (Hq + Hkv) * D + 3 *
+        channels of the MLP)] float32.
+    k_caches, v_caches: [slots, Hkv, D] float32 of each layer.
+    positions, out_cache_loc: [T] int64.
+    page_table, row_index, tree_mask, page_size: as in `extend_attention`.
+    lens, qo_indptr: `read_lens` and None in a decode, else `prefix_lens` and the
+        offsets of the rows.
+"""
+
 # Launches of the KV canary, called by `kv_canary.kernels.native`; their signatures are
 # the schemas. Every forward runs two of them: the frame of a Python function would cost
 # it about 2 us.

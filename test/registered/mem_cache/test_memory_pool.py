@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from unittest.mock import patch
 
 import numpy as np
@@ -17,7 +18,7 @@ from sglang.srt.mem_cache.memory_pool import (
     TransferDescriptor,
     kv_bytes_per_token,
 )
-from sglang.srt.utils.memory import host_zeros
+from sglang.srt.utils.memory import HostBlocks, host_zeros
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
 
@@ -274,6 +275,31 @@ def test_sizes_are_checked_and_counted() -> None:
     pool = mha_pool(dtype=torch.bfloat16)
     total = pool.k_buffer.nbytes + pool.v_buffer.nbytes
     assert pool.nbytes == total == bytes_per_token * (pool.size + pool.page_size)
+
+
+def test_copies_lie_behind_one_another_at_cache_lines() -> None:
+    sizes = [(5, 7), (1,), (0, 3), (700, 1000), (3, 2000, 1000), (33,)]
+    dtypes = [torch.float32, torch.bfloat16, torch.int64]
+    tensors = [
+        torch.arange(math.prod(size)).to(dtype).view(size)
+        for size in sizes
+        for dtype in dtypes
+    ]
+    blocks = HostBlocks(sum(tensor.nbytes for tensor in tensors))
+    copies = [blocks.copy(tensor) for tensor in tensors]
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert torch.equal(tensor, copy) and copy.dtype == tensor.dtype
+        assert copy.is_contiguous() and copy.data_ptr() % 64 == 0
+        assert copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
+    distinct = {copy.untyped_storage().data_ptr() for copy in copies if copy.numel()}
+    assert len(distinct) < len(tensors)
+    small = [copies[0], copies[1]]
+    assert small[1].data_ptr() - small[0].data_ptr() == 192  # 140 bytes and the rest
+
+
+def test_a_copy_of_what_is_not_contiguous() -> None:
+    tensor = torch.arange(12).view(3, 4).t()
+    assert torch.equal(HostBlocks(0).copy(tensor), tensor)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ class AttentionCalls:
     def watch(self, backend: AttentionBackend) -> None:
         """See the calls of `backend`, and of all copies of it that are made later,
         where it has calls that can be seen."""
-        self._is_watching = backend.wrap_calls(self._on_store, self._on_attend)
+        self._is_watching = backend.wrap_calls(
+            self._on_store, self._on_attend, self._on_stack
+        )
 
     def begin(
         self,
@@ -128,6 +130,21 @@ class AttentionCalls:
             op(q, k_cache, v_cache, **args)
 
         return attend
+
+    def _on_stack(self, op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """One call that stores and attends once in each layer, over its caches."""
+
+        def stack(*inputs: Any, **args: Any) -> Tensor:
+            stored = self._store_args
+            if stored is not None:
+                for caches in zip(args["k_caches"], args["v_caches"], strict=True):
+                    place, self._stored = self._stored, self._stored + 1
+                    self._compare("stores", place, caches, args, stored)
+                    place, self._attended = self._attended, self._attended + 1
+                    self._compare("attends", place, caches, args, self._attend_args)
+            return op(*inputs, **args)
+
+        return stack
 
     def _compare(
         self,

@@ -6,8 +6,8 @@ place of each and the part that this rank holds; `load(name, tensor, shard)` cop
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +129,16 @@ class Linear(Module):
         if weight is not None and weight.is_cpu and weight.dtype == torch.float32:
             self._packed = pack_weight(weight.data)
             self.weight = None
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        """The weight as it was packed; None: it was not."""
+        return self._packed
+
+    def move_packed(self, copy: Callable[[Tensor], Tensor]) -> None:
+        """Replace the packed weight, where there is one, by the copy of it."""
+        if self._packed is not None:
+            self._packed = replace(self._packed, data=copy(self._packed.data))
 
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """[..., inputs] -> [..., outputs], written to `out` where one is given."""

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sglang.srt.layers.linear import LoadableParameter
+from sglang.srt.layers.linear import Linear, LoadableParameter
 from sglang.srt.layers.module import Module, cache_attributes
 from sglang.srt.model_loader.mxfp4 import dequantized
 from sglang.srt.model_loader.text_part import text_tensor_name
 from sglang.srt.model_loader.weight_utils import iterate_weights, tensor_names
 from sglang.srt.models.registry import CausalLM, MockModel, create_model
+from sglang.srt.utils.memory import HostBlocks
 from sglang.srt.utils.progress import with_bar
 
 if TYPE_CHECKING:
@@ -85,8 +86,20 @@ def load_model(
     for module in model.modules():
         if isinstance(module, Module):
             module.process_weights_after_loading()
+    _gather_packed(model)
     cache_attributes(model)
     return model.eval()
+
+
+def _gather_packed(model: nn.Module) -> None:
+    """Put the packed weights into huge pages. A step reads all of them, and so many
+    ordinary pages have no place in the processor's table of pages."""
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    packed = [linear.packed.data for linear in linears if linear.packed is not None]
+    blocks = HostBlocks(sum(data.nbytes for data in packed))
+    del packed
+    for linear in linears:
+        linear.move_packed(blocks.copy)
 
 
 def load_weights(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,10 +29,13 @@ from sglang.srt.layers.ops.activation import GATED
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
+from sglang.srt.model_executor.forward_context import get_forward_context
 from sglang.srt.models.stack import StackedModel, StackOutput
+from sglang.srt.models.whole_stack import PlainLayer, plan_of
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.ops.decoder_stack import StackPlan
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -45,11 +49,11 @@ class DecoderMLP(Module):
         self.down_proj = RowParallelLinear(
             inner, hidden, bias=config.mlp_bias, what="intermediate_size"
         )
-        self._activation = config.hidden_act
+        self.activation = config.hidden_act
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
         """As `RowParallelLinear.forward_into`."""
-        inner = self.gate_up_proj.forward_gated(x, self._activation)
+        inner = self.gate_up_proj.forward_gated(x, self.activation)
         return self.down_proj.forward_into(inner, residual)
 
 
@@ -277,7 +281,10 @@ class DecoderModel(Module):
     def forward_layers(
         self, x: Tensor, forward_batch: ForwardBatch
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run the layer stack alone, on embeddings [T, H]."""
+        """Run the layer stack alone, on embeddings [T, H], which are overwritten."""
+        whole = self._run_whole(x, forward_batch)
+        if whole is not None:
+            return whole, []
         pending: Tensor | None = x
         residual: Tensor | None = None
         aux: list[Tensor] = []
@@ -291,6 +298,31 @@ class DecoderModel(Module):
         if len(self.layers) in self.layers_to_capture:
             aux.append(_stream(pending, residual, closing))
         return self.norm.add_and_norm(pending, residual, closing), aux
+
+    @cached_property
+    def _plan(self) -> StackPlan | None:
+        """For the one-operator form of the stack; made at the first forward, when the
+        weights are loaded and packed."""
+        layers: list[Any] = list(self.layers)
+        plain = [
+            PlainLayer(layer, layer.self_attn, layer.mlp)
+            for layer in layers
+            if type(layer) is DecoderLayer
+            and type(layer.self_attn) is DecoderAttention
+            and type(layer.mlp) is DecoderMLP
+        ]
+        return plan_of(plain, self.norm) if len(plain) == len(layers) else None
+
+    def _run_whole(self, x: Tensor, forward_batch: ForwardBatch) -> Tensor | None:
+        """The normalised hidden states by one operator; None: the backend, the model or
+        this forward needs the layers one by one."""
+        context = get_forward_context()
+        if self.layers_to_capture or context.attention_breaks is not None:
+            return None
+        plan = self._plan
+        if plan is None:
+            return None
+        return context.attn_backend.run_stack(plan, x, forward_batch)
 
 
 def _stream(

@@ -13,6 +13,9 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP_MAX = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_CURRENT = Path("/sys/fs/cgroup/memory.current")
 _HUGE_PAGE_BYTES = 2 << 20
+# What `HostBlocks` allocates at once: what is copied exists twice until it is dropped.
+_BLOCK_BYTES = 32 << 20
+_LINE_BYTES = 64
 
 
 def available_host_bytes() -> int:
@@ -53,6 +56,34 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     begin = -memory.data_ptr() % _HUGE_PAGE_BYTES
     # Written once, so that a lack of memory shows now.
     return memory[begin : begin + size].view(dtype).view(shape).zero_()
+
+
+class HostBlocks:
+    """Copies of tensors behind one another, in blocks that are large enough for huge
+    pages: by themselves most weights of a small model are not.
+
+    Args:
+        size: bytes of all tensors to come; a little more may be used.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy of a tensor on the CPU, at the beginning of a cache line.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        size = tensor.numel() * tensor.dtype.itemsize
+        room = -(-size // _LINE_BYTES) * _LINE_BYTES
+        if room > len(self._block):
+            wanted = max(room, min(self._left, _BLOCK_BYTES))
+            self._block = host_zeros((wanted,), torch.uint8)
+        self._left -= size
+        place, self._block = self._block[:size], self._block[room:]
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _meminfo_available() -> int:

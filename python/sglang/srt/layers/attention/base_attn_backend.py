@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kv_canary.view import KVReadView
     from sglang.srt.configs.latent_config import LatentConfig
     from sglang.srt.layers.attention.window_tables import WindowForward
+    from sglang.srt.layers.ops.decoder_stack import StackPlan
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.branch_slots import SlotRows
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 CallWrapper = Callable[[Callable[..., None]], Callable[..., None]]
 """Takes an op, returns one with the same arguments."""
+
+StackWrapper = Callable[[Callable[..., "Tensor"]], Callable[..., "Tensor"]]
+"""The same for the op that runs a whole stack."""
 
 
 class DraftDecodeBackend(Protocol):
@@ -94,10 +98,28 @@ class AttentionBackend(ABC):
             f"--attention-backend {self.name} does not serve speculative decoding"
         )
 
-    def wrap_calls(self, on_store: CallWrapper, on_attend: CallWrapper) -> bool:
-        """Wrap the ops that store and that attend, of this backend and of copies that
-        are made of it later; returns whether it has such ops."""
+    def wrap_calls(
+        self, on_store: CallWrapper, on_attend: CallWrapper, on_stack: StackWrapper
+    ) -> bool:
+        """Wrap the ops that store, that attend, and that run a whole stack, of this
+        backend and of copies that are made of it later; returns whether it has such
+        ops."""
         return False
+
+    def run_stack(
+        self, plan: StackPlan, x: Tensor, forward_batch: ForwardBatch
+    ) -> Tensor | None:
+        """Run a layer stack by one operator, which does what `forward` does for each
+        layer; None: this forward takes its layers one by one, and `x` is as it was.
+
+        Args:
+            plan: the stack's weights.
+            x: [T, H] embeddings; overwritten.
+
+        Returns:
+            [T, H], normalised, as `DecoderModel.forward_layers`.
+        """
+        return None
 
     def expands(self, latent: LatentConfig, forward_batch: ForwardBatch) -> bool:
         """Whether attention over these latents takes its expanded form in this forward

@@ -21,6 +21,7 @@ from sglang.srt.layers.attention.base_attn_backend import (
     AttentionBackend,
     CallWrapper,
     DraftDecodeBackend,
+    StackWrapper,
 )
 from sglang.srt.layers.attention.window_tables import WindowForward, WindowTables
 from sglang.srt.layers.ops.attention import (
@@ -29,6 +30,7 @@ from sglang.srt.layers.ops.attention import (
     extend_attention,
     extend_attention_ref,
 )
+from sglang.srt.layers.ops.decoder_stack import run_stack
 from sglang.srt.layers.ops.latent import latent_store, latent_store_ref
 from sglang.srt.layers.ops.rope import rope_store_kv, rope_store_kv_ref
 from sglang.srt.mem_cache.branch_slots import SlotRows, branch_table
@@ -37,6 +39,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 if TYPE_CHECKING:
     from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
+    from sglang.srt.layers.ops.decoder_stack import StackPlan
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -105,6 +108,8 @@ class PagedAttnBackend(AttentionBackend):
     latent_store_op: Callable[..., None]
     decode_op: Callable[..., None]
     extend_op: Callable[..., None]
+    # Runs a whole stack (`layers.ops.decoder_stack`); None: there is no such op.
+    stack_op: Callable[..., Tensor] | None = None
 
     def __init__(self, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache) -> None:
         self._req_to_token_pool = req_to_token_pool
@@ -142,11 +147,40 @@ class PagedAttnBackend(AttentionBackend):
             other._windows = self._windows.for_table(len(page_table))
         return other
 
-    def wrap_calls(self, on_store: CallWrapper, on_attend: CallWrapper) -> bool:
+    def wrap_calls(
+        self, on_store: CallWrapper, on_attend: CallWrapper, on_stack: StackWrapper
+    ) -> bool:
         self.store_op = on_store(self.store_op)
         self.decode_op = on_attend(self.decode_op)
         self.extend_op = on_attend(self.extend_op)
+        if self.stack_op is not None:
+            self.stack_op = on_stack(self.stack_op)
         return True
+
+    def run_stack(
+        self, plan: StackPlan, x: Tensor, forward_batch: ForwardBatch
+    ) -> Tensor | None:
+        if self.stack_op is None or self._windows is not None or not native_available():
+            return None
+        view, batch = self._view_of(forward_batch), forward_batch
+        is_decode = batch.forward_mode.is_decode
+        pool = self._kv_pool
+        caches = [pool.get_kv_buffer(layer) for layer in range(plan.num_layers)]
+        return self.stack_op(
+            plan,
+            x,
+            k_caches=[k for k, _ in caches],
+            v_caches=[v for _, v in caches],
+            positions=batch.positions,
+            out_cache_loc=batch.out_cache_loc,
+            page_table=view.page_table,
+            row_index=view.row_index,
+            read_lens=view.read_lens if is_decode else None,
+            prefix_lens=None if is_decode else batch.prefix_lens,
+            qo_indptr=None if is_decode else batch.qo_indptr,
+            tree_mask=None if is_decode else batch.tree_mask,
+            page_size=view.page_size,
+        )
 
     def init_eager(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare: the tables are the pools' own."""
@@ -365,6 +399,7 @@ class CpuNativeAttnBackend(PagedAttnBackend):
     latent_store_op = staticmethod(latent_store)
     decode_op = staticmethod(decode_attention)
     extend_op = staticmethod(extend_attention)
+    stack_op = staticmethod(run_stack)
 
 
 class TorchNativeAttnBackend(PagedAttnBackend):

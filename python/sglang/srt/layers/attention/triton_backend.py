@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sglang.srt.configs.latent_config import LatentConfig
-    from sglang.srt.layers.attention.base_attn_backend import CallWrapper
+    from sglang.srt.layers.attention.base_attn_backend import CallWrapper, StackWrapper
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -98,9 +98,11 @@ class TritonAttnBackend(PagedAttnBackend):
         other._expanded = other._planned = None
         return other
 
-    def wrap_calls(self, on_store: CallWrapper, on_attend: CallWrapper) -> bool:
+    def wrap_calls(
+        self, on_store: CallWrapper, on_attend: CallWrapper, on_stack: StackWrapper
+    ) -> bool:
         self.expanded_op = on_attend(self.expanded_op)
-        return super().wrap_calls(on_store, on_attend)
+        return super().wrap_calls(on_store, on_attend, on_stack)
 
     def expands(self, latent: LatentConfig, forward_batch: ForwardBatch) -> bool:
         lens = forward_batch.lens_cpu

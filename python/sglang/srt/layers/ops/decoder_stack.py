@@ -1,0 +1,174 @@
+"""The layer stack of a dense decoder as one native operator.
+
+It launches the native kernels of the ops of its parts, in the same order and over the
+same numbers: its results are theirs bit by bit, without what each of about sixty calls
+per step costs in Python. Knows weights and slots; knows nothing of modules or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.ops.linear import PackedWeight
+
+_ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StackLayer:
+    """The weights of one layer, float32; products are packed in the native format.
+
+    Fields:
+        input_norm, post_norm: [H].
+        qkv, o, gate_up, down: as in `DecoderLayer`; each with a bias or None.
+        cos_sin_cache: float32 [positions, rotary channels], or None without rotation.
+        q_norm, k_norm: [head_dim], or None.
+    """
+
+    input_norm: Tensor
+    qkv: PackedWeight
+    qkv_bias: Tensor | None
+    cos_sin_cache: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: PackedWeight
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: PackedWeight
+    gate_up_bias: Tensor | None
+    down: PackedWeight
+    down_bias: Tensor | None
+
+    def tensors(self) -> list[Tensor | None]:
+        """The weights in the order in which the native plan takes them."""
+        return [
+            self.input_norm,
+            self.qkv.data,
+            self.qkv_bias,
+            self.cos_sin_cache,
+            self.q_norm,
+            self.k_norm,
+            self.o.data,
+            self.o_bias,
+            self.post_norm,
+            self.gate_up.data,
+            self.gate_up_bias,
+            self.down.data,
+            self.down_bias,
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackSizes:
+    """Sizes that all layers share: heads, channels of a head, of the stream and of the
+    MLP; `activation` is of `GATED`, `eps` of every norm, `scale` a factor on scores."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden: int
+    inner: int
+    activation: str
+    eps: float
+    scale: float
+
+    @property
+    def scratch_width(self) -> int:
+        """Floats per token between the operator's parts."""
+        heads = 2 * (self.num_heads + self.num_kv_heads)
+        return heads * self.head_dim + 3 * self.inner
+
+
+class StackPlan:
+    """The weights of a stack as the native operator reads them: checked and gathered
+    once. They must not be replaced afterwards; writing into them is fine.
+
+    Attributes:
+        num_layers, sizes: of the stack.
+        words: int64; addresses of the weights, which this object keeps alive.
+    """
+
+    def __init__(
+        self, layers: Sequence[StackLayer], final_norm: Tensor, sizes: StackSizes
+    ) -> None:
+        """Raises:
+        RuntimeError: a weight contradicts `sizes`; names it.
+        """
+        from sglang_kernels import ops
+
+        self.num_layers = len(layers)
+        self.sizes = sizes
+        self._weights = [tensor for layer in layers for tensor in layer.tensors()]
+        self._weights.append(final_norm)
+        self.words = torch.empty(
+            ops.decoder_plan_words(len(layers)), dtype=torch.int64, device="cpu"
+        )
+        numbers = [len(layers), sizes.hidden, sizes.num_heads, sizes.num_kv_heads]
+        numbers += [sizes.head_dim, sizes.inner, _ACTIVATIONS[sizes.activation]]
+        ops.decoder_plan(self._weights, numbers, sizes.eps, sizes.scale, self.words)
+        self._run = ops.decoder_stack
+
+    def run(
+        self,
+        x: Tensor,
+        *,
+        k_caches: list[Tensor],
+        v_caches: list[Tensor],
+        positions: Tensor,
+        out_cache_loc: Tensor,
+        page_table: Tensor,
+        row_index: Tensor | None,
+        read_lens: Tensor | None,
+        prefix_lens: Tensor | None,
+        qo_indptr: Tensor | None,
+        tree_mask: Tensor | None,
+        page_size: int,
+    ) -> Tensor:
+        """Run all layers and the final norm over embeddings x [T, H], overwritten.
+
+        Every layer stores the new K and V and attends once, over its own cache.
+
+        Args:
+            k_caches, v_caches: of each layer, [slots, Hkv, D] float32.
+            read_lens: of a decode, else None: then `prefix_lens` and `qo_indptr` are
+                given. These and the rest are as in `layers.ops.attention` and
+                `layers.ops.rope`.
+
+        Returns:
+            [T, H], the input of the head; a new tensor.
+
+        Raises:
+            RuntimeError: an argument is not as described, or a slot is outside of the
+                pool; names it.
+        """
+        tokens = x.shape[0]
+        scratch = x.new_empty(tokens * self.sizes.scratch_width)
+        out = torch.empty_like(x)
+        self._run(
+            self.words,
+            x,
+            scratch,
+            out,
+            k_caches,
+            v_caches,
+            positions,
+            out_cache_loc,
+            page_table,
+            row_index,
+            prefix_lens if read_lens is None else read_lens,
+            qo_indptr,
+            tree_mask,
+            page_size,
+        )
+        return out
+
+
+def run_stack(plan: StackPlan, x: Tensor, **call: object) -> Tensor:
+    """`StackPlan.run`, as an op that may be wrapped."""
+    return plan.run(x, **call)  # type: ignore[arg-type]

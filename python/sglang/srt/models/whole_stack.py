@@ -1,0 +1,94 @@
+"""Which layer stacks the one-operator form covers, and its plan of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from kv_canary.op import native_available
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.layers.ops.decoder_stack import StackLayer, StackPlan, StackSizes
+from sglang.srt.layers.ops.linear import PANEL, PackedWeight
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.linear import Linear
+    from sglang.srt.models.llama import DecoderAttention, DecoderLayer, DecoderMLP
+
+
+class PlainLayer(NamedTuple):
+    """A layer whose attention and MLP are the usual ones."""
+
+    layer: DecoderLayer
+    attention: DecoderAttention
+    mlp: DecoderMLP
+
+
+def plan_of(layers: Sequence[PlainLayer], final_norm: RMSNorm) -> StackPlan | None:
+    """The plan of a stack of plain decoder layers; None: the operator lacks something
+    that they need, and they run one by one.
+
+    Covered are whole models (no tensor parallelism) in float32 on the CPU, with full
+    attention and a plain softmax.
+    """
+    if get_tp_group().size > 1 or not native_available() or not layers:
+        return None
+    if not all(_is_covered(i, layer) for i, layer in enumerate(layers)):
+        return None
+    _, attention, mlp = layers[0]
+    sizes = StackSizes(
+        num_heads=attention.attn.num_heads,
+        num_kv_heads=attention.attn.num_kv_heads,
+        head_dim=attention.attn.head_dim,
+        hidden=final_norm.weight.shape[0],
+        inner=_packed(mlp.down_proj).k,
+        activation=mlp.activation,
+        eps=final_norm.eps,
+        scale=attention.attn.scaling,
+    )
+    return StackPlan([_weights(layer) for layer in layers], final_norm.weight, sizes)
+
+
+def _is_covered(place: int, layer: PlainLayer) -> bool:
+    attn = layer.attention.attn
+    plain = attn.window <= 0 and attn.logit_cap == 0.0 and attn.sinks is None
+    packed = all(
+        part.packed is not None and part.packed.panel == PANEL for part in _parts(layer)
+    )
+    return plain and packed and attn.layer_id == place
+
+
+def _parts(plain: PlainLayer) -> tuple[Linear, Linear, Linear, Linear]:
+    _, attention, mlp = plain
+    return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
+
+
+def _packed(linear: Linear) -> PackedWeight:
+    assert linear.packed is not None
+    return linear.packed
+
+
+def _weight(norm: RMSNorm | None) -> Tensor | None:
+    return None if norm is None else norm.weight
+
+
+def _weights(plain: PlainLayer) -> StackLayer:
+    qkv, o, gate_up, down = _parts(plain)
+    layer, attn = plain.layer, plain.attention.attn
+    return StackLayer(
+        input_norm=layer.input_layernorm.weight,
+        qkv=_packed(qkv),
+        qkv_bias=qkv.bias,
+        cos_sin_cache=attn.cos_sin_cache,
+        q_norm=_weight(attn.q_norm),
+        k_norm=_weight(attn.k_norm),
+        o=_packed(o),
+        o_bias=o.bias,
+        post_norm=layer.post_attention_layernorm.weight,
+        gate_up=_packed(gate_up),
+        gate_up_bias=gate_up.bias,
+        down=_packed(down),
+        down_bias=down.bias,
+    )
