@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kv_canary.hashing import mix64
-from kv_canary.layout import Fingerprint, FingerprintMode
+from kv_canary.layout import NO_FINGERPRINT, Fingerprint, FingerprintMode
 from kv_canary.records import (
     POISON_WORD,
     RING_WORDS,
@@ -180,7 +180,8 @@ def verify(
         steps_phase: whether the phase of `view.manager` must be IDLE and becomes
             AFTER_VERIFY.
     """
-    rows, fingerprint, req_to_token = view, checks.fingerprint, checks.req_to_token
+    rows, req_to_token = view, checks.req_to_token
+    compared = checks.fingerprint if checks.compares_bytes else NO_FINGERPRINT
     tokens, token_offset = checks.tokens, checks.token_offset
     manager = view.manager if steps_phase else NO_MANAGER
     sweep = req_to_token is None
@@ -232,7 +233,7 @@ def verify(
         column = look_up(req_to_token, req, columns_of(rows, row, position - 1))
         previous = torch.where(element == 0, column, previous)
     _check_records(
-        state, rows, table, fingerprint, columns, reads, previous, sweep, tokens,
+        state, rows, table, compared, columns, reads, previous, sweep, tokens,
         token_offset,
     )  # fmt: skip
     report.add(columns)

@@ -12,6 +12,7 @@ from kv_canary.accepted import SampledTokens
 from kv_canary.carried import FACTOR, KEY, CarriedRows
 from kv_canary.findings import RING, STATUS_WORDS
 from kv_canary.hashing import MASK64, to_signed64
+from kv_canary.head_sums import head_sums
 from kv_canary.kernels.reference import (
     Report,
     columns_of,
@@ -315,6 +316,19 @@ def _is_missing(fingerprint: Fingerprint, slot: Tensor) -> Tensor:
     return found
 
 
+def _store_sums(fingerprint: Fingerprint, slot: Tensor) -> None:
+    """Put the sums of what lies in slots into the table, if there is one."""
+    if fingerprint.sums is None:
+        return
+    heads = fingerprint.sums.shape[2]
+    k, v = (
+        words[:, slot].unflatten(2, (heads, -1)).transpose(0, 1)
+        for words in fingerprint.strided_words()
+        if words is not None
+    )
+    fingerprint.sums[slot] = head_sums(k, v)
+
+
 def write_tail(
     state: CanaryState,
     view: ForwardView,
@@ -361,6 +375,7 @@ def write_tail(
         ),
         dim=1,
     )
+    _store_sums(fingerprint, slot)
     state.counters[Counter.TAIL_SLOTS] += len(slot)
     state.clock.add_(1)
     if advance:

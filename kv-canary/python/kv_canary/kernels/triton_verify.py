@@ -407,11 +407,12 @@ def verify_program(
     tag,
     PAGES: tl.constexpr,
     HASHING: tl.constexpr,
+    COMPARES: tl.constexpr,
     BLOCK: tl.constexpr,
     NEXT_PHASE: tl.constexpr,
 ):
     """One of the programs of a row; the first of row 0 takes the phase from IDLE to
-    NEXT_PHASE."""
+    NEXT_PHASE. COMPARES: whether bytes are, as HASHING says."""
     IS_SWEEP: tl.constexpr = checks.columns is None
     row = program.row
     site = Site(clock=tl.load(state.clock), manager=manager, tag=tag)
@@ -440,7 +441,7 @@ def verify_program(
         unlike, word0 = _check_tokens(checks.tokens, reader, elements.position, record)
         reasons |= unlike
         computed = tl.zeros_like(elements.slot)
-        if HASHING.mode != NONE:
+        if COMPARES and HASHING.mode != NONE:
             changed, computed = _check_bytes(
                 state, data, reader, elements.slot, record, HASHING
             )
@@ -492,6 +493,7 @@ def verify_kernel(
     tag,
     PAGES: tl.constexpr,
     HASHING: tl.constexpr,
+    COMPARES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     verify_program(
@@ -512,6 +514,7 @@ def verify_kernel(
         tag,
         PAGES,
         HASHING,
+        COMPARES,
         BLOCK,
         NEXT_PHASE=AFTER_VERIFY,
     )

@@ -47,6 +47,7 @@ from kv_canary.kernels.triton_rows import (
     sum_ancestors,
     sum_terms,
 )
+from kv_canary.kernels.triton_sums import store_head_sums
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import CLOCK_MASK as RECORDS_CLOCK_MASK
 from kv_canary.records import TOKEN_MASK as RECORDS_TOKEN_MASK
@@ -483,6 +484,8 @@ def write_program(
                     data, writes.slot, writes.writable, lineage, HASHING
                 )
             _store_records(state.tail, writes, word2)
+            if HASHING.heads > 0:
+                store_head_sums(data, writes.slot, writes.writable, HASHING)
         else:
             outcome = _check_head(
                 state,
