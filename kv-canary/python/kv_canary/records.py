@@ -8,7 +8,7 @@ A record is four int64 words (`Record`):
     0  token (low 32 bits) and position (high 32); -1: poison
     1  lineage of the row up to and including this token
     2  fingerprint of the slot's bytes: K (low 32 bits), V (high 32); in `head` 0, or
-       who reported its bytes last where attention compares them (`CLAIM_ROW_BITS`)
+       the last forward in which attention found that they had changed
     3  forward counter (36 bits, high), writer kind (4), request serial mod 2^24 (24)
 Poisoning changes words 0 and 3 only: word 3 keeps the serial of the last owner and
 takes the counter of the freeing forward and the kind POISON; words 1 and 2 stay, so
@@ -40,8 +40,6 @@ SALT_KEY = 0x5EEDCA11AB1E0B0E
 FIRST_CLOCK = 1
 # Tokens of which lineages are computed in one pass: a few arrays of them fit a cache.
 HASHED_AT_ONCE = 1 << 14
-# Of word 2 of a head record: a batch row, below the number of its forward.
-CLAIM_ROW_BITS = 20
 # Of the high half of the fingerprints that attention reports: a head, below its layer.
 PLACE_LAYER_SHIFT = 16
 TAG_MANAGER_SHIFT = 8

@@ -281,6 +281,24 @@ def test_many_changes_are_named_once_each(max_context: int) -> None:
         checked.state.clock.add_(1)
 
 
+def test_rows_that_share_a_slot_are_all_flagged() -> None:
+    problem = make_problem(
+        prefix_lens=[40, 40, 40], new_lens=[1, 1, 1], heads=(4, 2), has_row_index=False
+    )
+    problem.page_table[1, :16] = problem.page_table[0, :16]
+    checked = make_checked(problem)
+    for element in (5, 9):
+        for head in range(2):
+            checked.flip(0, element, bit=7, head=head, is_k=True)
+    for _ in range(2):
+        checked.decode()
+    assert (checked.state.verdict != 0).tolist() == [False, True, True, False]
+    found = checked.take()
+    assert len(found) <= 4 * (8 if ON_GPU else 1)
+    assert {e[Ring.BATCH_ROW] for e in found} == {0, 1}
+    assert {e[Ring.POSITION] for e in found} == {5, 9}
+
+
 def test_layers_take_turns() -> None:
     problem = make_problem(prefix_lens=[20], new_lens=[1])
     checked = make_checked(problem)

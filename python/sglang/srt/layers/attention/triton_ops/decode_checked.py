@@ -37,9 +37,8 @@ REAL_KV = tl.constexpr(int(records.Reason.VERIFY_REAL_KV))
 LINEAGE_WORD = tl.constexpr(int(records.Record.LINEAGE))
 WORD3 = tl.constexpr(int(records.Record.WORD3))
 REHASHED = tl.constexpr(int(records.Counter.REHASHED_SLOTS))
-CLAIM_WORD = tl.constexpr(int(records.Record.FINGERPRINT))
+NAMED_WORD = tl.constexpr(int(records.Record.FINGERPRINT))
 RECORD_WORDS = tl.constexpr(records.RECORD_WORDS)
-CLAIM_ROW_BITS = tl.constexpr(records.CLAIM_ROW_BITS)
 PLACE_SHIFT = tl.constexpr(records.HALF_BITS)
 LAYER_SHIFT = tl.constexpr(records.PLACE_LAYER_SHIFT)
 
@@ -97,13 +96,15 @@ def report_changed(
     TILE: tl.constexpr,
 ):
     """Report the elements begin .. end whose bytes differ from those of which the sums
-    were kept; each slot once per row and forward, whatever differs in it. Slots without
-    a record count for nothing: verify reports them."""
+    were kept. Whatever differs in a slot, it is named once in a forward, and once more
+    by each row that nothing was found about yet. Slots without a record count for
+    nothing: verify reports them."""
     BLOCK_N: tl.constexpr = TILE.block_n
     k_factor, v_factor = factors_of(kv_head, kv, SHAPE)
     clock = tl.load(check.state.clock)
     req = tl.load(check.req_rows + row)
     serial = tl.load(check.serials + row)
+    is_flagged = (tl.load(check.state.verdict + req) & REAL_KV) != 0
     first = row * 0
     if check.first_position is not None:
         first = tl.load(check.first_position + row)
@@ -127,17 +128,15 @@ def report_changed(
         lineage = tl.load(record + LINEAGE_WORD, mask=changed, other=0)
         word3 = tl.load(record + WORD3, mask=changed, other=0)
         sound = changed & (word0 != POISON)
-        claim = (clock << CLAIM_ROW_BITS) | row
-        claimed = tl.atomic_xchg(
-            check.state.head + number * RECORD_WORDS + CLAIM_WORD,
-            tl.zeros_like(number) + claim,
+        named = tl.atomic_xchg(
+            check.state.head + number * RECORD_WORDS + NAMED_WORD,
+            tl.zeros_like(number) + clock,
             mask=sound,
         )
+        is_due = sound & ((named != clock) | (is_flagged == 0))
         position = first + element.to(tl.int64)
         finding = Finding(
-            reasons=agree_across_warps(
-                tl.where(sound & (claimed != claim), REAL_KV, 0).to(tl.int64)
-            ),
+            reasons=agree_across_warps(tl.where(is_due, REAL_KV, 0).to(tl.int64)),
             req_row=req,
             serial=serial,
             slot=number,
