@@ -19,6 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kv_canary.hashing import mix64
+
 V_PLACE = 1 << 20
 """Place of the first word of V; those of K begin at 0."""
 
@@ -56,6 +58,19 @@ def head_sums(k: Tensor, v: Tensor) -> Tensor:
             heads of a layer.
     """
     return _as_int32(_half_sums(k, 0) + _half_sums(v, V_PLACE))
+
+
+def cell_factors(cells: Tensor) -> Tensor:
+    """Odd factors, int64, of heads of a slot by their number: layer * heads + head."""
+    return mix64(cells) | 1
+
+
+def whole_sums(sums: Tensor) -> Tensor:
+    """One word for the sums of a slot, [..., layers, heads]: int64 [...]. Any sum that
+    changes alone changes it."""
+    flat = sums.flatten(-2).to(torch.int64) & MASK32
+    cells = torch.arange(flat.shape[-1], device=sums.device)
+    return (flat * cell_factors(cells)).sum(dim=-1)
 
 
 def _half_sums(words: Tensor, first_place: int) -> Tensor:

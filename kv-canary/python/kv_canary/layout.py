@@ -127,7 +127,8 @@ class Fingerprint:
             says nothing. Both or neither; Triton's kernels alone read them.
         sums: int32 [slots, layers, KV heads], contiguous, `head_sums` of what lies in
             each slot since its record was written, for attention that compares them;
-            None: none does. Kept by the torch and Triton launches.
+            None: none does. They are then what bytes are compared with everywhere, and
+            records hold no fingerprints. Kept by the torch and Triton launches.
     """
 
     mode: FingerprintMode = FingerprintMode.NONE

@@ -7,8 +7,9 @@ of tensors' owners or of launches.
 A record is four int64 words (`Record`):
     0  token (low 32 bits) and position (high 32); -1: poison
     1  lineage of the row up to and including this token
-    2  fingerprint of the slot's bytes: K (low 32 bits), V (high 32); in `head` 0, or
-       the last forward in which attention found that they had changed
+    2  fingerprint of the slot's bytes: K (low 32 bits), V (high 32), 0 where sums are
+       kept instead (`Fingerprint.sums`); in `head` 0, or the last forward in which
+       attention found that they had changed
     3  forward counter (36 bits, high), writer kind (4), request serial mod 2^24 (24)
 Poisoning changes words 0 and 3 only: word 3 keeps the serial of the last owner and
 takes the counter of the freeing forward and the kind POISON; words 1 and 2 stay, so

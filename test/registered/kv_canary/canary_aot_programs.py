@@ -214,10 +214,14 @@ def launch_reads(
 
 
 def launch_verify(
-    mode: FingerprintMode, view: KVReadView, *, is_scattered: bool = False
+    mode: FingerprintMode,
+    view: KVReadView,
+    *,
+    is_scattered: bool = False,
+    has_sums: bool = False,
 ) -> None:
     checks = PoolChecks(
-        fingerprint=pool_of(mode, is_scattered=is_scattered),
+        fingerprint=pool_of(mode, is_scattered=is_scattered, has_sums=has_sums),
         req_to_token=None if view is SWEEP else ints(8, WIDTH),
     )
     forward = replace(ALL_ROWS["decode"], manager=0)
@@ -316,6 +320,10 @@ def launches() -> Iterator[tuple[str, Any]]:
         lambda: launch_reads(FingerprintMode.ALL, "pages", "decode", is_attended=True),
     )
     for mode in (FingerprintMode.ROTATE, FingerprintMode.ALL):
+        yield (
+            f"verify sums {mode.name}",
+            lambda mode=mode: launch_verify(mode, VIEWS["tokens"], has_sums=True),
+        )
         for rows in ("decode", "extend"):
             yield (
                 f"tail {rows} sums {mode.name}",

@@ -13,6 +13,7 @@ from canary_world import (
     World,
     backends,
     decode,
+    entries,
     findings,
     small_world,
 )
@@ -33,7 +34,7 @@ from kv_canary.layout import (
     create_fingerprint,
     scattered_fingerprint,
 )
-from kv_canary.records import Counter, Reason, WriterKind
+from kv_canary.records import Counter, Reason, Record, WriterKind
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=10, suite="cpu")
@@ -110,6 +111,7 @@ def test_the_tail_keeps_the_sums_of_what_it_records(
         written[:page_size] = False
         expected = sums_of(w.k, w.v)
         assert torch.equal(kept.sums[written], expected[written])
+        assert not bool(w.state.tail[written, Record.FINGERPRINT].any())
         assert bool((kept.sums[~written] == -7).all())
         w.lens = [n + e for n, e in zip(w.lens, extends, strict=True)]
 
@@ -146,6 +148,36 @@ def test_sums_of_odd_shapes(
     assert w.fingerprint.sums is not None
     slots = rows.out_cache_loc
     assert torch.equal(w.fingerprint.sums[slots], sums_of(k, v)[slots])
+
+
+@each_backend
+@pytest.mark.parametrize("mode", WHOLE)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_where_sums_are_kept_verify_compares_with_them(
+    backend: Backend, mode: FingerprintMode, page_size: int
+) -> None:
+    """As extends and sweeps do; entries are those of the reference."""
+    w = summed_world(mode, page_size=page_size)
+    w.fingerprint = dataclasses.replace(w.fingerprint, rotation_period=1)
+    assert w.fingerprint.sums is not None
+    w.fingerprint.sums.copy_(sums_of(w.k, w.v))
+    places = [(0, 3), (2, 7), (2, 19)]
+    for layer, (request, position) in enumerate(places):
+        half = (w.k, w.v)[layer % 2].view(torch.int32)
+        half[layer, w.slot(request, position), layer % HEADS, 5] ^= 1 << 31
+    rows = w.rows(extends=[5, 1, 2])
+    for sweep in (False, True):
+        found = []
+        for one in (backends()[0], backend):
+            state = w.state.clone()
+            w.verify(one, state, rows, w.table(rows, with_new=not sweep), sweep=sweep)
+            found.append((entries(state), state.counters.tolist()))
+            assert {
+                (slot, position)
+                for reasons, _, slot, position in findings(state)
+                if reasons & Reason.VERIFY_REAL_KV
+            } == {(w.slot(*place), place[1]) for place in places}
+        assert found[0] == found[1]
 
 
 @each_backend

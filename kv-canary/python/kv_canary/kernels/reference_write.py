@@ -12,7 +12,6 @@ from kv_canary.accepted import SampledTokens
 from kv_canary.carried import FACTOR, KEY, CarriedRows
 from kv_canary.findings import RING, STATUS_WORDS
 from kv_canary.hashing import MASK64, to_signed64
-from kv_canary.head_sums import head_sums
 from kv_canary.kernels.reference import (
     Report,
     columns_of,
@@ -20,6 +19,7 @@ from kv_canary.kernels.reference import (
     look_up,
     row_starts,
     seeds_of,
+    sums_of,
     verify,
 )
 from kv_canary.layout import FingerprintMode
@@ -316,17 +316,12 @@ def _is_missing(fingerprint: Fingerprint, slot: Tensor) -> Tensor:
     return found
 
 
-def _store_sums(fingerprint: Fingerprint, slot: Tensor) -> None:
-    """Put the sums of what lies in slots into the table, if there is one."""
+def _keep_bytes(fingerprint: Fingerprint, slot: Tensor, lineage: Tensor) -> Tensor:
+    """Fingerprints for the records of slots; 0 where sums are kept instead."""
     if fingerprint.sums is None:
-        return
-    heads = fingerprint.sums.shape[2]
-    k, v = (
-        words[:, slot].unflatten(2, (heads, -1)).transpose(0, 1)
-        for words in fingerprint.strided_words()
-        if words is not None
-    )
-    fingerprint.sums[slot] = head_sums(k, v)
+        return fingerprints(fingerprint, slot, lineage)
+    fingerprint.sums[slot] = sums_of(fingerprint, slot)
+    return torch.zeros_like(slot)
 
 
 def write_tail(
@@ -370,12 +365,11 @@ def write_tail(
         (
             new.word0[writable],
             lineage,
-            fingerprints(fingerprint, slot, lineage),
+            _keep_bytes(fingerprint, slot, lineage),
             new.word3[writable],
         ),
         dim=1,
     )
-    _store_sums(fingerprint, slot)
     state.counters[Counter.TAIL_SLOTS] += len(slot)
     state.clock.add_(1)
     if advance:

@@ -149,7 +149,12 @@ def _reads(
         "manager": manager,
         "tag": ring_tag(launch, manager, state.pool),
         "PAGES": page_args(table),
-        "HASHING": hashing_args(checks.fingerprint, chunk=chunk),
+        "HASHING": hashing_args(
+            # Where slots have turns, they are hashed one by one.
+            checks.fingerprint,
+            chunk=chunk,
+            slots=block if block == _HASH_SLOTS else 1,
+        ),
         "COMPARES": checks.compares_bytes,
         "BLOCK": block,
     }
@@ -200,6 +205,10 @@ def _write(
     page_size: int,
 ) -> None:
     block, chunk, splits = _write_shape(view, source.mode)
+    hashing = hashing_args(source, chunk=chunk, slots=block)
+    if launch is Launch.TAIL and hashing.heads and view.qo_indptr is None:
+        cells = hashing.layers * hashing.heads
+        splits = splits_for(view.num_rows, triton.cdiv(cells, hashing.cells))
     write_kernel[(max(view.num_rows, 1), splits)](
         state=state_args(state),
         rows=row_args(view),
@@ -215,7 +224,7 @@ def _write(
         tag=ring_tag(launch, view.manager, state.pool),
         IS_TAIL=launch is Launch.TAIL,
         ADVANCES=ends is not None,
-        HASHING=hashing_args(source, chunk=chunk, slots=block),
+        HASHING=hashing,
         BLOCK=block,
         num_warps=1 if view.qo_indptr is None and chunk == 1 else 4,
     )

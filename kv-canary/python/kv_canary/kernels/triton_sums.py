@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kv_canary import head_sums
+from kv_canary.kernels.triton_hash import mix64
 
 V_PLACE = tl.constexpr(head_sums.V_PLACE)
 MIX_1 = tl.constexpr(head_sums.MIX_1)
@@ -74,48 +75,79 @@ def _sum_cells(
 
 
 @triton.jit
-def store_head_sums(data, slot, mask, HASHING: tl.constexpr):
-    """Put the sums of all heads of slots [N] into the table."""
-    SLOTS: tl.constexpr = slot.shape[0]
+def _spread(x, STEP: tl.constexpr):
+    """Each of [N], STEP times: [N * STEP]."""
+    N: tl.constexpr = x.shape[0]
+    return tl.reshape(tl.broadcast_to(x[:, None], (N, STEP)), (N * STEP,))
+
+
+@triton.jit
+def _sum_heads(data, slots, cell, inside, HASHING: tl.constexpr):
+    """Sums, uint32 [cells], of heads of slots by their number."""
     HEADS: tl.constexpr = HASHING.heads
-    CELLS: tl.constexpr = HASHING.layers * HEADS
-    K_SIZE: tl.constexpr = HASHING.k_words // HEADS
-    V_SIZE: tl.constexpr = HASHING.v_words // HEADS
+    # Past the end: the last layer, which has a place.
+    layer = tl.minimum(cell // HEADS, HASHING.layers - 1).to(tl.int64)
+    head = (cell % HEADS).to(tl.int64)
+    sums = _sum_cells(
+        data.k_words,
+        data.k_layers,
+        data.k_slot_stride,
+        slots,
+        layer,
+        head,
+        inside,
+        FIRST=0,
+        SIZE=HASHING.k_words // HEADS,
+        PADDED=HASHING.head_block,
+        SCATTERED=HASHING.scattered,
+    )
+    return sums + _sum_cells(
+        data.v_words,
+        data.v_layers,
+        data.v_slot_stride,
+        slots,
+        layer,
+        head,
+        inside,
+        FIRST=V_PLACE,
+        SIZE=HASHING.v_words // HEADS,
+        PADDED=HASHING.head_block,
+        SCATTERED=HASHING.scattered,
+    )
+
+
+@triton.jit
+def store_head_sums(data, slot, mask, split, splits, HASHING: tl.constexpr):
+    """Put the sums of the heads of slots [N] into the table; this program's share."""
     STEP: tl.constexpr = HASHING.cells
-    slots = tl.reshape(tl.broadcast_to(slot[:, None], (SLOTS, STEP)), (SLOTS * STEP,))
-    wanted = tl.broadcast_to(mask[:, None], (SLOTS, STEP))
-    wanted = tl.reshape(wanted, (SLOTS * STEP,))
+    CELLS: tl.constexpr = HASHING.layers * HASHING.heads
+    slots, wanted = _spread(slot, STEP), _spread(mask, STEP)
+    for start in range(split * STEP, CELLS, splits * STEP):
+        cell = start + tl.arange(0, slots.shape[0]) % STEP
+        inside = wanted & (cell < CELLS)
+        sums = _sum_heads(data, slots, cell, inside, HASHING)
+        at = data.sums + slots * CELLS + cell
+        tl.store(at, sums.to(tl.int32, bitcast=True), mask=inside)
+
+
+@triton.jit
+def whole_sums(data, slot, mask, HASHING: tl.constexpr):
+    """(`head_sums.whole_sums` of what lies in slots [N], the same of the sums kept)."""
+    SLOTS: tl.constexpr = slot.shape[0]
+    STEP: tl.constexpr = HASHING.cells
+    CELLS: tl.constexpr = HASHING.layers * HASHING.heads
+    slots, wanted = _spread(slot, STEP), _spread(mask, STEP)
+    computed = tl.zeros([SLOTS], tl.int64)
+    kept = tl.zeros([SLOTS], tl.int64)
     for start in range(0, CELLS, STEP):
         cell = start + tl.arange(0, SLOTS * STEP) % STEP
         inside = wanted & (cell < CELLS)
-        # Past the end: the last layer, which has a place.
-        layer = tl.minimum(cell // HEADS, HASHING.layers - 1).to(tl.int64)
-        head = (cell % HEADS).to(tl.int64)
-        sums = _sum_cells(
-            data.k_words,
-            data.k_layers,
-            data.k_slot_stride,
-            slots,
-            layer,
-            head,
-            inside,
-            FIRST=0,
-            SIZE=K_SIZE,
-            PADDED=HASHING.head_block,
-            SCATTERED=HASHING.scattered,
-        )
-        sums += _sum_cells(
-            data.v_words,
-            data.v_layers,
-            data.v_slot_stride,
-            slots,
-            layer,
-            head,
-            inside,
-            FIRST=V_PLACE,
-            SIZE=V_SIZE,
-            PADDED=HASHING.head_block,
-            SCATTERED=HASHING.scattered,
-        )
+        factor = mix64(cell.to(tl.int64)) | 1
+        now = _sum_heads(data, slots, cell, inside, HASHING).to(tl.int64)
+        now = tl.where(inside, now * factor, 0)
+        computed += tl.sum(tl.reshape(now, (SLOTS, STEP)), 1)
         at = data.sums + slots * CELLS + cell
-        tl.store(at, sums.to(tl.int32, bitcast=True), mask=inside)
+        then = tl.load(at, mask=inside, other=0).to(tl.uint32, bitcast=True)
+        then = tl.where(inside, then.to(tl.int64) * factor, 0)
+        kept += tl.sum(tl.reshape(then, (SLOTS, STEP)), 1)
+    return computed, kept

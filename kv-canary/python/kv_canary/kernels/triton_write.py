@@ -479,13 +479,13 @@ def write_program(
             outcome = _check_tail(data, writes, HASHING)
             _report_writes(state, site, row, writes, outcome)
             word2 = tl.zeros_like(t)
-            if HASHING.mode != NONE:
+            if HASHING.mode != NONE and HASHING.heads == 0:
                 word2 = fingerprint(
                     data, writes.slot, writes.writable, lineage, HASHING
                 )
             _store_records(state.tail, writes, word2)
-            if HASHING.heads > 0:
-                store_head_sums(data, writes.slot, writes.writable, HASHING)
+            if HASHING.heads > 0 and rows.qo_indptr is not None:
+                store_head_sums(data, writes.slot, writes.writable, 0, 1, HASHING)
         else:
             outcome = _check_head(
                 state,
@@ -505,6 +505,13 @@ def write_program(
             if HASHING.mode == ALL:
                 fill_sentinel(data, writes.slot, writes.writable, HASHING)
         written += tl.sum(writes.writable.to(tl.int64), axis=0)
+    if IS_TAIL and HASHING.heads > 0 and rows.qo_indptr is None:
+        # All programs of a row share the heads of its one new token.
+        j = tl.arange(0, BLOCK)
+        inside = (j < row.extend) & row.live
+        slot = tl.load(rows.out_cache_loc + row.start + j, mask=inside, other=-1)
+        inside = inside & (slot >= page_size) & (slot < state.num_slots)
+        store_head_sums(data, slot, inside, program.split, program.splits, HASHING)
     if written > 0:
         tl.atomic_add(state.counters + (TAIL_SLOTS if IS_TAIL else HEAD_SLOTS), written)
     if ADVANCES:
