@@ -22,11 +22,15 @@ from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.ops.attention import extend_attention_ref
-from sglang.test.canary_traffic import Outcome, canary_of, plant
+from sglang.test.canary_traffic import CONTEXT, VOCAB, Outcome, canary_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness, Finished
+from sglang.test.heal_traffic import check_exact, run_healing
+from sglang.test.hole_traffic import Engine
 from sglang.test.mock_traffic import Traffic, check
 from sglang.test.scale import count, is_full
+from sglang.test.spec_canary_traffic import write_mock_models
+from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=40, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
@@ -143,6 +147,59 @@ def test_layers_take_turns(
             assert violation["launch"] == "verify" and not until[-1].is_decode
 
 
+@each_page_size
+def test_window_slots_too(
+    tmp_path: Path, backend: dict[str, Any], page_size: int
+) -> None:
+    """Of a sliding layer, which counts positions from the begin of its window."""
+    model = write_mock_model(
+        tmp_path / "mock",
+        vocab_size=VOCAB,
+        max_position_embeddings=CONTEXT,
+        sliding_window=40,
+        layer_types=["full_attention", "sliding_attention"],
+    )
+    for seed in SEEDS:
+        outcome = plant(
+            model,
+            "real_kv_used",
+            seed=seed,
+            group="swa",
+            page_size=page_size,
+            kv_canary_real_data="all",
+            **backend,
+        )
+        damage, planted = outcome.planted.damage, outcome.since_planted()[0]
+        assert outcome.forward == planted.clock, (seed, outcome.text)
+        assert named_places(outcome) == {(damage.slot, damage.position)}
+        for violation in outcome.violations:
+            assert violation["group"] == "swa"
+            assert (violation["launch"] == "attention") == planted.is_decode
+            assert violation.get("layer", 0) == 0
+
+
+@pytest.mark.skipif(not ON_GPU and not is_full(), reason="a minute, interpreted")
+def test_what_attention_found_is_healed(
+    tmp_path: Path, backend: dict[str, Any]
+) -> None:
+    """Every request ends with the tokens that it has without the damage."""
+    models = write_mock_models(tmp_path)
+    engine = Engine(page_size=4, overlap=True)
+    found = set()
+    for seed in SEEDS:
+        run = run_healing(
+            "real_kv_used",
+            engine,
+            models,
+            seed=seed,
+            kv_canary_real_data="all",
+            **backend,
+        )
+        check_exact(run, engine, models, seed=seed)
+        found |= {v["launch"] for i in run.incidents for v in i["violations"]}
+    assert "attention" in found
+
+
 @pytest.mark.parametrize("real_data", ["all", "rotate"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-order", "overlap"])
 def test_healthy_traffic_is_silent(
@@ -171,7 +228,7 @@ def test_healthy_traffic_is_silent(
     answers: dict[str, Finished] = {}
     while traffic.left:
         answers |= harness.run(on_step=traffic.on_step)
-    check(traffic.expected, answers, vocab_size=1000)
+    check(traffic.expected, answers, vocab_size=VOCAB)
     assert manager.reporter.total == 0
     assert int(state.ring_count) == 0 and not state.verdict.any()
     ran = [a - b for a, b in zip(state.counters.tolist(), before, strict=True)]
