@@ -11,6 +11,8 @@ of `args`.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: allow-untyped-calls
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -41,6 +43,15 @@ NAMED_WORD = tl.constexpr(int(records.Record.FINGERPRINT))
 RECORD_WORDS = tl.constexpr(records.RECORD_WORDS)
 PLACE_SHIFT = tl.constexpr(records.HALF_BITS)
 LAYER_SHIFT = tl.constexpr(records.PLACE_LAYER_SHIFT)
+
+
+class Compared(NamedTuple):
+    """What a program compares the bytes of: a KV head in a layer, as a row reads it."""
+
+    check: Any
+    row: Any
+    layer: Any
+    kv_head: Any
 
 
 @triton.jit
@@ -84,22 +95,13 @@ def load_kept(check, slot, layer, kv_head, mask, KV_HEADS: tl.constexpr):
 
 
 @triton.jit
-def report_changed(
-    begin,
-    end,
-    kv,
-    check,
-    row,
-    layer,
-    kv_head,
-    SHAPE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def report_changed(begin, end, kv, of, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Report the elements begin .. end whose bytes differ from those of which the sums
     were kept. Whatever differs in a slot, it is named once in a forward, and once more
     by each row that nothing was found about yet. Slots without a record count for
     nothing: verify reports them."""
     BLOCK_N: tl.constexpr = TILE.block_n
+    check, row, layer, kv_head = of
     k_factor, v_factor = factors_of(kv_head, kv, SHAPE)
     clock = tl.load(check.state.clock)
     req = tl.load(check.req_rows + row)
@@ -186,10 +188,7 @@ def attend_checked(
     end,
     kv,
     scale,
-    check,
-    row,
-    layer,
-    kv_head,
+    of,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     IN_TURN: tl.constexpr,
@@ -197,6 +196,7 @@ def attend_checked(
     """`attend_range` that reports elements of the prefix whose bytes are not those of
     which the sums were kept. IN_TURN: whether no other layer of the forward does."""
     acc, top, total = sums
+    check, row, layer, kv_head = of
     BLOCK_N: tl.constexpr = TILE.block_n
     # Words of a head, padded.
     BLOCK_W: tl.constexpr = (
@@ -237,6 +237,9 @@ def attend_checked(
         acc = acc * shrink[:, None]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         top = new_top
-    if tl.sum(tl.sum(found, 1), 0) != tl.sum(kept, 0):
-        report_changed(begin, last, kv, check, row, layer, kv_head, SHAPE, TILE)
+    # Once more through all warps, which have to take the same branch.
+    is_first = (tl.arange(0, BLOCK_W // LANE_WORDS) == 0)[None, :]
+    left = found - tl.where(is_first, kept[:, None], 0)
+    if tl.sum(tl.sum(left, 1), 0) != 0:
+        report_changed(begin, last, kv, of, SHAPE, TILE)
     return Sums(acc, top, total)

@@ -16,7 +16,10 @@ from sglang.srt.layers.attention.triton_ops.attend import (
     scores_of,
     with_sink,
 )
-from sglang.srt.layers.attention.triton_ops.decode_checked import attend_checked
+from sglang.srt.layers.attention.triton_ops.decode_checked import (
+    Compared,
+    attend_checked,
+)
 from sglang.srt.layers.attention.triton_ops.elements import (
     kv_of,
     page_at,
@@ -81,52 +84,25 @@ def attend_compared(
     end,
     kv,
     scale,
-    check,
-    row,
-    layer,
-    kv_head,
+    of,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     COMPARES: tl.constexpr,
 ):
-    """`attend_range` that compares bytes as COMPARES says."""
+    """`attend_range` that compares the bytes `of` a `Compared`, as COMPARES says."""
     if COMPARES == NEVER:
         return attend_range(
             sums, query, begin, end, kv, scale, SHAPE.page_size, TILE.block_n
         )
     elif COMPARES == ALWAYS:
         return attend_checked(
-            sums,
-            query,
-            begin,
-            end,
-            kv,
-            scale,
-            check,
-            row,
-            layer,
-            kv_head,
-            SHAPE,
-            TILE,
-            IN_TURN=False,
+            sums, query, begin, end, kv, scale, of, SHAPE, TILE, IN_TURN=False
         )
     else:
         acc, top, total = sums
-        if tl.load(check.state.clock) % check.layers == layer:
+        if tl.load(of.check.state.clock) % of.check.layers == of.layer:
             acc, top, total = attend_checked(
-                sums,
-                query,
-                begin,
-                end,
-                kv,
-                scale,
-                check,
-                row,
-                layer,
-                kv_head,
-                SHAPE,
-                TILE,
-                IN_TURN=True,
+                sums, query, begin, end, kv, scale, of, SHAPE, TILE, IN_TURN=True
             )
         else:
             acc, top, total = attend_range(
@@ -201,10 +177,7 @@ def decode_split_kernel(
         end,
         kv,
         scale,
-        check,
-        row,
-        layer,
-        kv_head,
+        Compared(check=check, row=row, layer=layer, kv_head=kv_head),
         SHAPE,
         TILE,
         COMPARES,
