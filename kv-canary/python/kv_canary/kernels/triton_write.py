@@ -405,6 +405,25 @@ def _load_writes(
 
 
 @triton.jit
+def _share_sums(
+    state,
+    rows,
+    data,
+    program,
+    row,
+    page_size,
+    HASHING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Put the sums of a row's one new token into the table: this program's share."""
+    j = tl.arange(0, BLOCK)
+    inside = (j < row.extend) & row.live
+    slot = tl.load(rows.out_cache_loc + row.start + j, mask=inside, other=-1)
+    inside = inside & (slot >= page_size) & (slot < state.num_slots)
+    store_head_sums(data, slot, inside, program.split, program.splits, HASHING)
+
+
+@triton.jit
 def _end_launch(state, rows, ends, batch, programs, clock, ADVANCES: tl.constexpr):
     """Step the clock and end the forward, in the last program that comes here."""
     # All threads have read the clock, and written what they have to, before this
@@ -506,12 +525,7 @@ def write_program(
                 fill_sentinel(data, writes.slot, writes.writable, HASHING)
         written += tl.sum(writes.writable.to(tl.int64), axis=0)
     if IS_TAIL and HASHING.heads > 0 and rows.qo_indptr is None:
-        # All programs of a row share the heads of its one new token.
-        j = tl.arange(0, BLOCK)
-        inside = (j < row.extend) & row.live
-        slot = tl.load(rows.out_cache_loc + row.start + j, mask=inside, other=-1)
-        inside = inside & (slot >= page_size) & (slot < state.num_slots)
-        store_head_sums(data, slot, inside, program.split, program.splits, HASHING)
+        _share_sums(state, rows, data, program, row, page_size, HASHING, BLOCK)
     if written > 0:
         tl.atomic_add(state.counters + (TAIL_SLOTS if IS_TAIL else HEAD_SLOTS), written)
     if ADVANCES:
