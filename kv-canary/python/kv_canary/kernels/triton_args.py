@@ -145,6 +145,7 @@ class Hashing(NamedTuple):
         layers: of the pool; k_words, v_words: of a slot in a layer.
         chunk: words of a slot that are hashed at a time.
         scattered: whether the places of layers come from a table.
+        compares: whether verify compares bytes.
         heads: KV heads that have sums, 0: none has; head_block: words of a tile that
             holds those of a head; cells: heads of a slot in a tile.
     """
@@ -155,6 +156,7 @@ class Hashing(NamedTuple):
     v_words: int
     chunk: int
     scattered: bool
+    compares: bool = True
     heads: int = 0
     head_block: int = 1
     cells: int = 1

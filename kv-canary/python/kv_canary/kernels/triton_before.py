@@ -54,7 +54,6 @@ def before_kernel(
     verify_splits,
     PAGES: tl.constexpr,
     HASHING: tl.constexpr,
-    COMPARES: tl.constexpr,
     BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
 ):
@@ -76,7 +75,6 @@ def before_kernel(
             tag,
             PAGES,
             HASHING,
-            COMPARES,
             BLOCK,
             NEXT_PHASE=AFTER_HEAD,
         )

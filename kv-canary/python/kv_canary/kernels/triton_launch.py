@@ -154,8 +154,7 @@ def _reads(
             checks.fingerprint,
             chunk=chunk,
             slots=block if block == _HASH_SLOTS else 1,
-        ),
-        "COMPARES": checks.compares_bytes,
+        )._replace(compares=checks.compares_bytes),
         "BLOCK": block,
     }
 

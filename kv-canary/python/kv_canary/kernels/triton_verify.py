@@ -425,12 +425,11 @@ def verify_program(
     tag,
     PAGES: tl.constexpr,
     HASHING: tl.constexpr,
-    COMPARES: tl.constexpr,
     BLOCK: tl.constexpr,
     NEXT_PHASE: tl.constexpr,
 ):
     """One of the programs of a row; the first of row 0 takes the phase from IDLE to
-    NEXT_PHASE. COMPARES: whether bytes are, as HASHING says."""
+    NEXT_PHASE."""
     IS_SWEEP: tl.constexpr = checks.columns is None
     row = program.row
     site = Site(clock=tl.load(state.clock), manager=manager, tag=tag)
@@ -460,7 +459,7 @@ def verify_program(
         reasons |= unlike
         computed = tl.zeros_like(elements.slot)
         kept = record.word2
-        if COMPARES and HASHING.mode != NONE:
+        if HASHING.compares and HASHING.mode != NONE:
             changed, computed, kept = _check_bytes(
                 state, data, reader, elements.slot, record, HASHING
             )
@@ -512,7 +511,6 @@ def verify_kernel(
     tag,
     PAGES: tl.constexpr,
     HASHING: tl.constexpr,
-    COMPARES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     verify_program(
@@ -533,7 +531,6 @@ def verify_kernel(
         tag,
         PAGES,
         HASHING,
-        COMPARES,
         BLOCK,
         NEXT_PHASE=AFTER_VERIFY,
     )

@@ -1,4 +1,4 @@
-"""What decode launches get to compare the bytes that they load."""
+"""The sums that decode launches compare the bytes they load with, by layer."""
 
 from __future__ import annotations
 

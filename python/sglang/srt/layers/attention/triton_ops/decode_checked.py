@@ -46,7 +46,7 @@ LAYER_SHIFT = tl.constexpr(records.PLACE_LAYER_SHIFT)
 
 
 class Compared(NamedTuple):
-    """What a program compares the bytes of: a KV head in a layer, as a row reads it."""
+    """A KV head in a layer, as a row reads it, and the `Check` of its bytes."""
 
     check: Any
     row: Any
@@ -157,7 +157,7 @@ def report_changed(begin, end, kv, of, SHAPE: tl.constexpr, TILE: tl.constexpr):
         )
         report(check.state, finding)
     if seen == 0:
-        # What was loaded first was wrong, and is right in memory.
+        # The bytes that were loaded first were wrong; those in memory are right.
         position = first + begin
         passing = Finding(
             reasons=REAL_KV,
