@@ -48,6 +48,10 @@ class WindowCanary:
     def _on_free(self, slots: Tensor) -> None:
         self._freed.append(slots)
 
+    def forget_freed(self) -> None:
+        """Let the slots that were freed since the last launch be as they are."""
+        self._freed.clear()
+
     def expect(self, rows: Tensor, values: Tensor, seeds: Tensor | None) -> None:
         """As `launches.expect_rows`."""
         expect_rows(self.state, rows, values, seeds)

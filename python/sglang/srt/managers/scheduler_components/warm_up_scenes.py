@@ -1,0 +1,172 @@
+"""The requests with which an engine warms up: one scene for each kind of work."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from sglang.srt.managers.io_struct import GenerateReq
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+# New tokens of one prompt: a tile of attention in part, one, several; a prefill graph
+# with attention inside it, one in segments; the kernel of long prompts, padded too much
+# for a graph and not.
+PROMPTS = (1, 7, 40, 64, 200, 300, 700, 1100, 2100)
+# Rows that are prefilled together, and the new tokens of each: attention chooses its
+# tiles by both.
+ROWS = (2, 4, 12, 24, 48, 96, 192)
+ROW_TOKENS = (40, 1, 6, 14, 72)
+# Of a prompt that others continue.
+PREFIX = 96
+# Wishes of a batch, each alone: a batch with all of them takes one path of many.
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.7},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 0.7, "min_p": 0.1},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.1},
+    {"temperature": 0.7, "frequency_penalty": 0.1, "presence_penalty": 0.1},
+    {"repetition_penalty": 1.1},
+    {"logit_bias": {1: 1.0}},
+    {"min_new_tokens": 2, "stop_token_ids": [1]},
+    {"temperature": 0.7, "min_new_tokens": 2, "repetition_penalty": 1.1},
+)
+LOGPROBS: tuple[dict[str, Any], ...] = (
+    {"return_logprob": True},
+    {"return_logprob": True, "top_logprobs_num": 3},
+    {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0},
+)
+STEPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The bounds of an engine.
+
+    Fields:
+        rows: requests at a time.
+        slots: KV slots.
+        context: tokens of a request.
+        batch_tokens: new tokens of a prefill; has_chunks: whether a longer prompt is
+            cut.
+        graph_rows: rows of the largest decode graph.
+        is_prefill_only: a request yields one token.
+        has_grammars: whether requests may have one.
+    """
+
+    rows: int
+    slots: int
+    context: int
+    batch_tokens: int
+    has_chunks: bool
+    vocab_size: int
+    graph_rows: int
+    is_prefill_only: bool
+    has_grammars: bool
+
+
+def scenes(limits: Limits) -> Iterator[list[GenerateReq]]:
+    """Requests that are sent together, each list once the one before is answered."""
+    return iter(_Writer(limits).scenes())
+
+
+class _Writer:
+    """Writes the requests, all in the bounds of `limits`."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._rng = random.Random(0)
+        self._ids = count()
+        # A prompt's end and its first output fit, too, and half of the slots stay for
+        # what a request reserves.
+        self._longest = min(limits.context, limits.slots // 2) - 2 * STEPS
+
+    def scenes(self) -> Iterator[list[GenerateReq]]:
+        if self._longest < STEPS:
+            return
+        yield from self._alone()
+        yield from self._together()
+        yield from self._options()
+        yield from self._decoding()
+
+    def _alone(self) -> Iterator[list[GenerateReq]]:
+        """One prompt, fresh, found in the cache, and continued."""
+        limits = self._limits
+        lengths = [n for n in PROMPTS if n <= limits.batch_tokens]
+        if limits.has_chunks:
+            lengths.append(limits.batch_tokens + 40)
+        fitting = [n for n in lengths if PREFIX + n <= self._longest]
+        for length in fitting:
+            prompt = self._tokens(length)
+            yield [self._request(prompt)]
+            yield [self._request(prompt)]
+        prefix = self._tokens(min(PREFIX, self._longest))
+        for length in fitting:
+            yield [self._request(prefix + self._tokens(length))]
+
+    def _together(self) -> Iterator[list[GenerateReq]]:
+        """Several prompts: fresh ones, then continued by a few tokens each."""
+        limits = self._limits
+        for rows in ROWS:
+            if rows > limits.rows or rows * ROW_TOKENS[0] > limits.batch_tokens:
+                return
+            prompts: list[list[int]] = [[] for _ in range(rows)]
+            for length in ROW_TOKENS:
+                longest = len(prompts[0]) + length
+                if longest > self._longest or rows * longest > limits.slots // 2:
+                    break
+                prompts = [prompt + self._tokens(length) for prompt in prompts]
+                yield [self._request(prompt) for prompt in prompts]
+
+    def _options(self) -> Iterator[list[GenerateReq]]:
+        """Everything that a request may ask of the sampler."""
+        for rows in (1, min(3, self._limits.rows)):
+            for params in OPTIONS:
+                yield self._batch(rows, {}, params)
+            for options in LOGPROBS:
+                yield self._batch(rows, options, {})
+            # Of a batch in which not all ask.
+            yield [*self._batch(rows, {}, {}), *self._batch(1, {}, OPTIONS[0])]
+        if self._limits.has_grammars:
+            yield self._batch(1, {}, {"regex": "(a|b)*"})
+
+    def _decoding(self) -> Iterator[list[GenerateReq]]:
+        """Steps of more rows than the largest graph has."""
+        limits = self._limits
+        rows = limits.rows
+        if rows > limits.graph_rows and 2 * rows * STEPS <= limits.slots:
+            for many in sorted({min(limits.graph_rows + 1, rows), rows}):
+                yield self._batch(many, {}, {})
+
+    def _batch(
+        self, rows: int, options: dict[str, Any], params: dict[str, Any]
+    ) -> list[GenerateReq]:
+        length = min(5, self._longest)
+        return [
+            self._request(self._tokens(length), STEPS, options, params)
+            for _ in range(rows)
+        ]
+
+    def _tokens(self, length: int) -> list[int]:
+        return [self._rng.randrange(self._limits.vocab_size) for _ in range(length)]
+
+    def _request(
+        self,
+        prompt: Sequence[int],
+        steps: int = 1,
+        options: dict[str, Any] | None = None,
+        params: dict[str, Any] | None = None,
+    ) -> GenerateReq:
+        greedy = {"temperature": 0.0, "ignore_eos": True}
+        steps = 1 if self._limits.is_prefill_only else steps
+        return GenerateReq(
+            rid=f"warm-up-{next(self._ids)}",
+            input_ids=list(prompt),
+            sampling_params=SamplingParams(
+                **{**greedy, "max_new_tokens": steps, **(params or {})}
+            ),
+            **(options or {}),
+        )
