@@ -74,6 +74,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         scopes: hooks around forwards.
         canary_manager: the KV canary that is installed as `scopes`, or None.
         is_draft_worker: whether the model drafts for another one.
+        compiled_mark: of this configuration; None: nothing is compiled ahead.
+        compiles_ahead: whether this machine has not compiled it yet.
         late_kernels: since `watch_kernels`.
         spec_algorithm: name of the speculative algorithm, or None.
     """
@@ -113,6 +115,10 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         # Set by init_piecewise_cuda_graphs, likewise.
         self.prefill_graph_runner: BreakableCudaGraphRunner | None = None
         self.compiled_mark = self._compiled_mark()
+        mark = self.compiled_mark
+        is_due = mark is not None and not mark.is_set()
+        # Rehearsals have collectives, and a rank that is done sets the mark.
+        self.compiles_ahead = bool(get_tp_group().min_int(int(is_due)))
         self.late_kernels = KernelLoads(warns=True)
         # Set where a canary is installed.
         self.canary_manager: ForwardScopes | None = None
@@ -129,11 +135,6 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             if name not in _OF_A_RUN
         }
         return CompiledMark({"args": asked, "model": self.model_config.raw})
-
-    @property
-    def compiles_ahead(self) -> bool:
-        """Whether this machine has not compiled this configuration yet."""
-        return self.compiled_mark is not None and not self.compiled_mark.is_set()
 
     def _resolve_dtype(self) -> torch.dtype:
         """--dtype, or the dtype of the checkpoint; float32 becomes bfloat16."""
