@@ -61,10 +61,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> ModelFolders:
 Create = Callable[[], EngineHarness]
 
 
-def assert_leaves_no_trace(create: Create) -> None:
+def assert_leaves_no_trace(create: Create, *, is_rehearsed: bool = False) -> None:
     """An engine that has warmed up is in the state of one that has not, and both then
     serve alike."""
     fresh, warm = create(), create()
+    warm.scheduler.worker.model_runner.compiles_ahead = is_rehearsed
     warm_up(warm.server_args, warm.scheduler.worker, None)
     assert state_of(warm) == state_of(fresh)
     for one, other in zip(arenas_of(warm), arenas_of(fresh), strict=True):
@@ -119,6 +120,11 @@ def test_it_leaves_no_trace(
         options["kv_canary_report_dir"] = str(tmp_path)
     options |= ENGINES[name]
     assert_leaves_no_trace(lambda: EngineHarness(tiny, overlap=overlap, **options))
+
+
+def test_a_rehearsal_leaves_no_trace_either(tiny: Path) -> None:
+    options = {"max_running_requests": 16, "max_total_tokens": 2048, **CANARY}
+    assert_leaves_no_trace(lambda: EngineHarness(tiny, **options), is_rehearsed=True)
 
 
 def test_window_slots_are_left_alike(windowed: Path) -> None:
