@@ -11,15 +11,20 @@ from typing import Any
 from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-# New tokens of one prompt: a tile of attention in part, one, several; a prefill graph
-# with attention inside it, one in segments; the kernel of long prompts, padded too much
-# for a graph and not.
-PROMPTS = (1, 7, 40, 64, 200, 300, 700, 1100, 2100)
-# Rows that are prefilled together, and the new tokens of each: attention chooses its
-# tiles by both.
-ROWS = (2, 4, 12, 24, 48, 96, 192)
-ROW_TOKENS = (40, 1, 6, 14, 72)
-# Of a prompt that others continue.
+# New tokens of one prompt: a prefill graph with attention inside it, one in segments;
+# the kernel of long prompts, with a graph and padded too much for one.
+PROMPTS = (5, 200, 300, 1100, 2100, 4200)
+# Prompts that are prefilled together, and the tokens of each. Attention chooses tiles
+# and splits by both; test_warm_shapes.py proves that none is left out.
+SHAPES = (
+    *((1, n) for n in (1, 4, 6, 12, 28, 40, 56, 64)),
+    *((2, n) for n in (28, 40, 56, 63, 64)),
+    *((3, n) for n in (1, 28, 48, 56, 63)),
+    *((4, 28), (4, 48), (8, 28), (9, 1), (12, 28), (16, 1)),
+    *((17, 1), (17, 4), (17, 5), (17, 56), (17, 64), (20, 17), (32, 17), (33, 1)),
+)
+# The same for prompts that continue a cached one of `PREFIX` tokens.
+CONTINUED = ((1, 1), (1, 40), (3, 17), (17, 5), (17, 64), (48, 1))
 PREFIX = 96
 # Wishes of a batch, each alone: a batch with all of them takes one path of many.
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -98,28 +103,35 @@ class _Writer:
         lengths = [n for n in PROMPTS if n <= limits.batch_tokens]
         if limits.has_chunks:
             lengths.append(limits.batch_tokens + 40)
-        fitting = [n for n in lengths if PREFIX + n <= self._longest]
-        for length in fitting:
-            prompt = self._tokens(length)
-            yield [self._request(prompt)]
-            yield [self._request(prompt)]
-        prefix = self._tokens(min(PREFIX, self._longest))
-        for length in fitting:
-            yield [self._request(prefix + self._tokens(length))]
+        for length in lengths:
+            if PREFIX + length <= self._longest:
+                prompt, key = self._tokens(length), f"warm-up-{length}"
+                yield [self._request(prompt, key=key)]
+                yield [self._request(prompt, key=key)]
+                more = self._tokens(min(length, PREFIX))
+                yield [self._request(prompt + more, key=key)]
 
     def _together(self) -> Iterator[list[GenerateReq]]:
-        """Several prompts: fresh ones, then continued by a few tokens each."""
+        """Several prompts: fresh ones, then such as continue a cached one."""
+        for rows, length in self._fitting(SHAPES, prefix=0):
+            yield [self._request(self._tokens(length)) for _ in range(rows)]
+        prefix = self._tokens(PREFIX)
+        for rows, length in self._fitting(CONTINUED, prefix=PREFIX):
+            key = f"warm-up-{rows}-{length}"
+            yield [self._request(prefix, key=key)]
+            tails = [self._tokens(length) for _ in range(rows)]
+            yield [self._request(prefix + tail, key=key) for tail in tails]
+
+    def _fitting(
+        self, shapes: Sequence[tuple[int, int]], *, prefix: int
+    ) -> Iterator[tuple[int, int]]:
+        """`shapes`, with as many rows as there may be."""
         limits = self._limits
-        for rows in ROWS:
-            if rows > limits.rows or rows * ROW_TOKENS[0] > limits.batch_tokens:
-                return
-            prompts: list[list[int]] = [[] for _ in range(rows)]
-            for length in ROW_TOKENS:
-                longest = len(prompts[0]) + length
-                if longest > self._longest or rows * longest > limits.slots // 2:
-                    break
-                prompts = [prompt + self._tokens(length) for prompt in prompts]
-                yield [self._request(prompt) for prompt in prompts]
+        for rows, length in dict.fromkeys((min(n, limits.rows), k) for n, k in shapes):
+            is_short = prefix + length <= self._longest
+            fits = prefix + rows * (length + 1) <= limits.slots // 2
+            if is_short and fits and rows * length <= limits.batch_tokens:
+                yield rows, length
 
     def _options(self) -> Iterator[list[GenerateReq]]:
         """Everything that a request may ask of the sampler."""
@@ -159,11 +171,16 @@ class _Writer:
         steps: int = 1,
         options: dict[str, Any] | None = None,
         params: dict[str, Any] | None = None,
+        *,
+        key: str | None = None,
     ) -> GenerateReq:
+        """`key`: of the prompts that it may share a prefix with; None: of no other."""
+        rid = f"warm-up-{next(self._ids)}"
         greedy = {"temperature": 0.0, "ignore_eos": True}
         steps = 1 if self._limits.is_prefill_only else steps
         return GenerateReq(
-            rid=f"warm-up-{next(self._ids)}",
+            rid=rid,
+            extra_key=key or rid,
             input_ids=list(prompt),
             sampling_params=SamplingParams(
                 **{**greedy, "max_new_tokens": steps, **(params or {})}
