@@ -59,7 +59,7 @@ class Limits:
             cut.
         graph_rows: rows of the largest decode graph.
         is_prefill_only: a request yields one token.
-        has_grammars: whether requests may have one.
+        has_grammars, has_hidden_states: whether requests may ask for them.
     """
 
     rows: int
@@ -71,6 +71,7 @@ class Limits:
     graph_rows: int
     is_prefill_only: bool
     has_grammars: bool
+    has_hidden_states: bool
 
 
 def scenes(limits: Limits) -> Iterator[list[GenerateReq]]:
@@ -135,23 +136,29 @@ class _Writer:
 
     def _options(self) -> Iterator[list[GenerateReq]]:
         """Everything that a request may ask of the sampler."""
-        for rows in (1, min(3, self._limits.rows)):
+        # The launch that chooses tokens is another one for more than 8 rows.
+        for rows in dict.fromkeys((1, min(9, self._limits.rows))):
             for params in OPTIONS:
                 yield self._batch(rows, {}, params)
             for options in LOGPROBS:
                 yield self._batch(rows, options, {})
+            if self._limits.has_hidden_states:
+                yield self._batch(rows, {"return_hidden_states": True}, {})
             # Of a batch in which not all ask.
             yield [*self._batch(rows, {}, {}), *self._batch(1, {}, OPTIONS[0])]
         if self._limits.has_grammars:
             yield self._batch(1, {}, {"regex": "(a|b)*"})
 
     def _decoding(self) -> Iterator[list[GenerateReq]]:
-        """Steps of more rows than the largest graph has."""
+        """Steps of more rows than the largest graph has; whatever is chosen by rows is
+        chosen anew at a power of two, or after it."""
         limits = self._limits
-        rows = limits.rows
-        if rows > limits.graph_rows and 2 * rows * STEPS <= limits.slots:
-            for many in sorted({min(limits.graph_rows + 1, rows), rows}):
-                yield self._batch(many, {}, {})
+        counts = {limits.graph_rows + 1, limits.rows}
+        counts.update(1 << power for power in range(limits.rows.bit_length()))
+        for rows in sorted(counts):
+            fits = rows <= limits.rows and rows * 4 * STEPS <= limits.slots
+            if rows > limits.graph_rows and fits:
+                yield self._batch(rows, {}, {})
 
     def _batch(
         self, rows: int, options: dict[str, Any], params: dict[str, Any]
