@@ -35,6 +35,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "pages": {**CANARY, "page_size": 16, "chunked_prefill_size": 64},
     "no cache": {**CANARY, "disable_radix_cache": True},
     "heal": {**CANARY, "kv_canary": "heal"},
+    "hidden states": {**COMMON, "enable_return_hidden_states": True},
     "few slots": {**CANARY, "max_total_tokens": 48, "max_running_requests": 2},
     "record": {**CANARY, "kv_canary_record": 50},
 }
@@ -173,6 +174,7 @@ def test_the_cpu_does_not_wait_for_it(tiny: Path) -> None:
         graph_rows=st.integers(0, 300),
         is_prefill_only=st.booleans(),
         has_grammars=st.booleans(),
+        has_hidden_states=st.booleans(),
     )
 )
 def test_every_request_fits(limits: Limits) -> None:
