@@ -44,7 +44,8 @@ LOGPROBS: tuple[dict[str, Any], ...] = (
     {"return_logprob": True, "top_logprobs_num": 3},
     {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0},
 )
-STEPS = 4
+# The prefill yields one, and one step the second.
+STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
