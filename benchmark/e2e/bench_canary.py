@@ -113,6 +113,7 @@ class Side:
                 cuda_graph_bs=args.graph_sizes if on_gpu else None,
                 disable_radix_cache=not (args.sweep_interval or args.fill_cache),
                 disable_overlap_schedule=args.disable_overlap_schedule,
+                skip_server_warmup=getattr(args, "skip_server_warmup", False),
                 **flags,
             ),
             self.io,

@@ -21,6 +21,10 @@ class SerialMap:
         if len(self._rids) > REMEMBERED:
             del self._rids[next(iter(self._rids))]
 
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._rids.clear()
+
     def rid(self, serial: int) -> str | None:
         """The request's id; None where it is not known any more."""
         return self._rids.get(serial & SERIAL_MASK)

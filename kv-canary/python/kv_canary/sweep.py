@@ -65,34 +65,36 @@ class SweepLauncher:
         starts = np.array([run.start for run in runs], dtype=np.int64)
         indptr = np.zeros(n + 1, dtype=np.int64)
         np.cumsum(lens, out=indptr[1:])
-        # One upload: [per-row fields | indptr | slots].
-        fields = np.concatenate(
-            [
-                starts,
-                starts + lens,
-                lens,
-                np.array([run.prev_slot for run in runs], dtype=np.int64),
-                np.array([run.salt for run in runs], dtype=np.int64),
-                np.full(n, _SWEEP_ROW, dtype=np.int64),
-                np.zeros(n, dtype=np.int64),
-                np.array([run.seed for run in runs], dtype=np.int64),
-                indptr,
-                *(run.slots for run in runs),
-            ]
-        )
+        # One upload: [per-row fields | indptr | slots], each from a multiple of 16
+        # bytes: a kernel is compiled anew for addresses that are none.
+        width, begin = n + n % 2, n + 1 + (n + 1) % 2
+        fields = np.zeros(8 * width + begin + int(indptr[-1]), dtype=np.int64)
+        fields[: 8 * width].reshape(8, width)[:, :n] = [
+            starts,
+            starts + lens,
+            lens,
+            np.array([run.prev_slot for run in runs], dtype=np.int64),
+            np.array([run.salt for run in runs], dtype=np.int64),
+            np.full(n, _SWEEP_ROW, dtype=np.int64),
+            np.zeros(n, dtype=np.int64),
+            np.array([run.seed for run in runs], dtype=np.int64),
+        ]
+        lists = fields[8 * width :]
+        lists[: n + 1] = indptr
+        np.concatenate([run.slots for run in runs], out=lists[begin:])
         host = torch.from_numpy(fields)
         device = self._state.head.device
         if device.type != "cpu":
             host = host.pin_memory()
         uploaded = host.to(device, non_blocking=True)
         first, ends, read_lens, prev_slots, salts, rows, zeros, seeds = (
-            uploaded[: 8 * n].view(8, n).unbind()
+            uploaded[: 8 * width].view(8, width)[:, :n].unbind()
         )
         empty = uploaded[:0]
         table = KVReadView(
             read_lens=read_lens,
-            indptr=uploaded[8 * n : 9 * n + 1],
-            slot_indices=uploaded[9 * n + 1 :],
+            indptr=uploaded[8 * width : 8 * width + n + 1],
+            slot_indices=uploaded[8 * width + begin :],
             first_position=first,
             prev_slots=prev_slots,
         )

@@ -220,6 +220,13 @@ class ServerArgs:
     stream_interval: Annotated[
         int, Arg("Tokens between two stream messages.", low=1)
     ] = 1
+    skip_server_warmup: Annotated[
+        bool,
+        Arg(
+            "Be ready without having run every kind of work once: on a GPU the first "
+            "request of each kind then waits for kernels. For development."
+        ),
+    ] = False
     watchdog_timeout: Annotated[
         float,
         Arg(

@@ -56,6 +56,8 @@ class EngineHarness:
             # prefill graphs of sizes that it never runs.
             server_args.setdefault("max_total_tokens", SHARED_GPU_TOKENS)
             server_args.setdefault("chunked_prefill_size", SHARED_GPU_CHUNK)
+            # Many engines start there, and few of them serve much.
+            server_args.setdefault("skip_server_warmup", True)
         server_args.setdefault("max_total_tokens", POOL_TOKENS)
         self.server_args = ServerArgs(model_path=str(model), **with_canary(server_args))
         self.scheduler: Scheduler = build_scheduler(self.server_args, self.io)

@@ -320,6 +320,7 @@ METRICS = (
     "spec_accept_length",
     "cuda_graph_passes_total",
     "prefill_cuda_graph_passes_total",
+    "kernel_loads_after_ready_total",
     "time_to_first_token_seconds_count",
     "inter_token_latency_seconds_count",
     "e2e_request_latency_seconds_count",

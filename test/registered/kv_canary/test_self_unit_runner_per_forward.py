@@ -42,10 +42,8 @@ from sglang.srt.kv_canary.api import (
 )
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
-from sglang.srt.kv_canary.runner.canary_manager import (
-    CanaryManager,
-    context_tuple,
-)
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+from sglang.srt.kv_canary.runner.scopes import context_tuple
 from sglang.srt.kv_canary.single_forward_manager import manager as forward_manager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
 from sglang.srt.model_executor.forward_batch_info import (

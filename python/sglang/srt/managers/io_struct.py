@@ -311,6 +311,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     forward_passes_total: int = 0
     cuda_graph_passes_total: int = 0
     prefill_cuda_graph_passes_total: int = 0
+    # Of rank 0.
+    kernel_loads_after_ready_total: int = 0
     kv_canary_protected_tokens_total: int = 0
     kv_canary_swept_tokens_total: int = 0
     kv_canary_sweep_passes_total: int = 0

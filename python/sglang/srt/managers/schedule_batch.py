@@ -138,7 +138,7 @@ class ScheduleBatch:
             dtype=np.int64,
         )
         self.serials: IntArray = identity[0]
-        self._identity = self._upload(identity)
+        self._identity = self._upload_vectors(identity)
         self.sampling_info = SamplingBatchInfo.from_rows(
             [r.sampling_row for r in self.reqs],
             vocab_size=env.vocab_size,
@@ -160,6 +160,14 @@ class ScheduleBatch:
         if self.env.device.type == "cpu":
             return host
         return host.pin_memory().to(self.env.device, non_blocking=True)
+
+    def _upload_vectors(self, vectors: IntArray) -> torch.Tensor:
+        """Int64 [n, length] in one upload, each vector at a multiple of 16 bytes: a
+        kernel is compiled anew for addresses that are none."""
+        length = vectors.shape[1]
+        if length % 2:
+            vectors = np.pad(vectors, ((0, 0), (0, 1)))
+        return self._upload(vectors)[:, :length]
 
     # -- composition ---------------------------------------------------------------
 
@@ -418,7 +426,7 @@ class ScheduleBatch:
             ]
             + [np.arange(start, end, dtype=np.int64) for _, start, end in spans]
         )
-        ids, positions = self._upload(tokens.reshape(2, -1)).unbind()
+        ids, positions = self._upload_vectors(tokens.reshape(2, -1)).unbind()
         extend_lens = self.seq_lens_cpu - self._prefix_lens
         qo_indptr = np.zeros(len(spans) + 1, dtype=np.int64)
         np.cumsum(extend_lens, out=qo_indptr[1:])

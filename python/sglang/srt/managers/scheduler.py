@@ -59,7 +59,7 @@ from sglang.srt.managers.scheduler_components.stall_check import (
 )
 from sglang.srt.managers.scheduler_components.stats import (
     StatsTracker,
-    add_graph_stats,
+    add_runner_stats,
 )
 from sglang.srt.managers.scheduler_components.step_inputs import StepInputs
 from sglang.srt.managers.scheduler_components.watchdog import Watchdog
@@ -148,7 +148,7 @@ class Scheduler:
             resolve=self._free_memory,
             on_dropped=lambda req: self.intake.end(req),
         )
-        streamer = OutputStreamer(io, stream_interval=server_args.stream_interval)
+        self._streamer = OutputStreamer(io, stream_interval=server_args.stream_interval)
         self.intake = RequestIntake(
             RequestFactory(
                 self._limits,
@@ -158,7 +158,7 @@ class Scheduler:
             batches=self.batches,
             grammars=self._grammars,
             canary=self._canary,
-            streamer=streamer,
+            streamer=self._streamer,
             stats=self._stats,
             max_queued_requests=server_args.max_queued_requests,
             unfinished=self._unfinished,
@@ -169,7 +169,6 @@ class Scheduler:
             on_lost_grammar=self.intake.renew_grammar,
             on_verified=self._stats.on_verified,
         )
-        self._streamer = streamer
         self._stall_check = StallCheck(self.batches, cache=self.cache)
         self._watchdog = Watchdog(server_args.watchdog_timeout)
         self._profiler = Profiler(rank=self._group.rank, device=self.env.device)
@@ -268,6 +267,7 @@ class Scheduler:
         """Serve until a `ShutdownReq` arrives."""
         while not self._is_shut_down:
             self.step(may_wait=True)
+        self._watchdog.close()
         if self._grammars is not None:
             self._grammars.shutdown()
         if self._kv_events is not None:
@@ -536,7 +536,7 @@ class Scheduler:
         stats = self._stats.snapshot(
             running=running, waiting=self.waiting, compiling=compiling
         )
-        add_graph_stats(stats, self.worker.model_runner)
+        add_runner_stats(stats, self.worker.model_runner)
         if self._canary is not None:
             self._canary.add_stats(stats)
         if self._healer is not None:

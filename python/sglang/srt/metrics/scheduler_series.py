@@ -78,6 +78,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
         "sglang:prefill_cuda_graph_passes",
         "Prefill forwards that replayed a CUDA graph.",
     ),
+    "kernel_loads_after_ready_total": (
+        "sglang:kernel_loads_after_ready",
+        "Kernels that were compiled or loaded while requests waited.",
+    ),
     "kv_canary_protected_tokens_total": (
         "sglang:kv_canary_protected_tokens",
         "KV slots that were verified before they were read.",

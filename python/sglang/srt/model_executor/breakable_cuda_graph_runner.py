@@ -32,12 +32,15 @@ from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
 from sglang.srt.model_executor.input_buffers import PrefillInputs
 from sglang.srt.model_executor.memory_plan import whole_token_counts
 from sglang.srt.models.stack import StackOutput
+from sglang.srt.utils.kernels_ahead import compiled_ahead
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.model_executor.graph_capture import BreakableGraph, SegmentBackend
 
 WARM_UPS = 1
+# Longer prefills launch the same kernels, and take long.
+REHEARSED_TOKENS = 512
 # Above it the device computes longer than the host launches: padding beyond a percent
 # would cost all that a graph saves.
 HOST_BOUND_TOKENS = 1024
@@ -76,6 +79,7 @@ class BreakableCudaGraphRunner:
         draft_hidden_dim: channels of the hidden states that a draft model reads, None
             for a target.
         limit_padding: run eagerly where padding costs more than a graph gains.
+        compiles_ahead: compile the kernels of short prefills before the first capture.
         make_backend: captures segments; tests pass a recorder that needs no GPU.
 
     Attributes:
@@ -93,6 +97,7 @@ class BreakableCudaGraphRunner:
         capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
         draft_hidden_dim: int | None = None,
         limit_padding: bool = True,
+        compiles_ahead: bool = False,
         make_backend: Callable[[], SegmentBackend] = cuda_graph_backend,
     ) -> None:
         self._runner = model_runner
@@ -106,6 +111,9 @@ class BreakableCudaGraphRunner:
         self._outputs: StackOutput | None = None
         self.fallbacks: Counter[str] = Counter()
         self._init_buffers(draft_hidden_dim)
+        if compiles_ahead:
+            with compiled_ahead():
+                self._rehearse([n for n in token_counts if n <= REHEARSED_TOKENS])
         self._capture(token_counts)
 
     def _init_buffers(self, draft_hidden_dim: int | None) -> None:
@@ -133,6 +141,12 @@ class BreakableCudaGraphRunner:
     @property
     def num_replays(self) -> int:
         return self.segmented.num_replays + self.whole.num_replays
+
+    def reset_counts(self) -> None:
+        """Forget the replays and the forwards that had none."""
+        self.segmented.reset_counts()
+        self.whole.reset_counts()
+        self.fallbacks.clear()
 
     # -- choosing ------------------------------------------------------------------
 
@@ -242,10 +256,23 @@ class BreakableCudaGraphRunner:
 
     # -- capture -------------------------------------------------------------------
 
+    def _rehearse(self, token_counts: list[int]) -> None:
+        """Run what is captured, without a capture."""
+        with torch.inference_mode():
+            for count in token_counts:
+                self._run_forward(GraphKey(tokens=count, is_whole=False))
+            with self._attention.captured():
+                for count in self._whole_counts(token_counts):
+                    self._run_forward(GraphKey(tokens=count, is_whole=True))
+
+    def _whole_counts(self, token_counts: list[int]) -> list[int]:
+        """Those of graphs with attention captured."""
+        captures_whole = self._runner.attn_backend.capabilities.captures_prefill
+        return whole_token_counts(token_counts) if captures_whole else []
+
     def _capture(self, token_counts: list[int]) -> None:
         self.segmented = self._graph_set("prefill", token_counts, is_whole=False)
-        captures_whole = self._runner.attn_backend.capabilities.captures_prefill
-        whole = whole_token_counts(token_counts) if captures_whole else []
+        whole = self._whole_counts(token_counts)
         with self._attention.captured():
             self.whole = self._graph_set("whole prefill", whole, is_whole=True)
 

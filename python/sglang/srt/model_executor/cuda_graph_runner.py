@@ -17,6 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.model_executor.graph_backends import CudaGraphBackend, GraphMemoryPool
 from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
 from sglang.srt.model_executor.input_buffers import GraphInputBuffers, GraphInputs
+from sglang.srt.utils.kernels_ahead import compiled_ahead
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -76,6 +77,7 @@ class CudaGraphRunner:
         batch_sizes: padded sizes, a graph for each.
         capture_hidden_mode: of these forwards. It is fixed here, so that nothing is
             captured again at run time.
+        compiles_ahead: compile the kernels of all sizes before the first capture.
         make_backend: captures segments; tests pass a recorder that needs no GPU.
 
     Attributes:
@@ -89,6 +91,7 @@ class CudaGraphRunner:
         batch_sizes: list[int],
         inputs: GraphInputs | None = None,
         capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
+        compiles_ahead: bool = False,
         make_backend: Callable[[], SegmentBackend] = cuda_graph_backend,
     ) -> None:
         self._runner = model_runner
@@ -99,11 +102,19 @@ class CudaGraphRunner:
         self.capture_hidden_mode = capture_hidden_mode
         self._backend = make_backend()
         self._static_batches: dict[int, ForwardBatch] = {}
+        if compiles_ahead:
+            with compiled_ahead():
+                for size in batch_sizes:
+                    self._prepare(size)()
         self._graphs = self._capture(batch_sizes)
 
     @property
     def num_replays(self) -> int:
         return self._graphs.num_replays
+
+    def reset_counts(self) -> None:
+        """Forget the replays."""
+        self._graphs.reset_counts()
 
     def can_run(self, forward_batch: ForwardBatch) -> bool:
         return (
@@ -145,13 +156,17 @@ class CudaGraphRunner:
         )
 
     def _capture_graph(self, size: int) -> BreakableGraph:
+        run = self._prepare(size)
+        return capture_warm(run, backend=self._backend, warm_ups=WARM_UPS)
+
+    def _prepare(self, size: int) -> Callable[[], LogitsProcessorOutput]:
+        """The forward to capture."""
         static = self._inputs.static_batch(
             size, self.capture_hidden_mode, lens_cpu=NO_LIVE_ROWS
         )
         self._static_batches[size] = static
         self._runner.attn_backend.init_capture(static, size)
-        run = partial(self.run_once, static)
-        return capture_warm(run, backend=self._backend, warm_ups=WARM_UPS)
+        return partial(self.run_once, static)
 
     def run_once(self, static: ForwardBatch) -> LogitsProcessorOutput:
         """Run a model forward over the static batch, inside the scope of its step."""

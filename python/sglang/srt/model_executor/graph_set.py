@@ -83,6 +83,11 @@ class GraphSet(Generic[K]):
     def num_replays(self) -> int:
         return sum(graph.num_replays for graph in self.graphs)
 
+    def reset_counts(self) -> None:
+        """Forget the replays."""
+        for graph in self.graphs:
+            graph.num_replays = 0
+
     @property
     def num_segments(self) -> int:
         return sum(graph.num_breaks + 1 for graph in self.graphs)

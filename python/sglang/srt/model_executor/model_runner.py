@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ from sglang.srt.models.registry import (
     num_layer_weights,
     supported_draft_architectures,
 )
+from sglang.srt.utils.kernel_loads import KernelLoads
+from sglang.srt.utils.kernels_ahead import CompiledMark
 from sglang.srt.utils.memory import available_device_bytes
 
 if TYPE_CHECKING:
@@ -52,6 +55,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Arguments that choose no kernel and differ from start to start.
+_OF_A_RUN = {"random_seed", "host", "port", "model_path", "tokenizer_path"}
 # Of the rotary table.
 ROTARY_ITEMSIZE = torch.float32.itemsize
 TORCH_DTYPES = {
@@ -69,6 +74,9 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         scopes: hooks around forwards.
         canary_manager: the KV canary that is installed as `scopes`, or None.
         is_draft_worker: whether the model drafts for another one.
+        compiled_mark: of this configuration; None: nothing is compiled ahead.
+        compiles_ahead: whether this machine has not compiled it yet.
+        late_kernels: since `watch_kernels`.
         spec_algorithm: name of the speculative algorithm, or None.
     """
 
@@ -109,8 +117,27 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.graph_runner: CudaGraphRunner | None = None
         # Set by init_piecewise_cuda_graphs, likewise.
         self.prefill_graph_runner: BreakableCudaGraphRunner | None = None
+        self.compiled_mark = self._compiled_mark()
+        mark = self.compiled_mark
+        is_due = mark is not None and not mark.is_set()
+        # Rehearsals have collectives, and a rank that is done sets the mark.
+        self.compiles_ahead = bool(get_tp_group().min_int(int(is_due)))
+        self.late_kernels = KernelLoads(warns=True)
         # Set where a canary is installed.
         self.canary_manager: ForwardScopes | None = None
+
+    def _compiled_mark(self) -> CompiledMark | None:
+        """Of this configuration, where its kernels may be compiled ahead: drafting is
+        steered by numbers that kernels write."""
+        args = self.server_args
+        if args.device == "cpu" or args.skip_server_warmup or self.spec_algorithm:
+            return None
+        asked = {
+            name: value
+            for name, value in dataclasses.asdict(args).items()
+            if name not in _OF_A_RUN
+        }
+        return CompiledMark({"args": asked, "model": self.model_config.raw})
 
     def _resolve_dtype(self) -> torch.dtype:
         """--dtype, or the dtype of the checkpoint; float32 becomes bfloat16."""
@@ -240,6 +267,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 inputs=inputs,
                 batch_sizes=sizes,
                 capture_hidden_mode=capture_hidden_mode,
+                compiles_ahead=self.compiles_ahead,
             )
 
     @contextmanager
@@ -288,7 +316,21 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 token_counts=counts,
                 capture_hidden_mode=capture_hidden_mode,
                 draft_hidden_dim=draft_hidden_dim,
+                compiles_ahead=self.compiles_ahead,
             )
+
+    def watch_kernels(self) -> None:
+        """Count, and say in the log, kernels that are loaded from now on: requests wait
+        for them."""
+        if self.device != "cpu":
+            self.late_kernels.start()
+
+    def reset_counts(self) -> None:
+        """Forget which forwards replayed a graph and which could not."""
+        if self.graph_runner is not None:
+            self.graph_runner.reset_counts()
+        if self.prefill_graph_runner is not None:
+            self.prefill_graph_runner.reset_counts()
 
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run one launch of the model over `forward_batch`."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -99,6 +100,12 @@ Probe = Callable[[ForwardBatch, "Sequence[KVReadView]"], None]
 
 REMEMBERED_LAUNCHES = 1024
 
+
+# Counts of the host from forward to forward.
+_REHEARSED = (
+    *("_freed", "_sweepers", "_clock", "_launches", "_forwards"),
+    *("_stats", "_health", "_counters"),
+)
 
 # A launch: number of its first forward on the device, how many it runs, their mode.
 _Launched = tuple[int, int, ForwardMode]
@@ -335,6 +342,24 @@ class CanaryManager:
         if found:
             raise RuntimeError(f"{found} finding(s) in forwards that rebuilt the pool")
 
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Scope of forwards that are checked like all others and then forgotten; those
+        of a draft's pool inside the scope of its target's."""
+        states = [self._state]
+        if self.windows is not None:
+            states.append(self.windows.state)
+        arenas = [state.arena.clone() for state in states]
+        numbers = {name: copy(getattr(self, name)) for name in _REHEARSED}
+        yield
+        for state, arena in zip(states, arenas, strict=True):
+            state.arena.copy_(arena)
+        for name, before in numbers.items():
+            setattr(self, name, before)
+        self.serials.clear()
+        if self.windows is not None:
+            self.windows.forget_freed()
+
     def load(self, saved: SavedCanary) -> None:
         """Go on from a saved state: the next forward gets its number."""
         self._clock = saved.next_forward
@@ -499,8 +524,12 @@ class CanaryManager:
 
     def _sweep_if_due(self) -> None:
         if self._forwards % self.config.sweep_interval == 0:
-            for sweeper in self._sweepers:
-                sweeper.run()
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Launch one pass over each group's unused slots, if they are swept at all."""
+        for sweeper in self._sweepers:
+            sweeper.run()
 
     # -- results -------------------------------------------------------------------
 
@@ -771,19 +800,3 @@ class _ForwardScope:
 
     def __exit__(self, *rest: object) -> None:
         self._manager.active = None
-
-
-def context_tuple(
-    manager: CanaryManager | None, *, index: int, forward_batch: ForwardBatch
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Scopes (of the launch, of the forward) of forward `index` alone; both do nothing
-    without a manager."""
-    if manager is None:
-        return nullcontext(), nullcontext()
-    return (
-        manager.with_ops_outside_graph(
-            single_forward_indices=(index,),
-            maybe_inaccurate_forward_batch=forward_batch,
-        ),
-        manager.with_active_single_forward_manager(index),
-    )

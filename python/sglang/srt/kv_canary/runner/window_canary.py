@@ -52,6 +52,10 @@ class WindowCanary:
         """Remember freed slots of the draft region (int64, host)."""
         self._freed.append(torch.from_numpy(self.group.swa.window_slots(slots.numpy())))
 
+    def forget_freed(self) -> None:
+        """Let the slots that were freed since the last launch be as they are."""
+        self._freed.clear()
+
     def expect(self, rows: Tensor, values: Tensor, seeds: Tensor | None) -> None:
         """As `launches.expect_rows`."""
         expect_rows(self.state, rows, values, seeds)

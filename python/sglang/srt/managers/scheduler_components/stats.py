@@ -43,8 +43,10 @@ def empty_stats(*, max_total_num_tokens: int) -> SchedulerStats:
     )
 
 
-def add_graph_stats(stats: SchedulerStats, runner: ModelRunner) -> None:
-    """Fill in how many forwards of `runner` replayed a graph, and which could not."""
+def add_runner_stats(stats: SchedulerStats, runner: ModelRunner) -> None:
+    """Fill in how many forwards of `runner` replayed a graph, which could not, and the
+    kernels that came late."""
+    stats.kernel_loads_after_ready_total = runner.late_kernels.total
     decode, prefill = runner.graph_runner, runner.prefill_graph_runner
     stats.prefill_cuda_graph_passes_total = prefill.num_replays if prefill else 0
     stats.cuda_graph_passes_total = stats.prefill_cuda_graph_passes_total

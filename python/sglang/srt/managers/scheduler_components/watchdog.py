@@ -27,6 +27,7 @@ class Watchdog:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._began: float | None = None
+        self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -38,9 +39,12 @@ class Watchdog:
         finally:
             self._began = None
 
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed.set()
+
     def _watch(self) -> None:
-        while True:
-            time.sleep(min(self._timeout / 4, 5.0))
+        while not self._is_closed.wait(min(self._timeout / 4, 5.0)):
             began = self._began
             if began is not None and time.monotonic() - began > self._timeout:
                 logger.critical(

@@ -53,7 +53,15 @@ def _best(value, index, inside):
     return (largest.to(tl.int64) << 32) | (0x7FFFFFFF - first).to(tl.int64)
 
 
-@triton.jit
+# Rows of a matrix with a column per request begin anywhere.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "temperatures",
+        "seeds",
+        "positions",
+        "greedy_rows",
+    ]
+)
 def choose_kernel(
     logits,
     temperatures,

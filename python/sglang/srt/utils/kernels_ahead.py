@@ -1,0 +1,144 @@
+"""Compiles the kernels of a piece of work in parallel, before the work is done.
+
+The work is run once without them: a launch of a kernel that is not there yet is noted
+and left out, and memory that it would have filled holds zeros. What was noted is then
+compiled by many threads into Triton's cache on disk, where the work, when it is done in
+earnest, finds it. A machine that has compiled a configuration keeps a mark of it beside
+the kernels, and leaves this out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+logger = logging.getLogger(__name__)
+
+_MAX_THREADS = 32
+_aten = torch.ops.aten
+_UNFILLED = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+
+
+class _Job(NamedTuple):
+    """A variant of a kernel, as Triton's compiler takes it."""
+
+    kernel: Any
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attributes: dict[Any, Any]
+    options: dict[str, Any]
+
+
+class _Zeroed(TorchDispatchMode):
+    """Fills all new memory: an index that a kernel did not write is 0, which exists."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func in _UNFILLED else result
+
+
+@contextmanager
+def compiled_ahead() -> Iterator[None]:
+    """Scope of work whose results nobody uses; its kernels are compiled at the end."""
+    import triton
+
+    runtime = triton.knobs.runtime
+    jobs: dict[tuple[int, str], _Job] = {}
+    before = runtime.jit_cache_hook
+
+    def note(*, key: str, fn: Any, compile: dict[str, Any], **about: Any) -> bool:
+        if (id(fn.jit_function), key) not in jobs:
+            jobs[id(fn.jit_function), key] = _job_of(fn.jit_function, compile)
+        return True  # which leaves the launch out
+
+    runtime.jit_cache_hook = note
+    try:
+        with _Zeroed():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        runtime.jit_cache_hook = before
+    _compile(list(jobs.values()))
+
+
+def _job_of(kernel: Any, about: dict[str, Any]) -> _Job:
+    options = json.loads(about["specialization_data"])["options"]
+    return _Job(
+        kernel=kernel,
+        signature=about["signature"],
+        constants=about["constants"],
+        attributes=about["configs"][0],
+        options={
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in options.items()
+        },
+    )
+
+
+def _compile(jobs: Sequence[_Job]) -> None:
+    if not jobs:
+        return
+    from triton.runtime import driver
+
+    began = time.perf_counter()
+    target = driver.active.get_current_target()
+
+    def compile_one(job: _Job) -> None:
+        source = job.kernel.ASTSource(
+            job.kernel, job.signature, job.constants, job.attributes
+        )
+        made = job.kernel.compile(source, target=target, options=job.options)
+        # Up to Triton 3.6 a C compiler builds what hands over the arguments.
+        driver.active.launcher_cls(made.src, made.metadata)
+
+    threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+    with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
+        list(pool.map(compile_one, jobs))
+    seconds = time.perf_counter() - began
+    logger.info("Compiled %d kernels in %.1f s", len(jobs), seconds)
+
+
+class CompiledMark:
+    """Remembers, beside the compiled kernels, that those of a configuration are there.
+
+    Args:
+        configuration: all that decides which kernels are used, as JSON has it.
+    """
+
+    def __init__(self, configuration: dict[str, Any]) -> None:
+        import triton
+
+        device = torch.cuda.get_device_name()
+        about = [configuration, device, triton.__version__, torch.__version__]
+        text = json.dumps(about, sort_keys=True, default=str)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        self._path = Path(triton.knobs.cache.dir) / f"sglang-compiled-{digest}"
+
+    def is_set(self) -> bool:
+        return self._path.exists()
+
+    def set(self) -> None:
+        """Set it; a folder that cannot be written keeps none."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.touch()
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", self._path, error)

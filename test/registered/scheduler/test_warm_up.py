@@ -1,0 +1,214 @@
+"""The warm-up serves requests of every kind, which fit, and leaves no trace."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang.srt.managers.io_struct import SchedulerStats
+from sglang.srt.managers.scheduler_components.warm_up import is_warmed_up, warm_up
+from sglang.srt.managers.scheduler_components.warm_up_scenes import Limits, scenes
+from sglang.srt.utils.hf_tokenizer import load_tokenizer
+from sglang.srt.utils.kernel_loads import KernelLoads
+from sglang.srt.utils.paths import bundled_demo_model_path
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.harness import EngineHarness
+from sglang.test.spec_world import ModelFolders, matrix, spec_engine
+from sglang.test.tiny_models import write_tiny_model
+
+register_cpu_ci(est_time=25, suite="cpu")
+register_cuda_ci(est_time=60, suite="cuda")
+
+PROMPTS = [[5, 6, 7], [5, 6, 9, 8], list(range(20, 60))]
+COMMON: dict[str, Any] = {"skip_tokenizer_init": True, "random_seed": 7}
+CANARY = {**COMMON, "kv_canary": "raise", "kv_canary_real_data": "all"}
+ENGINES: dict[str, dict[str, Any]] = {
+    "plain": COMMON,
+    "canary": {**CANARY, "kv_canary_sweep_interval": 3},
+    "pages": {**CANARY, "page_size": 16, "chunked_prefill_size": 64},
+    "no cache": {**CANARY, "disable_radix_cache": True},
+    "heal": {**CANARY, "kv_canary": "heal"},
+    "hidden states": {**COMMON, "enable_return_hidden_states": True},
+    "few slots": {**CANARY, "max_total_tokens": 48, "max_running_requests": 2},
+    "record": {**CANARY, "kv_canary_record": 50},
+}
+# What the wall clock has a part in.
+TIMES = ("gen_throughput", "queue_time_seconds")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), "LlamaForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("windowed")
+    return write_tiny_model(folder, "Gemma3ForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> ModelFolders:
+    return ModelFolders(tmp_path_factory.mktemp("spec"))
+
+
+Create = Callable[[], EngineHarness]
+
+
+def assert_leaves_no_trace(create: Create, *, is_rehearsed: bool = False) -> None:
+    """An engine that has warmed up is in the state of one that has not, and both then
+    serve alike."""
+    fresh, warm = create(), create()
+    warm.scheduler.worker.model_runner.compiles_ahead = is_rehearsed
+    warm_up(warm.server_args, warm.scheduler.worker, None)
+    assert state_of(warm) == state_of(fresh)
+    for one, other in zip(arenas_of(warm), arenas_of(fresh), strict=True):
+        assert torch.equal(one, other)
+    for prompt in PROMPTS:
+        options: dict[str, Any] = {"temperature": 0.8, "max_new_tokens": 6}
+        answers = [engine.generate(prompt, **options) for engine in (fresh, warm)]
+        assert answers[0].output_ids == answers[1].output_ids
+        assert answers[0].cached_tokens == answers[1].cached_tokens
+    assert state_of(warm) == state_of(fresh)
+
+
+def state_of(engine: EngineHarness) -> dict[str, Any]:
+    """What the host keeps."""
+    scheduler = engine.scheduler
+    allocator, rows = scheduler.cache.allocator, scheduler.cache.req_to_token_pool
+    stats = scheduler.stats_snapshot()
+    managers = scheduler.worker.canary_managers()
+    return {
+        "stats": [getattr(stats, name) for name in _counted(stats)],
+        "pages": allocator.save().tolist(),
+        "windows": None if allocator.swa is None else allocator.swa.available_size(),
+        "rows": rows.save_rows(),
+        "created": scheduler.num_created,
+        "forwards": [(m.num_forwards, m.next_forward, m.counters) for m in managers],
+        "sweeps": [m.num_sweep_passes for m in managers],
+        "findings": [m.reporter.total for m in managers],
+        "rid": [m.serials.rid(serial) for m in managers for serial in range(4)],
+    }
+
+
+def _counted(stats: SchedulerStats) -> list[str]:
+    return [name for name in stats.__struct_fields__ if name not in TIMES]
+
+
+def arenas_of(engine: EngineHarness) -> list[torch.Tensor]:
+    found = []
+    for manager in engine.scheduler.worker.canary_managers():
+        found.append(manager.target.buffers.state.arena)
+        if manager.target.windows is not None:
+            found.append(manager.target.windows.buffers.state.arena)
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", ENGINES)
+def test_it_leaves_no_trace(
+    tiny: Path, tmp_path: Path, name: str, overlap: bool
+) -> None:
+    options: dict[str, Any] = {"max_running_requests": 16, "max_total_tokens": 2048}
+    if name == "record":
+        options["kv_canary_report_dir"] = str(tmp_path)
+    options |= ENGINES[name]
+    assert_leaves_no_trace(lambda: EngineHarness(tiny, overlap=overlap, **options))
+
+
+def test_a_rehearsal_leaves_no_trace_either(tiny: Path) -> None:
+    options = {"max_running_requests": 16, "max_total_tokens": 2048, **CANARY}
+    assert_leaves_no_trace(lambda: EngineHarness(tiny, **options), is_rehearsed=True)
+
+
+def test_window_slots_are_left_alike(windowed: Path) -> None:
+    options: dict[str, Any] = {"max_running_requests": 8, "max_total_tokens": 1024}
+    options |= CANARY
+    assert_leaves_no_trace(lambda: EngineHarness(windowed, **options))
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_drafts_are_left_alike(folders: ModelFolders, topk: int) -> None:
+    config = next(
+        c for c in matrix("llama", "qwen3", "mock") if (c.topk > 1) == (topk > 1)
+    )
+    assert_leaves_no_trace(lambda: spec_engine(folders, config, **CANARY))
+
+
+def test_nothing_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With a tokenizer, so that a grammar is among it."""
+    model = bundled_demo_model_path()
+    engine = EngineHarness(model, max_running_requests=4, max_total_tokens=2048)
+    tokenizer = load_tokenizer(str(model))
+    with caplog.at_level(logging.INFO, logger="sglang"):
+        warm_up(engine.server_args, engine.scheduler.worker, tokenizer)
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said if line.startswith("Warmed up with")]
+    assert not [line for line in said if line.startswith("Not warmed up")]
+
+
+def test_the_cpu_does_not_wait_for_it(tiny: Path) -> None:
+    engine = EngineHarness(tiny, device="cpu", skip_tokenizer_init=True)
+    assert not is_warmed_up(engine.server_args, engine.scheduler.worker)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.builds(
+        Limits,
+        rows=st.integers(1, 300),
+        slots=st.integers(8, 4000),
+        context=st.integers(8, 4000),
+        batch_tokens=st.integers(1, 5000),
+        has_chunks=st.booleans(),
+        vocab_size=st.integers(2, 1000),
+        graph_rows=st.integers(0, 300),
+        is_prefill_only=st.booleans(),
+        has_grammars=st.booleans(),
+        has_hidden_states=st.booleans(),
+    )
+)
+def test_every_request_fits(limits: Limits) -> None:
+    for requests in scenes(limits):
+        assert 0 < len(requests) <= limits.rows + 1
+        for request in requests:
+            params = request.sampling_params
+            length = len(request.input_ids) + params.max_new_tokens
+            assert len(request.input_ids) > 0
+            assert length <= min(limits.context, limits.slots)
+            assert max(request.input_ids) < limits.vocab_size
+            assert params.max_new_tokens == 1 or not limits.is_prefill_only
+            if not limits.has_chunks:
+                assert len(request.input_ids) <= limits.batch_tokens + 96
+
+
+def test_late_kernels_are_counted_and_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    triton = pytest.importorskip("triton")
+    loaded = triton.knobs.runtime.kernel_load_end_hook
+    silent, late = KernelLoads(), KernelLoads(warns=True)
+    with caplog.at_level(logging.WARNING):
+        for loads in (silent, late):
+            loads.start()
+        for name in ("verify_kernel", "verify_kernel", "gemm_kernel"):
+            loaded(None, None, name, {}, "digest")
+        for loads in (silent, late):
+            loads.stop()
+        loaded(None, None, "after_the_end", {}, "digest")
+    assert silent.names == late.names == {"verify_kernel": 2, "gemm_kernel": 1}
+    named = [record.getMessage().split(":")[0] for record in caplog.records]
+    assert named == ["verify_kernel", "gemm_kernel"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))

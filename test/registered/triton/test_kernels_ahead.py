@@ -1,0 +1,25 @@
+"""Kernels of a piece of work are compiled before it is done, and are those that it
+asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from sglang.test.ahead_of_time import compile_in_a_process
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=15, suite="cpu")
+
+PROGRAM = Path(__file__).with_name("kernels_ahead_program.py")
+
+
+def test_launches_are_left_out_and_compiled() -> None:
+    assert "were ahead" in compile_in_a_process([str(PROGRAM)])
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
