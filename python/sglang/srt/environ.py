@@ -144,8 +144,7 @@ class Envs:
         "SGLANG_KV_CANARY_ROTATION_STEPS",
         128,
         int,
-        "Forwards in which --kv-canary-real-data rotate re-hashes every slot it reads, "
-        "where it does not go layer by layer.",
+        "Forwards in which --kv-canary-real-data rotate re-hashes every slot it reads.",
     )
     SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT = EnvVar(
         "SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT",

@@ -33,8 +33,6 @@ class AttentionBackendCapabilities:
         supports_latent: attends latents, which are K and V at once.
         expands_latents: long prefills attend keys and values made of them.
         gathers_prefixes: long prefills attend copies of cached K and V.
-        compares_bytes: decodes over K and V compare the bytes that they load with sums
-            that were kept of them.
     """
 
     devices: frozenset[str]
@@ -52,7 +50,6 @@ class AttentionBackendCapabilities:
     supports_latent: bool = False
     expands_latents: bool = False
     gathers_prefixes: bool = False
-    compares_bytes: bool = False
 
 
 ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
@@ -99,7 +96,6 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         supports_latent=True,
         expands_latents=True,
         gathers_prefixes=True,
-        compares_bytes=True,
     ),
     "flashinfer": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),
