@@ -20,15 +20,19 @@ register_cuda_ci(est_time=120, suite="cuda")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 CANARY = {"kv_canary": "raise", "kv_canary_sweep_interval": 8}
-WARM = {"skip_server_warmup": False, "skip_tokenizer_init": True, **CANARY}
+WARM = {"skip_server_warmup": False, "skip_tokenizer_init": True}
 ENGINES: dict[str, dict[str, Any]] = {
-    "plain": {"kv_canary": "none"},
-    "canary": {},
-    "all bytes": {"kv_canary_real_data": "all"},
-    "pages": {"page_size": 16},
-    "no graphs": {"disable_cuda_graph": True, "disable_piecewise_cuda_graph": True},
-    "small graphs": {"cuda_graph_max_bs": 4},
-    "no chunks": {"chunked_prefill_size": -1},
+    "plain": {},
+    "canary": CANARY,
+    "all bytes": {**CANARY, "kv_canary_real_data": "all"},
+    "pages": {**CANARY, "page_size": 16},
+    "no graphs": {
+        **CANARY,
+        "disable_cuda_graph": True,
+        "disable_piecewise_cuda_graph": True,
+    },
+    "small graphs": {**CANARY, "cuda_graph_max_bs": 4},
+    "no chunks": {**CANARY, "chunked_prefill_size": -1},
 }
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -100,7 +104,7 @@ def test_nothing_comes_late_to_drafts(
     config = next(
         c for c in matrix("llama", "qwen3", "mock") if (c.topk > 1) == (topk > 1)
     )
-    engine = spec_engine(folders, config, **WARM)
+    engine = spec_engine(folders, config, **WARM, **CANARY)
     serve_anything(engine, context=engine.scheduler.model_config.context_len, seed=topk)
     assert_nothing_came_late(engine)
 

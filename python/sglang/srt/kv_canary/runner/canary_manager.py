@@ -94,12 +94,10 @@ _TAIL_LAUNCHES = int(Counter.TAIL_LAUNCHES)
 # The tokens of a running request by its serial; None: it is not running.
 TokensOf = Callable[[int], Sequence[int] | None]
 
-
 # Gets a forward and what its attention is about to read.
 Probe = Callable[[ForwardBatch, "Sequence[KVReadView]"], None]
 
 REMEMBERED_LAUNCHES = 1024
-
 
 # Counts of the host from forward to forward.
 _REHEARSED = (
