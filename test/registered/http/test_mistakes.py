@@ -154,6 +154,7 @@ SCHEDULER_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     (
         {
             "speculative_algorithm": "EAGLE3",
+            "speculative_draft_layout": "paged",
             "max_total_tokens": 16,
         },
         ["16 KV slots do not hold one request", "raise --max-total-tokens"],

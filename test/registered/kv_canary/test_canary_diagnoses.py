@@ -97,7 +97,7 @@ def test_a_copy_that_is_missing(
     was_owned = [v for v in freed if v["writer"]["forward"]]
     assert {v["writer"]["rid"] for v in was_owned} == {"before"}
     assert names(was_owned, "verify_freed") == {"not written since it was allocated"}
-    assert {v["owner"] for v in was_owned} == {'request "reader"'}
+    assert {v["owner"] for v in was_owned} == {'request "reader" (draft region)'}
 
 
 def test_a_free_that_comes_too_early(model: Path) -> None:

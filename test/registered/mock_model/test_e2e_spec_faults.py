@@ -117,6 +117,7 @@ PAGED_TREE = {
     "speculative_num_steps": 5,
     "speculative_eagle_topk": 8,
     "speculative_num_draft_tokens": 32,
+    "speculative_draft_layout": "paged",
 }
 
 

@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_context import get_forward_context
 
 if TYPE_CHECKING:
     from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.ops.decoder_stack import StackPlan
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -100,3 +101,12 @@ class RadixAttention(Module):
         backend = get_forward_context().attn_backend
         backend.forward(q, k, v, self, forward_batch, out=out)
         return out.view(tokens, -1)
+
+
+def run_stack(plan: StackPlan, x: Tensor, forward_batch: ForwardBatch) -> Tensor | None:
+    """`AttentionBackend.run_stack` of this forward's backend; None, too, where
+    attention is not captured with its layers."""
+    context = get_forward_context()
+    if context.attention_breaks is not None:
+        return None
+    return context.attn_backend.run_stack(plan, x, forward_batch)

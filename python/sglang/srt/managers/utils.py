@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
-from sglang.srt.speculative.draft_layout import BranchRegion, alloc_len_per_decode
+from sglang.srt.speculative.draft_layout import (
+    alloc_len_per_decode,
+    branch_region,
+    branch_unit,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logprobs import LogprobResult
@@ -113,26 +116,6 @@ def get_alloc_len_per_decode(server_args: ServerArgs) -> int:
         draft_lead=server_args.draft_lead,
         has_region=branch_unit(server_args) > 0,
     )
-
-
-def branch_unit(server_args: ServerArgs) -> int:
-    """`BranchRegion.unit` of the draft region; 0: there is none, because nothing is
-    drafted in branches or the flags want them after the prefix."""
-    args = server_args
-    if args.speculative_algorithm is None or args.tree_shape.topk == 1:
-        return 0
-    if args.speculative_draft_layout == "paged":
-        return 0
-    assert args.attention_backend is not None and args.page_size is not None
-    capabilities = ATTENTION_BACKENDS[args.attention_backend]
-    return args.page_size if capabilities.needs_paged_draft_rows else 1
-
-
-def branch_region(server_args: ServerArgs, *, begin: int) -> BranchRegion | None:
-    """The draft region of rows whose tokens have `begin` columns; None: see
-    `branch_unit`."""
-    unit = branch_unit(server_args)
-    return BranchRegion(begin=begin, unit=unit) if unit else None
 
 
 def region_columns(server_args: ServerArgs) -> int:

@@ -26,10 +26,9 @@ from sglang.srt.layers.linear import (
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.activation import GATED
-from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention, run_stack
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
-from sglang.srt.model_executor.forward_context import get_forward_context
 from sglang.srt.models.stack import StackedModel, StackOutput
 from sglang.srt.models.whole_stack import PlainLayer, plan_of
 
@@ -316,13 +315,8 @@ class DecoderModel(Module):
     def _run_whole(self, x: Tensor, forward_batch: ForwardBatch) -> Tensor | None:
         """The normalised hidden states by one operator; None: the backend, the model or
         this forward needs the layers one by one."""
-        context = get_forward_context()
-        if self.layers_to_capture or context.attention_breaks is not None:
-            return None
-        plan = self._plan
-        if plan is None:
-            return None
-        return context.attn_backend.run_stack(plan, x, forward_batch)
+        plan = None if self.layers_to_capture else self._plan
+        return None if plan is None else run_stack(plan, x, forward_batch)
 
 
 def _stream(

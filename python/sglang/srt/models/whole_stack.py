@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,15 +15,14 @@ from sglang.srt.layers.ops.linear import PANEL, PackedWeight
 if TYPE_CHECKING:
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.linear import Linear
-    from sglang.srt.models.llama import DecoderAttention, DecoderLayer, DecoderMLP
 
 
 class PlainLayer(NamedTuple):
     """A layer whose attention and MLP are the usual ones."""
 
-    layer: DecoderLayer
-    attention: DecoderAttention
-    mlp: DecoderMLP
+    layer: Any  # a DecoderLayer, DecoderAttention and DecoderMLP of `llama`
+    attention: Any
+    mlp: Any
 
 
 def plan_of(layers: Sequence[PlainLayer], final_norm: RMSNorm) -> StackPlan | None:

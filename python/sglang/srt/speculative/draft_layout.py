@@ -30,6 +30,12 @@ in column e + `branch_shift`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 MAX_TOP_K = 32
 """Branches that the kernels are laid out for."""
@@ -214,3 +220,23 @@ class BranchLayout:
     def end_column(self, seq_len: int) -> int:
         """The first column after all branches."""
         return self.base(seq_len) + self.branch_shift(seq_len, self.topk)
+
+
+def branch_unit(server_args: ServerArgs) -> int:
+    """`BranchRegion.unit` of the draft region; 0: there is none, because nothing is
+    drafted in branches or the flags want them after the prefix."""
+    args = server_args
+    if args.speculative_algorithm is None or args.tree_shape.topk == 1:
+        return 0
+    if args.speculative_draft_layout == "paged":
+        return 0
+    assert args.attention_backend is not None and args.page_size is not None
+    capabilities = ATTENTION_BACKENDS[args.attention_backend]
+    return args.page_size if capabilities.needs_paged_draft_rows else 1
+
+
+def branch_region(server_args: ServerArgs, *, begin: int) -> BranchRegion | None:
+    """The draft region of rows whose tokens have `begin` columns; None: see
+    `branch_unit`."""
+    unit = branch_unit(server_args)
+    return BranchRegion(begin=begin, unit=unit) if unit else None

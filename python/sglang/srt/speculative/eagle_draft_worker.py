@@ -23,7 +23,6 @@ from torch import Tensor
 
 from sglang.srt.configs.draft_config import layers_to_capture
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
-from sglang.srt.managers.utils import branch_region
 from sglang.srt.mem_cache.branch_slots import (
     branch_shifts,
     draft_out_cache_loc,
@@ -39,7 +38,7 @@ from sglang.srt.model_executor.memory_plan import DraftMemory, draft_graph_bytes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import SharedPools
 from sglang.srt.models.draft import DraftModel
-from sglang.srt.speculative.draft_layout import BranchLayout
+from sglang.srt.speculative.draft_layout import BranchLayout, branch_region
 from sglang.srt.speculative.draft_model import (
     check_top_k,
     load_token_map,
