@@ -139,7 +139,7 @@ void decoder_plan(
   std::memcpy(words, &head, sizeof head);
 }
 
-// Buffers of a forward: [tokens, width] each, one behind the other.
+// Buffers of a forward: [tokens, width] each, one after the other.
 struct Scratch {
   float *qkv, *heads, *gate_up, *inner;
 };

@@ -13,7 +13,7 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP_MAX = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_CURRENT = Path("/sys/fs/cgroup/memory.current")
 _HUGE_PAGE_BYTES = 2 << 20
-# What `HostBlocks` allocates at once: what is copied exists twice until it is dropped.
+# Bytes that `HostBlocks` allocates at once: what is copied exists twice until it is dropped.
 _BLOCK_BYTES = 32 << 20
 _LINE_BYTES = 64
 
@@ -59,7 +59,7 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class HostBlocks:
-    """Copies of tensors behind one another, in blocks that are large enough for huge
+    """Copies of tensors one after another, in blocks that are large enough for huge
     pages: by themselves most weights of a small model are not.
 
     Args:
