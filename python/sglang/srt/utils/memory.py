@@ -13,7 +13,7 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP_MAX = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_CURRENT = Path("/sys/fs/cgroup/memory.current")
 _HUGE_PAGE_BYTES = 2 << 20
-# Bytes that `HostBlocks` allocates at once: what is copied exists twice until it is dropped.
+# Bytes that `HostBlocks` allocates at once: while it copies, there are two of each.
 _BLOCK_BYTES = 32 << 20
 _LINE_BYTES = 64
 
