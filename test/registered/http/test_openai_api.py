@@ -253,9 +253,15 @@ def test_an_unknown_field_is_named_with_those_of_its_level(
 
 def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    six = {"ignore_eos": True}  # whatever is drawn
     for stream in (
         client.completions.create(
-            model="mock", prompt="x", max_tokens=6, stream=True, stream_options=options
+            model="mock",
+            prompt="x",
+            max_tokens=6,
+            stream=True,
+            stream_options=options,
+            extra_body=six,
         ),
         client.chat.completions.create(
             model="mock",
@@ -263,6 +269,7 @@ def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
             max_tokens=6,
             stream=True,
             stream_options=options,
+            extra_body=six,
         ),
     ):
         counts = [chunk.usage.completion_tokens for chunk in stream]
