@@ -36,9 +36,12 @@ def fields_of(batch: Any) -> Iterator[tuple[str, Any]]:
         yield field.name, getattr(batch, field.name)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), "LlamaForCausalLM")
+# With windows the slots are uploaded beside the window slots, as on a GPU always.
+@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def tiny(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), request.param)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from kv_canary.checks import PoolChecks
     from kv_canary.state import CanaryState
 
-MAX_MOVES = 1024
+MOVE_SIZES = (64, 512, 1024)
+"""Moves that the kernel is compiled for."""
+MAX_MOVES = MOVE_SIZES[-1]
 """Moves that one program can hold in registers."""
 
 BLOCK_TOKENS = 128
@@ -246,9 +248,8 @@ def move_records(state: CanaryState, dst: Tensor, src: Tensor) -> None:
         for records in (state.head, state.tail):
             records.index_copy_(0, dst, records.index_select(0, src))
         return
-    move_kernel[(2,)](
-        state.head, state.tail, dst, src, count, MOVES=triton.next_power_of_2(count)
-    )
+    size = next(size for size in MOVE_SIZES if count <= size)
+    move_kernel[(2,)](state.head, state.tail, dst, src, count, MOVES=size)
 
 
 def finish_step(state: CanaryState, view: ForwardView, findings: Tensor) -> None:

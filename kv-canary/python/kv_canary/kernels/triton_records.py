@@ -42,7 +42,7 @@ def poison_kernel(
     tl.store(record + 3, word3, mask=fresh)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["dst", "src"])
 def move_kernel(head, tail, dst, src, count, MOVES: tl.constexpr):
     move = tl.arange(0, MOVES)
     mask = (move < count)[:, None]

@@ -30,6 +30,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
+from sglang.srt.utils.vectors import padded_vectors
 
 if TYPE_CHECKING:
     from sglang.srt.managers.req import Req
@@ -162,12 +163,8 @@ class ScheduleBatch:
         return host.pin_memory().to(self.env.device, non_blocking=True)
 
     def _upload_vectors(self, vectors: IntArray) -> torch.Tensor:
-        """Int64 [n, length] in one upload, each vector at a multiple of 16 bytes: a
-        kernel is compiled anew for addresses that are none."""
-        length = vectors.shape[1]
-        if length % 2:
-            vectors = np.pad(vectors, ((0, 0), (0, 1)))
-        return self._upload(vectors)[:, :length]
+        """Int64 [n, length] in one upload, each vector as `padded_vectors` has it."""
+        return self._upload(padded_vectors(vectors))[:, : vectors.shape[1]]
 
     # -- composition ---------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from sglang.srt.mem_cache.ops import move_kv_cache
 from sglang.srt.mem_cache.page_ledger import IntArray
 from sglang.srt.utils.memory import host_zeros
+from sglang.srt.utils.vectors import padded_vectors
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.draft_region import DraftRegion
@@ -211,7 +212,8 @@ class ReqToTokenPool:
         elif self.device.type == "cpu":
             return slots
         # One copy for the index and all values.
-        moved = _to_device(torch.from_numpy(np.stack(columns)), self.device)
+        stacked = padded_vectors(np.stack(columns))
+        moved = _to_device(torch.from_numpy(stacked), self.device)[:, : len(index)]
         values = moved[1:].to(torch.int32)
         if self.device.type != "cpu":
             self.req_to_token.view(-1).index_copy_(0, moved[0], values[0])

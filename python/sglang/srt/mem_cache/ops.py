@@ -6,6 +6,9 @@ from torch import Tensor
 
 from sglang.srt.utils.dispatch import Op
 
+MOVE_SIZES = (64, 512, 2048)
+"""Moves that the kernel is compiled for; few, so that a warm-up can run all of them."""
+
 
 def move_kv_cache_ref(
     k_buffer: Tensor, v_buffer: Tensor, *, dst: Tensor, src: Tensor

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
+ROW_ALIGNMENT = 16
+"""Columns of a table's row are a multiple of this."""
+
+
 class WindowRows(NamedTuple):
     """The rows of a forward as `window_table` writes them.
 
@@ -91,10 +95,15 @@ def window_columns(*, window: int, new_tokens: int, page_size: int) -> int:
 
 
 def new_window_rows(rows: int, columns: int, *, device: torch.device) -> WindowRows:
-    """Tensors for `window_table`."""
-    lens = torch.zeros(3, rows, dtype=torch.int64, device=device)
-    table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
-    return WindowRows(table, *lens.unbind())
+    """Tensors for `window_table`, with at least `columns` columns.
+
+    Every vector begins at a multiple of 16 bytes, and so does every row of the table:
+    Triton compiles a kernel anew for those that do not.
+    """
+    lens = torch.zeros(3, rows + rows % 2, dtype=torch.int64, device=device)
+    width = -(-columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    table = torch.zeros(rows, width, dtype=torch.int32, device=device)
+    return WindowRows(table, *lens[:, :rows].unbind())
 
 
 class WindowForward(NamedTuple):

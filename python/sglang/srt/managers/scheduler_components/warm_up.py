@@ -15,10 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+import torch
+
 from sglang.srt.managers.io_struct import BatchOutput, ShutdownReq
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.managers.scheduler_components.warm_up_scenes import Limits, scenes
+from sglang.srt.mem_cache.ops import MOVE_SIZES
 from sglang.srt.utils.kernels_ahead import compiled_ahead
 
 if TYPE_CHECKING:
@@ -93,6 +96,8 @@ def _serve_all(
         count += len(requests)
     for manager in worker.canary_managers():
         manager.sweep()
+    if server_args.speculative_algorithm is not None:
+        _move_scratch(worker)
     io.requests.append(ShutdownReq())
     scheduler.run_event_loop()  # which finds leaks, and ends what belongs to it
     scheduler.cache.reset()
@@ -100,6 +105,15 @@ def _serve_all(
     scheduler.cache.allocator.clear()
     scheduler.cache.req_to_token_pool.clear()
     return count
+
+
+def _move_scratch(worker: Worker) -> None:
+    """Move the scratch slot to itself: how many slots a verification moves depends on
+    its rows."""
+    pool = worker.model_runner.token_to_kv_pool
+    for size in MOVE_SIZES:
+        slots = torch.zeros(size, dtype=torch.int64, device=worker.model_runner.device)
+        pool.move_kv_cache(slots, slots)
 
 
 def _limits(

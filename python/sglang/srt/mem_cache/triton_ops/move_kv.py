@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang.srt.mem_cache.ops import move_kv_cache_ref
+from sglang.srt.mem_cache.ops import MOVE_SIZES, move_kv_cache_ref
 
-MAX_MOVES = 2048
+MAX_MOVES = MOVE_SIZES[-1]
 """Moves that one launch can hold in registers."""
 
 _TILE = 32768
@@ -23,7 +23,7 @@ _MAX_CHANNELS = 256
 _ELEMENTS_PER_WARP = 2048
 
 
-@triton.jit(do_not_specialize=["moves"])
+@triton.jit(do_not_specialize=["moves"], do_not_specialize_on_alignment=["dst", "src"])
 def move_kv_kernel(
     k,
     v,
@@ -97,6 +97,6 @@ def warps_for(elements: int) -> int:
 
 def tile_shape(moves: int, width: int) -> tuple[int, int]:
     """Return (moves, channels) of one program: powers of two, `_TILE` elements."""
-    moves = triton.next_power_of_2(moves)
+    moves = next(size for size in MOVE_SIZES if moves <= size)
     channels = min(triton.next_power_of_2(width), _MAX_CHANNELS, max(_TILE // moves, 8))
     return moves, channels

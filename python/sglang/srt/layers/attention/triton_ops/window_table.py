@@ -50,7 +50,7 @@ def window_table(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_columns", "num_entries"])
 def window_table_kernel(
     table,
     row_index,
