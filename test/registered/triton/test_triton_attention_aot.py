@@ -20,7 +20,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kv_canary.kernels.triton_args import State
+from kv_canary.state import ARENA_PARTS
 from sglang.srt.layers.attention.triton_ops.args import (
+    Check,
+    Compares,
     Lens,
     NewKV,
     Pages,
@@ -126,7 +130,11 @@ def arguments(variant: Variant) -> dict[str, Any]:
         "window": "i32" if variant.has_window else None,
         "sinks": element if variant.has_sinks else None,
         "scale": Scale("fp32", "fp32" if variant.has_cap else None),
+        "check": None,
+        "layer": None,
     }
+    if variant.launch.constants.get("COMPARES"):
+        found |= {"check": check_types(variant.has_window), "layer": "i32"}
     if variant.kernel is latent_kernel:
         found["scale"] = "fp32"
     if variant.kernel is extend_dense_kernel:
@@ -139,6 +147,22 @@ def arguments(variant: Variant) -> dict[str, Any]:
             size = [tile.block_n, getattr(shape, f"block_{name}")]
             found[f"{name}_tiles"] = f"tensordesc<{element[1:]}{size}>"
     return found
+
+
+def check_types(has_window: bool) -> Check:
+    """Of `Check`, in the types of its tensors."""
+    parts = [f"*i{8 * part.dtype.itemsize}" for part in ARENA_PARTS.values()]
+    return Check(
+        state=State(*parts, "i32", ALIGNED),
+        sums="*i32",
+        slot_stride=ALIGNED,
+        layers=ALIGNED,
+        req_rows="*i64",
+        serials="*i64",
+        prefix_lens="*i64",
+        first_position="*i64" if has_window else None,
+        tag="i32",
+    )
 
 
 def has_running(launch: Launch) -> bool:
@@ -308,6 +332,11 @@ def paged_variants(
     head_dim = heads["head_dim"]
     split = decode_launch(splits=8, itemsize=itemsize, page_size=page_size, **heads)
     yield Variant(decode_split_kernel, split, itemsize, has_window)
+    for compares in (Compares.ALWAYS, Compares.IN_TURN):
+        compared = decode_launch(
+            splits=8, itemsize=itemsize, page_size=page_size, compares=compares, **heads
+        )
+        yield Variant(decode_split_kernel, compared, itemsize, has_window)
     combine = combine_launch(split)
     yield Variant(decode_combine_kernel, combine, itemsize, has_window)
     for tokens, rows, has_tree in (

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -125,6 +126,39 @@ class DenseTile(NamedTuple):
     gather_n: int
     masked_n: int
     stages: int
+
+
+class Compares(IntEnum):
+    """When decode attention compares the bytes that it loads: never, in every launch,
+    or where the number of the forward, modulo the layers, is the launch's layer."""
+
+    NEVER = 0
+    ALWAYS = 1
+    IN_TURN = 2
+
+
+class Check(NamedTuple):
+    """The sums that decode attention compares with, and where it reports.
+
+    Fields:
+        state: `State` of the canary's launches.
+        sums: int32 [slots, layers, KV heads], `slot_stride` from slot to slot.
+        layers: of the group of slots.
+        req_rows, serials, prefix_lens: int64 [R], whose a row is, and its elements that
+            were written before this forward; `first_position`: int64 [R], of element 0,
+            None: 0.
+        tag: of `ring_tag`.
+    """
+
+    state: Any
+    sums: Tensor
+    slot_stride: int
+    layers: int
+    req_rows: Tensor
+    serials: Tensor
+    prefix_lens: Tensor
+    first_position: Tensor | None
+    tag: int
 
 
 class DecodeTile(NamedTuple):

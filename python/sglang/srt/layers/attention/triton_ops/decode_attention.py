@@ -13,6 +13,8 @@ import triton
 from torch import Tensor
 
 from sglang.srt.layers.attention.triton_ops.args import (
+    Check,
+    Compares,
     DecodeTile,
     Partials,
     pages_args,
@@ -36,6 +38,12 @@ _MIN_ELEMENTS_PER_SPLIT = 64
 # Bytes of a padded head -> KV elements per tile, warps, pipeline stages; measured with
 # benchmark/kernels/bench_triton_attention.py --sweep.
 TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
+    (128, (64, 2, 2)),
+    (256, (32, 2, 2)),
+    (1024, (32, 4, 2)),
+)
+# The same where bytes are compared.
+CHECKED_TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
     (128, (64, 2, 2)),
     (256, (32, 2, 2)),
     (1024, (32, 4, 2)),
@@ -70,6 +78,20 @@ class DecodeWorkspace:
     partial: Tensor
     lse: Tensor
     max_context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedLayer:
+    """How a launch compares the bytes that it loads.
+
+    Fields:
+        check: of the forward. layer: that attends, of those of its group of slots.
+        compares: whether it does so always, or when it is the layer's turn.
+    """
+
+    check: Check
+    layer: int
+    compares: Compares
 
 
 def decode_workspace(
@@ -117,16 +139,19 @@ def decode_launch(
     itemsize: int,
     page_size: int,
     splits: int,
+    compares: Compares = Compares.NEVER,
 ) -> Launch:
     """Compile-time parameters of the split kernel, chosen from shapes alone."""
     shape = shape_args(q_heads, kv_heads, head_dim, page_size)
+    tiles = CHECKED_TILES if compares is Compares.ALWAYS else TILES
     block_n, warps, stages = next(
-        tile for limit, tile in TILES if shape.block_d * itemsize <= limit
+        tile for limit, tile in tiles if shape.block_d * itemsize <= limit
     )
     return Launch(
         constants={
             "SHAPE": shape,
             "TILE": DecodeTile(_block_h(shape.group), block_n, splits),
+            "COMPARES": int(compares),
         },
         num_warps=warps,
         num_stages=stages,
@@ -135,7 +160,8 @@ def decode_launch(
 
 def combine_launch(split_launch: Launch) -> Launch:
     """Compile-time parameters of the combine kernel after a split kernel."""
-    return Launch(constants=split_launch.constants, num_warps=4, num_stages=1)
+    constants = {name: split_launch.constants[name] for name in ("SHAPE", "TILE")}
+    return Launch(constants=constants, num_warps=4, num_stages=1)
 
 
 def decode_attention(
@@ -153,6 +179,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     out: Tensor,
     workspace: DecodeWorkspace,
+    compared: ComparedLayer | None = None,
 ) -> None:
     """out[r] = softmax(sm_scale * q[r] . K) V over KV elements 0 .. read_lens[r] - 1.
 
@@ -165,6 +192,8 @@ def decode_attention(
             `sglang.srt.layers.ops.attention.decode_attention`; page_size a power of
             two.
         workspace: from `decode_workspace` for at least these rows and heads.
+        compared: where the bytes of the elements before this forward are compared with
+            sums that were kept of them; None: they are not.
 
     Raises:
         ValueError: shapes, page_size or workspace do not fit.
@@ -194,6 +223,7 @@ def decode_attention(
         itemsize=q.element_size(),
         page_size=page_size,
         splits=splits,
+        compares=Compares.NEVER if compared is None else compared.compares,
     )
     outputs = tokens_args(out)
     partials = Partials(workspace.partial, workspace.lse)
@@ -208,6 +238,8 @@ def decode_attention(
         sinks,
         scale_args(sm_scale, logit_cap),
         attended,
+        None if compared is None else compared.check,
+        None if compared is None else compared.layer,
         **launch.options(),
     )
     if splits == 1:
