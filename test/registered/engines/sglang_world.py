@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,7 +145,11 @@ class Runner:
 
 def pad(batch: Batch) -> Batch:
     """As a runner of graphs does to a decode: rows of an earlier batch stay after the
-    last, and write to slot 0."""
+    last, and write to slot 0. The mask of a captured verification is never filled."""
+    if batch.forward_mode.name == "TARGET_VERIFY":
+        mask = torch.ones_like(batch.spec_info.custom_mask)
+        spec = SimpleNamespace(draft_token_num=DRAFTS, custom_mask=mask)
+        return replace(batch, spec_info=spec)
     if batch.forward_mode.name != "DECODE":
         return batch
     spare = torch.ones(2, dtype=torch.int64, device=DEVICE)

@@ -7,15 +7,17 @@ ones. Nothing here waits for the device or depends on a value in any shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kv_canary.engines.hooks import Refusal
-from kv_canary.engines.sglang.tree import chain_of, tree_of
 from kv_canary.records import WriterKind
 from kv_canary.view import ForwardView, KVReadView
+
+if TYPE_CHECKING:
+    from kv_canary.engines.sglang.tree import Trees
 
 IDLE = "IDLE"
 VERIFY = "TARGET_VERIFY"
@@ -82,9 +84,12 @@ def lengths_of(batch: Any) -> Lengths:
     )
 
 
-def view_of(batch: Any, rows: BatchRows, req_to_token: Tensor) -> ForwardView:
+def view_of(
+    batch: Any, rows: BatchRows, trees: Trees, req_to_token: Tensor
+) -> ForwardView:
     """
     Args:
+        trees: of the verification, where it is one.
         req_to_token: int32 [rows, columns], slots by row and position.
 
     Raises:
@@ -105,11 +110,7 @@ def view_of(batch: Any, rows: BatchRows, req_to_token: Tensor) -> ForwardView:
         nodes, kind = int(batch.spec_info.draft_token_num), WriterKind.VERIFY
         depth = max(nodes - 1, 1)
         indptr = torch.arange(n + 1, device=device) * nodes
-        custom = getattr(batch.spec_info, "custom_mask", None)
-        if custom is None:
-            parents, mask = chain_of(n, nodes, device)
-        else:
-            parents, mask = tree_of(custom, prefix, nodes)
+        parents, mask = trees.of(n, nodes)
     elif mode != "DECODE":
         kind, starts = WriterKind.EXTEND, batch.extend_start_loc.long()
         indptr = torch.cat((starts, starts[-1:] + extend[-1:]))

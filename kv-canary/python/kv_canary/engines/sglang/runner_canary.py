@@ -34,6 +34,7 @@ from kv_canary.engines.sglang.batch import (
 )
 from kv_canary.engines.sglang.pool_canary import RING_CAPACITY, PoolCanary
 from kv_canary.engines.sglang.row_registry import Row, RowRegistry
+from kv_canary.engines.sglang.tree import Trees
 from kv_canary.evidence import Owner
 from kv_canary.records import Counter
 from kv_canary.reporter import as_error
@@ -97,7 +98,9 @@ class RunnerCanary:
         self._allocator = allocator
         self.registry = RowRegistry()
         self.canary = PoolCanary(pool, req_to_token, tree_width=tree_width)
-        self.rows = BatchRows(req_to_token.shape[0] + _SPARE_ROWS, self._device)
+        capacity = req_to_token.shape[0] + _SPARE_ROWS
+        self.rows = BatchRows(capacity, self._device)
+        self.trees = Trees(capacity, tree_width, self._device)
         self.reporter = reporter_of(
             settings,
             page_size=pool.page_size,
@@ -150,6 +153,13 @@ class RunnerCanary:
         self._apply()
         rows = self._rows_of(batch)
         self.rows.begin([row.serial for row in rows], [row.salt for row in rows])
+        if self._mode == VERIFY:
+            spec = batch.spec_info
+            self.trees.begin(
+                getattr(spec, "custom_mask", None),
+                lengths_of(batch).prefix[: len(rows)],
+                int(spec.draft_token_num),
+            )
         self._clock.copy_(self.canary.state.clock)
 
     def before(self, batch: Any) -> None:
@@ -157,7 +167,7 @@ class RunnerCanary:
         self._view = None
         if mode_of(batch) == IDLE:
             return
-        self._view = view_of(batch, self.rows, self.canary.table)
+        self._view = view_of(batch, self.rows, self.trees, self.canary.table)
         self.canary.before(self._view)
 
     def after(self) -> None:
