@@ -1,8 +1,7 @@
 """The canaries of SGLang's runners, and the wrappers that lead to them.
 
 A canary is an attribute of the objects that it watches: the runner, its pool, its
-allocator, its table, its model. Objects without one, such as those of a draft, are left
-alone.
+allocator, its table, its model. Objects without one are left alone.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kv_canary.engines.hooks import Hook, Refusal, wrap
+from kv_canary.engines.hooks import Hook, Refusal, problem_with, wrap
 from kv_canary.engines.metrics import serve_metrics
 from kv_canary.engines.reporting import unless_refused
 from kv_canary.engines.settings import Mode, Settings
 from kv_canary.engines.sglang import hooks_of
+from kv_canary.engines.sglang.batch import IDLE, PREFILL, mode_of
+from kv_canary.engines.sglang.draft import extend_after, unseen_because
 from kv_canary.engines.sglang.limits import refused_by
 from kv_canary.engines.sglang.pool import read_pool
 from kv_canary.engines.sglang.runner_canary import Pending, RunnerCanary
@@ -56,6 +57,10 @@ def wrap_engine(settings: Settings) -> list[Callable[[], None]]:
         method: Method, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         canary = canary_of(runner)
+        if runner.is_draft_worker:
+            call = functools.partial(method, runner, forward_batch, *args, **kwargs)
+            is_checked = mode_of(forward_batch) == PREFILL
+            return checked(canary if is_checked else None, forward_batch, call)
         if canary is None:
             _require_attached(runner, settings)
             return method(runner, forward_batch, *args, **kwargs)
@@ -77,21 +82,20 @@ def wrap_engine(settings: Settings) -> list[Callable[[], None]]:
     ]
     if hooks_of.is_there(hooks_of.FREE_SEGMENT):
         around.append((hooks_of.FREE_SEGMENT, _free))
+    if problem_with(hooks_of.DRAFT_EXTEND) is None:
+        around.append((hooks_of.DRAFT_EXTEND, _draft_extend))
     return [wrap(hook, wrapper) for hook, wrapper in around]
 
 
 def attach(runner: Any, settings: Settings) -> None:
-    """Attach a canary to a runner whose pools were just made; a draft's is left alone.
+    """Attach a canary to a runner whose pools were just made.
 
     Raises:
         Refusal: mode `raise`, and something cannot be checked. In mode `log` the error
             is logged, and the runner goes on unchecked.
     """
     if runner.is_draft_worker:
-        logger.warning(
-            "kv_canary: the pool of the draft model is not checked; the trees that the "
-            "target verifies are"
-        )
+        attach_draft(runner, settings)
         return
     canary = unless_refused(lambda: _create(runner, settings), settings)
     if canary is None:
@@ -105,11 +109,40 @@ def attach(runner: Any, settings: Settings) -> None:
     for part in watched:
         setattr(part, _ATTRIBUTE, canary)
     _wrap_model(runner.model, canary)
+    _tell(canary, "", settings)
+
+
+def attach_draft(runner: Any, settings: Settings) -> None:
+    """Attach a canary to the pool of a draft model, or say why not: a target verifies
+    what its draft model says, so that no answer depends on that pool."""
+    target = canary_of(runner.req_to_token_pool)
+    because = "its target is not" if target is None else None
+    because = because or unseen_because(runner.server_args)
+    if because is None and target is not None:
+        try:
+            canary = _create(runner, settings, target)
+        except Refusal as refusal:
+            because = str(refusal)
+        else:
+            target.draft, target.registry.has_draft = canary, True
+            for part in (runner, runner.token_to_kv_pool):
+                setattr(part, _ATTRIBUTE, canary)
+            _tell(canary, " of the draft model", settings)
+    if because is not None:
+        logger.warning(
+            "kv_canary: the pool of the draft model is not checked (%s); the trees "
+            "that the target verifies are",
+            because,
+        )
+
+
+def _tell(canary: RunnerCanary, whose: str, settings: Settings) -> None:
     pool = canary.canary.pool
     logger.warning(
-        "kv_canary: checks group %r: %d layers, %d slots in pages of %d (mode %s, real "
-        "data %s)",
+        "kv_canary: checks group %r%s: %d layers, %d slots in pages of %d (mode %s, "
+        "real data %s)",
         pool.group,
+        whose,
         pool.num_layers,
         pool.num_slots,
         pool.page_size,
@@ -118,7 +151,9 @@ def attach(runner: Any, settings: Settings) -> None:
     )
 
 
-def _create(runner: Any, settings: Settings) -> RunnerCanary:
+def _create(
+    runner: Any, settings: Settings, target: RunnerCanary | None = None
+) -> RunnerCanary:
     args = runner.server_args
     refused = refused_by(args)
     if getattr(runner, "is_multimodal", False):
@@ -141,8 +176,10 @@ def _create(runner: Any, settings: Settings) -> RunnerCanary:
             allocator=runner.token_to_kv_pool_allocator,
             tree_width=_tree_width(args),
             rank=rank,
+            target=target,
         )
-    serve_metrics(canary, settings, rank=rank)
+    if target is None:
+        serve_metrics(canary, settings, rank=rank)
     return canary
 
 
@@ -175,9 +212,31 @@ def _wrap_model(model: Any, canary: RunnerCanary) -> None:
     model.forward = forward
 
 
+def checked(canary: RunnerCanary | None, batch: Any, forward: Callable[[], Any]) -> Any:
+    """A forward with all launches around it, none of them in its graphs."""
+    if canary is None:
+        return forward()
+    canary.begin(batch)
+    canary.before(batch)
+    result = forward()
+    canary.after()
+    canary.end()
+    return result
+
+
+def _draft_extend(
+    method: Method, worker: Any, batch: Any, batch_result: Any, *args: Any, **kw: Any
+) -> Any:
+    canary = canary_of(worker.draft_runner)
+    call = functools.partial(method, worker, batch, batch_result, *args, **kw)
+    if canary is None or mode_of(batch) == IDLE:
+        return call()
+    return checked(canary, extend_after(batch, batch_result), call)
+
+
 def _require_attached(runner: Any, settings: Settings) -> None:
     """A forward without a canary is an error; in mode `log` a line, once."""
-    if runner.is_draft_worker or getattr(runner, _IS_TOLD, False):
+    if getattr(runner, _IS_TOLD, False):
         return
     text = (
         "kv_canary: a forward runs in a runner to which nothing is attached: "
@@ -220,18 +279,20 @@ def _run_batch(
     result = method(scheduler, batch, *args, **kwargs)
     canary = canary_of(batch.req_to_token_pool)
     if canary is not None and result is not None:
-        setattr(result, _PENDING, Held(canary, canary.take_pending()))
+        canaries = [canary] if canary.draft is None else [canary, canary.draft]
+        held = [Held(each, each.take_pending()) for each in canaries]
+        setattr(result, _PENDING, held)
     return result
 
 
 def _process_batch_result(
     method: Method, scheduler: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    held: Held | None = getattr(result, _PENDING, None)
-    if held is not None:
-        for findings in held.pending:
-            held.canary.collect(findings)
-        held.canary.poll()
+    held: list[Held] = getattr(result, _PENDING, [])
+    for canary, pending in held:
+        for findings in pending:
+            canary.collect(findings)
+        canary.poll()
     return method(scheduler, batch, result, *args, **kwargs)
 
 

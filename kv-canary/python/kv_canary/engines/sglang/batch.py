@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from kv_canary.engines.sglang.tree import Trees
 
 IDLE = "IDLE"
+PREFILL = "EXTEND"
 VERIFY = "TARGET_VERIFY"
+DRAFT_EXTEND = "DRAFT_EXTEND_V2"
+"""Of a draft model, after a verification, as `draft.py` makes its batch."""
+_TREES = {VERIFY: WriterKind.VERIFY, DRAFT_EXTEND: WriterKind.DRAFT_EXTEND}
 
 
 class BatchRows:
@@ -62,6 +66,11 @@ def mode_of(batch: Any) -> str:
     return str(batch.forward_mode.name)
 
 
+def has_trees(mode: str) -> bool:
+    """Whether the rows of such a forward are trees, of which a path stays."""
+    return mode in _TREES
+
+
 def lengths_of(batch: Any) -> Lengths:
     """
     Raises:
@@ -71,9 +80,9 @@ def lengths_of(batch: Any) -> Lengths:
     if mode == "DECODE":
         lens = batch.seq_lens.long()
         return Lengths(lens - 1, torch.ones_like(lens))
-    if mode in ("EXTEND", "MIXED"):
+    if mode in (PREFILL, "MIXED"):
         return Lengths(batch.extend_prefix_lens.long(), batch.extend_seq_lens.long())
-    if mode == VERIFY:
+    if mode in _TREES:
         lens = batch.seq_lens.long()
         return Lengths(
             lens, torch.full_like(lens, int(batch.spec_info.draft_token_num))
@@ -85,12 +94,17 @@ def lengths_of(batch: Any) -> Lengths:
 
 
 def view_of(
-    batch: Any, rows: BatchRows, trees: Trees, req_to_token: Tensor
+    batch: Any,
+    rows: BatchRows,
+    trees: Trees,
+    req_to_token: Tensor,
+    seeds: Tensor | None = None,
 ) -> ForwardView:
     """
     Args:
         trees: of the verification, where it is one.
         req_to_token: int32 [rows, columns], slots by row and position.
+        seeds: int64 [rows], of a draft model's pool: lineages before position 0.
 
     Raises:
         Refusal: a mode that is not seen, or more rows than there are.
@@ -106,8 +120,8 @@ def view_of(
     req_rows = torch.where(is_live, indices, 0)
     indptr = parents = mask = None
     depth, kind = 0, WriterKind.DECODE
-    if mode == VERIFY:
-        nodes, kind = int(batch.spec_info.draft_token_num), WriterKind.VERIFY
+    if mode in _TREES:
+        nodes, kind = int(batch.spec_info.draft_token_num), _TREES[mode]
         depth = max(nodes - 1, 1)
         indptr = torch.arange(n + 1, device=device) * nodes
         parents, mask = trees.of(n, nodes)
@@ -123,6 +137,7 @@ def view_of(
         out_cache_loc=batch.out_cache_loc.long(),
         serials=rows.serials[:n],
         salts=rows.salts[:n],
+        seed_table=seeds,
         qo_indptr=indptr,
         parent_index=parents,
         tree_mask=mask,
