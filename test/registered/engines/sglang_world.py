@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kv_canary.engines.settings import Settings
-from kv_canary.engines.sglang import attachment, hooks_of
+from kv_canary.engines.sglang import attachment, hooks_of, wrappers
 from kv_canary.engines.sglang.runner_canary import RunnerCanary
 
 ROWS, COLUMNS, LAYERS, WIDTH, VOCABULARY = 8, 128, 3, 16, 256
@@ -490,7 +490,7 @@ OWNERS: dict[str, Any] = {
 @contextmanager
 def plugged(settings: Settings) -> Iterator[None]:
     """With the plugin's wrappers in place."""
-    undo = attachment.wrap_engine(settings)
+    undo = wrappers.wrap_engine(settings)
     try:
         yield
     finally:
