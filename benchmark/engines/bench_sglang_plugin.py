@@ -141,11 +141,12 @@ def main() -> None:
         model = args.model or folder
         if args.model is None:
             Path(folder, "config.json").write_text(json.dumps(SHAPE), encoding="utf-8")
-        turns = []
+        turns: list[dict[str, Any]] = []
         for _ in range(args.turns):
-            turns.append({mode: in_a_process(mode, model) for mode in args.modes})
-            for mode, found in turns[-1].items():
-                print(f"{mode:8} {found}", flush=True)
+            turns.append({})
+            for mode in args.modes:
+                turns[-1][mode] = in_a_process(mode, model)
+                print(f"{mode:8} {turns[-1][mode]}", flush=True)
     if len({found["answers"] for turn in turns for found in turn.values()}) > 1:
         print("the answers differ")
     medians = {
