@@ -87,6 +87,7 @@ def _traffic(model: Path, outcomes: Path, options: dict[str, Any]) -> None:
             "chunked_prefill_size": 64,
             "attention_backend": "triton",
             "sampling_backend": "pytorch",
+            "grammar_backend": "none",
             "log_level": "error",
             **options,
         }
