@@ -508,22 +508,25 @@ def test_the_self_test_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs a CUDA device, and there is none" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", selftest.KINDS)
 def test_faults_are_planted_by_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The part of the self-test in the engine's process, through the entry point."""
     stock(monkeypatch)
     monkeypatch.setenv("KV_CANARY", "log")
     monkeypatch.setenv("KV_CANARY_REAL_DATA", "all")
-    file = tmp_path / "outcomes.1"
+    mode, faults = selftest.KINDS[kind]
+    file = tmp_path / f"outcomes.{mode}.1"
     monkeypatch.setenv(planting.PLAN, str(file))
     plugin.register()
-    world = World(LOG)
-    fill(world, random.Random(9))
-    for _ in range(3 * len(FAULTS)):
-        world.decode()
+    rng = random.Random(9)
+    world = World(LOG, speculative_algorithm="EAGLE" if kind == "eagle" else None)
+    fill(world, rng)
+    for _ in range(3 * len(faults)):
+        world.speculate(rng) if kind == "eagle" else world.decode()
     outcomes = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [outcome["fault"] for outcome in outcomes] == list(FAULTS)
+    assert [outcome["fault"] for outcome in outcomes] == list(faults)
     assert [o for o in outcomes if not o["named"]] == []
 
 

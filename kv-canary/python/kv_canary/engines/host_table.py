@@ -74,7 +74,7 @@ HOSTS = (
         limits=sglang_limits.LIMITS,
         rest="pools of any other kind (sliding windows, Mamba, FP4, sparse, ...), "
         "multimodal models; of draft models' pools only that of EAGLE is checked",
-        models=("plain",),
+        models=("plain", "eagle"),
         plugins_variable=sglang_plugin.VARIABLE,
         self_test_environment={"KV_CANARY_REAL_DATA": "all"},
         optional=(sglang_hooks.DRAFT_EXTEND,),
