@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kv_canary.accepted import AcceptedPath, AcceptedWords
 from kv_canary.findings import STATUS_WORDS
 from kv_canary.kernels import reference, reference_write
 from kv_canary.op import Op
 
 if TYPE_CHECKING:
-    from kv_canary.accepted import AcceptedPath, SampledTokens
+    from kv_canary.accepted import SampledTokens
     from kv_canary.carried import CarriedRows
     from kv_canary.checks import PoolChecks
     from kv_canary.state import CanaryState
@@ -79,10 +80,10 @@ _carry = Op(
     native=_NATIVE + "carry",
     triton=_TRITON + "carry",
 )
-_note_accepted = Op(
-    reference=reference_write.note_accepted,
-    native=_NATIVE + "note_accepted",
-    triton=_TRITON + "note_accepted",
+_finish_accepted = Op(
+    reference=reference_write.finish_accepted,
+    native=_NATIVE + "finish_accepted",
+    triton=_TRITON + "finish_accepted",
 )
 
 
@@ -187,21 +188,32 @@ def note_tokens(state: CanaryState, sampled: SampledTokens) -> Tensor:
     return marks
 
 
-def note_accepted(state: CanaryState, path: AcceptedPath) -> Tensor:
-    """Check what a verification accepted, and note the last token gained of each row
-    as `note_tokens` does; the first node in doubt of a row is an ACCEPT_PATH.
+def finish_accepted(
+    state: CanaryState,
+    draft: CanaryState,
+    path: AcceptedPath,
+    *,
+    salts: Tensor,
+    checks: bool = True,
+) -> AcceptedWords:
+    """End a verification: check what it accepted, and note the last token gained of
+    each row as `note_tokens` does; the first node in doubt of a row is an ACCEPT_PATH.
+    Then the rows' lineages advance over the tokens whose KV stays, and findings are
+    gathered in both pools.
 
     Every node of the path must follow its predecessor in the tree and be the token
     that this one's prediction names; tokens gained must be the predictions, and these
     the target's choices where they are given; then no node may go on from the last one
     by its choice.
 
-    Returns:
-        marks, as `note_tokens`.
+    Args:
+        state: of the target's pool; draft: of the draft's.
+        salts: int64 [b], as in `ForwardView`.
+        checks: whether the path is checked; False where acceptance is made up.
     """
-    marks = path.serials.new_empty((2, path.num_rows))
-    _note_accepted(state, path, marks)
-    return marks
+    words = AcceptedWords.of(path)
+    _finish_accepted(state, draft, path, salts, checks, words)
+    return words
 
 
 def note_carried(state: CanaryState, rows: CarriedRows) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kv_canary.accepted import AcceptedPath, SampledTokens
+from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
 from kv_canary.carried import CarriedRows
 from kv_canary.checks import PoolChecks
 from kv_canary.kernels import triton_launch
@@ -252,7 +252,7 @@ def launch_note() -> None:
     triton_launch.note_tokens(create_canary(), sampled_tokens, marks)
 
 
-def launch_accepted(*, with_choices: bool) -> None:
+def launch_accepted(*, with_choices: bool, checks: bool) -> None:
     nodes, path = longs(ROWS * 8).view(ROWS, 8), longs(ROWS * 4).view(ROWS, 4)
     accepted = AcceptedPath(
         req_rows=longs(),
@@ -266,8 +266,14 @@ def launch_accepted(*, with_choices: bool) -> None:
         gained=path,
         choices=nodes if with_choices else None,
     )
-    marks = torch.zeros(2, ROWS, dtype=torch.int64)
-    triton_launch.note_accepted(create_canary(), accepted, marks)
+    triton_launch.finish_accepted(
+        create_canary(),
+        create_canary(),
+        accepted,
+        longs(),
+        checks,
+        AcceptedWords.of(accepted),
+    )
 
 
 def launch_carried(*, checks: bool, has_hidden: bool) -> None:
@@ -319,10 +325,12 @@ def launches() -> Iterator[tuple[str, Any]]:
                 create_canary(), longs(), longs(3 * ROWS).view(3, ROWS), seeds
             ),
         )
-    for choices in (False, True):
+    for choices, checks in ((False, True), (True, True), (False, False)):
         yield (
-            f"note accepted {choices}",
-            lambda choices=choices: launch_accepted(with_choices=choices),
+            f"finish accepted {choices} {checks}",
+            lambda choices=choices, checks=checks: launch_accepted(
+                with_choices=choices, checks=checks
+            ),
         )
     for checks in (False, True):
         for has_hidden in (False, True):

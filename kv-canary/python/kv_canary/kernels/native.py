@@ -11,7 +11,7 @@ from kv_canary.view import READ_FIELDS, ForwardView, KVReadView
 from sglang_kernels import ops
 
 if TYPE_CHECKING:
-    from kv_canary.accepted import AcceptedPath, SampledTokens
+    from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
     from kv_canary.carried import CarriedRows
     from kv_canary.state import CanaryState
 
@@ -137,5 +137,19 @@ def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
     ops.canary_carry(state.arena, given, rows.sums, rows.numbers, checks)
 
 
-def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None:
-    ops.canary_note_accepted(state.arena, path.tensors, marks)
+def finish_accepted(
+    state: CanaryState,
+    draft: CanaryState,
+    path: AcceptedPath,
+    salts: Tensor,
+    checks: bool,
+    words: AcceptedWords,
+) -> None:
+    words.gained.copy_(path.gained)
+    words.accept_lens.copy_(path.accept_lens)
+    if checks:
+        ops.canary_note_accepted(state.arena, path.tensors, words.marks)
+    else:
+        note_tokens(state, path.last(), words.marks)
+    finish_step(state, path.rows(salts), words.findings)
+    gather_findings(draft, path.req_rows, words.draft_findings)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kv_canary.accepted import SampledTokens
 from kv_canary.carried import FACTOR, KEY, CarriedRows
 from kv_canary.findings import RING, STATUS_WORDS
 from kv_canary.hashing import MASK64, to_signed64
@@ -45,7 +44,7 @@ from kv_canary.records import (
 from kv_canary.view import NO_MANAGER
 
 if TYPE_CHECKING:
-    from kv_canary.accepted import AcceptedPath
+    from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
     from kv_canary.checks import PoolChecks
     from kv_canary.layout import Fingerprint
     from kv_canary.state import CanaryState
@@ -490,7 +489,24 @@ def _is_missed(path: AcceptedPath, last: Tensor) -> Tensor:
     return (is_child & (path.tokens == choice)).any(dim=1)
 
 
-def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None:
+def finish_accepted(
+    state: CanaryState,
+    draft: CanaryState,
+    path: AcceptedPath,
+    salts: Tensor,
+    checks: bool,
+    words: AcceptedWords,
+) -> None:
+    words.gained.copy_(path.gained)
+    words.accept_lens.copy_(path.accept_lens)
+    if checks:
+        _check_accepted(state, path)
+    note_tokens(state, path.last(), words.marks)
+    finish_step(state, path.rows(salts), words.findings)
+    gather_findings(draft, path.req_rows, words.draft_findings)
+
+
+def _check_accepted(state: CanaryState, path: AcceptedPath) -> None:
     # The verification's own tail has advanced the clock.
     report = Report(state, Launch.ACCEPT, NO_MANAGER, clock_offset=-1)
     row = torch.arange(path.num_rows, device=path.req_rows.device)
@@ -536,11 +552,3 @@ def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None
             Ring.BATCH_ROW: row,
         }
     )
-    last = SampledTokens(
-        req_rows=path.req_rows,
-        serials=path.serials,
-        tokens=path.gained.gather(1, length[:, None] - 1)[:, 0],
-        prefix_lens=path.prefix_lens,
-        extend_lens=path.accept_lens,
-    )
-    note_tokens(state, last, marks)

@@ -33,10 +33,10 @@ from kv_canary.kernels.triton_verify import verify_kernel
 from kv_canary.kernels.triton_write import write_kernel
 from kv_canary.layout import NO_FINGERPRINT, Fingerprint, FingerprintMode
 from kv_canary.records import Launch, ring_tag
-from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
+from kv_canary.view import NO_MANAGER, ForwardView, KVReadView, require_vector
 
 if TYPE_CHECKING:
-    from kv_canary.accepted import AcceptedPath, SampledTokens
+    from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
     from kv_canary.carried import CarriedRows
     from kv_canary.checks import PoolChecks
     from kv_canary.state import CanaryState
@@ -339,13 +339,25 @@ def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
     )
 
 
-def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None:
+def finish_accepted(
+    state: CanaryState,
+    draft: CanaryState,
+    path: AcceptedPath,
+    salts: Tensor,
+    checks: bool,
+    words: AcceptedWords,
+) -> None:
     path.check_layout()
+    require_vector("finish_accepted: salts", salts)
     accepted_kernel[(max(path.num_rows, 1),)](
         state=state_args(state),
+        draft=state_args(draft),
         path=path_args(path),
-        marks=marks,
+        salts=salts,
+        words=words.words,
         num_rows=path.num_rows,
         tag=ring_tag(Launch.ACCEPT, NO_MANAGER, state.pool),
+        CHECKS=checks,
+        BLOCK=triton.next_power_of_2(path.width),
         num_warps=1,
     )

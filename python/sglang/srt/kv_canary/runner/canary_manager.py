@@ -43,9 +43,8 @@ from sglang.srt.kv_canary.attention_calls import AttentionCalls
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.draft_state import DraftState
 from sglang.srt.kv_canary.kernels import (
-    finish_step,
+    finish_accepted,
     gather_findings,
-    note_accepted,
     note_tokens,
 )
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver, SavedPerturb
@@ -61,7 +60,6 @@ from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
 from sglang.srt.kv_canary.single_forward_manager.manager import (
     CanaryTarget,
     SingleForwardManager,
-    view_of,
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -166,9 +164,12 @@ class CanaryManager:
             _ForwardScope(self, manager) for manager in self._managers
         ]
         self.active: SingleForwardManager | None = None
-        self.side = (
-            SideStream(torch.cuda.Stream()) if self._state.head.is_cuda else None
-        )
+        self.side: SideStream | None = None
+        if self._state.head.is_cuda:
+            stream = torch.cuda.Stream()
+            # With the device named the current stream is found in half the time.
+            current = partial(torch.cuda.current_stream, stream.device_index)
+            self.side = SideStream(stream, current=current)
         self.probe: Probe | None = None
         self._has_tail = False
         self._launched: ForwardBatch | None = None
@@ -279,11 +280,6 @@ class CanaryManager:
             extend_lens=forward_batch.extend_lens,
         )
         return note_tokens(self._state, drawn)
-
-    def note_accepted(self, path: AcceptedPath) -> Tensor:
-        """Check what a verification accepted, and note the last token of each row; see
-        `note_tokens`."""
-        return note_accepted(self._state, path)
 
     def draft_state(self, *, max_nodes: int) -> DraftState:
         """The check of what this pool's worker hands on from forward to forward."""
@@ -555,27 +551,43 @@ class CanaryManager:
             self._combine(findings)
         return findings
 
-    def finish_verify(self, accepted: ForwardBatch) -> Tensor:
-        """Findings of a verification, once it is known what it accepted.
+    def finish_verify(
+        self,
+        path: AcceptedPath,
+        *,
+        draft: CanaryManager,
+        salts: Tensor,
+        checks: bool,
+        accepted: Callable[[], ForwardBatch],
+    ) -> Tensor:
+        """Check and note what a verification accepted, and gather the findings of both
+        pools.
 
         Args:
-            accepted: the tokens whose KV stays, `extend_lens` of each row.
+            draft: of the draft's pool.
+            salts, checks: as for `launches.finish_accepted`.
+            accepted: makes the batch of the tokens whose KV stays, `extend_lens` of
+                each row, for the token oracle.
 
         Returns:
-            int64 [STATUS_WORDS + R] on the device.
+            `AcceptedWords.words`, on the device.
         """
         if self.target.oracle is not None:
-            self.target.oracle.check_accepted(self._state, accepted)
-        view = view_of(accepted)
-        findings = finish_step(self._state, view)
+            self.target.oracle.check_accepted(self._state, accepted())
+        sent = finish_accepted(
+            self._state, draft._state, path, salts=salts, checks=checks
+        )
         if self.windows is not None:
-            self.windows.finish(view, findings)
+            self.windows.finish(path.rows(salts), sent.findings)
+        if draft.windows is not None:
+            draft.windows.collect(path.req_rows, sent.draft_findings)
         if self._group.size > 1:
-            self._combine(findings)
-        return findings
+            self._combine(sent.findings)
+            self._combine(sent.draft_findings)
+        return sent.words
 
     def collect(self, req_rows: Tensor) -> Tensor:
-        """Findings about request rows [R], as `finish_verify` returns them."""
+        """Findings about request rows [R], as `finish_step` returns them."""
         findings = gather_findings(self._state, req_rows)
         if self.windows is not None:
             self.windows.collect(req_rows, findings)
