@@ -85,6 +85,7 @@ _note_tokens = Op(
     native=_NATIVE + "note_tokens",
     triton=_TRITON + "note_tokens",
 )
+_send_tokens = Op(reference=reference_write.send_tokens, triton=_TRITON + "send_tokens")
 _carry = Op(
     reference=reference_write.carry,
     native=_NATIVE + "carry",
@@ -216,6 +217,28 @@ def note_tokens(state: CanaryState, sampled: SampledTokens) -> Tensor:
     marks = sampled.serials.new_empty((2, len(sampled.serials)))
     _note_tokens(state, sampled, marks)
     return marks
+
+
+def send_tokens(
+    state: CanaryState,
+    sampled: SampledTokens,
+    findings: Tensor,
+    other_findings: Tensor | None = None,
+) -> Tensor:
+    """Note what was sampled, as `note_tokens` does, and join all that a step sends to
+    the host.
+
+    Args:
+        findings: int64 [STATUS_WORDS + R]; other_findings: of a second group of slots,
+            united with them from RING on.
+
+    Returns:
+        int64, the tokens, the findings and the marks, one after the other.
+    """
+    size = 3 * len(sampled.tokens) + len(findings)
+    words = findings.new_empty(size)
+    _send_tokens(state, sampled, findings, other_findings, words)
+    return words
 
 
 def finish_accepted(

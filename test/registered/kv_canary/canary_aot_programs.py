@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
 from kv_canary.carried import CarriedRows
 from kv_canary.checks import GroupForward, PoolChecks
+from kv_canary.findings import STATUS_WORDS
 from kv_canary.kernels import triton_launch
 from kv_canary.kernels.triton_args import state_args
 from kv_canary.kernels.triton_report import agree_across_warps
@@ -272,10 +273,11 @@ def launch_both(mode: FingerprintMode, rows: str, *, is_tail: bool) -> None:
     triton_launch.tail_of_both(*full, rows != "tree", findings, windows, findings)
 
 
-def launch_note() -> None:
+def launch_note(groups: int) -> None:
+    """Notes alone, or with the findings of so many groups of slots."""
     sampled_tokens = SampledTokens(*(longs() for _ in SampledTokens._fields))
-    marks = torch.zeros(2, ROWS, dtype=torch.int64)
-    triton_launch.note_tokens(create_canary(), sampled_tokens, marks)
+    findings = [longs(STATUS_WORDS + ROWS) if i < groups else None for i in range(2)]
+    triton_launch.send_tokens(create_canary(), sampled_tokens, *findings, longs(64))
 
 
 def launch_accepted(*, with_choices: bool, checks: bool) -> None:
@@ -351,7 +353,8 @@ def launches() -> Iterator[tuple[str, Any]]:
             f"move {moves}",
             lambda dst=dst: triton_launch.move_records(state, dst, dst),
         )
-    yield "note tokens", launch_note
+    for groups in range(3):
+        yield f"note tokens {groups}", lambda groups=groups: launch_note(groups)
     for seeds in (None, longs(8)):
         yield (
             f"expect {seeds is not None}",

@@ -11,6 +11,7 @@ from canary_world import (
     DEVICE,
     Backend,
     World,
+    backends,
     decode,
     each_backend,
     entries,
@@ -20,7 +21,7 @@ from canary_world import (
 )
 
 from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
-from kv_canary.findings import RING, counters_of, verdicts_of
+from kv_canary.findings import RING, STATUS_WORDS, counters_of, verdicts_of
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import (
     NUM_COUNTERS,
@@ -107,6 +108,48 @@ def test_notes_and_marks(backend: Backend) -> None:
     noted = w.state.requests[:, Request.NEXT_WORD0].tolist()
     assert noted[:4] == [UNKNOWN, words[1], UNKNOWN, words[0]]
     assert (w.state.requests[:, Request.SERIAL] == UNKNOWN).all()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 200])
+@pytest.mark.parametrize("has_others", [False, True])
+@pytest.mark.parametrize(
+    "backend",
+    [b for b in backends() if b.name != "native"],
+    ids=lambda backend: backend.name,
+)
+def test_the_words_of_a_step(backend: Backend, has_others: bool, rows: int) -> None:
+    """Tokens, findings, those of a second group from the ring's word on, and marks."""
+    state = create_state(
+        num_slots=8,
+        req_rows=rows + 1,
+        ring_capacity=8,
+        num_managers=1,
+        device=DEVICE,
+    )
+    every = torch.arange(1, rows + 1, device=DEVICE)
+    sampled = SampledTokens(
+        req_rows=every,
+        serials=every + 100,
+        tokens=torch.where(every % 3 == 0, -1, every + 5),
+        prefix_lens=every * 2,
+        extend_lens=every,
+    )
+    found = torch.arange(STATUS_WORDS + rows, device=DEVICE) * 2
+    others = torch.full_like(found, 4097) if has_others else None
+    words = torch.full((3 * rows + len(found),), -7, device=DEVICE)
+    backend.write.send_tokens(state, sampled, found, others, words)
+    tokens, sent, serials, marks = words.split([rows, len(found), rows, rows])
+    assert torch.equal(tokens, sampled.tokens)
+    due = found.clone()
+    if has_others:
+        due[RING:] |= 4097
+    assert torch.equal(sent, due)
+    assert torch.equal(serials, sampled.serials)
+    noted = [
+        UNKNOWN if r % 3 == 0 else pack_word0(r + 5, 3 * r) for r in range(1, rows + 1)
+    ]
+    assert marks.tolist() == noted
+    assert state.requests[1:, Request.NEXT_WORD0].tolist() == noted
 
 
 @each_backend

@@ -457,6 +457,23 @@ def note_tokens(state: CanaryState, sampled: SampledTokens, marks: Tensor) -> No
     marks[0], marks[1] = serials, word0
 
 
+def send_tokens(
+    state: CanaryState,
+    sampled: SampledTokens,
+    findings: Tensor,
+    other_findings: Tensor | None,
+    words: Tensor,
+) -> None:
+    rows = len(sampled.tokens)
+    sizes = [rows, len(findings), 2 * rows]
+    tokens, found, marks = words.split_with_sizes(sizes)
+    tokens.copy_(sampled.tokens)
+    found.copy_(findings)
+    if other_findings is not None:
+        found[RING:] |= other_findings[RING:]
+    note_tokens(state, sampled, marks.view(2, rows))
+
+
 def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
     live, found = _is_carried(rows), _carried_sums(rows)
     if not checks:

@@ -409,12 +409,25 @@ def expect_rows(
 
 
 def note_tokens(state: CanaryState, sampled: SampledTokens, marks: Tensor) -> None:
+    send_tokens(state, sampled, None, None, marks)
+
+
+def send_tokens(
+    state: CanaryState,
+    sampled: SampledTokens,
+    findings: Tensor | None,
+    other_findings: Tensor | None,
+    words: Tensor,
+) -> None:
     count = len(sampled.req_rows)
     note_kernel[(triton.cdiv(max(count, 1), _NOTE_BLOCK),)](
         state.requests,
         *sampled,
-        marks,
+        findings,
+        other_findings,
+        words,
         count,
+        0 if findings is None else len(findings),
         BLOCK=_NOTE_BLOCK,
         num_warps=1,
     )

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kv_canary.carried import FACTOR as CARRIED_FACTOR
 from kv_canary.carried import KEY as CARRIED_KEY
+from kv_canary.findings import RING as FINDINGS_RING
 from kv_canary.kernels.triton_ends import STATUS, gather_findings
 from kv_canary.kernels.triton_hash import lineage_term, mix64, pack_word0
 from kv_canary.kernels.triton_report import Finding, report_one
@@ -29,6 +30,7 @@ UNKNOWN = tl.constexpr(RECORDS_UNKNOWN)
 NEXT_WORD = tl.constexpr(int(Request.NEXT_WORD0))
 SERIAL_WORD = tl.constexpr(int(Request.SERIAL))
 REQUEST_WORDS = tl.constexpr(len(Request))
+RING = tl.constexpr(FINDINGS_RING)
 LINEAGE_ROW = tl.constexpr(int(Expected.LINEAGE))
 SEED_ROW = tl.constexpr(int(Expected.SEED))
 SERIAL_ROW = tl.constexpr(int(Expected.SERIAL))
@@ -61,7 +63,7 @@ def _note(requests, marks, row, num_rows, req, serial, token, position, mask):
     tl.store(marks + num_rows + row, word0, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_findings"])
 def note_kernel(
     requests,
     req_rows,
@@ -69,15 +71,33 @@ def note_kernel(
     tokens,
     prefix_lens,
     extend_lens,
-    marks,
+    findings,
+    other_findings,
+    words,
     num_rows,
+    num_findings,
     BLOCK: tl.constexpr,
 ):
+    """Notes, and in `words` the marks, or, with findings, tokens, findings and marks;
+    `other_findings` of a second group of slots are united with them."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_rows
+    marks = words
+    if findings is not None:
+        marks = words + num_rows + num_findings
+        step = tl.num_programs(0) * BLOCK
+        for begin in range(tl.program_id(0) * BLOCK, num_findings, step):
+            i = begin + tl.arange(0, BLOCK)
+            inside = i < num_findings
+            found = tl.load(findings + i, mask=inside, other=0)
+            if other_findings is not None:
+                found |= tl.load(other_findings + i, mask=inside & (i >= RING), other=0)
+            tl.store(words + num_rows + i, found, mask=inside)
     req = tl.load(req_rows + row, mask=mask, other=0)
     serial = tl.load(serials + row, mask=mask, other=0)
     token = tl.load(tokens + row, mask=mask, other=-1)
+    if findings is not None:
+        tl.store(words + row, token, mask=mask)
     position = tl.load(prefix_lens + row, mask=mask, other=0)
     position += tl.load(extend_lens + row, mask=mask, other=0)
     _note(requests, marks, row, num_rows, req, serial, token, position, mask)

@@ -135,9 +135,9 @@ class EAGLEWorkerV2:
         done = self.target_worker.run(batch, forward_batch)
         draft.relay.publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
         result = to_host(
-            done.vectors,
+            done.sent,
             bs=len(done.token_ids),
-            has_marks=done.marks is not None,
+            has_marks=done.has_marks,
             logprobs=done.logprobs,
             input_logprobs=done.output.input_logprobs,
         )
@@ -322,9 +322,9 @@ class EAGLEWorkerV2:
             choices=choices,
         )
         target, draft = pools
-        return target.finish_verify(
+        return target.ends.finish_verify(
             path,
-            draft=draft,
+            draft=draft.ends,
             salts=identity.salt,
             # What is made up is no path of the tree.
             checks=not self._simulated_length,

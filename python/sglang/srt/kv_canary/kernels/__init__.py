@@ -16,6 +16,7 @@ from kv_canary.launches import (
     note_carried,
     note_tokens,
     poison,
+    send_tokens,
     write_tail,
 )
 
@@ -30,5 +31,6 @@ __all__ = [
     "note_carried",
     "note_tokens",
     "poison",
+    "send_tokens",
     "write_tail",
 ]

@@ -8,7 +8,7 @@ with_ops_outside_graph            poison what was freed, lineages, faults, sweep
     (the model)
     post_ops_maybe_inside_graph   tail: records, lineages, findings; on a GPU beside
                                   the model's head (`with_tail_after`)
-finish_step                       findings travel with the tokens, in one copy
+ends.send_step                    findings travel with the tokens, in one copy
 take, report                      on the host: `raise` mode stops
 ```
 """
@@ -19,20 +19,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kv_canary.accepted import AcceptedPath, SampledTokens
-from kv_canary.findings import RING, counters_of, is_clean
+from kv_canary.findings import counters_of, is_clean
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import (
     FIRST_CLOCK,
     NUM_COUNTERS,
     POISON_WORD,
-    UNKNOWN,
     Counter,
     unpack_word0,
 )
@@ -42,11 +40,6 @@ from kv_canary.violation import POOLS, Violation
 from sglang.srt.kv_canary.attention_calls import AttentionCalls
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.draft_state import DraftState
-from sglang.srt.kv_canary.kernels import (
-    finish_accepted,
-    gather_findings,
-    note_tokens,
-)
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver, SavedPerturb
 from sglang.srt.kv_canary.pool_patcher.api import SWA
 from sglang.srt.kv_canary.runner.due_work import DueWork
@@ -54,6 +47,7 @@ from sglang.srt.kv_canary.runner.health_checker import HealthChecker
 from sglang.srt.kv_canary.runner.launch_log import LaunchLog
 from sglang.srt.kv_canary.runner.slot_pattern import PoolPattern
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
+from sglang.srt.kv_canary.runner.step_end import StepEnd
 from sglang.srt.kv_canary.runner.swa_divergence import SwaDivergence
 from sglang.srt.kv_canary.runner.sweep import Sweeper
 from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
@@ -128,6 +122,7 @@ class CanaryManager:
     Attributes:
         serials: requests by serial; the scheduler adds them.
         reporter: of everything found so far.
+        ends: ends steps.
         perturb: fault injection.
         active: whose forward is open.
         calls: of attention, in the forward that is open.
@@ -157,9 +152,16 @@ class CanaryManager:
         else:
             self.serials = target_canary.serials
             self.reporter = target_canary.reporter
-        self._group = group
         self._state = target.buffers.state
+        self._due = DueWork(target)
+        self.windows: WindowCanary | None = self._due.windows
         self._managers = [SingleForwardManager(target, i) for i in range(num_managers)]
+        self.ends = StepEnd(
+            target,
+            last=self._managers[-1],
+            windows=self.windows,
+            group=group,
+        )
         self._forward_scopes = [
             _ForwardScope(self, manager) for manager in self._managers
         ]
@@ -178,8 +180,6 @@ class CanaryManager:
         # The launch before the model, while it waits for the model's graph to start.
         self._behind: Callable[[], None] | None = None
         self._is_init_finished = False
-        self._due = DueWork(target)
-        self.windows: WindowCanary | None = self._due.windows
         self._fills = target.buffers.fingerprint.mode is FingerprintMode.ALL
         if target.windows is not None:
             self.divergence = SwaDivergence(
@@ -254,32 +254,6 @@ class CanaryManager:
         """Tell the device now what was freed and announced, not with the next forward:
         for callers that look at the state before it."""
         self._due.settle()
-
-    def note_tokens(
-        self, forward_batch: ForwardBatch, tokens: Tensor, sampled: Tensor | None
-    ) -> Tensor:
-        """Note the sampler's own result, before it is published: the next inputs are
-        compared with it.
-
-        Args:
-            tokens: int64 [R], of each row.
-            sampled: int64, the rows whose token counts; None: all.
-
-        Returns:
-            marks, int64 [2, R] on the device, for `CanaryGate.confirm`.
-        """
-        if sampled is not None:
-            counting = torch.full_like(tokens, UNKNOWN)
-            counting[sampled] = tokens[sampled]
-            tokens = counting
-        drawn = SampledTokens(
-            req_rows=forward_batch.req_pool_indices,
-            serials=forward_batch.req_serial,
-            tokens=tokens,
-            prefix_lens=forward_batch.prefix_lens,
-            extend_lens=forward_batch.extend_lens,
-        )
-        return note_tokens(self._state, drawn)
 
     def draft_state(self, *, max_nodes: int) -> DraftState:
         """The check of what this pool's worker hands on from forward to forward."""
@@ -540,66 +514,8 @@ class CanaryManager:
     # -- results -------------------------------------------------------------------
 
     def finish_step(self, forward_batch: ForwardBatch) -> Tensor:
-        """Findings of a step whose tokens all stay; once per step, after its forward.
-
-        Returns:
-            int64 [STATUS_WORDS + R] on the device, which the next forward overwrites:
-            see `kernels/finish.py`.
-        """
-        findings = self._managers[-1].findings(forward_batch)
-        if self._group.size > 1:
-            self._combine(findings)
-        return findings
-
-    def finish_verify(
-        self,
-        path: AcceptedPath,
-        *,
-        draft: CanaryManager,
-        salts: Tensor,
-        checks: bool,
-        accepted: Callable[[], ForwardBatch],
-    ) -> Tensor:
-        """Check and note what a verification accepted, and gather the findings of both
-        pools.
-
-        Args:
-            draft: of the draft's pool.
-            salts, checks: as for `launches.finish_accepted`.
-            accepted: makes the batch of the tokens whose KV stays, `extend_lens` of
-                each row, for the token oracle.
-
-        Returns:
-            `AcceptedWords.words`, on the device.
-        """
-        if self.target.oracle is not None:
-            self.target.oracle.check_accepted(self._state, accepted())
-        sent = finish_accepted(
-            self._state, draft._state, path, salts=salts, checks=checks
-        )
-        if self.windows is not None:
-            self.windows.finish(path.rows(salts), sent.findings)
-        if draft.windows is not None:
-            draft.windows.collect(path.req_rows, sent.draft_findings)
-        if self._group.size > 1:
-            self._combine(sent.findings)
-            self._combine(sent.draft_findings)
-        return sent.words
-
-    def collect(self, req_rows: Tensor) -> Tensor:
-        """Findings about request rows [R], as `finish_step` returns them."""
-        findings = gather_findings(self._state, req_rows)
-        if self.windows is not None:
-            self.windows.collect(req_rows, findings)
-        if self._group.size > 1:
-            self._combine(findings)
-        return findings
-
-    def _combine(self, findings: Tensor) -> None:
-        """Combine the ranks' findings: all must decide alike."""
-        every = self._group.all_gather_last_dim(findings[None])
-        of_rank = every.view(self._group.size, len(findings)).unbind()
-        findings[RING:].copy_(reduce(torch.bitwise_or, of_rank)[RING:])
+        """See `StepEnd.finish_step`."""
+        return self.ends.finish_step(forward_batch)
 
     def take(self, words: list[int]) -> bool:
         """Take the findings of a step, before any of its tokens is used; returns

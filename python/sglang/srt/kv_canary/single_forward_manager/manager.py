@@ -137,6 +137,13 @@ class SingleForwardManager:
             self._findings_of[count] = findings
         return findings
 
+    def window_findings(self, forward_batch: ForwardBatch) -> Tensor | None:
+        """The same of the window group; None: there is none."""
+        if self._windows is None:
+            return None
+        count = forward_batch.req_pool_indices.shape[0]
+        return self._windows.findings[: STATUS_WORDS + count]
+
     def pre_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
         """Refuse, on the host, a forward that is too large to be checked whole."""
         self._target.buffers.capacities.check(forward_batch)
@@ -216,8 +223,6 @@ class SingleForwardManager:
             if self._windows is not None and ends_step
             else None,
         )
-        if self._windows is not None and ends_step:
-            self._windows.add_findings(view.num_rows)
 
     def post_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
         """Nothing to do on the host: findings travel with the result."""

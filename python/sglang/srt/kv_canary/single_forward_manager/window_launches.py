@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kv_canary.checks import GroupForward
-from kv_canary.findings import RING, STATUS_WORDS
+from kv_canary.findings import RING
 from kv_canary.view import ForwardView, KVReadView
 
 if TYPE_CHECKING:
@@ -50,11 +50,10 @@ class WindowLaunches:
 
     Args:
         checks: of the full group.
-        findings: int64 [STATUS_WORDS + rows], what the full group's launches found; the
-            window group's findings are put in.
+        findings: int64 [STATUS_WORDS + rows], what the full group's launches found.
 
     Attributes:
-        findings: of the window group alone.
+        findings: the same of the window group, written by its launches.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class WindowLaunches:
             published=None,
         )
         self._branch_checks = dataclasses.replace(self._checks, tokens=None)
-        self._all_findings = findings
         self.findings = torch.zeros_like(findings)
         # No slot of the window precedes its first one.
         self._no_slots = findings.new_full((len(findings),), -1)
@@ -104,11 +102,6 @@ class WindowLaunches:
         )
         checks = self._branch_checks if is_branch else self._checks
         return GroupForward(self._state, of_windows, checks)
-
-    def add_findings(self, num_rows: int) -> None:
-        """Put the findings of a forward of so many rows to those of the full group."""
-        count = STATUS_WORDS + num_rows
-        combine(self._all_findings[:count], self.findings[:count])
 
 
 def combine(findings: Tensor, others: Tensor) -> None:
