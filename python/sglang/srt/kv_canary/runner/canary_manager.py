@@ -75,6 +75,9 @@ BESIDE_FROM_TOKENS = 16
 """New tokens from which on verify and head run beside the model: below, fork and join
 cost more than they hide."""
 
+LAUNCH_BEHIND_GRAPH = True
+"""Whether a prefill graph is launched before the launch that precedes other models."""
+
 TAIL_BESIDE_HEAD = True
 """Whether the tail write of a model with a stack runs beside the model's head. That of
 a small plain decode step does not: there it costs more than it hides."""
@@ -439,7 +442,7 @@ class CanaryManager:
         """Whether the launch before the model, and what is due before it, may start
         after the model does: not where all bytes are covered and new slots are filled,
         which the model must follow."""
-        may_overlap = self.side is not None and not self._fills
+        may_overlap = self.side is not None and not self._fills and LAUNCH_BEHIND_GRAPH
         return may_overlap and forward_batch.forward_mode is ForwardMode.EXTEND
 
     def with_launch_behind(self, stack: Callable[..., Any]) -> Callable[..., Any]:
