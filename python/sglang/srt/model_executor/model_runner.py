@@ -44,6 +44,7 @@ from sglang.srt.models.registry import (
 from sglang.srt.utils.kernel_loads import KernelLoads
 from sglang.srt.utils.kernels_ahead import CompiledMark
 from sglang.srt.utils.memory import available_device_bytes
+from sglang.srt.utils.triton_keys import make_keys_stable
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -56,7 +57,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Arguments that choose no kernel and differ from start to start.
-_OF_A_RUN = {"random_seed", "host", "port", "model_path", "tokenizer_path"}
+_OF_A_RUN = {
+    *("random_seed", "host", "port", "model_path", "tokenizer_path"),
+    *("served_model_name", "log_level", "api_key"),
+}
 # Of the rotary table.
 ROTARY_ITEMSIZE = torch.float32.itemsize
 TORCH_DTYPES = {
@@ -114,6 +118,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.graph_runner: CudaGraphRunner | None = None
         # Set by init_piecewise_cuda_graphs, likewise.
         self.prefill_graph_runner: BreakableCudaGraphRunner | None = None
+        if self.device != "cpu":
+            make_keys_stable()
         self.compiled_mark = self._compiled_mark()
         mark = self.compiled_mark
         is_due = mark is not None and not mark.is_set()
