@@ -2,9 +2,9 @@
 
 The work is run once without them: a launch of a kernel that is not there yet is noted
 and left out, and memory that it would have filled holds zeros. What was noted is then
-compiled by many threads into Triton's cache on disk, where the work, when it is done in
-earnest, finds it. A machine that has compiled a configuration keeps a mark of it beside
-the kernels, and leaves this out.
+compiled by many processes into Triton's cache on disk, where the work, when it is done
+in earnest, finds it. A machine that has compiled a configuration keeps a mark of it
+beside the kernels, and leaves this out.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang.srt.utils.forks import in_processes
+
 logger = logging.getLogger(__name__)
 
-_MAX_THREADS = 32
 _aten = torch.ops.aten
 _UNFILLED = {
     _aten.empty.memory_format,
@@ -56,27 +55,46 @@ class _Zeroed(TorchDispatchMode):
         return result.zero_() if func in _UNFILLED else result
 
 
+class _LeftOut:
+    """Stands for a kernel that is noted: its launches do nothing."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *args: Any) -> None:
+        pass
+
+    def run(self, *args: Any) -> None:
+        pass
+
+
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
     """Scope of work whose results nobody uses; its kernels are compiled at the end."""
     import triton
 
     runtime = triton.knobs.runtime
-    jobs: dict[tuple[int, str], _Job] = {}
+    jobs: list[_Job] = []
+    noted: list[tuple[dict[Any, Any], Any]] = []
     before = runtime.jit_cache_hook
 
-    def note(*, key: str, fn: Any, compile: dict[str, Any], **about: Any) -> bool:
-        if (id(fn.jit_function), key) not in jobs:
-            jobs[id(fn.jit_function), key] = _job_of(fn.jit_function, compile)
+    def note(*, key: Any, fn: Any, compile: dict[str, Any], **about: Any) -> bool:
+        jobs.append(_job_of(fn.jit_function, compile))
+        kernels = fn.jit_function.device_caches[compile["device"]][0]
+        kernels[key] = _LeftOut()  # for the next launches; the hook is slow
+        noted.append((kernels, key))
         return True  # which leaves the launch out
 
     runtime.jit_cache_hook = note
+    began = time.perf_counter()
     try:
         with _Zeroed():  # type: ignore[no-untyped-call]
             yield
     finally:
         runtime.jit_cache_hook = before
-    _compile(list(jobs.values()))
+        for kernels, key in noted:
+            del kernels[key]
+    logger.info("Rehearsed in %.1f s", time.perf_counter() - began)
+    _compile(jobs)
 
 
 def _job_of(kernel: Any, about: dict[str, Any]) -> _Job:
@@ -101,7 +119,8 @@ def _compile(jobs: Sequence[_Job]) -> None:
     began = time.perf_counter()
     target = driver.active.get_current_target()
 
-    def compile_one(job: _Job) -> None:
+    def compile_one(number: int) -> None:
+        job = jobs[number]
         source = job.kernel.ASTSource(
             job.kernel, job.signature, job.constants, job.attributes
         )
@@ -109,9 +128,7 @@ def _compile(jobs: Sequence[_Job]) -> None:
         # Up to Triton 3.6 a C compiler builds what hands over the arguments.
         driver.active.launcher_cls(made.src, made.metadata)
 
-    threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-    with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-        list(pool.map(compile_one, jobs))
+    in_processes(compile_one, len(jobs))
     seconds = time.perf_counter() - began
     logger.info("Compiled %d kernels in %.1f s", len(jobs), seconds)
 
