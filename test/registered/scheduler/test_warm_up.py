@@ -155,11 +155,12 @@ def test_a_rehearsal_leaves_no_trace_either(
             ModelRunner, "prefill_graph_token_counts", lambda self: counts
         )
         monkeypatch.setattr(model_runner, "cuda_graph_backend", RecordingBackend)
-    fresh = EngineHarness(model, **options, **CANARY)
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "_compiled_mark", lambda self: Unset())
         patch.setattr(build, "is_warmed_up", lambda args, worker: True)
         warm = EngineHarness(model, **options, **CANARY)
+    # After it: kernels that this one loaded would have come late to an engine before.
+    fresh = EngineHarness(model, **options, **CANARY)
     runner = warm.scheduler.worker.model_runner
     assert runner.compiles_ahead
     assert runner.graph_runner is not None

@@ -136,6 +136,7 @@ def main() -> None:
     except KeyError:
         pass
     assert runtime.jit_cache_hook is None
+    assert "torch._dynamo" not in sys.modules, "its import takes seconds"
     assert torch.empty(3).numel() == 3
     print(f"{KINDS} kernels were ahead")
 

@@ -31,10 +31,14 @@ def in_processes(work: Callable[[int], object], count: int) -> None:
 
     What fails is said in the log: the caller must be able to do without it.
     """
-    forks = min(len(os.sched_getaffinity(0)), _MOST, count)
     numbers, writer = os.pipe()
+    running: set[int] = set()
     try:
-        running = {_fork(work, numbers, writer) for _ in range(forks)}
+        for _ in range(min(len(os.sched_getaffinity(0)), _MOST, count)):
+            running.add(_fork(work, numbers, writer))
+    except OSError as error:
+        logger.warning("%d processes have to do: %s", len(running), error)
+    try:
         for number in range(count):
             os.write(writer, number.to_bytes(_WORD, "little"))
     finally:

@@ -48,11 +48,17 @@ class _Job(NamedTuple):
 class _Zeroed(TorchDispatchMode):
     """Fills all new memory: an index that a kernel did not write is 0, which exists."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result.zero_() if func in _UNFILLED else result
+
+def _run_zeroed(
+    self: _Zeroed, func: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    result = func(*args, **(kwargs or {}))
+    return result.zero_() if func in _UNFILLED else result
+
+
+# Not in the class, whose own method PyTorch would hide from its compiler: that imports
+# the compiler, which takes seconds.
+_Zeroed.__torch_dispatch__ = _run_zeroed  # type: ignore[assignment, method-assign]
 
 
 class _LeftOut:
