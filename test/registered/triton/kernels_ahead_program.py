@@ -50,7 +50,7 @@ def heard() -> Counter[str]:
 
 
 class TargetAlone:
-    """What Triton asks its driver before a launch."""
+    """The properties that Triton asks of its driver before a launch."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
