@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from sglang.srt.utils.forks import in_processes
 
 logger = logging.getLogger(__name__)
 
+PACKAGES = ("sglang", "kv_canary")
 _aten = torch.ops.aten
 _UNFILLED = {
     _aten.empty.memory_format,
@@ -139,18 +141,34 @@ def _compile(jobs: Sequence[_Job]) -> None:
     logger.info("Compiled %d kernels in %.1f s", len(jobs), seconds)
 
 
+def code_of(packages: Sequence[str]) -> str:
+    """A digest of the Python code of `packages`."""
+    digest = hashlib.sha256()
+    for name in packages:
+        found = find_spec(name)
+        folders = found.submodule_search_locations if found is not None else None
+        for folder in folders or ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 class CompiledMark:
     """Remembers, beside the compiled kernels, that those of a configuration are there.
 
     Args:
         configuration: all that decides which kernels are used, as JSON has it.
+        packages: whose code has the kernels and chooses among them.
     """
 
-    def __init__(self, configuration: dict[str, Any]) -> None:
+    def __init__(
+        self, configuration: dict[str, Any], packages: Sequence[str] = PACKAGES
+    ) -> None:
         import triton
 
         device = torch.cuda.get_device_name()
-        about = [configuration, device, triton.__version__, torch.__version__]
+        versions = [triton.__version__, torch.__version__, code_of(packages)]
+        about = [configuration, device, *versions]
         text = json.dumps(about, sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         self._path = Path(triton.knobs.cache.dir) / f"sglang-compiled-{digest}"
