@@ -172,10 +172,16 @@ def _patch_model_forward(model: nn.Module, manager: CanaryManager) -> None:
         run: Any = model.forward_stack
         return run(*args)
 
+    def has_all_layers() -> bool:
+        return not getattr(model, "is_shallow", False)
+
     has_stack = hasattr(model, "forward_stack")
     # An instance attribute: the class, and other models of it, stay as they are.
     model.__dict__["forward"] = _with_canary_bracketing(
-        model.forward, manager, stack if has_stack else None
+        model.forward,
+        manager,
+        stack if has_stack else None,
+        has_all_layers=has_all_layers,
     )
 
 
@@ -183,21 +189,29 @@ def _with_canary_bracketing(
     forward: Callable[..., Any],
     manager: CanaryManager,
     stack: Callable[..., Any] | None = None,
+    *,
+    has_all_layers: Callable[[], bool] = lambda: True,
 ) -> Callable[..., Any]:
     """Wrap `forward` in the launches before and after it.
 
     Args:
+        has_all_layers: whether `stack` makes the calls of every layer.
         stack: runs in `forward` before its head unless `forward` is given another
             `stack`; None: it has no such argument.
     """
 
     def bracketed(*args: Any, **kwargs: Any) -> Any:
         forward_batch = _extract_forward_batch(args, kwargs)
-        manager.pre_ops_maybe_inside_graph(forward_batch)
-        if kwargs.get("stack") is not None:
+        replayed = kwargs.get("stack")
+        manager.pre_ops_maybe_inside_graph(
+            forward_batch, is_replayed=replayed is not None
+        )
+        if replayed is not None or not has_all_layers():
             manager.calls.leave_out()
+        if replayed is not None:
+            replayed = manager.with_launch_behind(replayed)
         if stack is not None and manager.side is not None:
-            kwargs["stack"] = manager.with_tail_after(kwargs.get("stack") or stack)
+            kwargs["stack"] = manager.with_tail_after(replayed or stack)
         output = forward(*args, **kwargs)
         manager.post_ops_maybe_inside_graph(forward_batch)
         return output

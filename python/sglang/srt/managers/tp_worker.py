@@ -35,31 +35,24 @@ class SampledForward:
 
     Fields:
         token_ids: int64 [R], published in the token table already.
-        findings: int64, what the KV canary found (`CanaryManager.finish_step`), true
-            until the next forward; marks: int64 [2, R], what it noted
-            (`CanaryManager.note_tokens`). None: it is off.
+        sent: int64 vectors for the host, the tokens first: with the KV canary what it
+            found and noted as well (`StepEnd.send_step`).
+        has_marks: whether the canary is on.
     """
 
     forward_batch: ForwardBatch
     output: LogitsProcessorOutput
     token_ids: Tensor
-    findings: Tensor | None
-    marks: Tensor | None
+    sent: list[Tensor]
+    has_marks: bool
     logprobs: LogprobResult | None
-
-    @property
-    def vectors(self) -> list[Tensor]:
-        """Tokens, findings and marks, as `to_host` joins them."""
-        if self.findings is None or self.marks is None:
-            return [self.token_ids]
-        return [self.token_ids, self.findings, self.marks.view(-1)]
 
     def to_host(self) -> GenerationBatchResult:
         """Enqueue the copies after the forward; do not wait."""
         return to_host(
-            self.vectors,
+            self.sent,
             bs=len(self.token_ids),
-            has_marks=self.marks is not None,
+            has_marks=self.has_marks,
             logprobs=self.logprobs,
             input_logprobs=self.output.input_logprobs,
             hidden=self.output.hidden_states,
@@ -90,7 +83,7 @@ class TpModelWorker:
     def create(
         cls, *, server_args: ServerArgs, model_config: ModelConfig
     ) -> TpModelWorker:
-        """A worker that is ready to serve without speculation.
+        """A worker without speculation.
 
         Raises:
             ValueError: bad weights or impossible memory.
@@ -103,12 +96,15 @@ class TpModelWorker:
         )
         runner.initialize()
         canary = install_canary(server_args=server_args, model_runner=runner)
-        # The largest graphs first: the others fit into their memory.
-        runner.init_piecewise_cuda_graphs()
-        runner.init_cuda_graphs()
-        if canary is not None:
-            canary.mark_init_finished()
         return cls(server_args=server_args, model_runner=runner, canary=canary)
+
+    def capture_graphs(self) -> None:
+        """As `Worker.capture_graphs`."""
+        # The largest graphs first: the others fit into their memory.
+        self.model_runner.init_piecewise_cuda_graphs()
+        self.model_runner.init_cuda_graphs()
+        for manager in self.canary_managers():
+            manager.mark_init_finished()
 
     def canary_managers(self) -> list[CanaryManager]:
         """The canaries of the KV pools; empty while they are off."""
@@ -131,17 +127,16 @@ class TpModelWorker:
         output = self.model_runner.forward(forward_batch)
         sampled = self.sample(batch, forward_batch, output.next_token_logits)
         rows = batch.sampled_rows()
-        findings = marks = None
+        sent = [sampled.token_ids]
         if canary is not None:
-            findings = canary.finish_step(forward_batch)
-            marks = canary.note_tokens(forward_batch, sampled.token_ids, rows)
+            sent = canary.ends.send_step(forward_batch, sampled.token_ids, rows)
         self._publish(forward_batch, sampled.token_ids, rows)
         return SampledForward(
             forward_batch=forward_batch,
             output=output,
             token_ids=sampled.token_ids,
-            findings=findings,
-            marks=marks,
+            sent=sent,
+            has_marks=canary is not None,
             logprobs=sampled.logprobs,
         )
 

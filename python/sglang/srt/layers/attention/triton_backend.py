@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sglang.srt.configs import latent_form
 from sglang.srt.layers.attention.compared_bytes import ComparedBytes
 from sglang.srt.layers.attention.paged_backend import (
@@ -101,8 +103,11 @@ class TritonAttnBackend(PagedAttnBackend):
 
     @property
     def capabilities(self) -> AttentionBackendCapabilities:
+        """On a GPU bytes are compared by the Hopper kernel: in the other one that takes
+        longer than the read check's pass. On the CPU kernels are interpreted."""
         known = super().capabilities
-        return replace(known, compares_bytes=not self._is_latent)
+        is_cheap = self._plans or torch.device(self._device).type != "cuda"
+        return replace(known, compares_bytes=is_cheap and not self._is_latent)
 
     def compare_bytes(self, full: AttendedBytes, windows: AttendedBytes | None) -> None:
         if self._is_latent:
