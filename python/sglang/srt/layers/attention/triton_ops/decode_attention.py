@@ -30,14 +30,14 @@ from sglang.srt.layers.attention.triton_ops.launch import Launch
 
 _MAX_SPLITS = 64
 # Programs wanted at least: 132 multiprocessors with several programs each.
-TARGET_PROGRAMS = 1024
+TARGET_PROGRAMS = 512
 _MIN_ELEMENTS_PER_SPLIT = 64
 
 # Bytes of a padded head -> KV elements per tile, warps, pipeline stages; measured with
 # benchmark/kernels/bench_triton_attention.py --sweep.
 TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
     (128, (64, 2, 2)),
-    (256, (32, 2, 2)),
+    (256, (64, 4, 2)),
     (1024, (32, 4, 2)),
 )
 
