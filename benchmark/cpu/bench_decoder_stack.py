@@ -16,39 +16,14 @@ import time
 from typing import cast
 
 import torch
+from demo_decoding import demo_decoding
 
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
-from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.build import build_scheduler
-from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
-from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs
 
 BLOCK_STEPS = 8
 WARM_STEPS = 40
 PROMPT = range(5, 69)
-
-
-def decoding(kv_canary: str, steps: int) -> Scheduler:
-    """A scheduler in the middle of one request of that many steps."""
-    io = ListIO()
-    scheduler = build_scheduler(
-        ServerArgs(
-            device="cpu",
-            skip_tokenizer_init=True,
-            kv_canary=kv_canary,
-            max_total_tokens=4096,
-        ),
-        io,
-    )
-    params = SamplingParams(max_new_tokens=steps + 8, temperature=0.0, ignore_eos=True)
-    io.requests.append(
-        GenerateReq(rid="a", input_ids=list(PROMPT), sampling_params=params)
-    )
-    for _ in range(WARM_STEPS):
-        scheduler.step()
-    return scheduler
 
 
 def block_us(scheduler: Scheduler) -> float:
@@ -65,7 +40,12 @@ def main() -> None:
     parser.add_argument("--kv-canary", default="none")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    scheduler = decoding(args.kv_canary, WARM_STEPS + 2 * BLOCK_STEPS * args.pairs)
+    scheduler = demo_decoding(
+        kv_canary=args.kv_canary,
+        prompt=PROMPT,
+        warm=WARM_STEPS,
+        steps=2 * BLOCK_STEPS * args.pairs,
+    )
     backend = cast(PagedAttnBackend, scheduler.worker.model_runner.attn_backend)
     whole_op = backend.stack_op
     whole, layers = [], []

@@ -30,7 +30,7 @@ from model_shapes import SHAPES, write_shape
 
 from sglang.bench_utils.launch import run_report
 from sglang.bench_utils.report import Json, format_table, provenance
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+from sglang.srt.kv_canary.runner.due_work import DueWork
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler_components.batch_selector import BatchSelector
 from sglang.srt.managers.scheduler_components.request_intake import RequestIntake
@@ -57,7 +57,7 @@ PARTS = (
     Part("choose the batch", BatchSelector, "_fill_prefill_adder"),
     Part("slots, rows, tokens", ScheduleBatch, "prepare_for_extend"),
     Part("describe the forward", ScheduleBatch, "forward_batch"),
-    Part("canary's prefixes", CanaryManager, "expect_prefixes"),
+    Part("canary's prefixes", DueWork, "settle"),
     Part(MODEL, ModelRunner, "forward"),
     Part("take the results", BatchResultProcessor, "process"),
 )

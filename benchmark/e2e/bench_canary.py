@@ -443,6 +443,7 @@ def compare(args: argparse.Namespace) -> None:
         is_always = args.beside == "always"
         canary_manager.BESIDE_FROM_TOKENS = 0 if is_always else sys.maxsize
         canary_manager.TAIL_BESIDE_HEAD = is_always
+        canary_manager.LAUNCH_BEHIND_GRAPH = is_always
     args.load_format = "auto" if args.model_path else "dummy"
     folder = Path(args.model_path or write_shape(args.shape, Path(tempfile.mkdtemp())))
     results: dict[str, dict[str, float]] = {}

@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kv_canary.findings import STATUS_WORDS
+from kv_canary.view import ForwardView
+
 
 class SampledTokens(NamedTuple):
     """Tokens that were drawn for R rows; int64 [R] each, contiguous.
@@ -70,6 +73,35 @@ class AcceptedPath:
     def width(self) -> int:
         return self.accept_index.shape[1]
 
+    def last(self) -> SampledTokens:
+        """The last token that each row gained."""
+        place = self.accept_lens.clamp(1, self.width)[:, None] - 1
+        return SampledTokens(
+            req_rows=self.req_rows,
+            serials=self.serials,
+            tokens=self.gained.gather(1, place).view(-1),
+            prefix_lens=self.prefix_lens,
+            extend_lens=self.accept_lens,
+        )
+
+    def rows(self, salts: Tensor) -> ForwardView:
+        """The tokens whose KV stays, the root and the accepted drafts, as rows of
+        `width` tokens each; their slots are not known. `salts`: as in `ForwardView`."""
+        steps = torch.arange(self.width, device=self.gained.device)
+        inputs = torch.cat((self.tokens[:, :1], self.gained[:, :-1]), dim=1).view(-1)
+        offsets = torch.arange(self.num_rows + 1, device=self.gained.device)
+        return ForwardView(
+            req_rows=self.req_rows,
+            prefix_lens=self.prefix_lens,
+            extend_lens=self.accept_lens.clamp(0, self.width),
+            input_ids=inputs,
+            positions=(self.prefix_lens[:, None] + steps).view(-1),
+            out_cache_loc=torch.full_like(inputs, -1),
+            serials=self.serials,
+            salts=salts,
+            qo_indptr=offsets * self.width,
+        )
+
     def check_layout(self) -> None:
         """For kernels that index raw memory, where another layout would be misread.
 
@@ -95,3 +127,36 @@ class AcceptedPath:
                     f"AcceptedPath: {f.name} is {t.dtype} of shape {list(t.shape)}; it "
                     f"must be contiguous int64 {list(shape)}"
                 )
+
+
+class AcceptedWords(NamedTuple):
+    """What a verification sends to the host, in one vector of int64 words.
+
+    ```
+    words  | gained [b, W] | accept_lens [b] | findings | of the draft | marks [2, b] |
+    ```
+    The others are its parts; findings are [STATUS_WORDS + b] each.
+    """
+
+    words: Tensor
+    gained: Tensor
+    accept_lens: Tensor
+    findings: Tensor
+    draft_findings: Tensor
+    marks: Tensor
+
+    @classmethod
+    def of(cls, path: AcceptedPath) -> AcceptedWords:
+        """New words for a path."""
+        rows = path.num_rows
+        sizes = [rows * path.width, rows, *[STATUS_WORDS + rows] * 2, 2 * rows]
+        words = path.gained.new_empty(sum(sizes))
+        gained, accept_lens, own, drafts, marks = words.split_with_sizes(sizes)
+        return cls(
+            words=words,
+            gained=gained.view(rows, path.width),
+            accept_lens=accept_lens,
+            findings=own,
+            draft_findings=drafts,
+            marks=marks.view(2, rows),
+        )

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kv_canary.accepted import AcceptedPath, AcceptedWords
 from kv_canary.findings import STATUS_WORDS
 from kv_canary.kernels import reference, reference_write
 from kv_canary.op import Op
 
 if TYPE_CHECKING:
-    from kv_canary.accepted import AcceptedPath, SampledTokens
+    from kv_canary.accepted import SampledTokens
     from kv_canary.carried import CarriedRows
-    from kv_canary.checks import PoolChecks
+    from kv_canary.checks import GroupForward, PoolChecks
     from kv_canary.state import CanaryState
     from kv_canary.view import ForwardView
 
@@ -39,6 +40,16 @@ _before_model = Op(
     reference=reference_write.before_model,
     native=_NATIVE + "before_model",
     triton=_TRITON + "before_model",
+)
+_before_both = Op(
+    reference=reference_write.before_both,
+    native=_NATIVE + "before_both",
+    triton=_TRITON + "before_both",
+)
+_tail_of_both = Op(
+    reference=reference_write.tail_of_both,
+    native=_NATIVE + "tail_of_both",
+    triton=_TRITON + "tail_of_both",
 )
 _write_tail = Op(
     reference=reference_write.write_tail,
@@ -74,25 +85,39 @@ _note_tokens = Op(
     native=_NATIVE + "note_tokens",
     triton=_TRITON + "note_tokens",
 )
+_send_tokens = Op(reference=reference_write.send_tokens, triton=_TRITON + "send_tokens")
 _carry = Op(
     reference=reference_write.carry,
     native=_NATIVE + "carry",
     triton=_TRITON + "carry",
 )
-_note_accepted = Op(
-    reference=reference_write.note_accepted,
-    native=_NATIVE + "note_accepted",
-    triton=_TRITON + "note_accepted",
+_finish_accepted = Op(
+    reference=reference_write.finish_accepted,
+    native=_NATIVE + "finish_accepted",
+    triton=_TRITON + "finish_accepted",
 )
 
 
-def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
+def before_model(
+    state: CanaryState,
+    view: ForwardView,
+    checks: PoolChecks,
+    *,
+    other: GroupForward | None = None,
+) -> None:
     """Verify every one of `view.reads`, then write the head records; the first of the
-    reads and the head write are one launch, which steps the phase."""
+    reads and the head write are one launch, which steps the phase.
+
+    Args:
+        other: the same in a second group of slots, in the same launch.
+    """
     if len(view.reads) > 1:
         for table in view.reads[1:]:
             verify(state, view, checks, table, steps_phase=False)
-    _before_model(state, view, checks)
+    if other is None:
+        _before_model(state, view, checks)
+    else:
+        _before_both(state, view, checks, other)
 
 
 def stamp(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
@@ -117,6 +142,8 @@ def write_tail(
     *,
     advance: bool = False,
     findings: Tensor | None = None,
+    other: GroupForward | None = None,
+    other_findings: Tensor | None = None,
 ) -> None:
     """Check that the head records are still this forward's, write the tail records with
     fingerprints of the bytes, advance the clock: after the model.
@@ -129,6 +156,8 @@ def write_tail(
             does.
         findings: int64 [>= STATUS_WORDS + R], filled by `gather_findings` after that;
             the rows must differ. None: `finish_step` does both, as for trees.
+        other: the same in a second group of slots, in the same launch, with
+            `other_findings`.
 
     Raises:
         ValueError: `advance` with a tree, whose accepted path is not known yet, or
@@ -138,7 +167,10 @@ def write_tail(
         raise ValueError("write_tail: lineages of a tree; use finish_step")
     if findings is not None and not advance:
         raise ValueError("write_tail: findings are those of a forward that advances")
-    _write_tail(state, view, checks, advance, findings)
+    if other is None:
+        _write_tail(state, view, checks, advance, findings)
+    else:
+        _tail_of_both(state, view, checks, advance, findings, other, other_findings)
 
 
 def poison(state: CanaryState, slots: Tensor, *, n_live: Tensor | None = None) -> None:
@@ -187,21 +219,54 @@ def note_tokens(state: CanaryState, sampled: SampledTokens) -> Tensor:
     return marks
 
 
-def note_accepted(state: CanaryState, path: AcceptedPath) -> Tensor:
-    """Check what a verification accepted, and note the last token gained of each row
-    as `note_tokens` does; the first node in doubt of a row is an ACCEPT_PATH.
+def send_tokens(
+    state: CanaryState,
+    sampled: SampledTokens,
+    findings: Tensor,
+    other_findings: Tensor | None = None,
+) -> Tensor:
+    """Note what was sampled, as `note_tokens` does, and join all that a step sends to
+    the host.
+
+    Args:
+        findings: int64 [STATUS_WORDS + R]; other_findings: of a second group of slots,
+            united with them from RING on.
+
+    Returns:
+        int64, the tokens, the findings and the marks, one after the other.
+    """
+    size = 3 * len(sampled.tokens) + len(findings)
+    words = findings.new_empty(size)
+    _send_tokens(state, sampled, findings, other_findings, words)
+    return words
+
+
+def finish_accepted(
+    state: CanaryState,
+    draft: CanaryState,
+    path: AcceptedPath,
+    *,
+    salts: Tensor,
+    checks: bool = True,
+) -> AcceptedWords:
+    """End a verification: check what it accepted, and note the last token gained of
+    each row as `note_tokens` does; the first node in doubt of a row is an ACCEPT_PATH.
+    Then the rows' lineages advance over the tokens whose KV stays, and findings are
+    gathered in both pools.
 
     Every node of the path must follow its predecessor in the tree and be the token
     that this one's prediction names; tokens gained must be the predictions, and these
     the target's choices where they are given; then no node may go on from the last one
     by its choice.
 
-    Returns:
-        marks, as `note_tokens`.
+    Args:
+        state: of the target's pool; draft: of the draft's.
+        salts: int64 [b], as in `ForwardView`.
+        checks: whether the path is checked; False where acceptance is made up.
     """
-    marks = path.serials.new_empty((2, path.num_rows))
-    _note_accepted(state, path, marks)
-    return marks
+    words = AcceptedWords.of(path)
+    _finish_accepted(state, draft, path, salts, checks, words)
+    return words
 
 
 def note_carried(state: CanaryState, rows: CarriedRows) -> None:

@@ -202,6 +202,8 @@ class ForwardHarness:
         if self.canary is not None and mode is ForwardMode.EXTEND:
             indices = torch.tensor(rows, device=self.runner.device)
             self.canary.expect_prefixes(requests, starts, indices)
+            # Tests look at the state, and change it, before they run the batch.
+            self.canary.settle()
         batch = ForwardBatch(
             forward_mode=mode,
             input_ids=torch.tensor(

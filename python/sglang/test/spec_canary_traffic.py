@@ -207,15 +207,16 @@ def logged(harness: EngineHarness) -> Iterator[dict[str, PoolLog]]:
         for pool, manager in canaries_of(harness).items():
             log = PoolLog(manager=manager, layout=layout if pool == "draft" else None)
             logs[pool] = log
-            before: Callable[[ForwardBatch], None] = manager.pre_ops_maybe_inside_graph
+            before: Callable[..., None] = manager.pre_ops_maybe_inside_graph
 
             def noted(
                 batch: ForwardBatch,
                 log: PoolLog = log,
-                before: Callable[[ForwardBatch], None] = before,
+                before: Callable[..., None] = before,
+                **options: bool,
             ) -> None:
                 log.note(batch)
-                before(batch)
+                before(batch, **options)
 
             stack.enter_context(
                 patch.object(manager, "pre_ops_maybe_inside_graph", noted)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kv_canary.engines.settings import Settings
-from kv_canary.engines.sglang import attachment, hooks_of
+from kv_canary.engines.sglang import attachment, hooks_of, wrappers
 from kv_canary.engines.sglang.runner_canary import RunnerCanary
 
 ROWS, COLUMNS, LAYERS, WIDTH, VOCABULARY = 8, 128, 3, 16, 256
@@ -119,20 +119,33 @@ class Model:
 
 
 class Runner:
-    """A `ModelRunner`."""
+    """A `ModelRunner`; that of a draft model has the slots and the table of its
+    target."""
 
-    def __init__(self, pages: int, page_size: int, kind: str, args: Any) -> None:
-        self.server_args, self.is_draft_worker = args, False
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        kind: str,
+        args: Any,
+        target: Runner | None = None,
+    ) -> None:
+        self.server_args, self.is_draft_worker = args, target is not None
         self._shape = (pages * page_size, page_size, kind)
+        self._target = target
 
     def alloc_memory_pool(self, memory_pool_config: Any = None) -> None:
         size, page_size, kind = self._shape
         self.token_to_kv_pool = Pool(size, page_size, kind=kind)
+        self.model = Model(self.token_to_kv_pool)
+        if self._target is not None:
+            self.token_to_kv_pool_allocator = self._target.token_to_kv_pool_allocator
+            self.req_to_token_pool = self._target.req_to_token_pool
+            return
         make = Allocator if page_size == 1 else PagedAllocator
         self.token_to_kv_pool_allocator = make(size, page_size)
         table = torch.zeros(ROWS + 1, COLUMNS, dtype=torch.int32, device=DEVICE)
         self.req_to_token_pool = SimpleNamespace(req_to_token=table)
-        self.model = Model(self.token_to_kv_pool)
 
     def forward(self, forward_batch: Batch) -> Any:
         padded = pad(forward_batch)
@@ -143,9 +156,24 @@ class Runner:
         return (forward_batch.seq_lens[:n] * 31 + 7) % VOCABULARY
 
 
+class EagleDraftWorker:
+    def __init__(self, runner: Runner) -> None:
+        self.draft_runner = runner
+
+    def _draft_extend_for_decode(self, batch: Any, batch_result: Any) -> None:
+        """A graph's replay: past the runner."""
+        place = torch.arange(DRAFTS, device=DEVICE)
+        positions = (batch.seq_lens[:, None] + place).view(-1)
+        self.draft_runner.model.forward(batch_result.next_token_ids, positions, batch)
+
+
 def pad(batch: Batch) -> Batch:
     """As a runner of graphs does to a decode: rows of an earlier batch stay after the
-    last, and write to slot 0."""
+    last, and write to slot 0. The mask of a captured verification is never filled."""
+    if batch.forward_mode.name == "TARGET_VERIFY":
+        mask = torch.ones_like(batch.spec_info.custom_mask)
+        spec = SimpleNamespace(draft_token_num=DRAFTS, custom_mask=mask)
+        return replace(batch, spec_info=spec)
     if batch.forward_mode.name != "DECODE":
         return batch
     spare = torch.ones(2, dtype=torch.int64, device=DEVICE)
@@ -191,6 +219,7 @@ class World:
     """Requests that begin, decode, speculate and end.
 
     Args:
+        drafts: whether there is a draft model: each decode is a verification then.
         options: of `ServerArgs`.
     """
 
@@ -201,11 +230,17 @@ class World:
         page_size: int = 1,
         pages: int = 1000,
         kind: str = "whole",
+        drafts: bool = False,
         **options: Any,
     ) -> None:
         args = SimpleNamespace(speculative_num_draft_tokens=DRAFTS, **options)
         self.runner = Runner(pages, page_size, kind, args)
         self.runner.alloc_memory_pool()
+        self.drafter: EagleDraftWorker | None = None
+        if drafts:
+            runner = Runner(pages, page_size, kind, args, self.runner)
+            runner.alloc_memory_pool()
+            self.drafter = EagleDraftWorker(runner)
         self.scheduler = Scheduler()
         self.page_size = page_size
         self.running: dict[str, Req] = {}
@@ -247,6 +282,9 @@ class World:
             both = zip(tokens, req.tokens[:-1], strict=False)
             same = next((i for i, (a, b) in enumerate(both) if a != b), None)
             n = min(len(tokens), len(req.tokens) - 1) if same is None else same
+            if self.drafter is not None:
+                # Prefixes are told apart by the token after them.
+                n = max(n - 1, 0)
             n -= n % self.page_size
             if n > len(best):
                 best = slots[:n]
@@ -286,6 +324,13 @@ class World:
             extend_start_loc=upload([sum(lens[:i]) for i in range(len(lens))]).int(),
         )
         tokens = self.run(forward)
+        if self.drafter is not None:
+            after = zip(reqs, ends, tokens.tolist(), strict=True)
+            tails = {r.rid: (*r.tokens, token)[end] for r, end, token in after}
+            follows = [(*req.tokens, tails[req.rid]) for req, _ in columns]
+            pairs = zip(follows, columns, strict=True)
+            shifted = upload([tokens[i + 1] for tokens, (_, i) in pairs])
+            self.drafter.draft_runner.forward(replace(forward, input_ids=shifted))
         for req, end, token in zip(reqs, ends, tokens.tolist(), strict=True):
             line = self.table[req.req_pool_idx, :end].clone()
             req.prefix_indices = line.long()
@@ -366,14 +411,28 @@ class World:
     def accept(self, batch: Batch, paths: list[list[int]]) -> None:
         dst: list[int] = []
         src: list[int] = []
+        gained: list[int] = []
         tokens, slots = batch.input_ids.tolist(), batch.out_cache_loc.tolist()
         pairs = zip(self.running.values(), paths, strict=True)
         for row, (req, path) in enumerate(pairs):
             dst += slots[row * DRAFTS :][: len(path)]
             src += [slots[row * DRAFTS + node] for node in path]
-            req.output_ids += [tokens[row * DRAFTS + node] for node in path[1:]]
-            req.output_ids.append(sum(req.tokens) % VOCABULARY)
+            new = [tokens[row * DRAFTS + node] for node in path[1:]]
+            new.append(sum(req.tokens + new) % VOCABULARY)
+            req.output_ids += new
+            gained += (new + [7] * DRAFTS)[:DRAFTS]
         self.runner.token_to_kv_pool.move_kv_cache(upload(dst), upload(src))
+        if self.drafter is not None:
+            self.drafter._draft_extend_for_decode(
+                SimpleNamespace(
+                    forward_mode=batch.forward_mode,
+                    reqs=list(self.running.values()),
+                    seq_lens=batch.seq_lens,
+                    req_pool_indices=batch.req_pool_indices,
+                    out_cache_loc=batch.out_cache_loc,
+                ),
+                SimpleNamespace(next_token_ids=upload(gained).int()),
+            )
 
     def run(self, forward: Batch) -> Tensor:
         """Through the scheduler, as a result that leaves it."""
@@ -423,6 +482,7 @@ OWNERS: dict[str, Any] = {
     hooks_of.FREES[1].owner: PagedAllocator,
     hooks_of.MOVES[0].owner: Pool,
     hooks_of.BATCH.owner: Batch,
+    hooks_of.DRAFT_EXTEND.owner: EagleDraftWorker,
 }
 """Classes that the hooks find in place of SGLang's."""
 
@@ -430,7 +490,7 @@ OWNERS: dict[str, Any] = {
 @contextmanager
 def plugged(settings: Settings) -> Iterator[None]:
     """With the plugin's wrappers in place."""
-    undo = attachment.wrap_engine(settings)
+    undo = wrappers.wrap_engine(settings)
     try:
         yield
     finally:

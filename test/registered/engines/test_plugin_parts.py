@@ -33,6 +33,17 @@ def test_settings_are_off_without_a_variable() -> None:
     assert Settings().mode is Mode.OFF
 
 
+def test_a_module_that_fails_in_any_way_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine swallows what a plugin raises, and would run unchecked."""
+    (tmp_path / "needs_a_gpu.py").write_text("raise RuntimeError('no GPU')")
+    monkeypatch.syspath_prepend(tmp_path)
+    hook = Hook(owner="needs_a_gpu:Runner", method="run", parameters=(), purpose="")
+    with pytest.raises(Refusal, match=r"looked for needs_a_gpu:Runner, found: no GPU"):
+        require((hook,))
+
+
 def test_settings_are_read(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     settings = read_settings(

@@ -31,6 +31,7 @@ from kv_canary.engines.hooks import Refusal, problem_with
 from kv_canary.engines.settings import Mode, Settings
 from kv_canary.engines.sglang import (
     attachment,
+    draft,
     hooks_of,
     planting,
     plugin,
@@ -123,6 +124,78 @@ def test_clean_traffic_is_silent(kind: str, page_size: int, drafts: bool) -> Non
     counters = canary.counters()
     assert counters[Counter.TAIL_LAUNCHES] == canary.forwards
     assert counters[Counter.VERIFIED_SLOTS] > 10 * canary.forwards
+
+
+@pytest.fixture
+def tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version whose draft models store the right token at the end of a chunk."""
+    monkeypatch.setattr(draft, "_knows_tails", lambda: True)
+
+
+@pytest.mark.usefixtures("tails")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_pool_of_a_draft_model_is_seen(kind: str, page_size: int) -> None:
+    if kind == "scattered" and torch.cuda.is_available():
+        pytest.skip("refused on a GPU")
+    with plugged(RAISE):
+        options = {"speculative_algorithm": "EAGLE", "drafts": True}
+        world = World(RAISE, kind=kind, page_size=page_size, **options)
+        world.decode = lambda: world.speculate(rng)  # type: ignore[method-assign]
+        rng = random.Random(page_size)
+        traffic(world, rng, count(ci=25, full=300), drafts=True)
+        drafter = world.drafter
+        assert drafter is not None
+        canary = attachment.canary_of(drafter.draft_runner)
+        assert canary is world.canary.draft and canary is not None
+        assert canary.forwards == world.canary.forwards > 10
+        assert canary.reporter.total == 0
+        reads = canary.canary.state.counters[Counter.VERIFIED_SLOTS]
+        assert reads > 10 * canary.forwards
+        # A slot of a prefix, then one that a verification filled.
+        for request, back in ((0, 20), (1, 2)):
+            req = list(world.running.values())[request]
+            slot = int(world.table[req.req_pool_idx, len(req.tokens) - 1 - back])
+            pool = drafter.draft_runner.token_to_kv_pool
+            pool.layers[-1][slot] += 1
+            with pytest.raises(CanaryViolation, match=rf"tag=draft.*slot_idx={slot} "):
+                world.speculate(rng)
+            pool.layers[-1][slot] -= 1
+
+
+@pytest.mark.usefixtures("tails")
+def test_a_wrong_token_of_a_draft_model_is_named() -> None:
+    """Its prefill stores another token than that which follows."""
+    rng = random.Random(12)
+    with plugged(RAISE):
+        world = World(RAISE, speculative_algorithm="EAGLE", drafts=True)
+        world.begin(Req("a", tokens(rng, 30)), upto=20)
+        req = world.running["a"]
+        req.origin_input_ids[20] ^= 1
+        with pytest.raises(CanaryViolation, match=r"tag=draft.*rid=.a.*position=19"):
+            world.begin(req)
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"speculative_algorithm": "STANDALONE"}, "whose next tokens differ"),
+        ({"enable_multi_layer_eagle": True}, "one for each layer"),
+        ({"speculative_adaptive": True}, "number of its tokens changes"),
+        ({}, "another token at the end of a chunk"),
+    ],
+)
+def test_a_draft_model_that_is_not_seen_is_named(
+    options: dict[str, Any], because: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with plugged(RAISE):
+        world = World(
+            RAISE, drafts=True, **{"speculative_algorithm": "EAGLE", **options}
+        )
+        world.begin(Req("a", [1, 2, 3]))
+        world.speculate(random.Random(0))
+    assert f"not checked ({because}" in caplog.text or because in caplog.text
+    assert world.canary.draft is None and world.canary.forwards == 2
 
 
 def planted(name: str, seed: int, **options: Any) -> tuple[list[Any], list[Violation]]:
@@ -435,22 +508,25 @@ def test_the_self_test_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs a CUDA device, and there is none" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", selftest.KINDS)
 def test_faults_are_planted_by_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The part of the self-test in the engine's process, through the entry point."""
     stock(monkeypatch)
     monkeypatch.setenv("KV_CANARY", "log")
     monkeypatch.setenv("KV_CANARY_REAL_DATA", "all")
-    file = tmp_path / "outcomes.1"
+    mode, faults = selftest.KINDS[kind]
+    file = tmp_path / f"outcomes.{mode}.1"
     monkeypatch.setenv(planting.PLAN, str(file))
     plugin.register()
-    world = World(LOG)
-    fill(world, random.Random(9))
-    for _ in range(3 * len(FAULTS)):
-        world.decode()
+    rng = random.Random(9)
+    world = World(LOG, speculative_algorithm="EAGLE" if kind == "eagle" else None)
+    fill(world, rng)
+    for _ in range(3 * len(faults)):
+        world.speculate(rng) if kind == "eagle" else world.decode()
     outcomes = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [outcome["fault"] for outcome in outcomes] == list(FAULTS)
+    assert [outcome["fault"] for outcome in outcomes] == list(faults)
     assert [o for o in outcomes if not o["named"]] == []
 
 

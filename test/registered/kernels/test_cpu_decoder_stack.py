@@ -161,7 +161,7 @@ class Stack:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What the rows of a batch have and bring, in pages that are mixed up."""
+    """Rows of a batch with their prefixes and new tokens, in shuffled pages."""
 
     prefix_lens: list[int]
     new: list[int]

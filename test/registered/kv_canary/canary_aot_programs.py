@@ -26,9 +26,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kv_canary.accepted import AcceptedPath, SampledTokens
+from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
 from kv_canary.carried import CarriedRows
-from kv_canary.checks import PoolChecks
+from kv_canary.checks import GroupForward, PoolChecks
+from kv_canary.findings import STATUS_WORDS
 from kv_canary.kernels import triton_launch
 from kv_canary.kernels.triton_args import state_args
 from kv_canary.kernels.triton_report import agree_across_warps
@@ -246,13 +247,40 @@ def launch_tail(
     )
 
 
-def launch_note() -> None:
+def launch_both(mode: FingerprintMode, rows: str, *, is_tail: bool) -> None:
+    """Before the model or after it, in the full group and in that of windows."""
+    full, windows = (
+        GroupForward(
+            create_canary(),
+            replace(
+                ALL_ROWS[rows],
+                reads=[VIEWS[view]],
+                writer_kind=WriterKind.EXTEND,
+                manager=0,
+            ),
+            PoolChecks(
+                page_size=VIEWS["window"].page_size,
+                fingerprint=pool_of(mode, is_scattered=view == "window"),
+                req_to_token=ints(8, WIDTH),
+            ),
+        )
+        for view in ("pages", "window")
+    )
+    if not is_tail:
+        triton_launch.before_both(*full, windows)
+        return
+    findings = longs(64) if rows in ("decode", "extend") else None
+    triton_launch.tail_of_both(*full, rows != "tree", findings, windows, findings)
+
+
+def launch_note(groups: int) -> None:
+    """Notes alone, or with the findings of so many groups of slots."""
     sampled_tokens = SampledTokens(*(longs() for _ in SampledTokens._fields))
-    marks = torch.zeros(2, ROWS, dtype=torch.int64)
-    triton_launch.note_tokens(create_canary(), sampled_tokens, marks)
+    findings = [longs(STATUS_WORDS + ROWS) if i < groups else None for i in range(2)]
+    triton_launch.send_tokens(create_canary(), sampled_tokens, *findings, longs(64))
 
 
-def launch_accepted(*, with_choices: bool) -> None:
+def launch_accepted(*, with_choices: bool, checks: bool) -> None:
     nodes, path = longs(ROWS * 8).view(ROWS, 8), longs(ROWS * 4).view(ROWS, 4)
     accepted = AcceptedPath(
         req_rows=longs(),
@@ -266,8 +294,14 @@ def launch_accepted(*, with_choices: bool) -> None:
         gained=path,
         choices=nodes if with_choices else None,
     )
-    marks = torch.zeros(2, ROWS, dtype=torch.int64)
-    triton_launch.note_accepted(create_canary(), accepted, marks)
+    triton_launch.finish_accepted(
+        create_canary(),
+        create_canary(),
+        accepted,
+        longs(),
+        checks,
+        AcceptedWords.of(accepted),
+    )
 
 
 def launch_carried(*, checks: bool, has_hidden: bool) -> None:
@@ -301,6 +335,14 @@ def launches() -> Iterator[tuple[str, Any]]:
             f"tail scattered {mode.name}",
             lambda mode=mode: launch_tail(mode, "extend", is_scattered=True),
         )
+    for rows in ALL_ROWS:
+        for is_tail in (False, True):
+            yield (
+                f"both {rows} {is_tail}",
+                lambda rows=rows, is_tail=is_tail: launch_both(
+                    FingerprintMode.PARTIAL, rows, is_tail=is_tail
+                ),
+            )
     state = create_canary()
     for live in (None, longs(1)):
         name = f"poison {live is not None}"
@@ -311,7 +353,8 @@ def launches() -> Iterator[tuple[str, Any]]:
             f"move {moves}",
             lambda dst=dst: triton_launch.move_records(state, dst, dst),
         )
-    yield "note tokens", launch_note
+    for groups in range(3):
+        yield f"note tokens {groups}", lambda groups=groups: launch_note(groups)
     for seeds in (None, longs(8)):
         yield (
             f"expect {seeds is not None}",
@@ -319,10 +362,12 @@ def launches() -> Iterator[tuple[str, Any]]:
                 create_canary(), longs(), longs(3 * ROWS).view(3, ROWS), seeds
             ),
         )
-    for choices in (False, True):
+    for choices, checks in ((False, True), (True, True), (False, False)):
         yield (
-            f"note accepted {choices}",
-            lambda choices=choices: launch_accepted(with_choices=choices),
+            f"finish accepted {choices} {checks}",
+            lambda choices=choices, checks=checks: launch_accepted(
+                with_choices=choices, checks=checks
+            ),
         )
     for checks in (False, True):
         for has_hidden in (False, True):
@@ -407,7 +452,7 @@ class Signature:
 def compile_kernel(kernel: Any, arguments: dict[str, Any], warps: int) -> Any:
     signature, types = Signature(), {}
     for i, param in enumerate(kernel.params):
-        value = arguments[param.name]
+        value = arguments.get(param.name, param.default)
         if param.is_constexpr:
             types[param.name] = signature.constant(value, (i,))
         else:

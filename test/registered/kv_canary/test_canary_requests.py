@@ -11,6 +11,7 @@ from canary_world import (
     DEVICE,
     Backend,
     World,
+    backends,
     decode,
     each_backend,
     entries,
@@ -18,11 +19,12 @@ from canary_world import (
     long,
     small_world,
 )
-from torch import Tensor
 
-from kv_canary.accepted import AcceptedPath, SampledTokens
+from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
+from kv_canary.findings import RING, STATUS_WORDS, counters_of, verdicts_of
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import (
+    NUM_COUNTERS,
     SENTINEL,
     UNKNOWN,
     Launch,
@@ -30,9 +32,12 @@ from kv_canary.records import (
     Request,
     Ring,
     WriterKind,
+    extend_lineage,
+    lineage_term,
     pack_word0,
     unpack_word0,
 )
+from kv_canary.state import CanaryState, create_state
 from kv_canary.view import ForwardView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
@@ -103,6 +108,48 @@ def test_notes_and_marks(backend: Backend) -> None:
     noted = w.state.requests[:, Request.NEXT_WORD0].tolist()
     assert noted[:4] == [UNKNOWN, words[1], UNKNOWN, words[0]]
     assert (w.state.requests[:, Request.SERIAL] == UNKNOWN).all()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 200])
+@pytest.mark.parametrize("has_others", [False, True])
+@pytest.mark.parametrize(
+    "backend",
+    [b for b in backends() if b.name != "native"],
+    ids=lambda backend: backend.name,
+)
+def test_the_words_of_a_step(backend: Backend, has_others: bool, rows: int) -> None:
+    """Tokens, findings, those of a second group from the ring's word on, and marks."""
+    state = create_state(
+        num_slots=8,
+        req_rows=rows + 1,
+        ring_capacity=8,
+        num_managers=1,
+        device=DEVICE,
+    )
+    every = torch.arange(1, rows + 1, device=DEVICE)
+    sampled = SampledTokens(
+        req_rows=every,
+        serials=every + 100,
+        tokens=torch.where(every % 3 == 0, -1, every + 5),
+        prefix_lens=every * 2,
+        extend_lens=every,
+    )
+    found = torch.arange(STATUS_WORDS + rows, device=DEVICE) * 2
+    others = torch.full_like(found, 4097) if has_others else None
+    words = torch.full((3 * rows + len(found),), -7, device=DEVICE)
+    backend.write.send_tokens(state, sampled, found, others, words)
+    tokens, sent, serials, marks = words.split([rows, len(found), rows, rows])
+    assert torch.equal(tokens, sampled.tokens)
+    due = found.clone()
+    if has_others:
+        due[RING:] |= 4097
+    assert torch.equal(sent, due)
+    assert torch.equal(serials, sampled.serials)
+    noted = [
+        UNKNOWN if r % 3 == 0 else pack_word0(r + 5, 3 * r) for r in range(1, rows + 1)
+    ]
+    assert marks.tolist() == noted
+    assert state.requests[1:, Request.NEXT_WORD0].tolist() == noted
 
 
 @each_backend
@@ -253,17 +300,42 @@ def accepted(w: World) -> AcceptedPath:
     )
 
 
-def note(backend: Backend, w: World, path: AcceptedPath) -> Tensor:
-    marks = long([0] * 6).view(2, 3)
-    backend.write.note_accepted(w.state, path, marks)
-    return marks
+def note(
+    backend: Backend,
+    w: World,
+    path: AcceptedPath,
+    *,
+    draft: CanaryState | None = None,
+    checks: bool = True,
+) -> AcceptedWords:
+    """End a verification; without `draft` the draft's pool is one of its own."""
+    words = AcceptedWords.of(path)
+    words.words.fill_(-7)
+    if draft is None:
+        draft = small_world(draft=True).state
+    salts = long(w.salts)
+    backend.write.finish_accepted(w.state, draft, path, salts, checks, words)
+    return words
+
+
+def lineages_after(w: World, path: AcceptedPath, lens: list[int]) -> list[int]:
+    """Of each row over its root and what it gained but the last token."""
+    return [
+        extend_lineage(
+            w.lineage(i, w.lens[i]),
+            [int(path.tokens[i, 0]), *path.gained[i].tolist()][:length],
+            start_position=w.lens[i],
+            salt=w.salts[i],
+        )
+        for i, length in enumerate(lens)
+    ]
 
 
 @each_backend
 def test_a_sound_path_is_noted(backend: Backend) -> None:
     w = small_world()
     path = accepted(w)
-    marks = note(backend, w, path)
+    marks = note(backend, w, path).marks
     assert findings(w.state) == []
     words = [
         pack_word0(token, length + gained)
@@ -276,6 +348,105 @@ def test_a_sound_path_is_noted(backend: Backend) -> None:
     without = dataclasses.replace(path, choices=None)
     note(backend, w, without)
     assert findings(w.state) == []
+
+
+@each_backend
+def test_lineages_advance_over_what_stays(backend: Backend) -> None:
+    w = small_world()
+    path = accepted(w)
+    path.prefix_lens[1] = 0
+    w.state.expected_lineage[2] = 17  # left by an earlier owner of the row
+    others = w.state.expected_lineage.clone()
+    note(backend, w, path, checks=False)
+    due = lineages_after(w, path, [3, 1, 2])
+    due[1] = lineage_term(200, 0, w.salts[1])
+    assert w.state.expected_lineage[1:4].tolist() == due
+    assert torch.equal(w.state.expected_lineage[4:], others[4:])
+    assert int(w.state.ticket) == 0
+
+
+@each_backend
+def test_the_words_of_a_verification(backend: Backend) -> None:
+    """Tokens, lengths, and the findings of both pools, those of this very launch too;
+    verdicts are cleared, those of other rows stay. A padded row has none."""
+    w, drafts = small_world(), small_world(draft=True)
+    path = accepted(w)
+    path.req_rows[2] = 0
+    path.gained[0, 1] = 5
+    lineage = int(w.state.expected_lineage[3])
+    for state, verdicts in ((w.state, [9, 8, 7, 6]), (drafts.state, [1, 2, 3, 4])):
+        state.verdict[:4] = torch.tensor(verdicts, dtype=torch.int32)
+        state.counters[:] = torch.arange(len(state.counters)) * verdicts[0]
+    drafts.state.ring_count.fill_(5)
+    words = note(backend, w, path, draft=drafts.state)
+    assert torch.equal(words.gained, path.gained)
+    assert torch.equal(words.accept_lens, path.accept_lens)
+    found = words.findings.tolist()
+    assert counters_of(found) == [9 * i for i in range(NUM_COUNTERS)]
+    assert found[RING:] == [1, 8 | Reason.ACCEPT_PATH, 7, 0]
+    found = words.draft_findings.tolist()
+    assert counters_of(found) == list(range(NUM_COUNTERS))
+    assert found[RING:] == [5, 2, 3, 0]
+    assert w.state.verdict[:4].tolist() == [9, 0, 0, 6]
+    assert drafts.state.verdict[:4].tolist() == [1, 0, 0, 4]
+    assert int(w.state.expected_lineage[3]) == lineage
+    # The parts are all there is, in order.
+    assert -7 not in words.words.tolist()
+    parts = [part.reshape(-1) for part in words[1:]]
+    assert torch.equal(torch.cat(parts), words.words)
+
+
+@each_backend
+def test_many_rows_end_together(backend: Backend) -> None:
+    """More rows than a program gathers at once, and no row at all."""
+    for rows in (0, 150):
+        state = create_state(
+            num_slots=8,
+            req_rows=rows + 1,
+            ring_capacity=8,
+            num_managers=1,
+            device=DEVICE,
+        )
+        every = long(list(range(1, rows + 1)))
+        state.verdict[1:] = every.int()
+        nodes = every[:, None] * 10
+        path = AcceptedPath(
+            req_rows=every,
+            serials=every + 100,
+            prefix_lens=every,
+            tokens=nodes,
+            parent_index=torch.full_like(nodes, -1),
+            predict=nodes + 1,
+            accept_index=torch.arange(rows, device=DEVICE)[:, None],
+            accept_lens=torch.ones_like(every),
+            gained=nodes + 1,
+        )
+        words = AcceptedWords.of(path)
+        salts = torch.zeros_like(every)
+        backend.write.finish_accepted(state, state.clone(), path, salts, True, words)
+        assert verdicts_of(words.findings.tolist()) == every.tolist()
+        assert verdicts_of(words.draft_findings.tolist()) == every.tolist()
+        due = [lineage_term(10 * r, r, 0) for r in range(1, rows + 1)]
+        assert state.expected_lineage[1:].tolist() == due
+
+
+@each_backend
+@pytest.mark.parametrize("lens", [[0, 9, 3], [3, 3, 3]])
+def test_a_path_that_is_made_up_is_not_checked(
+    backend: Backend, lens: list[int]
+) -> None:
+    w = small_world()
+    path = accepted(w)
+    path.accept_lens[:] = long(lens)
+    path.predict.zero_()
+    words = note(backend, w, path, checks=False)
+    assert findings(w.state) == []
+    kept = [min(n, 3) for n in lens]
+    assert w.state.expected_lineage[1:4].tolist() == lineages_after(w, path, kept)
+    last = [int(path.gained[i, max(n, 1) - 1]) for i, n in enumerate(kept)]
+    places = [w.lens[i] + n for i, n in enumerate(lens)]
+    due = [pack_word0(*word) for word in zip(last, places, strict=True)]
+    assert words.marks[1].tolist() == due
 
 
 FAULTS = {
@@ -299,14 +470,14 @@ def test_a_path_in_doubt(backend: Backend, fault: str) -> None:
     name, place, value, at = FAULTS[fault]
     path = accepted(w)
     getattr(path, name)[place] = value
-    note(backend, w, path)
+    words = note(backend, w, path)
     request = place[0]
     (entry,) = entries(w.state)
     assert entry[Ring.REASONS] == Reason.ACCEPT_PATH
     assert entry[Ring.REQ_ROW] == request + 1
     assert entry[Ring.POSITION] == w.lens[request] + at
     assert entry[Ring.TAG] & 255 == Launch.ACCEPT
-    assert int(w.state.verdict[request + 1]) == Reason.ACCEPT_PATH
+    assert verdicts_of(words.findings.tolist())[request] == Reason.ACCEPT_PATH
 
 
 @each_backend

@@ -39,7 +39,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "few slots": {**CANARY, "max_total_tokens": 48, "max_running_requests": 2},
     "record": {**CANARY, "kv_canary_record": 50},
 }
-# What the wall clock has a part in.
+# Counters that depend on the wall clock.
 TIMES = ("gen_throughput", "queue_time_seconds")
 
 
@@ -80,7 +80,7 @@ def assert_leaves_no_trace(create: Create, *, is_rehearsed: bool = False) -> Non
 
 
 def state_of(engine: EngineHarness) -> dict[str, Any]:
-    """What the host keeps."""
+    """State of the host that warm-up must leave as it was."""
     scheduler = engine.scheduler
     allocator, rows = scheduler.cache.allocator, scheduler.cache.req_to_token_pool
     stats = scheduler.stats_snapshot()

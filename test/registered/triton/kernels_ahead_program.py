@@ -30,7 +30,7 @@ from sglang.srt.utils.kernels_ahead import compiled_ahead
 
 
 class TargetAlone:
-    """What Triton asks its driver before a launch."""
+    """The properties that Triton asks of its driver before a launch."""
 
     def __init__(self) -> None:
         self.launchers: list[Any] = []

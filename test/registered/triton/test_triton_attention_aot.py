@@ -19,6 +19,7 @@ import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from sglang.srt.layers.attention.triton_ops.args import (
     Lens,
@@ -33,6 +34,13 @@ from sglang.srt.layers.attention.triton_ops.args import (
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
     combine_launch,
     decode_launch,
+)
+from sglang.srt.layers.attention.triton_ops.decode_hopper import (
+    TILES as DECODE_HOPPER_TILES,
+)
+from sglang.srt.layers.attention.triton_ops.decode_hopper import decode_hopper_launch
+from sglang.srt.layers.attention.triton_ops.decode_hopper_kernels import (
+    decode_hopper_kernel,
 )
 from sglang.srt.layers.attention.triton_ops.decode_kernels import (
     decode_combine_kernel,
@@ -180,8 +188,9 @@ def compile_kernel(variant: Variant) -> dict[str, Any]:
         else types.type_of(given.get(name, "i32"), (position,))
         for position, name in enumerate(kernel.arg_names)
     }
+    source = GluonASTSource if kernel is decode_hopper_kernel else ASTSource
     compiled = triton.compile(
-        ASTSource(kernel, signature, types.constants, types.attributes),
+        source(kernel, signature, types.constants, types.attributes),
         target=HOPPER,
         options=options,
     )
@@ -308,6 +317,9 @@ def paged_variants(
     head_dim = heads["head_dim"]
     split = decode_launch(splits=8, itemsize=itemsize, page_size=page_size, **heads)
     yield Variant(decode_split_kernel, split, itemsize, has_window)
+    if itemsize == 2 and head_dim in DECODE_HOPPER_TILES:
+        hopper = decode_hopper_launch(splits=8, page_size=page_size, **heads)
+        yield Variant(decode_hopper_kernel, hopper, itemsize, has_window)
     combine = combine_launch(split)
     yield Variant(decode_combine_kernel, combine, itemsize, has_window)
     for tokens, rows, has_tree in (
@@ -349,6 +361,8 @@ def test_every_shipped_variant_compiles_for_the_h200() -> None:
         is_matrix_bound = report["queries"] >= 64
         if is_matrix_bound and report["itemsize"] == 2:
             assert report["wgmma"] > 0, report
+        if report["kernel"] == decode_hopper_kernel.__name__:
+            assert report.get("STACK", 0) == 0, report
         if report["has_copies"]:
             assert report["copies"] > 0, report
             assert report["waits"] > 0, report

@@ -236,46 +236,68 @@ def test_it_compiles_without_spilling() -> None:
         assert each.get("STACK", 0) == 0
 
 
-def compile_all() -> list[dict[str, Any]]:
-    """Compile the kernel for each head size; what it takes of a multiprocessor."""
+def compile_for_hopper(
+    kernel: Any,
+    *,
+    constants: dict[str, Any],
+    tiles: dict[str, int],
+    types: dict[str, Any],
+) -> dict[str, Any]:
+    """Compile a Gluon kernel; what it takes of a multiprocessor.
+
+    Args:
+        tiles: rows of the descriptors' blocks, of `constants["D"]` channels each.
+        types: of the other parameters; pointers are aligned to 16 bytes.
+    """
     import triton
     from test_triton_attention_aot import HOPPER, resources
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from sglang.srt.layers.attention.triton_ops.extend_hopper import _layout
+
+    head_dim = constants["D"]
+    types = types | dict.fromkeys(constants, "constexpr")
+    for name, rows in tiles.items():
+        layout = _layout(rows, head_dim, torch.bfloat16)
+        types[name] = f"tensordesc<bf16{[rows, head_dim]},{layout!r}>"
+    names = kernel.arg_names
+    pointers = [n for n, kind in types.items() if str(kind).startswith("*")]
+    source = GluonASTSource(
+        kernel,
+        {name: types[name] for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
+    )
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": 4})
+    return {
+        "head_dim": head_dim,
+        "shared": compiled.metadata.shared,
+        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+        "copies": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
+        **resources(compiled.asm["cubin"]),
+    }
+
+
+def compile_all() -> list[dict[str, Any]]:
+    """Compile the kernel for each head size."""
     from sglang.srt.layers.attention.triton_ops.extend_hopper_kernels import (
         extend_hopper_kernel,
     )
 
-    found = []
-    for head_dim, stages in STAGES.items():
-        constants = {"HEADS": 32, "GROUP": 4, "D": head_dim}
-        constants |= {"BLOCK": BLOCK, "STAGES": stages, "sinks": None}
-        types = {name: "constexpr" for name in constants}
-        for name in ("q_tiles", "out_tiles", "k_new", "v_new", "k_prefix", "v_prefix"):
-            rows = BLOCK // 2 if name.endswith("tiles") else BLOCK
-            layout = _layout(rows, head_dim, torch.bfloat16)
-            types[name] = f"tensordesc<bf16{[rows, head_dim]},{layout!r}>"
-        types |= {"out": "*bf16", "out_stride": "i32", "plan": "*i32"}
-        types |= {"items": "i32", "factor": "fp32"}
-        names = extend_hopper_kernel.arg_names
-        source = GluonASTSource(
+    halves = dict.fromkeys(("q_tiles", "out_tiles"), BLOCK // 2)
+    blocks = dict.fromkeys(("k_new", "v_new", "k_prefix", "v_prefix"), BLOCK)
+    types = {"out": "*bf16", "out_stride": "i32", "plan": "*i32"}
+    types |= {"items": "i32", "factor": "fp32"}
+    constants = {"HEADS": 32, "GROUP": 4, "BLOCK": BLOCK, "sinks": None}
+    return [
+        compile_for_hopper(
             extend_hopper_kernel,
-            {name: types[name] for name in names},
-            {(names.index(name),): value for name, value in constants.items()},
-            {(names.index(n),): [["tt.divisibility", 16]] for n in ("out", "plan")},
+            constants=constants | {"D": head_dim, "STAGES": stages},
+            tiles=halves | blocks,
+            types=types,
         )
-        kernel = triton.compile(source, target=HOPPER, options={"num_warps": 4})
-        found.append(
-            {
-                "head_dim": head_dim,
-                "shared": kernel.metadata.shared,
-                "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"),
-                "copies": kernel.asm["ptx"].count("cp.async.bulk.tensor"),
-                **resources(kernel.asm["cubin"]),
-            }
-        )
-    return found
+        for head_dim, stages in STAGES.items()
+    ]
 
 
 if __name__ == "__main__" and "--compile" in sys.argv:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from kv_canary.engines.hooks import Record, problem_with
+from kv_canary.engines.hooks import Expectation, Record, problem_with
 from kv_canary.engines.host_table import HOSTS, Host
 from kv_canary.engines.settings import PREFIX, SettingsError, read_settings
 from kv_canary.op import native_available, triton_available
@@ -69,11 +69,9 @@ def doctor(host: Host) -> int:
         )
     problems = 0
     for expected in host.expectations:
-        problem = problem_with(expected)
-        problems += problem is not None
-        verb = "reads" if isinstance(expected, Record) else "wraps"
-        state = f"{verb} {expected.place}: {expected.purpose}"
-        print(f"  {'ok     ' if problem is None else 'MISSING'} {problem or state}")
+        problems += _say(expected, "MISSING")
+    for expected in host.optional:
+        _say(expected, "without")
     print(f"sees: layers of {', '.join(host.sees)}")
     print("refuses, as it cannot see them whole:")
     for limit in host.limits:
@@ -88,6 +86,15 @@ def doctor(host: Host) -> int:
     else:
         print(f"all {count} are as expected")
     return 1 if problems or is_shut_out else 0
+
+
+def _say(expected: Expectation, otherwise: str) -> bool:
+    """Print a line; whether there is a problem."""
+    problem = problem_with(expected)
+    verb = "reads" if isinstance(expected, Record) else "wraps"
+    state = f"{verb} {expected.place}: {expected.purpose}"
+    print(f"  {'ok     ' if problem is None else otherwise} {problem or state}")
+    return problem is not None
 
 
 def _kernels() -> str:

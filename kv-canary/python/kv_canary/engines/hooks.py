@@ -82,7 +82,8 @@ def problem_with(expected: Expectation) -> str | None:
         return None if None in problems else ", and ".join(map(str, problems))
     try:
         owner = load_owner(expected.owner)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
+        # What a module of an engine raises without its device is any of them.
         return f"looked for {expected.owner}, found: {error}"
     if isinstance(expected, Record):
         return _problem_with_fields(expected, owner)

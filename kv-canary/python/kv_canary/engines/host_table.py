@@ -32,6 +32,7 @@ class Host:
         name: of the option `--engine`; packages: under which it is installed.
         version: of the one that is there; None: none is.
         expectations: what the plugin wraps and reads.
+        optional: likewise, where a version has it.
         sees: kinds of KV. limits: options that are refused. rest: what else is.
         models: of the self-test, each in a process of its own.
         plugins_variable: names the plugins that the engine may load.
@@ -48,6 +49,7 @@ class Host:
     models: Sequence[str]
     plugins_variable: str
     self_test_environment: dict[str, str]
+    optional: Sequence[Expectation] = ()
 
 
 HOSTS = (
@@ -71,9 +73,10 @@ HOSTS = (
         sees=sglang_limits.SEEN,
         limits=sglang_limits.LIMITS,
         rest="pools of any other kind (sliding windows, Mamba, FP4, sparse, ...), "
-        "multimodal models; the pool of a draft model is not checked",
-        models=("plain",),
+        "multimodal models; of draft models' pools only that of EAGLE is checked",
+        models=("plain", "eagle"),
         plugins_variable=sglang_plugin.VARIABLE,
         self_test_environment={"KV_CANARY_REAL_DATA": "all"},
+        optional=(sglang_hooks.DRAFT_EXTEND,),
     ),
 )

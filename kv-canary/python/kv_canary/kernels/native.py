@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kv_canary.checks import PoolChecks, check_numbers_of
+from kv_canary.checks import GroupForward, PoolChecks, check_numbers_of
 from kv_canary.view import READ_FIELDS, ForwardView, KVReadView
 from sglang_kernels import ops
 
 if TYPE_CHECKING:
-    from kv_canary.accepted import AcceptedPath, SampledTokens
+    from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
     from kv_canary.carried import CarriedRows
     from kv_canary.state import CanaryState
 
@@ -68,6 +68,13 @@ def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> N
     )
 
 
+def before_both(
+    state: CanaryState, view: ForwardView, checks: PoolChecks, other: GroupForward
+) -> None:
+    before_model(state, view, checks)
+    before_model(*other)
+
+
 def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
     oracle_tokens, oracle_positions = view.oracle or (None, None)
     ops.canary_write_head(
@@ -99,6 +106,19 @@ def write_tail(
         [*view.numbers, *check_numbers_of(checks)],
         advance,
     )
+
+
+def tail_of_both(
+    state: CanaryState,
+    view: ForwardView,
+    checks: PoolChecks,
+    advance: bool,
+    findings: Tensor | None,
+    other: GroupForward,
+    other_findings: Tensor | None,
+) -> None:
+    write_tail(state, view, checks, advance, findings)
+    write_tail(*other, advance, other_findings)
 
 
 def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
@@ -137,5 +157,19 @@ def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
     ops.canary_carry(state.arena, given, rows.sums, rows.numbers, checks)
 
 
-def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None:
-    ops.canary_note_accepted(state.arena, path.tensors, marks)
+def finish_accepted(
+    state: CanaryState,
+    draft: CanaryState,
+    path: AcceptedPath,
+    salts: Tensor,
+    checks: bool,
+    words: AcceptedWords,
+) -> None:
+    words.gained.copy_(path.gained)
+    words.accept_lens.copy_(path.accept_lens)
+    if checks:
+        ops.canary_note_accepted(state.arena, path.tensors, words.marks)
+    else:
+        note_tokens(state, path.last(), words.marks)
+    finish_step(state, path.rows(salts), words.findings)
+    gather_findings(draft, path.req_rows, words.draft_findings)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kv_canary.accepted import SampledTokens
 from kv_canary.carried import FACTOR, KEY, CarriedRows
 from kv_canary.findings import RING, STATUS_WORDS
 from kv_canary.hashing import MASK64, to_signed64
@@ -45,8 +44,8 @@ from kv_canary.records import (
 from kv_canary.view import NO_MANAGER
 
 if TYPE_CHECKING:
-    from kv_canary.accepted import AcceptedPath
-    from kv_canary.checks import PoolChecks
+    from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
+    from kv_canary.checks import GroupForward, PoolChecks
     from kv_canary.layout import Fingerprint
     from kv_canary.state import CanaryState
     from kv_canary.view import ForwardView
@@ -218,6 +217,13 @@ def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> N
     write_head(state, view, checks)
 
 
+def before_both(
+    state: CanaryState, view: ForwardView, checks: PoolChecks, other: GroupForward
+) -> None:
+    before_model(state, view, checks)
+    before_model(*other)
+
+
 def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
     """Check where the new tokens will be written and write their head records.
 
@@ -313,6 +319,19 @@ def _is_missing(fingerprint: Fingerprint, slot: Tensor) -> Tensor:
             ends = words[:, slot][..., [0, -1]]
             found |= (ends == SENTINEL).any(dim=2).any(dim=0)
     return found
+
+
+def tail_of_both(
+    state: CanaryState,
+    view: ForwardView,
+    checks: PoolChecks,
+    advance: bool,
+    findings: Tensor | None,
+    other: GroupForward,
+    other_findings: Tensor | None,
+) -> None:
+    write_tail(state, view, checks, advance, findings)
+    write_tail(*other, advance, other_findings)
 
 
 def write_tail(
@@ -438,6 +457,23 @@ def note_tokens(state: CanaryState, sampled: SampledTokens, marks: Tensor) -> No
     marks[0], marks[1] = serials, word0
 
 
+def send_tokens(
+    state: CanaryState,
+    sampled: SampledTokens,
+    findings: Tensor,
+    other_findings: Tensor | None,
+    words: Tensor,
+) -> None:
+    rows = len(sampled.tokens)
+    sizes = [rows, len(findings), 2 * rows]
+    tokens, found, marks = words.split_with_sizes(sizes)
+    tokens.copy_(sampled.tokens)
+    found.copy_(findings)
+    if other_findings is not None:
+        found[RING:] |= other_findings[RING:]
+    note_tokens(state, sampled, marks.view(2, rows))
+
+
 def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
     live, found = _is_carried(rows), _carried_sums(rows)
     if not checks:
@@ -490,7 +526,24 @@ def _is_missed(path: AcceptedPath, last: Tensor) -> Tensor:
     return (is_child & (path.tokens == choice)).any(dim=1)
 
 
-def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None:
+def finish_accepted(
+    state: CanaryState,
+    draft: CanaryState,
+    path: AcceptedPath,
+    salts: Tensor,
+    checks: bool,
+    words: AcceptedWords,
+) -> None:
+    words.gained.copy_(path.gained)
+    words.accept_lens.copy_(path.accept_lens)
+    if checks:
+        _check_accepted(state, path)
+    note_tokens(state, path.last(), words.marks)
+    finish_step(state, path.rows(salts), words.findings)
+    gather_findings(draft, path.req_rows, words.draft_findings)
+
+
+def _check_accepted(state: CanaryState, path: AcceptedPath) -> None:
     # The verification's own tail has advanced the clock.
     report = Report(state, Launch.ACCEPT, NO_MANAGER, clock_offset=-1)
     row = torch.arange(path.num_rows, device=path.req_rows.device)
@@ -536,11 +589,3 @@ def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None
             Ring.BATCH_ROW: row,
         }
     )
-    last = SampledTokens(
-        req_rows=path.req_rows,
-        serials=path.serials,
-        tokens=path.gained.gather(1, length[:, None] - 1)[:, 0],
-        prefix_lens=path.prefix_lens,
-        extend_lens=path.accept_lens,
-    )
-    note_tokens(state, last, marks)

@@ -59,6 +59,17 @@ def _gather_verdicts(state, findings, row, req, inside, live):
 
 
 @triton.jit
+def gather_findings(state, req_rows, findings, num_rows):
+    """Status and verdicts of all rows into findings, by one program."""
+    _gather_status(state, findings)
+    for begin in range(0, num_rows, ROWS_BLOCK):
+        row = begin + tl.arange(0, ROWS_BLOCK)
+        inside = row < num_rows
+        req = tl.load(req_rows + row, mask=inside, other=0)
+        _gather_verdicts(state, findings, row, req, inside, req != 0)
+
+
+@triton.jit
 def store_next_lineage(state, rows, ends, row, lineage):
     """The lineage after the new tokens of a `Row`, or after those that stay, into the
     scratch that `end_forward` publishes: its other programs still start from the old

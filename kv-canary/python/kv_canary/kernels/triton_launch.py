@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 from torch import Tensor
 
+from kv_canary.checks import GroupForward
 from kv_canary.kernels.triton_args import (
     NO_CHECKS,
     Checks,
@@ -33,10 +34,10 @@ from kv_canary.kernels.triton_verify import verify_kernel
 from kv_canary.kernels.triton_write import write_kernel
 from kv_canary.layout import NO_FINGERPRINT, Fingerprint, FingerprintMode
 from kv_canary.records import Launch, ring_tag
-from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
+from kv_canary.view import NO_MANAGER, ForwardView, KVReadView, require_vector
 
 if TYPE_CHECKING:
-    from kv_canary.accepted import AcceptedPath, SampledTokens
+    from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
     from kv_canary.carried import CarriedRows
     from kv_canary.checks import PoolChecks
     from kv_canary.state import CanaryState
@@ -102,21 +103,86 @@ def verify(
 
 def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
     """Both checks in one launch: the first programs of a row verify, the rest write."""
-    table, manager = view.reads[0], view.manager
-    verify_splits = _read_splits(view, table, checks.fingerprint)
+    _before(GroupForward(state, view, checks), None)
+
+
+def before_both(
+    state: CanaryState, view: ForwardView, checks: PoolChecks, other: GroupForward
+) -> None:
+    _before(GroupForward(state, view, checks), other)
+
+
+def _before(first: GroupForward, other: GroupForward | None) -> None:
+    view = first.view
     block, _, write_splits = _write_shape(view, FingerprintMode.NONE)
-    before_kernel[(max(view.num_rows, 1), verify_splits + write_splits)](
-        state=state_args(state),
-        rows=row_args(view),
-        checks=check_args(checks, reads=True, writes=view),
-        **_reads(state, view, checks, table, manager),
-        page_size=checks.page_size,
+    args = _before_args(first)
+    splits = args["verify_splits"]
+    if other is not None:
+        _require_alike(first, other)
+        more = _before_args(other)
+        splits = max(splits, more["verify_splits"])
+        for name in _OF_A_GROUP:
+            args[f"other_{name}"] = more[name]
+        args |= {
+            "OTHER_PAGES": more["PAGES"],
+            "OTHER_HASHING": more["HASHING"],
+            "HAS_OTHER": True,
+        }
+    grid = (max(view.num_rows, 1), splits + write_splits, 1 + (other is not None))
+    before_kernel[grid](
+        **args,
+        page_size=first.checks.page_size,
         kind=int(view.writer_kind),
-        head_tag=ring_tag(Launch.HEAD, manager, state.pool),
-        verify_splits=verify_splits,
+        write_splits=write_splits,
         HEAD_BLOCK=block,
         num_warps=4,
     )
+
+
+_OF_A_GROUP = (
+    *("state", "rows", "checks", "reads", "data", "table_rows", "table_columns"),
+    *("tag", "head_tag", "verify_splits"),
+)
+"""Arguments of the launch before the model that each group of slots has of its own,
+beside PAGES and HASHING."""
+
+
+def _before_args(group: GroupForward) -> dict[str, Any]:
+    state, view, checks = group
+    table, manager = view.reads[0], view.manager
+    return {
+        "state": state_args(state),
+        "rows": row_args(view),
+        "checks": check_args(checks, reads=True, writes=view),
+        **_reads(state, view, checks, table, manager),
+        "head_tag": ring_tag(Launch.HEAD, manager, state.pool),
+        "verify_splits": _read_splits(view, table, checks.fingerprint),
+    }
+
+
+def _require_alike(first: GroupForward, other: GroupForward) -> None:
+    """For a launch over two groups, whose programs share numbers.
+
+    Raises:
+        ValueError: the groups differ in them.
+    """
+    numbers = [
+        (
+            group.view.num_rows,
+            group.view.num_tokens,
+            group.view.max_depth,
+            group.view.writer_kind,
+            group.view.manager,
+            group.checks.page_size,
+            group.checks.fingerprint.mode,
+        )
+        for group in (first, other)
+    ]
+    if numbers[0] != numbers[1]:
+        raise ValueError(
+            "a forward in two groups of slots has (rows, tokens, depth, kind, manager, "
+            f"page size, mode) {numbers[0]} in one and {numbers[1]} in the other"
+        )
 
 
 def _read_splits(rows: ForwardView, table: KVReadView, source: Fingerprint) -> int:
@@ -173,6 +239,42 @@ def write_tail(
     advance: bool,
     findings: Tensor | None,
 ) -> None:
+    _write_tail(GroupForward(state, view, checks), advance, findings, {}, groups=1)
+
+
+def tail_of_both(
+    state: CanaryState,
+    view: ForwardView,
+    checks: PoolChecks,
+    advance: bool,
+    findings: Tensor | None,
+    other: GroupForward,
+    other_findings: Tensor | None,
+) -> None:
+    first, source = GroupForward(state, view, checks), other.checks.fingerprint
+    _require_alike(first, other)
+    _, chunk, _ = _write_shape(view, source.mode)
+    more = {
+        "other_state": state_args(other.state),
+        "other_rows": row_args(other.view),
+        "other_data": byte_args(source),
+        "other_ends": end_args(other.view, other_findings) if advance else None,
+        "other_tag": ring_tag(Launch.TAIL, view.manager, other.state.pool),
+        "OTHER_HASHING": hashing_args(source, chunk=chunk),
+        "HAS_OTHER": True,
+    }
+    _write_tail(first, advance, findings, more, groups=2)
+
+
+def _write_tail(
+    group: GroupForward,
+    advance: bool,
+    findings: Tensor | None,
+    more: dict[str, Any],
+    *,
+    groups: int,
+) -> None:
+    state, view, checks = group
     if advance and view.num_rows > state.next_lineage.shape[0]:
         raise ValueError(f"write_tail: {view.num_rows} rows, and scratch for fewer")
     _write(
@@ -183,6 +285,8 @@ def write_tail(
         checks=NO_CHECKS,
         ends=end_args(view, findings) if advance else None,
         page_size=checks.page_size,
+        more=more,
+        groups=groups,
     )
 
 
@@ -195,9 +299,11 @@ def _write(
     checks: Checks,
     ends: Any,
     page_size: int,
+    more: dict[str, Any] | None = None,
+    groups: int = 1,
 ) -> None:
     block, chunk, splits = _write_shape(view, source.mode)
-    write_kernel[(max(view.num_rows, 1), splits)](
+    write_kernel[(max(view.num_rows, 1), splits, groups)](
         state=state_args(state),
         rows=row_args(view),
         checks=checks,
@@ -215,6 +321,7 @@ def _write(
         HASHING=hashing_args(source, chunk=chunk),
         BLOCK=block,
         num_warps=1 if view.qo_indptr is None and chunk == 1 else 4,
+        **(more or {}),
     )
 
 
@@ -302,12 +409,25 @@ def expect_rows(
 
 
 def note_tokens(state: CanaryState, sampled: SampledTokens, marks: Tensor) -> None:
+    send_tokens(state, sampled, None, None, marks)
+
+
+def send_tokens(
+    state: CanaryState,
+    sampled: SampledTokens,
+    findings: Tensor | None,
+    other_findings: Tensor | None,
+    words: Tensor,
+) -> None:
     count = len(sampled.req_rows)
     note_kernel[(triton.cdiv(max(count, 1), _NOTE_BLOCK),)](
         state.requests,
         *sampled,
-        marks,
+        findings,
+        other_findings,
+        words,
         count,
+        0 if findings is None else len(findings),
         BLOCK=_NOTE_BLOCK,
         num_warps=1,
     )
@@ -339,13 +459,25 @@ def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
     )
 
 
-def note_accepted(state: CanaryState, path: AcceptedPath, marks: Tensor) -> None:
+def finish_accepted(
+    state: CanaryState,
+    draft: CanaryState,
+    path: AcceptedPath,
+    salts: Tensor,
+    checks: bool,
+    words: AcceptedWords,
+) -> None:
     path.check_layout()
+    require_vector("finish_accepted: salts", salts)
     accepted_kernel[(max(path.num_rows, 1),)](
         state=state_args(state),
+        draft=state_args(draft),
         path=path_args(path),
-        marks=marks,
+        salts=salts,
+        words=words.words,
         num_rows=path.num_rows,
         tag=ring_tag(Launch.ACCEPT, NO_MANAGER, state.pool),
+        CHECKS=checks,
+        BLOCK=triton.next_power_of_2(path.width),
         num_warps=1,
     )

@@ -13,8 +13,11 @@ import triton.language as tl
 
 from kv_canary.carried import FACTOR as CARRIED_FACTOR
 from kv_canary.carried import KEY as CARRIED_KEY
-from kv_canary.kernels.triton_hash import pack_word0
+from kv_canary.findings import RING as FINDINGS_RING
+from kv_canary.kernels.triton_ends import STATUS, gather_findings
+from kv_canary.kernels.triton_hash import lineage_term, mix64, pack_word0
 from kv_canary.kernels.triton_report import Finding, report_one
+from kv_canary.kernels.triton_rows import SALT_KEY
 from kv_canary.records import UNKNOWN as RECORDS_UNKNOWN
 from kv_canary.records import Expected, Reason, Request
 
@@ -27,6 +30,7 @@ UNKNOWN = tl.constexpr(RECORDS_UNKNOWN)
 NEXT_WORD = tl.constexpr(int(Request.NEXT_WORD0))
 SERIAL_WORD = tl.constexpr(int(Request.SERIAL))
 REQUEST_WORDS = tl.constexpr(len(Request))
+RING = tl.constexpr(FINDINGS_RING)
 LINEAGE_ROW = tl.constexpr(int(Expected.LINEAGE))
 SEED_ROW = tl.constexpr(int(Expected.SEED))
 SERIAL_ROW = tl.constexpr(int(Expected.SERIAL))
@@ -59,7 +63,7 @@ def _note(requests, marks, row, num_rows, req, serial, token, position, mask):
     tl.store(marks + num_rows + row, word0, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_findings"])
 def note_kernel(
     requests,
     req_rows,
@@ -67,15 +71,33 @@ def note_kernel(
     tokens,
     prefix_lens,
     extend_lens,
-    marks,
+    findings,
+    other_findings,
+    words,
     num_rows,
+    num_findings,
     BLOCK: tl.constexpr,
 ):
+    """Notes, and in `words` the marks, or, with findings, tokens, findings and marks;
+    `other_findings` of a second group of slots are united with them."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = row < num_rows
+    marks = words
+    if findings is not None:
+        marks = words + num_rows + num_findings
+        step = tl.num_programs(0) * BLOCK
+        for begin in range(tl.program_id(0) * BLOCK, num_findings, step):
+            i = begin + tl.arange(0, BLOCK)
+            inside = i < num_findings
+            found = tl.load(findings + i, mask=inside, other=0)
+            if other_findings is not None:
+                found |= tl.load(other_findings + i, mask=inside & (i >= RING), other=0)
+            tl.store(words + num_rows + i, found, mask=inside)
     req = tl.load(req_rows + row, mask=mask, other=0)
     serial = tl.load(serials + row, mask=mask, other=0)
     token = tl.load(tokens + row, mask=mask, other=-1)
+    if findings is not None:
+        tl.store(words + row, token, mask=mask)
     position = tl.load(prefix_lens + row, mask=mask, other=0)
     position += tl.load(extend_lens + row, mask=mask, other=0)
     _note(requests, marks, row, num_rows, req, serial, token, position, mask)
@@ -139,39 +161,95 @@ def _find_doubt(path, row, length):
     return doubt, wanted, found
 
 
+@triton.jit
+def _check_path(state, path, row, req, serial, prefix, length, tag):
+    """Report the first node of a row's path that is in doubt."""
+    doubt, wanted, found = _find_doubt(path, row, length)
+    if (req != 0) & (doubt >= 0):
+        position = prefix + doubt
+        finding = Finding(
+            reasons=ACCEPT,
+            req_row=req,
+            serial=serial,
+            slot=-1,
+            position=position,
+            expected_word0=pack_word0(wanted, position + 1),
+            found_word0=pack_word0(found, position + 1),
+            expected_lineage=None,
+            found_lineage=None,
+            found_word3=None,
+            # The verification's own tail has advanced the clock.
+            clock=tl.load(state.clock) - 1,
+            batch_row=row,
+            expected_slot=-1,
+            found_fingerprint=None,
+            computed_fingerprint=None,
+            tag=tag,
+        )
+        report_one(state, finding)
+
+
+@triton.jit
+def _advance_over_path(
+    state, path, salts, row, req, prefix, length, BLOCK: tl.constexpr
+):
+    """Let the lineage of a row advance over its root and the drafts that stay."""
+    i = tl.arange(0, BLOCK)
+    inside = i < tl.minimum(length, path.width)
+    at = path.gained + row * path.width + i - 1
+    token = tl.load(at, mask=inside & (i > 0), other=0)
+    root = tl.load(path.tokens + row * path.nodes)
+    token = tl.where(i == 0, root, token)
+    salt = mix64(tl.load(salts + row) ^ SALT_KEY)
+    term = lineage_term(pack_word0(token, prefix + i), salt)
+    lineage = state.expected_lineage + req
+    before = tl.where(prefix > 0, tl.load(lineage), 0)
+    after = before + tl.sum(tl.where(inside, term, 0), axis=0)
+    # All threads have read the old value before one stores the new.
+    tl.debug_barrier()
+    tl.store(lineage, after, mask=req != 0)
+
+
+@triton.jit
+def _send_gained(path, words, row, BLOCK: tl.constexpr):
+    """The tokens that a row gained."""
+    i = tl.arange(0, BLOCK)
+    mask = i < path.width
+    token = tl.load(path.gained + row * path.width + i, mask=mask, other=0)
+    tl.store(words + row * path.width + i, token, mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_rows", "tag"])
-def accepted_kernel(state, path, marks, num_rows, tag):
-    """A program per row: its path is checked, and its last token noted."""
+def accepted_kernel(
+    state,
+    draft,
+    path,
+    salts,
+    words,
+    num_rows,
+    tag,
+    CHECKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program per row: its path is checked, its last token noted, its lineage
+    advanced. The last program gathers the findings of both pools.
+
+    `words` is the vector of `AcceptedWords`.
+    """
     row = tl.program_id(0).to(tl.int64)
-    inside = row < num_rows
-    if inside:
+    num_gained = num_rows * path.width
+    findings = words + num_gained + num_rows
+    draft_findings = findings + STATUS + num_rows
+    marks = draft_findings + STATUS + num_rows
+    if row < num_rows:
         req = tl.load(path.req_rows + row)
         serial = tl.load(path.serials + row)
         prefix = tl.load(path.prefix_lens + row)
         length = tl.load(path.accept_lens + row)
-        doubt, wanted, found = _find_doubt(path, row, length)
-        if (req != 0) & (doubt >= 0):
-            position = prefix + doubt
-            finding = Finding(
-                reasons=ACCEPT,
-                req_row=req,
-                serial=serial,
-                slot=-1,
-                position=position,
-                expected_word0=pack_word0(wanted, position + 1),
-                found_word0=pack_word0(found, position + 1),
-                expected_lineage=None,
-                found_lineage=None,
-                found_word3=None,
-                # The verification's own tail has advanced the clock.
-                clock=tl.load(state.clock) - 1,
-                batch_row=row,
-                expected_slot=-1,
-                found_fingerprint=None,
-                computed_fingerprint=None,
-                tag=tag,
-            )
-            report_one(state, finding)
+        if CHECKS:
+            _check_path(state, path, row, req, serial, prefix, length, tag)
+        _send_gained(path, words, row, BLOCK)
+        tl.store(words + num_gained + row, length)
         last = tl.minimum(tl.maximum(length, 1), path.width) - 1
         token = tl.load(path.gained + row * path.width + last)
         _note(
@@ -183,8 +261,15 @@ def accepted_kernel(state, path, marks, num_rows, tag):
             serial,
             token,
             prefix + length,
-            inside,
+            req >= 0,
         )
+        _advance_over_path(state, path, salts, row, req, prefix, length, BLOCK)
+    # What this program reported is there before it says that it is done.
+    tl.debug_barrier()
+    if tl.atomic_add(state.ticket, 1) == tl.num_programs(0) - 1:
+        tl.store(state.ticket, 0)
+        gather_findings(state, path.req_rows, findings, num_rows)
+        gather_findings(draft, path.req_rows, draft_findings, num_rows)
 
 
 @triton.jit

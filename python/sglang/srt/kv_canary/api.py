@@ -161,11 +161,15 @@ def _with_canary_bracketing(
 
     def bracketed(*args: Any, **kwargs: Any) -> Any:
         forward_batch = _extract_forward_batch(args, kwargs)
-        manager.pre_ops_maybe_inside_graph(forward_batch)
-        if kwargs.get("stack") is not None:
+        replayed = kwargs.get("stack")
+        manager.pre_ops_maybe_inside_graph(
+            forward_batch, is_replayed=replayed is not None
+        )
+        if replayed is not None:
             manager.calls.leave_out()
+            replayed = manager.with_launch_behind(replayed)
         if stack is not None and manager.side is not None:
-            kwargs["stack"] = manager.with_tail_after(kwargs.get("stack") or stack)
+            kwargs["stack"] = manager.with_tail_after(replayed or stack)
         output = forward(*args, **kwargs)
         manager.post_ops_maybe_inside_graph(forward_batch)
         return output

@@ -101,7 +101,7 @@ class InputOracle:
         Waits for the device.
 
         Args:
-            batch: as for `CanaryManager.finish_verify`; the roots were inputs.
+            batch: `accepted` of `StepEnd.finish_verify`; the roots were inputs.
         """
         rows = len(batch.req_pool_indices)
         inputs = batch.input_ids.view(rows, -1)

@@ -31,31 +31,24 @@ class SampledForward:
 
     Fields:
         token_ids: int64 [R], published in the token table already.
-        findings: int64, what the KV canary found (`CanaryManager.finish_step`), true
-            until the next forward; marks: int64 [2, R], what it noted
-            (`CanaryManager.note_tokens`). None: it is off.
+        sent: int64 vectors for the host, the tokens first: with the KV canary what it
+            found and noted as well (`StepEnd.send_step`).
+        has_marks: whether the canary is on.
     """
 
     forward_batch: ForwardBatch
     output: LogitsProcessorOutput
     token_ids: Tensor
-    findings: Tensor | None
-    marks: Tensor | None
+    sent: list[Tensor]
+    has_marks: bool
     logprobs: LogprobResult | None
-
-    @property
-    def vectors(self) -> list[Tensor]:
-        """Tokens, findings and marks, as `to_host` joins them."""
-        if self.findings is None or self.marks is None:
-            return [self.token_ids]
-        return [self.token_ids, self.findings, self.marks.view(-1)]
 
     def to_host(self) -> GenerationBatchResult:
         """Enqueue the copies after the forward; do not wait."""
         return to_host(
-            self.vectors,
+            self.sent,
             bs=len(self.token_ids),
-            has_marks=self.marks is not None,
+            has_marks=self.has_marks,
             logprobs=self.logprobs,
             input_logprobs=self.output.input_logprobs,
             hidden=self.output.hidden_states,
@@ -126,17 +119,16 @@ class TpModelWorker:
         output = self.model_runner.forward(forward_batch)
         sampled = self.sample(batch, forward_batch, output.next_token_logits)
         rows = batch.sampled_rows()
-        findings = marks = None
+        sent = [sampled.token_ids]
         if canary is not None:
-            findings = canary.finish_step(forward_batch)
-            marks = canary.note_tokens(forward_batch, sampled.token_ids, rows)
+            sent = canary.ends.send_step(forward_batch, sampled.token_ids, rows)
         self._publish(forward_batch, sampled.token_ids, rows)
         return SampledForward(
             forward_batch=forward_batch,
             output=output,
             token_ids=sampled.token_ids,
-            findings=findings,
-            marks=marks,
+            sent=sent,
+            has_marks=canary is not None,
             logprobs=sampled.logprobs,
         )
 

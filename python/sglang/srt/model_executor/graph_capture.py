@@ -131,12 +131,21 @@ class SideStream:
     @contextmanager
     def fork(self) -> Iterator[None]:
         """Run the body on the side stream, after all work of the current one."""
+        self.follow()
+        with self.resume():
+            yield
+
+    def follow(self) -> None:
+        """Let the side stream go on after all work of the current one so far."""
         self._stream.wait_stream(self._current())
         self._is_forked = True
         if _active is not None and self not in _active.forked:
             _active.forked.append(self)
-        with self._entering(self._stream):
-            yield
+
+    def resume(self) -> AbstractContextManager[Any]:
+        """Run the body on the side stream, beside what the current one got since the
+        last `follow` or `fork`."""
+        return self._entering(self._stream)
 
     def join(self) -> None:
         """Let the current stream wait for the side stream; does nothing where the end

@@ -42,6 +42,8 @@ from sglang.srt.speculative.eagle_utils import (
 from sglang.srt.speculative.ops.verify import gather_accepted
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
     from sglang.srt.managers.grammar_masks import GrammarMasks
@@ -133,9 +135,9 @@ class EAGLEWorkerV2:
         done = self.target_worker.run(batch, forward_batch)
         draft.relay.publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
         result = to_host(
-            done.vectors,
+            done.sent,
             bs=len(done.token_ids),
-            has_marks=done.marks is not None,
+            has_marks=done.has_marks,
             logprobs=done.logprobs,
             input_logprobs=done.output.input_logprobs,
         )
@@ -299,21 +301,17 @@ class EAGLEWorkerV2:
             **live.row_identity()._asdict(),
         )
 
-    def _note(
+    def _checked(
         self,
-        canary: CanaryManager,
+        pools: Sequence[CanaryManager],
         live: WorkspaceRows,
-        rows: ForwardBatch,
         choices: Tensor | None,
     ) -> Tensor:
-        """Have the target's canary check and note what was accepted; its marks."""
-        if self._simulated_length:
-            # No path of the tree.
-            return canary.note_tokens(rows, live.bonus_tokens, None)
-        result = live.result
+        """The words of a step, as the canaries of both pools check and note them."""
+        result, identity = live.result, live.row_identity()
         path = AcceptedPath(
-            req_rows=rows.req_pool_indices,
-            serials=rows.req_serial,
+            req_rows=identity.req_pool_indices,
+            serials=identity.req_serial,
             prefix_lens=live.seq_lens,
             tokens=live.tree.tokens,
             parent_index=live.tree.parent_index,
@@ -323,7 +321,15 @@ class EAGLEWorkerV2:
             gained=live.tokens,
             choices=choices,
         )
-        return canary.note_accepted(path)
+        target, draft = pools
+        return target.ends.finish_verify(
+            path,
+            draft=draft.ends,
+            salts=identity.salt,
+            # What is made up is no path of the tree.
+            checks=not self._simulated_length,
+            accepted=lambda: self._accepted_rows(live),
+        )
 
     def _to_host(
         self, batch: ScheduleBatch, live: WorkspaceRows, decided: Decision
@@ -339,13 +345,7 @@ class EAGLEWorkerV2:
         vectors = [live.tokens.view(-1), live.result.accept_lens]
         pools = self.canary_managers()
         if pools:
-            rows = self._accepted_rows(live)
-            marks = self._note(pools[0], live, rows, decided.choices)
-            vectors += [
-                pools[0].finish_verify(rows),
-                pools[1].collect(live.identity[0]),
-                marks.view(-1),
-            ]
+            vectors = [self._checked(pools, live, decided.choices)]
         return to_host(
             vectors,
             bs=live.bs,

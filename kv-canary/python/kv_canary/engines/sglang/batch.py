@@ -7,18 +7,24 @@ ones. Nothing here waits for the device or depends on a value in any shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kv_canary.engines.hooks import Refusal
-from kv_canary.engines.sglang.tree import chain_of, tree_of
 from kv_canary.records import WriterKind
 from kv_canary.view import ForwardView, KVReadView
 
+if TYPE_CHECKING:
+    from kv_canary.engines.sglang.tree import Trees
+
 IDLE = "IDLE"
+PREFILL = "EXTEND"
 VERIFY = "TARGET_VERIFY"
+DRAFT_EXTEND = "DRAFT_EXTEND_V2"
+"""Of a draft model, after a verification, as `draft.py` makes its batch."""
+_TREES = {VERIFY: WriterKind.VERIFY, DRAFT_EXTEND: WriterKind.DRAFT_EXTEND}
 
 
 class BatchRows:
@@ -60,6 +66,11 @@ def mode_of(batch: Any) -> str:
     return str(batch.forward_mode.name)
 
 
+def has_trees(mode: str) -> bool:
+    """Whether the rows of such a forward are trees, of which a path stays."""
+    return mode in _TREES
+
+
 def lengths_of(batch: Any) -> Lengths:
     """
     Raises:
@@ -69,9 +80,9 @@ def lengths_of(batch: Any) -> Lengths:
     if mode == "DECODE":
         lens = batch.seq_lens.long()
         return Lengths(lens - 1, torch.ones_like(lens))
-    if mode in ("EXTEND", "MIXED"):
+    if mode in (PREFILL, "MIXED"):
         return Lengths(batch.extend_prefix_lens.long(), batch.extend_seq_lens.long())
-    if mode == VERIFY:
+    if mode in _TREES:
         lens = batch.seq_lens.long()
         return Lengths(
             lens, torch.full_like(lens, int(batch.spec_info.draft_token_num))
@@ -82,10 +93,18 @@ def lengths_of(batch: Any) -> Lengths:
     )
 
 
-def view_of(batch: Any, rows: BatchRows, req_to_token: Tensor) -> ForwardView:
+def view_of(
+    batch: Any,
+    rows: BatchRows,
+    trees: Trees,
+    req_to_token: Tensor,
+    seeds: Tensor | None = None,
+) -> ForwardView:
     """
     Args:
+        trees: of the verification, where it is one.
         req_to_token: int32 [rows, columns], slots by row and position.
+        seeds: int64 [rows], of a draft model's pool: lineages before position 0.
 
     Raises:
         Refusal: a mode that is not seen, or more rows than there are.
@@ -101,15 +120,11 @@ def view_of(batch: Any, rows: BatchRows, req_to_token: Tensor) -> ForwardView:
     req_rows = torch.where(is_live, indices, 0)
     indptr = parents = mask = None
     depth, kind = 0, WriterKind.DECODE
-    if mode == VERIFY:
-        nodes, kind = int(batch.spec_info.draft_token_num), WriterKind.VERIFY
+    if mode in _TREES:
+        nodes, kind = int(batch.spec_info.draft_token_num), _TREES[mode]
         depth = max(nodes - 1, 1)
         indptr = torch.arange(n + 1, device=device) * nodes
-        custom = getattr(batch.spec_info, "custom_mask", None)
-        if custom is None:
-            parents, mask = chain_of(n, nodes, device)
-        else:
-            parents, mask = tree_of(custom, prefix, nodes)
+        parents, mask = trees.of(n, nodes)
     elif mode != "DECODE":
         kind, starts = WriterKind.EXTEND, batch.extend_start_loc.long()
         indptr = torch.cat((starts, starts[-1:] + extend[-1:]))
@@ -122,6 +137,7 @@ def view_of(batch: Any, rows: BatchRows, req_to_token: Tensor) -> ForwardView:
         out_cache_loc=batch.out_cache_loc.long(),
         serials=rows.serials[:n],
         salts=rows.salts[:n],
+        seed_table=seeds,
         qo_indptr=indptr,
         parent_index=parents,
         tree_mask=mask,

@@ -1,4 +1,4 @@
-"""Faults of each class to plant in SGLang before a decode forward."""
+"""Faults of each class to plant in SGLang before a decode or a verification."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kv_canary.engines.sglang.batch import lengths_of
+
 Due = tuple[str, int, int]
 """(request, slot, position) that must be named; a slot of -1 is any."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Scene:
-    """A decode forward that is about to run.
+    """A decode, or a verification of trees, that is about to run.
 
     Fields:
         batch: its `ForwardBatch`; pool, table: of the runner; table: int32 [rows,
@@ -43,7 +45,7 @@ class Scene:
 
     def length(self, row: int) -> int:
         """Tokens before the forward."""
-        return int(self.batch.seq_lens[row]) - 1
+        return int(lengths_of(self.batch).prefix[row])
 
     def position(self, row: int) -> int:
         """A position of the row's prefix, in a slot not yet used."""
@@ -261,3 +263,17 @@ FAULTS: dict[str, Callable[[Scene], Any]] = {
     )
 }
 """By name, each a context around the forward that yields what is due."""
+
+IN_TREES = {
+    fault.__name__: fault
+    for fault in (
+        overwritten_slot,
+        flipped_byte,
+        swapped_entries,
+        foreign_entry,
+        stale_entry,
+        scratch_entry,
+        moved_bytes,
+    )
+}
+"""Those of a prefix, which a verification reads as a decode does."""

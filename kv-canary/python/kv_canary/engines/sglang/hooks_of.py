@@ -88,6 +88,15 @@ MOVES = (
         purpose="accepted draft tokens that move to their places",
     ),
 )
+# Only of a draft model's pool, which is not checked without it.
+DRAFT_EXTEND = Hook(
+    owner="sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker",
+    method="_draft_extend_for_decode",
+    parameters=("batch", "batch_result"),
+    purpose="what a draft model stores of the tokens that were accepted",
+)
+TAILS = "sglang.srt.speculative.eagle_utils:_eagle_prefill_tail_tokens"
+"""Of versions whose draft models store the right token at the end of a chunk."""
 BATCH = Record(
     owner="sglang.srt.model_executor.forward_batch_info:ForwardBatch",
     fields=(

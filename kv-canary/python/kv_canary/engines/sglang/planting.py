@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kv_canary.engines.hooks import wrap
 from kv_canary.engines.sglang import hooks_of
 from kv_canary.engines.sglang.attachment import canary_of
-from kv_canary.engines.sglang.faults import FAULTS, Due, Scene
+from kv_canary.engines.sglang.batch import has_trees, mode_of
+from kv_canary.engines.sglang.faults import FAULTS, IN_TREES, Due, Scene
 
 if TYPE_CHECKING:
     from kv_canary.engines.sglang.runner_canary import RunnerCanary
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 PLAN = "SELFTEST_OF_KV_CANARY"
 """Variable: a file that gets a line of JSON per fault; unset: nothing is planted. Its
-name ends with `.N`, where N faults of each class are planted."""
+name ends with `.MODE.N`: N faults of each class, in forwards of that mode."""
 
 _EVERY = 3
 _MIN_LENGTH = 8
@@ -31,12 +32,14 @@ class Planter:
     """Plants the faults of all classes, a few forwards apart.
 
     Args:
-        file: of the outcomes. seeds: faults of each class.
+        file: of the outcomes. mode: of the forwards. seeds: faults of each class.
     """
 
-    def __init__(self, file: Path, seeds: int) -> None:
+    def __init__(self, file: Path, mode: str, seeds: int) -> None:
         self._file = file
-        self._left = [(name, seed) for seed in range(seeds) for name in FAULTS]
+        self._mode = mode
+        faults = IN_TREES if has_trees(mode) else FAULTS
+        self._left = [(name, seed) for seed in range(seeds) for name in faults]
         self._used: set[int] = set()
         self._borrowed: set[int] = set()
         self._forwards = 0
@@ -46,8 +49,11 @@ class Planter:
     ) -> Any:
         """Around the forward of a runner; inside of the canary's wrapper."""
         canary = canary_of(runner)
+        # Those of a draft model may be captured, and nothing may wait for them.
+        if canary is None or mode_of(batch) != self._mode:
+            return method(runner, batch, *args, **kw)
         free = _free_slots(runner.token_to_kv_pool_allocator)
-        if canary is None or len(free) < _MIN_FREE or not self._is_due(batch):
+        if len(free) < _MIN_FREE or not self._is_due(batch):
             return method(runner, batch, *args, **kw)
         name, seed = self._left.pop(0)
         # Slots that were given back are written again before they are read.
@@ -70,9 +76,9 @@ class Planter:
         return result
 
     def _is_due(self, batch: Any) -> bool:
-        if batch.forward_mode.name != "DECODE" or batch.batch_size < 2:
+        if batch.batch_size < 2 or not self._left:
             return False
-        if not self._left or int(batch.seq_lens.min()) < _MIN_LENGTH:
+        if int(batch.seq_lens.min()) < _MIN_LENGTH:
             return False
         self._forwards += 1
         return self._forwards % _EVERY == 0
@@ -113,5 +119,6 @@ def _free_slots(allocator: Any) -> list[int]:
 def plant(plan: str) -> Callable[[], None]:
     """Plant as the variable `PLAN` says; returns what undoes it."""
     file = Path(plan)
-    planter = Planter(file, int(file.suffix[1:]))
+    mode, seeds = file.name.split(".")[-2:]
+    planter = Planter(file, mode, int(seeds))
     return wrap(hooks_of.FORWARD, planter.around)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from kv_canary.engines.hooks import Refusal, require
 from kv_canary.engines.settings import Mode, SettingsError, read_settings
-from kv_canary.engines.sglang.attachment import wrap_engine
 from kv_canary.engines.sglang.hooks_of import EVERYTHING, REGISTRY
 from kv_canary.engines.sglang.planting import PLAN, plant
+from kv_canary.engines.sglang.wrappers import wrap_engine
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from kv_canary import launches
 from kv_canary.checks import PoolChecks
 from kv_canary.records import UNKNOWN, Record, Request
 from kv_canary.state import create_state
+from kv_canary.violation import GROUPS, pool_number
 
 if TYPE_CHECKING:
     from kv_canary.accepted import SampledTokens
@@ -28,10 +29,16 @@ class PoolCanary:
     Args:
         req_to_token: int32 [rows, columns], the engine's own table; row 0 is padding.
         tree_width: nodes of a verification; 0: there is none.
+        is_draft: whether it is the pool of a draft model.
     """
 
     def __init__(
-        self, pool: SeenPool, req_to_token: Tensor, *, tree_width: int = 0
+        self,
+        pool: SeenPool,
+        req_to_token: Tensor,
+        *,
+        tree_width: int = 0,
+        is_draft: bool = False,
     ) -> None:
         rows, device = req_to_token.shape[0], pool.device
         self.pool = pool
@@ -42,19 +49,22 @@ class PoolCanary:
             ring_capacity=RING_CAPACITY,
             num_managers=1,
             device=device,
+            pool=pool_number(is_draft=is_draft, group=GROUPS[0]),
         )
         self.checks = PoolChecks(
             page_size=pool.page_size,
             fingerprint=pool.fingerprint,
             req_to_token=req_to_token,
         )
+        # Lineages before position 0, where that of a slot is not of its own token.
+        self.seeds = self.state.expected_lineage.new_zeros(rows) if is_draft else None
         # Of the last tree of each row the histories that its next prefix may end with.
         self._nodes = torch.zeros(rows, tree_width, dtype=torch.int64, device=device)
         self._has_tree = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def expect(self, rows: Tensor, values: Tensor) -> None:
         """As `launches.expect_rows`: rows that prefill, by the host's tokens."""
-        launches.expect_rows(self.state, rows, values)
+        launches.expect_rows(self.state, rows, values, self.seeds)
         self._has_tree.index_fill_(0, rows, False)
 
     def before(self, view: ForwardView) -> None:

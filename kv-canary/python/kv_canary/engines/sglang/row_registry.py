@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_canary.records import extend_lineage
+from kv_canary.records import draft_seed, extend_lineage
 from kv_canary.serials import SerialMap
 
 
@@ -21,7 +21,8 @@ class Row:
     Fields:
         number: of the row.
         length: tokens whose KV is there before its next forward.
-        lineage: of them.
+        lineage: of them; shifted: of those that follow each of them, which is what the
+            slots of a draft model hold, after `seed`.
     """
 
     rid: str
@@ -30,6 +31,8 @@ class Row:
     salt: int
     length: int = 0
     lineage: int = 0
+    shifted: int = 0
+    seed: int = 0
 
 
 class RowRegistry:
@@ -37,10 +40,12 @@ class RowRegistry:
 
     Attributes:
         serials: requests by serial.
+        has_draft: whether `Row.shifted` is kept.
     """
 
     def __init__(self) -> None:
         self.serials = SerialMap()
+        self.has_draft = False
         self._by_number: dict[int, Row] = {}
         self._by_rid: dict[str, Row] = {}
         self._next_serial = 1
@@ -58,15 +63,12 @@ class RowRegistry:
         prefix = len(request.prefix_indices)
         if prefix < row.length:
             row.length, row.lineage = 0, 0
-        tokens = tokens_of(request, row.length, prefix)
-        if len(tokens) != prefix - row.length:
-            raise RuntimeError(
-                f"kv_canary: request {rid!r} has {prefix} tokens in its KV, of which "
-                f"{row.length + len(tokens)} are known"
-            )
-        row.lineage = extend_lineage(
-            row.lineage, tokens, start_position=row.length, salt=salt
-        )
+        if self.has_draft:
+            if not row.length:
+                first = int(tokens_of(request, 0, 1)[0])
+                row.seed = row.shifted = draft_seed(first, salt)
+            row.shifted = _extended(row, row.shifted, request, prefix, shift=1)
+        row.lineage = _extended(row, row.lineage, request, prefix)
         row.length = prefix
         return row
 
@@ -96,6 +98,19 @@ class RowRegistry:
     def rows(self) -> list[Row]:
         """All that were given."""
         return list(self._by_number.values())
+
+
+def _extended(
+    row: Row, lineage: int, request: Any, prefix: int, *, shift: int = 0
+) -> int:
+    """The lineage after the tokens of slots [row.length, prefix)."""
+    tokens = tokens_of(request, row.length + shift, prefix + shift)
+    if len(tokens) != prefix - row.length:
+        raise RuntimeError(
+            f"kv_canary: request {row.rid!r} has {prefix} tokens in its KV, of which "
+            f"{row.length + len(tokens)} are known"
+        )
+    return extend_lineage(lineage, tokens, start_position=row.length, salt=row.salt)
 
 
 def tokens_of(request: Any, begin: int, end: int) -> npt.NDArray[np.int64]:

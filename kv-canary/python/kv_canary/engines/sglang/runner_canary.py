@@ -25,8 +25,8 @@ from kv_canary.engines.reporting import reporter_of
 from kv_canary.engines.settings import Mode, Settings
 from kv_canary.engines.sglang.batch import (
     IDLE,
-    VERIFY,
     BatchRows,
+    has_trees,
     lengths_of,
     mode_of,
     on_device,
@@ -34,12 +34,14 @@ from kv_canary.engines.sglang.batch import (
 )
 from kv_canary.engines.sglang.pool_canary import RING_CAPACITY, PoolCanary
 from kv_canary.engines.sglang.row_registry import Row, RowRegistry
+from kv_canary.engines.sglang.tree import Trees
 from kv_canary.evidence import Owner
 from kv_canary.records import Counter
 from kv_canary.reporter import as_error
 
 if TYPE_CHECKING:
     from kv_canary.engines.sglang.pool import SeenPool
+    from kv_canary.reporter import ViolationReporter
     from kv_canary.view import ForwardView
     from kv_canary.violation import Violation
 
@@ -74,10 +76,13 @@ class RunnerCanary:
         req_to_token: int32 [rows, columns].
         allocator: of slots; asked for its free pages when something is found.
         tree_width: nodes of a verification; 0: there is none.
+        target: whose draft model the pool belongs to; its requests and its reports are
+            that canary's.
 
     Attributes:
         registry: whose the rows are.
         canary: of the pool.
+        draft: of the draft model's pool.
         reporter: of everything found so far.
         forwards: that were checked.
     """
@@ -91,19 +96,32 @@ class RunnerCanary:
         allocator: Any = None,
         tree_width: int = 0,
         rank: int = 0,
+        target: RunnerCanary | None = None,
     ) -> None:
         self._settings = settings
         self._device = pool.device
         self._allocator = allocator
-        self.registry = RowRegistry()
-        self.canary = PoolCanary(pool, req_to_token, tree_width=tree_width)
-        self.rows = BatchRows(req_to_token.shape[0] + _SPARE_ROWS, self._device)
-        self.reporter = reporter_of(
-            settings,
-            page_size=pool.page_size,
-            serials=self.registry.serials,
-            ring_capacity=RING_CAPACITY,
-            rank=rank,
+        self._is_draft = target is not None
+        self.registry: RowRegistry = (
+            RowRegistry() if target is None else target.registry
+        )
+        self.draft: RunnerCanary | None = None
+        self.canary = PoolCanary(
+            pool, req_to_token, tree_width=tree_width, is_draft=self._is_draft
+        )
+        capacity = req_to_token.shape[0] + _SPARE_ROWS
+        self.rows = BatchRows(capacity, self._device)
+        self.trees = Trees(capacity, tree_width, self._device)
+        self.reporter: ViolationReporter = (
+            reporter_of(
+                settings,
+                page_size=pool.page_size,
+                serials=self.registry.serials,
+                ring_capacity=RING_CAPACITY,
+                rank=rank,
+            )
+            if target is None
+            else target.reporter
         )
         self.forwards = 0
         self._announced: dict[int, Row] = {}
@@ -117,18 +135,22 @@ class RunnerCanary:
     def announce(self, request: Any) -> None:
         """A request is about to prefill, or to go on with it."""
         row = self.registry.announce(request)
-        self._announced[row.number] = row
+        for canary in self._both():
+            canary._announced[row.number] = row
 
     def free(self, slots: Tensor) -> None:
         """Slots [n] are given back; poisoned before the next forward, after those that
         still run."""
         if slots.numel():
             # The engine may hand over a view of its table.
-            self._freed.append(slots.detach().clone())
+            copy = slots.detach().clone()
+            for canary in self._both():
+                canary._freed.append(copy)
 
     def clear(self) -> None:
         """All slots are given back."""
-        self._freed, self._is_cleared = [], True
+        for canary in self._both():
+            canary._freed, canary._is_cleared = [], True
 
     def move(self, *, dst: Tensor, src: Tensor) -> None:
         """The bytes of slots `src` were moved to `dst`, [n] each."""
@@ -150,6 +172,13 @@ class RunnerCanary:
         self._apply()
         rows = self._rows_of(batch)
         self.rows.begin([row.serial for row in rows], [row.salt for row in rows])
+        if has_trees(self._mode):
+            spec = batch.spec_info
+            self.trees.begin(
+                getattr(spec, "custom_mask", None),
+                lengths_of(batch).prefix[: len(rows)],
+                int(spec.draft_token_num),
+            )
         self._clock.copy_(self.canary.state.clock)
 
     def before(self, batch: Any) -> None:
@@ -157,7 +186,9 @@ class RunnerCanary:
         self._view = None
         if mode_of(batch) == IDLE:
             return
-        self._view = view_of(batch, self.rows, self.canary.table)
+        self._view = view_of(
+            batch, self.rows, self.trees, self.canary.table, self.canary.seeds
+        )
         self.canary.before(self._view)
 
     def after(self) -> None:
@@ -191,7 +222,7 @@ class RunnerCanary:
     def sampled(self, batch: Any, tokens: Tensor) -> None:
         """The next inputs of the rows of the forward that has just run."""
         mode = mode_of(batch)
-        if mode in (IDLE, VERIFY) or tokens.numel() != batch.batch_size:
+        if mode == IDLE or has_trees(mode) or tokens.numel() != batch.batch_size:
             return
         n = tokens.numel()
         lengths = lengths_of(batch)
@@ -215,7 +246,7 @@ class RunnerCanary:
             self.collect(self._pending.popleft())
 
     def take_pending(self) -> list[Pending]:
-        """In mode `raise` what must be collected before tokens may leave."""
+        """Of this pool, in mode `raise`: to be collected before tokens may leave."""
         if self._settings.mode is not Mode.RAISE:
             return []
         taken = list(self._pending)
@@ -275,9 +306,9 @@ class RunnerCanary:
         return slot > 0 and bool((self.canary.table[row.number] == slot).any())
 
     def counters(self) -> list[int]:
-        """`records.Counter`; waits for the device."""
-        counters: list[int] = self.canary.state.counters.tolist()
-        return counters
+        """`records.Counter` of all pools; waits for the device."""
+        lists = [canary.canary.state.counters.tolist() for canary in self._both()]
+        return [sum(values) for values in zip(*lists, strict=True)]
 
     def summary(self) -> str:
         return (
@@ -285,6 +316,10 @@ class RunnerCanary:
             f"{self.counters()[Counter.VERIFIED_SLOTS]} slot reads verified, "
             f"{self.reporter.total} violations"
         )
+
+    def _both(self) -> list[RunnerCanary]:
+        """This one, and that of the draft model's pool."""
+        return [self] if self.draft is None else [self, self.draft]
 
     def _rows_of(self, batch: Any) -> Sequence[Row]:
         rids = batch.rids
@@ -310,7 +345,8 @@ class RunnerCanary:
         self._announced = {}
         if rows:
             numbers = on_device([[row.number for row in rows]], self._device)[0]
-            values = [[row.lineage for row in rows], [0] * len(rows)]
+            begins = [r.shifted if self._is_draft else r.lineage for r in rows]
+            values = [begins, [row.seed for row in rows]]
             values.append([row.serial for row in rows])
             self.canary.expect(numbers, on_device(values, self._device))
 

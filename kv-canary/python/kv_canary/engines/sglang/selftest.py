@@ -7,12 +7,14 @@ import json
 import os
 import random
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from kv_canary.engines.sglang.faults import FAULTS
+from kv_canary.engines.sglang.batch import VERIFY
+from kv_canary.engines.sglang.faults import FAULTS, IN_TREES
 from kv_canary.engines.sglang.planting import PLAN
 
 VOCABULARY = 512
@@ -38,12 +40,32 @@ _MODEL = {
 }
 
 
+_DRAFT = {**_MODEL, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+_TREES = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 4,
+    "speculative_num_draft_tokens": 8,
+}
+
+
+class Kind(NamedTuple):
+    """What a self-test is of. Fields: mode: of the forwards with a fault."""
+
+    mode: str
+    faults: Collection[str]
+
+
+KINDS = {"plain": Kind("DECODE", FAULTS), "eagle": Kind(VERIFY, IN_TREES)}
+
+
 def run(kind: str, seeds: int, **options: Any) -> bool:
     """Run the faults, under `KV_CANARY=log`; returns whether all were named.
 
     Prints a line per fault, then one of JSON.
 
     Args:
+        kind: of `KINDS`: decodes, or verifications of a draft model's trees.
         options: further ones of SGLang's `Engine`.
     """
     if not torch.cuda.is_available() and "device" not in options:
@@ -55,13 +77,19 @@ def run(kind: str, seeds: int, **options: Any) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "config.json").write_text(json.dumps(_MODEL), encoding="utf-8")
-        outcomes = path / f"outcomes.{seeds}"
+        if kind == "eagle":
+            draft = path / "draft"
+            draft.mkdir()
+            (draft / "config.json").write_text(json.dumps(_DRAFT), encoding="utf-8")
+            options = {"speculative_draft_model_path": str(draft), **_TREES, **options}
+        mode, faults = KINDS[kind]
+        outcomes = path / f"outcomes.{mode}.{seeds}"
         os.environ[PLAN] = str(outcomes)
         _traffic(path, outcomes, options)
         lines = outcomes.read_text(encoding="utf-8").splitlines()
     found = [json.loads(line) for line in lines]
     named = {
-        name: sum(o["named"] for o in found if o["fault"] == name) for name in FAULTS
+        name: sum(o["named"] for o in found if o["fault"] == name) for name in faults
     }
     for name, count in named.items():
         texts = [text for o in found if o["fault"] == name for text in o["found"]]
@@ -87,6 +115,7 @@ def _traffic(model: Path, outcomes: Path, options: dict[str, Any]) -> None:
             "chunked_prefill_size": 64,
             "attention_backend": "triton",
             "sampling_backend": "pytorch",
+            "grammar_backend": "none",
             "log_level": "error",
             **options,
         }

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kv_canary.engines.hooks import Refusal
+
 
 class Tree(NamedTuple):
     """Trees of R rows of D nodes.
@@ -49,3 +51,53 @@ def tree_of(mask: Tensor, prefix_lens: Tensor, nodes: int) -> Tree:
     first = torch.arange(rows, device=device)[:, None] * nodes
     parents = torch.where(parent >= 0, parent + first, -1)
     return Tree(parents.reshape(-1), attends.reshape(-1, nodes))
+
+
+class Trees:
+    """The trees of the verification that is about to run, at fixed addresses.
+
+    A captured verification has a mask of its own in its batch, which nobody fills
+    later: attention gets another. So the trees are taken from the batch that the runner
+    gets, outside of the graph, and the graph reads them here.
+
+    Args:
+        rows: that there are at most.
+        width: nodes of a tree, at most; 0: nothing is verified.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self._width = width
+        self._parents = chain_of(rows, max(width, 1), device).parents
+        self._mask = torch.zeros(rows * width * width, dtype=torch.bool, device=device)
+
+    def begin(self, mask: Tensor | None, prefix_lens: Tensor, nodes: int) -> None:
+        """Note the trees of a verification; arguments as of `tree_of`. Without a mask
+        each node follows the one before it.
+
+        Raises:
+            Refusal: trees with more nodes than were announced.
+        """
+        if nodes > self._width:
+            raise Refusal(
+                f"looked for trees of {self._width} nodes at most, found {nodes}"
+            )
+        rows = len(prefix_lens)
+        if mask is None:
+            tree = chain_of(rows, nodes, prefix_lens.device)
+            attends = _chain_mask(rows, nodes, prefix_lens.device)
+        else:
+            tree = tree_of(mask, prefix_lens, nodes)
+            assert tree.mask is not None
+            attends = tree.mask
+        self._parents[: rows * nodes].copy_(tree.parents)
+        self._mask[: rows * nodes * nodes].copy_(attends.reshape(-1))
+
+    def of(self, rows: int, nodes: int) -> Tree:
+        """Views of the trees of the first rows; those of padding are anything."""
+        mask = self._mask[: rows * nodes * nodes].view(rows * nodes, nodes)
+        return Tree(self._parents[: rows * nodes], mask)
+
+
+def _chain_mask(rows: int, nodes: int, device: torch.device) -> Tensor:
+    below = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
+    return below.repeat(rows, 1)

@@ -3,39 +3,35 @@
 ```
 with_ops_outside_graph            poison what was freed, lineages, faults, sweep
   with_active_single_forward_manager(i)      one model forward, captured or not
-    pre_ops_maybe_inside_graph    verify and head; on a GPU beside a large model step
+    pre_ops_maybe_inside_graph    verify and head; on a GPU beside a large model step,
+                                  and behind the start of a prefill graph
     (the model)
     post_ops_maybe_inside_graph   tail: records, lineages, findings; on a GPU beside
                                   the model's head (`with_tail_after`)
-finish_step                       findings travel with the tokens, in one copy
+ends.send_step                    findings travel with the tokens, in one copy
 take, report                      on the host: `raise` mode stops
 ```
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kv_canary.accepted import AcceptedPath, SampledTokens
-from kv_canary.evidence import DraftBranch
-from kv_canary.findings import RING, counters_of, is_clean
+from kv_canary.findings import counters_of, is_clean
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import (
     FIRST_CLOCK,
     NUM_COUNTERS,
     POISON_WORD,
-    UNKNOWN,
     Counter,
-    Launch,
     unpack_word0,
 )
 from kv_canary.reporter import Finding, OwnerOf, ViolationReporter, as_error
@@ -44,28 +40,20 @@ from kv_canary.violation import POOLS, Violation
 from sglang.srt.kv_canary.attention_calls import AttentionCalls
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.draft_state import DraftState
-from sglang.srt.kv_canary.kernels import (
-    expect_rows,
-    finish_step,
-    gather_findings,
-    note_accepted,
-    note_tokens,
-    poison,
-)
-from sglang.srt.kv_canary.lineages import PrefixLineages, TokenOwner
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver, SavedPerturb
 from sglang.srt.kv_canary.pool_patcher.api import SWA
+from sglang.srt.kv_canary.runner.due_work import DueWork
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
+from sglang.srt.kv_canary.runner.launch_log import LaunchLog
 from sglang.srt.kv_canary.runner.slot_pattern import PoolPattern
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
+from sglang.srt.kv_canary.runner.step_end import StepEnd
 from sglang.srt.kv_canary.runner.swa_divergence import SwaDivergence
 from sglang.srt.kv_canary.runner.sweep import Sweeper
 from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
-from sglang.srt.kv_canary.runner.window_canary import WindowCanary
 from sglang.srt.kv_canary.single_forward_manager.manager import (
     CanaryTarget,
     SingleForwardManager,
-    view_of,
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -77,13 +65,18 @@ if TYPE_CHECKING:
     from kv_canary.state import CanaryState
     from kv_canary.view import KVReadView
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
+    from sglang.srt.kv_canary.lineages import TokenOwner
     from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
+    from sglang.srt.kv_canary.runner.window_canary import WindowCanary
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.swa_slots import SwaSlots
 
 BESIDE_FROM_TOKENS = 16
 """New tokens from which on verify and head run beside the model: below, fork and join
 cost more than they hide."""
+
+LAUNCH_BEHIND_GRAPH = True
+"""Whether a prefill graph is launched before the launch that precedes other models."""
 
 TAIL_BESIDE_HEAD = True
 """Whether the tail write of a model with a stack runs beside the model's head. That of
@@ -97,16 +90,11 @@ TokensOf = Callable[[int], Sequence[int] | None]
 # Gets a forward and what its attention is about to read.
 Probe = Callable[[ForwardBatch, "Sequence[KVReadView]"], None]
 
-REMEMBERED_LAUNCHES = 1024
-
 # Counts of the host from forward to forward.
 _REHEARSED = (
-    *("_freed", "_sweepers", "_clock", "_launches", "_forwards"),
+    *("_sweepers", "_clock", "_launches", "_forwards"),
     *("_stats", "_health", "_counters"),
 )
-
-# A launch: number of its first forward on the device, how many it runs, their mode.
-_Launched = tuple[int, int, ForwardMode]
 
 
 class Examined(NamedTuple):
@@ -137,6 +125,7 @@ class CanaryManager:
     Attributes:
         serials: requests by serial; the scheduler adds them.
         reporter: of everything found so far.
+        ends: ends steps.
         perturb: fault injection.
         active: whose forward is open.
         calls: of attention, in the forward that is open.
@@ -166,35 +155,44 @@ class CanaryManager:
         else:
             self.serials = target_canary.serials
             self.reporter = target_canary.reporter
-        self._group = group
         self._state = target.buffers.state
+        self._due = DueWork(target)
+        self.windows: WindowCanary | None = self._due.windows
         self._managers = [SingleForwardManager(target, i) for i in range(num_managers)]
+        self.ends = StepEnd(
+            target,
+            last=self._managers[-1],
+            windows=self.windows,
+            group=group,
+        )
         self._forward_scopes = [
             _ForwardScope(self, manager) for manager in self._managers
         ]
         self.active: SingleForwardManager | None = None
-        self.side = (
-            SideStream(torch.cuda.Stream()) if self._state.head.is_cuda else None
-        )
+        self.side: SideStream | None = None
+        if self._state.head.is_cuda:
+            stream = torch.cuda.Stream()
+            # With the device named the current stream is found in half the time.
+            current = partial(torch.cuda.current_stream, stream.device_index)
+            self.side = SideStream(stream, current=current)
         self.probe: Probe | None = None
         self._has_tail = False
         self._launched: ForwardBatch | None = None
         # Forwards of that launch that ran, and that must.
         self._num_run = self._num_due = 0
+        # The launch before the model, while it waits for the model's graph to start.
+        self._behind: Callable[[], None] | None = None
         self._is_init_finished = False
-        self._freed: list[Tensor] = []
-        self.windows: WindowCanary | None = None
+        self._fills = target.buffers.fingerprint.mode is FingerprintMode.ALL
         if target.windows is not None:
-            self.windows = WindowCanary(target.windows, upload=self._upload)
             self.divergence = SwaDivergence(
                 target, target.windows, every=config.divergence_every
             )
-        self._lineages = PrefixLineages(token_offset=target.token_offset)
         # Of the full group, and of the window group if there is one.
         self._sweepers: list[Sweeper] = []
         # Number of the next forward on the device, and the newest launches.
         self._clock = FIRST_CLOCK
-        self._launches: deque[_Launched] = deque(maxlen=REMEMBERED_LAUNCHES)
+        self._launches = LaunchLog(topk=target.topk if target.is_draft else None)
         self._forwards = 0
         self._stats = StatsLogger(config.stats_every, pool=POOLS[target.is_draft])
         self._health = HealthChecker()
@@ -216,13 +214,11 @@ class CanaryManager:
 
     def on_free(self, slots: Tensor) -> None:
         """Remember freed slots (int64, host): poisoned before the next forward."""
-        self._freed.append(slots)
+        self._due.on_free(slots)
 
     def on_region_free(self, slots: Tensor) -> None:
         """The same for slots of the draft region and their window slots."""
-        self._freed.append(slots)
-        if self.windows is not None:
-            self.windows.on_region_free(slots)
+        self._due.on_region_free(slots)
 
     def attach_radix_cache(self, cache: BasePrefixCache) -> None:
         """Sweep the unused slots of this prefix cache from now on."""
@@ -252,53 +248,15 @@ class CanaryManager:
     ) -> None:
         """Announce the prefixes that the next prefill continues, by the host's tokens:
         of `owners[i]` the first `prefix_lens[i]`, in row `req_pool_indices[i]` ([R]
-        int64, on the device)."""
-        values = [
-            self._lineages.prefixes(owners, prefix_lens),
-            [self._lineages.seed(owner) for owner in owners],
-            [owner.serial for owner in owners],
-        ]
-        announced = self._upload(torch.tensor(values))
-        seeds = self.target.seeds
-        expect_rows(self._state, req_pool_indices, announced, seeds)
-        if self.windows is not None:
-            self.windows.expect(req_pool_indices, announced, seeds)
-        if self.target.oracle is not None:
-            prompt_lens = torch.tensor([owner.prompt_len for owner in owners])
-            self.target.oracle.expect_prompts(
-                self._upload(prompt_lens), req_pool_indices
-            )
+        int64, on the device). On a GPU the forward itself tells the device."""
+        self._due.announce(owners, prefix_lens, req_pool_indices)
+        if self.side is None:
+            self._due.settle()
 
-    def note_tokens(
-        self, forward_batch: ForwardBatch, tokens: Tensor, sampled: Tensor | None
-    ) -> Tensor:
-        """Note the sampler's own result, before it is published: the next inputs are
-        compared with it.
-
-        Args:
-            tokens: int64 [R], of each row.
-            sampled: int64, the rows whose token counts; None: all.
-
-        Returns:
-            marks, int64 [2, R] on the device, for `CanaryGate.confirm`.
-        """
-        if sampled is not None:
-            counting = torch.full_like(tokens, UNKNOWN)
-            counting[sampled] = tokens[sampled]
-            tokens = counting
-        drawn = SampledTokens(
-            req_rows=forward_batch.req_pool_indices,
-            serials=forward_batch.req_serial,
-            tokens=tokens,
-            prefix_lens=forward_batch.prefix_lens,
-            extend_lens=forward_batch.extend_lens,
-        )
-        return note_tokens(self._state, drawn)
-
-    def note_accepted(self, path: AcceptedPath) -> Tensor:
-        """Check what a verification accepted, and note the last token of each row; see
-        `note_tokens`."""
-        return note_accepted(self._state, path)
+    def settle(self) -> None:
+        """Tell the device now what was freed and announced, not with the next forward:
+        for callers that look at the state before it."""
+        self._due.settle()
 
     def draft_state(self, *, max_nodes: int) -> DraftState:
         """The check of what this pool's worker hands on from forward to forward."""
@@ -349,11 +307,13 @@ class CanaryManager:
             states.append(self.windows.state)
         arenas = [state.arena.clone() for state in states]
         numbers = {name: copy(getattr(self, name)) for name in _REHEARSED}
+        freed = list(self._due.freed)
         yield
         for state, arena in zip(states, arenas, strict=True):
             state.arena.copy_(arena)
         for name, before in numbers.items():
             setattr(self, name, before)
+        self._due.freed = freed
         self.serials.clear()
         if self.windows is not None:
             self.windows.forget_freed()
@@ -394,6 +354,7 @@ class CanaryManager:
 
     def on_replay(self) -> None:
         """Note that a graph runs all forwards of the launch, without their scopes."""
+        self._due.settle()
         self._num_run = self._num_due
 
     def _open_launch(self, indices: Sequence[int], forward_batch: ForwardBatch) -> None:
@@ -401,14 +362,12 @@ class CanaryManager:
             raise RuntimeError("KV canary: a launch is already open; they do not nest")
         self._launched = forward_batch
         self._num_run, self._num_due = 0, len(indices)
-        mode = forward_batch.forward_mode
-        self._launches.append((self._clock, len(indices), mode))
+        self._launches.add(self._clock, len(indices), forward_batch.forward_mode)
         self._clock += len(indices)
         try:
-            if self._freed:
-                self._flush_freed()
-            if self.windows is not None:
-                self.windows.flush_freed()
+            # A fault that is planted must find what is due done.
+            if not (self.perturb.is_idle and self._may_run_behind(forward_batch)):
+                self._due.settle()
             for i in indices:
                 self._managers[i].pre_ops_outside_graph(forward_batch)
             if self._is_init_finished:
@@ -425,7 +384,7 @@ class CanaryManager:
     def _close_launch(
         self, indices: Sequence[int], forward_batch: ForwardBatch, *, has_run: bool
     ) -> None:
-        self._launched = None
+        self._launched = self._behind = None
         if not has_run:
             return
         if self._num_run != len(indices):
@@ -439,32 +398,69 @@ class CanaryManager:
             if not self.perturb.is_idle:
                 self.perturb.after_forward(forward_batch)
 
-    def pre_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
+    def pre_ops_maybe_inside_graph(
+        self, forward_batch: ForwardBatch, *, is_replayed: bool = False
+    ) -> None:
         """Before the model: check the slots that its attention reads and writes.
+
+        Args:
+            is_replayed: the model's stack is wrapped by `with_launch_behind`.
 
         Raises:
             AssertionError: outside `with_active_single_forward_manager`.
         """
         current = self.active or self._current()
         backend = get_forward_context().attn_backend
-        perturb = self.perturb
-        is_live = self._launched is not None and self._is_init_finished
-        if is_live and not perturb.is_idle:
+        perturb, is_launched = self.perturb, self._launched is not None
+        if is_launched and self._is_init_finished and not perturb.is_idle:
             perturb.before_step(forward_batch, step=current.index, backend=backend)
         views = backend.read_view(forward_batch)
         window = None if self.windows is None else backend.window_forward(forward_batch)
         self.calls.begin(forward_batch, views[0], window)
         if self.probe is not None:
             self.probe(forward_batch, views)
-        # Where all bytes are covered new slots are filled, which the model must follow.
-        fills = self.target.buffers.fingerprint.mode is FingerprintMode.ALL
+
+        def launch() -> None:
+            if is_launched:
+                self._due.settle()
+            current.pre_ops_maybe_inside_graph(forward_batch, views, window)
+
         is_small = forward_batch.num_tokens < BESIDE_FROM_TOKENS
-        if self.side is None or is_small or fills:
-            current.pre_ops_maybe_inside_graph(forward_batch, views, window)
-            return
-        # Beside the model: it writes other slots than verify reads, and no records.
-        with self.side.fork():
-            current.pre_ops_maybe_inside_graph(forward_batch, views, window)
+        if self.side is None or self._fills:
+            launch()
+        elif is_replayed and is_launched and self._may_run_behind(forward_batch):
+            self.side.follow()
+            self._behind = launch
+        elif is_small:
+            launch()
+        else:
+            # Beside the model: it writes other slots than verify reads, and no records.
+            with self.side.fork():
+                launch()
+
+    def _may_run_behind(self, forward_batch: ForwardBatch) -> bool:
+        """Whether the launch before the model, and what is due before it, may start
+        after the model does: not where all bytes are covered and new slots are filled,
+        which the model must follow."""
+        may_overlap = self.side is not None and not self._fills and LAUNCH_BEHIND_GRAPH
+        return may_overlap and forward_batch.forward_mode is ForwardMode.EXTEND
+
+    def with_launch_behind(self, stack: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a layer stack that replays a graph: the launch before the model comes
+        when the graph has started, on the side stream, after what preceded the graph.
+        The device does not wait for the host's part of it."""
+
+        def run(*args: Any) -> Any:
+            try:
+                return stack(*args)
+            finally:
+                # Also where it failed: the check may know over what.
+                behind, self._behind = self._behind, None
+                if behind is not None and self.side is not None:
+                    with self.side.resume():
+                        behind()
+
+        return run
 
     def with_tail_after(self, stack: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a model's layer stack (`StackedModel.forward_stack`): the launch after
@@ -508,20 +504,9 @@ class CanaryManager:
             )
         return self.active
 
-    def _flush_freed(self) -> None:
-        """Poison what was freed since the last launch, in stream order."""
-        freed, self._freed = self._freed, []
-        slots = freed[0] if len(freed) == 1 else torch.cat(freed)
-        poison(self._state, self._upload(slots))
-
-    def _upload(self, host: Tensor) -> Tensor:
-        """Copy to the pool's device, in stream order."""
-        if self._state.is_cpu:
-            return host
-        return host.pin_memory().to(self._state.head.device, non_blocking=True)
-
     def _sweep_if_due(self) -> None:
         if self._forwards % self.config.sweep_interval == 0:
+            self._due.settle()
             self.sweep()
 
     def sweep(self) -> None:
@@ -532,50 +517,8 @@ class CanaryManager:
     # -- results -------------------------------------------------------------------
 
     def finish_step(self, forward_batch: ForwardBatch) -> Tensor:
-        """Findings of a step whose tokens all stay; once per step, after its forward.
-
-        Returns:
-            int64 [STATUS_WORDS + R] on the device, which the next forward overwrites:
-            see `kernels/finish.py`.
-        """
-        findings = self._managers[-1].findings(forward_batch)
-        if self._group.size > 1:
-            self._combine(findings)
-        return findings
-
-    def finish_verify(self, accepted: ForwardBatch) -> Tensor:
-        """Findings of a verification, once it is known what it accepted.
-
-        Args:
-            accepted: the tokens whose KV stays, `extend_lens` of each row.
-
-        Returns:
-            int64 [STATUS_WORDS + R] on the device.
-        """
-        if self.target.oracle is not None:
-            self.target.oracle.check_accepted(self._state, accepted)
-        view = view_of(accepted)
-        findings = finish_step(self._state, view)
-        if self.windows is not None:
-            self.windows.finish(view, findings)
-        if self._group.size > 1:
-            self._combine(findings)
-        return findings
-
-    def collect(self, req_rows: Tensor) -> Tensor:
-        """Findings about request rows [R], as `finish_verify` returns them."""
-        findings = gather_findings(self._state, req_rows)
-        if self.windows is not None:
-            self.windows.collect(req_rows, findings)
-        if self._group.size > 1:
-            self._combine(findings)
-        return findings
-
-    def _combine(self, findings: Tensor) -> None:
-        """Combine the ranks' findings: all must decide alike."""
-        every = self._group.all_gather_last_dim(findings[None])
-        of_rank = every.view(self._group.size, len(findings)).unbind()
-        findings[RING:].copy_(reduce(torch.bitwise_or, of_rank)[RING:])
+        """See `StepEnd.finish_step`."""
+        return self.ends.finish_step(forward_batch)
 
     def take(self, words: list[int]) -> bool:
         """Take the findings of a step, before any of its tokens is used; returns
@@ -650,8 +593,8 @@ class CanaryManager:
         entries, dropped = _take_entries(self._state)
         examine = partial(
             self.reporter.examine,
-            mode_of=self._mode_of,
-            branch_of=self._branch_of,
+            mode_of=self._launches.mode_of,
+            branch_of=self._launches.branch_of,
             details=lambda violation: self._details(violation, tokens_of),
         )
         found = examine([*entries, *host_entries], owner_of=owner_of)
@@ -683,7 +626,7 @@ class CanaryManager:
     def forget_rows(self, req_rows: Sequence[int]) -> None:
         """Clear the verdicts of request rows whose requests lose them, in stream order:
         nothing that was launched for them is looked at any more."""
-        rows = self._upload(torch.tensor(req_rows, dtype=torch.int64))
+        rows = self._due.upload(torch.tensor(req_rows, dtype=torch.int64))
         self._state.verdict[rows] = 0
         if self.windows is not None:
             self.windows.state.verdict[rows] = 0
@@ -710,34 +653,6 @@ class CanaryManager:
             if word == POISON_WORD or unpack_word0(word) != (token, position):
                 return {"first_wrong_position": position}
         return {}
-
-    def _branch_of(self, violation: Violation) -> DraftBranch | None:
-        """Rows of a draft step are the branches of a request, request by request."""
-        launch = self._launch_of(violation.forward)
-        if launch is None or violation.batch_row < 0 or not self.target.is_draft:
-            return None
-        if violation.launch == Launch.CARRIED.name.lower():
-            # Its rows are requests.
-            return None
-        clock, _, mode = launch
-        if not mode.is_decode:
-            return None
-        step, branch = violation.forward - clock, violation.batch_row % self.target.topk
-        return DraftBranch(step=step, branch=branch)
-
-    def _mode_of(self, violation: Violation) -> str | None:
-        """Mode of the forward that found it, or "sweep"; None: too long ago."""
-        if violation.launch == Launch.SWEEP.name.lower():
-            return violation.launch
-        launch = self._launch_of(violation.forward)
-        return None if launch is None else launch[-1].name.lower()
-
-    def _launch_of(self, forward: int) -> _Launched | None:
-        for launch in reversed(self._launches):
-            clock, forwards, _ = launch
-            if 0 <= forward - clock < forwards:
-                return launch
-        return None
 
     # -- numbers -------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kv_canary.checks import PoolChecks
+from kv_canary.checks import GroupForward, PoolChecks
 from kv_canary.findings import STATUS_WORDS
 from kv_canary.records import WriterKind
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
@@ -104,6 +104,7 @@ class SingleForwardManager:
         self._is_draft = target.is_draft
         # Of the forward that is open.
         self._view: ForwardView | None = None
+        self._other: GroupForward | None = None
         state, capacities = target.buffers.state, target.buffers.capacities
         # Always the same memory, because graphs write it.
         self._findings = state.counters.new_zeros(STATUS_WORDS + capacities.max_rows)
@@ -136,6 +137,13 @@ class SingleForwardManager:
             self._findings_of[count] = findings
         return findings
 
+    def window_findings(self, forward_batch: ForwardBatch) -> Tensor | None:
+        """The same of the window group; None: there is none."""
+        if self._windows is None:
+            return None
+        count = forward_batch.req_pool_indices.shape[0]
+        return self._windows.findings[: STATUS_WORDS + count]
+
     def pre_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
         """Refuse, on the host, a forward that is too large to be checked whole."""
         self._target.buffers.capacities.check(forward_batch)
@@ -153,9 +161,12 @@ class SingleForwardManager:
         self._view = view
         is_branch = bool(is_branch and self.index)
         checks = self._branch_checks if is_branch else self._checks
-        before_model(self._target.buffers.state, view, checks)
         if self._windows is not None and window is not None:
-            self._windows.before_model(view, window, read=reads[0], is_branch=is_branch)
+            self._other = self._windows.forward(
+                view, window, read=reads[0], is_branch=is_branch
+            )
+        state = self._target.buffers.state
+        before_model(state, view, checks, other=self._other)
 
     def _view_of(
         self, forward_batch: ForwardBatch, reads: Sequence[KVReadView]
@@ -196,10 +207,10 @@ class SingleForwardManager:
 
     def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
         """Write the tail records over the bytes that the model stored."""
-        view, is_draft = self._view, self._is_draft
+        view, other, is_draft = self._view, self._other, self._is_draft
         if view is None:
             raise AssertionError("KV canary: no pre_ops before these post_ops")
-        self._view = None
+        self._view = self._other = None
         ends_step = not is_draft and forward_batch.forward_mode in _ENDS_STEP
         write_tail(
             self._target.buffers.state,
@@ -207,11 +218,11 @@ class SingleForwardManager:
             self._checks,
             advance=is_draft or ends_step,
             findings=self._findings if ends_step else None,
+            other=other,
+            other_findings=self._windows.findings
+            if self._windows is not None and ends_step
+            else None,
         )
-        if self._windows is not None:
-            self._windows.write_tail(
-                advance=is_draft or ends_step, has_findings=ends_step
-            )
 
     def post_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
         """Nothing to do on the host: findings travel with the result."""

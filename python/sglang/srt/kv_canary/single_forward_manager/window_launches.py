@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kv_canary.findings import RING, STATUS_WORDS
+from kv_canary.checks import GroupForward
+from kv_canary.findings import RING
 from kv_canary.view import ForwardView, KVReadView
-from sglang.srt.kv_canary.kernels import before_model, write_tail
 
 if TYPE_CHECKING:
     from kv_canary.checks import PoolChecks
@@ -50,8 +50,10 @@ class WindowLaunches:
 
     Args:
         checks: of the full group.
-        findings: int64 [STATUS_WORDS + rows], what the full group's launches found; the
-            window group's findings are put in.
+        findings: int64 [STATUS_WORDS + rows], what the full group's launches found.
+
+    Attributes:
+        findings: the same of the window group, written by its launches.
     """
 
     def __init__(
@@ -67,21 +69,19 @@ class WindowLaunches:
             published=None,
         )
         self._branch_checks = dataclasses.replace(self._checks, tokens=None)
-        self._all_findings = findings
-        self._findings = torch.zeros_like(findings)
+        self.findings = torch.zeros_like(findings)
         # No slot of the window precedes its first one.
         self._no_slots = findings.new_full((len(findings),), -1)
-        self._view: ForwardView | None = None
 
-    def before_model(
+    def forward(
         self,
         view: ForwardView,
         forward: WindowForward,
         *,
         read: KVReadView,
         is_branch: bool,
-    ) -> None:
-        """Verify the window slots that are about to be read, and write head records.
+    ) -> GroupForward:
+        """The forward in the window group: what it is about to read and to write.
 
         Args:
             view, read: of the full group.
@@ -97,26 +97,11 @@ class WindowLaunches:
             takes_new=read.takes_new,
             reach=self._group.swa.window - 1,
         )
-        self._view = dataclasses.replace(
+        of_windows = dataclasses.replace(
             view, out_cache_loc=forward.cache_loc, reads=(window,), oracle=None
         )
         checks = self._branch_checks if is_branch else self._checks
-        before_model(self._state, self._view, checks)
-
-    def write_tail(self, *, advance: bool, has_findings: bool) -> None:
-        """Write the tail records; put the findings to those of the full group."""
-        view, self._view = self._view, None
-        assert view is not None
-        write_tail(
-            self._state,
-            view,
-            self._checks,
-            advance=advance,
-            findings=self._findings if has_findings else None,
-        )
-        if has_findings:
-            count = STATUS_WORDS + view.num_rows
-            combine(self._all_findings[:count], self._findings[:count])
+        return GroupForward(self._state, of_windows, checks)
 
 
 def combine(findings: Tensor, others: Tensor) -> None:

@@ -7,11 +7,13 @@ workspace. Knows nothing of requests or layers; never waits for the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from sglang.srt.layers.attention.triton_ops import decode_hopper
 from sglang.srt.layers.attention.triton_ops.args import (
     DecodeTile,
     Partials,
@@ -22,6 +24,13 @@ from sglang.srt.layers.attention.triton_ops.args import (
     tokens_args,
 )
 from sglang.srt.layers.attention.triton_ops.checks import check_inputs
+from sglang.srt.layers.attention.triton_ops.decode_hopper import (
+    decode_hopper_launch,
+    serves_decode,
+)
+from sglang.srt.layers.attention.triton_ops.decode_hopper_kernels import (
+    decode_hopper_kernel,
+)
 from sglang.srt.layers.attention.triton_ops.decode_kernels import (
     decode_combine_kernel,
     decode_split_kernel,
@@ -42,15 +51,22 @@ TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
 )
 
 
-def decode_splits(*, rows: int, programs_per_row: int, max_context: int) -> int:
+def decode_splits(
+    *,
+    rows: int,
+    programs_per_row: int,
+    max_context: int,
+    programs: int = TARGET_PROGRAMS,
+) -> int:
     """Splits of a row's KV elements, a power of two; a function of shapes alone.
 
     Args:
         rows: rows of the launch.
         programs_per_row: programs that a row takes per split (its KV heads).
         max_context: most KV elements that a row of any later launch may have.
+        programs: wanted at least.
     """
-    wanted = -(-TARGET_PROGRAMS // max(rows * programs_per_row, 1))
+    wanted = -(-programs // max(rows * programs_per_row, 1))
     useful = max(max_context // _MIN_ELEMENTS_PER_SPLIT, 1)
     most = 1 << (min(useful, _MAX_SPLITS).bit_length() - 1)
     return min(int(triton.next_power_of_2(wanted)), most)
@@ -135,7 +151,8 @@ def decode_launch(
 
 def combine_launch(split_launch: Launch) -> Launch:
     """Compile-time parameters of the combine kernel after a split kernel."""
-    return Launch(constants=split_launch.constants, num_warps=4, num_stages=1)
+    constants = {name: split_launch.constants[name] for name in ("SHAPE", "TILE")}
+    return Launch(constants=constants, num_warps=4, num_stages=1)
 
 
 def decode_attention(
@@ -174,9 +191,16 @@ def decode_attention(
     kv_heads = k_cache.shape[1]
     if rows == 0:
         return
-    programs_per_row = kv_heads * _head_blocks(q_heads // kv_heads)
+    group = q_heads // kv_heads
+    programs_per_row = kv_heads * _head_blocks(group)
+    on_hopper = serves_decode(
+        group=group, head_dim=head_dim, dtype=q.dtype, device=q.device
+    )
     splits = decode_splits(
-        rows=rows, programs_per_row=programs_per_row, max_context=workspace.max_context
+        rows=rows,
+        programs_per_row=programs_per_row,
+        max_context=workspace.max_context,
+        programs=decode_hopper.TARGET_PROGRAMS if on_hopper else TARGET_PROGRAMS,
     )
     cells = rows * q_heads * splits
     if splits > 1 and (
@@ -187,18 +211,19 @@ def decode_attention(
             f"{rows} rows x {q_heads} heads x {splits} splits need {cells}; "
             "allocate it with decode_workspace for these rows and heads"
         )
-    launch = decode_launch(
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        itemsize=q.element_size(),
-        page_size=page_size,
-        splits=splits,
-    )
+    heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    kernel: Any = decode_split_kernel
+    if on_hopper:
+        kernel = decode_hopper_kernel
+        launch = decode_hopper_launch(**heads, page_size=page_size, splits=splits)
+    else:
+        launch = decode_launch(
+            **heads, itemsize=q.element_size(), page_size=page_size, splits=splits
+        )
     outputs = tokens_args(out)
     partials = Partials(workspace.partial, workspace.lse)
     attended = window if window > 0 else None
-    decode_split_kernel[(programs_per_row, splits, rows)](
+    kernel[(programs_per_row, splits, rows)](
         tokens_args(q),
         outputs,
         partials,

@@ -28,6 +28,10 @@ from sglang.srt.layers.attention.triton_ops.extend_table import (
     choose_tile,
     extend_launch,
 )
+from sglang.srt.layers.attention.triton_ops.extend_tree_hopper import (
+    extend_tree_hopper,
+    serves_tree,
+)
 from sglang.srt.layers.ops.attention import tree_positions
 
 if TYPE_CHECKING:
@@ -113,6 +117,9 @@ def extend_attention(
         )
     ):
         extend_dense(inputs, k_new, v_new)
+        return
+    if serves_tree(inputs):
+        extend_tree_hopper(inputs)
         return
     tile = choose_tile(shape, itemsize=q.element_size())
     if workspace is not None and tile.programs > 0:

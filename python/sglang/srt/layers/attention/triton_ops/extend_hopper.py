@@ -69,17 +69,19 @@ def extend_hopper(
     q, out = inputs.q, inputs.out
     tokens, q_heads, head_dim = q.shape
     kv_heads = k_new.shape[1]
-    new = [_rows(tensor[:tokens]) for tensor in (k_new, v_new)]
+    new = [rows_of_heads(tensor[:tokens]) for tensor in (k_new, v_new)]
     prefix = new
     if plan.prefix_slots is not None:
         caches = (inputs.k_cache, inputs.v_cache)
-        prefix = [_rows(cache.index_select(0, plan.prefix_slots)) for cache in caches]
+        prefix = [
+            rows_of_heads(cache.index_select(0, plan.prefix_slots)) for cache in caches
+        ]
     items = len(plan.tiles) * q_heads
-    programs = min(items, _multiprocessors(q.device.index or 0))
+    programs = min(items, multiprocessors(q.device.index or 0))
     extend_hopper_kernel[(programs,)](
-        _descriptor(_rows(q), BLOCK // 2, head_dim),
-        _descriptor(_rows(out), BLOCK // 2, head_dim),
-        *(_descriptor(rows, BLOCK, head_dim) for rows in (*new, *prefix)),
+        descriptor(rows_of_heads(q), BLOCK // 2, head_dim),
+        descriptor(rows_of_heads(out), BLOCK // 2, head_dim),
+        *(descriptor(rows, BLOCK, head_dim) for rows in (*new, *prefix)),
         out,
         out.stride(0),
         plan.tiles,
@@ -96,13 +98,14 @@ def extend_hopper(
     )
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def rows_of_heads(tensor: Tensor) -> Tensor:
     """[rows, heads, channels] -> [rows, heads * channels], a view."""
     rows, heads, channels = tensor.shape
     return tensor.view(rows, heads * channels)
 
 
-def _descriptor(rows: Tensor, block: int, channels: int) -> TensorDescriptor:
+def descriptor(rows: Tensor, block: int, channels: int) -> TensorDescriptor:
+    """Of `rows_of_heads` in tiles of `block` rows of one head."""
     layout = _layout(block, channels, rows.dtype)
     return TensorDescriptor(
         rows, list(rows.shape), list(rows.stride()), [block, channels], layout
@@ -118,5 +121,6 @@ def _layout(block: int, channels: int, dtype: torch.dtype) -> gl.NVMMASharedLayo
 
 
 @functools.cache
-def _multiprocessors(index: int) -> int:
+def multiprocessors(index: int) -> int:
+    """Of a CUDA device."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)

@@ -81,6 +81,13 @@ def fold(score, top, total, factor):
 
 
 @gluon.jit
+def sink_of(softmax, head, top):
+    """The weight of a head's sink, a logit without a value."""
+    sink = gl.load(softmax.sinks + head).to(gl.float32) * _LOG2_E
+    return gl.exp2(sink - top * softmax.factor)
+
+
+@gluon.jit
 def clear_rest(rings, at, tokens):
     """Zero the V after a request's last token, which is another's or undefined: its
     weight is zero, and may meet NaN. Both halves write the same."""
@@ -194,8 +201,7 @@ def attend(
         acc = warpgroup_mma_wait(0, deps=[start_sums(p, acc, rings, at - 1)])
         give_back(rings.v_empty, at - 1)
         if softmax.sinks is not None:
-            sink = gl.load(softmax.sinks + work.head).to(gl.float32) * _LOG2_E
-            total += gl.exp2(sink - top * softmax.factor)
+            total += sink_of(softmax, work.head, top)
         inverse = gl.convert_layout(1.0 / total, ROW)
         result = (acc * gl.expand_dims(inverse, 1)).to(dtype)
         put_result(tiles, query, result, work, HALF, out, out_stride)
@@ -236,7 +242,7 @@ def extend_hopper_kernel(
         HEADS: query heads; GROUP of them share a KV head. D: channels.
         BLOCK: queries of a tile, and elements of a block. STAGES: blocks in a ring.
     """
-    rings = new_rings(q_tiles, k_new, D, BLOCK, STAGES)
+    rings = new_rings(q_tiles, k_new, D, BLOCK // 2, BLOCK, STAGES)
     gdc_launch_dependents()
     gdc_wait()
     tiles = Tiles(q_tiles, out_tiles, k_new, v_new, k_prefix, v_prefix)

@@ -180,13 +180,18 @@ def give_back(empty, at):
 
 @gluon.jit
 def new_rings(
-    q_tiles, k_tiles, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr
+    q_tiles,
+    k_tiles,
+    D: gl.constexpr,
+    QUERIES: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """Empty rings."""
+    """Empty rings; QUERIES of each half."""
     dtype: gl.constexpr = q_tiles.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     rings = Rings(
-        q=gl.allocate_shared_memory(dtype, [4, BLOCK // 2, D], q_tiles.layout),
+        q=gl.allocate_shared_memory(dtype, [4, QUERIES, D], q_tiles.layout),
         k=gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], k_tiles.layout),
         v=gl.allocate_shared_memory(dtype, [STAGES, BLOCK, D], k_tiles.layout),
         q_ready=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),

@@ -1,6 +1,6 @@
 """Decode steps of the whole scheduler on the CPU: the demo model at batch 1.
 
-python benchmark/e2e/bench_cpu_steps.py [--steps 1000]
+python benchmark/cpu/bench_steps.py [--steps 1000]
 
 One request decodes, first without the KV canary, then with `--kv-canary raise`. The
 last line is one JSON document.
@@ -14,12 +14,7 @@ import statistics
 import time
 
 import torch
-
-from sglang.srt.managers.io_struct import GenerateReq
-from sglang.srt.managers.scheduler_components.build import build_scheduler
-from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
-from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs
+from demo_decoding import demo_decoding
 
 PROMPT = range(5, 149)
 WARM_STEPS = 60
@@ -27,23 +22,9 @@ WARM_STEPS = 60
 
 def step_ms(kv_canary: str, steps: int) -> list[float]:
     """Milliseconds of each step."""
-    io = ListIO()
-    scheduler = build_scheduler(
-        ServerArgs(
-            device="cpu",
-            skip_tokenizer_init=True,
-            kv_canary=kv_canary,
-            max_total_tokens=8192,
-        ),
-        io,
+    scheduler = demo_decoding(
+        kv_canary=kv_canary, prompt=PROMPT, warm=WARM_STEPS, steps=steps
     )
-    params = SamplingParams(
-        max_new_tokens=WARM_STEPS + steps + 64, temperature=0.0, ignore_eos=True
-    )
-    request = GenerateReq(rid="a", input_ids=list(PROMPT), sampling_params=params)
-    io.requests.append(request)
-    for _ in range(WARM_STEPS):
-        scheduler.step()
     times = []
     for _ in range(steps):
         began = time.perf_counter()
@@ -65,7 +46,7 @@ def main() -> None:
         median, quartile = statistics.median(times), statistics.quantiles(times)[0]
         results.append({"name": kv_canary, "ms_median": median, "ms_q1": quartile})
         print(f"{kv_canary:6}  {median:9.3f}  {quartile:9.3f}")
-    document = {"benchmark": "bench_cpu_steps", "threads": args.threads}
+    document = {"benchmark": "bench_steps", "threads": args.threads}
     print(json.dumps(document | {"steps": args.steps, "results": results}))
 
 

@@ -1,0 +1,35 @@
+"""A scheduler on the CPU in the middle of one request of the demo model."""
+
+from __future__ import annotations
+
+from sglang.srt.managers.io_struct import GenerateReq
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.build import build_scheduler
+from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+SPARE_STEPS = 64
+
+
+def demo_decoding(*, kv_canary: str, prompt: range, warm: int, steps: int) -> Scheduler:
+    """A scheduler `warm` steps into a request that has at least `steps` left."""
+    io = ListIO()
+    scheduler = build_scheduler(
+        ServerArgs(
+            device="cpu",
+            skip_tokenizer_init=True,
+            kv_canary=kv_canary,
+            max_total_tokens=8192,
+        ),
+        io,
+    )
+    params = SamplingParams(
+        max_new_tokens=warm + steps + SPARE_STEPS, temperature=0.0, ignore_eos=True
+    )
+    io.requests.append(
+        GenerateReq(rid="a", input_ids=list(prompt), sampling_params=params)
+    )
+    for _ in range(warm):
+        scheduler.step()
+    return scheduler

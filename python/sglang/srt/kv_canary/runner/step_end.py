@@ -1,0 +1,159 @@
+"""The end of a step: notes of what was sampled, findings, and the words for the host.
+
+Findings of all groups of slots and of all ranks are united before they are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kv_canary.accepted import AcceptedPath, SampledTokens
+from kv_canary.findings import RING
+from kv_canary.records import UNKNOWN
+from sglang.srt.kv_canary.kernels import (
+    finish_accepted,
+    gather_findings,
+    note_tokens,
+    send_tokens,
+)
+from sglang.srt.kv_canary.single_forward_manager.window_launches import combine
+
+if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import TensorParallelGroup
+    from sglang.srt.kv_canary.runner.window_canary import WindowCanary
+    from sglang.srt.kv_canary.single_forward_manager.manager import (
+        CanaryTarget,
+        SingleForwardManager,
+    )
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class StepEnd:
+    """Ends the steps of one pool.
+
+    Args:
+        last: of the forward that ends a step.
+        windows: of the window slots; None: there are none.
+        group: ranks that must come to the same verdicts.
+    """
+
+    def __init__(
+        self,
+        target: CanaryTarget,
+        *,
+        last: SingleForwardManager,
+        windows: WindowCanary | None,
+        group: TensorParallelGroup,
+    ) -> None:
+        self._state = target.buffers.state
+        self._oracle = target.oracle
+        self._last = last
+        self._windows = windows
+        self._group = group
+
+    def finish_step(self, forward_batch: ForwardBatch) -> Tensor:
+        """Findings of a step whose tokens all stay, for callers that sample nothing;
+        once per step, after its forward.
+
+        Returns:
+            int64 [STATUS_WORDS + R] on the device, which the next forward overwrites:
+            see `kv_canary/findings.py`.
+        """
+        findings = self._last.findings(forward_batch)
+        others = self._last.window_findings(forward_batch)
+        if others is not None:
+            combine(findings, others)
+        if self._group.size > 1:
+            self._combine(findings)
+        return findings
+
+    def send_step(
+        self, forward_batch: ForwardBatch, tokens: Tensor, sampled: Tensor | None
+    ) -> list[Tensor]:
+        """Note the sampler's own result, before it is published: the next inputs are
+        compared with it. Once per step whose tokens all stay, after its forward.
+
+        Args:
+            tokens: int64 [R], of each row.
+            sampled: int64, the rows whose token counts; None: all.
+
+        Returns:
+            int64 vectors on the device: tokens, findings as of `finish_step`, and marks
+            [2 * R], for `CanaryGate.confirm`; on a GPU in one vector.
+        """
+        if sampled is not None:
+            counting = torch.full_like(tokens, UNKNOWN)
+            counting[sampled] = tokens[sampled]
+            tokens = counting
+        drawn = SampledTokens(
+            req_rows=forward_batch.req_pool_indices,
+            serials=forward_batch.req_serial,
+            tokens=tokens,
+            prefix_lens=forward_batch.prefix_lens,
+            extend_lens=forward_batch.extend_lens,
+        )
+        if self._state.is_cpu:
+            # To join them would delay a step of a small model.
+            findings = self.finish_step(forward_batch)
+            return [tokens, findings, note_tokens(self._state, drawn).view(-1)]
+        if self._group.size > 1:
+            findings, others = self.finish_step(forward_batch), None
+        else:
+            findings = self._last.findings(forward_batch)
+            others = self._last.window_findings(forward_batch)
+        return [send_tokens(self._state, drawn, findings, others)]
+
+    def finish_verify(
+        self,
+        path: AcceptedPath,
+        *,
+        draft: StepEnd,
+        salts: Tensor,
+        checks: bool,
+        accepted: Callable[[], ForwardBatch],
+    ) -> Tensor:
+        """Check and note what a verification accepted, and gather the findings of both
+        pools.
+
+        Args:
+            draft: of the draft's pool; its findings are sent, too.
+            salts, checks: as for `launches.finish_accepted`.
+            accepted: makes the batch of the tokens whose KV stays, `extend_lens` of
+                each row, for the token oracle.
+
+        Returns:
+            `AcceptedWords.words`, on the device.
+        """
+        if self._oracle is not None:
+            self._oracle.check_accepted(self._state, accepted())
+        sent = finish_accepted(
+            self._state, draft._state, path, salts=salts, checks=checks
+        )
+        if self._windows is not None:
+            self._windows.finish(path.rows(salts), sent.findings)
+        if draft._windows is not None:
+            draft._windows.collect(path.req_rows, sent.draft_findings)
+        if self._group.size > 1:
+            self._combine(sent.findings)
+            self._combine(sent.draft_findings)
+        return sent.words
+
+    def collect(self, req_rows: Tensor) -> Tensor:
+        """Findings about request rows [R], as `finish_step` returns them."""
+        findings = gather_findings(self._state, req_rows)
+        if self._windows is not None:
+            self._windows.collect(req_rows, findings)
+        if self._group.size > 1:
+            self._combine(findings)
+        return findings
+
+    def _combine(self, findings: Tensor) -> None:
+        """Combine the ranks' findings: all must decide alike."""
+        every = self._group.all_gather_last_dim(findings[None])
+        of_rank = every.view(self._group.size, len(findings)).unbind()
+        findings[RING:].copy_(reduce(torch.bitwise_or, of_rank)[RING:])

@@ -1,0 +1,40 @@
+"""How `decode_hopper_kernel` is launched: which inputs it serves, tiles and splits."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.layers.attention.triton_ops.args import DecodeTile, shape_args
+from sglang.srt.layers.attention.triton_ops.extend_hopper import serves
+from sglang.srt.layers.attention.triton_ops.launch import Launch
+
+QUERIES = 16
+"""Query heads of a tile, padded."""
+# By head size: KV elements of a tile, warps, tiles in shared memory; from a sweep over
+# both with 1 to 8 splits of 16, 64 and 256 rows.
+TILES = {64: (64, 2, 2), 128: (32, 2, 2)}
+# Programs wanted at least: more splits cost more partial results than they gain.
+TARGET_PROGRAMS = 512
+
+
+def serves_decode(
+    *, group: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether the kernel computes these heads on this device."""
+    return group <= QUERIES and serves(head_dim=head_dim, dtype=dtype, device=device)
+
+
+def decode_hopper_launch(
+    *, q_heads: int, kv_heads: int, head_dim: int, page_size: int, splits: int
+) -> Launch:
+    """Compile-time parameters of the kernel, chosen from shapes alone."""
+    block_n, warps, stages = TILES[head_dim]
+    return Launch(
+        constants={
+            "SHAPE": shape_args(q_heads, kv_heads, head_dim, page_size),
+            "TILE": DecodeTile(QUERIES, block_n, splits),
+            "STAGES": stages,
+        },
+        num_warps=warps,
+        num_stages=stages,
+    )

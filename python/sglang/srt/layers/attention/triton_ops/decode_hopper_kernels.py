@@ -1,0 +1,229 @@
+"""Gluon kernel of decode attention on Hopper: copies of tiles run ahead of products.
+
+The split kernel of `decode_kernels` with a pipeline of its own: K and V of a tile of
+elements are copied from the pool to shared memory, slot by slot, while the tiles before
+are multiplied; slots of a tile are looked up one tile before its copy begins.
+
+    tile        0      1      2      3
+    slots       |......|......|......|
+    copy        |-----------|-----------|      STAGES - 1 tiles in flight
+    products           |======|======|======|
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-calls
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+# Queries of a tile: the rows of the matrix unit's instruction.
+_QUERIES = gl.constexpr(16)
+
+
+class Reads(NamedTuple):
+    """K and V of one KV head as one row reads them from the pool.
+
+    Fields:
+        k, v: pointers to the first channel of slot 0, and the strides between slots.
+        table, column_stride: the row's pages. end: element after the last one.
+    """
+
+    k: Any
+    v: Any
+    k_stride: Any
+    v_stride: Any
+    table: Any
+    column_stride: Any
+    end: Any
+
+
+@gluon.jit
+def slots_of(reads, element, PAGE: gl.constexpr):
+    """Slots of elements; of those that are not read, of the first page."""
+    at = reads.table + (element // PAGE).to(gl.int64) * reads.column_stride
+    page = gl.load(at, mask=element < reads.end, other=0)
+    return page + element % PAGE
+
+
+@gluon.jit
+def copy_tile(at, stride, slot, is_read, place, LAYOUT: gl.constexpr):
+    """Start the copy of K or V of slots; elements that are not read become zero."""
+    D: gl.constexpr = place.shape[1]
+    channel = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    cells = at + gl.expand_dims(slot.to(gl.int64) * stride, 1)
+    cells = cells + gl.expand_dims(channel, 0)
+    mask = gl.expand_dims(is_read, 1)
+    async_copy.async_copy_global_to_shared(place, cells, mask=mask)
+
+
+@gluon.jit
+def copy_elements(reads, slot, element, keys, values, LAYOUT: gl.constexpr):
+    """Start the copies of a tile, as one group."""
+    is_read = element < reads.end
+    copy_tile(reads.k, reads.k_stride, slot, is_read, keys, LAYOUT)
+    copy_tile(reads.v, reads.v_stride, slot, is_read, values, LAYOUT)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def scores_of(product, scale):
+    """`attend.scores_of`."""
+    score = product * scale.factor
+    if scale.cap is not None:
+        power = gl.exp2(gl.abs(score) * (-2.0 * _LOG2_E))
+        size = (1.0 - power) / (1.0 + power)
+        score = gl.where(score < 0.0, -size, size) * scale.cap
+    return score
+
+
+@gluon.jit
+def load_queries(q, row, head, is_member, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Queries of a row as an operand of LAYOUT's parent: [heads, channels]."""
+    WARPS: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 * 8 // D, D // 8], [WARPS, 1], [1, 0]
+    )
+    channel = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))
+    head = gl.convert_layout(head, gl.SliceLayout(1, ROWS))
+    is_member = gl.convert_layout(is_member, gl.SliceLayout(1, ROWS))
+    cells = gl.expand_dims(row * q.stride + head * D, 1) + gl.expand_dims(channel, 0)
+    query = gl.load(q.at + cells, mask=gl.expand_dims(is_member, 1), other=0.0)
+    return gl.convert_layout(query, LAYOUT)
+
+
+@gluon.jit
+def split_plan(read_len, window, TILE: gl.constexpr):
+    """`decode_kernels.split_plan`."""
+    begin = read_len * 0
+    if window is not None:
+        begin = gl.maximum(read_len - window, 0)
+    tiles = (read_len - begin + TILE.block_n - 1) // TILE.block_n
+    tiles_per_split = gl.maximum((tiles + TILE.splits - 1) // TILE.splits, 1)
+    active = (tiles + tiles_per_split - 1) // tiles_per_split
+    return begin, tiles_per_split * TILE.block_n, active
+
+
+@gluon.jit(do_not_specialize=["window"])
+def decode_hopper_kernel(
+    q,
+    out,
+    partials,
+    pool,
+    pages,
+    read_lens,
+    sinks,
+    scale,
+    window,
+    SHAPE: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """`decode_split_kernel` for half precision: same grid, arguments and results.
+
+    Args:
+        SHAPE: `args.Shape`, of at least 64 channels, a power of two.
+        TILE: `args.DecodeTile` of 16 query heads. STAGES: tiles in shared memory.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    D: gl.constexpr = SHAPE.head_dim
+    N: gl.constexpr = TILE.block_n
+    PAGE: gl.constexpr = SHAPE.page_size
+    COPY: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 * 8 // D, D // 8], [WARPS, 1], [1, 0]
+    )
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    dtype: gl.constexpr = pool.k.dtype.element_ty
+
+    HEAD_BLOCKS: gl.constexpr = (SHAPE.group + _QUERIES - 1) // _QUERIES
+    kv_head = gl.program_id(0) // HEAD_BLOCKS
+    split = gl.program_id(1)
+    row = gl.program_id(2).to(gl.int64)
+    read_len = gl.load(read_lens + row).to(gl.int32)
+    first, per_split, active = split_plan(read_len, window, TILE)
+    if split >= gl.maximum(active, 1):
+        return
+    begin = first + split * per_split
+    end = gl.minimum(begin + per_split, read_len)
+    tiles = (end - begin + N - 1) // N
+
+    table_row = row
+    if pages.row_index is not None:
+        table_row = gl.load(pages.row_index + row)
+    reads = Reads(
+        pool.k + kv_head.to(gl.int64) * pool.k_head_stride,
+        pool.v + kv_head.to(gl.int64) * pool.v_head_stride,
+        pool.k_slot_stride,
+        pool.v_slot_stride,
+        pages.table + table_row * pages.row_stride,
+        pages.column_stride,
+        end,
+    )
+    keys = gl.allocate_shared_memory(dtype, [STAGES, N, D], SHARED)
+    values = gl.allocate_shared_memory(dtype, [STAGES, N, D], SHARED)
+    element = begin + gl.arange(0, N, layout=gl.SliceLayout(1, COPY))
+    for stage in gl.static_range(STAGES - 1):
+        slot = slots_of(reads, element, PAGE)
+        copy_elements(
+            reads, slot, element, keys.index(stage), values.index(stage), COPY
+        )
+        element += N
+    slot = slots_of(reads, element, PAGE)
+
+    member = gl.program_id(0) % HEAD_BLOCKS * _QUERIES
+    member += gl.arange(0, _QUERIES, layout=gl.SliceLayout(1, MMA))
+    is_member = member < SHAPE.group
+    head = kv_head * SHAPE.group + member
+    query = load_queries(q, row, head, is_member, D, LEFT)
+    column = gl.arange(0, N, layout=gl.SliceLayout(0, MMA))
+    top = gl.full([_QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+    total = gl.zeros([_QUERIES], gl.float32, gl.SliceLayout(1, MMA))
+    acc = gl.zeros([_QUERIES, D], gl.float32, MMA)
+    for tile in range(0, tiles):
+        async_copy.wait_group(STAGES - 2)
+        ahead = (tile + STAGES - 1) % STAGES
+        copy_elements(
+            reads, slot, element, keys.index(ahead), values.index(ahead), COPY
+        )
+        element += N
+        slot = slots_of(reads, element, PAGE)
+
+        key = keys.index(tile % STAGES).permute((1, 0)).load(RIGHT)
+        product = mma_v2(query, key, gl.zeros([_QUERIES, N], gl.float32, MMA))
+        is_read = begin + tile * N + column < end
+        score = gl.where(
+            gl.expand_dims(is_read, 0), scores_of(product, scale), float("-inf")
+        )
+        new_top = gl.maximum(top, gl.max(score, 1))
+        shrink = gl.exp2(top - new_top)
+        weight = gl.exp2(score - gl.expand_dims(new_top, 1))
+        total = total * shrink + gl.sum(weight, 1)
+        acc = acc * gl.expand_dims(shrink, 1)
+        value = values.index(tile % STAGES).load(RIGHT)
+        acc = mma_v2(gl.convert_layout(weight.to(dtype), LEFT), value, acc)
+        top = new_top
+    async_copy.wait_group(0)
+
+    channel = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, MMA)), 0)
+    is_query = gl.expand_dims(is_member, 1)
+    if active <= 1:
+        if sinks is not None:
+            sink = gl.load(sinks + head, mask=is_member, other=0.0).to(gl.float32)
+            total += gl.where(total == 0.0, 0.0, gl.exp2(sink * _LOG2_E - top))
+        # `total` is zero only where the row reads nothing.
+        result = acc / gl.expand_dims(gl.where(read_len > 0, total, 1.0), 1)
+        cells = gl.expand_dims(row * out.stride + head * D, 1) + channel
+        gl.store(out.at + cells, result.to(out.at.dtype.element_ty), mask=is_query)
+    else:
+        cell = (row * (SHAPE.kv_heads * SHAPE.group) + head) * TILE.splits + split
+        result = acc / gl.expand_dims(total, 1)
+        cells = gl.expand_dims(cell * D, 1) + channel
+        gl.store(partials.results + cells, result, mask=is_query)
+        gl.store(partials.lse + cell, top + tl.log2(total), mask=is_member)

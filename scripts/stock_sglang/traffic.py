@@ -1,0 +1,102 @@
+"""Serves mixed traffic with the installed SGLang and prints what came of it as JSON.
+
+    KV_CANARY=raise python traffic.py MODEL --options '{"disable_cuda_graph": true}'
+
+Prompts share prefixes, are longer than a chunk, and are more than the pool holds at
+once. The digest of the greedy tokens is that of a run without the canary, or one of
+both is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import random
+import time
+import urllib.request
+from typing import Any
+
+VOCABULARY = 512
+METRICS = "KV_CANARY_METRICS_PORT"
+_OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "max_total_tokens": 3072,
+    "max_running_requests": 16,
+    "context_length": 1024,
+    "chunked_prefill_size": 128,
+    "log_level": "warning",
+}
+
+
+def serve(model: str, waves: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Tokens, time and counters of some waves of requests."""
+    engine = importlib.import_module("sglang").Engine(
+        **{"model_path": model, **_OPTIONS, **options}
+    )
+    rng = random.Random(0)
+    digest, count, steps = hashlib.sha256(), 0, 0
+    try:
+        begin = time.monotonic()
+        for wave in range(waves):
+            params = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
+            outputs = engine.generate(
+                input_ids=_prompts(rng, wave), sampling_params=params
+            )
+            for output in outputs:
+                tokens = output["output_ids"]
+                count += len(tokens)
+                steps += output["meta_info"].get("spec_verify_ct", 0)
+                digest.update(json.dumps(tokens).encode())
+        return {
+            "tokens": count,
+            "digest": digest.hexdigest()[:16],
+            "seconds": round(time.monotonic() - begin, 2),
+            "verifications": steps,
+            "canary": _counters(),
+        }
+    finally:
+        engine.shutdown()
+
+
+def _prompts(rng: random.Random, wave: int) -> list[list[int]]:
+    """Of 24 requests, half of them with a prefix that all waves share."""
+    shared = _tokens(random.Random(1), 200)
+    sizes = [rng.randrange(1, 250) for _ in range(24)]
+    return [
+        (shared[: rng.randrange(201)] if number % 2 else []) + _tokens(rng, size)
+        for number, size in enumerate(sizes)
+    ]
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(3, VOCABULARY) for _ in range(count)]
+
+
+def _counters() -> dict[str, float]:
+    """Of the canary, where it serves them."""
+    port = os.environ.get(METRICS)
+    if not port:
+        return {}
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    values = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    return {name.removeprefix("kv_canary_"): float(value) for name, value in values}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--waves", type=int, default=4)
+    parser.add_argument("--options", type=json.loads, default={}, help="of the engine")
+    args = parser.parse_args()
+    print(json.dumps(serve(args.model, args.waves, args.options)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

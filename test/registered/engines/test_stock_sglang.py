@@ -1,0 +1,88 @@
+"""The harness that lets a stock SGLang run without its compiled packages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=15, suite="cpu")
+
+HARNESS = Path(__file__).parents[3] / "scripts" / "stock_sglang"
+
+
+def run(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, which finds the harness as SGLang's processes do."""
+    path = os.pathsep.join(map(str, (HARNESS, *folders)))
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_an_absent_package_is_there_to_import_and_not_to_call() -> None:
+    done = run(
+        "import flashinfer.gemm as gemm\n"
+        "from flashinfer.norm import rmsnorm\n"
+        "class Mine(gemm.Base): pass\n"
+        "Mine().x = rmsnorm | None\n"
+        "try: rmsnorm(1)\n"
+        "except RuntimeError as error: print(error)\n"
+        "import os; print(os.environ['SGLANG_IS_FLASHINFER_AVAILABLE'])"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "flashinfer.norm.rmsnorm: this package is not installed",
+        "false",
+    ]
+
+
+def test_packages_of_other_names_are_not_invented() -> None:
+    done = run("import nobody_has_this_package")
+    assert "ModuleNotFoundError" in done.stderr
+
+
+def test_what_is_installed_is_used(tmp_path: Path) -> None:
+    package = tmp_path / "flashinfer"
+    package.mkdir()
+    (package / "__init__.py").write_text("REAL = 1", encoding="utf-8")
+    done = run(
+        "import flashinfer, os; print(flashinfer.REAL)\n"
+        "print(os.environ.get('SGLANG_IS_FLASHINFER_AVAILABLE'))\n"
+        "import flashinfer.part",
+        tmp_path,
+    )
+    assert done.stdout.split() == ["1", "None"]
+    # A part that it lacks is missing, as without the harness.
+    assert "No module named 'flashinfer.part'" in done.stderr
+
+
+def test_the_drafts_are_right_about_most_tokens_and_not_all(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    script = HARNESS / "tiny_models.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
+    folders = sorted(path.name for path in tmp_path.iterdir())
+    assert folders == ["eagle", "eagle3", "target"]
+    config = json.loads((tmp_path / "eagle3" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "target", dtype=torch.float32
+    )
+    embedding = model.get_input_embeddings().weight
+    follows = (model.lm_head.weight @ embedding.T).argmax(dim=0)
+    rng = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 512, (4, 20), generator=rng)
+    tokens = model.generate(
+        prompts, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    agrees = follows[tokens[:, 19:-1]] == tokens[:, 20:]
+    assert 0.4 < agrees.float().mean() < 0.95
