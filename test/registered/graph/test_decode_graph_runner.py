@@ -49,7 +49,6 @@ def test_random_batches_equal_the_oracle(mock, page_size):
     graphs = CudaGraphRunner(
         harness.runner,
         batch_sizes=SIZES,
-        compiles_ahead=True,  # which changes nothing that is served
         make_backend=MAKE_BACKEND,
     )
     rows = rows_of(harness, rng, [3, 9, 20, 33, 5, 64, 17])

@@ -58,7 +58,6 @@ def record(runner, **options):
     runner.prefill_graph_runner = BreakableCudaGraphRunner(
         runner,
         token_counts=prefill_token_counts(CHUNK),
-        compiles_ahead=True,  # which changes nothing that is served
         make_backend=RecordingBackend,
         **options,
     )

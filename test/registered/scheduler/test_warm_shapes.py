@@ -1,7 +1,9 @@
-"""The prefills of the warm-up launch every variant of attention that others can."""
+"""The prefills of the warm-up launch every variant of attention, and of the store of K
+and V before it, that others can."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,13 +25,23 @@ from sglang.srt.layers.attention.triton_ops.extend_table import (
     choose_tile,
     extend_launch,
 )
+from sglang.srt.layers.triton_ops.rope import store_launch
 from sglang.srt.managers.scheduler_components.warm_up import warm_up
+from sglang.srt.model_executor.breakable_cuda_graph_runner import (
+    BreakableCudaGraphRunner,
+)
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.memory_plan import (
+    MAX_WHOLE_TOKENS,
+    prefill_token_counts,
+    whole_token_counts,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
+from sglang.test.recording_backend import RecordingBackend
 from sglang.test.tiny_models import write_mock_model
 
-register_cpu_ci(est_time=30, suite="cpu")
+register_cpu_ci(est_time=60, suite="cpu")
 
 CONTEXT, CHUNK = 8192, 8192
 # Query heads, KV heads, channels.
@@ -41,17 +53,43 @@ HEADS = [
 Shape = tuple[int, int]
 
 
-class Warmed(NamedTuple):
-    """(rows, new tokens) of the prefills of a warm-up, and the most rows."""
+class SetUp(NamedTuple):
+    """An engine: its most rows, tokens of a chunk (-1: no chunks), prefill graphs."""
 
     rows: int
-    shapes: set[Shape]
+    chunk: int = CHUNK
+    has_graphs: bool = False
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a prefill."""
+        return min(n for n in (self.chunk, CHUNK) if n > 0)
 
 
-@pytest.fixture(scope="module", params=[20, 256])
+SET_UPS = [
+    *(SetUp(20), SetUp(256), SetUp(32, has_graphs=True), SetUp(256, has_graphs=True)),
+    *(SetUp(rows, 128, has_graphs=True) for rows in (1, 2, 3, 4, 32)),
+    *(SetUp(32, 96, has_graphs=True), SetUp(32, -1, has_graphs=True), SetUp(8, 512)),
+]
+
+
+class Warmed(NamedTuple):
+    """What a warm-up has launched: (rows, new tokens) of prefills.
+
+    Fields:
+        attended: of launches of attention. stored: of the store of K and V.
+    """
+
+    set_up: SetUp
+    attended: set[Shape]
+    stored: set[Shape]
+
+
+@pytest.fixture(scope="module", params=SET_UPS, ids=str)
 def warmed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Warmed:
+    set_up: SetUp = request.param
     model = write_mock_model(
         tmp_path_factory.mktemp("mock"),
         vocab_size=1000,
@@ -60,25 +98,46 @@ def warmed(
     engine = EngineHarness(
         model,
         skip_tokenizer_init=True,
-        max_running_requests=request.param,
+        max_running_requests=set_up.rows,
         max_total_tokens=1 << 17,
-        chunked_prefill_size=CHUNK,
+        chunked_prefill_size=set_up.chunk,
+        max_prefill_tokens=CHUNK,
     )
-    runner, found = engine.scheduler.worker.model_runner, set()
+    runner = engine.scheduler.worker.model_runner
+    result = Warmed(set_up, set(), set())
+    graphs = None
+    if set_up.has_graphs:
+        counts = prefill_token_counts(set_up.most_tokens)
+        graphs = runner.prefill_graph_runner = BreakableCudaGraphRunner(
+            runner, token_counts=counts, make_backend=RecordingBackend
+        )
+        # Captured with one row; those of one request have their attention in them.
+        result.stored.update((1, count) for count in counts)
+        result.attended.update((1, count) for count in whole_token_counts(counts))
     forward = runner.forward
 
     def watched(batch: ForwardBatch) -> Any:
         if batch.forward_mode is ForwardMode.EXTEND:
-            found.add((batch.batch_size, batch.num_tokens))
+            shape = (batch.batch_size, batch.num_tokens)
+            is_eager = graphs is None or graphs.refusal(batch) is not None
+            if is_eager:
+                result.stored.add(shape)
+            if is_eager or shape[0] > 1 or shape[1] > MAX_WHOLE_TOKENS:
+                result.attended.add(shape)
         return forward(batch)
 
     runner.forward = watched  # type: ignore[method-assign]
     warm_up(engine.server_args, engine.scheduler.worker, None)
-    return Warmed(request.param, found)
+    return result
 
 
-def variants(shape: Shape, heads: tuple[int, int, int]) -> Iterator[str]:
-    """The kernels of one launch and their compile-time parameters."""
+@functools.cache
+def variants(shape: Shape, heads: tuple[int, int, int]) -> tuple[str, ...]:
+    """The kernels of one forward's launches and their compile-time parameters."""
+    return (*attention_variants(shape, heads), store_variant(shape, heads))
+
+
+def attention_variants(shape: Shape, heads: tuple[int, int, int]) -> Iterator[str]:
     rows, tokens = shape
     q_heads, kv_heads, head_dim = heads
     launch = LaunchShape(tokens, rows, q_heads, kv_heads, head_dim)
@@ -109,20 +168,38 @@ def variants(shape: Shape, heads: tuple[int, int, int]) -> Iterator[str]:
         yield f"combine {combine}"
 
 
-def every_shape(most_rows: int) -> Iterator[Shape]:
-    """Rows with up to 80 new tokens on average, and some longer ones."""
-    for rows in range(1, most_rows + 1):
-        for tokens in range(rows, min(80 * rows, CHUNK) + 1, max(rows // 8, 1)):
+def store_variant(shape: Shape, heads: tuple[int, int, int]) -> str:
+    rows, tokens = shape
+    updates_k = reads_new(
+        tokens=tokens,
+        rows=rows,
+        head_dim=heads[-1],
+        dtype=torch.bfloat16,
+        has_tree=False,
+    )
+    return f"store {store_launch(tokens)} {updates_k}"
+
+
+def every_shape(set_up: SetUp) -> Iterator[Shape]:
+    """Rows with up to 80 new tokens on average, and some longer ones; with graphs but a
+    single token, which is never scored and so replays one."""
+    most = set_up.most_tokens
+    for rows in range(1, min(set_up.rows, most) + 1):
+        fewest = 2 if set_up.has_graphs and rows == 1 else rows
+        for tokens in range(fewest, min(80 * rows, most) + 1, max(rows // 8, 1)):
             yield rows, tokens
-        for tokens in range(80 * rows, CHUNK, 512):
+        for tokens in range(80 * rows, most, 512):
             yield rows, tokens
+        yield rows, most
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_every_variant_is_warm(warmed: Warmed, heads: tuple[int, int, int]) -> None:
-    warm = {variant for shape in warmed.shapes for variant in variants(shape, heads)}
+    """Whatever a graph can replay may run eagerly, too: its prompts may be scored."""
+    warm = {v for shape in warmed.attended for v in variants(shape, heads)[:-1]}
+    warm |= {variants(shape, heads)[-1] for shape in warmed.stored}
     cold: dict[str, Shape] = {}
-    for shape in every_shape(warmed.rows):
+    for shape in every_shape(warmed.set_up):
         for variant in variants(shape, heads):
             if variant not in warm:
                 cold.setdefault(variant, shape)

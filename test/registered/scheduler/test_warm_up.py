@@ -13,13 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.managers.io_struct import SchedulerStats
+from sglang.srt.managers.scheduler_components import build
 from sglang.srt.managers.scheduler_components.warm_up import is_warmed_up, warm_up
 from sglang.srt.managers.scheduler_components.warm_up_scenes import Limits, scenes
+from sglang.srt.model_executor import model_runner
+from sglang.srt.model_executor.memory_plan import prefill_token_counts
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.kernel_loads import KernelLoads
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
+from sglang.test.recording_backend import RecordingBackend
 from sglang.test.spec_world import ModelFolders, matrix, spec_engine
 from sglang.test.tiny_models import write_tiny_model
 
@@ -62,12 +67,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> ModelFolders:
 Create = Callable[[], EngineHarness]
 
 
-def assert_leaves_no_trace(create: Create, *, is_rehearsed: bool = False) -> None:
+def assert_leaves_no_trace(create: Create) -> None:
     """An engine that has warmed up is in the state of one that has not, and both then
     serve alike."""
     fresh, warm = create(), create()
-    warm.scheduler.worker.model_runner.compiles_ahead = is_rehearsed
     warm_up(warm.server_args, warm.scheduler.worker, None)
+    assert_alike(fresh, warm)
+
+
+def assert_alike(fresh: EngineHarness, warm: EngineHarness) -> None:
     assert state_of(warm) == state_of(fresh)
     for one, other in zip(arenas_of(warm), arenas_of(fresh), strict=True):
         assert torch.equal(one, other)
@@ -123,9 +131,41 @@ def test_it_leaves_no_trace(
     assert_leaves_no_trace(lambda: EngineHarness(tiny, overlap=overlap, **options))
 
 
-def test_a_rehearsal_leaves_no_trace_either(tiny: Path) -> None:
-    options = {"max_running_requests": 16, "max_total_tokens": 2048, **CANARY}
-    assert_leaves_no_trace(lambda: EngineHarness(tiny, **options), is_rehearsed=True)
+class Unset:
+    """The mark of a machine that has compiled nothing."""
+
+    def is_set(self) -> bool:
+        return False
+
+    def set(self) -> None:
+        pass
+
+
+def test_a_rehearsal_leaves_no_trace_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with layers that it leaves out, and with graphs."""
+    model = write_tiny_model(tmp_path, "LlamaForCausalLM", num_hidden_layers=4)
+    options: dict[str, Any] = {"max_running_requests": 16, "max_total_tokens": 2048}
+    if not torch.cuda.is_available():
+        options["attention_backend"] = "torch_native"  # which runs layer by layer
+        counts = prefill_token_counts(64)
+        monkeypatch.setattr(ModelRunner, "graph_sizes", lambda self: [1, 4, 8])
+        monkeypatch.setattr(
+            ModelRunner, "prefill_graph_token_counts", lambda self: counts
+        )
+        monkeypatch.setattr(model_runner, "cuda_graph_backend", RecordingBackend)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "_compiled_mark", lambda self: Unset())
+        patch.setattr(build, "is_warmed_up", lambda args, worker: True)
+        warm = EngineHarness(model, **options, **CANARY)
+    # After it: kernels that this one loaded would have come late to an engine before.
+    fresh = EngineHarness(model, **options, **CANARY)
+    runner = warm.scheduler.worker.model_runner
+    assert runner.compiles_ahead
+    assert runner.graph_runner is not None
+    assert runner.prefill_graph_runner is not None
+    assert_alike(fresh, warm)
 
 
 def test_window_slots_are_left_alike(windowed: Path) -> None:

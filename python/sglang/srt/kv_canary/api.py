@@ -140,10 +140,16 @@ def _patch_model_forward(model: nn.Module, manager: CanaryManager) -> None:
         run: Any = model.forward_stack
         return run(*args)
 
+    def has_all_layers() -> bool:
+        return not getattr(model, "is_shallow", False)
+
     has_stack = hasattr(model, "forward_stack")
     # An instance attribute: the class, and other models of it, stay as they are.
     model.__dict__["forward"] = _with_canary_bracketing(
-        model.forward, manager, stack if has_stack else None
+        model.forward,
+        manager,
+        stack if has_stack else None,
+        has_all_layers=has_all_layers,
     )
 
 
@@ -151,10 +157,13 @@ def _with_canary_bracketing(
     forward: Callable[..., Any],
     manager: CanaryManager,
     stack: Callable[..., Any] | None = None,
+    *,
+    has_all_layers: Callable[[], bool] = lambda: True,
 ) -> Callable[..., Any]:
     """Wrap `forward` in the launches before and after it.
 
     Args:
+        has_all_layers: whether `stack` makes the calls of every layer.
         stack: runs in `forward` before its head unless `forward` is given another
             `stack`; None: it has no such argument.
     """
@@ -165,8 +174,9 @@ def _with_canary_bracketing(
         manager.pre_ops_maybe_inside_graph(
             forward_batch, is_replayed=replayed is not None
         )
-        if replayed is not None:
+        if replayed is not None or not has_all_layers():
             manager.calls.leave_out()
+        if replayed is not None:
             replayed = manager.with_launch_behind(replayed)
         if stack is not None and manager.side is not None:
             kwargs["stack"] = manager.with_tail_after(replayed or stack)

@@ -79,7 +79,7 @@ class TpModelWorker:
     def create(
         cls, *, server_args: ServerArgs, model_config: ModelConfig
     ) -> TpModelWorker:
-        """A worker that is ready to serve without speculation.
+        """A worker without speculation.
 
         Raises:
             ValueError: bad weights or impossible memory.
@@ -91,12 +91,15 @@ class TpModelWorker:
         )
         runner.initialize()
         canary = install_canary(server_args=server_args, model_runner=runner)
-        # The largest graphs first: the others fit into their memory.
-        runner.init_piecewise_cuda_graphs()
-        runner.init_cuda_graphs()
-        if canary is not None:
-            canary.mark_init_finished()
         return cls(server_args=server_args, model_runner=runner, canary=canary)
+
+    def capture_graphs(self) -> None:
+        """As `Worker.capture_graphs`."""
+        # The largest graphs first: the others fit into their memory.
+        self.model_runner.init_piecewise_cuda_graphs()
+        self.model_runner.init_cuda_graphs()
+        for manager in self.canary_managers():
+            manager.mark_init_finished()
 
     def canary_managers(self) -> list[CanaryManager]:
         """The canaries of the KV pools; empty while they are off."""

@@ -21,6 +21,10 @@ class Worker(Protocol):
 
     model_runner: ModelRunner
 
+    def capture_graphs(self) -> None:
+        """Capture the graphs, where there are any; to be called before the first
+        forward."""
+
     def canary_managers(self) -> list[CanaryManager]:
         """One per KV pool that the canary checks; empty while it is off."""
 

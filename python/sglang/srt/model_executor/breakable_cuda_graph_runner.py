@@ -28,19 +28,16 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardMode,
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
+from sglang.srt.model_executor.graph_set import GraphSet, WarmUp, level_of
 from sglang.srt.model_executor.input_buffers import PrefillInputs
 from sglang.srt.model_executor.memory_plan import whole_token_counts
 from sglang.srt.models.stack import StackOutput
-from sglang.srt.utils.kernels_ahead import compiled_ahead
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.model_executor.graph_capture import BreakableGraph, SegmentBackend
 
 WARM_UPS = 1
-# Longer prefills launch the same kernels, and take long.
-REHEARSED_TOKENS = 512
 # Above it the device computes longer than the host launches: padding beyond a percent
 # would cost all that a graph saves.
 HOST_BOUND_TOKENS = 1024
@@ -79,7 +76,6 @@ class BreakableCudaGraphRunner:
         draft_hidden_dim: channels of the hidden states that a draft model reads, None
             for a target.
         limit_padding: run eagerly where padding costs more than a graph gains.
-        compiles_ahead: compile the kernels of short prefills before the first capture.
         make_backend: captures segments; tests pass a recorder that needs no GPU.
 
     Attributes:
@@ -97,7 +93,6 @@ class BreakableCudaGraphRunner:
         capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
         draft_hidden_dim: int | None = None,
         limit_padding: bool = True,
-        compiles_ahead: bool = False,
         make_backend: Callable[[], SegmentBackend] = cuda_graph_backend,
     ) -> None:
         self._runner = model_runner
@@ -111,9 +106,6 @@ class BreakableCudaGraphRunner:
         self._outputs: StackOutput | None = None
         self.fallbacks: Counter[str] = Counter()
         self._init_buffers(draft_hidden_dim)
-        if compiles_ahead:
-            with compiled_ahead():
-                self._rehearse([n for n in token_counts if n <= REHEARSED_TOKENS])
         self._capture(token_counts)
 
     def _init_buffers(self, draft_hidden_dim: int | None) -> None:
@@ -256,15 +248,6 @@ class BreakableCudaGraphRunner:
 
     # -- capture -------------------------------------------------------------------
 
-    def _rehearse(self, token_counts: list[int]) -> None:
-        """Run what is captured, without a capture."""
-        with torch.inference_mode():
-            for count in token_counts:
-                self._run_forward(GraphKey(tokens=count, is_whole=False))
-            with self._attention.captured():
-                for count in self._whole_counts(token_counts):
-                    self._run_forward(GraphKey(tokens=count, is_whole=True))
-
     def _whole_counts(self, token_counts: list[int]) -> list[int]:
         """Those of graphs with attention captured."""
         captures_whole = self._runner.attn_backend.capabilities.captures_prefill
@@ -283,12 +266,13 @@ class BreakableCudaGraphRunner:
             name,
             [GraphKey(tokens=count, is_whole=is_whole) for count in token_counts],
             size_of=lambda key: key.tokens,
-            capture=self._capture_graph,
+            capture=partial(self._capture_graph, WarmUp(WARM_UPS, self._runner.model)),
+            level=level_of(self._backend),
         )
 
-    def _capture_graph(self, key: GraphKey) -> BreakableGraph:
+    def _capture_graph(self, warm_up: WarmUp, key: GraphKey) -> BreakableGraph:
         run = partial(self._run_forward, key)
-        graph = capture_warm(run, backend=self._backend, warm_ups=WARM_UPS)
+        graph = warm_up.capture(run, self._backend)
         graph.own(self._inputs.block, *self._attention.buffers())
         graph.own(graph.outputs.hidden, *graph.outputs.aux)
         if self.static_draft_hidden_states is not None:

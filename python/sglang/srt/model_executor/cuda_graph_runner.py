@@ -15,9 +15,8 @@ from sglang.srt.model_executor.forward_batch_info import (
     HostLens,
 )
 from sglang.srt.model_executor.graph_backends import CudaGraphBackend, GraphMemoryPool
-from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
+from sglang.srt.model_executor.graph_set import GraphSet, WarmUp, level_of
 from sglang.srt.model_executor.input_buffers import GraphInputBuffers, GraphInputs
-from sglang.srt.utils.kernels_ahead import compiled_ahead
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -77,7 +76,6 @@ class CudaGraphRunner:
         batch_sizes: padded sizes, a graph for each.
         capture_hidden_mode: of these forwards. It is fixed here, so that nothing is
             captured again at run time.
-        compiles_ahead: compile the kernels of all sizes before the first capture.
         make_backend: captures segments; tests pass a recorder that needs no GPU.
 
     Attributes:
@@ -91,7 +89,6 @@ class CudaGraphRunner:
         batch_sizes: list[int],
         inputs: GraphInputs | None = None,
         capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
-        compiles_ahead: bool = False,
         make_backend: Callable[[], SegmentBackend] = cuda_graph_backend,
     ) -> None:
         self._runner = model_runner
@@ -102,10 +99,7 @@ class CudaGraphRunner:
         self.capture_hidden_mode = capture_hidden_mode
         self._backend = make_backend()
         self._static_batches: dict[int, ForwardBatch] = {}
-        if compiles_ahead:
-            with compiled_ahead():
-                for size in batch_sizes:
-                    self._prepare(size)()
+        self._warm_up = WarmUp(WARM_UPS, model_runner.model)
         self._graphs = self._capture(batch_sizes)
 
     @property
@@ -153,11 +147,12 @@ class CudaGraphRunner:
             batch_sizes,
             size_of=int,
             capture=self._capture_graph,
+            level=level_of(self._backend),
         )
 
     def _capture_graph(self, size: int) -> BreakableGraph:
         run = self._prepare(size)
-        return capture_warm(run, backend=self._backend, warm_ups=WARM_UPS)
+        return self._warm_up.capture(run, self._backend)
 
     def _prepare(self, size: int) -> Callable[[], LogitsProcessorOutput]:
         """The forward to capture."""

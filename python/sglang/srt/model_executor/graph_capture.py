@@ -49,6 +49,22 @@ class SegmentBackend(Protocol):
         """Stop after an error; the captured work is lost."""
 
 
+class RehearsalBackend:
+    """Captures nothing: the code runs, and its segments do nothing when replayed."""
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> Segment:
+        return self
+
+    def abandon(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagerBreak:
     """A call between two segments; owns its arguments."""

@@ -10,12 +10,14 @@ import bisect
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from contextlib import AbstractContextManager
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from sglang.srt.model_executor.graph_capture import (
     BreakableGraph,
+    RehearsalBackend,
     SegmentBackend,
     capture_graph,
 )
@@ -35,6 +37,7 @@ class GraphSet(Generic[K]):
         size_of: rows or tokens that the graph of a key computes, padding included.
         capture: makes the graph of a key. The largest is captured first, so that the
             smaller graphs fit into its memory.
+        level: of what the log says about it.
 
     Attributes:
         graphs: by ascending size.
@@ -48,6 +51,7 @@ class GraphSet(Generic[K]):
         *,
         size_of: Callable[[K], int],
         capture: Callable[[K], BreakableGraph],
+        level: int = logging.INFO,
     ) -> None:
         began = time.perf_counter()
         ascending = sorted(keys, key=size_of)
@@ -65,7 +69,8 @@ class GraphSet(Generic[K]):
         self.graphs = [graph for _, graph in self._entries]
         self.largest = max(self._sizes, default=0)
         if self.graphs:
-            logger.info(
+            logger.log(
+                level,
                 "Captured %d %s graphs (sizes up to %d, %d segments) in %.1f s",
                 len(self.graphs),
                 name,
@@ -93,6 +98,11 @@ class GraphSet(Generic[K]):
         return sum(graph.num_breaks + 1 for graph in self.graphs)
 
 
+def level_of(backend: SegmentBackend) -> int:
+    """How loud the log is about captures of `backend`."""
+    return logging.DEBUG if isinstance(backend, RehearsalBackend) else logging.INFO
+
+
 def capture_warm(
     run: Callable[[], object], *, backend: SegmentBackend, warm_ups: int
 ) -> BreakableGraph:
@@ -107,3 +117,29 @@ def capture_warm(
     with capture_graph(backend) as graph:
         graph.outputs = run()
     return graph
+
+
+class ShallowModel(Protocol):
+    def shallow(self) -> AbstractContextManager[None]:
+        """As `StackedModel.shallow`."""
+
+
+class WarmUp:
+    """Captures graphs of one set, each warm: the first, which is the largest, after
+    `calls` of all layers, the others after one of few layers, which has their kernels.
+    """
+
+    def __init__(self, calls: int, model: ShallowModel) -> None:
+        self._calls = calls
+        self._model = model
+
+    def capture(
+        self, run: Callable[[], object], backend: SegmentBackend
+    ) -> BreakableGraph:
+        """As `capture_warm`."""
+        if self._calls > 0:
+            calls, self._calls = self._calls, 0
+            return capture_warm(run, backend=backend, warm_ups=calls)
+        with self._model.shallow():
+            run()
+        return capture_warm(run, backend=backend, warm_ups=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -19,13 +19,17 @@ from sglang.srt.layers.attention.attention_registry import (
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+from sglang.srt.model_executor.cuda_graph_runner import (
+    CudaGraphRunner,
+    cuda_graph_backend,
+)
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.forward_scopes import ForwardScopes, NullScopes
+from sglang.srt.model_executor.graph_capture import RehearsalBackend, SegmentBackend
 from sglang.srt.model_executor.memory_plan import (
     NO_DRAFT_MEMORY,
     DraftMemory,
@@ -44,6 +48,7 @@ from sglang.srt.models.registry import (
 from sglang.srt.utils.kernel_loads import KernelLoads
 from sglang.srt.utils.kernels_ahead import CompiledMark
 from sglang.srt.utils.memory import available_device_bytes
+from sglang.srt.utils.triton_keys import make_keys_stable
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -56,7 +61,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Arguments that choose no kernel and differ from start to start.
-_OF_A_RUN = {"random_seed", "host", "port", "model_path", "tokenizer_path"}
+_OF_A_RUN = {
+    *("random_seed", "host", "port", "model_path", "tokenizer_path"),
+    *("served_model_name", "log_level", "api_key"),
+}
 # Of the rotary table.
 ROTARY_ITEMSIZE = torch.float32.itemsize
 TORCH_DTYPES = {
@@ -114,6 +122,9 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.graph_runner: CudaGraphRunner | None = None
         # Set by init_piecewise_cuda_graphs, likewise.
         self.prefill_graph_runner: BreakableCudaGraphRunner | None = None
+        if self.device != "cpu":
+            make_keys_stable()
+        self._make_backend: Callable[[], SegmentBackend] = cuda_graph_backend
         self.compiled_mark = self._compiled_mark()
         mark = self.compiled_mark
         is_due = mark is not None and not mark.is_set()
@@ -264,8 +275,22 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 inputs=inputs,
                 batch_sizes=sizes,
                 capture_hidden_mode=capture_hidden_mode,
-                compiles_ahead=self.compiles_ahead,
+                make_backend=self._make_backend,
             )
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Scope in which nothing is captured and few layers run: forwards have all
+        their launches, and no results. The graphs are gone at its end."""
+        self._make_backend = RehearsalBackend
+        try:
+            with self.model.shallow():
+                yield
+        finally:
+            self._make_backend = cuda_graph_backend
+            self.graph_runner = self.prefill_graph_runner = None
+        # What it left would be taken for memory that the captures gave back.
+        torch.cuda.empty_cache()
 
     @contextmanager
     def capturing(self, what: str, *, set_aside: int) -> Iterator[None]:
@@ -275,6 +300,9 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         Raises:
             ValueError: the device ran out of memory; names the flags.
         """
+        if self._make_backend is RehearsalBackend:
+            yield
+            return
         free_before = available_device_bytes(self.device)
         with explain_out_of_memory(f"capturing {what}", self.server_args):
             yield
@@ -313,7 +341,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 token_counts=counts,
                 capture_hidden_mode=capture_hidden_mode,
                 draft_hidden_dim=draft_hidden_dim,
-                compiles_ahead=self.compiles_ahead,
+                make_backend=self._make_backend,
             )
 
     def watch_kernels(self) -> None:

@@ -29,6 +29,7 @@ from sglang.srt.layers.ops.activation import GATED
 from sglang.srt.layers.radix_attention import RadixAttention, run_stack
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
+from sglang.srt.models.layer_kinds import one_of_each_kind
 from sglang.srt.models.stack import StackedModel, StackOutput
 from sglang.srt.models.whole_stack import PlainLayer, plan_of
 
@@ -267,18 +268,29 @@ class DecoderModel(Module):
         self.norm = traits.norm(config.hidden_size, config)
         self.layers_to_capture: frozenset[int] = frozenset()
 
+    @cached_property
+    def _like_others(self) -> frozenset[int]:
+        """The layers that a shallow stack leaves out."""
+        every = frozenset(range(len(self.layers)))
+        return every - one_of_each_kind(list(self.layers))
+
     def forward(
-        self, input_ids: Tensor, forward_batch: ForwardBatch
+        self,
+        input_ids: Tensor,
+        forward_batch: ForwardBatch,
+        *,
+        is_shallow: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return normalised hidden states [T, H] and the captured inputs [T, H]."""
+        """Return normalised hidden states [T, H] and the captured inputs [T, H]; see
+        `StackedModel.shallow`."""
         x = self.embed_tokens(input_ids)
         given = forward_batch.input_embeds
         if given is not None:
             x.index_copy_(0, given.rows, given.values.to(x.dtype))
-        return self.forward_layers(x, forward_batch)
+        return self.forward_layers(x, forward_batch, is_shallow=is_shallow)
 
     def forward_layers(
-        self, x: Tensor, forward_batch: ForwardBatch
+        self, x: Tensor, forward_batch: ForwardBatch, *, is_shallow: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the layer stack alone, on embeddings [T, H], which are overwritten."""
         whole = self._run_whole(x, forward_batch)
@@ -287,10 +299,13 @@ class DecoderModel(Module):
         pending: Tensor | None = x
         residual: Tensor | None = None
         aux: list[Tensor] = []
+        left_out = self._like_others if is_shallow else ()
         for i, layer in enumerate(self.layers):
             closing = self._closing[i]
             if i in self.layers_to_capture:
                 aux.append(_stream(pending, residual, closing))
+            if i in left_out:
+                continue
             pending, residual = layer(pending, residual, forward_batch, closing)
         assert residual is not None
         closing = self._closing[-1]
@@ -440,7 +455,8 @@ class LlamaForCausalLM(LoadableModel):
     def forward_stack(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
     ) -> StackOutput:
-        return StackOutput(*self.model(input_ids, forward_batch))
+        stack = self.model(input_ids, forward_batch, is_shallow=self.is_shallow)
+        return StackOutput(*stack)
 
     def forward_head(
         self, output: StackOutput, forward_batch: ForwardBatch

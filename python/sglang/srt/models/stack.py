@@ -6,7 +6,8 @@ graph; the head reads the real rows of a batch. Knows neither layers nor graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -40,16 +41,28 @@ class StackedModel(Module):
         takes_input_embeds: whether the stack honours `ForwardBatch.input_embeds`.
         has_experts: whether layers have the experts of `ModelConfig.moe`.
         keeps_latents: whether its KV are the latents of `ModelConfig.latent`.
+        is_shallow: whether it is in the scope of `shallow`.
     """
 
     takes_input_embeds = False
     has_experts = False
     keeps_latents = False
+    is_shallow = False
 
     @property
     def aux_layers(self) -> frozenset[int]:
         """The layers whose inputs `StackOutput.aux` holds."""
         return frozenset()
+
+    @contextmanager
+    def shallow(self) -> Iterator[None]:
+        """Scope in which the stack runs few layers, one of each kind at least: it
+        launches all kernels, and its results are good for nothing."""
+        before, self.is_shallow = self.is_shallow, True
+        try:
+            yield
+        finally:
+            self.is_shallow = before
 
     def forward(
         self,

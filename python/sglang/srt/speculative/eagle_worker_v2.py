@@ -87,19 +87,11 @@ class EAGLEWorkerV2:
         canary = install_canary(server_args=server_args, model_runner=target)
         draft.init_memory_pool(target_canary=canary)
         draft.init_lm_head()
-        target.init_piecewise_cuda_graphs(capture_hidden_mode=draft.target_hidden_mode)
-        draft.init_piecewise_cuda_graphs()
-        target.init_cuda_graphs(
-            draft.workspace, capture_hidden_mode=draft.target_hidden_mode
-        )
-        draft.init_cuda_graphs()
         self.model_runner = target
         self.draft_worker = draft
         self.target_worker = TpModelWorker(
             server_args=server_args, model_runner=target, canary=canary
         )
-        for manager in self.canary_managers():
-            manager.mark_init_finished()
         self._shape = server_args.tree_shape
         self._thresholds = AcceptThresholds(
             single=server_args.speculative_accept_threshold_single,
@@ -112,6 +104,17 @@ class EAGLEWorkerV2:
                 f"SGLANG_SIMULATE_ACC_LEN={self._simulated_length} makes tokens up and "
                 "is for benchmarks: it needs --load-format dummy; unset it"
             )
+
+    def capture_graphs(self) -> None:
+        """As `Worker.capture_graphs`."""
+        target, draft = self.model_runner, self.draft_worker
+        mode = draft.target_hidden_mode
+        target.init_piecewise_cuda_graphs(capture_hidden_mode=mode)
+        draft.init_piecewise_cuda_graphs()
+        target.init_cuda_graphs(draft.workspace, capture_hidden_mode=mode)
+        draft.init_cuda_graphs()
+        for manager in self.canary_managers():
+            manager.mark_init_finished()
 
     @torch.inference_mode()
     def forward_batch_generation(

@@ -2,9 +2,9 @@
 
 The work is run once without them: a launch of a kernel that is not there yet is noted
 and left out, and memory that it would have filled holds zeros. What was noted is then
-compiled by many threads into Triton's cache on disk, where the work, when it is done in
-earnest, finds it. A machine that has compiled a configuration keeps a mark of it beside
-the kernels, and leaves this out.
+compiled by many processes into Triton's cache on disk, where the work, when it is done
+in earnest, finds it. A machine that has compiled a configuration keeps a mark of it
+beside the kernels, and leaves this out.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang.srt.utils.forks import in_processes
+
 logger = logging.getLogger(__name__)
 
-_MAX_THREADS = 32
+PACKAGES = ("sglang", "kv_canary")
 _aten = torch.ops.aten
 _UNFILLED = {
     _aten.empty.memory_format,
@@ -49,11 +50,29 @@ class _Job(NamedTuple):
 class _Zeroed(TorchDispatchMode):
     """Fills all new memory: an index that a kernel did not write is 0, which exists."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result.zero_() if func in _UNFILLED else result
+
+def _run_zeroed(
+    self: _Zeroed, func: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    result = func(*args, **(kwargs or {}))
+    return result.zero_() if func in _UNFILLED else result
+
+
+# Not in the class, whose own method PyTorch would hide from its compiler: that imports
+# the compiler, which takes seconds.
+_Zeroed.__torch_dispatch__ = _run_zeroed  # type: ignore[assignment, method-assign]
+
+
+class _LeftOut:
+    """Stands for a kernel that is noted: its launches do nothing."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *args: Any) -> None:
+        pass
+
+    def run(self, *args: Any) -> None:
+        pass
 
 
 @contextmanager
@@ -62,21 +81,28 @@ def compiled_ahead() -> Iterator[None]:
     import triton
 
     runtime = triton.knobs.runtime
-    jobs: dict[tuple[int, str], _Job] = {}
+    jobs: list[_Job] = []
+    noted: list[tuple[dict[Any, Any], Any]] = []
     before = runtime.jit_cache_hook
 
-    def note(*, key: str, fn: Any, compile: dict[str, Any], **about: Any) -> bool:
-        if (id(fn.jit_function), key) not in jobs:
-            jobs[id(fn.jit_function), key] = _job_of(fn.jit_function, compile)
+    def note(*, key: Any, fn: Any, compile: dict[str, Any], **about: Any) -> bool:
+        jobs.append(_job_of(fn.jit_function, compile))
+        kernels = fn.jit_function.device_caches[compile["device"]][0]
+        kernels[key] = _LeftOut()  # for the next launches; the hook is slow
+        noted.append((kernels, key))
         return True  # which leaves the launch out
 
     runtime.jit_cache_hook = note
+    began = time.perf_counter()
     try:
         with _Zeroed():  # type: ignore[no-untyped-call]
             yield
     finally:
         runtime.jit_cache_hook = before
-    _compile(list(jobs.values()))
+        for kernels, key in noted:
+            del kernels[key]
+    logger.info("Rehearsed in %.1f s", time.perf_counter() - began)
+    _compile(jobs)
 
 
 def _job_of(kernel: Any, about: dict[str, Any]) -> _Job:
@@ -101,7 +127,8 @@ def _compile(jobs: Sequence[_Job]) -> None:
     began = time.perf_counter()
     target = driver.active.get_current_target()
 
-    def compile_one(job: _Job) -> None:
+    def compile_one(number: int) -> None:
+        job = jobs[number]
         source = job.kernel.ASTSource(
             job.kernel, job.signature, job.constants, job.attributes
         )
@@ -109,11 +136,21 @@ def _compile(jobs: Sequence[_Job]) -> None:
         # Up to Triton 3.6 a C compiler builds what hands over the arguments.
         driver.active.launcher_cls(made.src, made.metadata)
 
-    threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-    with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
-        list(pool.map(compile_one, jobs))
+    in_processes(compile_one, len(jobs))
     seconds = time.perf_counter() - began
     logger.info("Compiled %d kernels in %.1f s", len(jobs), seconds)
+
+
+def code_of(packages: Sequence[str]) -> str:
+    """A digest of the Python code of `packages`."""
+    digest = hashlib.sha256()
+    for name in packages:
+        found = find_spec(name)
+        folders = found.submodule_search_locations if found is not None else None
+        for folder in folders or ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 class CompiledMark:
@@ -121,13 +158,17 @@ class CompiledMark:
 
     Args:
         configuration: all that decides which kernels are used, as JSON has it.
+        packages: whose code has the kernels and chooses among them.
     """
 
-    def __init__(self, configuration: dict[str, Any]) -> None:
+    def __init__(
+        self, configuration: dict[str, Any], packages: Sequence[str] = PACKAGES
+    ) -> None:
         import triton
 
         device = torch.cuda.get_device_name()
-        about = [configuration, device, triton.__version__, torch.__version__]
+        versions = [triton.__version__, torch.__version__, code_of(packages)]
+        about = [configuration, device, *versions]
         text = json.dumps(about, sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         self._path = Path(triton.knobs.cache.dir) / f"sglang-compiled-{digest}"

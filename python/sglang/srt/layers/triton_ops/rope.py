@@ -187,6 +187,18 @@ def rope_store_kv_kernel(
         tl.store(target, value, mask=mask)
 
 
+class StoreLaunch(NamedTuple):
+    """Heads of a program and its warps."""
+
+    heads: int
+    warps: int
+
+
+def store_launch(tokens: int) -> StoreLaunch:
+    """How `tokens` are stored: many of them fill the device with larger programs."""
+    return StoreLaunch(16, 4) if tokens >= _MANY_TOKENS else StoreLaunch(4, 2)
+
+
 def rope_store_kv(
     q: Tensor,
     k: Tensor,
@@ -218,7 +230,7 @@ def rope_store_kv(
                 "channels must be contiguous"
             )
     half = 0 if cos_sin_cache is None else cos_sin_cache.shape[1] // 2
-    heads = 16 if tokens >= _MANY_TOKENS else 4
+    heads, warps = store_launch(tokens)
     groups = triton.cdiv(q_heads, heads) + triton.cdiv(kv_heads, heads)
     pdl = supports_dependent_launch(q.device)
     # Absent tensors are replaced by some pointer of their dtype that is never read.
@@ -253,6 +265,6 @@ def rope_store_kv(
         ),
         UPDATE_K=update_k,
         PDL=pdl,
-        num_warps=4 if tokens >= _MANY_TOKENS else 2,
+        num_warps=warps,
         **({"launch_pdl": True} if pdl else {}),
     )

@@ -27,7 +27,11 @@ from sglang.srt.managers.scheduler_components.scheduler_io import (
     SchedulerIO,
     ZmqIO,
 )
-from sglang.srt.managers.scheduler_components.warm_up import is_warmed_up, warm_up
+from sglang.srt.managers.scheduler_components.warm_up import (
+    compile_ahead,
+    is_warmed_up,
+    warm_up,
+)
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
@@ -75,7 +79,11 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
     )
     with open_fault_point(server_args):
         worker: Worker = create(server_args=server_args, model_config=model_config)
-        if is_warmed_up(server_args, worker):
+        is_warm = is_warmed_up(server_args, worker)
+        if is_warm:
+            compile_ahead(server_args, worker)
+        worker.capture_graphs()
+        if is_warm:
             warm_up(server_args, worker, tokenizer)
         install_token_faults(worker)
         worker.model_runner.watch_kernels()

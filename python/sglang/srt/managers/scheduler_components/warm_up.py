@@ -46,6 +46,18 @@ def is_warmed_up(server_args: ServerArgs, worker: Worker) -> bool:
     return all(manager.perturb.is_idle for manager in worker.canary_managers())
 
 
+def compile_ahead(server_args: ServerArgs, worker: Worker) -> None:
+    """Compile the kernels of all work in parallel, where this machine has not done so;
+    before the graphs of `worker` are captured."""
+    runner = worker.model_runner
+    if not runner.compiles_ahead:
+        return
+    with _forgotten(worker), runner.rehearsing(), compiled_ahead():
+        worker.capture_graphs()
+        # Tokens are zeros then, which no grammar takes.
+        _serve_all(server_args, Unwatched(worker), None)
+
+
 def warm_up(
     server_args: ServerArgs, worker: Worker, tokenizer: Tokenizer | None
 ) -> None:
@@ -56,15 +68,11 @@ def warm_up(
         RuntimeError: slots were lost.
     """
     began = time.perf_counter()
-    runner = worker.model_runner
-    if runner.compiles_ahead:
-        with _forgotten(worker), compiled_ahead():
-            # Tokens are zeros then, which no grammar takes.
-            _serve_all(server_args, Unwatched(worker), None)
     with _forgotten(worker):
         count = _serve_all(server_args, worker, tokenizer)
-    if runner.compiled_mark is not None:
-        runner.compiled_mark.set()
+    mark = worker.model_runner.compiled_mark
+    if mark is not None:
+        mark.set()
     seconds = time.perf_counter() - began
     logger.info("Warmed up with %d requests in %.1f s", count, seconds)
 
@@ -76,6 +84,7 @@ class Unwatched:
     def __init__(self, worker: Worker) -> None:
         self.model_runner = worker.model_runner
         self.forward_batch_generation = worker.forward_batch_generation
+        self.capture_graphs = worker.capture_graphs
 
     def canary_managers(self) -> list[CanaryManager]:
         return []

@@ -14,18 +14,24 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 # New tokens of one prompt: a prefill graph with attention inside it, one in segments;
 # the kernel of long prompts, with a graph and padded too much for one.
 PROMPTS = (5, 200, 300, 1100, 2100, 4200)
-# Prompts that are prefilled together, and the tokens of each. Attention chooses tiles
-# and splits by both; test_warm_shapes.py proves that none is left out.
+# Prompts that are prefilled together, and the tokens of all of them. Attention chooses
+# tiles and splits by both; test_warm_shapes.py proves that none is left out. A row
+# alone is scored: otherwise it replays a graph, which has the launches of its padded
+# tokens.
 SHAPES = (
-    *((1, n) for n in (1, 4, 6, 12, 28, 40, 56, 64)),
-    *((2, n) for n in (28, 40, 56, 63, 64)),
-    *((3, n) for n in (1, 28, 48, 56, 63)),
-    *((4, 28), (4, 48), (8, 28), (9, 1), (12, 28), (16, 1)),
-    *((17, 1), (17, 4), (17, 5), (17, 56), (17, 64), (20, 17), (32, 17), (33, 1)),
+    *((1, n) for n in (1, 2, 4, 6, 12, 28, 40, 56, 64)),
+    *((2, n) for n in (56, 80, 112, 126, 127, 128)),
+    *((3, n) for n in (3, 84, 109, 144, 168, 189)),
+    *((4, 112), (4, 192), (8, 224), (9, 9), (12, 336), (16, 16)),
+    *((17, n) for n in (17, 68, 85, 952, 1088)),
+    *((20, 340), (22, 46), (32, 544), (33, 33)),
 )
 # The same for prompts that continue a cached one of `PREFIX` tokens.
-CONTINUED = ((1, 1), (1, 40), (3, 17), (17, 5), (17, 64), (48, 1))
+CONTINUED = ((1, 1), (1, 40), (3, 51), (17, 85), (17, 1088), (48, 48))
 PREFIX = 96
+# Prompts that are scored run without a prefill graph. K and V of so many tokens of
+# short rows are stored by a launch that graphs, which have one row, do not capture.
+SCORED = (3, 128)
 # Wishes of a batch, each alone: a batch with all of them takes one path of many.
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7},
@@ -44,6 +50,7 @@ LOGPROBS: tuple[dict[str, Any], ...] = (
     {"return_logprob": True, "top_logprobs_num": 3},
     {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0},
 )
+SCORE = LOGPROBS[-1]
 # The prefill yields one, and one step the second.
 STEPS = 2
 
@@ -115,25 +122,31 @@ class _Writer:
 
     def _together(self) -> Iterator[list[GenerateReq]]:
         """Several prompts: fresh ones, then such as continue a cached one."""
-        for rows, length in self._fitting(SHAPES, prefix=0):
-            yield [self._request(self._tokens(length)) for _ in range(rows)]
+        for lengths in self._fitting(SHAPES, prefix=0):
+            options = SCORE if len(lengths) == 1 else {}
+            yield [self._request(self._tokens(n), options=options) for n in lengths]
         prefix = self._tokens(PREFIX)
-        for rows, length in self._fitting(CONTINUED, prefix=PREFIX):
-            key = f"warm-up-{rows}-{length}"
+        for lengths in self._fitting(CONTINUED, prefix=PREFIX):
+            key = f"warm-up-{len(lengths)}-{sum(lengths)}"
             yield [self._request(prefix, key=key)]
-            tails = [self._tokens(length) for _ in range(rows)]
-            yield [self._request(prefix + tail, key=key) for tail in tails]
+            tails = [self._tokens(length) for length in lengths]
+            # A row alone has no graph then, either.
+            wants = self._limits.has_hidden_states and len(lengths) == 1
+            options = {"return_hidden_states": True} if wants else {}
+            yield [
+                self._request(prefix + tail, options=options, key=key) for tail in tails
+            ]
 
     def _fitting(
         self, shapes: Sequence[tuple[int, int]], *, prefix: int
-    ) -> Iterator[tuple[int, int]]:
-        """`shapes`, with as many rows as there may be."""
+    ) -> Iterator[list[int]]:
+        """The lengths of the prompts of `shapes`, with as many rows as there may be."""
         limits = self._limits
-        for rows, length in dict.fromkeys((min(n, limits.rows), k) for n, k in shapes):
-            is_short = prefix + length <= self._longest
-            fits = prefix + rows * (length + 1) <= limits.slots // 2
-            if is_short and fits and rows * length <= limits.batch_tokens:
-                yield rows, length
+        most = min(limits.batch_tokens, limits.slots // 2 - prefix - limits.rows)
+        bounded = ((min(n, limits.rows), min(k, most)) for n, k in shapes)
+        for rows, tokens in dict.fromkeys(bounded):
+            if rows <= tokens <= rows * (self._longest - prefix):
+                yield _shared(tokens, rows)
 
     def _options(self) -> Iterator[list[GenerateReq]]:
         """Everything that a request may ask of the sampler."""
@@ -147,8 +160,17 @@ class _Writer:
                 yield self._batch(rows, {"return_hidden_states": True}, {})
             # Of a batch in which not all ask.
             yield [*self._batch(rows, {}, {}), *self._batch(1, {}, OPTIONS[0])]
+        yield self._scored()
         if self._limits.has_grammars:
             yield self._batch(1, {}, {"regex": "(a|b)*"})
+
+    def _scored(self) -> list[GenerateReq]:
+        """Short prompts with the log probabilities of their own tokens."""
+        limits, (rows, tokens) = self._limits, SCORED
+        tokens = max(1, min(tokens, limits.batch_tokens, limits.slots // 2))
+        rows = min(max(rows, -(-tokens // self._longest)), limits.rows, tokens)
+        lengths = _shared(min(tokens, rows * self._longest), rows)
+        return [self._request(self._tokens(n), options=SCORE) for n in lengths]
 
     def _decoding(self) -> Iterator[list[GenerateReq]]:
         """Steps of more rows than the largest graph has; whatever is chosen by rows is
@@ -195,3 +217,9 @@ class _Writer:
             ),
             **(options or {}),
         )
+
+
+def _shared(tokens: int, rows: int) -> list[int]:
+    """The tokens of each row, as even as can be."""
+    length, longer = divmod(tokens, rows)
+    return [length + (row < longer) for row in range(rows)]
