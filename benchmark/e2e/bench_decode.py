@@ -101,6 +101,15 @@ def gemm_ms(shape: dict[str, Any], rows: int) -> float:
     return statistics.median(times)
 
 
+def weight_bytes_of_a_step(model: torch.nn.Module, shape: dict[str, Any]) -> int:
+    """Bytes of the weights that a decode step reads: all, but the rows of an embedding
+    that is not the head too."""
+    every = sum(p.nbytes for p in model.parameters())
+    if shape["tie_word_embeddings"]:
+        return every
+    return every - model.get_parameter("model.embed_tokens.weight").nbytes
+
+
 def measure(
     scheduler: Scheduler,
     io: ListIO,
@@ -184,9 +193,7 @@ def main() -> None:
     )
     start_s = time.perf_counter() - began
     clock.install()
-    runner = scheduler.worker.model_runner
-    weight_bytes = sum(p.nbytes for p in runner.model.parameters())
-    embedding = runner.model.get_parameter("model.embed_tokens.weight").nbytes
+    weight_bytes = weight_bytes_of_a_step(scheduler.worker.model_runner.model, shape)
     kv = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"]
     kv_bytes = kv * shape["head_dim"] * 2
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s, started in {start_s:.1f} s")
@@ -195,7 +202,7 @@ def main() -> None:
     for rows in args.batch_size:
         result = measure(scheduler, io, clock, args, rows)
         context = args.input_len + WARM_STEPS + args.steps / 2
-        moved = weight_bytes - embedding + rows * context * kv_bytes
+        moved = weight_bytes + rows * context * kv_bytes
         result |= {"floor_ms": moved / bandwidth * 1e3, "gemm_ms": gemms[rows]}
         results.append(result)
         print(

@@ -342,8 +342,10 @@ def show(row: Row) -> Row:
 
 
 def sweep_decode(copy_gb_s: float) -> list[Row]:
+    """Time tiles of the Triton kernel, which serves where `serves_decode` does not."""
     rows: list[Row] = []
     tiles, programs = decode.TILES, decode.TARGET_PROGRAMS
+    serves, decode.serves_decode = decode.serves_decode, lambda **_heads: False
     for block_n, warps, stages, target in DECODE_CANDIDATES:
         decode.TILES = ((1 << 20, (block_n, warps, stages)),)
         decode.TARGET_PROGRAMS = target
@@ -351,6 +353,7 @@ def sweep_decode(copy_gb_s: float) -> list[Row]:
             row = {"tile": (block_n, warps, stages, target)}
             rows.append(show(row | decode_row(*shape, 1, copy_gb_s)))
     decode.TILES, decode.TARGET_PROGRAMS = tiles, programs
+    decode.serves_decode = serves
     return rows
 
 

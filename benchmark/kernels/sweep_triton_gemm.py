@@ -22,45 +22,42 @@ from torch.nn import functional
 from sglang.srt.layers.triton_ops.gemm import gemm, gemm_gated
 from sglang.srt.layers.triton_ops.gemm_table import MAX_ROWS, GemmConfig
 
-# name -> N, K, gated
-SHAPES: dict[str, tuple[int, int, bool]] = {
-    "qkv": (6144, 4096, False),
-    "o": (4096, 4096, False),
-    "gate_up": (28672, 4096, True),
-    "down": (4096, 14336, False),
-    "lm_head": (128256, 4096, False),
+# model -> name -> N, K, gated
+MODELS: dict[str, dict[str, tuple[int, int, bool]]] = {
+    "Llama-3.1-8B": {
+        "qkv": (6144, 4096, False),
+        "o": (4096, 4096, False),
+        "gate_up": (28672, 4096, True),
+        "down": (4096, 14336, False),
+        "lm_head": (128256, 4096, False),
+    },
+    "Qwen3-4B": {
+        "qkv": (6144, 2560, False),
+        "o": (2560, 4096, False),
+        "gate_up": (19456, 2560, True),
+        "down": (2560, 9728, False),
+        "lm_head": (151936, 2560, False),
+    },
+    "Llama-3.2-1B": {
+        "qkv": (3072, 2048, False),
+        "o": (2048, 2048, False),
+        "gate_up": (16384, 2048, True),
+        "down": (2048, 8192, False),
+        "lm_head": (128256, 2048, False),
+    },
 }
+SHAPES = dict(MODELS["Llama-3.1-8B"])
+"""Of the model that is swept."""
 
-
+# Columns of a tile of the one-row kernel -> rows of it and warps.
 GEMV_TILES = {
-    # K -> block_n, block_k, warps
-    4096: (
-        (4, 2048, 4),
-        (2, 4096, 4),
-        (2, 4096, 2),
-        (4, 4096, 8),
-        (4, 4096, 4),
-        (8, 2048, 8),
-        (8, 4096, 8),
-        (4, 2048, 8),
-        (16, 512, 8),
-        (16, 1024, 8),
-        (2, 2048, 2),
-    ),
-    14336: (
-        (16, 512, 8),
-        (16, 512, 4),
-        (16, 1024, 8),
-        (8, 2048, 8),
-        (8, 1024, 8),
-        (4, 2048, 4),
-        (4, 2048, 8),
-        (4, 4096, 8),
-        (2, 4096, 4),
-        (32, 256, 8),
-        (32, 512, 8),
-    ),
+    512: ((4, 2), (8, 2), (8, 4), (16, 4), (16, 8), (32, 8)),
+    1024: ((2, 2), (4, 2), (4, 4), (8, 4), (8, 8), (16, 8)),
+    2048: ((2, 2), (4, 2), (2, 4), (4, 4), (4, 8), (8, 8)),
+    4096: ((2, 2), (2, 4), (4, 4), (2, 8), (4, 8), (8, 8)),
 }
+MAX_PADDING = 1.25
+"""Columns of whole tiles over those of the weight."""
 MATRIX_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (32, 128))
 SHARED = 227 * 1024
 
@@ -72,7 +69,9 @@ def configurations(name: str, rows: int) -> list[GemmConfig]:
     if rows == 1:
         return [
             GemmConfig(block_n=block_n, block_k=block_k, split_k=0, warps=warps)
-            for block_n, block_k, warps in GEMV_TILES[k]
+            for block_k, tiles in GEMV_TILES.items()
+            if -(-k // block_k) * block_k <= MAX_PADDING * k
+            for block_n, warps in tiles
         ]
     found = []
     block_m = max(16, 1 << (rows - 1).bit_length())
@@ -221,7 +220,10 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=120)
     parser.add_argument("--out", default="sweep.json")
     parser.add_argument("--processes", type=int, default=15)
+    parser.add_argument("--model", choices=sorted(MODELS), default="Llama-3.1-8B")
     arguments = parser.parse_args()
+    SHAPES.clear()
+    SHAPES.update(MODELS[arguments.model])
     cases = [(int(rows), name) for rows in arguments.rows.split(",") for name in SHAPES]
     begin = time.time()
     everything: dict[str, Any] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.models.layer_kinds import one_of_each_kind
 from sglang.srt.models.registry import supported_architectures
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -88,6 +90,22 @@ def test_no_operator_is_left_out(
     assert shallow.found == whole.found
     assert shallow.count < whole.count
     assert ops_of(harness, mode, end).count == whole.count
+
+
+def test_inputs_of_layers_are_captured_all_the_same(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path, "LlamaForCausalLM", num_hidden_layers=LAYERS)
+    harness = ForwardHarness(model, attention_backend="torch_native")
+    harness.runner.model.capture_layers([0, 3, LAYERS])
+    shapes = []
+    for scope in (nullcontext, harness.runner.model.shallow):
+        row = harness.new_row(list(range(9)))
+        batch = harness.prepare(ForwardMode.EXTEND, [(row, 9)])
+        batch = dataclasses.replace(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
+        with scope():
+            hidden = harness.run(batch).hidden_states
+        assert hidden is not None
+        shapes.append(hidden.shape)
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize("name", KINDS)

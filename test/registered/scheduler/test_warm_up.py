@@ -141,11 +141,12 @@ class Unset:
         pass
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
 def test_a_rehearsal_leaves_no_trace_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Of a model with layers that it leaves out, and with graphs."""
-    model = write_tiny_model(tmp_path, "LlamaForCausalLM", num_hidden_layers=4)
+    model = write_tiny_model(tmp_path, name, num_hidden_layers=6)
     options: dict[str, Any] = {"max_running_requests": 16, "max_total_tokens": 2048}
     if not torch.cuda.is_available():
         options["attention_backend"] = "torch_native"  # which runs layer by layer

@@ -50,13 +50,21 @@ from sglang.srt.sampling.triton_ops import choose_tokens
 from sglang.test.scale import sampled
 
 TARGET = GPUTarget("cuda", 90, 32)
-# N and K of the products of Llama-3.1-8B, whether they end in SiLU * mul.
+# N and K of the products of Llama-3.1-8B, then of Qwen3-4B and Llama-3.2-1B, and
+# whether they end in SiLU * mul.
 PRODUCTS = (
     (6144, 4096, False),
     (4096, 4096, False),
     (28672, 4096, True),
     (4096, 14336, False),
     (128256, 4096, False),
+    (6144, 2560, False),
+    (2560, 4096, False),
+    (19456, 2560, True),
+    (2560, 9728, False),
+    (3072, 2048, False),
+    (16384, 2048, True),
+    (2048, 8192, False),
 )
 POINTERS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 
@@ -231,12 +239,13 @@ def products() -> Iterator[Variant]:
 
 
 def tall_products() -> Iterator[Variant]:
-    config = lookup(rows=MAX_GATED_ROWS, n=28672, k=4096, gated=True)
-    assert config is not None and config.is_tall
-    for dtype in ("bf16", "fp16"):
+    for n, k in ((28672, 4096), (16384, 2048)):
+        config = lookup(rows=MAX_GATED_ROWS, n=n, k=k, gated=True)
+        assert config is not None and config.is_tall
+        dtype = "bf16" if k == 4096 else "fp16"
         tile = f"tensordesc<{dtype}[%d, {config.block_k}]>"
         yield Variant(
-            f"gated gemm {dtype}",
+            f"gated gemm {dtype} n={n} k={k}",
             gated_gemm_kernel,
             {
                 **dict.fromkeys(("weight", "out"), POINTERS[dtype]),
@@ -244,7 +253,7 @@ def tall_products() -> Iterator[Variant]:
                 "weight_tiles": tile % config.block_n,
             },
             {
-                "K": 4096,
+                "K": k,
                 "BLOCK_M": MAX_GATED_ROWS,
                 "BLOCK_N": config.block_n,
                 "BLOCK_K": config.block_k,

@@ -98,7 +98,9 @@ def test_tall_tile(dtype: torch.dtype, rows: int) -> None:
     shapes = [(35, 200, TALL), (64, 64, TALL), (33, 72, TALL)]
     if DEVICE == "cuda":
         served = gemm_table.lookup(rows=rows, n=28672, k=4096, gated=True)
-        shapes += [(14336, 4096, served)] if rows > gemm_table.MAX_ROWS else []
+        narrow = gemm_table.lookup(rows=rows, n=16384, k=2048, gated=True)
+        if rows > gemm_table.MAX_ROWS:
+            shapes += [(14336, 4096, served), (8192, 2048, narrow)]
         shapes += [(3072, 1024, TALL)]
     turns = itertools.cycle(GATED.items())
     for (outputs, k, config), (name, activation) in zip(shapes, turns, strict=False):
@@ -179,10 +181,10 @@ def test_choice_leaves_the_rest_to_cublas() -> None:
     assert gemm.choose(x[:, 1:], weight[:, 1:]) is None
 
 
-@pytest.mark.parametrize("k", [1024, 2048, 3072, 4096, 7168, 14336])
-@pytest.mark.parametrize("n", [1024, 3072, 4096, 6144, 28672, 151936])
+@pytest.mark.parametrize("k", [1024, 2048, 2560, 3072, 4096, 7168, 9728, 14336])
+@pytest.mark.parametrize("n", [1024, 2560, 3072, 4096, 6144, 28672, 151936])
 def test_table_stays_within_the_device(n: int, k: int) -> None:
-    for rows in (1, 2, 16, 17, 32, 33, 64):
+    for rows in (1, 2, 16, 17, 32, 33, 48, 49, 64):
         config = gemm_table.lookup(rows=rows, n=n, k=k, gated=False)
         if config is None:
             continue
@@ -210,6 +212,10 @@ def test_tall_tiles_only_where_they_fill_the_device() -> None:
         tile = 2 * config.block_k * (gemm_table.MAX_GATED_ROWS + 2 * config.block_n)
         assert config.stages * tile <= 227 * 1024
         assert lookup(rows, 3072) is None and lookup(rows, 17408) is None
+        narrow = lookup(rows, 8192)
+        assert narrow is not None and narrow.is_tall and narrow.block_n == 64
+        tile = 2 * narrow.block_k * (gemm_table.MAX_GATED_ROWS + 2 * narrow.block_n)
+        assert narrow.stages * tile <= 227 * 1024
     assert lookup(129, 14336) is None
     few = lookup(64, 14336)
     assert few is not None and not few.is_tall

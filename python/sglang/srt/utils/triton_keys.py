@@ -1,8 +1,9 @@
 """Names that Triton gives to compiled kernels on disk, the same in every process.
 
 Triton 3.6 and 3.7 hash the constants that a kernel's helper functions read only where
-some other kernel had the helper hashed before, so that the name depends on the order
-of the first launches: a process may compile again what another one has left.
+some other kernel had the helper hashed before, and order constants of one name by the
+addresses of their modules. So a name depends on the order of imports and of the first
+launches: a process may compile again what another one has left.
 """
 
 from __future__ import annotations
@@ -13,13 +14,26 @@ from typing import Any
 
 @functools.cache
 def make_keys_stable() -> None:
-    """Have each helper hashed before its constants are asked for, from now on."""
+    """Have each helper hashed before its constants are asked for, and constants ordered
+    by the names of their modules, from now on."""
     from triton.runtime.jit import DependenciesFinder
 
     update = DependenciesFinder._update_hash
+    record = DependenciesFinder.record_reference
 
     def update_hash(self: Any, func: Any) -> None:
         _ = func.cache_key  # which finds its constants
         update(self, func)
 
+    def record_reference(
+        self: Any, val: Any, var_dict: Any = None, name: Any = None
+    ) -> None:
+        record(self, val, var_dict, name)
+        found = self.used_global_vals.pop((name, id(var_dict)), None)
+        if found is not None:
+            # The variables of a closure have no module.
+            place = var_dict.get("__name__", str(id(var_dict)))
+            self.used_global_vals[name, place] = found
+
     DependenciesFinder._update_hash = update_hash
+    DependenciesFinder.record_reference = record_reference

@@ -20,6 +20,9 @@ _MIN_WIDTH = 1024
 _MIN_BLOCKS_PER_SPLIT = 4
 _MAX_STAGES = 10
 _MIN_FILL = 0.8
+# Without a split; adding up partial sums costs more than idle multiprocessors do.
+_MIN_WHOLE_FILL = 0.7
+_MAX_SHALLOW_ROWS = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,14 @@ class GemmConfig:
         return MAX_ROWS if self.split_k else 1
 
 
+_TALL = (
+    GemmConfig(
+        block_n=128, block_k=64, split_k=1, stages=4, prefetch=3, warps=8, is_tall=True
+    ),
+    GemmConfig(block_n=64, block_k=64, split_k=1, stages=7, prefetch=2, is_tall=True),
+)
+
+
 @functools.cache
 def lookup(*, rows: int, n: int, k: int, gated: bool) -> GemmConfig | None:
     """The configuration for `rows` rows and a weight [n, k]; None: cuBLAS."""
@@ -66,21 +77,34 @@ def lookup(*, rows: int, n: int, k: int, gated: bool) -> GemmConfig | None:
     tiles = -(-n // 64)
     if tiles >= 2 * _MULTIPROCESSORS:
         return _many_tiles(tiles, block_m)
-    if block_m == 64 and k < 8192:
+    if rows > _MAX_SHALLOW_ROWS and k < 8192:
         # cuBLAS reads x once per 128 or 256 outputs, which tells when x is large.
         return None
     return _split(tiles, k=k, block_m=block_m)
 
 
 def _one_row(*, n: int, k: int) -> GemmConfig:
-    if k > 4096:
-        # Two rows per warp, so that x is fetched half as often.
-        return GemmConfig(block_n=16, block_k=512, split_k=0, warps=8)
-    if k > 2048 and n <= 4096:
-        # All of a program's weights are asked for before the kernel ahead has ended.
-        return GemmConfig(block_n=4, block_k=4096, split_k=0, warps=8)
-    block_k = 2048 if k > 1024 else 1024
-    return GemmConfig(block_n=4, block_k=block_k, split_k=0)
+    """Small programs, of which many wait for memory at once, where rows are short or
+    few."""
+    if k <= 1024:
+        return GemmConfig(block_n=4, block_k=1024, split_k=0)
+    if k <= 3072:
+        if k % 1024:
+            return GemmConfig(block_n=4, block_k=512, split_k=0, warps=2)
+        return GemmConfig(block_n=2, block_k=1024, split_k=0, warps=2)
+    if k <= 4096:
+        if n <= 3072:
+            return GemmConfig(block_n=4, block_k=2048, split_k=0, warps=8)
+        if n <= 4096:
+            # All of a program's weights are asked for before the kernel ahead ends.
+            return GemmConfig(block_n=4, block_k=4096, split_k=0, warps=8)
+        return GemmConfig(block_n=4, block_k=2048, split_k=0)
+    if n <= 3072:
+        if k <= 8192:
+            return GemmConfig(block_n=2, block_k=1024, split_k=0, warps=2)
+        return GemmConfig(block_n=8, block_k=1024, split_k=0)
+    # Two rows per warp, so that x is fetched half as often.
+    return GemmConfig(block_n=16, block_k=512, split_k=0, warps=8)
 
 
 def _stages(*, block_n: int, block_k: int, block_m: int, resident: int) -> int:
@@ -101,19 +125,22 @@ def _many_tiles(tiles: int, block_m: int) -> GemmConfig:
 
 def _tall(*, outputs: int) -> GemmConfig | None:
     """Where whole waves of programs, one per multiprocessor, are nearly full."""
-    config = GemmConfig(
-        block_n=128, block_k=64, split_k=1, stages=4, prefetch=3, warps=8, is_tall=True
-    )
-    tiles = -(-outputs // config.block_n)
-    waves = -(-tiles // _MULTIPROCESSORS)
-    return config if tiles >= _MIN_FILL * waves * _MULTIPROCESSORS else None
+    for config in _TALL:
+        tiles = -(-outputs // config.block_n)
+        waves = -(-tiles // _MULTIPROCESSORS)
+        if tiles >= _MIN_FILL * waves * _MULTIPROCESSORS:
+            return config
+    return None
 
 
 def _split(tiles: int, *, k: int, block_m: int) -> GemmConfig:
-    """The split that fills one, two or three programs per multiprocessor best."""
+    """The split that fills one, two or three programs per multiprocessor best; none
+    where the tiles alone nearly fill one and rows are many or short."""
     best_fill, best_split, best_resident = 0.0, 1, 1
+    is_whole = _MIN_WHOLE_FILL <= tiles / _MULTIPROCESSORS <= 1.0
+    is_whole &= block_m == 64 or (block_m == 32 and k <= 3072)
     most = max(1, -(-k // 128) // _MIN_BLOCKS_PER_SPLIT)
-    for resident in (1, 2, 3):
+    for resident in () if is_whole else (1, 2, 3):
         room = _MULTIPROCESSORS * resident
         split = max(1, min(room // tiles, most))
         fill = tiles * split / room

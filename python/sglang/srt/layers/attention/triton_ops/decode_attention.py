@@ -13,7 +13,6 @@ import torch
 import triton
 from torch import Tensor
 
-from sglang.srt.layers.attention.triton_ops import decode_hopper
 from sglang.srt.layers.attention.triton_ops.args import (
     Check,
     Compares,
@@ -40,15 +39,15 @@ from sglang.srt.layers.attention.triton_ops.decode_kernels import (
 from sglang.srt.layers.attention.triton_ops.launch import Launch
 
 _MAX_SPLITS = 64
-# Programs wanted at least: 132 multiprocessors with several programs each.
-TARGET_PROGRAMS = 1024
+# Programs wanted at least; more splits cost more partial results than they gain.
+TARGET_PROGRAMS = 512
 _MIN_ELEMENTS_PER_SPLIT = 64
 
 # Bytes of a padded head -> KV elements per tile, warps, pipeline stages; measured with
 # benchmark/kernels/bench_triton_attention.py --sweep.
 TILES: tuple[tuple[int, tuple[int, int, int]], ...] = (
     (128, (64, 2, 2)),
-    (256, (32, 2, 2)),
+    (256, (64, 4, 2)),
     (1024, (32, 4, 2)),
 )
 
@@ -58,7 +57,6 @@ def decode_splits(
     rows: int,
     programs_per_row: int,
     max_context: int,
-    programs: int = TARGET_PROGRAMS,
 ) -> int:
     """Splits of a row's KV elements, a power of two; a function of shapes alone.
 
@@ -66,9 +64,8 @@ def decode_splits(
         rows: rows of the launch.
         programs_per_row: programs that a row takes per split (its KV heads).
         max_context: most KV elements that a row of any later launch may have.
-        programs: wanted at least.
     """
-    wanted = -(-programs // max(rows * programs_per_row, 1))
+    wanted = -(-TARGET_PROGRAMS // max(rows * programs_per_row, 1))
     useful = max(max_context // _MIN_ELEMENTS_PER_SPLIT, 1)
     most = 1 << (min(useful, _MAX_SPLITS).bit_length() - 1)
     return min(int(triton.next_power_of_2(wanted)), most)
@@ -221,7 +218,6 @@ def decode_attention(
         rows=rows,
         programs_per_row=programs_per_row,
         max_context=workspace.max_context,
-        programs=decode_hopper.TARGET_PROGRAMS if on_hopper else TARGET_PROGRAMS,
     )
     cells = rows * q_heads * splits
     if splits > 1 and (

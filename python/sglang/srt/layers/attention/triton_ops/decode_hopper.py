@@ -17,8 +17,6 @@ QUERIES = 16
 # By head size: KV elements of a tile, warps, tiles in shared memory; from a sweep over
 # both with 1 to 8 splits of 16, 64 and 256 rows.
 TILES = {64: (64, 2, 2), 128: (32, 2, 2)}
-# Programs wanted at least: more splits cost more partial results than they gain.
-TARGET_PROGRAMS = 512
 # Of a thread where bytes are compared: so that as many programs share a multiprocessor
 # as its shared memory holds, six.
 CHECKED_REGISTERS = 168

@@ -1,0 +1,38 @@
+"""Compiled kernels have one name, whatever was imported and launched before."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from sglang.test.ahead_of_time import compile_in_a_process
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=8, suite="cpu")
+
+# Both have constants of the same names, and helpers of the kernel.
+MODULES = ("kv_canary.kernels.triton_write", "kv_canary.kernels.triton_verify")
+PROGRAM = """
+import importlib, os, sys
+os.environ.pop("TRITON_INTERPRET", None)
+from sglang.srt.utils.triton_keys import make_keys_stable
+make_keys_stable()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+from kv_canary.kernels.triton_before import before_kernel
+first = before_kernel.cache_key
+before_kernel.hash = None  # its helpers are hashed now
+print(first, before_kernel.cache_key)
+"""
+
+
+def test_neither_imports_nor_launches_change_a_name() -> None:
+    names: set[str] = set()
+    for modules in (MODULES, MODULES[::-1]):
+        names.update(compile_in_a_process(["-c", PROGRAM, *modules]).split())
+    assert len(names) == 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
