@@ -206,6 +206,7 @@ def decode_hopper_kernel(
     Args:
         SHAPE: `args.Shape`, of at least 64 channels, a power of two.
         TILE: `args.DecodeTile` of 16 query heads. STAGES: tiles in shared memory.
+        COMPARES: of `args.Compares`, as there.
     """
     WARPS: gl.constexpr = gl.num_warps()
     D: gl.constexpr = SHAPE.head_dim
