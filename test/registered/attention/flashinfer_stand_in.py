@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
-from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
+from sglang.srt.model_executor import model_runner
 from sglang.srt.speculative import (
     eagle_draft_cuda_graph_runner,
     eagle_draft_extend_cuda_graph_runner,
@@ -215,9 +215,8 @@ def stand_in() -> Iterator[None]:
             ATTENTION_BACKENDS["flashinfer"], devices=frozenset({"cpu"})
         )
         patch.setitem(ATTENTION_BACKENDS, "flashinfer", able)
-        defaults = CudaGraphRunner.__init__.__kwdefaults__
-        patch.setitem(defaults, "make_backend", RecordingBackend)
         for runners in (
+            model_runner,
             eagle_draft_cuda_graph_runner,
             eagle_draft_extend_cuda_graph_runner,
         ):

@@ -146,12 +146,13 @@ def test_a_rehearsal_leaves_no_trace_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Of a model with layers that it leaves out, and with graphs."""
-    model = write_tiny_model(tmp_path, name, num_hidden_layers=6)
-    options: dict[str, Any] = {"max_running_requests": 16, "max_total_tokens": 2048}
+    few = {"num_hidden_layers": 4, "max_position_embeddings": 128}
+    model = write_tiny_model(tmp_path, name, **few)
+    options: dict[str, Any] = {"max_running_requests": 8, "max_total_tokens": 512}
     if not torch.cuda.is_available():
         options["attention_backend"] = "torch_native"  # which runs layer by layer
-        counts = prefill_token_counts(64)
-        monkeypatch.setattr(ModelRunner, "graph_sizes", lambda self: [1, 4, 8])
+        counts = prefill_token_counts(16)
+        monkeypatch.setattr(ModelRunner, "graph_sizes", lambda self: [1, 4])
         monkeypatch.setattr(
             ModelRunner, "prefill_graph_token_counts", lambda self: counts
         )

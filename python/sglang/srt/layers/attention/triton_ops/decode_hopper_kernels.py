@@ -37,6 +37,32 @@ _NEVER = gl.constexpr(int(Compares.NEVER))
 _IN_TURN = gl.constexpr(int(Compares.IN_TURN))
 
 
+class Softmax(NamedTuple):
+    """Sums of a split: [heads, channels] of weighted V, and of each head the largest
+    score and the sum of weights."""
+
+    acc: Any
+    top: Any
+    total: Any
+
+
+@gluon.jit
+def reads_of(pool, pages, row, kv_head, end):
+    """`Reads` of a row up to an element."""
+    table_row = row
+    if pages.row_index is not None:
+        table_row = gl.load(pages.row_index + row)
+    return Reads(
+        pool.k + kv_head.to(gl.int64) * pool.k_head_stride,
+        pool.v + kv_head.to(gl.int64) * pool.v_head_stride,
+        pool.k_slot_stride,
+        pool.v_slot_stride,
+        pages.table + table_row * pages.row_stride,
+        pages.column_stride,
+        end,
+    )
+
+
 @gluon.jit
 def copy_tile(at, stride, slot, is_read, place, LAYOUT: gl.constexpr):
     """Start the copy of K or V of slots; elements that are not read become zero."""
@@ -58,6 +84,21 @@ def copy_elements(reads, slot, element, keys, values, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def start_copies(
+    reads, element, keys, values, PAGE: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Start the copies of all tiles but one that have room; (elements of the tile after
+    them, their slots)."""
+    for stage in gl.static_range(keys.shape[0] - 1):
+        slot = slots_of(reads, element, PAGE)
+        copy_elements(
+            reads, slot, element, keys.index(stage), values.index(stage), LAYOUT
+        )
+        element += keys.shape[1]
+    return element, slots_of(reads, element, PAGE)
+
+
+@gluon.jit
 def scores_of(product, scale):
     """`attend.scores_of`."""
     score = product * scale.factor
@@ -66,6 +107,16 @@ def scores_of(product, scale):
         size = (1.0 - power) / (1.0 + power)
         score = gl.where(score < 0.0, -size, size) * scale.cap
     return score
+
+
+@gluon.jit
+def fold(score, top, total):
+    """Softmax sums with one more tile: (weights, what shrinks earlier results, largest
+    score, sum of weights)."""
+    new_top = gl.maximum(top, gl.max(score, 1))
+    shrink = gl.exp2(top - new_top)
+    weight = gl.exp2(score - gl.expand_dims(new_top, 1))
+    return weight, shrink, new_top, total * shrink + gl.sum(weight, 1)
 
 
 @gluon.jit
@@ -93,6 +144,43 @@ def split_plan(read_len, window, TILE: gl.constexpr):
     tiles_per_split = gl.maximum((tiles + TILE.splits - 1) // TILE.splits, 1)
     active = (tiles + tiles_per_split - 1) // tiles_per_split
     return begin, tiles_per_split * TILE.block_n, active
+
+
+@gluon.jit
+def put_result(
+    out,
+    partials,
+    sinks,
+    sums,
+    row,
+    head,
+    is_member,
+    split,
+    active,
+    read_len,
+    SHAPE: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Store the result of a row that one split computes, or a partial one."""
+    D: gl.constexpr = SHAPE.head_dim
+    LAYOUT: gl.constexpr = sums.acc.type.layout
+    acc, top, total = sums
+    channel = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    is_query = gl.expand_dims(is_member, 1)
+    if active <= 1:
+        if sinks is not None:
+            sink = gl.load(sinks + head, mask=is_member, other=0.0).to(gl.float32)
+            total += gl.where(total == 0.0, 0.0, gl.exp2(sink * _LOG2_E - top))
+        # `total` is zero only where the row reads nothing.
+        result = acc / gl.expand_dims(gl.where(read_len > 0, total, 1.0), 1)
+        cells = gl.expand_dims(row * out.stride + head * D, 1) + channel
+        gl.store(out.at + cells, result.to(out.at.dtype.element_ty), mask=is_query)
+    else:
+        cell = (row * (SHAPE.kv_heads * SHAPE.group) + head) * TILE.splits + split
+        result = acc / gl.expand_dims(total, 1)
+        cells = gl.expand_dims(cell * D, 1) + channel
+        gl.store(partials.results + cells, result, mask=is_query)
+        gl.store(partials.lse + cell, top + tl.log2(total), mask=is_member)
 
 
 class Work(NamedTuple):
@@ -125,7 +213,7 @@ def attend_tiles(
     COPY: gl.constexpr,
     COMPARES: gl.constexpr,
 ):
-    """Softmax and result of a split, as sums: (acc, top, total) of `attend.Sums`.
+    """Softmax and result of a split, as a `Softmax`.
 
     Args:
         of: the `Compared` whose bytes are compared, unless COMPARES is NEVER.
@@ -169,18 +257,14 @@ def attend_tiles(
         score = gl.where(
             gl.expand_dims(is_read, 0), scores_of(product, scale), float("-inf")
         )
-        new_top = gl.maximum(top, gl.max(score, 1))
-        shrink = gl.exp2(top - new_top)
-        weight = gl.exp2(score - gl.expand_dims(new_top, 1))
-        total = total * shrink + gl.sum(weight, 1)
+        weight, shrink, top, total = fold(score, top, total)
         acc = acc * gl.expand_dims(shrink, 1)
         value = values.index(tile % STAGES).load(RIGHT)
         acc = mma_v2(gl.convert_layout(weight.to(value.dtype), LEFT), value, acc)
-        top = new_top
     async_copy.wait_group(0)
     if COMPARES != _NEVER:
         end_watch(watch, reads, begin, of, SHAPE, COMPARES == _IN_TURN)
-    return acc, top, total
+    return Softmax(acc, top, total)
 
 
 @gluon.jit(do_not_specialize=["window", "layer"])
@@ -232,28 +316,11 @@ def decode_hopper_kernel(
     end = gl.minimum(begin + per_split, read_len)
     tiles = (end - begin + N - 1) // N
 
-    table_row = row
-    if pages.row_index is not None:
-        table_row = gl.load(pages.row_index + row)
-    reads = Reads(
-        pool.k + kv_head.to(gl.int64) * pool.k_head_stride,
-        pool.v + kv_head.to(gl.int64) * pool.v_head_stride,
-        pool.k_slot_stride,
-        pool.v_slot_stride,
-        pages.table + table_row * pages.row_stride,
-        pages.column_stride,
-        end,
-    )
+    reads = reads_of(pool, pages, row, kv_head, end)
     keys = gl.allocate_shared_memory(dtype, [STAGES, N, D], SHARED)
     values = gl.allocate_shared_memory(dtype, [STAGES, N, D], SHARED)
     element = begin + gl.arange(0, N, layout=gl.SliceLayout(1, COPY))
-    for stage in gl.static_range(STAGES - 1):
-        slot = slots_of(reads, element, PAGE)
-        copy_elements(
-            reads, slot, element, keys.index(stage), values.index(stage), COPY
-        )
-        element += N
-    slot = slots_of(reads, element, PAGE)
+    element, slot = start_copies(reads, element, keys, values, PAGE, COPY)
 
     member = gl.program_id(0) % HEAD_BLOCKS * _QUERIES
     member += gl.arange(0, _QUERIES, layout=gl.SliceLayout(1, MMA))
@@ -264,25 +331,23 @@ def decode_hopper_kernel(
     work = Work(query, reads, keys, values, slot, element, begin, tiles, scale)
     if COMPARES == _IN_TURN:
         if gl.load(check.state.clock) % check.layers == layer:
-            acc, top, total = attend_tiles(work, of, SHAPE, MMA, COPY, COMPARES)
+            sums = attend_tiles(work, of, SHAPE, MMA, COPY, COMPARES)
         else:
-            acc, top, total = attend_tiles(work, of, SHAPE, MMA, COPY, _NEVER)
+            sums = attend_tiles(work, of, SHAPE, MMA, COPY, _NEVER)
     else:
-        acc, top, total = attend_tiles(work, of, SHAPE, MMA, COPY, COMPARES)
+        sums = attend_tiles(work, of, SHAPE, MMA, COPY, COMPARES)
 
-    channel = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, MMA)), 0)
-    is_query = gl.expand_dims(is_member, 1)
-    if active <= 1:
-        if sinks is not None:
-            sink = gl.load(sinks + head, mask=is_member, other=0.0).to(gl.float32)
-            total += gl.where(total == 0.0, 0.0, gl.exp2(sink * _LOG2_E - top))
-        # `total` is zero only where the row reads nothing.
-        result = acc / gl.expand_dims(gl.where(read_len > 0, total, 1.0), 1)
-        cells = gl.expand_dims(row * out.stride + head * D, 1) + channel
-        gl.store(out.at + cells, result.to(out.at.dtype.element_ty), mask=is_query)
-    else:
-        cell = (row * (SHAPE.kv_heads * SHAPE.group) + head) * TILE.splits + split
-        result = acc / gl.expand_dims(total, 1)
-        cells = gl.expand_dims(cell * D, 1) + channel
-        gl.store(partials.results + cells, result, mask=is_query)
-        gl.store(partials.lse + cell, top + tl.log2(total), mask=is_member)
+    put_result(
+        out,
+        partials,
+        sinks,
+        sums,
+        row,
+        head,
+        is_member,
+        split,
+        active,
+        read_len,
+        SHAPE,
+        TILE,
+    )
