@@ -45,7 +45,7 @@ from kv_canary.view import NO_MANAGER
 
 if TYPE_CHECKING:
     from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
-    from kv_canary.checks import GroupForward, PoolChecks
+    from kv_canary.checks import PoolChecks
     from kv_canary.layout import Fingerprint
     from kv_canary.state import CanaryState
     from kv_canary.view import ForwardView
@@ -217,13 +217,6 @@ def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> N
     write_head(state, view, checks)
 
 
-def before_both(
-    state: CanaryState, view: ForwardView, checks: PoolChecks, other: GroupForward
-) -> None:
-    before_model(state, view, checks)
-    before_model(*other)
-
-
 def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
     """Check where the new tokens will be written and write their head records.
 
@@ -319,19 +312,6 @@ def _is_missing(fingerprint: Fingerprint, slot: Tensor) -> Tensor:
             ends = words[:, slot][..., [0, -1]]
             found |= (ends == SENTINEL).any(dim=2).any(dim=0)
     return found
-
-
-def tail_of_both(
-    state: CanaryState,
-    view: ForwardView,
-    checks: PoolChecks,
-    advance: bool,
-    findings: Tensor | None,
-    other: GroupForward,
-    other_findings: Tensor | None,
-) -> None:
-    write_tail(state, view, checks, advance, findings)
-    write_tail(*other, advance, other_findings)
 
 
 def write_tail(
