@@ -42,7 +42,7 @@ that is there, and would believe that it is."""
 
 
 class _Absent(type):
-    """Of the classes that stand for what a package has."""
+    """Of the classes in place of what a package has."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

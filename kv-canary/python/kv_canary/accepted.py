@@ -130,7 +130,7 @@ class AcceptedPath:
 
 
 class AcceptedWords(NamedTuple):
-    """What a verification sends to the host, in one vector of int64 words.
+    """The words that a verification sends to the host: one vector of int64.
 
     ```
     words  | gained [b, W] | accept_lens [b] | findings | of the draft | marks [2, b] |

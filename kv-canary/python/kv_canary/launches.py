@@ -19,7 +19,7 @@ from kv_canary.op import Op
 if TYPE_CHECKING:
     from kv_canary.accepted import SampledTokens
     from kv_canary.carried import CarriedRows
-    from kv_canary.checks import GroupForward, PoolChecks
+    from kv_canary.checks import PoolChecks
     from kv_canary.state import CanaryState
     from kv_canary.view import ForwardView
 
@@ -40,16 +40,6 @@ _before_model = Op(
     reference=reference_write.before_model,
     native=_NATIVE + "before_model",
     triton=_TRITON + "before_model",
-)
-_before_both = Op(
-    reference=reference_write.before_both,
-    native=_NATIVE + "before_both",
-    triton=_TRITON + "before_both",
-)
-_tail_of_both = Op(
-    reference=reference_write.tail_of_both,
-    native=_NATIVE + "tail_of_both",
-    triton=_TRITON + "tail_of_both",
 )
 _write_tail = Op(
     reference=reference_write.write_tail,
@@ -98,26 +88,13 @@ _finish_accepted = Op(
 )
 
 
-def before_model(
-    state: CanaryState,
-    view: ForwardView,
-    checks: PoolChecks,
-    *,
-    other: GroupForward | None = None,
-) -> None:
+def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
     """Verify every one of `view.reads`, then write the head records; the first of the
-    reads and the head write are one launch, which steps the phase.
-
-    Args:
-        other: the same in a second group of slots, in the same launch.
-    """
+    reads and the head write are one launch, which steps the phase."""
     if len(view.reads) > 1:
         for table in view.reads[1:]:
             verify(state, view, checks, table, steps_phase=False)
-    if other is None:
-        _before_model(state, view, checks)
-    else:
-        _before_both(state, view, checks, other)
+    _before_model(state, view, checks)
 
 
 def stamp(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
@@ -142,8 +119,6 @@ def write_tail(
     *,
     advance: bool = False,
     findings: Tensor | None = None,
-    other: GroupForward | None = None,
-    other_findings: Tensor | None = None,
 ) -> None:
     """Check that the head records are still this forward's, write the tail records with
     fingerprints of the bytes, advance the clock: after the model.
@@ -156,8 +131,6 @@ def write_tail(
             does.
         findings: int64 [>= STATUS_WORDS + R], filled by `gather_findings` after that;
             the rows must differ. None: `finish_step` does both, as for trees.
-        other: the same in a second group of slots, in the same launch, with
-            `other_findings`.
 
     Raises:
         ValueError: `advance` with a tree, whose accepted path is not known yet, or
@@ -167,10 +140,7 @@ def write_tail(
         raise ValueError("write_tail: lineages of a tree; use finish_step")
     if findings is not None and not advance:
         raise ValueError("write_tail: findings are those of a forward that advances")
-    if other is None:
-        _write_tail(state, view, checks, advance, findings)
-    else:
-        _tail_of_both(state, view, checks, advance, findings, other, other_findings)
+    _write_tail(state, view, checks, advance, findings)
 
 
 def poison(state: CanaryState, slots: Tensor, *, n_live: Tensor | None = None) -> None:

@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 
 from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
 from kv_canary.carried import CarriedRows
-from kv_canary.checks import GroupForward, PoolChecks
+from kv_canary.checks import PoolChecks
 from kv_canary.findings import STATUS_WORDS
 from kv_canary.kernels import triton_launch
 from kv_canary.kernels.triton_args import state_args
@@ -261,32 +261,6 @@ def launch_tail(
     )
 
 
-def launch_both(mode: FingerprintMode, rows: str, *, is_tail: bool) -> None:
-    """Before the model or after it, in the full group and in that of windows."""
-    full, windows = (
-        GroupForward(
-            create_canary(),
-            replace(
-                ALL_ROWS[rows],
-                reads=[VIEWS[view]],
-                writer_kind=WriterKind.EXTEND,
-                manager=0,
-            ),
-            PoolChecks(
-                page_size=VIEWS["window"].page_size,
-                fingerprint=pool_of(mode, is_scattered=view == "window"),
-                req_to_token=ints(8, WIDTH),
-            ),
-        )
-        for view in ("pages", "window")
-    )
-    if not is_tail:
-        triton_launch.before_both(*full, windows)
-        return
-    findings = longs(64) if rows in ("decode", "extend") else None
-    triton_launch.tail_of_both(*full, rows != "tree", findings, windows, findings)
-
-
 def launch_note(groups: int) -> None:
     """Notes alone, or with the findings of so many groups of slots."""
     sampled_tokens = SampledTokens(*(longs() for _ in SampledTokens._fields))
@@ -362,14 +336,6 @@ def launches() -> Iterator[tuple[str, Any]]:
             yield (
                 f"tail {rows} sums {mode.name}",
                 lambda mode=mode, rows=rows: launch_tail(mode, rows, has_sums=True),
-            )
-    for rows in ALL_ROWS:
-        for is_tail in (False, True):
-            yield (
-                f"both {rows} {is_tail}",
-                lambda rows=rows, is_tail=is_tail: launch_both(
-                    FingerprintMode.PARTIAL, rows, is_tail=is_tail
-                ),
             )
     state = create_canary()
     for live in (None, longs(1)):

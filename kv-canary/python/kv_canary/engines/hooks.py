@@ -83,7 +83,7 @@ def problem_with(expected: Expectation) -> str | None:
     try:
         owner = load_owner(expected.owner)
     except Exception as error:
-        # What a module of an engine raises without its device is any of them.
+        # Any of them may be raised by an engine's module without its device.
         return f"looked for {expected.owner}, found: {error}"
     if isinstance(expected, Record):
         return _problem_with_fields(expected, owner)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kv_canary.checks import GroupForward, PoolChecks, check_numbers_of
+from kv_canary.checks import PoolChecks, check_numbers_of
 from kv_canary.view import READ_FIELDS, ForwardView, KVReadView
 from sglang_kernels import ops
 
@@ -79,13 +79,6 @@ def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> N
     )
 
 
-def before_both(
-    state: CanaryState, view: ForwardView, checks: PoolChecks, other: GroupForward
-) -> None:
-    before_model(state, view, checks)
-    before_model(*other)
-
-
 def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
     oracle_tokens, oracle_positions = view.oracle or (None, None)
     ops.canary_write_head(
@@ -117,19 +110,6 @@ def write_tail(
         [*view.numbers, *check_numbers_of(checks)],
         advance,
     )
-
-
-def tail_of_both(
-    state: CanaryState,
-    view: ForwardView,
-    checks: PoolChecks,
-    advance: bool,
-    findings: Tensor | None,
-    other: GroupForward,
-    other_findings: Tensor | None,
-) -> None:
-    write_tail(state, view, checks, advance, findings)
-    write_tail(*other, advance, other_findings)
 
 
 def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:

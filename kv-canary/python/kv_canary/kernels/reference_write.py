@@ -46,7 +46,7 @@ from kv_canary.view import NO_MANAGER
 
 if TYPE_CHECKING:
     from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
-    from kv_canary.checks import GroupForward, PoolChecks
+    from kv_canary.checks import PoolChecks
     from kv_canary.layout import Fingerprint
     from kv_canary.state import CanaryState
     from kv_canary.view import ForwardView
@@ -218,13 +218,6 @@ def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> N
     write_head(state, view, checks)
 
 
-def before_both(
-    state: CanaryState, view: ForwardView, checks: PoolChecks, other: GroupForward
-) -> None:
-    before_model(state, view, checks)
-    before_model(*other)
-
-
 def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
     """Check where the new tokens will be written and write their head records.
 
@@ -328,19 +321,6 @@ def _keep_bytes(fingerprint: Fingerprint, slot: Tensor, lineage: Tensor) -> Tens
         return fingerprints(fingerprint, slot, lineage)
     fingerprint.sums[slot] = sums_of(fingerprint, slot)
     return torch.zeros_like(slot)
-
-
-def tail_of_both(
-    state: CanaryState,
-    view: ForwardView,
-    checks: PoolChecks,
-    advance: bool,
-    findings: Tensor | None,
-    other: GroupForward,
-    other_findings: Tensor | None,
-) -> None:
-    write_tail(state, view, checks, advance, findings)
-    write_tail(*other, advance, other_findings)
 
 
 def write_tail(

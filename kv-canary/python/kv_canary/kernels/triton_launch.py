@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import triton
 from torch import Tensor
 
-from kv_canary.checks import GroupForward
 from kv_canary.kernels.triton_args import (
     NO_CHECKS,
     Checks,
@@ -106,86 +105,21 @@ def verify(
 
 def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
     """Both checks in one launch: the first programs of a row verify, the rest write."""
-    _before(GroupForward(state, view, checks), None)
-
-
-def before_both(
-    state: CanaryState, view: ForwardView, checks: PoolChecks, other: GroupForward
-) -> None:
-    _before(GroupForward(state, view, checks), other)
-
-
-def _before(first: GroupForward, other: GroupForward | None) -> None:
-    view = first.view
+    table, manager = view.reads[0], view.manager
+    verify_splits = _read_splits(view, table, checks)
     block, _, write_splits = _write_shape(view, FingerprintMode.NONE)
-    args = _before_args(first)
-    splits = args["verify_splits"]
-    if other is not None:
-        _require_alike(first, other)
-        more = _before_args(other)
-        splits = max(splits, more["verify_splits"])
-        for name in _OF_A_GROUP:
-            args[f"other_{name}"] = more[name]
-        args |= {
-            "OTHER_PAGES": more["PAGES"],
-            "OTHER_HASHING": more["HASHING"],
-            "HAS_OTHER": True,
-        }
-    grid = (max(view.num_rows, 1), splits + write_splits, 1 + (other is not None))
-    before_kernel[grid](
-        **args,
-        page_size=first.checks.page_size,
+    before_kernel[(max(view.num_rows, 1), verify_splits + write_splits)](
+        state=state_args(state),
+        rows=row_args(view),
+        checks=check_args(checks, reads=True, writes=view),
+        **_reads(state, view, checks, table, manager),
+        page_size=checks.page_size,
         kind=int(view.writer_kind),
-        write_splits=write_splits,
+        head_tag=ring_tag(Launch.HEAD, manager, state.pool),
+        verify_splits=verify_splits,
         HEAD_BLOCK=block,
         num_warps=4,
     )
-
-
-_OF_A_GROUP = (
-    *("state", "rows", "checks", "reads", "data", "table_rows", "table_columns"),
-    *("tag", "head_tag", "verify_splits"),
-)
-"""Arguments of the launch before the model that each group of slots has of its own,
-beside PAGES and HASHING."""
-
-
-def _before_args(group: GroupForward) -> dict[str, Any]:
-    state, view, checks = group
-    table, manager = view.reads[0], view.manager
-    return {
-        "state": state_args(state),
-        "rows": row_args(view),
-        "checks": check_args(checks, reads=True, writes=view),
-        **_reads(state, view, checks, table, manager),
-        "head_tag": ring_tag(Launch.HEAD, manager, state.pool),
-        "verify_splits": _read_splits(view, table, checks),
-    }
-
-
-def _require_alike(first: GroupForward, other: GroupForward) -> None:
-    """For a launch over two groups, whose programs share numbers.
-
-    Raises:
-        ValueError: the groups differ in them.
-    """
-    numbers = [
-        (
-            group.view.num_rows,
-            group.view.num_tokens,
-            group.view.max_depth,
-            group.view.writer_kind,
-            group.view.manager,
-            group.checks.page_size,
-            group.checks.fingerprint.mode,
-        )
-        for group in (first, other)
-    ]
-    if numbers[0] != numbers[1]:
-        raise ValueError(
-            "a forward in two groups of slots has (rows, tokens, depth, kind, manager, "
-            f"page size, mode) {numbers[0]} in one and {numbers[1]} in the other"
-        )
 
 
 def _read_splits(rows: ForwardView, table: KVReadView, checks: PoolChecks) -> int:
@@ -253,42 +187,6 @@ def write_tail(
     advance: bool,
     findings: Tensor | None,
 ) -> None:
-    _write_tail(GroupForward(state, view, checks), advance, findings, {}, groups=1)
-
-
-def tail_of_both(
-    state: CanaryState,
-    view: ForwardView,
-    checks: PoolChecks,
-    advance: bool,
-    findings: Tensor | None,
-    other: GroupForward,
-    other_findings: Tensor | None,
-) -> None:
-    first, source = GroupForward(state, view, checks), other.checks.fingerprint
-    _require_alike(first, other)
-    block, chunk, _ = _write_shape(view, source.mode)
-    more = {
-        "other_state": state_args(other.state),
-        "other_rows": row_args(other.view),
-        "other_data": byte_args(source),
-        "other_ends": end_args(other.view, other_findings) if advance else None,
-        "other_tag": ring_tag(Launch.TAIL, view.manager, other.state.pool),
-        "OTHER_HASHING": hashing_args(source, chunk=chunk, slots=block),
-        "HAS_OTHER": True,
-    }
-    _write_tail(first, advance, findings, more, groups=2)
-
-
-def _write_tail(
-    group: GroupForward,
-    advance: bool,
-    findings: Tensor | None,
-    more: dict[str, Any],
-    *,
-    groups: int,
-) -> None:
-    state, view, checks = group
     if advance and view.num_rows > state.next_lineage.shape[0]:
         raise ValueError(f"write_tail: {view.num_rows} rows, and scratch for fewer")
     _write(
@@ -299,8 +197,6 @@ def _write_tail(
         checks=NO_CHECKS,
         ends=end_args(view, findings) if advance else None,
         page_size=checks.page_size,
-        more=more,
-        groups=groups,
     )
 
 
@@ -313,15 +209,13 @@ def _write(
     checks: Checks,
     ends: Any,
     page_size: int,
-    more: dict[str, Any] | None = None,
-    groups: int = 1,
 ) -> None:
     block, chunk, splits = _write_shape(view, source.mode)
     hashing = hashing_args(source, chunk=chunk, slots=block)
     if launch is Launch.TAIL and hashing.heads and view.qo_indptr is None:
         cells = hashing.layers * hashing.heads
-        splits = splits_for(view.num_rows, triton.cdiv(cells, hashing.cells))
-    write_kernel[(max(view.num_rows, 1), splits, groups)](
+        splits = splits_for(view.num_rows, _cdiv(cells, hashing.cells))
+    write_kernel[(max(view.num_rows, 1), splits)](
         state=state_args(state),
         rows=row_args(view),
         checks=checks,
@@ -339,7 +233,6 @@ def _write(
         HASHING=hashing,
         BLOCK=block,
         num_warps=1 if view.qo_indptr is None and chunk == 1 else 4,
-        **(more or {}),
     )
 
 

@@ -264,7 +264,7 @@ def accepted_kernel(
             req >= 0,
         )
         _advance_over_path(state, path, salts, row, req, prefix, length, BLOCK)
-    # What this program reported is there before it says that it is done.
+    # The program's findings are there before it says that it is done.
     tl.debug_barrier()
     if tl.atomic_add(state.ticket, 1) == tl.num_programs(0) - 1:
         tl.store(state.ticket, 0)

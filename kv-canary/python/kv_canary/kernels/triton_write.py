@@ -546,7 +546,6 @@ def write_program(
         "kind",
         "manager",
         "tag",
-        "other_tag",
     ]
 )
 def write_kernel(
@@ -566,57 +565,26 @@ def write_kernel(
     ADVANCES: tl.constexpr,
     HASHING: tl.constexpr,
     BLOCK: tl.constexpr,
-    other_state=None,
-    other_rows=None,
-    other_data=None,
-    other_ends=None,
-    other_tag=0,
-    OTHER_HASHING: tl.constexpr = None,
-    HAS_OTHER: tl.constexpr = False,
 ):
-    """`other_*`: of a second group of slots, whose programs are the second in axis 2;
-    tails alone are written in two groups at once."""
-    program = Program(
-        row=tl.program_id(0).to(tl.int64),
-        split=tl.program_id(1),
-        splits=tl.num_programs(1),
+    write_program(
+        Program(
+            row=tl.program_id(0).to(tl.int64),
+            split=tl.program_id(1),
+            splits=tl.num_programs(1),
+        ),
+        state,
+        rows,
+        checks,
+        data,
+        ends,
+        Batch(num_rows=num_rows, num_tokens=num_tokens, max_depth=max_depth),
+        page_size,
+        kind,
+        manager,
+        tag,
+        IS_TAIL=IS_TAIL,
+        ADVANCES=ADVANCES,
+        STEPS_PHASE=True,
+        HASHING=HASHING,
+        BLOCK=BLOCK,
     )
-    batch = Batch(num_rows=num_rows, num_tokens=num_tokens, max_depth=max_depth)
-    if tl.program_id(2) == 0:
-        write_program(
-            program,
-            state,
-            rows,
-            checks,
-            data,
-            ends,
-            batch,
-            page_size,
-            kind,
-            manager,
-            tag,
-            IS_TAIL=IS_TAIL,
-            ADVANCES=ADVANCES,
-            STEPS_PHASE=True,
-            HASHING=HASHING,
-            BLOCK=BLOCK,
-        )
-    elif HAS_OTHER:
-        write_program(
-            program,
-            other_state,
-            other_rows,
-            checks,
-            other_data,
-            other_ends,
-            batch,
-            page_size,
-            kind,
-            manager,
-            other_tag,
-            IS_TAIL=IS_TAIL,
-            ADVANCES=ADVANCES,
-            STEPS_PHASE=True,
-            HASHING=OTHER_HASHING,
-            BLOCK=BLOCK,
-        )

@@ -292,7 +292,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         finally:
             self._make_backend = cuda_graph_backend
             self.graph_runner = self.prefill_graph_runner = None
-        # What it left would be taken for memory that the captures gave back.
+        # Memory that it left would be taken for memory that the captures gave back.
         torch.cuda.empty_cache()
 
     @contextmanager

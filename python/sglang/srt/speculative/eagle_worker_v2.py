@@ -329,7 +329,7 @@ class EAGLEWorkerV2:
             path,
             draft=draft.ends,
             salts=identity.salt,
-            # What is made up is no path of the tree.
+            # A simulated path is none of the tree.
             checks=not self._simulated_length,
             accepted=lambda: self._accepted_rows(live),
         )

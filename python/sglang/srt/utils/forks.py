@@ -29,7 +29,7 @@ def in_processes(work: Callable[[int], object], count: int) -> None:
     """Call `work(0)` to `work(count - 1)` in forks, as many as there are processors;
     for what they leave on disk.
 
-    What fails is said in the log: the caller must be able to do without it.
+    Failures are logged: the caller must be able to do without the work.
     """
     numbers, writer = os.pipe()
     running: set[int] = set()

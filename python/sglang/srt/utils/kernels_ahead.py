@@ -64,7 +64,7 @@ _Zeroed.__torch_dispatch__ = _run_zeroed  # type: ignore[assignment, method-assi
 
 
 class _LeftOut:
-    """Stands for a kernel that is noted: its launches do nothing."""
+    """A kernel that is noted already: its launches do nothing."""
 
     function = packed_metadata = None
 

@@ -50,7 +50,7 @@ _TREES = {
 
 
 class Kind(NamedTuple):
-    """What a self-test is of. Fields: mode: of the forwards with a fault."""
+    """The subject of a self-test. Fields: mode: of the forwards with a fault."""
 
     mode: str
     faults: Collection[str]

@@ -1,4 +1,4 @@
-"""What SGLang's methods do beside their own work: they lead to the canaries."""
+"""Wrappers of SGLang's methods, which lead to the canaries."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 with_ops_outside_graph            poison what was freed, lineages, faults, sweep
   with_active_single_forward_manager(i)      one model forward, captured or not
     pre_ops_maybe_inside_graph    verify and head; on a GPU beside a large model step,
-                                  and behind the start of a prefill graph
+                                  and after the start of a prefill graph
     (the model)
     post_ops_maybe_inside_graph   tail: records, lineages, findings; on a GPU beside
                                   the model's head (`with_tail_after`)

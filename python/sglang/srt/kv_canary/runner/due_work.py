@@ -1,4 +1,4 @@
-"""What a pool's records owe to the host: freed slots and announced prefixes.
+"""Work that is due before a read check: freed slots and announced prefixes.
 
 Both must be on the device before the next read check, in stream order. Neither must be
 before the model: a forward whose layers are one replayed graph starts the graph first

@@ -178,7 +178,9 @@ class SingleForwardManager:
                 is_attended=is_attended,
             )
         state = self._target.buffers.state
-        before_model(state, view, checks, other=self._other)
+        before_model(state, view, checks)
+        if self._other is not None:
+            before_model(*self._other)
 
     def _view_of(
         self, forward_batch: ForwardBatch, reads: Sequence[KVReadView]
@@ -224,17 +226,13 @@ class SingleForwardManager:
             raise AssertionError("KV canary: no pre_ops before these post_ops")
         self._view = self._other = None
         ends_step = not is_draft and forward_batch.forward_mode in _ENDS_STEP
-        write_tail(
-            self._target.buffers.state,
-            view,
-            self._checks,
-            advance=is_draft or ends_step,
-            findings=self._findings if ends_step else None,
-            other=other,
-            other_findings=self._windows.findings
-            if self._windows is not None and ends_step
-            else None,
-        )
+        state, advance = self._target.buffers.state, is_draft or ends_step
+        findings = self._findings if ends_step else None
+        write_tail(state, view, self._checks, advance=advance, findings=findings)
+        if other is not None:
+            assert self._windows is not None
+            findings = self._windows.findings if ends_step else None
+            write_tail(*other, advance=advance, findings=findings)
 
     def post_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
         """Nothing to do on the host: findings travel with the result."""
