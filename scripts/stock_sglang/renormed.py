@@ -1,4 +1,4 @@
-"""What verifications of drafts call of `flashinfer.sampling`, in torch."""
+"""The functions of `flashinfer.sampling` that draft verification calls, in torch."""
 
 from __future__ import annotations
 

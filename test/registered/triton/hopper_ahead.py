@@ -3,9 +3,9 @@ interpreter, so in a process of its own: `python test_*.py --compile` prints JSO
 
 from __future__ import annotations
 
-import functools
 import json
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from sglang.test.ahead_of_time import compile_in_a_process
 SHARED_BYTES = 232448
 
 
-@functools.cache
 def compiled(file: str) -> list[dict[str, Any]]:
     """The list that `file`, run with `--compile`, prints last."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -25,12 +24,16 @@ def compiled(file: str) -> list[dict[str, Any]]:
     return found
 
 
-def assert_fits(each: dict[str, Any]) -> None:
-    """Products and copies are asynchronous, nothing is spilled, and it fits."""
-    assert each["wgmma"] > 0
-    assert each["copies"] > 0
-    assert each["shared"] <= SHARED_BYTES
-    assert each.get("STACK", 0) == 0
+def assert_all_fit(file: str, head_dims: Iterable[int]) -> None:
+    """For each head size products and copies are asynchronous, nothing is spilled, and
+    it fits."""
+    found = compiled(file)
+    assert {each["head_dim"] for each in found} == set(head_dims)
+    for each in found:
+        assert each["wgmma"] > 0
+        assert each["copies"] > 0
+        assert each["shared"] <= SHARED_BYTES
+        assert each.get("STACK", 0) == 0
 
 
 def compile_for_hopper(

@@ -20,6 +20,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from sglang.srt.layers.attention.triton_ops.attend import Sums
+
 _LOG2_E = gl.constexpr(1.4426950408889634)
 # Queries of a tile: the rows of the matrix unit's instruction.
 _QUERIES = gl.constexpr(16)
@@ -40,15 +42,6 @@ class Reads(NamedTuple):
     table: Any
     column_stride: Any
     end: Any
-
-
-class Softmax(NamedTuple):
-    """Sums of a split: [heads, channels] of weighted V, and of each head the largest
-    score and the sum of weights."""
-
-    acc: Any
-    top: Any
-    total: Any
 
 
 @gluon.jit
@@ -282,7 +275,7 @@ def decode_hopper_kernel(
         out,
         partials,
         sinks,
-        Softmax(acc, top, total),
+        Sums(acc, top, total),
         row,
         head,
         is_member,

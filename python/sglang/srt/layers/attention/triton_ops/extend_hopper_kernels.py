@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sglang.srt.layers.attention.triton_ops.attend import Sums
 from sglang.srt.layers.attention.triton_ops.extend_hopper_rings import (
     Share,
     Tiles,
@@ -78,15 +79,6 @@ def fold(score, top, total, factor):
     weight = gl.exp2(score * factor - gl.expand_dims(scaled, 1))
     shrink = gl.exp2(top * factor - scaled)
     return weight, shrink, new_top, total * shrink + gl.sum(weight, 1)
-
-
-class Sums(NamedTuple):
-    """Of a tile: [queries, channels] of weighted V, and of each query the largest
-    product and the sum of weights."""
-
-    acc: Any
-    top: Any
-    total: Any
 
 
 @gluon.jit

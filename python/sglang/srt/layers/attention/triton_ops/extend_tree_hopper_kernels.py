@@ -26,8 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sglang.srt.layers.attention.triton_ops.attend import Sums
 from sglang.srt.layers.attention.triton_ops.extend_hopper_kernels import (
-    Sums,
     attend_rest,
     clear_rest,
     sink_of,
