@@ -40,6 +40,17 @@ PACKAGES = frozenset(
 """Top-level names. What SGLang itself can do without is not among them: it asks whether
 that is there, and would believe that it is."""
 
+WITHOUT = frozenset({"flashinfer.norm"})
+"""Parts that a stand-in lacks: `sgl_kernel` has kernels of its own for them, which it
+takes where these cannot be imported."""
+FUNCTIONS = {
+    "flashinfer.sampling": {
+        "top_k_renorm_probs": "renormed",
+        "top_p_renorm_probs": "renormed",
+    }
+}
+"""Functions that are called, and our modules that have them."""
+
 
 class _Absent(type):
     """Of the classes in place of what a package has."""
@@ -80,7 +91,12 @@ class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = _absent(self.__name__, name)
+        ours = FUNCTIONS.get(self.__name__, {}).get(name)
+        value = (
+            _absent(self.__name__, name)
+            if ours is None
+            else getattr(importlib.import_module(ours), name)
+        )
         setattr(self, name, value)
         return value
 
@@ -91,7 +107,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] not in PACKAGES:
+        if fullname.partition(".")[0] not in PACKAGES or fullname in WITHOUT:
             return None
         parent = sys.modules.get(fullname.rpartition(".")[0])
         if parent is not None and not isinstance(parent, _Module):

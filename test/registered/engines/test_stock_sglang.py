@@ -31,16 +31,16 @@ def run(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
 def test_an_absent_package_is_there_to_import_and_not_to_call() -> None:
     done = run(
         "import flashinfer.gemm as gemm\n"
-        "from flashinfer.norm import rmsnorm\n"
+        "from flashinfer.decode import run\n"
         "class Mine(gemm.Base): pass\n"
-        "Mine().x = rmsnorm | None\n"
-        "try: rmsnorm(1)\n"
+        "Mine().x = run | None\n"
+        "try: run(1)\n"
         "except RuntimeError as error: print(error)\n"
         "import os; print(os.environ['SGLANG_IS_FLASHINFER_AVAILABLE'])"
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "flashinfer.norm.rmsnorm: this package is not installed",
+        "flashinfer.decode.run: this package is not installed",
         "false",
     ]
 
@@ -48,6 +48,44 @@ def test_an_absent_package_is_there_to_import_and_not_to_call() -> None:
 def test_packages_of_other_names_are_not_invented() -> None:
     done = run("import nobody_has_this_package")
     assert "ModuleNotFoundError" in done.stderr
+
+
+def test_sgl_kernel_takes_its_own_norms() -> None:
+    done = run(
+        "import flashinfer\n"
+        "try: import flashinfer.norm as norm\n"
+        "except ImportError: print('its own')"
+    )
+    assert done.stdout == "its own\n", done.stderr
+
+
+def test_functions_that_are_called_are_ours() -> None:
+    """Against rows that are cut by hand, of any number of tokens and ties."""
+    done = run(
+        "import torch\n"
+        "from flashinfer.sampling import top_k_renorm_probs, top_p_renorm_probs\n"
+        "from flashinfer.sampling import min_p_sampling_from_probs\n"
+        "rng = torch.Generator().manual_seed(0)\n"
+        "for rows, width in ((1, 1), (3, 7), (5, 300)):\n"
+        "    probs = torch.rand(rows, width, generator=rng).softmax(1)\n"
+        "    k = torch.randint(1, width + 3, (rows,), generator=rng)\n"
+        "    p = torch.rand(rows, generator=rng)\n"
+        "    by_k, by_p = top_k_renorm_probs(probs, k), top_p_renorm_probs(probs, p)\n"
+        "    for row in range(rows):\n"
+        "        order = sorted(range(width), key=lambda i: -probs[row, i])\n"
+        "        total, n = 0.0, 0\n"
+        "        while n == 0 or total < p[row] and n < width:\n"
+        "            total, n = total + float(probs[row, order[n]]), n + 1\n"
+        "        for found, count in ((by_k, int(k[row])), (by_p, n)):\n"
+        "            due = torch.zeros(width)\n"
+        "            due[order[:count]] = probs[row, order[:count]]\n"
+        "            torch.testing.assert_close(found[row], due / due.sum())\n"
+        "tied = torch.tensor([[0.4, 0.2, 0.2, 0.2]])\n"
+        "assert int((top_k_renorm_probs(tied, 2) > 0).sum()) == 4\n"
+        "assert top_p_renorm_probs(tied, 0.4).tolist() == [[1, 0, 0, 0]]\n"
+        "print('checked')"
+    )
+    assert done.stdout == "checked\n", done.stderr
 
 
 def test_what_is_installed_is_used(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""The launch before a model whose layers are one replayed graph: it comes behind the
-start of the graph, and checks what it would have checked before."""
+"""The launch before a model whose layers are one replayed graph: it follows the start
+of the graph, and finds the same faults as before it."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_the_graph_starts_first(
     owner = harness.new_row(list(range(6)))
     harness.run(harness.prepare(EXTEND, [(owner, 6)]))
     harness.release(owner)
-    # What the harness asks for; a worker does not.
+    # The harness asks for it; a worker does not.
     monkeypatch.setattr(world.manager, "settle", lambda: None)
     batch = world.prefill(*SHAPES[shape])
     world.log.clear()
@@ -200,7 +200,7 @@ def test_a_damaged_prefix_is_found_in_the_forward_that_reads_it(
 
 @pytest.mark.parametrize("injector", ["req_to_token", "early_free"])
 def test_a_planted_fault_is_found(world: World, injector: str) -> None:
-    """It is planted before the graph; the launch stays behind it."""
+    """It is planted before the graph; the launch still follows the graph's start."""
     batch = world.prefill(7, cached=6)
     world.manager.perturb.arm(injector, seed=1)
     assert findings(world.harness, batch)

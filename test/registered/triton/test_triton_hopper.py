@@ -3,9 +3,7 @@ reference, and ahead of time."""
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import sys
 from typing import Any
 
@@ -20,6 +18,7 @@ from attention_problem import (
     make_problem,
     make_sinks,
 )
+from hopper_ahead import assert_all_fit, compile_for_hopper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +31,6 @@ from sglang.srt.layers.attention.triton_ops.extend_hopper_plan import (
     plan_size,
 )
 from sglang.srt.layers.ops.attention import extend_attention_ref
-from sglang.test.ahead_of_time import compile_in_a_process
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=12, suite="cpu")
@@ -218,64 +216,9 @@ def test_a_plan_serves_no_window() -> None:
 # -- ahead of time ---------------------------------------------------------------------
 
 
-@functools.cache
-def compiled() -> list[dict[str, Any]]:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    output = compile_in_a_process([__file__, "--compile"], env=env)
-    found: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
-    return found
-
-
 @pytest.mark.skipif(ON_GPU, reason="the kernel itself runs there")
 def test_it_compiles_without_spilling() -> None:
-    assert {each["head_dim"] for each in compiled()} == set(STAGES)
-    for each in compiled():
-        assert each["wgmma"] > 0
-        assert each["copies"] > 0
-        assert each["shared"] <= 232448
-        assert each.get("STACK", 0) == 0
-
-
-def compile_for_hopper(
-    kernel: Any,
-    *,
-    constants: dict[str, Any],
-    tiles: dict[str, int],
-    types: dict[str, Any],
-) -> dict[str, Any]:
-    """Compile a Gluon kernel; what it takes of a multiprocessor.
-
-    Args:
-        tiles: rows of the descriptors' blocks, of `constants["D"]` channels each.
-        types: of the other parameters; pointers are aligned to 16 bytes.
-    """
-    import triton
-    from test_triton_attention_aot import HOPPER, resources
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from sglang.srt.layers.attention.triton_ops.extend_hopper import _layout
-
-    head_dim = constants["D"]
-    types = types | dict.fromkeys(constants, "constexpr")
-    for name, rows in tiles.items():
-        layout = _layout(rows, head_dim, torch.bfloat16)
-        types[name] = f"tensordesc<bf16{[rows, head_dim]},{layout!r}>"
-    names = kernel.arg_names
-    pointers = [n for n, kind in types.items() if str(kind).startswith("*")]
-    source = GluonASTSource(
-        kernel,
-        {name: types[name] for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
-    )
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": 4})
-    return {
-        "head_dim": head_dim,
-        "shared": compiled.metadata.shared,
-        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
-        "copies": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
-        **resources(compiled.asm["cubin"]),
-    }
+    assert_all_fit(__file__, STAGES)
 
 
 def compile_all() -> list[dict[str, Any]]:

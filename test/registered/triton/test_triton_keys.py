@@ -6,6 +6,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from triton.runtime.jit import DependenciesFinder
+
+from sglang.srt.utils.triton_keys import make_keys_stable
 from sglang.test.ahead_of_time import compile_in_a_process
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -32,6 +35,18 @@ def test_neither_imports_nor_launches_change_a_name() -> None:
     for modules in (MODULES, MODULES[::-1]):
         names.update(compile_in_a_process(["-c", PROGRAM, *modules]).split())
     assert len(names) == 1
+
+
+@pytest.mark.parametrize("missing", ["_update_hash", "record_reference"])
+def test_another_triton_is_left_as_it_is(
+    missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = {"_update_hash", "record_reference"} - {missing}
+    monkeypatch.delattr(DependenciesFinder, missing)
+    before = {name: getattr(DependenciesFinder, name) for name in others}
+    make_keys_stable.__wrapped__()
+    assert {name: getattr(DependenciesFinder, name) for name in others} == before
+    assert "an earlier one has compiled" in caplog.text
 
 
 if __name__ == "__main__":

@@ -3,9 +3,7 @@ time."""
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import sys
 from typing import Any
 
@@ -20,6 +18,7 @@ from attention_problem import (
     make_sinks,
     random_trees,
 )
+from hopper_ahead import assert_all_fit, compile_for_hopper
 
 from sglang.srt.layers.attention.triton_ops.extend_tree_hopper import (
     BLOCK,
@@ -28,7 +27,6 @@ from sglang.srt.layers.attention.triton_ops.extend_tree_hopper import (
     serves_tree,
 )
 from sglang.srt.layers.ops.attention import extend_attention_ref
-from sglang.test.ahead_of_time import compile_in_a_process
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=10, suite="cpu")
@@ -185,28 +183,13 @@ def test_who_is_served() -> None:
 # -- ahead of time ---------------------------------------------------------------------
 
 
-@functools.cache
-def compiled() -> list[dict[str, Any]]:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    output = compile_in_a_process([__file__, "--compile"], env=env)
-    found: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
-    return found
-
-
 @pytest.mark.skipif(ON_GPU, reason="the kernel itself runs there")
 def test_it_compiles_without_spilling() -> None:
-    assert {each["head_dim"] for each in compiled()} == set(STAGES)
-    for each in compiled():
-        assert each["wgmma"] > 0
-        assert each["copies"] > 0
-        assert each["shared"] <= 232448
-        assert each.get("STACK", 0) == 0
+    assert_all_fit(__file__, STAGES)
 
 
 def compile_all() -> list[dict[str, Any]]:
     """Compile the kernel for each head size, with full and short tiles."""
-    from test_triton_hopper import compile_for_hopper
-
     from sglang.srt.layers.attention.triton_ops.args import Pages
     from sglang.srt.layers.attention.triton_ops.extend_hopper_kernels import Softmax
     from sglang.srt.layers.attention.triton_ops.extend_tree_hopper_kernels import (

@@ -195,9 +195,9 @@ def _with_canary_bracketing(
     """Wrap `forward` in the launches before and after it.
 
     Args:
-        has_all_layers: whether `stack` makes the calls of every layer.
         stack: runs in `forward` before its head unless `forward` is given another
             `stack`; None: it has no such argument.
+        has_all_layers: whether `stack` makes the calls of every layer.
     """
 
     def bracketed(*args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,10 @@ launches: a process may compile again what another one has left.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -18,8 +21,14 @@ def make_keys_stable() -> None:
     by the names of their modules, from now on."""
     from triton.runtime.jit import DependenciesFinder
 
-    update = DependenciesFinder._update_hash
-    record = DependenciesFinder.record_reference
+    update = getattr(DependenciesFinder, "_update_hash", None)
+    record = getattr(DependenciesFinder, "record_reference", None)
+    if update is None or record is None:
+        logger.warning(
+            "Triton names kernels in a way that is not known here: a start may compile "
+            "kernels that an earlier one has compiled"
+        )
+        return
 
     def update_hash(self: Any, func: Any) -> None:
         _ = func.cache_key  # which finds its constants

@@ -40,7 +40,13 @@ _MODEL = {
 }
 
 
-_DRAFT = {**_MODEL, "architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+_DRAFT = {
+    **_MODEL,
+    "architectures": ["LlamaForCausalLMEagle"],
+    "num_hidden_layers": 1,
+    # SGLang gives it the target's embedding and head, one after the other.
+    "tie_word_embeddings": False,
+}
 _TREES = {
     "speculative_algorithm": "EAGLE",
     "speculative_num_steps": 3,

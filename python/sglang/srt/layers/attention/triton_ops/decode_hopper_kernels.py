@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sglang.srt.layers.attention.triton_ops.args import Compares
+from sglang.srt.layers.attention.triton_ops.attend import Sums
 from sglang.srt.layers.attention.triton_ops.decode_checked import Compared
 from sglang.srt.layers.attention.triton_ops.decode_hopper_checked import (
     end_watch,
@@ -35,15 +36,6 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 _QUERIES = gl.constexpr(16)
 _NEVER = gl.constexpr(int(Compares.NEVER))
 _IN_TURN = gl.constexpr(int(Compares.IN_TURN))
-
-
-class Softmax(NamedTuple):
-    """Sums of a split: [heads, channels] of weighted V, and of each head the largest
-    score and the sum of weights."""
-
-    acc: Any
-    top: Any
-    total: Any
 
 
 @gluon.jit
@@ -213,7 +205,7 @@ def attend_tiles(
     COPY: gl.constexpr,
     COMPARES: gl.constexpr,
 ):
-    """Softmax and result of a split, as a `Softmax`.
+    """Softmax and result of a split, as a `Sums`.
 
     Args:
         of: the `Compared` whose bytes are compared, unless COMPARES is NEVER.
@@ -264,7 +256,7 @@ def attend_tiles(
     async_copy.wait_group(0)
     if COMPARES != _NEVER:
         end_watch(watch, reads, begin, of, SHAPE, COMPARES == _IN_TURN)
-    return Softmax(acc, top, total)
+    return Sums(acc, top, total)
 
 
 @gluon.jit(do_not_specialize=["window", "layer"])

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sglang.srt.layers.attention.triton_ops.attend import Sums
 from sglang.srt.layers.attention.triton_ops.extend_hopper_rings import (
     Share,
     Tiles,
@@ -78,6 +79,30 @@ def fold(score, top, total, factor):
     weight = gl.exp2(score * factor - gl.expand_dims(scaled, 1))
     shrink = gl.exp2(top * factor - scaled)
     return weight, shrink, new_top, total * shrink + gl.sum(weight, 1)
+
+
+@gluon.jit
+def attend_rest(query, rings, p, sums, at, end, factor, SCORES: gl.constexpr):
+    """`Sums` with the blocks at .. end, which every query attends, and with the V of
+    the block before them, whose weights are `p`."""
+    acc, top, total = sums
+    dtype: gl.constexpr = p.dtype
+    WEIGHTS: gl.constexpr = p.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    for step in range(at, end):
+        scores = start_scores(query, rings, step, SCORES)
+        added = start_sums(p, acc, rings, step - 1)
+        score = warpgroup_mma_wait(1, deps=[scores])
+        give_back(rings.k_empty, step)
+        weight, shrink, top, total = fold(score, top, total, factor)
+        # The weights stay in their registers until they are multiplied.
+        acc, p = warpgroup_mma_wait(0, deps=[added, p])
+        give_back(rings.v_empty, step - 1)
+        acc = acc * gl.expand_dims(gl.convert_layout(shrink, ROW), 1)
+        p = gl.convert_layout(weight.to(dtype), WEIGHTS)
+    acc = warpgroup_mma_wait(0, deps=[start_sums(p, acc, rings, end - 1)])
+    give_back(rings.v_empty, end - 1)
+    return Sums(acc, top, total)
 
 
 @gluon.jit
@@ -185,21 +210,10 @@ def attend(
             p = gl.convert_layout(weight.to(dtype), WEIGHTS)
             at += 1
 
-        for step in range(at, end):
-            scores = start_scores(query, rings, step, SCORES)
-            sums = start_sums(p, acc, rings, step - 1)
-            score = warpgroup_mma_wait(1, deps=[scores])
-            give_back(rings.k_empty, step)
-            weight, shrink, top, total = fold(score, top, total, softmax.factor)
-            # The weights stay in their registers until they are multiplied.
-            acc, p = warpgroup_mma_wait(0, deps=[sums, p])
-            give_back(rings.v_empty, step - 1)
-            acc = acc * gl.expand_dims(gl.convert_layout(shrink, ROW), 1)
-            p = gl.convert_layout(weight.to(dtype), WEIGHTS)
+        acc, top, total = attend_rest(
+            query, rings, p, Sums(acc, top, total), at, end, softmax.factor, SCORES
+        )
         at = end
-
-        acc = warpgroup_mma_wait(0, deps=[start_sums(p, acc, rings, at - 1)])
-        give_back(rings.v_empty, at - 1)
         if softmax.sinks is not None:
             total += sink_of(softmax, work.head, top)
         inverse = gl.convert_layout(1.0 / total, ROW)

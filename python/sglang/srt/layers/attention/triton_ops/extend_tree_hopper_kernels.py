@@ -26,9 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sglang.srt.layers.attention.triton_ops.attend import Sums
 from sglang.srt.layers.attention.triton_ops.extend_hopper_kernels import (
+    attend_rest,
     clear_rest,
-    fold,
     sink_of,
     start_scores,
     start_sums,
@@ -256,21 +257,10 @@ def attend_tree(
             p = gl.convert_layout(weight.to(dtype), WEIGHTS)
             at += 1
 
-        for step in range(at, end):
-            scores = start_scores(query, rings, step, SCORES)
-            sums = start_sums(p, acc, rings, step - 1)
-            score = warpgroup_mma_wait(1, deps=[scores])
-            give_back(rings.k_empty, step)
-            weight, shrink, top, total = fold(score, top, total, softmax.factor)
-            # The weights stay in their registers until they are multiplied.
-            acc, p = warpgroup_mma_wait(0, deps=[sums, p])
-            give_back(rings.v_empty, step - 1)
-            acc = acc * gl.expand_dims(gl.convert_layout(shrink, ROW), 1)
-            p = gl.convert_layout(weight.to(dtype), WEIGHTS)
+        acc, top, total = attend_rest(
+            query, rings, p, Sums(acc, top, total), at, end, softmax.factor, SCORES
+        )
         at = end
-
-        acc = warpgroup_mma_wait(0, deps=[start_sums(p, acc, rings, at - 1)])
-        give_back(rings.v_empty, at - 1)
         if softmax.sinks is not None:
             total += sink_of(softmax, work.head + HALF, top)
         # A sum of zero: a padded query.
