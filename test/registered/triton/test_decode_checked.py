@@ -16,7 +16,6 @@ import torch
 from attention_problem import (
     DEVICE,
     DTYPES,
-    NAN,
     ON_GPU,
     Problem,
     assert_same,
@@ -44,7 +43,6 @@ from sglang.srt.layers.attention.triton_ops.args import Check, Compares
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
     ComparedLayer,
     decode_attention,
-    decode_workspace,
 )
 from sglang.srt.layers.ops.attention import decode_attention_ref
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -77,18 +75,8 @@ class Checked:
     ) -> None:
         """One launch; its results must be those of the torch reference."""
         problem = self.problem
-        rows = len(problem.prefix_lens)
-        q = problem.q[:rows]
-        workspace = decode_workspace(
-            rows=rows,
-            q_heads=q.shape[1],
-            kv_heads=problem.k_cache.shape[1],
-            head_dim=q.shape[2],
-            max_context=max_context,
-            device=DEVICE,
-        )
-        workspace.partial.fill_(NAN)
-        workspace.lse.fill_(NAN)
+        q = problem.q[: len(problem.prefix_lens)]
+        workspace = problem.decode_workspace(max_context)
         out, expected = torch.full_like(q, 7.0), torch.full_like(q, 7.0)
         common = {
             "page_table": problem.page_table,
@@ -105,6 +93,7 @@ class Checked:
             q, *caches, **common, out=out, workspace=workspace, compared=compared
         )
         assert_same(out, expected)
+        assert not workspace.counters.any()
 
     def flip(self, row: int, element: int, *, bit: int, head: int, is_k: bool) -> int:
         """Flip a bit of a head's K or V; returns the slot."""

@@ -131,6 +131,7 @@ def arguments(variant: Variant) -> dict[str, Any]:
         "slot_stride": ALIGNED,
         "new_kv": NewKV(element, element, ALIGNED, ALIGNED),
         "partials": partials,
+        "counters": "*i32",
         "read_lens": "*i64",
         "qo_indptr": None if variant.is_decode else "*i64",
         "tree_mask": "*u8" if variant.has_tree else None,

@@ -79,11 +79,14 @@ class DecodeWorkspace:
         partial: [cells * head_dim] float32, partial results. Cells are (row, query
             head, split) of the launch; only the kernels read or write them.
         lse: [cells] float32, log2 of the partial softmax sums.
+        counters: [rows * programs of a row and split] int32, zero; every launch leaves
+            them so.
         max_context: most KV elements of a row; it fixes the splits of a launch.
     """
 
     partial: Tensor
     lse: Tensor
+    counters: Tensor
     max_context: int
 
 
@@ -113,7 +116,15 @@ def decode_workspace(
     """Scratch for launches of up to `rows` rows with these heads.
 
     A row with more than `max_context` elements is still computed, only slower.
+
+    Raises:
+        RuntimeError: inside a graph capture, whose replays alone would make it zero.
     """
+    if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a decode workspace would be allocated inside a graph capture; "
+            "run the captured function once before the capture"
+        )
     blocks = _head_blocks(q_heads // kv_heads)
     cells = max(
         count
@@ -126,6 +137,9 @@ def decode_workspace(
     return DecodeWorkspace(
         partial=torch.empty(cells * head_dim, dtype=torch.float32, device=device),
         lse=torch.empty(cells, dtype=torch.float32, device=device),
+        counters=torch.zeros(
+            max(rows, 1) * kv_heads * blocks, dtype=torch.int32, device=device
+        ),
         max_context=max_context,
     )
 
@@ -221,7 +235,9 @@ def decode_attention(
     )
     cells = rows * q_heads * splits
     if splits > 1 and (
-        workspace.lse.numel() < cells or workspace.partial.numel() < cells * head_dim
+        workspace.lse.numel() < cells
+        or workspace.partial.numel() < cells * head_dim
+        or workspace.counters.numel() < rows * programs_per_row
     ):
         raise ValueError(
             f"decode_attention: the workspace holds {workspace.lse.numel()} cells, "
@@ -237,9 +253,11 @@ def decode_attention(
         "compares": Compares.NEVER if compared is None else compared.compares,
     }
     kernel: Any = decode_split_kernel
+    counters: tuple[Tensor, ...] = ()
     if on_hopper:
         kernel = decode_hopper_kernel
         launch = decode_hopper_launch(**wanted)
+        counters = (workspace.counters,)
     else:
         launch = decode_launch(**wanted, itemsize=q.element_size())
     outputs = tokens_args(out)
@@ -249,6 +267,7 @@ def decode_attention(
         tokens_args(q),
         outputs,
         partials,
+        *counters,
         pool_args(k_cache, v_cache),
         pages_args(page_table, row_index),
         read_lens,
@@ -259,7 +278,7 @@ def decode_attention(
         None if compared is None else compared.layer,
         **launch.options(),
     )
-    if splits == 1:
+    if splits == 1 or launch.constants.get("ADDED"):
         return
     decode_combine_kernel[(q_heads, rows)](
         partials,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 
 from sglang.srt.layers.attention.triton_ops.args import (
     Compares,
@@ -20,6 +21,26 @@ TILES = {64: (64, 2, 2), 128: (32, 2, 2)}
 # Of a thread where bytes are compared: so that as many programs share a multiprocessor
 # as its shared memory holds, six.
 CHECKED_REGISTERS = 168
+# Registers of a thread that hold partial results while they are added up: the tiles'
+# products, whose registers they take, need more.
+ADDED_REGISTERS = 64
+# Reads one after the other of a program that adds up a row's splits; where there were
+# more a program per head is faster.
+MAX_READS = 8
+
+IS_DEPENDENT = False
+
+
+def added_splits(*, group: int, head_dim: int, warps: int, splits: int) -> int:
+    """Splits that the last program of a row and head block adds up at once, a power of
+    two; 0: another kernel adds them up, or there is one split."""
+    heads = int(triton.next_power_of_2(min(group, QUERIES)))
+    threads = 32 * warps
+    at_once = ADDED_REGISTERS * threads // (heads * head_dim)
+    # Of a head or two the threads share out the splits.
+    least = max(4 * threads // (heads * head_dim), 1)
+    at_once = max(min(at_once, int(triton.next_power_of_2(splits))), least)
+    return at_once if 1 < splits <= MAX_READS * at_once else 0
 
 
 def serves_decode(
@@ -40,14 +61,21 @@ def decode_hopper_launch(
 ) -> Launch:
     """Compile-time parameters of the kernel, chosen from shapes alone."""
     block_n, warps, stages = TILES[head_dim]
+    shape = shape_args(q_heads, kv_heads, head_dim, page_size)
+    added = added_splits(
+        group=shape.group, head_dim=head_dim, warps=warps, splits=splits
+    )
     return Launch(
         constants={
-            "SHAPE": shape_args(q_heads, kv_heads, head_dim, page_size),
+            "SHAPE": shape,
             "TILE": DecodeTile(QUERIES, block_n, splits),
             "STAGES": stages,
             "COMPARES": int(compares),
+            "ADDED": added,
+            "PDL": IS_DEPENDENT,
         },
         num_warps=warps,
         num_stages=stages,
+        launch_pdl=IS_DEPENDENT,
         max_registers=None if compares is Compares.NEVER else CHECKED_REGISTERS,
     )

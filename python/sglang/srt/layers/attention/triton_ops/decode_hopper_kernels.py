@@ -15,10 +15,10 @@ are multiplied; slots of a tile are looked up one tile before its copy begins.
 
 from typing import Any, NamedTuple
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang.srt.layers.attention.triton_ops.args import Compares
 from sglang.srt.layers.attention.triton_ops.attend import Sums
@@ -30,6 +30,7 @@ from sglang.srt.layers.attention.triton_ops.decode_hopper_checked import (
     watch_tile,
 )
 from sglang.srt.layers.attention.triton_ops.decode_hopper_reads import Reads, slots_of
+from sglang.srt.layers.attention.triton_ops.decode_hopper_results import put_result
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 # Queries of a tile: the rows of the matrix unit's instruction.
@@ -138,43 +139,6 @@ def split_plan(read_len, window, TILE: gl.constexpr):
     return begin, tiles_per_split * TILE.block_n, active
 
 
-@gluon.jit
-def put_result(
-    out,
-    partials,
-    sinks,
-    sums,
-    row,
-    head,
-    is_member,
-    split,
-    active,
-    read_len,
-    SHAPE: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """Store the result of a row that one split computes, or a partial one."""
-    D: gl.constexpr = SHAPE.head_dim
-    LAYOUT: gl.constexpr = sums.acc.type.layout
-    acc, top, total = sums
-    channel = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT)), 0)
-    is_query = gl.expand_dims(is_member, 1)
-    if active <= 1:
-        if sinks is not None:
-            sink = gl.load(sinks + head, mask=is_member, other=0.0).to(gl.float32)
-            total += gl.where(total == 0.0, 0.0, gl.exp2(sink * _LOG2_E - top))
-        # `total` is zero only where the row reads nothing.
-        result = acc / gl.expand_dims(gl.where(read_len > 0, total, 1.0), 1)
-        cells = gl.expand_dims(row * out.stride + head * D, 1) + channel
-        gl.store(out.at + cells, result.to(out.at.dtype.element_ty), mask=is_query)
-    else:
-        cell = (row * (SHAPE.kv_heads * SHAPE.group) + head) * TILE.splits + split
-        result = acc / gl.expand_dims(total, 1)
-        cells = gl.expand_dims(cell * D, 1) + channel
-        gl.store(partials.results + cells, result, mask=is_query)
-        gl.store(partials.lse + cell, top + tl.log2(total), mask=is_member)
-
-
 class Work(NamedTuple):
     """A split of one row's elements, whose first copies are under way.
 
@@ -264,6 +228,7 @@ def decode_hopper_kernel(
     q,
     out,
     partials,
+    counters,
     pool,
     pages,
     read_lens,
@@ -276,14 +241,24 @@ def decode_hopper_kernel(
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     COMPARES: gl.constexpr,
+    ADDED: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    """`decode_split_kernel` for half precision: same grid, arguments and results.
+    """`decode_split_kernel` for half precision: same grid, arguments and results, but
+    for splits that its programs add up themselves.
 
     Args:
+        counters: int32 [rows * programs of a row and split], zero; left so.
         SHAPE: `args.Shape`, of at least 64 channels, a power of two.
         TILE: `args.DecodeTile` of 16 query heads. STAGES: tiles in shared memory.
         COMPARES: of `args.Compares`, as there.
+        ADDED: partial results of a head that are read at once; 0: another kernel adds
+            them up.
+        PDL: it starts, and lets the next kernel start, before the one ahead has ended.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     WARPS: gl.constexpr = gl.num_warps()
     D: gl.constexpr = SHAPE.head_dim
     N: gl.constexpr = TILE.block_n
@@ -332,6 +307,7 @@ def decode_hopper_kernel(
     put_result(
         out,
         partials,
+        counters,
         sinks,
         sums,
         row,
@@ -342,4 +318,5 @@ def decode_hopper_kernel(
         read_len,
         SHAPE,
         TILE,
+        ADDED,
     )
