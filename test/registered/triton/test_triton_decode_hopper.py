@@ -161,7 +161,7 @@ def test_all_stores_come_before_the_atomic_and_registers_do_not_rise() -> None:
 @on_hopper
 @pytest.mark.parametrize(("heads", "head_dim"), HEADS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_results(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+def test_heads(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
     sinks = make_sinks(heads[0], dtype=dtype)
     for options in (
         {"max_context": 64},
@@ -229,6 +229,16 @@ def test_both_ways_of_adding_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert launch.constants["ADDED"] == 0
     torch.testing.assert_close(decode((32, 8), 128, LENS), added, rtol=8e-3, atol=8e-3)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA graph")
+def test_a_workspace_is_not_made_inside_a_capture() -> None:
+    problem = make_problem(prefix_lens=[90], new_lens=[1])
+    with (
+        pytest.raises(RuntimeError, match="inside a graph capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        problem.decode_workspace(512)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ ADDED_REGISTERS = 64
 # Reads one after the other of a program that adds up a row's splits; where there were
 # more a program per head is faster.
 MAX_READS = 8
-
+# Whether it starts, and lets the next one start, before the kernel ahead has ended.
 IS_DEPENDENT = False
 
 

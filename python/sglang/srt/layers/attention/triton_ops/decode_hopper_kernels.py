@@ -315,7 +315,6 @@ def decode_hopper_kernel(
         is_member,
         split,
         active,
-        read_len,
         SHAPE,
         TILE,
         ADDED,

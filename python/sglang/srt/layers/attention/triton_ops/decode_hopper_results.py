@@ -26,7 +26,6 @@ def put_result(
     is_member,
     split,
     active,
-    read_len,
     SHAPE: gl.constexpr,
     TILE: gl.constexpr,
     ADDED: gl.constexpr,
@@ -36,7 +35,7 @@ def put_result(
     D: gl.constexpr = SHAPE.head_dim
     acc, top, total = sums
     if active <= 1:
-        put_heads(out, sinks, sums, row, head, is_member, read_len, D)
+        put_heads(out, sinks, sums, row, head, is_member, active, D)
     else:
         LAYOUT: gl.constexpr = acc.type.layout
         channel = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT)), 0)
@@ -57,8 +56,8 @@ def put_result(
 
 
 @gluon.jit
-def put_heads(out, sinks, sums, row, head, is_member, read_len, D: gl.constexpr):
-    """Store the heads of a row, which has elements or not: [heads, channels]."""
+def put_heads(out, sinks, sums, row, head, is_member, active, D: gl.constexpr):
+    """Store the heads of a row, of which `active` splits have any elements."""
     acc, top, total = sums
     LAYOUT: gl.constexpr = acc.type.layout
     channel = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT)), 0)
@@ -66,7 +65,7 @@ def put_heads(out, sinks, sums, row, head, is_member, read_len, D: gl.constexpr)
         sink = gl.load(sinks + head, mask=is_member, other=0.0).to(gl.float32)
         total += gl.where(total == 0.0, 0.0, gl.exp2(sink * _LOG2_E - top))
     # `total` is zero only where the row reads nothing.
-    result = acc / gl.expand_dims(gl.where(read_len > 0, total, 1.0), 1)
+    result = acc / gl.expand_dims(gl.where(active > 0, total, 1.0), 1)
     cells = gl.expand_dims(row * out.stride + head * D, 1) + channel
     result = result.to(out.at.dtype.element_ty)
     gl.store(out.at + cells, result, mask=gl.expand_dims(is_member, 1))
