@@ -1,17 +1,18 @@
 """Sums over the bytes of a KV head in a slot and layer, in torch: the one definition.
 
-Attention loads all K and V of the slots that it reads. A sum of their 32-bit words that
-it can add up on the way, and the same sum kept since the slot was written, make a check
-of every byte at the price of the additions:
+Attention loads all K and V of the slots that it reads. A sum of their bytes that it can
+add up on the way, and the same sum kept since the slot was written, make a check of
+every byte at the price of the additions:
 
 ```
-sum of a head = sum over words of K and V of low(word * factor) + high(word * factor)
+sum of a head = sum over bytes b of K and V of b * factor(place of b in K or in V)
 ```
 
-modulo 2^32, `low` and `high` the halves of the product's 64 bits. A factor belongs to a
-word's place in the slot's K or V of a layer. It is odd and no power of two, so that any
-change of one bit changes the sum; and because the high half counts, changes of several
-top bits do not cancel, as they do in a plain product modulo 2^32.
+modulo 2^32, bytes signed. Factors are odd, so that any change of one byte changes the
+sum; and no two factors agree in their low 25 bits, nor does one and the negative of
+another, so that flips of two bits never cancel. A factor is four signed bytes, digits
+to the base 256: a matrix unit multiplies bytes of a head by the digits of all factors
+as it multiplies anything else.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from kv_canary.hashing import mix64
 
-V_PLACE = 1 << 20
-"""Place of the first word of V; those of K begin at 0."""
+V_PLACE = 1 << 12
+"""Place of the first byte of V; those of K begin at 0. Heads are smaller."""
 
 MASK32 = (1 << 32) - 1
 MIX_1 = 0x7FEB352D
@@ -37,17 +38,9 @@ def mix32(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def word_factors(places: Tensor) -> Tensor:
-    """Factors of words by their places, int64, below 2^32: bits 0 and 31 are set."""
-    return mix32(places) | (1 << 31) | 1
-
-
-def fold_products(words: Tensor, factors: Tensor) -> Tensor:
-    """low(word * factor) + high(word * factor) of int64 tensors below 2^32; low 32 bits
-    count."""
-    # A product of 64 bits, of which int64 keeps all but the sign's meaning.
-    product = words * factors
-    return (product & MASK32) + ((product >> 32) & MASK32)
+def byte_factors(places: Tensor) -> Tensor:
+    """Factors of bytes by their places, int64, odd and below 2^32."""
+    return mix32(places) | 1
 
 
 def head_sums(k: Tensor, v: Tensor) -> Tensor:
@@ -75,11 +68,9 @@ def whole_sums(sums: Tensor) -> Tensor:
 
 def _half_sums(words: Tensor, first_place: int) -> Tensor:
     """Sums of K or of V, int64 [..., heads]; low 32 bits count."""
-    *_, heads, count = words.shape
-    places = torch.arange(2 * heads * count, device=words.device) + first_place
-    factors = word_factors(places).view(heads, count, 2)
-    halves = torch.stack((words & MASK32, (words >> 32) & MASK32), dim=-1)
-    return fold_products(halves, factors).sum(dim=(-2, -1))
+    data = words.contiguous().view(torch.int8)
+    places = torch.arange(data.shape[-1], device=words.device) + first_place
+    return (data.to(torch.int64) * byte_factors(places)).sum(dim=-1)
 
 
 def _as_int32(sums: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -23,9 +24,8 @@ from kv_canary.attended import attended_bytes, with_sums
 from kv_canary.head_sums import (
     MASK32,
     V_PLACE,
-    fold_products,
+    byte_factors,
     head_sums,
-    word_factors,
 )
 from kv_canary.layout import (
     FingerprintMode,
@@ -62,35 +62,30 @@ def sums_of(k: Tensor, v: Tensor) -> Tensor:
     return head_sums(*words)
 
 
-@pytest.mark.parametrize("first", [0, V_PLACE])
-def test_a_flipped_bit_changes_every_product(first: int) -> None:
-    """Of any word, because no factor times a power of two is 0, 1 or -1 modulo
-    2^32 - 1: a product's halves add up to it, give or take a carry."""
-    factors = word_factors(torch.arange(first, first + (1 << 14)))
-    assert int(factors.min()) >= 1 << 31 and int(factors.max()) <= MASK32
+def test_no_two_flipped_bits_cancel() -> None:
+    """Of any two bytes of K and V of heads of up to 4,096 bytes: a flip of bit b adds or
+    takes 2^b times an odd factor, and only those of equal bits could cancel."""
+    factors = byte_factors(torch.arange(2 * V_PLACE))
+    assert int(factors.min()) > 0 and int(factors.max()) <= MASK32
     assert bool((factors % 2 == 1).all())
-    assert len(factors.unique()) > 0.99 * len(factors)
-    for bit in range(32):
-        turned = (factors << bit | factors >> (32 - bit)) & MASK32
-        assert not bool(torch.isin(turned, torch.tensor([0, 1, MASK32 - 1])).any())
-    rng = torch.Generator().manual_seed(first)
-    words = torch.randint(1 << 32, (len(factors),), generator=rng)
-    words[:4] = torch.tensor([0, 1, 1 << 31, MASK32])
-    before = fold_products(words, factors) & MASK32
-    for bit in range(32):
-        after = fold_products(words ^ (1 << bit), factors) & MASK32
-        assert not bool((before == after).any())
+    low = torch.cat((factors, -factors)) & ((1 << 25) - 1)
+    assert len(low.unique()) == len(low)
 
 
-def test_products_are_those_of_whole_numbers() -> None:
+def test_sums_are_those_of_whole_numbers() -> None:
     rng = torch.Generator().manual_seed(3)
-    words, factors = torch.randint(1 << 32, (2, 500), generator=rng)
-    found = fold_products(words, factors)
-    for word, factor, value in zip(
-        words.tolist(), factors.tolist(), found.tolist(), strict=True
-    ):
-        product = word * factor
-        assert value & MASK32 == (product % (1 << 32) + (product >> 32)) & MASK32
+    k = torch.randint(-128, 128, (3, 2, 40), generator=rng).to(torch.int8)
+    v = torch.randint(-128, 128, (3, 2, 16), generator=rng).to(torch.int8)
+    k[0], v[1] = -128, 127
+    found = head_sums(k.view(torch.int64), v.view(torch.int64))
+    assert found.dtype is torch.int32 and found.shape == (3, 2)
+    for slot, head in itertools.product(range(3), range(2)):
+        expected = sum(
+            byte * int(byte_factors(torch.tensor(first + place)))
+            for half, first in ((k, 0), (v, V_PLACE))
+            for place, byte in enumerate(half[slot, head].tolist())
+        )
+        assert int(found[slot, head]) & MASK32 == expected & MASK32
 
 
 @each_backend

@@ -1,4 +1,4 @@
-"""Sums of the words of KV heads in Triton: `head_sums.py`, and the table of them.
+"""Sums of the bytes of KV heads in Triton: `head_sums.py`, and the table of them.
 
 `data` and HASHING are tuples of `triton_args.py`.
 """
@@ -17,16 +17,15 @@ V_PLACE = tl.constexpr(head_sums.V_PLACE)
 MIX_1 = tl.constexpr(head_sums.MIX_1)
 MIX_2 = tl.constexpr(head_sums.MIX_2)
 SLOT_FACTOR = tl.constexpr(head_sums.SLOT_FACTOR)
-ENDS = tl.constexpr((1 << 31) | 1)
 
 
 @triton.jit
-def word_factors(place):
-    """`head_sums.word_factors` of places, uint32."""
+def byte_factors(place):
+    """`head_sums.byte_factors` of places, uint32."""
     x = place.to(tl.uint32)
     x = (x ^ (x >> 16)) * MIX_1
     x = (x ^ (x >> 15)) * MIX_2
-    return (x ^ (x >> 16)) | ENDS
+    return (x ^ (x >> 16)) | 1
 
 
 @triton.jit
@@ -36,18 +35,18 @@ def slot_factors(slot):
 
 
 @triton.jit
-def fold_products(word, factor):
-    """`head_sums.fold_products` of uint32."""
-    product = word.to(tl.uint64) * factor.to(tl.uint64)
-    return product.to(tl.uint32) + (product >> 32).to(tl.uint32)
+def _byte_product(word, place, NUMBER: tl.constexpr):
+    """A byte of uint32 words, the lowest is 0, times the factor of its place."""
+    byte = (word << (24 - 8 * NUMBER)).to(tl.int32, bitcast=True) >> 24
+    return byte.to(tl.uint32, bitcast=True) * byte_factors(place + NUMBER)
 
 
 @triton.jit
-def _sum_halves(word, place):
-    """Folded products of 64-bit words, whose lower halves have these places."""
-    low = fold_products(word.to(tl.uint32), word_factors(place))
-    high = (word >> 32).to(tl.uint32)
-    return low + fold_products(high, word_factors(place + 1))
+def sum_bytes(word, place):
+    """Products of the four bytes of uint32 words with the factors of their places, of
+    which these are the first, added up: uint32."""
+    low = _byte_product(word, place, 0) + _byte_product(word, place, 1)
+    return low + _byte_product(word, place, 2) + _byte_product(word, place, 3)
 
 
 @triton.jit
@@ -70,8 +69,10 @@ def _sum_cells(
     word = tl.arange(0, PADDED)
     inside = mask[:, None] & (word < SIZE)[None, :]
     loaded = tl.load(at[:, None] + word[None, :], mask=inside, other=0)
-    place = FIRST + 2 * (head[:, None] * SIZE + word[None, :])
-    return tl.sum(_sum_halves(loaded, place), axis=1)
+    place = FIRST + 8 * word[None, :]
+    sums = sum_bytes(loaded.to(tl.uint32), place)
+    sums += sum_bytes((loaded >> 32).to(tl.uint32), place + 4)
+    return tl.sum(sums, axis=1)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Decode attention that compares the bytes it loads with sums kept of them.
 
-A program has all K and V of its elements in registers anyway. It adds up folded
-products of their 32-bit words (`kv_canary.head_sums`), takes off the sums kept of these
-slots, and is done if nothing is left: per slot it loads 4 bytes more than attention.
+A program has all K and V of its elements in registers anyway. It adds up their bytes,
+each with its factor (`kv_canary.head_sums`), takes off the sums kept of these slots,
+and is done if nothing is left: per slot it loads 4 bytes more than attention.
 Each slot counts with an odd factor of its own, so that no two cancel. Only where
 something is left does it look again, slot by slot, and reports. `check` is the `Check`
 of `args`.
@@ -26,9 +26,8 @@ from kv_canary.kernels.triton_report import (
 )
 from kv_canary.kernels.triton_sums import (
     V_PLACE,
-    fold_products,
     slot_factors,
-    word_factors,
+    sum_bytes,
 )
 from sglang.srt.layers.attention.triton_ops.attend import Sums, scores_of
 from sglang.srt.layers.attention.triton_ops.elements import page_at, slot_of
@@ -68,21 +67,12 @@ def words_of(tile):
 
 
 @triton.jit
-def factors_of(kv_head, kv, SHAPE: tl.constexpr):
-    """Factors of the words of K and of V of a head, uint32 [1, words] each."""
-    BITS: tl.constexpr = kv.k.dtype.element_ty.primitive_bitwidth
-    word = tl.arange(0, SHAPE.block_d * BITS // 32)
-    place = (kv_head * (SHAPE.head_dim * BITS // 32) + word)[None, :]
-    return word_factors(place), word_factors(place + V_PLACE)
-
-
-@triton.jit
-def lane_sums(k, v, k_factor, v_factor):
-    """Folded products of K and V of elements, uint32 [elements, words / LANE_WORDS]."""
-    products = fold_products(words_of(k), k_factor)
-    products += fold_products(words_of(v), v_factor)
-    LANES: tl.constexpr = products.shape[1] // LANE_WORDS
-    lanes = tl.reshape(products, (products.shape[0], LANES, LANE_WORDS))
+def lane_sums(k, v):
+    """Sums of bytes of K and V of elements, uint32 [elements, words / LANE_WORDS]."""
+    WORDS: tl.constexpr = k.shape[1] * k.dtype.primitive_bitwidth // 32
+    place = 4 * tl.arange(0, WORDS)[None, :]
+    sums = sum_bytes(words_of(k), place) + sum_bytes(words_of(v), place + V_PLACE)
+    lanes = tl.reshape(sums, (k.shape[0], WORDS // LANE_WORDS, LANE_WORDS))
     return tl.sum(lanes, 2)
 
 
@@ -102,7 +92,6 @@ def report_changed(begin, end, kv, of, SHAPE: tl.constexpr, TILE: tl.constexpr):
     nothing: verify reports them."""
     BLOCK_N: tl.constexpr = TILE.block_n
     check, row, layer, kv_head = of
-    k_factor, v_factor = factors_of(kv_head, kv, SHAPE)
     clock = tl.load(check.state.clock)
     req = tl.load(check.req_rows + row)
     serial = tl.load(check.serials + row)
@@ -121,7 +110,7 @@ def report_changed(begin, end, kv, of, SHAPE: tl.constexpr, TILE: tl.constexpr):
         k = tl.load(kv.k + slot * kv.k_stride, mask=is_loaded, other=0.0)
         v = tl.load(kv.v + slot * kv.v_stride, mask=is_loaded, other=0.0)
         number = (page + element % SHAPE.page_size).to(tl.int64)
-        computed = tl.sum(lane_sums(k, v, k_factor, v_factor), 1)
+        computed = tl.sum(lane_sums(k, v), 1)
         kept = load_kept(check, number, layer, kv_head, is_read, SHAPE.kv_heads)
         changed = is_read & (computed != kept)
         seen += tl.sum(changed.to(tl.int32), 0)
@@ -210,7 +199,6 @@ def attend_checked(
     if (tl.program_id(0) == 0) & (IN_TURN | (layer == 0)) & (last > begin):
         count = (last - begin).to(tl.int64)
         tl.atomic_add(check.state.counters + REHASHED, count)
-    k_factor, v_factor = factors_of(kv_head, kv, SHAPE)
     found = tl.zeros([BLOCK_N, BLOCK_W // LANE_WORDS], tl.uint32)
     kept = tl.zeros([BLOCK_N], tl.uint32)
     for start in range(begin, end, BLOCK_N):
@@ -224,7 +212,7 @@ def attend_checked(
         v = tl.load(kv.v + slot * kv.v_stride, mask=is_loaded, other=0.0)
         number = page + element % SHAPE.page_size
         factor = tl.where(is_kept, slot_factors(number), 0)
-        found += lane_sums(k, v, k_factor, v_factor) * factor[:, None]
+        found += lane_sums(k, v) * factor[:, None]
         kept += factor * load_kept(
             check, number, layer, kv_head, is_kept, SHAPE.kv_heads
         )

@@ -1,9 +1,16 @@
 """Bytes that decode attention on Hopper has in shared memory, compared with kept sums.
 
 `decode_checked` in Gluon. A tile of K and V that was copied for the products is read
-once more, as 32-bit words; their folded products (`kv_canary.head_sums`) are added up
-slot by slot, and compared with the sums kept of these slots, which are loaded one tile
-ahead. Only a program that saw a difference looks again, element by element.
+once more, as bytes, and multiplied by the digits of their factors in int8 products of
+the matrix unit (`kv_canary.head_sums`):
+
+    columns of the digits   0    1     2     3        4    5     6     7
+    of the factors of       K    K     K     K        V    V     V     V
+    weight of the product   1   2^8  2^16  2^24       1   2^8  2^16  2^24
+
+What a slot's products add up to is compared with the sum kept of the slot, which is
+loaded one tile ahead. Only a program that saw a difference looks again, element by
+element.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -13,10 +20,11 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kv_canary.kernels.triton_hash import POISON, pack_word0
 from kv_canary.kernels.triton_report import ENTRY_WORDS, Finding
-from kv_canary.kernels.triton_sums import V_PLACE, fold_products, word_factors
+from kv_canary.kernels.triton_sums import V_PLACE, byte_factors, sum_bytes
 from sglang.srt.layers.attention.triton_ops.decode_checked import (
     LAYER_SHIFT,
     LINEAGE_WORD,
@@ -30,105 +38,113 @@ from sglang.srt.layers.attention.triton_ops.decode_checked import (
 from sglang.srt.layers.attention.triton_ops.decode_hopper_reads import slots_of
 
 
+# Digits of a factor, and of those of K and V together.
+_DIGITS = gl.constexpr(4)
+_COLUMNS = gl.constexpr(8)
+# Added to a factor, it makes the digits of 0 .. 255 those of -128 .. 127, plus 128.
+_BALANCE = gl.constexpr(0x80808080)
+
+
 class Watch(NamedTuple):
     """The comparison of a split on its way through the tiles.
 
     Fields:
+        digits: int8 [bytes of a head, 8], operand of the products.
         limit: element after the last that is compared.
+        kept: uint32 [N], sums kept of the elements of the next tile.
         changed: uint32 [N], bits in which sums of the tiles before differed.
-        k_factors, v_factors: uint32 [1, words] of a head's words.
     """
 
+    digits: Any
     limit: Any
+    kept: Any
     changed: Any
-    k_factors: Any
-    v_factors: Any
 
 
 @gluon.constexpr_function
-def word_layout(copy):
-    """The layout of a tile's 32-bit words, each thread's those that it copied."""
-    return gl.BlockedLayout(
-        [1, copy.size_per_thread[1] // 2],
-        copy.threads_per_warp,
-        copy.warps_per_cta,
-        copy.order,
-    )
+def sums_layout(warps):
+    """Of int8 products: elements by columns of digits."""
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, _COLUMNS.value])
 
 
 @gluon.jit
-def factors_of(kv_head, first_place, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Factors of the words of K or of V of a head, uint32."""
-    WORDS: gl.constexpr = SHAPE.head_dim // 2
-    return word_factors(
-        first_place + kv_head * WORDS + gl.arange(0, WORDS, layout=LAYOUT)
+def digits_of(BYTES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Digits of the factors of K's and V's bytes, as an operand of LAYOUT's parent."""
+    ROWS: gl.constexpr = gl.BlockedLayout(
+        [1, _COLUMNS], [32, 1], [gl.num_warps(), 1], [1, 0]
     )
+    byte = gl.expand_dims(gl.arange(0, BYTES, layout=gl.SliceLayout(1, ROWS)), 1)
+    column = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, ROWS))
+    column = gl.expand_dims(column, 0)
+    factor = byte_factors(byte + column // _DIGITS * V_PLACE) + _BALANCE
+    digit = (factor >> (8 * (column % _DIGITS)).to(gl.uint32)) ^ 0x80
+    return gl.convert_layout(digit.to(gl.int8), LAYOUT)
 
 
 @gluon.jit
-def start_watch(reads, of, SHAPE: gl.constexpr, N: gl.constexpr, COPY: gl.constexpr):
-    """The `Watch` before the first tile."""
-    WORDS: gl.constexpr = word_layout(COPY)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, WORDS)
-    check, row, _, kv_head = of
+def start_watch(reads, begin, of, SHAPE: gl.constexpr, N: gl.constexpr):
+    """The `Watch` before the first tile, which begins at an element."""
+    SUMS: gl.constexpr = sums_layout(gl.num_warps())
+    ITEMSIZE: gl.constexpr = reads.k.dtype.element_ty.primitive_bitwidth // 8
+    check, row, _, _ = of
     prefix = gl.load(check.prefix_lens + row).to(gl.int32)
     # A padded row has no prefix.
     prefix = gl.where(gl.load(check.req_rows + row) != 0, prefix, 0)
+    limit = gl.minimum(reads.end, prefix)
+    element = elements_of(begin, N)
+    slot = slots_of(reads, element, SHAPE.page_size)
     return Watch(
-        limit=gl.minimum(reads.end, prefix),
-        changed=gl.zeros([N], gl.uint32, gl.SliceLayout(1, WORDS)),
-        k_factors=gl.expand_dims(factors_of(kv_head, 0, SHAPE, COLUMNS), 0),
-        v_factors=gl.expand_dims(factors_of(kv_head, V_PLACE, SHAPE, COLUMNS), 0),
+        digits=digits_of(SHAPE.head_dim * ITEMSIZE, gl.DotOperandLayout(1, SUMS, 4)),
+        limit=limit,
+        kept=load_kept(slot, element < limit, of, SHAPE),
+        changed=gl.zeros([N], gl.uint32, gl.SliceLayout(1, SUMS)),
     )
 
 
 @gluon.jit
-def elements_of(start, N: gl.constexpr, COPY: gl.constexpr):
-    """Elements [N] of the tile that begins at `start`."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, word_layout(COPY))
-    return start + gl.arange(0, N, layout=ROWS)
+def elements_of(begin, N: gl.constexpr):
+    """Elements [N] of the tile that begins at one."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, sums_layout(gl.num_warps()))
+    return begin + gl.arange(0, N, layout=ROWS)
 
 
 @gluon.jit
-def load_kept(
-    reads,
-    watch,
-    start,
-    N: gl.constexpr,
-    of,
-    SHAPE: gl.constexpr,
-    COPY: gl.constexpr,
-):
-    """The sums kept of the elements of a tile, uint32 [N]; 0 where none is due."""
-    element = elements_of(start, N, COPY)
-    slot = slots_of(reads, element, SHAPE.page_size).to(gl.int64)
-    at = of.check.sums + slot * of.check.slot_stride
-    at += of.layer * SHAPE.kv_heads + of.kv_head
-    kept = gl.load(at, mask=element < watch.limit, other=0)
+def load_kept(slot, mask, of, SHAPE: gl.constexpr):
+    """The sums kept of slots [N], uint32; 0 where none is due."""
+    at = of.check.sums + slot.to(gl.int64) * of.check.slot_stride
+    kept = gl.load(at + (of.layer * SHAPE.kv_heads + of.kv_head), mask=mask, other=0)
     return kept.to(gl.uint32, bitcast=True)
 
 
 @gluon.jit
-def products_of(place, factors, WORDS: gl.constexpr):
-    """Folded products of the words of a tile in shared memory, uint32."""
+def products_of(place, digits):
+    """Bytes of a tile in shared memory times digits, int32 [elements, columns]."""
     N: gl.constexpr = place.shape[0]
-    D: gl.constexpr = place.shape[1]
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-    words = place._reinterpret(gl.uint32, [N, D // 2], SHARED)
-    return fold_products(words.load(WORDS), factors)
+    BYTES: gl.constexpr = digits.shape[0]
+    SUMS: gl.constexpr = digits.type.layout.parent
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+    data = place._reinterpret(gl.int8, [N, BYTES], SHARED)
+    data = data.load(gl.DotOperandLayout(0, SUMS, 4))
+    return mma_v2(data, digits, gl.zeros([N, _COLUMNS], gl.int32, SUMS))
 
 
 @gluon.jit
-def watch_tile(watch, keys, values, kept, start, COPY: gl.constexpr):
-    """The `Watch` after a tile of K and V in shared memory that begins at `start`."""
-    WORDS: gl.constexpr = word_layout(COPY)
-    limit, changed, k_factors, v_factors = watch
-    products = products_of(keys, k_factors, WORDS)
-    products += products_of(values, v_factors, WORDS)
-    element = elements_of(start, keys.shape[0], COPY)
-    differs = gl.sum(products, 1) ^ kept
-    changed = changed | gl.where(element < limit, differs, 0)
-    return Watch(limit, changed, k_factors, v_factors)
+def watch_tile(watch, keys, values, begin, next_slot, of, SHAPE: gl.constexpr):
+    """The `Watch` after a tile of K and V in shared memory that begins at an element,
+    before one with these slots [N]."""
+    digits, limit, kept, changed = watch
+    SUMS: gl.constexpr = digits.type.layout.parent
+    N: gl.constexpr = keys.shape[0]
+    column = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, SUMS))
+    column = gl.expand_dims(column, 0)
+    products = gl.where(
+        column < _DIGITS, products_of(keys, digits), products_of(values, digits)
+    ).to(gl.uint32, bitcast=True)
+    sums = gl.sum(products << (8 * (column % _DIGITS)).to(gl.uint32), 1)
+    element = elements_of(begin, N)
+    changed = changed | gl.where(element < limit, sums ^ kept, 0)
+    kept = load_kept(next_slot, element + N < limit, of, SHAPE)
+    return Watch(digits, limit, kept, changed)
 
 
 @gluon.jit
@@ -159,9 +175,6 @@ def report_changed(reads, begin, limit, of, SHAPE: gl.constexpr):
     lane = gl.arange(0, LANES, layout=LINE)
     is_word = lane < WORDS
     check, row, layer, kv_head = of
-    first_word = kv_head * WORDS + lane
-    k_factors = word_factors(first_word)
-    v_factors = word_factors(first_word + V_PLACE)
     k_words = reads.k.to(gl.pointer_type(gl.uint32), bitcast=True)
     v_words = reads.v.to(gl.pointer_type(gl.uint32), bitcast=True)
     clock = agreed(check.state.clock, lane)
@@ -184,7 +197,8 @@ def report_changed(reads, begin, limit, of, SHAPE: gl.constexpr):
         v = gl.load(
             v_words + number * (reads.v_stride // 2) + lane, mask=is_word, other=0
         )
-        computed = gl.sum(fold_products(k, k_factors) + fold_products(v, v_factors), 0)
+        found = sum_bytes(k, 4 * lane) + sum_bytes(v, 4 * lane + V_PLACE)
+        computed = gl.sum(found, 0)
         kept = agreed(sums + number * check.slot_stride, lane)
         kept = kept.to(gl.uint32, bitcast=True)
         if computed != kept:

@@ -24,8 +24,8 @@ from sglang.srt.layers.attention.triton_ops.args import Compares
 from sglang.srt.layers.attention.triton_ops.attend import Sums
 from sglang.srt.layers.attention.triton_ops.decode_checked import Compared
 from sglang.srt.layers.attention.triton_ops.decode_hopper_checked import (
+    elements_of,
     end_watch,
-    load_kept,
     start_watch,
     watch_tile,
 )
@@ -181,16 +181,17 @@ def attend_tiles(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     if COMPARES != _NEVER:
-        watch = start_watch(reads, of, SHAPE, N, COPY)
+        watch = start_watch(reads, begin, of, SHAPE, N)
     column = gl.arange(0, N, layout=gl.SliceLayout(0, MMA))
     top = gl.full([_QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     total = gl.zeros([_QUERIES], gl.float32, gl.SliceLayout(1, MMA))
     acc = gl.zeros([_QUERIES, D], gl.float32, MMA)
     for tile in range(0, tiles):
-        if COMPARES != _NEVER:
-            # On their way while the copies are.
-            kept = load_kept(reads, watch, begin + tile * N, N, of, SHAPE, COPY)
         async_copy.wait_group(STAGES - 2)
+        if COMPARES != _NEVER:
+            # Their kept sums are on the way while this tile is multiplied.
+            next_element = elements_of(begin + (tile + 1) * N, N)
+            next_slot = slots_of(reads, next_element, SHAPE.page_size)
         ahead = (tile + STAGES - 1) % STAGES
         copy_elements(
             reads, slot, element, keys.index(ahead), values.index(ahead), COPY
@@ -203,9 +204,10 @@ def attend_tiles(
                 watch,
                 keys.index(tile % STAGES),
                 values.index(tile % STAGES),
-                kept,
                 begin + tile * N,
-                COPY,
+                next_slot,
+                of,
+                SHAPE,
             )
         key = keys.index(tile % STAGES).permute((1, 0)).load(RIGHT)
         product = mma_v2(query, key, gl.zeros([_QUERIES, N], gl.float32, MMA))
