@@ -98,13 +98,10 @@ def _one_row(*, n: int, k: int) -> GemmConfig:
         if n <= 4096:
             # All of a program's weights are asked for before the kernel ahead ends.
             return GemmConfig(block_n=4, block_k=4096, split_k=0, warps=8)
-        return GemmConfig(block_n=4, block_k=2048, split_k=0)
-    if n <= 3072:
-        if k <= 8192:
-            return GemmConfig(block_n=2, block_k=1024, split_k=0, warps=2)
+        return GemmConfig(block_n=2, block_k=2048, split_k=0)
+    if n <= 3072 and k > 8192:
         return GemmConfig(block_n=8, block_k=1024, split_k=0)
-    # Two rows per warp, so that x is fetched half as often.
-    return GemmConfig(block_n=16, block_k=512, split_k=0, warps=8)
+    return GemmConfig(block_n=2, block_k=1024, split_k=0, warps=2)
 
 
 def _stages(*, block_n: int, block_k: int, block_m: int, resident: int) -> int:
