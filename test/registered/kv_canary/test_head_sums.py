@@ -63,8 +63,8 @@ def sums_of(k: Tensor, v: Tensor) -> Tensor:
 
 
 def test_no_two_flipped_bits_cancel() -> None:
-    """Of any two bytes of K and V of heads of up to 4,096 bytes: a flip of bit b adds or
-    takes 2^b times an odd factor, and only those of equal bits could cancel."""
+    """Of any two bytes of K and V of heads of up to 4,096 bytes: a flip of bit b adds
+    or takes 2^b times an odd factor, and only those of equal bits could cancel."""
     factors = byte_factors(torch.arange(2 * V_PLACE))
     assert int(factors.min()) > 0 and int(factors.max()) <= MASK32
     assert bool((factors % 2 == 1).all())

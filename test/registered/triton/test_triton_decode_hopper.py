@@ -18,7 +18,6 @@ from sglang.srt.layers.attention.triton_ops import decode_hopper
 from sglang.srt.layers.attention.triton_ops.args import Compares
 from sglang.srt.layers.attention.triton_ops.decode_hopper import (
     ADDED_REGISTERS,
-    CHECKED_REGISTERS,
     MAX_READS,
     QUERIES,
     TILES,
@@ -152,7 +151,7 @@ def test_all_stores_come_before_the_atomic_and_registers_do_not_rise() -> None:
         # The counter is zero again, then the partial results are read.
         assert re.match("b+sl+", after), after
         assert adding.get("STACK", 0) == 0
-        assert adding.get("REG", 0) <= max(alone.get("REG", 0), CHECKED_REGISTERS)
+        assert adding.get("REG", 0) <= alone.get("REG", 0) + 8
 
 
 # -- results ---------------------------------------------------------------------------

@@ -162,11 +162,21 @@ class Check(NamedTuple):
 
 
 class DecodeTile(NamedTuple):
-    """Tile of the decode kernels: query heads, KV elements, and splits of a row's."""
+    """Tile of the decode kernels: query heads and KV elements, splits of a row's at
+    most, and tiles of a split at least."""
 
     block_h: int
     block_n: int
     splits: int
+    least_tiles: int
+
+
+MIN_ELEMENTS_PER_SPLIT = 64
+
+
+def decode_tile(block_h: int, block_n: int, splits: int) -> DecodeTile:
+    least_tiles = max(MIN_ELEMENTS_PER_SPLIT // block_n, 1)
+    return DecodeTile(block_h, block_n, splits, least_tiles)
 
 
 def scale_args(sm_scale: float, logit_cap: float) -> Scale:

@@ -14,10 +14,11 @@ import triton
 from torch import Tensor
 
 from sglang.srt.layers.attention.triton_ops.args import (
+    MIN_ELEMENTS_PER_SPLIT,
     Check,
     Compares,
-    DecodeTile,
     Partials,
+    decode_tile,
     pages_args,
     pool_args,
     scale_args,
@@ -41,7 +42,6 @@ from sglang.srt.layers.attention.triton_ops.launch import Launch
 _MAX_SPLITS = 64
 # Programs wanted at least; more splits cost more partial results than they gain.
 TARGET_PROGRAMS = 512
-_MIN_ELEMENTS_PER_SPLIT = 64
 
 # Bytes of a padded head -> KV elements per tile, warps, pipeline stages; measured with
 # benchmark/kernels/bench_triton_attention.py --sweep.
@@ -66,7 +66,7 @@ def decode_splits(
         max_context: most KV elements that a row of any later launch may have.
     """
     wanted = -(-TARGET_PROGRAMS // max(rows * programs_per_row, 1))
-    useful = max(max_context // _MIN_ELEMENTS_PER_SPLIT, 1)
+    useful = max(max_context // MIN_ELEMENTS_PER_SPLIT, 1)
     most = 1 << (min(useful, _MAX_SPLITS).bit_length() - 1)
     return min(int(triton.next_power_of_2(wanted)), most)
 
@@ -170,7 +170,7 @@ def decode_launch(
     return Launch(
         constants={
             "SHAPE": shape,
-            "TILE": DecodeTile(_block_h(shape.group), block_n, splits),
+            "TILE": decode_tile(_block_h(shape.group), block_n, splits),
             "COMPARES": int(compares),
         },
         num_warps=warps,

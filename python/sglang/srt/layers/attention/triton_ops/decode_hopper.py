@@ -7,7 +7,7 @@ import triton
 
 from sglang.srt.layers.attention.triton_ops.args import (
     Compares,
-    DecodeTile,
+    decode_tile,
     shape_args,
 )
 from sglang.srt.layers.attention.triton_ops.extend_hopper import serves
@@ -16,19 +16,17 @@ from sglang.srt.layers.attention.triton_ops.launch import Launch
 QUERIES = 16
 """Query heads of a tile, padded."""
 # By head size: KV elements of a tile, warps, tiles in shared memory; from a sweep over
-# both with 1 to 8 splits of 16, 64 and 256 rows.
-TILES = {64: (64, 2, 2), 128: (32, 2, 2)}
-# Of a thread where bytes are compared: so that as many programs share a multiprocessor
-# as its shared memory holds, six.
-CHECKED_REGISTERS = 168
+# them with 1 to 64 splits of 1 to 256 rows.
+TILES = {64: (64, 2, 2), 128: (32, 4, 2)}
+# Where bytes are compared in every launch: 16 elements of each warp, whose threads then
+# have room for the digits of factors.
+COMPARING_TILES = {64: (64, 2, 2), 128: (32, 2, 2)}
 # Registers of a thread that hold partial results while they are added up: the tiles'
 # products, whose registers they take, need more.
 ADDED_REGISTERS = 64
 # Reads one after the other of a program that adds up a row's splits; where there were
 # more a program per head is faster.
 MAX_READS = 8
-# Whether it starts, and lets the next one start, before the kernel ahead has ended.
-IS_DEPENDENT = False
 
 
 def added_splits(*, group: int, head_dim: int, warps: int, splits: int) -> int:
@@ -60,7 +58,8 @@ def decode_hopper_launch(
     compares: Compares = Compares.NEVER,
 ) -> Launch:
     """Compile-time parameters of the kernel, chosen from shapes alone."""
-    block_n, warps, stages = TILES[head_dim]
+    tiles = COMPARING_TILES if compares is Compares.ALWAYS else TILES
+    block_n, warps, stages = tiles[head_dim]
     shape = shape_args(q_heads, kv_heads, head_dim, page_size)
     added = added_splits(
         group=shape.group, head_dim=head_dim, warps=warps, splits=splits
@@ -68,14 +67,11 @@ def decode_hopper_launch(
     return Launch(
         constants={
             "SHAPE": shape,
-            "TILE": DecodeTile(QUERIES, block_n, splits),
+            "TILE": decode_tile(QUERIES, block_n, splits),
             "STAGES": stages,
             "COMPARES": int(compares),
             "ADDED": added,
-            "PDL": IS_DEPENDENT,
         },
         num_warps=warps,
         num_stages=stages,
-        launch_pdl=IS_DEPENDENT,
-        max_registers=None if compares is Compares.NEVER else CHECKED_REGISTERS,
     )

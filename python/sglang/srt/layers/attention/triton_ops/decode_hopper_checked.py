@@ -37,7 +37,6 @@ from sglang.srt.layers.attention.triton_ops.decode_checked import (
 )
 from sglang.srt.layers.attention.triton_ops.decode_hopper_reads import slots_of
 
-
 # Digits of a factor, and of those of K and V together.
 _DIGITS = gl.constexpr(4)
 _COLUMNS = gl.constexpr(8)

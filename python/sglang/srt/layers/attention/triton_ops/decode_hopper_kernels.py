@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sglang.srt.layers.attention.triton_ops.args import Compares
 from sglang.srt.layers.attention.triton_ops.attend import Sums
@@ -134,7 +133,9 @@ def split_plan(read_len, window, TILE: gl.constexpr):
     if window is not None:
         begin = gl.maximum(read_len - window, 0)
     tiles = (read_len - begin + TILE.block_n - 1) // TILE.block_n
-    tiles_per_split = gl.maximum((tiles + TILE.splits - 1) // TILE.splits, 1)
+    tiles_per_split = gl.maximum(
+        (tiles + TILE.splits - 1) // TILE.splits, TILE.least_tiles
+    )
     active = (tiles + tiles_per_split - 1) // tiles_per_split
     return begin, tiles_per_split * TILE.block_n, active
 
@@ -244,7 +245,6 @@ def decode_hopper_kernel(
     STAGES: gl.constexpr,
     COMPARES: gl.constexpr,
     ADDED: gl.constexpr,
-    PDL: gl.constexpr,
 ):
     """`decode_split_kernel` for half precision: same grid, arguments and results, but
     for splits that its programs add up themselves.
@@ -256,11 +256,7 @@ def decode_hopper_kernel(
         COMPARES: of `args.Compares`, as there.
         ADDED: partial results of a head that are read at once; 0: another kernel adds
             them up.
-        PDL: it starts, and lets the next kernel start, before the one ahead has ended.
     """
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     WARPS: gl.constexpr = gl.num_warps()
     D: gl.constexpr = SHAPE.head_dim
     N: gl.constexpr = TILE.block_n

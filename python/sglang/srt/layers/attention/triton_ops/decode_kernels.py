@@ -38,7 +38,7 @@ def split_plan(read_len, window, TILE: tl.constexpr):
     if window is not None:
         begin = tl.maximum(read_len - window, 0)
     tiles = tl.cdiv(read_len - begin, TILE.block_n)
-    tiles_per_split = tl.maximum(tl.cdiv(tiles, TILE.splits), 1)
+    tiles_per_split = tl.maximum(tl.cdiv(tiles, TILE.splits), TILE.least_tiles)
     return begin, tiles_per_split * TILE.block_n, tl.cdiv(tiles, tiles_per_split)
 
 

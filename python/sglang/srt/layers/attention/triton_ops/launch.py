@@ -17,14 +17,12 @@ class Launch:
         num_stages: depth of the software pipeline over its loads.
         launch_pdl: it may start while the kernel before it runs (see
             `layers.triton_ops.launch`).
-        max_registers: of a thread; None: as many as the compiler likes.
     """
 
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
     launch_pdl: bool = False
-    max_registers: int | None = None
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of a launch, the constants among them."""
@@ -33,7 +31,5 @@ class Launch:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
         }
-        if self.max_registers is not None:
-            options["maxnreg"] = self.max_registers
         # The interpreter does not know the option.
         return {**options, "launch_pdl": True} if self.launch_pdl else options
