@@ -1,5 +1,5 @@
-"""The prefills of the warm-up launch every variant of attention, and of the store of K
-and V before it, that others can."""
+"""The prefills of the warm-up launch every variant that others can: of attention, of
+the store of K and V before it, and of the products of experts after it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from sglang.srt.layers.attention.triton_ops.extend_table import (
     choose_tile,
     extend_launch,
 )
+from sglang.srt.layers.triton_ops.moe_sort import CHUNKS
+from sglang.srt.layers.triton_ops.moe_table import block_rows
 from sglang.srt.layers.triton_ops.rope import store_launch
 from sglang.srt.managers.scheduler_components.warm_up import warm_up
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
@@ -41,7 +43,7 @@ from sglang.test.harness import EngineHarness
 from sglang.test.recording_backend import RecordingBackend
 from sglang.test.tiny_models import write_mock_model
 
-register_cpu_ci(est_time=60, suite="cpu")
+register_cpu_ci(est_time=80, suite="cpu")
 
 CONTEXT, CHUNK = 8192, 8192
 # Query heads, KV heads, channels.
@@ -50,26 +52,36 @@ HEADS = [
     *((8, 1, 64), (64, 8, 64), (14, 2, 64), (8, 4, 256)),
 ]
 
+# Experts, and how many of them a token has.
+EXPERTS = [(8, 2), (32, 4), (128, 8), (128, 4), (160, 6), (256, 8), (384, 8)]
+
 Shape = tuple[int, int]
 
 
 class SetUp(NamedTuple):
-    """An engine: its most rows, tokens of a chunk (-1: no chunks), prefill graphs."""
+    """An engine: its most rows, tokens of a chunk (-1: no chunks), prefill graphs, and
+    tokens of a request."""
 
     rows: int
     chunk: int = CHUNK
     has_graphs: bool = False
+    context: int = CONTEXT
 
     @property
     def most_tokens(self) -> int:
         """Of a prefill."""
         return min(n for n in (self.chunk, CHUNK) if n > 0)
 
+    def most_of(self, rows: int) -> int:
+        """Tokens of a prefill of so many prompts, each with room for an output."""
+        return min(self.most_tokens, rows * (self.context - 1))
+
 
 SET_UPS = [
     *(SetUp(20), SetUp(256), SetUp(32, has_graphs=True), SetUp(256, has_graphs=True)),
     *(SetUp(rows, 128, has_graphs=True) for rows in (1, 2, 3, 4, 32)),
     *(SetUp(32, 96, has_graphs=True), SetUp(32, -1, has_graphs=True), SetUp(8, 512)),
+    *(SetUp(32, context=2048), SetUp(4, -1, context=1024)),
 ]
 
 
@@ -78,11 +90,13 @@ class Warmed(NamedTuple):
 
     Fields:
         attended: of launches of attention. stored: of the store of K and V.
+        multiplied: new tokens alone, of the products of whole forwards.
     """
 
     set_up: SetUp
     attended: set[Shape]
     stored: set[Shape]
+    multiplied: set[int]
 
 
 @pytest.fixture(scope="module", params=SET_UPS, ids=str)
@@ -93,7 +107,7 @@ def warmed(
     model = write_mock_model(
         tmp_path_factory.mktemp("mock"),
         vocab_size=1000,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=set_up.context,
     )
     engine = EngineHarness(
         model,
@@ -104,7 +118,7 @@ def warmed(
         max_prefill_tokens=CHUNK,
     )
     runner = engine.scheduler.worker.model_runner
-    result = Warmed(set_up, set(), set())
+    result = Warmed(set_up, set(), set(), set())
     graphs = None
     if set_up.has_graphs:
         counts = prefill_token_counts(set_up.most_tokens)
@@ -114,6 +128,7 @@ def warmed(
         # Captured with one row; those of one request have their attention in them.
         result.stored.update((1, count) for count in counts)
         result.attended.update((1, count) for count in whole_token_counts(counts))
+        result.multiplied.update(counts)
     forward = runner.forward
 
     def watched(batch: ForwardBatch) -> Any:
@@ -122,6 +137,7 @@ def warmed(
             is_eager = graphs is None or graphs.refusal(batch) is not None
             if is_eager:
                 result.stored.add(shape)
+                result.multiplied.add(shape[1])
             if is_eager or shape[0] > 1 or shape[1] > MAX_WHOLE_TOKENS:
                 result.attended.add(shape)
         return forward(batch)
@@ -183,8 +199,8 @@ def store_variant(shape: Shape, heads: tuple[int, int, int]) -> str:
 def every_shape(set_up: SetUp) -> Iterator[Shape]:
     """Rows with up to 80 new tokens on average, and some longer ones; with graphs but a
     single token, which is never scored and so replays one."""
-    most = set_up.most_tokens
-    for rows in range(1, min(set_up.rows, most) + 1):
+    for rows in range(1, min(set_up.rows, set_up.most_tokens) + 1):
+        most = set_up.most_of(rows)
         fewest = 2 if set_up.has_graphs and rows == 1 else rows
         for tokens in range(fewest, min(80 * rows, most) + 1, max(rows // 8, 1)):
             yield rows, tokens
@@ -204,6 +220,29 @@ def test_every_variant_is_warm(warmed: Warmed, heads: tuple[int, int, int]) -> N
             if variant not in warm:
                 cold.setdefault(variant, shape)
     assert not cold
+
+
+@pytest.mark.parametrize("experts", EXPERTS, ids=str)
+def test_products_of_experts_are_warm(warmed: Warmed, experts: tuple[int, int]) -> None:
+    warm = {expert_variant(tokens, *experts) for tokens in warmed.multiplied}
+    cold: dict[tuple[int, ...], int] = {}
+    fewest = 2 if warmed.set_up.has_graphs else 1
+    for tokens in range(fewest, warmed.set_up.most_of(warmed.set_up.rows) + 1):
+        variant = expert_variant(tokens, *experts)
+        if variant not in warm:
+            cold.setdefault(variant, tokens)
+    assert not cold
+
+
+def expert_variant(tokens: int, experts: int, top_k: int) -> tuple[int, ...]:
+    """Rows of a block, which all tiles follow from; the chunk in which blocks are
+    listed, and whether there is only one; or none of it for a single token."""
+    assignments = tokens * top_k
+    if tokens == 1:
+        return ()
+    block_m = block_rows(assignments=assignments, experts=experts)
+    chunk = next((size for size in CHUNKS if assignments <= size), CHUNKS[-1])
+    return block_m, chunk, assignments <= chunk
 
 
 if __name__ == "__main__":

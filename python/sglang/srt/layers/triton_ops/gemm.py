@@ -1,6 +1,6 @@
 """Matrix product of few rows with a weight read once: choice, checks and launch.
 
-`choose` says where this beats cuBLAS; `linear` and `linear_silu_and_mul` ask it. Knows
+`choose` says where this beats cuBLAS; `linear` and `linear_gated` ask it. Knows
 bfloat16 and float16 weights [N, K]; knows nothing of layers or sharding.
 """
 

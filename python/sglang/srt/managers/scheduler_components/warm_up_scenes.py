@@ -29,6 +29,8 @@ SHAPES = (
 # The same for prompts that continue a cached one of `PREFIX` tokens.
 CONTINUED = ((1, 1), (1, 40), (3, 51), (17, 85), (17, 1088), (48, 48))
 PREFIX = 96
+# A prompt that is cut in two has so many tokens more than a prefill.
+BEYOND = 40
 # Prompts that are scored run without a prefill graph. K and V of so many tokens of
 # short rows are stored by a launch that graphs, which have one row, do not capture.
 SCORED = (3, 128)
@@ -102,23 +104,41 @@ class _Writer:
         if self._longest < STEPS:
             return
         yield from self._alone()
+        yield from self._long()
         yield from self._together()
         yield from self._options()
         yield from self._decoding()
 
     def _alone(self) -> Iterator[list[GenerateReq]]:
         """One prompt, fresh, found in the cache, and continued."""
-        limits = self._limits
-        lengths = [n for n in PROMPTS if n <= limits.batch_tokens]
-        if limits.has_chunks:
-            lengths.append(limits.batch_tokens + 40)
-        for length in lengths:
-            if PREFIX + length <= self._longest:
-                prompt, key = self._tokens(length), f"warm-up-{length}"
-                yield [self._request(prompt, key=key)]
-                yield [self._request(prompt, key=key)]
-                more = self._tokens(min(length, PREFIX))
-                yield [self._request(prompt + more, key=key)]
+        for length in filter(self._fits, self._lengths()):
+            prompt, key = self._tokens(length), f"warm-up-{length}"
+            yield [self._request(prompt, key=key)]
+            yield [self._request(prompt, key=key)]
+            more = self._tokens(min(length, PREFIX))
+            yield [self._request(prompt + more, key=key)]
+
+    def _long(self) -> Iterator[list[GenerateReq]]:
+        """As many tokens as prompts have that are too long for a request, of as few as
+        can have them: products of experts are chosen by the tokens of all."""
+        limits, longest = self._limits, self._longest
+        counts = [n for n in self._lengths() if not self._fits(n)]
+        if not limits.has_chunks:
+            counts.append(limits.batch_tokens)  # no prompt that is cut has so many
+        most = min(limits.batch_tokens, limits.rows * longest)
+        shapes = [(-(-min(n, most) // longest), min(n, most)) for n in counts]
+        for lengths in self._fitting(shapes, prefix=0):
+            yield [self._request(self._tokens(n)) for n in lengths]
+
+    def _lengths(self) -> list[int]:
+        """New tokens of prompts alone; the last of them is cut, if any is."""
+        tokens = self._limits.batch_tokens
+        cut = [tokens + BEYOND] if self._limits.has_chunks else []
+        return [*(n for n in PROMPTS if n <= tokens), *cut]
+
+    def _fits(self, length: int) -> bool:
+        """Whether a prompt may be so long, and be continued."""
+        return PREFIX + length <= self._longest
 
     def _together(self) -> Iterator[list[GenerateReq]]:
         """Several prompts: fresh ones, then such as continue a cached one."""
