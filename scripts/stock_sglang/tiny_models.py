@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ def _layer(
     prefix: str, attention_in: int, noise: float, rng: torch.Generator
 ) -> dict[str, Tensor]:
     def weight(rows: int, columns: int, size: float = 1.0) -> Tensor:
-        return torch.randn(rows, columns, generator=rng) * size / columns**0.5
+        drawn = torch.randn(rows, columns, generator=rng)
+        return drawn * size / math.sqrt(columns)
 
     return {
         f"{prefix}input_layernorm.weight": torch.ones(HIDDEN),
