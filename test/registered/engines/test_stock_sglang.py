@@ -214,7 +214,8 @@ def eagle3_drafts(folder: Path, states: Tensor, embedded: Tensor) -> Tensor:
         return x @ weights[f"midlayer.{name}_proj.weight"].T
 
     def heads(name: str, x: Tensor, count: int) -> Tensor:
-        return linear(f"self_attn.{name}", x).unflatten(-1, (count, 64)).transpose(1, 2)
+        flat = linear(f"self_attn.{name}", x)
+        return flat.view(*x.shape[:2], count, 64).transpose(1, 2)
 
     def turned(x: Tensor) -> Tensor:
         steps = torch.arange(x.shape[2]).outer(
