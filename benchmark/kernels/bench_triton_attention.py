@@ -1,8 +1,10 @@
 """Speed of the Triton attention kernels, next to the GPU's copy and matrix rates.
 
-python benchmark/kernels/bench_triton_attention.py [--only decode,extend] [--sweep]
-Prints tables, and as the last line one JSON object with every measurement. `--sweep`
-times other tile sizes too: the tables in the launchers come from it.
+python benchmark/kernels/bench_triton_attention.py [--only decode,checked,extend]
+    [--sweep]
+Prints tables, and as the last line one JSON object with every measurement. `checked` is
+decode that compares the bytes it loads, beside decode that does not. `--sweep` times
+other tile sizes too: the tables in the launchers come from it.
 """
 
 from __future__ import annotations
@@ -13,15 +15,19 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kv_canary.head_sums import head_sums
+from kv_canary.kernels.triton_args import state_args
+from kv_canary.state import create_state
 from sglang.srt.layers.attention.triton_ops import decode_attention as decode
 from sglang.srt.layers.attention.triton_ops import extend_attention as extend
 from sglang.srt.layers.attention.triton_ops import extend_dense as dense
 from sglang.srt.layers.attention.triton_ops import extend_table as extend_tables
+from sglang.srt.layers.attention.triton_ops.args import Check, Compares
 from sglang.srt.layers.attention.triton_ops.extend_split import extend_workspace
 
 Row = dict[str, Any]
@@ -72,6 +78,8 @@ DENSE_CANDIDATES = [
 ]
 # KV bytes that consecutive launches cycle through, so that none has its own in L2.
 COLD_BYTES = 400 << 20
+# Slots whose sums are made at once, in torch.
+SUMMED_AT_ONCE = 1 << 14
 
 
 def median_us(launches: Sequence[Callable[[], object]], *, replays: int = 15) -> float:
@@ -167,6 +175,100 @@ def decode_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Row
         "floor_us": kv_bytes / copy_gb_s / 1e3,
         "gb_s": rate,
         "of_copy": rate / copy_gb_s,
+    }
+
+
+class CheckedCache(NamedTuple):
+    """K and V of one layer, and the sums kept of them."""
+
+    k: Tensor
+    v: Tensor
+    sums: Tensor
+
+
+def make_checked_cache(slots: int) -> CheckedCache:
+    k, v = make_cache(slots), make_cache(slots)
+    sums = torch.empty(slots, 1, KV_HEADS, dtype=torch.int32, device="cuda")
+    for begin in range(0, slots, SUMMED_AT_ONCE):
+        run = slice(begin, begin + SUMMED_AT_ONCE)
+        sums[run, 0] = head_sums(k[run].view(torch.int64), v[run].view(torch.int64))
+    return CheckedCache(k, v, sums)
+
+
+def checked_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Row:
+    """Measure decode alone, with all bytes compared, and where layers take turns: in
+    the layer whose turn it is, and in another."""
+    kv_bytes = 2 * rows * context * KV_HEADS * HEAD_DIM * 2
+    pools = min(max(-(-COLD_BYTES // kv_bytes), 2), 32)
+    q = torch.randn(rows, Q_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(q)
+    workspace = decode.decode_workspace(
+        rows=rows,
+        q_heads=Q_HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_context=16384,
+        device="cuda",
+    )
+    table = make_tables(rows, context, page_size)
+    read_lens = torch.full((rows,), context, device="cuda")
+    state = create_state(
+        num_slots=rows * context,
+        req_rows=rows + 1,
+        ring_capacity=64,
+        num_managers=1,
+        device="cuda",
+    )
+    req_rows = torch.arange(1, rows + 1, device="cuda")
+
+    def launch(cache: CheckedCache, layers: int | None) -> Callable[[], None]:
+        """`layers` None: no bytes are compared; else the forward's number is a multiple
+        of it or not."""
+        compared = None
+        if layers is not None:
+            check = Check(
+                state=state_args(state),
+                sums=cache.sums,
+                slot_stride=cache.sums.stride(0),
+                layers=max(layers, 1),
+                req_rows=req_rows,
+                serials=req_rows,
+                prefix_lens=read_lens - 1,
+                first_position=None,
+                tag=0,
+            )
+            compares = Compares.IN_TURN if layers else Compares.ALWAYS
+            compared = decode.ComparedLayer(check=check, layer=0, compares=compares)
+        return lambda: decode.decode_attention(
+            q,
+            cache.k,
+            cache.v,
+            page_table=table,
+            row_index=None,
+            read_lens=read_lens,
+            page_size=page_size,
+            sm_scale=HEAD_DIM**-0.5,
+            out=out,
+            workspace=workspace,
+            compared=compared,
+        )
+
+    caches = [make_checked_cache(rows * context) for _ in range(pools)]
+    state.clock.fill_(8)
+    kinds = {"alone": None, "all": 0, "in_turn": 4, "out_of_turn": 3, "again": None}
+    us = {
+        name: median_us([launch(cache, layers) for cache in caches])
+        for name, layers in kinds.items()
+    }
+    assert int(state.ring_count) == 0, "bytes that did not change were reported"
+    return {
+        "op": "checked",
+        "rows": rows,
+        "context": context,
+        "page_size": page_size,
+        "floor_us": kv_bytes / copy_gb_s / 1e3,
+        **{f"{name}_us": value for name, value in us.items()},
+        **{f"{name}_over": us[name] / us["alone"] - 1 for name in list(us)[1:]},
     }
 
 
@@ -293,6 +395,9 @@ def main() -> None:
         if "decode" in ops:
             for shape in DECODE_SHAPES:
                 rows.append(show(decode_row(*shape, page_size, copy_gb_s)))
+        if "checked" in ops:
+            for shape in DECODE_SHAPES:
+                rows.append(show(checked_row(*shape, page_size, copy_gb_s)))
         if "extend" in ops:
             for case in EXTEND_SHAPES:
                 rows.append(show(extend_row(*case, page_size, matrix_tflop_s)))

@@ -22,6 +22,8 @@ class PoolChecks:
     Fields:
         page_size: slots below it are scratch; padded rows write nothing else.
         fingerprint: the bytes that are hashed.
+        compares_bytes: whether verify compares the bytes that are read; not where
+            attention does (`attended.py`).
         req_to_token: int32 [req_rows, W], slots by request row and position, with which
             READ_SET and WRITE_FOREIGN compare. None, for a sweep: rows (any `req_rows`
             but 0) belong to no request, so that columns and `expected_lineage` are not
@@ -34,6 +36,7 @@ class PoolChecks:
 
     page_size: int = 1
     fingerprint: Fingerprint = NO_FINGERPRINT
+    compares_bytes: bool = True
     req_to_token: Tensor | None = None
     tokens: Tensor | None = None
     token_offset: int = 0

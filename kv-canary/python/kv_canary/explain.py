@@ -107,8 +107,8 @@ _SAME = (
     *("rid", "worker", "launch", "batch_row", "branch", "reasons", "diagnosis"),
     *("owner", "writer"),
 )
-# In the violations of draft steps only.
-_SAME_IF_ANY = ("step", "group")
+# In some violations only.
+_SAME_IF_ANY = ("step", "group", "layer", "kv_head")
 
 
 def _continues(before: dict[str, Any], violation: dict[str, Any]) -> bool:
@@ -129,7 +129,7 @@ def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
         f"{numbers}. {violation['diagnosis']}",
         f"   request   {_request(violation['rid'], otherwise='no request')} "
         f"({_pool(violation)}, found by {violation['launch']}, {_row(violation)})",
-        f"   where     {places}; held by: {violation['owner']}",
+        f"   where     {places}{_head(violation)}; held by: {violation['owner']}",
     ]
     lines += [
         f"   because   {MEANING[reason]} [{reason}]" for reason in violation["reasons"]
@@ -143,6 +143,13 @@ def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
         )
     lines.append(f"   look at   {violation['look_at']}")
     return lines
+
+
+def _head(violation: dict[str, Any]) -> str:
+    """The layer and the head whose bytes differ, where they are known."""
+    if "layer" not in violation:
+        return ""
+    return f", layer {violation['layer']}, KV head {violation['kv_head']}"
 
 
 def _pool(violation: dict[str, Any]) -> str:

@@ -125,6 +125,10 @@ class Fingerprint:
         k_places, v_places: int64 [layers], words from the first layer to each, where
             layers lie at distances that differ; the stride of the first dimension then
             says nothing. Both or neither; Triton's kernels alone read them.
+        sums: int32 [slots, layers, KV heads], contiguous, `head_sums` of what lies in
+            each slot since its record was written, for attention that compares them;
+            None: none does. They are then what bytes are compared with everywhere, and
+            records hold no fingerprints. Kept by the torch and Triton launches.
     """
 
     mode: FingerprintMode = FingerprintMode.NONE
@@ -133,6 +137,7 @@ class Fingerprint:
     rotation_period: int = 1
     k_places: Tensor | None = None
     v_places: Tensor | None = None
+    sums: Tensor | None = None
 
     def strided_words(self) -> tuple[Tensor | None, Tensor | None]:
         """`k_words` and `v_words`, whose strides say where each layer is.

@@ -7,7 +7,9 @@ of tensors' owners or of launches.
 A record is four int64 words (`Record`):
     0  token (low 32 bits) and position (high 32); -1: poison
     1  lineage of the row up to and including this token
-    2  fingerprint of the slot's bytes: K (low 32 bits), V (high 32); 0 in `head`
+    2  fingerprint of the slot's bytes: K (low 32 bits), V (high 32), 0 where sums are
+       kept instead (`Fingerprint.sums`); in `head` 0, or the last forward in which
+       attention found that they had changed
     3  forward counter (36 bits, high), writer kind (4), request serial mod 2^24 (24)
 Poisoning changes words 0 and 3 only: word 3 keeps the serial of the last owner and
 takes the counter of the freeing forward and the kind POISON; words 1 and 2 stay, so
@@ -39,6 +41,8 @@ SALT_KEY = 0x5EEDCA11AB1E0B0E
 FIRST_CLOCK = 1
 # Tokens of which lineages are computed in one pass: a few arrays of them fit a cache.
 HASHED_AT_ONCE = 1 << 14
+# Of the high half of the fingerprints that attention reports: a head, below its layer.
+PLACE_LAYER_SHIFT = 16
 TAG_MANAGER_SHIFT = 8
 TAG_MANAGER_MASK = 255
 TAG_POOL_SHIFT = 16
@@ -147,6 +151,7 @@ class Launch(IntEnum):
     ACCEPT = 4
     RESULT = 5
     CARRIED = 6
+    ATTENTION = 7
 
 
 class Ring(IntEnum):
@@ -154,6 +159,8 @@ class Ring(IntEnum):
 
     EXPECTED_WORD0 has all ones in its token half where the token is not known.
     EXPECTED_SLOT is that of the row's columns, or -1 where nothing says it.
+    Fingerprints of ATTENTION are a sum of a head's bytes and, in the high half, layer
+    and head (`unpack_place`).
     TAG is that of `ring_tag`.
     A PHASE entry has the phase that was due in EXPECTED_WORD0, the phase found in
     FOUND_WORD0, and -1 as SLOT, POSITION and BATCH_ROW.
@@ -190,7 +197,8 @@ class Counter(IntEnum):
     """Indices of `CanaryState.counters`, which only ever grow.
 
     VERIFIED_SLOTS counts the prefix elements that were visited, whatever their slot;
-    REHASHED_SLOTS those whose bytes were hashed whole; sweeps count on their own.
+    REHASHED_SLOTS those whose bytes were compared whole, or, where layers take turns,
+    in the layer whose turn it was; sweeps count on their own.
     """
 
     VERIFIED_SLOTS = 0
@@ -236,6 +244,12 @@ def unpack_word3(word: int) -> Provenance:
     if kind in WriterKind._value2member_map_:
         kind = WriterKind(kind)
     return Provenance((word >> CLOCK_SHIFT) & CLOCK_MASK, kind, word & SERIAL_MASK)
+
+
+def unpack_place(fingerprint: int) -> tuple[int, int]:
+    """(layer, KV head) of a fingerprint that attention reports."""
+    place = fingerprint >> HALF_BITS
+    return place >> PLACE_LAYER_SHIFT, place & ((1 << PLACE_LAYER_SHIFT) - 1)
 
 
 def salt_key(salt: int) -> int:

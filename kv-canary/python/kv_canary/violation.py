@@ -18,6 +18,7 @@ from kv_canary.records import (
     Ring,
     WriterKind,
     reason_labels,
+    unpack_place,
     unpack_word3,
 )
 
@@ -72,6 +73,15 @@ class Violation(Evidence):
     @property
     def _diagnosis(self) -> Diagnosis:
         return diagnose(self)
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Layer of the group and KV head of the rank whose bytes differ, where
+        attention found it: of several that differ those it met first."""
+        if self.launch != Launch.ATTENTION.name.lower():
+            return {}
+        layer, head = unpack_place(self.found_fingerprint)
+        return {"layer": layer, "kv_head": head}
 
     @property
     def branch(self) -> int:
@@ -139,6 +149,7 @@ class Violation(Evidence):
             "slot": self.slot,
             "page": self.page,
             "position": self.position,
+            **self.place,
             "batch_row": self.batch_row,
             **({} if self.draft is None else {"step": self.draft.step}),
             "branch": self.branch,
@@ -168,6 +179,7 @@ _LAUNCH_ORDER = (
     Launch.SWEEP,
     Launch.VERIFY,
     Launch.HEAD,
+    Launch.ATTENTION,
     Launch.TAIL,
     Launch.ACCEPT,
     Launch.RESULT,

@@ -144,7 +144,8 @@ class Envs:
         "SGLANG_KV_CANARY_ROTATION_STEPS",
         128,
         int,
-        "Forwards in which --kv-canary-real-data rotate re-hashes every slot it reads.",
+        "Forwards in which --kv-canary-real-data rotate re-hashes every slot it reads, "
+        "where it does not go layer by layer.",
     )
     SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT = EnvVar(
         "SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT",

@@ -13,7 +13,11 @@ import torch
 
 from kv_canary.evidence import Owner
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
+from sglang.srt.kv_canary.api import (
+    install_canary,
+    watcher_bytes_per_head,
+    watcher_bytes_per_slot,
+)
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.common import extend_rows, free_outside_windows
@@ -91,6 +95,7 @@ class ForwardHarness:
             model_config=ModelConfig.from_path(model),
             is_draft_worker=is_draft_worker,
             watcher_bytes_per_slot=watcher_bytes_per_slot(args),
+            watcher_bytes_per_head=watcher_bytes_per_head(args),
         )
         self.runner.initialize()
         self.canary = install_canary(server_args=args, model_runner=self.runner)

@@ -171,9 +171,11 @@ def create_canary() -> CanaryState:
     )
 
 
-def pool_of(mode: FingerprintMode, *, is_scattered: bool = False) -> Fingerprint:
+def pool_of(
+    mode: FingerprintMode, *, is_scattered: bool = False, has_sums: bool = False
+) -> Fingerprint:
     """K and V of Llama-3.1-8B, 2048 bytes per slot and layer, in a pool so large that
-    strides need 64 bits."""
+    strides need 64 bits; `has_sums`: of its 8 KV heads."""
     if mode is FingerprintMode.NONE:
         return Fingerprint()
     words = torch.empty(32, 1 << 24, 256, dtype=torch.int64, device="meta")
@@ -185,10 +187,13 @@ def pool_of(mode: FingerprintMode, *, is_scattered: bool = False) -> Fingerprint
         rotation_period=1024,
         k_places=places,
         v_places=places,
+        sums=ints(1, 32, 8) if has_sums else None,
     )
 
 
-def launch_reads(mode: FingerprintMode, view: str, rows: str) -> None:
+def launch_reads(
+    mode: FingerprintMode, view: str, rows: str, *, is_attended: bool = False
+) -> None:
     tokens = ints(8, WIDTH + 1) if view == "window" else None
     forward = replace(
         ALL_ROWS[rows],
@@ -199,7 +204,8 @@ def launch_reads(mode: FingerprintMode, view: str, rows: str) -> None:
     )
     checks = PoolChecks(
         page_size=VIEWS[view].page_size,
-        fingerprint=pool_of(mode),
+        fingerprint=pool_of(mode, has_sums=is_attended),
+        compares_bytes=not is_attended,
         req_to_token=ints(8, WIDTH),
         tokens=tokens,
         token_offset=1,
@@ -209,10 +215,14 @@ def launch_reads(mode: FingerprintMode, view: str, rows: str) -> None:
 
 
 def launch_verify(
-    mode: FingerprintMode, view: KVReadView, *, is_scattered: bool = False
+    mode: FingerprintMode,
+    view: KVReadView,
+    *,
+    is_scattered: bool = False,
+    has_sums: bool = False,
 ) -> None:
     checks = PoolChecks(
-        fingerprint=pool_of(mode, is_scattered=is_scattered),
+        fingerprint=pool_of(mode, is_scattered=is_scattered, has_sums=has_sums),
         req_to_token=None if view is SWEEP else ints(8, WIDTH),
     )
     forward = replace(ALL_ROWS["decode"], manager=0)
@@ -235,9 +245,13 @@ def launch_head(rows: str) -> None:
 
 
 def launch_tail(
-    mode: FingerprintMode, rows: str, *, is_scattered: bool = False
+    mode: FingerprintMode,
+    rows: str,
+    *,
+    is_scattered: bool = False,
+    has_sums: bool = False,
 ) -> None:
-    fingerprint = pool_of(mode, is_scattered=is_scattered)
+    fingerprint = pool_of(mode, is_scattered=is_scattered, has_sums=has_sums)
     triton_launch.write_tail(
         create_canary(),
         replace(ALL_ROWS[rows], writer_kind=WriterKind.EXTEND, manager=0),
@@ -309,6 +323,20 @@ def launches() -> Iterator[tuple[str, Any]]:
             f"tail scattered {mode.name}",
             lambda mode=mode: launch_tail(mode, "extend", is_scattered=True),
         )
+    yield (
+        "before attended",
+        lambda: launch_reads(FingerprintMode.ALL, "pages", "decode", is_attended=True),
+    )
+    for mode in (FingerprintMode.ROTATE, FingerprintMode.ALL):
+        yield (
+            f"verify sums {mode.name}",
+            lambda mode=mode: launch_verify(mode, VIEWS["tokens"], has_sums=True),
+        )
+        for rows in ("decode", "extend"):
+            yield (
+                f"tail {rows} sums {mode.name}",
+                lambda mode=mode, rows=rows: launch_tail(mode, rows, has_sums=True),
+            )
     state = create_canary()
     for live in (None, longs(1)):
         name = f"poison {live is not None}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
+    DecodeWorkspace,
     decode_attention,
     decode_workspace,
 )
@@ -169,23 +170,34 @@ class Problem:
             v_new=packed[:, 2 * heads :],
         )
 
-    def decode(self, *, max_context: int = 4096, **options: Any) -> None:
-        """Compare one decode launch, one query per row, with the reference.
-
-        `options`: window, logit_cap, sinks.
-        """
-        rows = len(self.prefix_lens)
-        q = self.q[:rows]
+    def decode_workspace(self, max_context: int) -> DecodeWorkspace:
+        """A workspace of decode launches that holds NaN, as one that was used may."""
         workspace = decode_workspace(
-            rows=rows,
-            q_heads=q.shape[1],
+            rows=len(self.prefix_lens),
+            q_heads=self.q.shape[1],
             kv_heads=self.k_cache.shape[1],
-            head_dim=q.shape[2],
+            head_dim=self.q.shape[2],
             max_context=max_context,
             device=DEVICE,
         )
         workspace.partial.fill_(NAN)
         workspace.lse.fill_(NAN)
+        return workspace
+
+    def decode(
+        self,
+        *,
+        max_context: int = 4096,
+        workspace: DecodeWorkspace | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Compare one decode launch, one query per row, with the reference; its result.
+
+        `options`: window, logit_cap, sinks.
+        """
+        q = self.q[: len(self.prefix_lens)]
+        if workspace is None:
+            workspace = self.decode_workspace(max_context)
         out, expected = torch.full_like(q, 7.0), torch.full_like(q, 7.0)
         common = {
             "page_table": self.page_table,
@@ -200,6 +212,8 @@ class Problem:
             q, self.k_cache, self.v_cache, **common, out=out, workspace=workspace
         )
         assert_same(out, expected)
+        assert not workspace.counters.any()
+        return out
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:

@@ -21,7 +21,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from kv_canary.kernels.triton_args import State
+from kv_canary.state import ARENA_PARTS
 from sglang.srt.layers.attention.triton_ops.args import (
+    Check,
+    Compares,
     Lens,
     NewKV,
     Pages,
@@ -127,6 +131,7 @@ def arguments(variant: Variant) -> dict[str, Any]:
         "slot_stride": ALIGNED,
         "new_kv": NewKV(element, element, ALIGNED, ALIGNED),
         "partials": partials,
+        "counters": "*i32",
         "read_lens": "*i64",
         "qo_indptr": None if variant.is_decode else "*i64",
         "tree_mask": "*u8" if variant.has_tree else None,
@@ -134,7 +139,11 @@ def arguments(variant: Variant) -> dict[str, Any]:
         "window": "i32" if variant.has_window else None,
         "sinks": element if variant.has_sinks else None,
         "scale": Scale("fp32", "fp32" if variant.has_cap else None),
+        "check": None,
+        "layer": None,
     }
+    if variant.launch.constants.get("COMPARES"):
+        found |= {"check": check_types(variant.has_window), "layer": "i32"}
     if variant.kernel is latent_kernel:
         found["scale"] = "fp32"
     if variant.kernel is extend_dense_kernel:
@@ -147,6 +156,22 @@ def arguments(variant: Variant) -> dict[str, Any]:
             size = [tile.block_n, getattr(shape, f"block_{name}")]
             found[f"{name}_tiles"] = f"tensordesc<{element[1:]}{size}>"
     return found
+
+
+def check_types(has_window: bool) -> Check:
+    """Of `Check`, in the types of its tensors."""
+    parts = [f"*i{8 * part.dtype.itemsize}" for part in ARENA_PARTS.values()]
+    return Check(
+        state=State(*parts, "i32", ALIGNED),
+        sums="*i32",
+        slot_stride=ALIGNED,
+        layers=ALIGNED,
+        req_rows="*i64",
+        serials="*i64",
+        prefix_lens="*i64",
+        first_position="*i64" if has_window else None,
+        tag="i32",
+    )
 
 
 def has_running(launch: Launch) -> bool:
@@ -317,9 +342,17 @@ def paged_variants(
     head_dim = heads["head_dim"]
     split = decode_launch(splits=8, itemsize=itemsize, page_size=page_size, **heads)
     yield Variant(decode_split_kernel, split, itemsize, has_window)
+    for compares in (Compares.ALWAYS, Compares.IN_TURN):
+        compared = decode_launch(
+            splits=8, itemsize=itemsize, page_size=page_size, compares=compares, **heads
+        )
+        yield Variant(decode_split_kernel, compared, itemsize, has_window)
     if itemsize == 2 and head_dim in DECODE_HOPPER_TILES:
-        hopper = decode_hopper_launch(splits=8, page_size=page_size, **heads)
-        yield Variant(decode_hopper_kernel, hopper, itemsize, has_window)
+        for compares in Compares:
+            hopper = decode_hopper_launch(
+                splits=8, page_size=page_size, compares=compares, **heads
+            )
+            yield Variant(decode_hopper_kernel, hopper, itemsize, has_window)
     combine = combine_launch(split)
     yield Variant(decode_combine_kernel, combine, itemsize, has_window)
     for tokens, rows, has_tree in (

@@ -253,8 +253,8 @@ class ExpandingBackend(TritonAttnBackend):
         if not ON_GPU:
             self.decode_op, self.extend_op = decode_attention_ref, extend_attention_ref
 
-    def _decode_options(self, layer: RadixAttention) -> dict[str, Any]:
-        return super()._decode_options(layer) if ON_GPU else {}
+    def _decode_options(self, *of: Any) -> dict[str, Any]:
+        return super()._decode_options(*of) if ON_GPU else {}
 
     def _extend_call(
         self, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch

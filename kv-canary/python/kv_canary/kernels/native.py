@@ -13,6 +13,7 @@ from sglang_kernels import ops
 if TYPE_CHECKING:
     from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
     from kv_canary.carried import CarriedRows
+    from kv_canary.layout import Fingerprint
     from kv_canary.state import CanaryState
 
 _INDPTR = [f.name for f in READ_FIELDS].index("indptr")
@@ -26,6 +27,16 @@ def _with_long_indptr(table: KVReadView) -> list[Tensor | None]:
     return tensors
 
 
+def _hashed(checks: PoolChecks) -> Fingerprint:
+    """
+    Raises:
+        ValueError: attention compares the bytes; none on the CPU does.
+    """
+    if checks.fingerprint.sums is not None or not checks.compares_bytes:
+        raise ValueError("the native ops compare bytes themselves and keep no sums")
+    return checks.fingerprint
+
+
 # Arguments go by place, and numbers as one list: torch takes 75 ns for a number of its
 # own, 0.5 us where it is an enumeration's, and more for a name.
 
@@ -37,7 +48,7 @@ def verify(
     table: KVReadView,
     steps_phase: bool = True,
 ) -> None:
-    fingerprint = checks.fingerprint
+    fingerprint = _hashed(checks)
     ops.canary_verify(
         state.arena,
         view.tensors,
@@ -51,7 +62,7 @@ def verify(
 
 
 def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
-    table, fingerprint = view.reads[0], checks.fingerprint
+    table, fingerprint = view.reads[0], _hashed(checks)
     oracle_tokens, oracle_positions = view.oracle or (None, None)
     ops.canary_before_model(
         state.arena,
@@ -90,7 +101,7 @@ def write_tail(
     advance: bool,
     findings: Tensor | None,
 ) -> None:
-    fingerprint = checks.fingerprint
+    fingerprint = _hashed(checks)
     ops.canary_write_tail(
         state.arena,
         view.tensors,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kv_canary.hashing import mix64
-from kv_canary.layout import Fingerprint, FingerprintMode
+from kv_canary.head_sums import head_sums, whole_sums
+from kv_canary.layout import NO_FINGERPRINT, Fingerprint, FingerprintMode
 from kv_canary.records import (
     POISON_WORD,
     RING_WORDS,
@@ -20,6 +21,7 @@ from kv_canary.records import (
     Launch,
     Phase,
     Reason,
+    Record,
     Ring,
     fingerprint_keys,
     lineage_terms,
@@ -94,11 +96,25 @@ def fingerprints(source: Fingerprint, slots: Tensor, lineages: Tensor) -> Tensor
     """Fingerprints [n] of slots [n] whose records have these lineages."""
     if source.mode is FingerprintMode.NONE:
         return torch.zeros_like(slots)
+    if source.sums is not None:
+        return whole_sums(sums_of(source, slots))
     k_words, v_words = source.strided_words()
     assert k_words is not None and v_words is not None
     low = _word_sums(source.mode, k_words, slots, lineages)
     high = _word_sums(source.mode, v_words, slots, lineages)
     return (low & TOKEN_MASK) | (high << 32)
+
+
+def sums_of(source: Fingerprint, slots: Tensor) -> Tensor:
+    """`head_sums` of what lies in slots [n], int32 [n, layers, heads]."""
+    assert source.sums is not None
+    heads = source.sums.shape[2]
+    k, v = (
+        words[:, slots].unflatten(2, (heads, -1)).transpose(0, 1)
+        for words in source.strided_words()
+        if words is not None
+    )
+    return head_sums(k, v)
 
 
 def _word_sums(
@@ -180,7 +196,8 @@ def verify(
         steps_phase: whether the phase of `view.manager` must be IDLE and becomes
             AFTER_VERIFY.
     """
-    rows, fingerprint, req_to_token = view, checks.fingerprint, checks.req_to_token
+    rows, req_to_token = view, checks.req_to_token
+    compared = checks.fingerprint if checks.compares_bytes else NO_FINGERPRINT
     tokens, token_offset = checks.tokens, checks.token_offset
     manager = view.manager if steps_phase else NO_MANAGER
     sweep = req_to_token is None
@@ -232,7 +249,7 @@ def verify(
         column = look_up(req_to_token, req, columns_of(rows, row, position - 1))
         previous = torch.where(element == 0, column, previous)
     _check_records(
-        state, rows, table, fingerprint, columns, reads, previous, sweep, tokens,
+        state, rows, table, compared, columns, reads, previous, sweep, tokens,
         token_offset,
     )  # fmt: skip
     report.add(columns)
@@ -318,12 +335,15 @@ def _check_records(
         due = due & (ahead < rows.max_advance(row_starts(rows)[1])[row])
     computed = torch.zeros_like(found)
     computed[due] = fingerprints(fingerprint, slot[due], found[due])
-    flag(Reason.VERIFY_REAL_KV, due & (computed != tail[:, 2]))
+    kept = tail[:, Record.FINGERPRINT]
+    if fingerprint.sums is not None:
+        kept = torch.where(due, whole_sums(fingerprint.sums[slot]), 0)
+    flag(Reason.VERIFY_REAL_KV, due & (computed != kept))
     if fingerprint.mode in (FingerprintMode.ROTATE, FingerprintMode.ALL):
         state.counters[Counter.REHASHED_SLOTS] += due.sum()
     columns[Ring.FOUND_WORD0] = tail[:, 0]
     columns[Ring.EXPECTED_LINEAGE] = expected
     columns[Ring.FOUND_LINEAGE] = found
     columns[Ring.FOUND_WORD3] = tail[:, 3]
-    columns[Ring.FOUND_FINGERPRINT] = tail[:, 2]
+    columns[Ring.FOUND_FINGERPRINT] = kept
     columns[Ring.COMPUTED_FINGERPRINT] = computed

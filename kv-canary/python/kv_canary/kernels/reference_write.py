@@ -18,6 +18,7 @@ from kv_canary.kernels.reference import (
     look_up,
     row_starts,
     seeds_of,
+    sums_of,
     verify,
 )
 from kv_canary.layout import FingerprintMode
@@ -314,6 +315,14 @@ def _is_missing(fingerprint: Fingerprint, slot: Tensor) -> Tensor:
     return found
 
 
+def _keep_bytes(fingerprint: Fingerprint, slot: Tensor, lineage: Tensor) -> Tensor:
+    """Fingerprints for the records of slots; 0 where sums are kept instead."""
+    if fingerprint.sums is None:
+        return fingerprints(fingerprint, slot, lineage)
+    fingerprint.sums[slot] = sums_of(fingerprint, slot)
+    return torch.zeros_like(slot)
+
+
 def write_tail(
     state: CanaryState,
     view: ForwardView,
@@ -355,7 +364,7 @@ def write_tail(
         (
             new.word0[writable],
             lineage,
-            fingerprints(fingerprint, slot, lineage),
+            _keep_bytes(fingerprint, slot, lineage),
             new.word3[writable],
         ),
         dim=1,

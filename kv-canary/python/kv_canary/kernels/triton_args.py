@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, uint8
+from triton import next_power_of_2
 
 from kv_canary.accepted import AcceptedPath
 from kv_canary.state import ARENA_PARTS, CanaryState
@@ -77,7 +78,7 @@ class Bytes(NamedTuple):
     """K and V of the pool as int64 words, each [layers, slots, words].
 
     `k_layers` is the number of words from one layer to the next, or int64 [layers]:
-    from the first to each.
+    from the first to each. `sums`: of `Fingerprint`.
     """
 
     k_words: Tensor
@@ -87,6 +88,7 @@ class Bytes(NamedTuple):
     v_layers: int | Tensor
     v_slot_stride: int
     period: int
+    sums: Tensor | None
 
 
 class Oracle(NamedTuple):
@@ -121,6 +123,9 @@ class Checks(NamedTuple):
 
 NO_CHECKS = Checks()
 
+# 64-bit words of a tile whose heads are summed up.
+_SUM_TILE = 1024
+
 
 class Pages(NamedTuple):
     """Slots of a page, elements that an entry of a read view covers, whether it takes
@@ -140,6 +145,9 @@ class Hashing(NamedTuple):
         layers: of the pool; k_words, v_words: of a slot in a layer.
         chunk: words of a slot that are hashed at a time.
         scattered: whether the places of layers come from a table.
+        compares: whether verify compares bytes.
+        heads: KV heads that have sums, 0: none has; head_block: words of a tile that
+            holds those of a head; cells: heads of a slot in a tile.
     """
 
     mode: int
@@ -148,6 +156,10 @@ class Hashing(NamedTuple):
     v_words: int
     chunk: int
     scattered: bool
+    compares: bool = True
+    heads: int = 0
+    head_block: int = 1
+    cells: int = 1
 
 
 def state_args(state: CanaryState) -> Any:
@@ -202,10 +214,12 @@ def byte_args(source: Fingerprint) -> Bytes | None:
         v_layers=v.stride(0) if source.v_places is None else source.v_places,
         v_slot_stride=v.stride(1),
         period=source.rotation_period,
+        sums=source.sums,
     )
 
 
-def hashing_args(source: Fingerprint, *, chunk: int) -> Hashing:
+def hashing_args(source: Fingerprint, *, chunk: int, slots: int = 1) -> Hashing:
+    """`slots`: of a tile whose heads are summed up."""
     k, v = source.k_words, source.v_words
     if k is None or v is None:
         return Hashing(
@@ -216,6 +230,9 @@ def hashing_args(source: Fingerprint, *, chunk: int) -> Hashing:
             chunk=1,
             scattered=False,
         )
+    heads = 0 if source.sums is None else source.sums.shape[2]
+    head_block = next_power_of_2(max(k.shape[2], v.shape[2]) // max(heads, 1))
+    most = next_power_of_2(k.shape[0] * max(heads, 1))
     return Hashing(
         mode=int(source.mode),
         layers=k.shape[0],
@@ -223,6 +240,9 @@ def hashing_args(source: Fingerprint, *, chunk: int) -> Hashing:
         v_words=v.shape[2],
         chunk=chunk,
         scattered=source.k_places is not None,
+        heads=heads,
+        head_block=head_block,
+        cells=max(min(_SUM_TILE // (slots * head_block), most), 1),
     )
 
 

@@ -161,16 +161,17 @@ def _holds_sentinel(at, mask, last):
 def has_sentinel(data, slot, mask, HASHING: tl.constexpr):
     """Whether the first or the last word of slots [N], of K or of V in some layer,
     still is the sentinel."""
-    found = tl.zeros_like(slot) != 0
-    k = data.k_words + slot * data.k_slot_stride
-    v = data.v_words + slot * data.v_slot_stride
-    for number in range(HASHING.layers):
-        layer = tl.cast(number, tl.int64)
-        at = k + _layer_at(data.k_layers, layer, HASHING.scattered)
-        found = found | _holds_sentinel(at, mask, HASHING.k_words - 1)
-        at = v + _layer_at(data.v_layers, layer, HASHING.scattered)
-        found = found | _holds_sentinel(at, mask, HASHING.v_words - 1)
-    return found
+    # All layers at once: one after the other their latencies would add up.
+    number = tl.arange(0, triton.next_power_of_2(HASHING.layers))
+    inside = mask[:, None] & (number < HASHING.layers)[None, :]
+    layer = tl.minimum(number, HASHING.layers - 1).to(tl.int64)
+    k = data.k_words + _layer_at(data.k_layers, layer, HASHING.scattered)
+    at = k[None, :] + (slot * data.k_slot_stride)[:, None]
+    found = _holds_sentinel(at, inside, HASHING.k_words - 1)
+    v = data.v_words + _layer_at(data.v_layers, layer, HASHING.scattered)
+    at = v[None, :] + (slot * data.v_slot_stride)[:, None]
+    found = found | _holds_sentinel(at, inside, HASHING.v_words - 1)
+    return tl.max((found & inside).to(tl.int32), axis=1) != 0
 
 
 @triton.jit

@@ -94,9 +94,7 @@ def verify(
     steps_phase: bool = True,
 ) -> None:
     manager = view.manager if steps_phase else NO_MANAGER
-    verify_kernel[
-        (max(view.num_rows, 1), _read_splits(view, table, checks.fingerprint))
-    ](
+    verify_kernel[(max(view.num_rows, 1), _read_splits(view, table, checks))](
         state=state_args(state),
         rows=row_args(view),
         checks=check_args(checks, reads=True),
@@ -108,7 +106,7 @@ def verify(
 def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
     """Both checks in one launch: the first programs of a row verify, the rest write."""
     table, manager = view.reads[0], view.manager
-    verify_splits = _read_splits(view, table, checks.fingerprint)
+    verify_splits = _read_splits(view, table, checks)
     block, _, write_splits = _write_shape(view, FingerprintMode.NONE)
     before_kernel[(max(view.num_rows, 1), verify_splits + write_splits)](
         state=state_args(state),
@@ -124,11 +122,17 @@ def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> N
     )
 
 
-def _read_splits(rows: ForwardView, table: KVReadView, source: Fingerprint) -> int:
+def _read_splits(rows: ForwardView, table: KVReadView, checks: PoolChecks) -> int:
     """Programs of a row that verify."""
-    block, _ = verify_block(source.mode)
+    block, _ = _read_block(checks)
     elements = table.entries.shape[-1] * table.entry_size
     return splits_for(rows.num_rows, _cdiv(elements, block))
+
+
+def _read_block(checks: PoolChecks) -> tuple[int, int]:
+    """`verify_block` of the bytes that verify compares."""
+    source = checks.fingerprint if checks.compares_bytes else NO_FINGERPRINT
+    return verify_block(source.mode)
 
 
 def _reads(
@@ -139,7 +143,7 @@ def _reads(
     manager: int,
 ) -> dict[str, object]:
     """Arguments of verify about the reads, and the tiles in which it looks at them."""
-    block, chunk = verify_block(checks.fingerprint.mode)
+    block, chunk = _read_block(checks)
     launch = Launch.SWEEP if checks.req_to_token is None else Launch.VERIFY
     return {
         "reads": read_args(table),
@@ -152,7 +156,12 @@ def _reads(
         "manager": manager,
         "tag": ring_tag(launch, manager, state.pool),
         "PAGES": page_args(table),
-        "HASHING": hashing_args(checks.fingerprint, chunk=chunk),
+        "HASHING": hashing_args(
+            # Where slots have turns, they are hashed one by one.
+            checks.fingerprint,
+            chunk=chunk,
+            slots=block if block == _HASH_SLOTS else 1,
+        )._replace(compares=checks.compares_bytes),
         "BLOCK": block,
     }
 
@@ -202,6 +211,10 @@ def _write(
     page_size: int,
 ) -> None:
     block, chunk, splits = _write_shape(view, source.mode)
+    hashing = hashing_args(source, chunk=chunk, slots=block)
+    if launch is Launch.TAIL and hashing.heads and view.qo_indptr is None:
+        cells = hashing.layers * hashing.heads
+        splits = splits_for(view.num_rows, _cdiv(cells, hashing.cells))
     write_kernel[(max(view.num_rows, 1), splits)](
         state=state_args(state),
         rows=row_args(view),
@@ -217,7 +230,7 @@ def _write(
         tag=ring_tag(launch, view.manager, state.pool),
         IS_TAIL=launch is Launch.TAIL,
         ADVANCES=ends is not None,
-        HASHING=hashing_args(source, chunk=chunk),
+        HASHING=hashing,
         BLOCK=block,
         num_warps=1 if view.qo_indptr is None and chunk == 1 else 4,
     )

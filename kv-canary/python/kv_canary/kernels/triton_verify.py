@@ -43,6 +43,7 @@ from kv_canary.kernels.triton_rows import (
     load_start,
     shift_columns,
 )
+from kv_canary.kernels.triton_sums import whole_sums
 from kv_canary.records import Counter, Phase, Reason
 
 LINEAGE = tl.constexpr(int(Reason.VERIFY_LINEAGE))
@@ -359,37 +360,54 @@ def _check_tokens(tokens, reader, position, record):
 
 
 @triton.jit
-def _fingerprint_one_by_one(data, slot, due, HASHING: tl.constexpr):
-    """Fingerprints of the few slots that are due, one after the other."""
+def _fingerprint(data, slot, due, record, HASHING: tl.constexpr):
+    """(fingerprints of slots now, and as they were recorded)."""
+    if HASHING.heads > 0:
+        computed, kept = whole_sums(data, slot, due, HASHING)
+    else:
+        computed = fingerprint(data, slot, due, record.lineage, HASHING)
+        kept = record.word2
+    return computed, kept
+
+
+@triton.jit
+def _fingerprint_one_by_one(data, slot, due, record, HASHING: tl.constexpr):
+    """`_fingerprint` of the few slots that are due, one after the other."""
     BLOCK: tl.constexpr = slot.shape[0]
     lane = tl.arange(0, BLOCK)
     pending = due.to(tl.int32)
     computed = tl.zeros([BLOCK], dtype=tl.int64)
+    kept = record.word2
     for _ in range(tl.sum(pending, axis=0)):
         chosen = tl.min(tl.where(pending != 0, lane, BLOCK), axis=0)
         one = tl.sum(tl.where(lane == chosen, slot, 0), axis=0)
         one = one + tl.zeros([1], dtype=tl.int64)
-        value = fingerprint(data, one, one >= 0, one, HASHING)
+        if HASHING.heads > 0:
+            value, then = whole_sums(data, one, one >= 0, HASHING)
+            kept = tl.where(lane == chosen, tl.sum(then, axis=0), kept)
+        else:
+            value = fingerprint(data, one, one >= 0, one, HASHING)
         computed = tl.where(lane == chosen, tl.sum(value, axis=0), computed)
         pending = tl.where(lane == chosen, 0, pending)
-    return computed
+    return computed, kept
 
 
 @triton.jit
 def _check_bytes(state, data, reader, slot, record, HASHING: tl.constexpr):
-    """(reasons, computed fingerprints) of the bytes of slots with these records."""
+    """(reasons, fingerprints now, and as they were recorded) of the bytes of slots with
+    these records."""
     due = record.sound
     if HASHING.mode == ROTATE:
         # Each slot has its turn while the row grows by a period, whatever its steps.
         since = (slot + reader.prefix) % data.period
         due = due & ((data.period - since) % data.period < reader.max_advance)
-        computed = _fingerprint_one_by_one(data, slot, due, HASHING)
+        computed, kept = _fingerprint_one_by_one(data, slot, due, record, HASHING)
     else:
-        computed = fingerprint(data, slot, due, record.lineage, HASHING)
+        computed, kept = _fingerprint(data, slot, due, record, HASHING)
     if HASHING.mode >= ROTATE:
         rehashed = tl.sum(due.to(tl.int64), axis=0)
         tl.atomic_add(state.counters + REHASHED, rehashed, mask=rehashed > 0)
-    return tl.where(due & (computed != record.word2), REAL_KV, 0), computed
+    return tl.where(due & (computed != kept), REAL_KV, 0), computed, kept
 
 
 @triton.jit
@@ -440,8 +458,9 @@ def verify_program(
         unlike, word0 = _check_tokens(checks.tokens, reader, elements.position, record)
         reasons |= unlike
         computed = tl.zeros_like(elements.slot)
-        if HASHING.mode != NONE:
-            changed, computed = _check_bytes(
+        kept = record.word2
+        if HASHING.compares and HASHING.mode != NONE:
+            changed, computed, kept = _check_bytes(
                 state, data, reader, elements.slot, record, HASHING
             )
             reasons |= changed
@@ -459,7 +478,7 @@ def verify_program(
             clock=site.clock,
             batch_row=row,
             expected_slot=elements.expected_slot,
-            found_fingerprint=record.word2,
+            found_fingerprint=kept,
             computed_fingerprint=computed,
             tag=tag,
         )

@@ -47,6 +47,7 @@ from kv_canary.kernels.triton_rows import (
     sum_ancestors,
     sum_terms,
 )
+from kv_canary.kernels.triton_sums import store_head_sums
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import CLOCK_MASK as RECORDS_CLOCK_MASK
 from kv_canary.records import TOKEN_MASK as RECORDS_TOKEN_MASK
@@ -404,6 +405,25 @@ def _load_writes(
 
 
 @triton.jit
+def _share_sums(
+    state,
+    rows,
+    data,
+    program,
+    row,
+    page_size,
+    HASHING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Put the sums of a row's one new token into the table: this program's share."""
+    j = tl.arange(0, BLOCK)
+    inside = (j < row.extend) & row.live
+    slot = tl.load(rows.out_cache_loc + row.start + j, mask=inside, other=-1)
+    inside = inside & (slot >= page_size) & (slot < state.num_slots)
+    store_head_sums(data, slot, inside, program.split, program.splits, HASHING)
+
+
+@triton.jit
 def _end_launch(state, rows, ends, batch, programs, clock, ADVANCES: tl.constexpr):
     """Step the clock and end the forward, in the last program that comes here."""
     # All threads have read the clock, and written what they have to, before this
@@ -478,11 +498,13 @@ def write_program(
             outcome = _check_tail(data, writes, HASHING)
             _report_writes(state, site, row, writes, outcome)
             word2 = tl.zeros_like(t)
-            if HASHING.mode != NONE:
+            if HASHING.mode != NONE and HASHING.heads == 0:
                 word2 = fingerprint(
                     data, writes.slot, writes.writable, lineage, HASHING
                 )
             _store_records(state.tail, writes, word2)
+            if HASHING.heads > 0 and rows.qo_indptr is not None:
+                store_head_sums(data, writes.slot, writes.writable, 0, 1, HASHING)
         else:
             outcome = _check_head(
                 state,
@@ -502,6 +524,8 @@ def write_program(
             if HASHING.mode == ALL:
                 fill_sentinel(data, writes.slot, writes.writable, HASHING)
         written += tl.sum(writes.writable.to(tl.int64), axis=0)
+    if IS_TAIL and HASHING.heads > 0 and rows.qo_indptr is None:
+        _share_sums(state, rows, data, program, row, page_size, HASHING, BLOCK)
     if written > 0:
         tl.atomic_add(state.counters + (TAIL_SLOTS if IS_TAIL else HEAD_SLOTS), written)
     if ADVANCES:

@@ -33,6 +33,8 @@ class AttentionBackendCapabilities:
         supports_latent: attends latents, which are K and V at once.
         expands_latents: long prefills attend keys and values made of them.
         gathers_prefixes: long prefills attend copies of cached K and V.
+        compares_bytes: decodes over K and V compare the bytes that they load with sums
+            that were kept of them.
     """
 
     devices: frozenset[str]
@@ -50,6 +52,7 @@ class AttentionBackendCapabilities:
     supports_latent: bool = False
     expands_latents: bool = False
     gathers_prefixes: bool = False
+    compares_bytes: bool = False
 
 
 ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
@@ -96,6 +99,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         supports_latent=True,
         expands_latents=True,
         gathers_prefixes=True,
+        compares_bytes=True,
     ),
     "flashinfer": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),

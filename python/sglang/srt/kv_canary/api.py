@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kv_canary.attended import SUM_BYTES, AttendedBytes, attended_bytes
+from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.kv_canary.capacities import bytes_per_slot
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
@@ -16,6 +18,7 @@ from sglang.srt.kv_canary.pool_patcher.api import (
     FULL,
     LATENT,
     SWA,
+    CanaryBuffers,
     attach_canary_buffers,
 )
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
@@ -29,6 +32,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 if TYPE_CHECKING:
     from torch import nn
 
+    from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
@@ -67,6 +71,8 @@ def install_canary(
         topk, num_managers = shape.topk, max(1, shape.num_steps - 1)
     elif server_args.speculative_algorithm is not None:
         tree_depth = server_args.tree_shape.num_steps
+    backend = model_runner.attn_backend
+    keeps_sums = not is_draft and _keeps_sums(server_args, backend.capabilities)
     attach = partial(
         attach_canary_buffers,
         config=config,
@@ -77,6 +83,7 @@ def install_canary(
         max_rows=req_to_token_pool.size * topk,
         num_managers=num_managers,
         num_branches=req_to_token_pool.size * topk if is_draft else 0,
+        keeps_sums=keeps_sums,
     )
     windows: WindowGroup | None = None
     if isinstance(pool, SWAKVPool):
@@ -91,6 +98,10 @@ def install_canary(
         buffers = attach(pool=pool, group=LATENT if is_latent else FULL)
         if not is_draft:
             config.refuse_without_windows()
+    compared = _attended(buffers)
+    if compared is not None:
+        of_windows = None if windows is None else _attended(windows.buffers)
+        backend.compare_bytes(compared, of_windows)
     seeds = buffers.state.expected_lineage.new_zeros(req_to_token_pool.size + 1)
     oracle = None
     if config.check_write_inputs and not is_draft:
@@ -105,7 +116,7 @@ def install_canary(
             buffers=buffers,
             req_to_token_pool=req_to_token_pool,
             kv_pool=pool,
-            attn_backend=model_runner.attn_backend,
+            attn_backend=backend,
             page_size=model_runner.page_size,
             vocab_size=model_runner.model_config.vocab_size,
             topk=topk,
@@ -131,6 +142,27 @@ def install_canary(
 def watcher_bytes_per_slot(server_args: ServerArgs) -> int:
     """Device memory that the canary will keep per KV slot; 0 while it is off."""
     return 0 if server_args.kv_canary == CanaryMode.NONE.value else bytes_per_slot()
+
+
+def watcher_bytes_per_head(server_args: ServerArgs) -> int:
+    """Device memory that the canary will keep of each KV head in each slot and layer,
+    of a target that has K and V."""
+    assert server_args.attention_backend is not None
+    backend = ATTENTION_BACKENDS[server_args.attention_backend]
+    return SUM_BYTES if _keeps_sums(server_args, backend) else 0
+
+
+def _keeps_sums(server_args: ServerArgs, backend: AttentionBackendCapabilities) -> bool:
+    """Whether the target's attention compares all bytes: in plain decode steps."""
+    config = CanaryConfig.from_server_args(server_args)
+    if not config.is_on:
+        return False
+    is_plain = server_args.speculative_algorithm is None
+    return config.covers_all_bytes and is_plain and backend.compares_bytes
+
+
+def _attended(buffers: CanaryBuffers) -> AttendedBytes | None:
+    return attended_bytes(buffers.state, buffers.fingerprint)
 
 
 def _patch_model_forward(model: nn.Module, manager: CanaryManager) -> None:

@@ -101,6 +101,11 @@ class CanaryConfig:
     def is_on(self) -> bool:
         return self.mode is not CanaryMode.NONE
 
+    @property
+    def covers_all_bytes(self) -> bool:
+        """Whether all bytes are checked, at once or in turn."""
+        return self.real_data in (RealData.ROTATE, RealData.ALL)
+
     @classmethod
     def from_server_args(cls, server_args: ServerArgs) -> CanaryConfig:
         """Read flags and environment.

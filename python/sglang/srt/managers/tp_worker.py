@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
+from sglang.srt.kv_canary.api import (
+    install_canary,
+    watcher_bytes_per_head,
+    watcher_bytes_per_slot,
+)
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -88,6 +92,7 @@ class TpModelWorker:
             server_args=server_args,
             model_config=model_config,
             watcher_bytes_per_slot=watcher_bytes_per_slot(server_args),
+            watcher_bytes_per_head=watcher_bytes_per_head(server_args),
         )
         runner.initialize()
         canary = install_canary(server_args=server_args, model_runner=runner)

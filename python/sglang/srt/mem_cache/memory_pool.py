@@ -448,6 +448,10 @@ class KVCache(ABC):
         self._transfer_first.insert(0, first)
         self._transfer_last.append(last)
 
+    def add_to_transfer(self, descriptor: TransferDescriptor) -> None:
+        """Send this buffer too, inside of all brackets."""
+        self._transfer_last.insert(0, descriptor)
+
     def transfer_descriptors(self) -> list[TransferDescriptor]:
         """Return all buffers of a page in the order in which they must be sent."""
         own = self._own_transfer_descriptors()

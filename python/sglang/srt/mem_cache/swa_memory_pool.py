@@ -85,6 +85,10 @@ class SWAKVPool(KVCache):
         """Whether this layer's KV is in window slots."""
         return self._is_sliding[layer_id]
 
+    def place_in_group(self, layer_id: int) -> int:
+        """The number of a layer in the pool of its group."""
+        return self._place[layer_id][1]
+
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         pool, layer = self._place[layer_id]
         return pool.get_kv_buffer(layer)

@@ -99,13 +99,15 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         is_draft_worker: bool = False,
         dtype: torch.dtype | None = None,
         watcher_bytes_per_slot: int = 0,
+        watcher_bytes_per_head: int = 0,
     ) -> None:
         """Resolve dtype and device; no weights are loaded yet.
 
         Args:
             dtype: None: by --dtype and the checkpoint.
             watcher_bytes_per_slot: device memory per slot that a watcher of the KV pool
-                will keep.
+                will keep; watcher_bytes_per_head: of each KV head in each slot and
+                layer besides, where there are K and V.
         """
         assert server_args.page_size is not None
         self.server_args = server_args
@@ -116,6 +118,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.dtype = dtype or self._resolve_dtype()
         self.page_size = server_args.page_size
         self.watcher_bytes_per_slot = watcher_bytes_per_slot
+        self.watcher_bytes_per_head = watcher_bytes_per_head
         self.scopes: ForwardScopes = NullScopes()
         # Set by init_cuda_graphs, which the owner of the runner calls once everything
         # that graphs read is in place.

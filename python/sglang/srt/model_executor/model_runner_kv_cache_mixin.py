@@ -76,6 +76,7 @@ class ModelRunnerKVCacheMixin:
     page_size: int
     free_bytes_at_start: int
     watcher_bytes_per_slot: int
+    watcher_bytes_per_head: int
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVCache
     allocator: BaseAllocator
@@ -309,7 +310,10 @@ class ModelRunnerKVCacheMixin:
             layers -= sliding * (1 - args.swa_full_tokens_ratio)
         groups = 1 + args.swa_full_tokens_ratio * self._has_window_slots
         records = groups * self.watcher_bytes_per_slot
-        return math.ceil(layers * self._layer_bytes() + records)
+        layer_bytes = self._layer_bytes()
+        if config.latent is None:
+            layer_bytes += self._num_kv_heads() * self.watcher_bytes_per_head
+        return math.ceil(layers * layer_bytes + records)
 
     def _layer_bytes(self) -> int:
         """KV bytes of one slot in one layer, on this rank."""

@@ -85,8 +85,9 @@ struct Launch {
     kAccept = 4,
     kResult = 5,
     kCarried = 6,
+    kAttention = 7,
   };
-  static constexpr int64_t kCount = 7;
+  static constexpr int64_t kCount = 8;
 };
 
 struct Counter {

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kv_canary.attended import with_sums
 from kv_canary.layout import (
     Fingerprint,
     FingerprintMode,
@@ -44,13 +45,16 @@ FULL, SWA, LATENT = GROUPS
 
 
 class RecordMover:
-    """Moves records after the bytes of their slots."""
+    """Moves records after the bytes of their slots, and the sums kept of them."""
 
-    def __init__(self, state: CanaryState) -> None:
+    def __init__(self, state: CanaryState, sums: Tensor | None = None) -> None:
         self._state = state
+        self._sums = sums
 
     def __call__(self, dst: Tensor, src: Tensor) -> None:
         move_records(self._state, dst=dst, src=src)
+        if self._sums is not None:
+            self._sums.index_copy_(0, dst, self._sums.index_select(0, src))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,7 @@ def attach_canary_buffers(
     num_managers: int = 1,
     num_branches: int = 0,
     group: str = FULL,
+    keeps_sums: bool = False,
 ) -> CanaryBuffers:
     """Records for every slot of `pool`; from now on they move with the bytes.
 
@@ -118,6 +123,8 @@ def attach_canary_buffers(
         max_rows: rows of one forward at most.
         num_branches: draft branches of a batch at most; they have lineages of their
             own.
+        keeps_sums: whether attention compares all bytes with sums that are kept of
+            them; of pools that have K and V.
 
     Raises:
         ValueError: a pool that no adapter knows, or bytes that cannot be fingerprinted;
@@ -147,7 +154,18 @@ def attach_canary_buffers(
         device=device,
         pool=pool_number(is_draft=is_draft, group=group),
     )
-    pool.register_on_move(RecordMover(state))
+    fingerprint = _fingerprint_of(layout, config)
+    if keeps_sums:
+        fingerprint = with_sums(fingerprint, heads=layout.groups[0].k.shape[2])
+        assert fingerprint.sums is not None
+        pool.add_to_transfer(
+            TransferDescriptor(
+                name="canary.sums",
+                buffer=fingerprint.sums,
+                bytes_per_slot=fingerprint.sums[0].nbytes,
+            )
+        )
+    pool.register_on_move(RecordMover(state, fingerprint.sums))
     record_bytes = RECORD_WORDS * state.head.element_size()
     pool.add_transfer_bracket(
         first=TransferDescriptor(
@@ -160,7 +178,7 @@ def attach_canary_buffers(
     return CanaryBuffers(
         layout=layout,
         state=state,
-        fingerprint=_fingerprint_of(layout, config),
+        fingerprint=fingerprint,
         capacities=capacities,
         kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
     )

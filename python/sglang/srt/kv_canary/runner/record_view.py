@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from kv_canary.evidence import RecordWord
+from kv_canary.head_sums import whole_sums
 from kv_canary.records import (
     CLOCK_MASK,
     CLOCK_SHIFT,
@@ -27,6 +28,7 @@ from kv_canary.violation import POOLS
 
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState
+    from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 
 _MASK64 = (1 << 64) - 1
@@ -90,23 +92,27 @@ def slot_records(managers: Sequence[CanaryManager], slot: int) -> list[dict[str,
     found = []
     for manager in managers:
         target = manager.target
-        found.append(_record(manager, target.buffers.state, slot, group="full"))
+        found.append(_record(manager, target.buffers, slot, group="full"))
         if target.windows is not None:
             (window,) = target.windows.swa.window_slots(np.array([slot])).tolist()
             if window:
-                state = target.windows.buffers.state
-                found.append(_record(manager, state, window, group="swa"))
+                buffers = target.windows.buffers
+                found.append(_record(manager, buffers, window, group="swa"))
     return found
 
 
 def _record(
-    manager: CanaryManager, state: CanaryState, slot: int, *, group: str
+    manager: CanaryManager, buffers: CanaryBuffers, slot: int, *, group: str
 ) -> dict[str, Any]:
     """One record as JSON; its token only where reports may hold tokens."""
+    state, sums = buffers.state, buffers.fingerprint.sums
     head, tail = torch.stack((state.head[slot], state.tail[slot])).tolist()
     writer = unpack_word3(head[Record.WORD3])
     word = RecordWord.of(head[Record.WORD0])
     kind = writer.kind
+    fingerprint = tail[Record.FINGERPRINT]
+    if sums is not None:
+        fingerprint = int(whole_sums(sums[slot]))
     return {
         "pool": POOLS[manager.target.is_draft],
         "group": group,
@@ -115,7 +121,7 @@ def _record(
         "token": word.token if manager.config.report_tokens else None,
         "position": word.position,
         "lineage": _hex(head[Record.LINEAGE]),
-        "fingerprint": _hex(tail[Record.FINGERPRINT]),
+        "fingerprint": _hex(fingerprint),
         "writer": {
             "kind": kind.name.lower() if isinstance(kind, WriterKind) else str(kind),
             "forward": writer.clock,

@@ -118,6 +118,9 @@ class SingleForwardManager:
             self._windows = WindowLaunches(
                 target.windows, checks=self._checks, findings=self._findings
             )
+        # Where attention compares the bytes that it reads.
+        self._is_attended = target.buffers.fingerprint.sums is not None
+        self._attended_checks = dataclasses.replace(self._checks, compares_bytes=False)
         # No table holds tokens of branches after the first step.
         self._branch_checks = dataclasses.replace(self._checks, tokens=None)
         # After the rows of requests.
@@ -156,14 +159,23 @@ class SingleForwardManager:
     ) -> None:
         """Verify `reads` and the window slots, and write the head records, before the
         model."""
-        is_branch = self._is_draft and forward_batch.forward_mode.is_decode
+        is_decode = forward_batch.forward_mode.is_decode
         view = self._view_of(forward_batch, reads)
         self._view = view
-        is_branch = bool(is_branch and self.index)
-        checks = self._branch_checks if is_branch else self._checks
+        is_branch = bool(self._is_draft and is_decode and self.index)
+        is_attended = self._is_attended and is_decode
+        checks = self._checks
+        if is_branch:
+            checks = self._branch_checks
+        elif is_attended:
+            checks = self._attended_checks
         if self._windows is not None and window is not None:
             self._other = self._windows.forward(
-                view, window, read=reads[0], is_branch=is_branch
+                view,
+                window,
+                read=reads[0],
+                is_branch=is_branch,
+                is_attended=is_attended,
             )
         state = self._target.buffers.state
         before_model(state, view, checks)

@@ -69,6 +69,7 @@ class WindowLaunches:
             published=None,
         )
         self._branch_checks = dataclasses.replace(self._checks, tokens=None)
+        self._attended_checks = dataclasses.replace(self._checks, compares_bytes=False)
         self.findings = torch.zeros_like(findings)
         # No slot of the window precedes its first one.
         self._no_slots = findings.new_full((len(findings),), -1)
@@ -80,12 +81,14 @@ class WindowLaunches:
         *,
         read: KVReadView,
         is_branch: bool,
+        is_attended: bool,
     ) -> GroupForward:
         """The forward in the window group: what it is about to read and to write.
 
         Args:
             view, read: of the full group.
             is_branch: whether the rows are branches whose tokens no table holds.
+            is_attended: whether attention compares the bytes that it reads.
         """
         rows = forward.rows
         window = KVReadView(
@@ -100,7 +103,11 @@ class WindowLaunches:
         of_windows = dataclasses.replace(
             view, out_cache_loc=forward.cache_loc, reads=(window,), oracle=None
         )
-        checks = self._branch_checks if is_branch else self._checks
+        checks = self._checks
+        if is_branch:
+            checks = self._branch_checks
+        elif is_attended:
+            checks = self._attended_checks
         return GroupForward(self._state, of_windows, checks)
 
 

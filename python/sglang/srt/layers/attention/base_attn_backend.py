@@ -14,6 +14,7 @@ from sglang.srt.configs.attention_backends import (
 )
 
 if TYPE_CHECKING:
+    from kv_canary.attended import AttendedBytes
     from kv_canary.view import KVReadView
     from sglang.srt.configs.latent_config import LatentConfig
     from sglang.srt.layers.attention.window_tables import WindowForward
@@ -120,6 +121,15 @@ class AttentionBackend(ABC):
             [T, H], normalised, as `DecoderModel.forward_layers`.
         """
         return None
+
+    def compare_bytes(self, full: AttendedBytes, windows: AttendedBytes | None) -> None:
+        """Compare the bytes that decodes load from now on; `windows`: those of window
+        slots, if the model has any.
+
+        Raises:
+            RuntimeError: the backend does not declare `compares_bytes`.
+        """
+        raise RuntimeError(f"attention backend {self.name} does not compare bytes")
 
     def expands(self, latent: LatentConfig, forward_batch: ForwardBatch) -> bool:
         """Whether attention over these latents takes its expanded form in this forward

@@ -87,14 +87,16 @@ def store_kv(
     )
 
 
-class _Rows(NamedTuple):
-    """The rows as attention of one layer takes them; as in `layers.ops.attention`."""
+class AttendedRows(NamedTuple):
+    """The rows as attention of one layer takes them; as in `layers.ops.attention`.
+    `first_position`: int64 [R], of element 0 of each; None: 0."""
 
     page_table: Tensor | None
     row_index: Tensor | None
     prefix_lens: Tensor
     read_lens: Tensor
     positions: Tensor
+    first_position: Tensor | None = None
 
 
 class PagedAttnBackend(AttentionBackend):
@@ -255,7 +257,7 @@ class PagedAttnBackend(AttentionBackend):
     ) -> None:
         k_cache, v_cache = self._kv_pool.get_kv_buffer(layer.layer_id)
         view = self._view_of(forward_batch)
-        rows = _Rows(
+        rows = AttendedRows(
             view.page_table,
             view.row_index,
             forward_batch.prefix_lens,
@@ -276,7 +278,7 @@ class PagedAttnBackend(AttentionBackend):
             "out": out,
         }
         if forward_batch.forward_mode.is_decode:
-            options = self._decode_options(layer)
+            options = self._decode_options(layer, forward_batch, rows)
             self.decode_op(
                 q,
                 k_cache,
@@ -305,14 +307,23 @@ class PagedAttnBackend(AttentionBackend):
         view: KVReadView,
         layer_id: int,
         forward_batch: ForwardBatch,
-    ) -> _Rows:
+    ) -> AttendedRows:
         made = windows.rows(layer_id, view, forward_batch)
         positions = forward_batch.positions
         if forward_batch.tree_mask is not None:
             positions = windows.tree_positions(layer_id, forward_batch)
-        return _Rows(made.page_table, None, made.prefix_lens, made.read_lens, positions)
+        return AttendedRows(
+            made.page_table,
+            None,
+            made.prefix_lens,
+            made.read_lens,
+            positions,
+            made.first_position,
+        )
 
-    def _decode_options(self, layer: RadixAttention) -> dict[str, Any]:
+    def _decode_options(
+        self, layer: RadixAttention, forward_batch: ForwardBatch, rows: AttendedRows
+    ) -> dict[str, Any]:
         """Arguments of this backend's decode beyond the common ones."""
         return {}
 

@@ -6,10 +6,18 @@ Imported only where Triton is installed: `attention_registry` sees to that.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sglang.srt.configs import latent_form
-from sglang.srt.layers.attention.paged_backend import PagedAttnBackend, store_kv
+from sglang.srt.layers.attention.compared_bytes import ComparedBytes
+from sglang.srt.layers.attention.paged_backend import (
+    AttendedRows,
+    PagedAttnBackend,
+    store_kv,
+)
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
     DecodeWorkspace,
     decode_attention,
@@ -48,6 +56,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kv_canary.attended import AttendedBytes
+    from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
     from sglang.srt.configs.latent_config import LatentConfig
     from sglang.srt.layers.attention.base_attn_backend import CallWrapper, StackWrapper
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -76,6 +86,7 @@ class TritonAttnBackend(PagedAttnBackend):
         if self._is_latent:
             self.decode_op = latent_decode_attention
             self.extend_op = latent_extend_attention
+        self._compared: ComparedBytes | None = None
         # By (query heads, KV heads, head size): layers of one shape share.
         self._workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
         # All layers have one head size.
@@ -89,6 +100,19 @@ class TritonAttnBackend(PagedAttnBackend):
         self._plans = hopper_serves(
             head_dim=self._head_dim, dtype=kv_pool.dtype, device=k_cache.device
         )
+
+    @property
+    def capabilities(self) -> AttentionBackendCapabilities:
+        """On a GPU bytes are compared by the Hopper kernel: in the other one that takes
+        longer than the read check's pass. On the CPU kernels are interpreted."""
+        known = super().capabilities
+        is_cheap = self._plans or torch.device(self._device).type != "cuda"
+        return replace(known, compares_bytes=is_cheap and not self._is_latent)
+
+    def compare_bytes(self, full: AttendedBytes, windows: AttendedBytes | None) -> None:
+        if self._is_latent:
+            super().compare_bytes(full, windows)
+        self._compared = ComparedBytes(self._kv_pool, full, windows)
 
     def with_table(self, page_table: Tensor, *, page_size: int) -> TritonAttnBackend:
         other = super().with_table(page_table, page_size=page_size)
@@ -134,9 +158,19 @@ class TritonAttnBackend(PagedAttnBackend):
             update_k=self._reads_new(forward_batch),
         )
 
-    def _decode_options(self, layer: RadixAttention) -> dict[str, Any]:
+    def _decode_options(
+        self, layer: RadixAttention, forward_batch: ForwardBatch, rows: AttendedRows
+    ) -> dict[str, Any]:
         if self._is_latent:
             return {"workspace": self._shared_workspace()}
+        options: dict[str, Any] = {"workspace": self._workspace(layer)}
+        if self._compared is not None:
+            options["compared"] = self._compared.of_layer(
+                layer.layer_id, forward_batch, rows
+            )
+        return options
+
+    def _workspace(self, layer: RadixAttention) -> DecodeWorkspace:
         shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         workspace = self._workspaces.get(shape)
         if workspace is None:
@@ -148,7 +182,7 @@ class TritonAttnBackend(PagedAttnBackend):
                 max_context=self._max_context,
                 device=self._device,
             )
-        return {"workspace": workspace}
+        return workspace
 
     def _extend_call(
         self, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
@@ -127,12 +128,55 @@ class DenseTile(NamedTuple):
     stages: int
 
 
+class Compares(IntEnum):
+    """When decode attention compares the bytes that it loads: never, in every launch,
+    or where the number of the forward, modulo the layers, is the launch's layer."""
+
+    NEVER = 0
+    ALWAYS = 1
+    IN_TURN = 2
+
+
+class Check(NamedTuple):
+    """The sums that decode attention compares with, and where it reports.
+
+    Fields:
+        state: `State` of the canary's launches.
+        sums: int32 [slots, layers, KV heads], `slot_stride` from slot to slot.
+        layers: of the group of slots.
+        req_rows, serials, prefix_lens: int64 [R], whose a row is, and its elements that
+            were written before this forward; `first_position`: int64 [R], of element 0,
+            None: 0.
+        tag: of `ring_tag`.
+    """
+
+    state: Any
+    sums: Tensor
+    slot_stride: int
+    layers: int
+    req_rows: Tensor
+    serials: Tensor
+    prefix_lens: Tensor
+    first_position: Tensor | None
+    tag: int
+
+
 class DecodeTile(NamedTuple):
-    """Tile of the decode kernels: query heads, KV elements, and splits of a row's."""
+    """Tile of the decode kernels: query heads and KV elements, splits of a row's at
+    most, and tiles of a split at least."""
 
     block_h: int
     block_n: int
     splits: int
+    least_tiles: int
+
+
+MIN_ELEMENTS_PER_SPLIT = 64
+
+
+def decode_tile(block_h: int, block_n: int, splits: int) -> DecodeTile:
+    least_tiles = max(MIN_ELEMENTS_PER_SPLIT // block_n, 1)
+    return DecodeTile(block_h, block_n, splits, least_tiles)
 
 
 def scale_args(sm_scale: float, logit_cap: float) -> Scale:

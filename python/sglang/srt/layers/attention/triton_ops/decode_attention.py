@@ -14,8 +14,11 @@ import triton
 from torch import Tensor
 
 from sglang.srt.layers.attention.triton_ops.args import (
-    DecodeTile,
+    MIN_ELEMENTS_PER_SPLIT,
+    Check,
+    Compares,
     Partials,
+    decode_tile,
     pages_args,
     pool_args,
     scale_args,
@@ -39,7 +42,6 @@ from sglang.srt.layers.attention.triton_ops.launch import Launch
 _MAX_SPLITS = 64
 # Programs wanted at least; more splits cost more partial results than they gain.
 TARGET_PROGRAMS = 512
-_MIN_ELEMENTS_PER_SPLIT = 64
 
 # Bytes of a padded head -> KV elements per tile, warps, pipeline stages; measured with
 # benchmark/kernels/bench_triton_attention.py --sweep.
@@ -64,7 +66,7 @@ def decode_splits(
         max_context: most KV elements that a row of any later launch may have.
     """
     wanted = -(-TARGET_PROGRAMS // max(rows * programs_per_row, 1))
-    useful = max(max_context // _MIN_ELEMENTS_PER_SPLIT, 1)
+    useful = max(max_context // MIN_ELEMENTS_PER_SPLIT, 1)
     most = 1 << (min(useful, _MAX_SPLITS).bit_length() - 1)
     return min(int(triton.next_power_of_2(wanted)), most)
 
@@ -77,12 +79,29 @@ class DecodeWorkspace:
         partial: [cells * head_dim] float32, partial results. Cells are (row, query
             head, split) of the launch; only the kernels read or write them.
         lse: [cells] float32, log2 of the partial softmax sums.
+        counters: [rows * programs of a row and split] int32, zero; every launch leaves
+            them so.
         max_context: most KV elements of a row; it fixes the splits of a launch.
     """
 
     partial: Tensor
     lse: Tensor
+    counters: Tensor
     max_context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedLayer:
+    """How a launch compares the bytes that it loads.
+
+    Fields:
+        check: of the forward. layer: that attends, of those of its group of slots.
+        compares: whether it does so always, or when it is the layer's turn.
+    """
+
+    check: Check
+    layer: int
+    compares: Compares
 
 
 def decode_workspace(
@@ -97,7 +116,15 @@ def decode_workspace(
     """Scratch for launches of up to `rows` rows with these heads.
 
     A row with more than `max_context` elements is still computed, only slower.
+
+    Raises:
+        RuntimeError: inside a graph capture, whose replays alone would make it zero.
     """
+    if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a decode workspace would be allocated inside a graph capture; "
+            "run the captured function once before the capture"
+        )
     blocks = _head_blocks(q_heads // kv_heads)
     cells = max(
         count
@@ -110,6 +137,9 @@ def decode_workspace(
     return DecodeWorkspace(
         partial=torch.empty(cells * head_dim, dtype=torch.float32, device=device),
         lse=torch.empty(cells, dtype=torch.float32, device=device),
+        counters=torch.zeros(
+            max(rows, 1) * kv_heads * blocks, dtype=torch.int32, device=device
+        ),
         max_context=max_context,
     )
 
@@ -130,6 +160,7 @@ def decode_launch(
     itemsize: int,
     page_size: int,
     splits: int,
+    compares: Compares = Compares.NEVER,
 ) -> Launch:
     """Compile-time parameters of the split kernel, chosen from shapes alone."""
     shape = shape_args(q_heads, kv_heads, head_dim, page_size)
@@ -139,7 +170,8 @@ def decode_launch(
     return Launch(
         constants={
             "SHAPE": shape,
-            "TILE": DecodeTile(_block_h(shape.group), block_n, splits),
+            "TILE": decode_tile(_block_h(shape.group), block_n, splits),
+            "COMPARES": int(compares),
         },
         num_warps=warps,
         num_stages=stages,
@@ -167,6 +199,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     out: Tensor,
     workspace: DecodeWorkspace,
+    compared: ComparedLayer | None = None,
 ) -> None:
     """out[r] = softmax(sm_scale * q[r] . K) V over KV elements 0 .. read_lens[r] - 1.
 
@@ -179,6 +212,8 @@ def decode_attention(
             `sglang.srt.layers.ops.attention.decode_attention`; page_size a power of
             two.
         workspace: from `decode_workspace` for at least these rows and heads.
+        compared: where the bytes of the elements before this forward are compared with
+            sums that were kept of them; None: they are not.
 
     Raises:
         ValueError: shapes, page_size or workspace do not fit.
@@ -200,22 +235,31 @@ def decode_attention(
     )
     cells = rows * q_heads * splits
     if splits > 1 and (
-        workspace.lse.numel() < cells or workspace.partial.numel() < cells * head_dim
+        workspace.lse.numel() < cells
+        or workspace.partial.numel() < cells * head_dim
+        or workspace.counters.numel() < rows * programs_per_row
     ):
         raise ValueError(
             f"decode_attention: the workspace holds {workspace.lse.numel()} cells, "
             f"{rows} rows x {q_heads} heads x {splits} splits need {cells}; "
             "allocate it with decode_workspace for these rows and heads"
         )
-    heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    wanted: dict[str, Any] = {
+        "q_heads": q_heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "page_size": page_size,
+        "splits": splits,
+        "compares": Compares.NEVER if compared is None else compared.compares,
+    }
     kernel: Any = decode_split_kernel
+    counters: tuple[Tensor, ...] = ()
     if on_hopper:
         kernel = decode_hopper_kernel
-        launch = decode_hopper_launch(**heads, page_size=page_size, splits=splits)
+        launch = decode_hopper_launch(**wanted)
+        counters = (workspace.counters,)
     else:
-        launch = decode_launch(
-            **heads, itemsize=q.element_size(), page_size=page_size, splits=splits
-        )
+        launch = decode_launch(**wanted, itemsize=q.element_size())
     outputs = tokens_args(out)
     partials = Partials(workspace.partial, workspace.lse)
     attended = window if window > 0 else None
@@ -223,15 +267,18 @@ def decode_attention(
         tokens_args(q),
         outputs,
         partials,
+        *counters,
         pool_args(k_cache, v_cache),
         pages_args(page_table, row_index),
         read_lens,
         sinks,
         scale_args(sm_scale, logit_cap),
         attended,
+        None if compared is None else compared.check,
+        None if compared is None else compared.layer,
         **launch.options(),
     )
-    if splits == 1:
+    if splits == 1 or launch.constants.get("ADDED"):
         return
     decode_combine_kernel[(q_heads, rows)](
         partials,

@@ -15,33 +15,27 @@ are multiplied; slots of a tile are looked up one tile before its copy begins.
 
 from typing import Any, NamedTuple
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from sglang.srt.layers.attention.triton_ops.args import Compares
 from sglang.srt.layers.attention.triton_ops.attend import Sums
+from sglang.srt.layers.attention.triton_ops.decode_checked import Compared
+from sglang.srt.layers.attention.triton_ops.decode_hopper_checked import (
+    elements_of,
+    end_watch,
+    start_watch,
+    watch_tile,
+)
+from sglang.srt.layers.attention.triton_ops.decode_hopper_reads import Reads, slots_of
+from sglang.srt.layers.attention.triton_ops.decode_hopper_results import put_result
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 # Queries of a tile: the rows of the matrix unit's instruction.
 _QUERIES = gl.constexpr(16)
-
-
-class Reads(NamedTuple):
-    """K and V of one KV head as one row reads them from the pool.
-
-    Fields:
-        k, v: pointers to the first channel of slot 0, and the strides between slots.
-        table, column_stride: the row's pages. end: element after the last one.
-    """
-
-    k: Any
-    v: Any
-    k_stride: Any
-    v_stride: Any
-    table: Any
-    column_stride: Any
-    end: Any
+_NEVER = gl.constexpr(int(Compares.NEVER))
+_IN_TURN = gl.constexpr(int(Compares.IN_TURN))
 
 
 @gluon.jit
@@ -59,14 +53,6 @@ def reads_of(pool, pages, row, kv_head, end):
         pages.column_stride,
         end,
     )
-
-
-@gluon.jit
-def slots_of(reads, element, PAGE: gl.constexpr):
-    """Slots of elements; of those that are not read, of the first page."""
-    at = reads.table + (element // PAGE).to(gl.int64) * reads.column_stride
-    page = gl.load(at, mask=element < reads.end, other=0)
-    return page + element % PAGE
 
 
 @gluon.jit
@@ -147,68 +133,129 @@ def split_plan(read_len, window, TILE: gl.constexpr):
     if window is not None:
         begin = gl.maximum(read_len - window, 0)
     tiles = (read_len - begin + TILE.block_n - 1) // TILE.block_n
-    tiles_per_split = gl.maximum((tiles + TILE.splits - 1) // TILE.splits, 1)
+    tiles_per_split = gl.maximum(
+        (tiles + TILE.splits - 1) // TILE.splits, TILE.least_tiles
+    )
     active = (tiles + tiles_per_split - 1) // tiles_per_split
     return begin, tiles_per_split * TILE.block_n, active
 
 
+class Work(NamedTuple):
+    """A split of one row's elements, whose first copies are under way.
+
+    Fields:
+        query: operand of the products. reads: `Reads`. keys, values: tiles in shared
+            memory [stages, elements, channels].
+        slot, element: of the tile whose copy starts next. begin, tiles: first element
+            and tiles of the split. scale: `args.Scale`.
+    """
+
+    query: Any
+    reads: Any
+    keys: Any
+    values: Any
+    slot: Any
+    element: Any
+    begin: Any
+    tiles: Any
+    scale: Any
+
+
 @gluon.jit
-def put_result(
-    out,
-    partials,
-    sinks,
-    sums,
-    row,
-    head,
-    is_member,
-    split,
-    active,
-    read_len,
+def attend_tiles(
+    work,
+    of,
     SHAPE: gl.constexpr,
-    TILE: gl.constexpr,
+    MMA: gl.constexpr,
+    COPY: gl.constexpr,
+    COMPARES: gl.constexpr,
 ):
-    """Store the result of a row that one split computes, or a partial one."""
-    D: gl.constexpr = SHAPE.head_dim
-    LAYOUT: gl.constexpr = sums.acc.type.layout
-    acc, top, total = sums
-    channel = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT)), 0)
-    is_query = gl.expand_dims(is_member, 1)
-    if active <= 1:
-        if sinks is not None:
-            sink = gl.load(sinks + head, mask=is_member, other=0.0).to(gl.float32)
-            total += gl.where(total == 0.0, 0.0, gl.exp2(sink * _LOG2_E - top))
-        # `total` is zero only where the row reads nothing.
-        result = acc / gl.expand_dims(gl.where(read_len > 0, total, 1.0), 1)
-        cells = gl.expand_dims(row * out.stride + head * D, 1) + channel
-        gl.store(out.at + cells, result.to(out.at.dtype.element_ty), mask=is_query)
-    else:
-        cell = (row * (SHAPE.kv_heads * SHAPE.group) + head) * TILE.splits + split
-        result = acc / gl.expand_dims(total, 1)
-        cells = gl.expand_dims(cell * D, 1) + channel
-        gl.store(partials.results + cells, result, mask=is_query)
-        gl.store(partials.lse + cell, top + tl.log2(total), mask=is_member)
+    """Softmax and result of a split, as a `Sums`.
+
+    Args:
+        of: the `Compared` whose bytes are compared, unless COMPARES is NEVER.
+    """
+    query, reads, keys, values, slot, element, begin, tiles, scale = work
+    STAGES: gl.constexpr = keys.shape[0]
+    N: gl.constexpr = keys.shape[1]
+    D: gl.constexpr = keys.shape[2]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    if COMPARES != _NEVER:
+        watch = start_watch(reads, begin, of, SHAPE, N)
+    column = gl.arange(0, N, layout=gl.SliceLayout(0, MMA))
+    top = gl.full([_QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+    total = gl.zeros([_QUERIES], gl.float32, gl.SliceLayout(1, MMA))
+    acc = gl.zeros([_QUERIES, D], gl.float32, MMA)
+    for tile in range(0, tiles):
+        async_copy.wait_group(STAGES - 2)
+        if COMPARES != _NEVER:
+            # Their kept sums are on the way while this tile is multiplied.
+            next_element = elements_of(begin + (tile + 1) * N, N)
+            next_slot = slots_of(reads, next_element, SHAPE.page_size)
+        ahead = (tile + STAGES - 1) % STAGES
+        copy_elements(
+            reads, slot, element, keys.index(ahead), values.index(ahead), COPY
+        )
+        element += N
+        slot = slots_of(reads, element, SHAPE.page_size)
+
+        if COMPARES != _NEVER:
+            watch = watch_tile(
+                watch,
+                keys.index(tile % STAGES),
+                values.index(tile % STAGES),
+                begin + tile * N,
+                next_slot,
+                of,
+                SHAPE,
+            )
+        key = keys.index(tile % STAGES).permute((1, 0)).load(RIGHT)
+        product = mma_v2(query, key, gl.zeros([_QUERIES, N], gl.float32, MMA))
+        is_read = begin + tile * N + column < reads.end
+        score = gl.where(
+            gl.expand_dims(is_read, 0), scores_of(product, scale), float("-inf")
+        )
+        weight, shrink, top, total = fold(score, top, total)
+        acc = acc * gl.expand_dims(shrink, 1)
+        value = values.index(tile % STAGES).load(RIGHT)
+        acc = mma_v2(gl.convert_layout(weight.to(value.dtype), LEFT), value, acc)
+    async_copy.wait_group(0)
+    if COMPARES != _NEVER:
+        end_watch(watch, reads, begin, of, SHAPE, COMPARES == _IN_TURN)
+    return Sums(acc, top, total)
 
 
-@gluon.jit(do_not_specialize=["window"])
+@gluon.jit(do_not_specialize=["window", "layer"])
 def decode_hopper_kernel(
     q,
     out,
     partials,
+    counters,
     pool,
     pages,
     read_lens,
     sinks,
     scale,
     window,
+    check,
+    layer,
     SHAPE: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    COMPARES: gl.constexpr,
+    ADDED: gl.constexpr,
 ):
-    """`decode_split_kernel` for half precision: same grid, arguments and results.
+    """`decode_split_kernel` for half precision: same grid, arguments and results, but
+    for splits that its programs add up themselves.
 
     Args:
+        counters: int32 [rows * programs of a row and split], zero; left so.
         SHAPE: `args.Shape`, of at least 64 channels, a power of two.
         TILE: `args.DecodeTile` of 16 query heads. STAGES: tiles in shared memory.
+        COMPARES: of `args.Compares`, as there.
+        ADDED: partial results of a head that are read at once; 0: another kernel adds
+            them up.
     """
     WARPS: gl.constexpr = gl.num_warps()
     D: gl.constexpr = SHAPE.head_dim
@@ -220,7 +267,6 @@ def decode_hopper_kernel(
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     dtype: gl.constexpr = pool.k.dtype.element_ty
 
     HEAD_BLOCKS: gl.constexpr = (SHAPE.group + _QUERIES - 1) // _QUERIES
@@ -246,42 +292,28 @@ def decode_hopper_kernel(
     is_member = member < SHAPE.group
     head = kv_head * SHAPE.group + member
     query = load_queries(q, row, head, is_member, D, LEFT)
-    column = gl.arange(0, N, layout=gl.SliceLayout(0, MMA))
-    top = gl.full([_QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
-    total = gl.zeros([_QUERIES], gl.float32, gl.SliceLayout(1, MMA))
-    acc = gl.zeros([_QUERIES, D], gl.float32, MMA)
-    for tile in range(0, tiles):
-        async_copy.wait_group(STAGES - 2)
-        ahead = (tile + STAGES - 1) % STAGES
-        copy_elements(
-            reads, slot, element, keys.index(ahead), values.index(ahead), COPY
-        )
-        element += N
-        slot = slots_of(reads, element, PAGE)
-
-        key = keys.index(tile % STAGES).permute((1, 0)).load(RIGHT)
-        product = mma_v2(query, key, gl.zeros([_QUERIES, N], gl.float32, MMA))
-        is_read = begin + tile * N + column < end
-        score = gl.where(
-            gl.expand_dims(is_read, 0), scores_of(product, scale), float("-inf")
-        )
-        weight, shrink, top, total = fold(score, top, total)
-        acc = acc * gl.expand_dims(shrink, 1)
-        value = values.index(tile % STAGES).load(RIGHT)
-        acc = mma_v2(gl.convert_layout(weight.to(dtype), LEFT), value, acc)
-    async_copy.wait_group(0)
+    of = Compared(check=check, row=row, layer=layer, kv_head=kv_head)
+    work = Work(query, reads, keys, values, slot, element, begin, tiles, scale)
+    if COMPARES == _IN_TURN:
+        if gl.load(check.state.clock) % check.layers == layer:
+            sums = attend_tiles(work, of, SHAPE, MMA, COPY, COMPARES)
+        else:
+            sums = attend_tiles(work, of, SHAPE, MMA, COPY, _NEVER)
+    else:
+        sums = attend_tiles(work, of, SHAPE, MMA, COPY, COMPARES)
 
     put_result(
         out,
         partials,
+        counters,
         sinks,
-        Sums(acc, top, total),
+        sums,
         row,
         head,
         is_member,
         split,
         active,
-        read_len,
         SHAPE,
         TILE,
+        ADDED,
     )

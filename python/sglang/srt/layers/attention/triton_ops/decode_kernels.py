@@ -9,11 +9,16 @@ Everything they know arrives as an argument; grids depend on shapes, never on le
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.attention.triton_ops.args import Compares
 from sglang.srt.layers.attention.triton_ops.attend import (
     Sums,
     empty_sums,
     scores_of,
     with_sink,
+)
+from sglang.srt.layers.attention.triton_ops.decode_checked import (
+    Compared,
+    attend_checked,
 )
 from sglang.srt.layers.attention.triton_ops.elements import (
     kv_of,
@@ -21,6 +26,9 @@ from sglang.srt.layers.attention.triton_ops.elements import (
     slot_of,
     table_row_of,
 )
+
+NEVER = tl.constexpr(int(Compares.NEVER))
+ALWAYS = tl.constexpr(int(Compares.ALWAYS))
 
 
 @triton.jit
@@ -30,7 +38,7 @@ def split_plan(read_len, window, TILE: tl.constexpr):
     if window is not None:
         begin = tl.maximum(read_len - window, 0)
     tiles = tl.cdiv(read_len - begin, TILE.block_n)
-    tiles_per_split = tl.maximum(tl.cdiv(tiles, TILE.splits), 1)
+    tiles_per_split = tl.maximum(tl.cdiv(tiles, TILE.splits), TILE.least_tiles)
     return begin, tiles_per_split * TILE.block_n, tl.cdiv(tiles, tiles_per_split)
 
 
@@ -68,7 +76,42 @@ def attend_range(
     return Sums(acc, top, total)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit
+def attend_compared(
+    sums,
+    query,
+    begin,
+    end,
+    kv,
+    scale,
+    of,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    COMPARES: tl.constexpr,
+):
+    """`attend_range` that compares the bytes `of` a `Compared`, as COMPARES says."""
+    if COMPARES == NEVER:
+        return attend_range(
+            sums, query, begin, end, kv, scale, SHAPE.page_size, TILE.block_n
+        )
+    elif COMPARES == ALWAYS:
+        return attend_checked(
+            sums, query, begin, end, kv, scale, of, SHAPE, TILE, IN_TURN=False
+        )
+    else:
+        acc, top, total = sums
+        if tl.load(of.check.state.clock) % of.check.layers == of.layer:
+            acc, top, total = attend_checked(
+                sums, query, begin, end, kv, scale, of, SHAPE, TILE, IN_TURN=True
+            )
+        else:
+            acc, top, total = attend_range(
+                sums, query, begin, end, kv, scale, SHAPE.page_size, TILE.block_n
+            )
+        return Sums(acc, top, total)
+
+
+@triton.jit(do_not_specialize=["window", "layer"])
 def decode_split_kernel(
     q,
     out,
@@ -79,8 +122,11 @@ def decode_split_kernel(
     sinks,
     scale,
     window,
+    check,
+    layer,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
+    COMPARES: tl.constexpr,
 ):
     """Attention of one block of query heads over one split of one row's KV elements.
 
@@ -93,7 +139,9 @@ def decode_split_kernel(
         sinks: [query heads] logits without a value, or None.
         scale: `args.Scale`.
         window: elements that a row attends at most, or None.
-        SHAPE: `args.Shape`. TILE: `args.DecodeTile`.
+        check, layer: `args.Check`, and the number of the layer in it; None without
+            COMPARES.
+        SHAPE: `args.Shape`. TILE: `args.DecodeTile`. COMPARES: of `args.Compares`.
     """
     HEAD_BLOCKS: tl.constexpr = (SHAPE.group + TILE.block_h - 1) // TILE.block_h
     kv_head = tl.program_id(0) // HEAD_BLOCKS
@@ -122,8 +170,17 @@ def decode_split_kernel(
     table_row = table_row_of(pages, row)
     kv = kv_of(pool, pages, table_row, kv_head, channel, is_channel)
     sums = empty_sums(TILE.block_h, SHAPE.block_d)
-    acc, top, total = attend_range(
-        sums, query, begin, end, kv, scale, SHAPE.page_size, TILE.block_n
+    acc, top, total = attend_compared(
+        sums,
+        query,
+        begin,
+        end,
+        kv,
+        scale,
+        Compared(check=check, row=row, layer=layer, kv_head=kv_head),
+        SHAPE,
+        TILE,
+        COMPARES,
     )
 
     if active <= 1:

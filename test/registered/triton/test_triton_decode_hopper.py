@@ -1,0 +1,247 @@
+"""Decode attention on Hopper whose programs add up the splits of a row themselves: what
+they read at once, the order of what they write, and results beside the reference."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from attention_problem import NAN, ON_GPU, make_problem, make_sinks
+from hopper_ahead import compiled
+
+from sglang.srt.layers.attention.triton_ops import decode_hopper
+from sglang.srt.layers.attention.triton_ops.args import Compares
+from sglang.srt.layers.attention.triton_ops.decode_hopper import (
+    ADDED_REGISTERS,
+    MAX_READS,
+    QUERIES,
+    TILES,
+    added_splits,
+    decode_hopper_launch,
+)
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+
+register_cpu_ci(est_time=20, suite="cpu")
+register_cuda_ci(est_time=60, suite="cuda")
+
+on_hopper = pytest.mark.skipif(
+    not ON_GPU or torch.cuda.get_device_capability() != (9, 0),
+    reason="the kernel runs on compute capability 9.0 alone",
+)
+GROUPS = (1, 2, 3, 4, 8, 16)
+SPLITS = (1, 2, 3, 4, 8, 16, 32, 64)
+# Query and KV heads, channels.
+HEADS = [
+    ((32, 8), 128),
+    ((8, 1), 64),
+    ((2, 2), 128),
+    ((3, 1), 64),
+    ((16, 1), 128),
+]
+# Rows of no elements, one, a tile, one more, and of some and many splits.
+LENS = [0, 1, 33, 64, 200, 1000, 2049]
+
+
+def decode(
+    heads: tuple[int, int], head_dim: int, lens: list[int], **options: Any
+) -> torch.Tensor:
+    page_size = options.pop("page_size", 1)
+    return make_problem(
+        prefix_lens=lens,
+        new_lens=[1] * len(lens),
+        heads=heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=options.pop("dtype", torch.bfloat16),
+    ).decode(**options)
+
+
+# -- what is read at once --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", sorted(TILES))
+def test_threads_share_out_what_is_read_at_once(head_dim: int) -> None:
+    from sglang.srt.layers.attention.triton_ops.decode_hopper_results import (
+        added_heads,
+        added_layout,
+    )
+
+    _, warps, _ = TILES[head_dim]
+    for group, splits in product(GROUPS, SPLITS):
+        added = added_splits(group=group, head_dim=head_dim, warps=warps, splits=splits)
+        if added == 0:
+            continue
+        heads = int(added_heads(group, QUERIES))
+        layout = added_layout(heads, head_dim, warps)
+        threads = [
+            a * b
+            for a, b in zip(layout.threads_per_warp, layout.warps_per_cta, strict=True)
+        ]
+        sizes = zip((added, heads, head_dim), threads, (1, 1, 4), strict=True)
+        parts = [size / (count * width) for size, count, width in sizes]
+        assert all(part >= 1 and part.is_integer() for part in parts), (group, splits)
+        assert torch.tensor(threads).prod() == 32 * warps
+        assert added * heads * head_dim <= ADDED_REGISTERS * 32 * warps
+        assert splits <= MAX_READS * added
+
+
+def test_one_split_and_too_many_are_not_added_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"group": 4, "head_dim": 128, "warps": 2}
+    assert added_splits(**sizes, splits=1) == 0
+    at_once = added_splits(**sizes, splits=64)
+    assert at_once > 0
+    monkeypatch.setattr(decode_hopper, "MAX_READS", 2)
+    assert added_splits(**sizes, splits=2 * at_once) == at_once
+    assert added_splits(**sizes, splits=2 * at_once + 1) == 0
+
+
+# -- ahead of time ---------------------------------------------------------------------
+
+
+def compile_added() -> list[dict[str, Any]]:
+    """Registers and order of kernels whose programs add up splits or do not."""
+    import triton
+    from test_triton_attention_aot import Variant, compile_kernel
+
+    from sglang.srt.layers.attention.triton_ops.decode_hopper_kernels import (
+        decode_hopper_kernel,
+    )
+
+    found, texts = [], []
+    keep = triton.compile
+
+    def compile_and_keep(*args: Any, **kwargs: Any) -> Any:
+        kernel = keep(*args, **kwargs)
+        texts.append(kernel.asm["ptx"])
+        return kernel
+
+    triton.compile = compile_and_keep
+    for head_dim, splits in product(TILES, (1, 8)):
+        launch = decode_hopper_launch(
+            q_heads=32, kv_heads=8, head_dim=head_dim, page_size=1, splits=splits
+        )
+        report = compile_kernel(Variant(decode_hopper_kernel, launch, 2))
+        report |= {"added": launch.constants["ADDED"], "order": order_of(texts[-1])}
+        found.append(report)
+    return found
+
+
+def order_of(ptx: str) -> str:
+    """Stores (s), barriers (b), the atomic (a) and loads past L1 (l), as they come."""
+    names = {"st.global": "s", "bar.sync": "b", "atom.global": "a", "ld.global.cg": "l"}
+    words = re.findall("|".join(map(re.escape, names)), ptx)
+    return "".join(names[word] for word in words)
+
+
+def test_all_stores_come_before_the_atomic_and_registers_do_not_rise() -> None:
+    found = compiled(__file__)
+    assert len(found) == 2 * len(TILES)
+    for alone, adding in zip(found[::2], found[1::2], strict=True):
+        assert alone["added"] == 0 and adding["added"] > 0
+        assert "a" not in alone["order"]
+        before, after = adding["order"].split("a")
+        assert re.search("s+b+$", before), before
+        # The counter is zero again, then the partial results are read.
+        assert re.match("b+sl+", after), after
+        assert adding.get("STACK", 0) == 0
+        assert adding.get("REG", 0) <= alone.get("REG", 0) + 8
+
+
+# -- results ---------------------------------------------------------------------------
+
+
+@on_hopper
+@pytest.mark.parametrize(("heads", "head_dim"), HEADS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_heads(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+    sinks = make_sinks(heads[0], dtype=dtype)
+    for options in (
+        {"max_context": 64},
+        {"max_context": 4096},
+        {"max_context": 256, "sinks": sinks},
+        {"max_context": 4096, "sinks": sinks, "window": 700, "page_size": 16},
+        {"max_context": 1024, "logit_cap": 5.0},
+    ):
+        decode(heads, head_dim, LENS, dtype=dtype, **options)
+
+
+@on_hopper
+def test_launches_of_other_rows_and_splits_share_a_workspace() -> None:
+    many = make_problem(
+        prefix_lens=[900, 40, 0, 2000, 300, 64, 1],
+        new_lens=[1] * 7,
+        heads=(32, 8),
+        head_dim=128,
+        dtype=torch.bfloat16,
+    )
+    few = make_problem(
+        prefix_lens=[1500, 3],
+        new_lens=[1, 1],
+        heads=(32, 8),
+        head_dim=128,
+        dtype=torch.bfloat16,
+    )
+    workspace = many.decode_workspace(4096)
+    for _ in range(3):
+        many.decode(workspace=workspace)
+        few.decode(workspace=workspace)
+        few.decode(workspace=workspace, window=100)
+
+
+@on_hopper
+@pytest.mark.parametrize("lens", [[1087], [1087] * 16, [30_000, 5, 800, 2000]])
+def test_results_are_the_same_bits_whoever_is_last(lens: list[int]) -> None:
+    problem = make_problem(
+        prefix_lens=lens,
+        new_lens=[1] * len(lens),
+        heads=(32, 8),
+        head_dim=128,
+        dtype=torch.bfloat16,
+    )
+    workspace = problem.decode_workspace(32_768)
+    first = problem.decode(workspace=workspace)
+    for _ in range(20):
+        workspace.partial.fill_(NAN)
+        workspace.lse.fill_(NAN)
+        assert torch.equal(problem.decode(workspace=workspace), first)
+
+
+@on_hopper
+def test_both_ways_of_adding_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of the other launch stays in use where splits are many."""
+    added = decode((32, 8), 128, LENS)
+    monkeypatch.setattr(decode_hopper, "MAX_READS", 0)
+    launch = decode_hopper_launch(
+        q_heads=32,
+        kv_heads=8,
+        head_dim=128,
+        page_size=1,
+        splits=8,
+        compares=Compares.NEVER,
+    )
+    assert launch.constants["ADDED"] == 0
+    torch.testing.assert_close(decode((32, 8), 128, LENS), added, rtol=8e-3, atol=8e-3)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA graph")
+def test_a_workspace_is_not_made_inside_a_capture() -> None:
+    problem = make_problem(prefix_lens=[90], new_lens=[1])
+    with (
+        pytest.raises(RuntimeError, match="inside a graph capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        problem.decode_workspace(512)
+
+
+if __name__ == "__main__":
+    if "--compile" in sys.argv:
+        print(json.dumps(compile_added()))
+        raise SystemExit(0)
+    raise SystemExit(pytest.main([__file__]))
