@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from cuda_timing import graph_us
 from torch import Tensor
 
 from kv_canary.head_sums import head_sums
@@ -82,36 +82,15 @@ COLD_BYTES = 400 << 20
 SUMMED_AT_ONCE = 1 << 14
 
 
-def median_us(launches: Sequence[Callable[[], object]], *, replays: int = 15) -> float:
-    """Return the us of one launch: median over replays of a CUDA graph of all."""
-    for launch in launches[:2]:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    times = []
-    for _ in range(replays + 2):
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[2:]) * 1e3 / len(launches)
-
-
 def ceilings() -> Row:
     """Measure copy bandwidth (read + write) and bf16 matrix rate of this GPU."""
     source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
-    copy_us = median_us([lambda: torch.neg(source, out=target)] * 2)
+    copy_us = graph_us([lambda: torch.neg(source, out=target)] * 2)
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     c = torch.empty_like(a)
-    matrix_us = median_us([lambda: torch.mm(a, b, out=c)] * 4)
+    matrix_us = graph_us([lambda: torch.mm(a, b, out=c)] * 4)
     return {
         "copy_gb_s": 2 * 2 * (1 << 30) / copy_us / 1e3,
         "matrix_tflop_s": 2 * 8192**3 / matrix_us / 1e6,
@@ -164,7 +143,7 @@ def decode_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Row
     caches = [
         (make_cache(rows * context), make_cache(rows * context)) for _ in range(pools)
     ]
-    us = median_us([launch(k, v) for k, v in caches])
+    us = graph_us([launch(k, v) for k, v in caches])
     rate = kv_bytes / us / 1e3
     return {
         "op": "decode",
@@ -318,7 +297,7 @@ def extend_row(
             workspace=workspace,
         )
 
-    us = median_us([launch] * 2, replays=7)
+    us = graph_us([launch] * 2, replays=7)
     pairs = rows * (new * prefix + new * (new + 1) // 2)
     rate = 4 * HEAD_DIM * Q_HEADS * pairs / us / 1e6
     return {

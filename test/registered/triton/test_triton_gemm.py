@@ -107,13 +107,33 @@ def test_tall_tile(dtype: torch.dtype, rows: int) -> None:
         x, weight = problem(rows, 2 * outputs, k, dtype)
         both = x.float() @ weight.float().t()
         expected = activation(both)
-        wide = torch.cat((x, x), dim=1)
-        for given in (x, wide[:, :k], wide[:, k:], x.view(1, rows, k)):
+        for given in (x, *placements(x), x.view(1, rows, k)):
             canvas = torch.full((rows + 1, outputs), 7.0, dtype=dtype, device=DEVICE)
             out = canvas[:rows].view(*given.shape[:-1], outputs)
             assert gemm.gemm_gated(given, weight, name, config=config, out=out) is out
             assert relative_error(out.view(rows, -1), expected) < TOLERANCE[dtype]
             assert bool((canvas[rows] == 7).all())
+
+
+def placements(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x in both halves of wider rows, in odd rows, and begun between multiples of 16
+    bytes."""
+    rows, k = x.shape
+    wide = torch.cat((x, x), dim=1)
+    odd = torch.cat((x[:, :1], x), dim=1)
+    shifted = torch.cat((x[0, :1], x.flatten()))
+    return wide[:, :k], wide[:, k:], odd[:, 1:], shifted[1:].view(rows, k)
+
+
+def test_what_the_copy_engine_reads() -> None:
+    x = torch.randn(6, 64, device=DEVICE).half()
+    left, right, odd, shifted = placements(x)
+    for given in (x, left, right):
+        assert triton_launch.rows_for_copies(given) is given
+    for given in (odd, shifted, odd[:1], x.t().contiguous().t()):
+        copy = triton_launch.rows_for_copies(given)
+        assert copy is not given and torch.equal(copy, given)
+        assert triton_launch.rows_for_copies(copy) is copy
 
 
 @pytest.mark.parametrize("config", SPLITS, ids=lambda c: f"split{c.split_k}")

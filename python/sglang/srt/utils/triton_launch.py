@@ -133,6 +133,16 @@ def require(op: str, size: int, dtype: torch.dtype, **tensors: Tensor) -> None:
             )
 
 
+def rows_for_copies(matrix: Tensor) -> Tensor:
+    """`matrix`, or a copy where its rows are not such as the copy engine addresses:
+    contiguous, from multiples of 16 bytes. It is half precision, in rows of a multiple
+    of 8 elements."""
+    if matrix.stride(1) == 1 and not (matrix.stride(0) % 8 or matrix.data_ptr() % 16):
+        return matrix
+    # Not `contiguous`, which leaves rows that only begin in between as they are.
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
 def block_of(size: int, *, least: int = 1) -> int:
     """The power of two that holds `size` elements."""
     return int(max(triton.next_power_of_2(max(size, 1)), least))

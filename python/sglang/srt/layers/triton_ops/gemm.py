@@ -31,6 +31,7 @@ from sglang.srt.layers.triton_ops.gemm_table import (
 from sglang.srt.utils.triton_launch import (
     Scratch,
     is_hopper_or_later,
+    rows_for_copies,
     supports_dependent_launch,
 )
 
@@ -256,9 +257,7 @@ def _launch_tall(
     config: GemmConfig,
 ) -> Tensor:
     outputs, k = weight.shape[0] // 2, weight.shape[1]
-    flat = _rows(x, weight, config)
-    if flat.stride(0) % 8 or flat.data_ptr() % 16:
-        flat = flat.contiguous()  # the copy engine addresses nothing else
+    flat = rows_for_copies(_rows(x, weight, config))
     if out is None:
         out = x.new_empty((*x.shape[:-1], outputs))
     out_rows = out.view(-1, outputs)
