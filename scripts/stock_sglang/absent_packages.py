@@ -24,6 +24,7 @@ PACKAGES = frozenset(
         "anthropic",
         "compressed_tensors",
         "datasets",
+        "deep_gemm",
         "flashinfer",
         "gguf",
         "llguidance",
@@ -43,6 +44,12 @@ that is there, and would believe that it is."""
 WITHOUT = frozenset({"flashinfer.norm"})
 """Parts that a stand-in lacks: `sgl_kernel` has kernels of its own for them, which it
 takes where these cannot be imported."""
+SWITCHES = {
+    "deep_gemm": ("SGLANG_ENABLE_JIT_DEEPGEMM", "false"),
+    "flashinfer": ("SGLANG_IS_FLASHINFER_AVAILABLE", "false"),
+}
+"""Of packages that some modules import without a question and others ask for: what says
+that they are not there."""
 FUNCTIONS = {
     "flashinfer.sampling": {
         "top_k_renorm_probs": "renormed",
@@ -122,10 +129,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Nothing to run."""
 
 
+def _is_absent(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is None or isinstance(spec.loader, _Finder)
+
+
 def stand_in() -> None:
     """Install the finder, once."""
-    if importlib.util.find_spec("flashinfer") is None:
-        # Imported without a question by some modules, asked for by others.
-        os.environ.setdefault("SGLANG_IS_FLASHINFER_AVAILABLE", "false")
+    for package, (variable, value) in SWITCHES.items():
+        if _is_absent(package):
+            os.environ.setdefault(variable, value)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -64,28 +65,52 @@ def write_models(folder: Path) -> None:
     eagle["fc.bias"] = torch.zeros(HIDDEN)
     _write(folder / "eagle", "LlamaForCausalLMEagle", eagle, num_hidden_layers=1)
 
-    # Its residual is the target's state, of which the last part is the final layer's.
-    eagle3 = _layer("midlayer.", 2 * HIDDEN, NOISE, rng)
-    eagle3["midlayer.hidden_norm.weight"] = torch.ones(HIDDEN)
-    eagle3["fc.weight"] = torch.cat(
-        (torch.zeros(HIDDEN, 2 * HIDDEN), torch.eye(HIDDEN)), 1
-    )
-    eagle3["norm.weight"] = torch.ones(HIDDEN)
-    eagle3["lm_head.weight"] = head
     _write(
         folder / "eagle3",
         "LlamaForCausalLMEagle3",
-        eagle3,
+        _eagle3(head, rng),
         num_hidden_layers=1,
         draft_vocab_size=VOCABULARY,
+        # The default for four layers names one of them twice, which counts once.
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
     )
+
+
+def _eagle3(head: Tensor, rng: torch.Generator) -> dict[str, Tensor]:
+    """A draft whose attention hands each token's embedding on.
+
+    The residual is the target's state, of the token before: it hardly counts. Queries
+    are keys, so that each token attends to its like, and the output undoes the values.
+    """
+    weights = _layer("midlayer.", 2 * HIDDEN, NOISE / 10, rng)
+    embedded = torch.cat((torch.ones(HIDDEN), torch.zeros(HIDDEN)))
+    attention = "midlayer.self_attn."
+    for name in ("k", "v"):
+        # Twice as wide an input, and half of it read: as large as of one half alone.
+        weights[f"{attention}{name}_proj.weight"] *= embedded * 2**0.5
+    keys, values = (
+        weights[f"{attention}{name}_proj.weight"]
+        .view(KV_HEADS, HEAD_DIM, 2 * HIDDEN)
+        .repeat_interleave(HEADS // KV_HEADS, dim=0)
+        .flatten(0, 1)
+        for name in ("k", "v")
+    )
+    weights[f"{attention}q_proj.weight"] = 1.5 * keys
+    weights[f"{attention}o_proj.weight"] = 2 * values[:, :HIDDEN].T
+    weights["midlayer.hidden_norm.weight"] = torch.ones(HIDDEN)
+    last = 0.1 * torch.eye(HIDDEN)
+    weights["fc.weight"] = torch.cat((torch.zeros(HIDDEN, 2 * HIDDEN), last), 1)
+    weights["norm.weight"] = torch.ones(HIDDEN)
+    weights["lm_head.weight"] = head
+    return weights
 
 
 def _layer(
     prefix: str, attention_in: int, noise: float, rng: torch.Generator
 ) -> dict[str, Tensor]:
     def weight(rows: int, columns: int, size: float = 1.0) -> Tensor:
-        return torch.randn(rows, columns, generator=rng) * size / columns**0.5
+        drawn = torch.randn(rows, columns, generator=rng)
+        return drawn * size / math.sqrt(columns)
 
     return {
         f"{prefix}input_layernorm.weight": torch.ones(HIDDEN),

@@ -40,6 +40,7 @@ def test_the_tree_respects_the_layers():
 @pytest.mark.parametrize(
     ("lower", "upper"),
     [
+        ("kv_canary.launches", "kv_canary.engines.hooks"),
         ("kv_canary.launches", "sglang.srt.environ"),
         ("sglang.srt.environ", "sglang.srt.server_args"),
         ("sglang.srt.server_args", "sglang.srt.layers.ops.norm"),

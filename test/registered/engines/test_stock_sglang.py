@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import http.server
+import importlib
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=15, suite="cpu")
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HARNESS = Path(__file__).parents[3] / "scripts" / "stock_sglang"
 
@@ -43,6 +50,21 @@ def test_an_absent_package_is_there_to_import_and_not_to_call() -> None:
         "flashinfer.decode.run: this package is not installed",
         "false",
     ]
+
+
+def test_what_some_ask_for_and_others_import_is_said_to_be_absent(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "import deep_gemm, os\n"
+        "print(os.environ.get('SGLANG_ENABLE_JIT_DEEPGEMM'))\n"
+        # As in the processes that SGLang spawns.
+        "import absent_packages; absent_packages.stand_in()\n"
+        "print(os.environ.get('SGLANG_ENABLE_JIT_DEEPGEMM'))"
+    )
+    assert run(code).stdout.split() == ["false", "false"]
+    (tmp_path / "deep_gemm.py").write_text("", encoding="utf-8")
+    assert run(code, tmp_path).stdout.split() == ["None", "None"]
 
 
 def test_packages_of_other_names_are_not_invented() -> None:
@@ -103,6 +125,45 @@ def test_what_is_installed_is_used(tmp_path: Path) -> None:
     assert "No module named 'flashinfer.part'" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"KV_CANARY": "off", "KV_CANARY_METRICS_PORT": "9"},
+        {"KV_CANARY": "raise"},
+        {"KV_CANARY": "raise", "KV_CANARY_METRICS_PORT": "0"},
+    ],
+)
+def test_counters_are_read_only_where_they_are_served(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(HARNESS)
+    for name in ("KV_CANARY", "KV_CANARY_METRICS_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    traffic = importlib.import_module("traffic")
+    assert traffic._counters() == {}
+
+
+def test_counters_of_a_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HARNESS)
+
+    class Metrics(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"# TYPE x counter\nkv_canary_forwards_total 3.0\n")
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Metrics) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("KV_CANARY", "log")
+        monkeypatch.setenv("KV_CANARY_METRICS_PORT", str(server.server_port))
+        found = importlib.import_module("traffic")._counters()
+        server.shutdown()
+    assert found == {"forwards_total": 3.0}
+
+
 def test_the_drafts_are_right_about_most_tokens_and_not_all(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -124,3 +185,62 @@ def test_the_drafts_are_right_about_most_tokens_and_not_all(tmp_path: Path) -> N
     )
     agrees = follows[tokens[:, 19:-1]] == tokens[:, 20:]
     assert 0.4 < agrees.float().mean() < 0.95
+    states = model(tokens, output_hidden_states=True).hidden_states
+    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    # One state each of three layers, of those that the engine can take.
+    assert len(set(layers)) == 3 and max(layers) < len(states) - 2
+    drafted = eagle3_drafts(
+        tmp_path / "eagle3",
+        torch.cat([states[layer + 1] for layer in layers], dim=-1)[:, :-1],
+        embedding[tokens[:, 1:]],
+    )
+    right = drafted[:, 19:-1] == tokens[:, 21:]
+    assert abs(right.float().mean() - agrees[:, 1:].float().mean()) < 0.05
+
+
+def eagle3_drafts(folder: Path, states: Tensor, embedded: Tensor) -> Tensor:
+    """Its tokens [B, T], of the target's states of each token and the embedding of the
+    next, [B, T, ...]."""
+    import torch
+    from safetensors.torch import load_file
+    from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+    weights = {
+        name: value.float()
+        for name, value in load_file(folder / "model.safetensors").items()
+    }
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ weights[f"midlayer.{name}_proj.weight"].T
+
+    def heads(name: str, x: Tensor, count: int) -> Tensor:
+        flat = linear(f"self_attn.{name}", x)
+        return flat.view(*x.shape[:2], count, 64).transpose(1, 2)
+
+    def turned(x: Tensor) -> Tensor:
+        steps = torch.arange(x.shape[2]).outer(
+            10000.0 ** -(torch.arange(0, 64, 2) / 64)
+        )
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat(
+            (
+                first * steps.cos() - second * steps.sin(),
+                second * steps.cos() + first * steps.sin(),
+            ),
+            dim=-1,
+        )
+
+    residual = states @ weights["fc.weight"].T
+    normed = [rms_norm(x, (256,), eps=1e-5) for x in (embedded, residual)]
+    x = torch.cat(normed, dim=-1)
+    attended = scaled_dot_product_attention(
+        turned(heads("q", x, 4)),
+        turned(heads("k", x, 2)),
+        heads("v", x, 2),
+        is_causal=True,
+        enable_gqa=True,
+    )
+    residual = residual + linear("self_attn.o", attended.transpose(1, 2).flatten(2))
+    x = rms_norm(residual, (256,), eps=1e-5)
+    x = linear("mlp.down", silu(linear("mlp.gate", x)) * linear("mlp.up", x))
+    return ((residual + x) @ weights["lm_head.weight"].T).argmax(dim=-1)
