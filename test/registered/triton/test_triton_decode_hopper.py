@@ -16,6 +16,7 @@ from hopper_ahead import compiled
 
 from sglang.srt.layers.attention.triton_ops import decode_hopper
 from sglang.srt.layers.attention.triton_ops.args import Compares
+from sglang.srt.layers.attention.triton_ops.decode_attention import decode_splits
 from sglang.srt.layers.attention.triton_ops.decode_hopper import (
     ADDED_REGISTERS,
     MAX_READS,
@@ -23,6 +24,7 @@ from sglang.srt.layers.attention.triton_ops.decode_hopper import (
     TILES,
     added_splits,
     decode_hopper_launch,
+    splits_that_fit,
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
@@ -100,6 +102,14 @@ def test_one_split_and_too_many_are_not_added_up(
     monkeypatch.setattr(decode_hopper, "MAX_READS", 2)
     assert added_splits(**sizes, splits=2 * at_once) == at_once
     assert added_splits(**sizes, splits=2 * at_once + 1) == 0
+
+
+def test_all_programs_of_a_launch_run_at_once() -> None:
+    """Of rows by eight KV heads; where one split has more there is one."""
+    wanted = {1: 64, 2: 32, 4: 16, 5: 8, 16: 4, 17: 2, 33: 2, 34: 1, 64: 1, 256: 1}
+    for rows, expected in wanted.items():
+        splits = decode_splits(rows=rows, programs_per_row=8, max_context=1 << 16)
+        assert splits_that_fit(splits, 8 * rows) == expected
 
 
 # -- ahead of time ---------------------------------------------------------------------

@@ -29,6 +29,7 @@ from sglang.srt.layers.attention.triton_ops.checks import check_inputs
 from sglang.srt.layers.attention.triton_ops.decode_hopper import (
     decode_hopper_launch,
     serves_decode,
+    splits_that_fit,
 )
 from sglang.srt.layers.attention.triton_ops.decode_hopper_kernels import (
     decode_hopper_kernel,
@@ -233,6 +234,8 @@ def decode_attention(
         programs_per_row=programs_per_row,
         max_context=workspace.max_context,
     )
+    if on_hopper:
+        splits = splits_that_fit(splits, rows * programs_per_row)
     cells = rows * q_heads * splits
     if splits > 1 and (
         workspace.lse.numel() < cells

@@ -21,12 +21,23 @@ TILES = {64: (64, 2, 2), 128: (32, 4, 2)}
 # Where bytes are compared in every launch: 16 elements of each warp, whose threads then
 # have room for the digits of factors.
 COMPARING_TILES = {64: (64, 2, 2), 128: (32, 2, 2)}
+# Programs that the card holds at once, four per multiprocessor; with more, some
+# wait for the others' places.
+_PLACES = 528
 # Registers of a thread that hold partial results while they are added up: the tiles'
 # products, whose registers they take, need more.
 ADDED_REGISTERS = 64
 # Reads one after the other of a program that adds up a row's splits; where there were
 # more a program per head is faster.
 MAX_READS = 8
+
+
+def splits_that_fit(splits: int, programs: int) -> int:
+    """A power of two of splits, or fewer, of which all programs run at once: `programs`
+    of each split."""
+    while splits > 1 and splits * programs > _PLACES:
+        splits //= 2
+    return splits
 
 
 def added_splits(*, group: int, head_dim: int, warps: int, splits: int) -> int:
