@@ -12,7 +12,6 @@ off and then on. Medians of `--rounds` rounds.
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 import tempfile
@@ -121,9 +120,6 @@ def measure(args: argparse.Namespace, folder: Path, mode: str | None) -> Json:
     """Medians by part; the prompts are in the cache before the first round."""
     side, on_gpu = Side(args, folder, mode), args.device == "cuda"
     admit(side, args.rows, args.input_len, on_gpu=on_gpu)
-    # As a server does once it is ready.
-    gc.collect()
-    gc.freeze()
     rounds = [
         admit(side, args.rows, args.input_len, on_gpu=on_gpu)
         for _ in range(args.rounds + 1)

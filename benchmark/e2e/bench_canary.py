@@ -25,7 +25,6 @@ accept, extend. Random weights accept nothing; the time of a cycle is what count
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import random
 import shlex
@@ -41,12 +40,12 @@ from typing import Any
 import torch
 from bench_spec import Tree
 from model_shapes import SHAPES, write_draft_shape, write_shape
+from served import build_served, free_memory
 
 from kv_canary.records import NUM_COUNTERS
 from sglang.srt.kv_canary.runner import canary_manager
 from sglang.srt.managers.io_struct import AbortReq, GenerateReq
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.build import build_scheduler
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -100,7 +99,7 @@ class Side:
             }
         on_gpu = args.device == "cuda"
         self.io = ListIO()
-        self.scheduler: Scheduler = build_scheduler(
+        self.scheduler: Scheduler = build_served(
             ServerArgs(
                 model_path=str(folder),
                 load_format=args.load_format,
@@ -429,9 +428,7 @@ def measure_trees(
             total = [a + b for a, b in zip(total, manager.counters, strict=True)]
         # The next tree's graphs and weights need the memory.
         del off, on, side, managers, manager
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
     return total, []
 
 

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from served import build_served
 
 from sglang.srt.managers.io_struct import GenerateReq, StepInput
 from sglang.srt.managers.recording.recorder import RUNS_PER_FORWARD, Recorder
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.build import build_scheduler
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.mem_cache.base_prefix_cache import RadixKey
 from sglang.srt.mem_cache.page_ledger import PageJournal
@@ -47,7 +47,7 @@ def engine(
     """A scheduler that decodes `batch_size` requests."""
     io = ListIO()
     tokens = PROMPT_TOKENS + WARM_STEPS + steps + 64
-    scheduler = build_scheduler(
+    scheduler = build_served(
         ServerArgs(
             model_path=model,
             device="cpu",
@@ -200,7 +200,7 @@ def main() -> None:
             vocab_size=1000,
             max_position_embeddings=512,
         )
-        idle = build_scheduler(
+        idle = build_served(
             ServerArgs(
                 model_path=str(model),
                 device="cpu",

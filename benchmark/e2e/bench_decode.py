@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from model_shapes import SHAPES, write_shape
+from served import build_served
 
 from sglang.srt.configs.attention_backends import supported_names
 from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.build import build_scheduler
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -176,7 +176,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     io, clock = ListIO(), WaitClock()
     began = time.perf_counter()
-    scheduler = build_scheduler(
+    scheduler = build_served(
         ServerArgs(
             model_path=str(write_shape(args.shape, Path(tempfile.mkdtemp()))),
             load_format="dummy",

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from served import build_served
 
 from sglang.srt.managers.io_struct import GenerateReq, GetSnapshotReq, GetSnapshotRsp
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.build import build_scheduler
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.managers.snapshot_feed import INTERVAL
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -90,7 +90,7 @@ class Decoding:
             kv_canary="raise",
             max_total_tokens=8192,
         )
-        self.scheduler: Scheduler = build_scheduler(args, self.io)
+        self.scheduler: Scheduler = build_served(args, self.io)
         self._number = 0
         self._due = 0.0
         self.num_snapshots = 0
@@ -164,7 +164,7 @@ def measure_snapshots(page_size: int) -> dict[str, Any]:
             max_total_tokens=MILLION,
             page_size=page_size,
         )
-        scheduler = build_scheduler(args, io)
+        scheduler = build_served(args, io)
     params = SamplingParams(max_new_tokens=1000, temperature=0.0, ignore_eos=True)
     for i in range(32):
         ids = [(i * 37 + j) % 1000 for j in range(500)]

@@ -27,6 +27,7 @@ from pathlib import Path
 import bench_canary
 import numpy as np
 from bench_canary import CLOCKS, alternate, timed
+from served import build_served
 
 from sglang.bench_utils.launch import run_report
 from sglang.bench_utils.report import Json, format_table, provenance
@@ -34,7 +35,6 @@ from sglang.srt.arg_groups.kv_events_hook import KVEventsConfig
 from sglang.srt.disaggregation.block_recorder import BlockRecorder
 from sglang.srt.disaggregation.event_publisher import ZmqEventPublisher
 from sglang.srt.managers.io_struct import GenerateReq
-from sglang.srt.managers.scheduler_components.build import build_scheduler
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.mem_cache.tree_node import TreeNode
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -60,7 +60,7 @@ class Side:
 
     def __init__(self, args: argparse.Namespace, config: str | None) -> None:
         self.io = ListIO()
-        self.scheduler = build_scheduler(
+        self.scheduler = build_served(
             ServerArgs(
                 model_path=args.model_path or str(bundled_demo_model_path()),
                 skip_tokenizer_init=True,

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from model_shapes import SHAPES, write_shape
+from served import build_served
 
 from sglang.bench_utils.report import Json
 from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.build import build_scheduler
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -128,7 +128,7 @@ def main() -> None:
     cases = [tuple(map(int, case.split("x"))) for case in args.case]
     rate = matrix_rate()
     io = ListIO()
-    scheduler = build_scheduler(
+    scheduler = build_served(
         ServerArgs(
             model_path=str(write_shape(args.shape, Path(tempfile.mkdtemp()))),
             load_format="dummy",

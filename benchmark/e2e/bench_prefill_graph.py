@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from bench_decode import read_bandwidth
 from model_shapes import SHAPES, write_draft_shape, write_shape
+from served import build_served
 
 from kv_canary.evidence import Owner
 from sglang.bench_utils.report import format_table
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.ops.linear import linear
 from sglang.srt.managers.io_struct import GenerateReq
-from sglang.srt.managers.scheduler_components.build import build_scheduler
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
@@ -129,7 +129,7 @@ class Side:
             if args.device == "cuda"
             else write_tiny_eagle(folder / "draft", folder, algorithm="EAGLE3")
         )
-        scheduler = build_scheduler(
+        scheduler = build_served(
             ServerArgs(
                 model_path=str(folder),
                 skip_tokenizer_init=True,

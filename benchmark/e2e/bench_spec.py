@@ -18,7 +18,6 @@ A tree is written topk,steps,draft tokens. The last line is one JSON document.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import statistics
@@ -32,11 +31,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from model_shapes import SHAPES, write_draft_shape, write_shape
+from served import build_served, free_memory
 
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import AbortReq, BatchOutput, GenerateReq
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.build import build_scheduler
 from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -73,11 +72,9 @@ def in_scheduler(
     """Run `measure` with a scheduler in this process; free its memory afterwards."""
     io = ListIO()
     try:
-        return measure(build_scheduler(ServerArgs(**flags), io), io)
+        return measure(build_served(ServerArgs(**flags), io), io)
     finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def submit(io: ListIO, rid: str, ids: list[int], new_tokens: int) -> None:

@@ -236,7 +236,7 @@ def checked_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Ro
     state.clock.fill_(8)
     kinds = {"alone": None, "all": 0, "in_turn": 4, "out_of_turn": 3, "again": None}
     us = {
-        name: median_us([launch(cache, layers) for cache in caches])
+        name: graph_us([launch(cache, layers) for cache in caches])
         for name, layers in kinds.items()
     }
     assert int(state.ring_count) == 0, "bytes that did not change were reported"
