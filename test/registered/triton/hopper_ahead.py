@@ -3,6 +3,7 @@ interpreter, so in a process of its own: `python test_*.py --compile` prints JSO
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from sglang.test.ahead_of_time import compile_in_a_process
 SHARED_BYTES = 232448
 
 
+@functools.cache
 def compiled(file: str) -> list[dict[str, Any]]:
     """The list that `file`, run with `--compile`, prints last."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

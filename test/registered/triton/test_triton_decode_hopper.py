@@ -116,7 +116,8 @@ def test_all_programs_of_a_launch_run_at_once() -> None:
 
 
 def compile_added() -> list[dict[str, Any]]:
-    """Registers and order of kernels whose programs add up splits or do not."""
+    """Registers, order and products of bytes of kernels whose programs add up splits or
+    do not, and compare bytes or do not."""
     import triton
     from test_triton_attention_aot import Variant, compile_kernel
 
@@ -133,12 +134,20 @@ def compile_added() -> list[dict[str, Any]]:
         return kernel
 
     triton.compile = compile_and_keep
-    for head_dim, splits in product(TILES, (1, 8)):
+    variants = list(product(TILES, (1, 8), (Compares.NEVER,)))
+    variants += product(TILES, (8,), (Compares.ALWAYS, Compares.IN_TURN))
+    for head_dim, splits, compares in variants:
         launch = decode_hopper_launch(
-            q_heads=32, kv_heads=8, head_dim=head_dim, page_size=1, splits=splits
+            q_heads=32,
+            kv_heads=8,
+            head_dim=head_dim,
+            page_size=1,
+            splits=splits,
+            compares=compares,
         )
         report = compile_kernel(Variant(decode_hopper_kernel, launch, 2))
         report |= {"added": launch.constants["ADDED"], "order": order_of(texts[-1])}
+        report["byte_products"] = texts[-1].count(".s32.s8.s8.s32")
         found.append(report)
     return found
 
@@ -151,8 +160,8 @@ def order_of(ptx: str) -> str:
 
 
 def test_all_stores_come_before_the_atomic_and_registers_do_not_rise() -> None:
-    found = compiled(__file__)
-    assert len(found) == 2 * len(TILES)
+    found = compiled(__file__)[: 2 * len(TILES)]
+    assert not any(each["byte_products"] for each in found)
     for alone, adding in zip(found[::2], found[1::2], strict=True):
         assert alone["added"] == 0 and adding["added"] > 0
         assert "a" not in alone["order"]
@@ -162,6 +171,14 @@ def test_all_stores_come_before_the_atomic_and_registers_do_not_rise() -> None:
         assert re.match("b+sl+", after), after
         assert adding.get("STACK", 0) == 0
         assert adding.get("REG", 0) <= alone.get("REG", 0) + 8
+
+
+def test_bytes_are_multiplied_without_spilling() -> None:
+    """Where layers take turns one of two loops multiplies."""
+    found = compiled(__file__)[2 * len(TILES) :]
+    assert len(found) == 2 * len(TILES)
+    for each in found:
+        assert each["byte_products"] > 0 and each.get("STACK", 0) == 0
 
 
 # -- results ---------------------------------------------------------------------------

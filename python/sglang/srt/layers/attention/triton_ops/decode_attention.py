@@ -90,6 +90,25 @@ class DecodeWorkspace:
     counters: Tensor
     max_context: int
 
+    def check(self, q: Tensor, *, splits: int, programs: int) -> None:
+        """
+        Raises:
+            ValueError: it is too small for queries [rows, heads, head_dim] in so many
+                splits, or for so many programs of each split.
+        """
+        rows, heads, head_dim = q.shape
+        cells = rows * heads * splits
+        if (
+            self.lse.numel() < cells
+            or self.partial.numel() < cells * head_dim
+            or self.counters.numel() < programs
+        ):
+            raise ValueError(
+                f"decode_attention: the workspace holds {self.lse.numel()} cells, "
+                f"{rows} rows x {heads} heads x {splits} splits need {cells}; "
+                "allocate it with decode_workspace for these rows and heads"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedLayer:
@@ -236,17 +255,8 @@ def decode_attention(
     )
     if on_hopper:
         splits = splits_that_fit(splits, rows * programs_per_row)
-    cells = rows * q_heads * splits
-    if splits > 1 and (
-        workspace.lse.numel() < cells
-        or workspace.partial.numel() < cells * head_dim
-        or workspace.counters.numel() < rows * programs_per_row
-    ):
-        raise ValueError(
-            f"decode_attention: the workspace holds {workspace.lse.numel()} cells, "
-            f"{rows} rows x {q_heads} heads x {splits} splits need {cells}; "
-            "allocate it with decode_workspace for these rows and heads"
-        )
+    if splits > 1:
+        workspace.check(q, splits=splits, programs=rows * programs_per_row)
     wanted: dict[str, Any] = {
         "q_heads": q_heads,
         "kv_heads": kv_heads,

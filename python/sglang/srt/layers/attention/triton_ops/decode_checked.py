@@ -85,6 +85,30 @@ def load_kept(check, slot, layer, kv_head, mask, KV_HEADS: tl.constexpr):
 
 
 @triton.jit
+def passing_finding(of, position, req, serial, clock, place):
+    """For a program that began at a position and finds nothing any more: bytes that it
+    loaded first were wrong, and those in memory are right."""
+    return Finding(
+        reasons=REAL_KV,
+        req_row=req,
+        serial=serial,
+        slot=-1,
+        position=position,
+        expected_word0=pack_word0(position * 0 - 1, position),
+        found_word0=0,
+        expected_lineage=0,
+        found_lineage=0,
+        found_word3=0,
+        clock=clock,
+        batch_row=of.row,
+        expected_slot=-1,
+        found_fingerprint=place,
+        computed_fingerprint=place,
+        tag=of.check.tag,
+    )
+
+
+@triton.jit
 def report_changed(begin, end, kv, of, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Report the elements begin .. end whose bytes differ from those of which the sums
     were kept. Whatever differs in a slot, it is named once in a forward, and once more
@@ -146,26 +170,7 @@ def report_changed(begin, end, kv, of, SHAPE: tl.constexpr, TILE: tl.constexpr):
         )
         report(check.state, finding)
     if seen == 0:
-        # The bytes that were loaded first were wrong; those in memory are right.
-        position = first + begin
-        passing = Finding(
-            reasons=REAL_KV,
-            req_row=req,
-            serial=serial,
-            slot=-1,
-            position=position,
-            expected_word0=pack_word0(position * 0 - 1, position),
-            found_word0=0,
-            expected_lineage=None,
-            found_lineage=None,
-            found_word3=None,
-            clock=clock,
-            batch_row=row,
-            expected_slot=-1,
-            found_fingerprint=place,
-            computed_fingerprint=place,
-            tag=check.tag,
-        )
+        passing = passing_finding(of, first + begin, req, serial, clock, place)
         report_one(check.state, passing)
 
 

@@ -8,7 +8,7 @@ the matrix unit (`kv_canary.head_sums`):
     of the factors of       K    K     K     K        V    V     V     V
     weight of the product   1   2^8  2^16  2^24       1   2^8  2^16  2^24
 
-What a slot's products add up to is compared with the sum kept of the slot, which is
+The sum of a slot's products is compared with the sum kept of the slot, which is
 loaded one tile ahead. Only a program that saw a difference looks again, element by
 element.
 """
@@ -34,6 +34,7 @@ from sglang.srt.layers.attention.triton_ops.decode_checked import (
     RECORD_WORDS,
     REHASHED,
     WORD3,
+    passing_finding,
 )
 from sglang.srt.layers.attention.triton_ops.decode_hopper_reads import slots_of
 
@@ -230,26 +231,7 @@ def report_changed(reads, begin, limit, of, SHAPE: gl.constexpr):
                     )
                     append(check.state, finding, lane)
     if seen == 0:
-        # The bytes that were copied were wrong; those in memory are right.
-        position = first + begin
-        passing = Finding(
-            reasons=REAL_KV,
-            req_row=req,
-            serial=serial,
-            slot=-1,
-            position=position,
-            expected_word0=pack_word0(position * 0 - 1, position),
-            found_word0=0,
-            expected_lineage=None,
-            found_lineage=None,
-            found_word3=None,
-            clock=clock,
-            batch_row=row,
-            expected_slot=-1,
-            found_fingerprint=place,
-            computed_fingerprint=place,
-            tag=check.tag,
-        )
+        passing = passing_finding(of, first + begin, req, serial, clock, place)
         append(check.state, passing, lane)
 
 
