@@ -300,6 +300,10 @@ class EagleDraftWorker:
         self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0
     ) -> None:
         """Plan for `draft_forward` on the host: see `DraftDecodeBackend.plan`."""
+        if seq_lens is not None:
+            # A padded row has no KV in the target's pool, and the lead in the draft's.
+            padding = [self._lead] * (graph_rows - len(seq_lens))
+            seq_lens = [*seq_lens, *padding]
         self._attention.plan(seq_lens, graph_rows=graph_rows)
 
     def draft_forward(
