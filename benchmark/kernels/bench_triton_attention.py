@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -109,49 +110,56 @@ def make_cache(slots: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def decode_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Row:
-    """Measure one shape: time, bytes of K and V over time, share of the copy rate."""
-    kv_bytes = 2 * rows * context * KV_HEADS * HEAD_DIM * 2
-    pools = min(max(-(-COLD_BYTES // kv_bytes), 2), 64)
-    q = torch.randn(rows, Q_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty_like(q)
-    workspace = decode.decode_workspace(
-        rows=rows,
-        q_heads=Q_HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_context=16384,
-        device="cuda",
-    )
-    table = make_tables(rows, context, page_size)
-    read_lens = torch.full((rows,), context, device="cuda")
+class DecodeProblem:
+    """Queries and pages of rows that decode; pools of K and V, `pools` at most, that
+    together do not fit the L2 cache."""
 
-    def launch(k: Tensor, v: Tensor) -> Callable[[], None]:
-        return lambda: decode.decode_attention(
+    def __init__(self, rows: int, context: int, page_size: int, *, pools: int) -> None:
+        self.kv_bytes = 2 * rows * context * KV_HEADS * HEAD_DIM * 2
+        self.pools = min(max(-(-COLD_BYTES // self.kv_bytes), 2), pools)
+        self.read_lens = torch.full((rows,), context, device="cuda")
+        q = torch.randn(rows, Q_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        self._attend = partial(
+            decode.decode_attention,
             q,
-            k,
-            v,
-            page_table=table,
+            page_table=make_tables(rows, context, page_size),
             row_index=None,
-            read_lens=read_lens,
+            read_lens=self.read_lens,
             page_size=page_size,
             sm_scale=HEAD_DIM**-0.5,
-            out=out,
-            workspace=workspace,
+            out=torch.empty_like(q),
+            workspace=decode.decode_workspace(
+                rows=rows,
+                q_heads=Q_HEADS,
+                kv_heads=KV_HEADS,
+                head_dim=HEAD_DIM,
+                max_context=16384,
+                device="cuda",
+            ),
         )
 
+    def launch(
+        self, k: Tensor, v: Tensor, compared: decode.ComparedLayer | None = None
+    ) -> Callable[[], None]:
+        return partial(self._attend, k_cache=k, v_cache=v, compared=compared)
+
+
+def decode_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Row:
+    """Measure one shape: time, bytes of K and V over time, share of the copy rate."""
+    problem = DecodeProblem(rows, context, page_size, pools=64)
     caches = [
-        (make_cache(rows * context), make_cache(rows * context)) for _ in range(pools)
+        (make_cache(rows * context), make_cache(rows * context))
+        for _ in range(problem.pools)
     ]
-    us = graph_us([launch(k, v) for k, v in caches])
-    rate = kv_bytes / us / 1e3
+    us = graph_us([problem.launch(k, v) for k, v in caches])
+    rate = problem.kv_bytes / us / 1e3
     return {
         "op": "decode",
         "rows": rows,
         "context": context,
         "page_size": page_size,
         "us": us,
-        "floor_us": kv_bytes / copy_gb_s / 1e3,
+        "floor_us": problem.kv_bytes / copy_gb_s / 1e3,
         "gb_s": rate,
         "of_copy": rate / copy_gb_s,
     }
@@ -177,20 +185,7 @@ def make_checked_cache(slots: int) -> CheckedCache:
 def checked_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Row:
     """Measure decode alone, with all bytes compared, and where layers take turns: in
     the layer whose turn it is, and in another."""
-    kv_bytes = 2 * rows * context * KV_HEADS * HEAD_DIM * 2
-    pools = min(max(-(-COLD_BYTES // kv_bytes), 2), 32)
-    q = torch.randn(rows, Q_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty_like(q)
-    workspace = decode.decode_workspace(
-        rows=rows,
-        q_heads=Q_HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_context=16384,
-        device="cuda",
-    )
-    table = make_tables(rows, context, page_size)
-    read_lens = torch.full((rows,), context, device="cuda")
+    problem = DecodeProblem(rows, context, page_size, pools=32)
     state = create_state(
         num_slots=rows * context,
         req_rows=rows + 1,
@@ -212,27 +207,15 @@ def checked_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Ro
                 layers=max(layers, 1),
                 req_rows=req_rows,
                 serials=req_rows,
-                prefix_lens=read_lens - 1,
+                prefix_lens=problem.read_lens - 1,
                 first_position=None,
                 tag=0,
             )
             compares = Compares.IN_TURN if layers else Compares.ALWAYS
             compared = decode.ComparedLayer(check=check, layer=0, compares=compares)
-        return lambda: decode.decode_attention(
-            q,
-            cache.k,
-            cache.v,
-            page_table=table,
-            row_index=None,
-            read_lens=read_lens,
-            page_size=page_size,
-            sm_scale=HEAD_DIM**-0.5,
-            out=out,
-            workspace=workspace,
-            compared=compared,
-        )
+        return problem.launch(cache.k, cache.v, compared)
 
-    caches = [make_checked_cache(rows * context) for _ in range(pools)]
+    caches = [make_checked_cache(rows * context) for _ in range(problem.pools)]
     state.clock.fill_(8)
     kinds = {"alone": None, "all": 0, "in_turn": 4, "out_of_turn": 3, "again": None}
     us = {
@@ -245,7 +228,7 @@ def checked_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Ro
         "rows": rows,
         "context": context,
         "page_size": page_size,
-        "floor_us": kv_bytes / copy_gb_s / 1e3,
+        "floor_us": problem.kv_bytes / copy_gb_s / 1e3,
         **{f"{name}_us": value for name, value in us.items()},
         **{f"{name}_over": us[name] / us["alone"] - 1 for name in list(us)[1:]},
     }

@@ -80,6 +80,17 @@ def scores_of(product, scale):
 
 
 @triton.jit
+def weights_of_read(query, k, is_read, top, scale):
+    """(weights of the elements of a tile, what shrinks earlier results, largest score)
+    where every query attends what is read."""
+    score = scores_of(tl.dot(query, tl.trans(k), input_precision="ieee"), scale)
+    score = tl.where(is_read[None, :], score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))
+    shrink = tl.exp2(top - new_top)
+    return tl.exp2(score - new_top[:, None]), shrink, new_top
+
+
+@triton.jit
 def with_sink(total, top, sink):
     """A softmax's sum with the weight of its sink, a logit without a value; zero stays
     zero: such a query attends nothing."""

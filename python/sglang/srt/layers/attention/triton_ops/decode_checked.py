@@ -29,7 +29,7 @@ from kv_canary.kernels.triton_sums import (
     slot_factors,
     sum_bytes,
 )
-from sglang.srt.layers.attention.triton_ops.attend import Sums, scores_of
+from sglang.srt.layers.attention.triton_ops.attend import Sums, weights_of_read
 from sglang.srt.layers.attention.triton_ops.elements import page_at, slot_of
 
 # Words of a tile that a thread adds up itself: those of one 16-byte load.
@@ -221,15 +221,10 @@ def attend_checked(
         kept += factor * load_kept(
             check, number, layer, kv_head, is_kept, SHAPE.kv_heads
         )
-        score = scores_of(tl.dot(query, tl.trans(k), input_precision="ieee"), scale)
-        score = tl.where(is_read[None, :], score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        shrink = tl.exp2(top - new_top)
-        weight = tl.exp2(score - new_top[:, None])
+        weight, shrink, top = weights_of_read(query, k, is_read, top, scale)
         total = total * shrink + tl.sum(weight, 1)
         acc = acc * shrink[:, None]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
-        top = new_top
     # Once more through all warps, which have to take the same branch.
     is_first = (tl.arange(0, BLOCK_W // LANE_WORDS) == 0)[None, :]
     left = found - tl.where(is_first, kept[:, None], 0)

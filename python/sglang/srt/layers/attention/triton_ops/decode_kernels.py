@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.triton_ops.args import Compares
 from sglang.srt.layers.attention.triton_ops.attend import (
     Sums,
     empty_sums,
-    scores_of,
+    weights_of_read,
     with_sink,
 )
 from sglang.srt.layers.attention.triton_ops.decode_checked import (
@@ -63,16 +63,11 @@ def attend_range(
         # Slots past the end may hold NaN, which a weight of zero would not silence.
         is_loaded = is_read[:, None] & kv.is_channel[None, :]
         k = tl.load(kv.k + slot * kv.k_stride, mask=is_loaded, other=0.0)
-        score = scores_of(tl.dot(query, tl.trans(k), input_precision="ieee"), scale)
-        score = tl.where(is_read[None, :], score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        shrink = tl.exp2(top - new_top)
-        weight = tl.exp2(score - new_top[:, None])
+        weight, shrink, top = weights_of_read(query, k, is_read, top, scale)
         v = tl.load(kv.v + slot * kv.v_stride, mask=is_loaded, other=0.0)
         total = total * shrink + tl.sum(weight, 1)
         acc = acc * shrink[:, None]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
-        top = new_top
     return Sums(acc, top, total)
 
 
