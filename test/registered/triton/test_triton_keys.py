@@ -30,6 +30,22 @@ print(first, before_kernel.cache_key)
 """
 
 
+AFTER_A_LAUNCH = """
+import os
+os.environ.pop("TRITON_INTERPRET", None)
+from kv_canary.kernels import triton_verify
+_ = triton_verify._check_halves.cache_key
+from sglang.srt.utils.triton_keys import make_keys_stable
+make_keys_stable()
+print(len(triton_verify.verify_kernel.cache_key))
+"""
+
+
+def test_a_helper_may_have_been_hashed_before() -> None:
+    """By the first launch of a process that starts an engine afterwards."""
+    assert compile_in_a_process(["-c", AFTER_A_LAUNCH]).split() == ["64"]
+
+
 def test_neither_imports_nor_launches_change_a_name() -> None:
     names: set[str] = set()
     for modules in (MODULES, MODULES[::-1]):

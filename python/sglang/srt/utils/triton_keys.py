@@ -32,6 +32,11 @@ def make_keys_stable() -> None:
 
     def update_hash(self: Any, func: Any) -> None:
         _ = func.cache_key  # which finds its constants
+        # It may have been hashed before this function was here.
+        func.used_global_vals = {
+            (name, _place_of(found[1])): found
+            for (name, _), found in func.used_global_vals.items()
+        }
         update(self, func)
 
     def record_reference(
@@ -40,9 +45,12 @@ def make_keys_stable() -> None:
         record(self, val, var_dict, name)
         found = self.used_global_vals.pop((name, id(var_dict)), None)
         if found is not None:
-            # The variables of a closure have no module.
-            place = var_dict.get("__name__", str(id(var_dict)))
-            self.used_global_vals[name, place] = found
+            self.used_global_vals[name, _place_of(var_dict)] = found
 
     DependenciesFinder._update_hash = update_hash
     DependenciesFinder.record_reference = record_reference
+
+
+def _place_of(variables: dict[str, Any]) -> str:
+    """The module of variables; those of a closure have none."""
+    return str(variables.get("__name__", id(variables)))
