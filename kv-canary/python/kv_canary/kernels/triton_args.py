@@ -143,6 +143,7 @@ class Hashing(NamedTuple):
     Fields:
         mode: of `FingerprintMode`.
         layers: of the pool; k_words, v_words: of a slot in a layer.
+        layer_block: a power of 2 that holds all layers.
         chunk: words of a slot that are hashed at a time.
         scattered: whether the places of layers come from a table.
         compares: whether verify compares bytes.
@@ -156,6 +157,7 @@ class Hashing(NamedTuple):
     v_words: int
     chunk: int
     scattered: bool
+    layer_block: int
     compares: bool = True
     heads: int = 0
     head_block: int = 1
@@ -229,6 +231,7 @@ def hashing_args(source: Fingerprint, *, chunk: int, slots: int = 1) -> Hashing:
             v_words=2,
             chunk=1,
             scattered=False,
+            layer_block=1,
         )
     heads = 0 if source.sums is None else source.sums.shape[2]
     head_block = next_power_of_2(max(k.shape[2], v.shape[2]) // max(heads, 1))
@@ -240,6 +243,7 @@ def hashing_args(source: Fingerprint, *, chunk: int, slots: int = 1) -> Hashing:
         v_words=v.shape[2],
         chunk=chunk,
         scattered=source.k_places is not None,
+        layer_block=next_power_of_2(k.shape[0]),
         heads=heads,
         head_block=head_block,
         cells=max(min(_SUM_TILE // (slots * head_block), most), 1),

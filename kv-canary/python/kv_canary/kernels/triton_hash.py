@@ -162,7 +162,7 @@ def has_sentinel(data, slot, mask, HASHING: tl.constexpr):
     """Whether the first or the last word of slots [N], of K or of V in some layer,
     still is the sentinel."""
     # All layers at once: one after the other their latencies would add up.
-    number = tl.arange(0, triton.next_power_of_2(HASHING.layers))
+    number = tl.arange(0, HASHING.layer_block)
     inside = mask[:, None] & (number < HASHING.layers)[None, :]
     layer = tl.minimum(number, HASHING.layers - 1).to(tl.int64)
     k = data.k_words + _layer_at(data.k_layers, layer, HASHING.scattered)

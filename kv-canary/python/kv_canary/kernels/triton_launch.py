@@ -364,6 +364,7 @@ def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
         row_stride=row_stride,
         WIDTH=width,
         KNOWN=known,
+        KNOWN_BLOCK=triton.next_power_of_2(max(known, 1)),
         CHECKS=checks,
         BLOCK=min(_CARRIED_BLOCK, triton.next_power_of_2(max(width, 1))),
         num_warps=1,

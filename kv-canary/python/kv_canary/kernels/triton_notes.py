@@ -295,6 +295,7 @@ def carried_kernel(
     row_stride,
     WIDTH: tl.constexpr,
     KNOWN: tl.constexpr,
+    KNOWN_BLOCK: tl.constexpr,
     CHECKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -318,7 +319,7 @@ def carried_kernel(
                 terms += tl.where(mask, term, 0)
             found += tl.sum(terms, axis=0)
         if ids is not None:
-            k = tl.arange(0, triton.next_power_of_2(KNOWN))
+            k = tl.arange(0, KNOWN_BLOCK)
             mask = k < KNOWN
             at = row * KNOWN + k
             first = WIDTH + 2 * k
