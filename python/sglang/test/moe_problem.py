@@ -48,16 +48,18 @@ def random_choice(
 
 
 def oracle(x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertWeights) -> Tensor:
-    """`moe_experts` of plain weights in float64, one token and expert at a time."""
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for t in range(x.shape[0]):
-        for weight, expert in zip(weights[t].tolist(), ids[t].tolist(), strict=True):
-            out[t] += weight * _one(x[t].double().cpu(), experts, expert)
-    return out
+    """`moe_experts` of plain weights in float64, one expert at a time; on the CPU."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in range(experts.gate_up.shape[0]):
+        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        if len(tokens):
+            found = _one(x[tokens].double(), experts, expert)
+            out.index_add_(0, tokens, found * weights[tokens, places, None].double())
+    return out.cpu()
 
 
 def _one(x: Tensor, experts: ExpertWeights, expert: int) -> Tensor:
-    gate, up = _affine(x, experts.gate_up, experts.gate_up_bias, expert).chunk(2)
+    gate, up = _affine(x, experts.gate_up, experts.gate_up_bias, expert).chunk(2, dim=1)
     if experts.clamp is None:
         inner = gate / (1 + (-gate).exp()) * up
     else:
@@ -68,5 +70,5 @@ def _one(x: Tensor, experts: ExpertWeights, expert: int) -> Tensor:
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-    product = weight[expert].double().cpu() @ x
-    return product if bias is None else product + bias[expert].double().cpu()
+    product = x @ weight[expert].double().T
+    return product if bias is None else product + bias[expert].double()

@@ -90,7 +90,8 @@ class Pool:
             whole = torch.zeros(LAYERS, *shape, device=DEVICE)
             layers = list(whole)
             if kind == "scattered":
-                layers = [whole[0], torch.zeros(shape), torch.zeros(9, *shape)[4]]
+                apart = torch.zeros(9, *shape, device=DEVICE)
+                layers = [whole[0], torch.zeros(shape, device=DEVICE), apart[4]]
             setattr(self, name, layers)
 
     @property
@@ -258,6 +259,14 @@ class World:
         canary = attachment.canary_of(self.runner)
         assert canary is not None
         return canary
+
+    def settle(self) -> None:
+        """Report what all forwards have found; on a GPU it is on its way."""
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        for canary in (self.canary, self.canary.draft):
+            if canary is not None:
+                canary.poll()
 
     def give_row(self, req: Req) -> None:
         if req.req_pool_idx is None:

@@ -112,8 +112,6 @@ def traffic(world: World, rng: random.Random, steps: int, *, drafts: bool) -> No
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_clean_traffic_is_silent(kind: str, page_size: int, drafts: bool) -> None:
-    if kind == "scattered" and torch.cuda.is_available():
-        pytest.skip("refused on a GPU")
     options = {"speculative_algorithm": "EAGLE"} if drafts else {}
     with plugged(RAISE):
         world = World(RAISE, kind=kind, page_size=page_size, **options)
@@ -136,8 +134,6 @@ def tails(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_the_pool_of_a_draft_model_is_seen(kind: str, page_size: int) -> None:
-    if kind == "scattered" and torch.cuda.is_available():
-        pytest.skip("refused on a GPU")
     with plugged(RAISE):
         options = {"speculative_algorithm": "EAGLE", "drafts": True}
         world = World(RAISE, kind=kind, page_size=page_size, **options)
@@ -160,6 +156,7 @@ def test_the_pool_of_a_draft_model_is_seen(kind: str, page_size: int) -> None:
             pool.layers[-1][slot] += 1
             with pytest.raises(CanaryViolation, match=rf"tag=draft.*slot_idx={slot} "):
                 world.speculate(rng)
+                world.settle()
             pool.layers[-1][slot] -= 1
 
 
@@ -174,6 +171,7 @@ def test_a_wrong_token_of_a_draft_model_is_named() -> None:
         req.origin_input_ids[20] ^= 1
         with pytest.raises(CanaryViolation, match=r"tag=draft.*rid=.a.*position=19"):
             world.begin(req)
+            world.settle()
 
 
 @pytest.mark.parametrize(
@@ -220,6 +218,7 @@ def planted(name: str, seed: int, **options: Any) -> tuple[list[Any], list[Viola
         )
         with FAULTS[name](scene) as due:
             world.run(batch)
+            world.settle()
     assert world.canary.forwards
     return list(due), found
 

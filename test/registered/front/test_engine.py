@@ -72,8 +72,10 @@ def test_logprobs_and_n(engine: sglang.Engine) -> None:
 
 
 def test_sync_stream(engine: sglang.Engine) -> None:
-    whole = engine.generate("stream", GREEDY)
-    parts = list(engine.generate("stream", GREEDY, stream=True))
+    # A consumer that is late gets several tokens in one answer.
+    params = GREEDY | {"max_new_tokens": 300}
+    whole = engine.generate("stream", params)
+    parts = list(engine.generate("stream", params, stream=True))
     assert len(parts) > 1 and ids(parts[-1]) == ids(whole)
     assert parts[-1]["meta_info"]["finish_reason"]["type"] == "length"
     listed = list(engine.generate(["stream", "b"], GREEDY, stream=True))

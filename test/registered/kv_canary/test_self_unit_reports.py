@@ -185,7 +185,7 @@ class TestSlotOwners:
         )
         slots = cache.req_to_token_pool.row_slots(req.req_pool_idx, 0, 30)
         manager.target.buffers.state.tail[
-            slots.to(manager.target.kv_pool.device), 2
+            slots.to(manager.target.kv_pool.device), 3
         ] += 1
         while not manager.reporter.incidents:
             assert asked == []

@@ -190,7 +190,7 @@ class TestManagerPerForward:
         manager = canary_of(harness)
         (row,) = prefilled(harness, 9)
         slot = int(harness.pool.row_slots(row, 3, 4)[0])
-        manager.target.buffers.state.tail[slot, 2] += 1
+        manager.target.buffers.state.tail[slot, 3] += 1
         (found,) = findings(harness, harness.prepare(mode, [(row, 10)]))
         assert found["forward_mode"] == mode.name.lower()
         assert manager.reporter.incidents[-1]["forward_mode"] == mode.name.lower()
