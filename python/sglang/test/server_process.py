@@ -14,7 +14,8 @@ from sglang.srt.environ import child_environment, envs
 from sglang.test import forked_process
 from sglang.test.scale import POOL_TOKENS
 
-READY_SECONDS = 60.0
+# A server on a GPU may compile all of its kernels, beside those of other tests.
+READY_SECONDS = 180.0
 
 
 class ServerProcess:

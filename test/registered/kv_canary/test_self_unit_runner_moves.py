@@ -69,8 +69,8 @@ class TestRecordsFollowTheBytes:
         assert first.bytes_per_slot == last.bytes_per_slot == 32
         layers = [d for d in own if not d.name.startswith("canary.")]
         assert len(layers) == 2 * pool.layer_num
-        # Sums of heads, where there are some, are there before the layers.
-        assert own[len(own) - len(layers) :] == layers
+        # Sums of heads, where there are some, follow.
+        assert own[: len(layers)] == layers
 
     def test_a_transfer_that_stops_halfway_is_torn(
         self, harness: ForwardHarness
