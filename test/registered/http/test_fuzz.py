@@ -240,6 +240,10 @@ def named(*kinds: str, **fields: Any) -> str:
         (answer_of(400, {"detail": "x"}), "an error of another shape"),
         (answer_of(404, ERROR), "an error of another shape"),
         (answer_of(200, "data: {}\n\ndata: [DONE]\n\n", STREAM), None),
+        (
+            answer_of(200, 'data: {"id": "data: [DONE]"}\n\ndata: [DONE]\n\n', STREAM),
+            None,
+        ),
         (answer_of(200, "data: {}\n\n", STREAM), "a stream without an end"),
         (answer_of(200, "", STREAM), "a stream without an end"),
         (

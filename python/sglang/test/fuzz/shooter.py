@@ -253,7 +253,8 @@ def _stream_verdict(answer: Answer) -> str | None:
         return "a stream without an end"
     kind = ""
     for event in events:
-        name, _, data = event.rpartition(b"data: ")
+        # A client's own text may be in it, and may say "data: ".
+        name, _, data = event.partition(b"data: ")
         try:
             content = json.loads(data)
         except ValueError:
