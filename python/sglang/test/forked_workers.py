@@ -60,7 +60,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     # The modules and tests that are there stay; no worker walks or copies them.
     gc.collect()
     gc.freeze()
-    # What is frozen counts no more: else a worker's engines, whose objects form cycles,
+    # Frozen objects count no more: else a worker's engines, whose objects form cycles,
     # would be garbage until there are a quarter as many other objects.
     gc.collect()
     with _Workers(session, units) as workers:

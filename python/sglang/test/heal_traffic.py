@@ -14,7 +14,12 @@ from sglang.test.harness import EngineHarness, Finished
 from sglang.test.hole_injectors import HOLE_INJECTORS
 from sglang.test.hole_traffic import Engine
 from sglang.test.holes.site import planted
-from sglang.test.spec_canary_traffic import POOLS, SHORTEST_PROMPT, VOCAB
+from sglang.test.spec_canary_traffic import (
+    POOLS,
+    SHORTEST_PROMPT,
+    VOCAB,
+    longer_for,
+)
 
 REQUESTS = 9
 # Steps between two submissions, and those before a fault.
@@ -119,8 +124,7 @@ def run_healing(
         settings["kv_canary_real_data"] = "all"
     harness = engine.build(models, **(settings | options))
     scheduler = harness.scheduler
-    longer_by = engine.page_size if engine.page_size > SHORTEST_PROMPT else 0
-    traffic = HealTraffic(seed=seed, longer_by=longer_by)
+    traffic = HealTraffic(seed=seed, longer_by=longer_for(engine.page_size))
     run = Healed(harness=harness, asks=traffic.asks)
     rng = random.Random(seed)
     moment = WARM_STEPS + rng.randrange(MOMENTS)

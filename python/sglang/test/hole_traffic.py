@@ -22,10 +22,10 @@ from sglang.test.hole_injectors import HOLE_INJECTORS
 from sglang.test.holes.site import Changes, FoundBy, planted
 from sglang.test.spec_canary_traffic import (
     POOLS,
-    SHORTEST_PROMPT,
     VOCAB,
     WARM_STEPS,
     SpecTraffic,
+    longer_for,
     speculating,
 )
 
@@ -54,8 +54,7 @@ class Engine:
 
     def traffic(self, harness: EngineHarness, *, seed: int) -> SpecTraffic:
         """Requests whose prompts are longer than a page."""
-        longer_by = self.page_size if self.page_size > SHORTEST_PROMPT else 0
-        return SpecTraffic(harness, seed=seed, longer_by=longer_by)
+        return SpecTraffic(harness, seed=seed, longer_by=longer_for(self.page_size))
 
     def build(self, models: dict[str, Path], **options: Any) -> EngineHarness:
         options |= {

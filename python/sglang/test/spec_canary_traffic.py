@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 VOCAB = 1000
 CONTEXT = 512
 WARM_STEPS = 8
-MAX_STEPS = 600
+MAX_STEPS = 300
 SHORTEST_PROMPT = 30
 POOLS = ("target", "draft")
 
@@ -247,6 +247,11 @@ def speculating(
     )
 
 
+def longer_for(page_size: int) -> int:
+    """Tokens to add to every prompt so that prefixes have whole pages to share."""
+    return page_size if page_size > SHORTEST_PROMPT else 0
+
+
 class SpecTraffic:
     """Requests of which some share a prefix, a new one in every third step.
 
@@ -294,12 +299,13 @@ def plant_in(
     model: Path,
     draft: Path,
     tree: tuple[int, int, int],
+    page_size: int = 1,
     **server_args: Any,
 ) -> SpecOutcome:
     """Serve mock requests in mode `raise`, plant the fault, run to the report."""
-    harness = speculating(model, draft, tree=tree, **server_args)
+    harness = speculating(model, draft, tree=tree, page_size=page_size, **server_args)
     manager = canaries_of(harness)[pool]
-    traffic = SpecTraffic(harness, seed=seed)
+    traffic = SpecTraffic(harness, seed=seed, longer_by=longer_for(page_size))
 
     def run() -> tuple[str, int]:
         for step in range(MAX_STEPS):

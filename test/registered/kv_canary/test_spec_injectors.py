@@ -261,7 +261,7 @@ def plant_and_check(
             **models,
             tree=tree,
             page_size=page_size,
-            max_total_tokens=128 * page_size + 4096,
+            max_total_tokens=256 * page_size + 4096,
             **options,
         )
         check_named(outcome, tree[0])
