@@ -39,7 +39,7 @@ from sglang.test.fuzz.wire import Answer
 from sglang.test.scale import count, sampled
 from sglang.test.server_process import ServerProcess
 
-register_cpu_ci(est_time=10, suite="cpu", full_time=1500)
+register_cpu_ci(est_time=10, suite="cpu", full_time=600)
 
 REQUESTS = count(ci=200, full=34_000)
 CLIENTS = 8
