@@ -1,10 +1,12 @@
 """Decode steps with the layer stack as one operator, and layer by layer, by turns.
 
-python benchmark/cpu/bench_decoder_stack.py [--pairs 60] [--kv-canary raise]
+python benchmark/cpu/bench_decoder_stack.py [--pairs 30] [--kv-canary raise]
+    [--drafting]
 
 One request of the demo model decodes in one process of one thread; blocks of steps
-alternate between both forms. Times are processor time, as other work may share the
-machine. The last line is one JSON document.
+alternate between both forms. `--drafting`: with the EAGLE3 head that comes with the
+model; a step is then drafts, verification and extend. Times are processor time, as
+other work may share the machine. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -13,15 +15,18 @@ import argparse
 import json
 import statistics
 import time
-from typing import cast
+from typing import Any
 
 import torch
 from demo_decoding import demo_decoding
 
+from sglang.bench_utils.workloads import DEMO_DRAFTS
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
 from sglang.srt.managers.scheduler import Scheduler
 
 BLOCK_STEPS = 8
+# At most; the model has 2,048 positions.
+TOKENS_PER_CYCLE = 4
 WARM_STEPS = 40
 PROMPT = range(5, 69)
 
@@ -34,25 +39,41 @@ def block_us(scheduler: Scheduler) -> float:
     return (time.process_time_ns() - began) / BLOCK_STEPS / 1e3
 
 
+def backends_of(scheduler: Scheduler) -> list[PagedAttnBackend]:
+    """Of the target and, where it drafts, of the draft."""
+    worker: Any = scheduler.worker
+    runners = [worker.model_runner]
+    if hasattr(worker, "draft_worker"):
+        runners.append(worker.draft_worker.draft_runner)
+    return [runner.attn_backend for runner in runners]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--kv-canary", default="none")
+    parser.add_argument("--drafting", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     scheduler = demo_decoding(
         kv_canary=args.kv_canary,
         prompt=PROMPT,
         warm=WARM_STEPS,
-        steps=2 * BLOCK_STEPS * args.pairs,
+        tokens=2
+        * BLOCK_STEPS
+        * args.pairs
+        * (TOKENS_PER_CYCLE if args.drafting else 1),
+        **(DEMO_DRAFTS if args.drafting else {}),
     )
-    backend = cast(PagedAttnBackend, scheduler.worker.model_runner.attn_backend)
-    whole_op = backend.stack_op
+    backends = backends_of(scheduler)
+    ops = [backend.stack_op for backend in backends]
     whole, layers = [], []
     for _ in range(args.pairs):
-        backend.stack_op = whole_op
+        for backend, op in zip(backends, ops, strict=True):
+            backend.stack_op = op
         whole.append(block_us(scheduler))
-        backend.stack_op = None
+        for backend in backends:
+            backend.stack_op = None
         layers.append(block_us(scheduler))
     ratios = [b / a for a, b in zip(whole, layers, strict=True)]
     result = {
@@ -63,11 +84,7 @@ def main() -> None:
     }
     for name, value in result.items():
         print(f"{name:18} {value}")
-    print(
-        json.dumps(
-            {"benchmark": "bench_decoder_stack", "canary": args.kv_canary} | result
-        )
-    )
+    print(json.dumps({"benchmark": "bench_decoder_stack"} | vars(args) | result))
 
 
 if __name__ == "__main__":

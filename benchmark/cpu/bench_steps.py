@@ -23,7 +23,7 @@ WARM_STEPS = 60
 def step_ms(kv_canary: str, steps: int) -> list[float]:
     """Milliseconds of each step."""
     scheduler = demo_decoding(
-        kv_canary=kv_canary, prompt=PROMPT, warm=WARM_STEPS, steps=steps
+        kv_canary=kv_canary, prompt=PROMPT, warm=WARM_STEPS, tokens=steps
     )
     times = []
     for _ in range(steps):

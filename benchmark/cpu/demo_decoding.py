@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.build import build_scheduler
@@ -12,20 +14,20 @@ from sglang.srt.server_args import ServerArgs
 SPARE_STEPS = 64
 
 
-def demo_decoding(*, kv_canary: str, prompt: range, warm: int, steps: int) -> Scheduler:
-    """A scheduler `warm` steps into a request that has at least `steps` left."""
+def demo_decoding(*, prompt: range, warm: int, tokens: int, **flags: Any) -> Scheduler:
+    """A scheduler `warm` steps into a request that has `tokens` left, and some more."""
     io = ListIO()
     scheduler = build_scheduler(
         ServerArgs(
             device="cpu",
             skip_tokenizer_init=True,
-            kv_canary=kv_canary,
             max_total_tokens=8192,
+            **flags,
         ),
         io,
     )
     params = SamplingParams(
-        max_new_tokens=warm + steps + SPARE_STEPS, temperature=0.0, ignore_eos=True
+        max_new_tokens=warm + tokens + SPARE_STEPS, temperature=0.0, ignore_eos=True
     )
     io.requests.append(
         GenerateReq(rid="a", input_ids=list(prompt), sampling_params=params)

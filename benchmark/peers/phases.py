@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 from comparison import Comparison, Side, common_prefix_share
@@ -36,7 +37,11 @@ def run_peers(setup: Setup) -> Json:
         "b16_equal": workloads.equal,
     }
     ours = setup.engine()
-    with setup.start_transformers() as transformers, setup.start_llama() as llama:
+    with (
+        setup.start_drafting() as drafting,
+        setup.start_transformers() as transformers,
+        setup.start_llama() as llama,
+    ):
         peers = {"transformers": transformers, "llama_cpp": llama}
         report: Json = {
             "peers": {
@@ -47,7 +52,7 @@ def run_peers(setup: Setup) -> Json:
         for scenario, make_workload in scenarios.items():
             chosen, calibration = _choose(setup, peers, make_workload)
             comparison = setup.arena.compare(
-                [ours, *chosen.values()], make_workload, rounds=setup.rounds
+                [ours, *drafting, *chosen.values()], make_workload, rounds=setup.rounds
             )
             agreement = {
                 name: _agreement(comparison, side.name) for name, side in chosen.items()
@@ -59,13 +64,14 @@ def run_peers(setup: Setup) -> Json:
                 "same_tokens": agreement,
             }
             rows = []
-            for name, side in chosen.items():
+            for (name, side), own in product(chosen.items(), (ours, *drafting)):
                 key = "ratio" if name == "transformers" else f"ratio_{name}"
-                value = comparison.ratio(OURS, side.name)
-                report[f"{key}_{scenario}"] = value
-                speeds = comparison.median(OURS), comparison.median(side.name)
-                bounds = _round_ratios(comparison, side.name)
-                rows.append((side.name, *speeds, value, *bounds, agreement[name]))
+                key += f"_{scenario}" + "_drafting" * (own is not ours)
+                value = report[key] = comparison.ratio(own.name, side.name)
+                speeds = comparison.median(own.name), comparison.median(side.name)
+                bounds = _round_ratios(comparison, side.name, own=own.name)
+                label = side.name + ", we draft" * (own is not ours)
+                rows.append((label, *speeds, value, *bounds, agreement[name]))
             columns = ("ours tok/s", "peer tok/s", "ratio", "least", "most", "same")
             _print_section((f"{scenario} against", *columns), rows)
     for name, variants in peers.items():
@@ -100,9 +106,11 @@ def _agreement(comparison: Comparison, side: str) -> float:
     )
 
 
-def _round_ratios(comparison: Comparison, side: str) -> tuple[float | None, ...]:
+def _round_ratios(
+    comparison: Comparison, side: str, *, own: str = OURS
+) -> tuple[float | None, ...]:
     """Return the least and greatest ratio of a single round."""
-    pairs = zip(comparison.speeds(OURS), comparison.speeds(side), strict=True)
+    pairs = zip(comparison.speeds(own), comparison.speeds(side), strict=True)
     ratios = [r for r in (ratio(a, b) for a, b in pairs) if r is not None]
     return (min(ratios), max(ratios)) if ratios else (None, None)
 

@@ -14,13 +14,15 @@ from typing import Any
 from comparison import Arena, Side
 
 from sglang.bench_utils.worker import Worker, worker_environment
-from sglang.bench_utils.workloads import Workloads
+from sglang.bench_utils.workloads import DEMO_DRAFTS, Workloads
 from sglang.srt.environ import child_environment
+from sglang.srt.utils.paths import bundled_demo_model_path
 
 HERE = Path(__file__).resolve().parent
 ENGINE_SLOTS = 32768
 ENGINE_FLAGS: dict[str, Any] = {"max_total_tokens": ENGINE_SLOTS, "random_seed": 0}
 OURS = "sglang-canary"
+DRAFTING = f"{OURS}, drafting"
 # One thread per core, for every side: two threads that share a core wait for each other
 # at every barrier until the spinning one gives up.
 BOUND_THREADS = {"OMP_PROC_BIND": "close", "OMP_PLACES": "threads"}
@@ -60,6 +62,15 @@ class Setup:
         ) as worker:
             worker.call("load", model_path=self.model_path, **ENGINE_FLAGS, **flags)
             yield Side(name=name, worker=worker, prepare=lambda: worker.call("flush"))
+
+    @contextmanager
+    def start_drafting(self) -> Iterator[list[Side]]:
+        """Start the engine with `DEMO_DRAFTS`; none for a model without a head."""
+        if Path(self.model_path) != bundled_demo_model_path():
+            yield []
+            return
+        with self.start_engine(DRAFTING, **DEMO_DRAFTS) as side:
+            yield [side]
 
     @contextmanager
     def start_forward(self) -> Iterator[Worker]:

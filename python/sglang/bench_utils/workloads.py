@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from sglang.bench_utils.datasets import draw_length, text_ids
 from sglang.srt.utils.hf_tokenizer import Tokenizer
@@ -17,6 +18,13 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer
 QUICK_SCALE = 0.05
 LENGTH_SEED = 20
 CONCURRENT = 16
+# Flags of the head that comes with the demo model, as `make serve` starts it.
+DEMO_DRAFTS: dict[str, Any] = {
+    "speculative_algorithm": "EAGLE3",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,8 @@ struct LayerWeights {
 
 struct StackHead {
   int64_t magic, layers, hidden, q_heads, kv_heads, dim, inner;
-  const float* final_norm;
+  int64_t first;  // channels that the first layer is given in place of the normed stream; 0: none
+  const float* final_norm;  // null: the stream is returned as it is
   double eps, scale;
   Activation activation;
 };
@@ -79,16 +80,18 @@ class LayerReader {
   const int64_t first_;
 };
 
-LayerWeights read_layer(const LayerReader& from, const StackHead& head) {
+// Args: given: channels of what the layer reads in place of the normed stream; 0: none.
+LayerWeights read_layer(const LayerReader& from, const StackHead& head, int64_t given) {
   const int64_t q_width = head.q_heads * head.dim;
   LayerWeights w{};
-  from.needed("input_norm", kInputNorm);
+  if (given == 0) from.needed("input_norm", kInputNorm);
   from.needed("post_norm", kPostNorm);
   w.input_norm = from.vector("input_norm", kInputNorm, head.hidden);
   w.post_norm = from.vector("post_norm", kPostNorm, head.hidden);
   w.q_norm = from.vector("q_norm", kQNorm, head.dim);
   w.k_norm = from.vector("k_norm", kKNorm, head.dim);
-  w.qkv = from.matrix("qkv", kQkv, q_width + 2 * head.kv_heads * head.dim, head.hidden);
+  w.qkv = from.matrix(
+      "qkv", kQkv, q_width + 2 * head.kv_heads * head.dim, given ? given : head.hidden);
   w.o = from.matrix("o", kO, head.hidden, q_width);
   w.gate_up = from.matrix("gate_up", kGateUp, 2 * head.inner, head.hidden);
   w.down = from.matrix("down", kDown, head.hidden, head.inner);
@@ -109,15 +112,15 @@ void decoder_plan(
     const OptionalTensors& weights, const std::vector<int64_t>& sizes, double eps,
     double scale, const Tensor& plan) {
   SGLK_REQUIRE(
-      sizes.size() == 7, "decoder_plan: got ", sizes.size(), " sizes, expected 7");
+      sizes.size() == 8, "decoder_plan: got ", sizes.size(), " sizes, expected 8");
   StackHead head{kMagic,   sizes[0], sizes[1], sizes[2], sizes[3], sizes[4],
-                 sizes[5], nullptr,  eps,      scale,    Activation(sizes[6])};
+                 sizes[5], sizes[7], nullptr,  eps,      scale,    Activation(sizes[6])};
   SGLK_REQUIRE(
       head.layers > 0 && int64_t(weights.size()) == head.layers * kPlaces + 1,
       "decoder_plan: got ", weights.size(), " weights for ", head.layers,
       " layers, expected ", kPlaces, " per layer and the final norm");
   SGLK_REQUIRE(
-      head.hidden > 0 && head.inner > 0 && head.kv_heads > 0 &&
+      head.hidden > 0 && head.inner > 0 && head.kv_heads > 0 && head.first >= 0 &&
           head.q_heads % head.kv_heads == 0 && head.q_heads / head.kv_heads <= 256 &&
           head.dim % 8 == 0 && head.dim >= 8 && head.dim <= 1024,
       "decoder_plan: query heads must be a multiple of the KV heads, at most 256 times "
@@ -127,13 +130,13 @@ void decoder_plan(
       "decoder_plan: activation is ", sizes[6], ", expected 0 (silu) or 1 (gelu)");
   check_vector(
       "decoder_plan", "plan", plan, ScalarType::Long, decoder_plan_words(head.layers));
-  const OptionalTensor& norm = weights.back();
-  SGLK_REQUIRE(norm, "decoder_plan: the final norm is absent");
-  check_vector("decoder_plan", "final_norm", *norm, ScalarType::Float, head.hidden);
-  head.final_norm = static_cast<const float*>(norm->const_data_ptr());
+  if (const OptionalTensor& norm = weights.back()) {
+    check_vector("decoder_plan", "final_norm", *norm, ScalarType::Float, head.hidden);
+    head.final_norm = static_cast<const float*>(norm->const_data_ptr());
+  }
   int64_t* words = static_cast<int64_t*>(plan.mutable_data_ptr());
   for (int64_t i = 0; i < head.layers; i++) {
-    const LayerWeights layer = read_layer({weights, i}, head);
+    const LayerWeights layer = read_layer({weights, i}, head, i == 0 ? head.first : 0);
     std::memcpy(words + kHeadWords + i * kLayerWords, &layer, sizeof layer);
   }
   std::memcpy(words, &head, sizeof head);
@@ -142,6 +145,14 @@ void decoder_plan(
 // Buffers of a forward: [tokens, width] each, one after the other.
 struct Scratch {
   float *qkv, *heads, *gate_up, *inner;
+};
+
+// Layers whose inputs are wanted, from `next` on, and where that of the next begins:
+// [tokens, count, hidden].
+struct Capture {
+  const int64_t *next, *end;
+  int64_t count;
+  float* out;
 };
 
 int64_t qkv_width(const StackHead& h) { return (h.q_heads + 2 * h.kv_heads) * h.dim; }
@@ -170,6 +181,38 @@ class StackRun {
     scratch_.heads = scratch_.qkv + tokens * qkv_width(head_);
     scratch_.gate_up = scratch_.heads + tokens * q_width_;
     scratch_.inner = scratch_.gate_up + tokens * 2 * head_.inner;
+  }
+
+  void set_first(const OptionalTensor& first) {
+    SGLK_REQUIRE(
+        bool(first) == (head_.first > 0), op_, ": first is ", first ? "given" : "absent",
+        ", but the first layer of the plan reads ", head_.first ? "it" : "the normed stream");
+    if (!first) return;
+    SGLK_CHECK(
+        first->dim() == 2 && first->size(0) == rows_.tokens && first->size(1) == head_.first &&
+            first->scalar_type() == ScalarType::Float && first->is_contiguous(),
+        op_, "first", *first, "contiguous float32 [T, its channels in the plan]");
+    first_ = static_cast<const float*>(first->const_data_ptr());
+  }
+
+  void set_capture(const std::vector<int64_t>& layers, const OptionalTensor& captured) {
+    SGLK_REQUIRE(
+        bool(captured) == !layers.empty(), op_, ": captured must be given with its layers");
+    if (!captured) return;
+    SGLK_CHECK(
+        captured->dim() == 3 && captured->size(0) == rows_.tokens &&
+            captured->size(1) == int64_t(layers.size()) && captured->size(2) == head_.hidden &&
+            captured->scalar_type() == ScalarType::Float && captured->is_contiguous(),
+        op_, "captured", *captured, "contiguous float32 [T, layers, hidden]");
+    int64_t least = 0;
+    for (const int64_t layer : layers) {
+      SGLK_REQUIRE(
+          layer >= least && layer <= head_.layers, op_, ": captured_layers has ", layer,
+          ", expected ascending numbers up to ", head_.layers);
+      least = layer + 1;
+    }
+    capture_ = {layers.data(), layers.data() + layers.size(), int64_t(layers.size()),
+                static_cast<float*>(captured->mutable_data_ptr())};
   }
 
   void set_slots(const Tensor& positions, const Tensor& slots) {
@@ -210,11 +253,12 @@ class StackRun {
           " K or V caches, expected one for each of ", head_.layers, " layers");
     if (rows_.tokens == 0) return;
     for (int64_t i = 0; i < head_.layers; i++) check_pool(k_caches[i], v_caches[i]);
-    norm(residual_, nullptr, layers_[0].input_norm, x_);
+    if (!first_) norm(residual_, nullptr, layers_[0].input_norm, x_);
     for (int64_t i = 0; i < head_.layers; i++) {
       const LayerWeights& layer = layers_[i];
       if (i > 0) norm(x_, residual_, layer.input_norm, x_);
-      linear(layer.qkv, x_, scratch_.qkv);
+      capture(i);
+      linear(layer.qkv, i == 0 && first_ ? first_ : x_, scratch_.qkv);
       store(layer, k_caches[i], v_caches[i]);
       attend(k_caches[i], v_caches[i]);
       linear(layer.o, scratch_.heads, x_);
@@ -226,10 +270,27 @@ class StackRun {
           rows_.tokens);
       linear(layer.down, scratch_.inner, x_);
     }
-    norm(x_, residual_, head_.final_norm, x_);
+    if (head_.final_norm)
+      norm(x_, residual_, head_.final_norm, x_);
+    else
+      for (int64_t i = 0; i < rows_.tokens * head_.hidden; i++) x_[i] = residual_[i] += x_[i];
+    capture(head_.layers);
   }
 
  private:
+  // Rows of the stream that a layer reads, where they are wanted: a norm has just added to
+  // the stream what the layer before returned.
+  void capture(int64_t layer) {
+    if (capture_.next == capture_.end || *capture_.next != layer) return;
+    capture_.next++;
+    const int64_t width = head_.hidden;
+    for (int64_t t = 0; t < rows_.tokens; t++)
+      std::memcpy(
+          capture_.out + t * capture_.count * width, residual_ + t * width,
+          width * sizeof(float));
+    capture_.out += width;
+  }
+
   void check_pool(const Tensor& k_cache, const Tensor& v_cache) const {
     for (const Tensor* cache : {&k_cache, &v_cache}) {
       const char* name = cache == &k_cache ? "k_cache" : "v_cache";
@@ -317,6 +378,8 @@ class StackRun {
   const int64_t q_width_;
   AttentionArgs attention_{};
   Scratch scratch_{};
+  Capture capture_{};
+  const float* first_ = nullptr;
   float* residual_ = nullptr;
   float* x_ = nullptr;
   const int64_t* positions_ = nullptr;
@@ -340,7 +403,8 @@ void decoder_stack(
     const std::vector<Tensor>& k_caches, const std::vector<Tensor>& v_caches,
     const Tensor& positions, const Tensor& slots, const Tensor& page_table,
     const OptionalTensor& row_index, const Tensor& lens, const OptionalTensor& qo_indptr,
-    const OptionalTensor& tree_mask, int64_t page_size) {
+    const OptionalTensor& tree_mask, int64_t page_size, const OptionalTensor& first,
+    const std::vector<int64_t>& captured_layers, const OptionalTensor& captured) {
   const char* op = "decoder_stack";
   const StackHead& head = head_of(op, plan);
   const auto* layers = reinterpret_cast<const LayerWeights*>(
@@ -361,6 +425,8 @@ void decoder_stack(
   }
   StackRun run(op, head, layers, rows);
   run.set_stream(x, out, scratch);
+  run.set_first(first);
+  run.set_capture(captured_layers, captured);
   run.set_slots(positions, slots);
   run.set_table(page_table, page_size, tree_mask);
   run.run(k_caches, v_caches);
@@ -377,7 +443,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
       "decoder_stack(Tensor plan, Tensor(a!) x, Tensor(b!) scratch, Tensor(c!) out, "
       "Tensor[] k_caches, Tensor[] v_caches, Tensor positions, Tensor out_cache_loc, "
       "Tensor page_table, Tensor? row_index, Tensor lens, Tensor? qo_indptr, "
-      "Tensor? tree_mask, int page_size) -> ()");
+      "Tensor? tree_mask, int page_size, Tensor? first, int[] captured_layers, "
+      "Tensor(d!)? captured) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CompositeExplicitAutograd, m) {

@@ -404,10 +404,12 @@ decoder_plan: Callable[..., None] = _OPS.decoder_plan.default._op
 Args:
     weights: of each layer input_norm [H], qkv, its bias, cos_sin_cache [positions,
         rot], q_norm [D], k_norm [D], o, its bias, post_norm [H], gate_up, its bias,
-        down, its bias; then the final norm [H]. float32, products packed as in
-        `packed_linear`; absent ones are None. The caller keeps them alive.
-    sizes: layers, H, query heads, KV heads, D, channels of the MLP, and its activation
-        (0: silu, 1: gelu).
+        down, its bias; then the final norm [H] (None: the stream is returned as it
+        is). float32, products packed as in `packed_linear`; absent ones are None. The
+        caller keeps them alive.
+    sizes: layers, H, query heads, KV heads, D, channels of the MLP, its activation (0:
+        silu, 1: gelu), and the channels of the first layer's input where each run is
+        given it (then that layer has no input_norm), else 0.
     eps: of every norm; scale: of the scores.
     plan: [decoder_plan_words(layers)] int64, written.
 """
@@ -416,13 +418,18 @@ decoder_stack: Callable[..., None] = _OPS.decoder_stack.default._op
 
 Args:
     plan: as `decoder_plan` fills it.
-    x: [T, H] float32, overwritten; out: [T, H]; scratch: [T * (2 * (Hq + Hkv) * D + 3 *
-        channels of the MLP)] float32.
+    x: [T, H] float32, then the stream after the last layer; out: [T, H]; scratch:
+        [T * (2 * (Hq + Hkv) * D + 3 * channels of the MLP)] float32.
     k_caches, v_caches: [slots, Hkv, D] float32 of each layer.
     positions, out_cache_loc: [T] int64.
     page_table, row_index, tree_mask, page_size: as in `extend_attention`.
     lens, qo_indptr: `read_lens` and None in a decode, else `prefix_lens` and the
         offsets of the rows.
+    first: [T, its channels in the plan] float32, what the first layer's attention
+        reads; None: the normalised stream.
+    captured_layers, captured: ascending numbers of layers and [T, their count, H]
+        float32, written with their inputs; the number of layers is the output of the
+        last. No layers and None: nothing is wanted.
 """
 
 # Launches of the KV canary, called by `kv_canary.kernels.native`; their signatures are

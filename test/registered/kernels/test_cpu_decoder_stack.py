@@ -15,6 +15,7 @@ from sglang.srt.layers.ops.activation import GATED
 from sglang.srt.layers.ops.decoder_stack import (
     StackLayer,
     StackPlan,
+    StackRun,
     StackSizes,
     run_stack,
 )
@@ -40,6 +41,9 @@ class Shape:
     qk_norm: bool = False
     rotary_dim: int | None = 64
     activation: str = "silu"
+    # A draft head's: what its first layer is given, and whether it ends with a norm.
+    first: int = 0
+    final_norm: bool = True
 
 
 SHAPES = {
@@ -49,6 +53,8 @@ SHAPES = {
     "head norms": Shape(qk_norm=True, head_dim=128, heads=(6, 2), rotary_dim=128),
     "part of a head turns": Shape(rotary_dim=24, activation="gelu_pytorch_tanh"),
     "nothing turns": Shape(rotary_dim=None, head_dim=8, heads=(2, 1), inner=1),
+    "a head that reads a pair": Shape(first=200),
+    "a head without norms": Shape(first=100, final_norm=False),
 }
 
 
@@ -60,8 +66,9 @@ class Stack:
         self._generator = torch.Generator().manual_seed(seed)
         turned = shape.rotary_dim
         self._cos_sin = None if turned is None else self.random(POSITIONS, turned)
-        self.layers = [self._layer() for _ in range(LAYERS)]
-        self.final_norm = self.random(shape.hidden)
+        self.layers = [self._layer(shape.first)]
+        self.layers += [self._layer() for _ in range(LAYERS - 1)]
+        self.final_norm = self.random(shape.hidden) if shape.final_norm else None
         self.sizes = StackSizes(
             num_heads=shape.heads[0],
             num_kv_heads=shape.heads[1],
@@ -71,6 +78,7 @@ class Stack:
             activation=shape.activation,
             eps=EPS,
             scale=shape.head_dim**-0.5,
+            first=shape.first,
         )
         self.plan = StackPlan(self.layers, self.final_norm, self.sizes)
 
@@ -81,7 +89,7 @@ class Stack:
         weight = self.random(n, k) / k**0.5
         return pack_weight(weight.bfloat16().float() if self.shape.exact else weight)
 
-    def _layer(self) -> StackLayer:
+    def _layer(self, first: int = 0) -> StackLayer:
         s = self.shape
         q, kv = (count * s.head_dim for count in s.heads)
 
@@ -92,8 +100,8 @@ class Stack:
             return self.random(s.head_dim) if s.qk_norm else None
 
         return StackLayer(
-            input_norm=self.random(s.hidden),
-            qkv=self._product(q + 2 * kv, s.hidden),
+            input_norm=None if first else self.random(s.hidden),
+            qkv=self._product(q + 2 * kv, first or s.hidden),
             qkv_bias=bias(q + 2 * kv),
             cos_sin_cache=self._cos_sin,
             q_norm=head_norm(),
@@ -112,20 +120,35 @@ class Stack:
         shape = (slots, self.shape.heads[1], self.shape.head_dim)
         return [self.random(*shape) for _ in range(LAYERS)]
 
-    def by_ops(self, x: Tensor, call: dict[str, Any]) -> Tensor:
+    def first(self, x: Tensor) -> Tensor | None:
+        """What the first layer is given with x [T, H]."""
+        pairs = torch.cat((x, self.random(*x.shape)), dim=-1)
+        return pairs[:, : self.shape.first].contiguous() if self.shape.first else None
+
+    def by_ops(self, x: Tensor, call: dict[str, Any]) -> StackRun:
         """The reference: every op of every layer by itself."""
-        residual, x = x, norm.rmsnorm(x, self.layers[0].input_norm, EPS)
+        residual, streams = x, []
         for i, layer in enumerate(self.layers):
             if i > 0:
+                assert layer.input_norm is not None
                 norm.fused_add_rmsnorm(x, residual, layer.input_norm, EPS)
+            elif layer.input_norm is None:
+                x = call["first"]
+            else:
+                x = norm.rmsnorm(x, layer.input_norm, EPS)
+            streams.append(residual.clone())
             heads = self._attention(i, linear(x, layer.qkv, layer.qkv_bias), call)
             x = linear(heads, layer.o, layer.o_bias)
             norm.fused_add_rmsnorm(x, residual, layer.post_norm, EPS)
             both = linear(x, layer.gate_up, layer.gate_up_bias)
             inner = GATED[self.shape.activation](both)
             x = linear(inner, layer.down, layer.down_bias)
-        norm.fused_add_rmsnorm(x, residual, self.final_norm, EPS)
-        return x
+        if self.final_norm is None:
+            x = residual.add_(x).clone()
+        else:
+            norm.fused_add_rmsnorm(x, residual, self.final_norm, EPS)
+        streams.append(residual.clone())
+        return StackRun(x, [streams[i] for i in call["captured"]])
 
     def _attention(self, i: int, qkv: Tensor, call: dict[str, Any]) -> Tensor:
         s, layer = self.shape, self.layers[i]
@@ -217,15 +240,21 @@ def copied(call: dict[str, Any]) -> dict[str, Any]:
     return call | {name: [t.clone() for t in call[name]] for name in caches}
 
 
-def assert_equal_by_ops(stack: Stack, rows: Rows) -> None:
+def assert_equal_by_ops(
+    stack: Stack, rows: Rows, captured: tuple[int, ...] = (0, 2, 3)
+) -> None:
     call = rows.call(stack)
     x = stack.random(len(call["positions"]), stack.shape.hidden)
+    call |= {"first": stack.first(x), "captured": captured}
     expected_call, expected_x = copied(call), x.clone()
     actual = run_stack(stack.plan, x, **call)
     expected = stack.by_ops(expected_x, expected_call)
-    assert bool(expected.isfinite().all())
-    assert torch.equal(actual, expected)
+    assert bool(expected.hidden.isfinite().all())
+    assert torch.equal(actual.hidden, expected.hidden)
     assert torch.equal(x, expected_x)
+    assert len(actual.captured) == len(captured)
+    for ours, theirs in zip(actual.captured, expected.captured, strict=True):
+        assert torch.equal(ours, theirs)
     for name in ("k_caches", "v_caches"):
         for ours, theirs in zip(call[name], expected_call[name], strict=True):
             assert torch.equal(ours, theirs)
@@ -237,6 +266,20 @@ def test_the_operator_equals_its_ops(shape: str, batch: str) -> None:
     assert_equal_by_ops(Stack(SHAPES[shape]), BATCHES[batch])
 
 
+@pytest.mark.parametrize("captured", [(), (0,), (1, 2), (LAYERS,), (0, 1, 2, 3)])
+def test_inputs_of_layers(captured: tuple[int, ...]) -> None:
+    assert_equal_by_ops(Stack(SHAPES["plain"]), BATCHES["extend"], captured)
+
+
+def test_a_first_layer_that_is_given_the_stream_itself() -> None:
+    stack = Stack(SHAPES["a head without norms"])
+    call = BATCHES["tree"].call(stack)
+    x = stack.random(len(call["positions"]), 100)
+    apart = run_stack(stack.plan, x.clone(), **copied(call), first=x.clone())
+    assert torch.equal(run_stack(stack.plan, x, **call, first=x).hidden, apart.hidden)
+    assert torch.equal(x, apart.hidden)
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 def test_every_simd_level(level: str, batch: str) -> None:
     assert_equal_by_ops(Stack(SHAPES["plain"]), BATCHES[batch])
@@ -246,9 +289,9 @@ def test_the_number_of_threads_does_not_show() -> None:
     stack, rows = Stack(replace(SHAPES["plain"], hidden=384)), BATCHES["extend"]
     call = rows.call(stack)
     x = stack.random(len(call["positions"]), 384)
-    alone = run_stack(stack.plan, x.clone(), **copied(call))
+    alone = run_stack(stack.plan, x.clone(), **copied(call)).hidden
     torch.set_num_threads(3)
-    assert torch.equal(run_stack(stack.plan, x.clone(), **copied(call)), alone)
+    assert torch.equal(run_stack(stack.plan, x.clone(), **copied(call)).hidden, alone)
 
 
 def test_a_batch_without_tokens() -> None:
@@ -257,7 +300,8 @@ def test_a_batch_without_tokens() -> None:
     none = torch.empty(0, dtype=torch.int64)
     call |= {"positions": none, "out_cache_loc": none, "prefix_lens": none}
     call |= {"qo_indptr": torch.zeros(1, dtype=torch.int64), "row_index": none}
-    assert run_stack(stack.plan, torch.empty(0, 100), **call).shape == (0, 100)
+    run = run_stack(stack.plan, torch.empty(0, 100), **call, captured=(0, 3))
+    assert [t.shape for t in (run.hidden, *run.captured)] == [(0, 100)] * 3
 
 
 @pytest.mark.parametrize(
@@ -273,6 +317,9 @@ def test_a_batch_without_tokens() -> None:
         ({"v_caches": [torch.zeros(301, 2, 64)] * LAYERS}, "v_cache is"),
         ({"page_size": 0}, "page_size is 0"),
         ({"tree_mask": TREE[None]}, "tree_mask is"),
+        ({"first": torch.zeros(1, 100)}, "first is given, but the first layer"),
+        ({"captured": (1, 1)}, "captured_layers has 1, expected ascending"),
+        ({"captured": (0, LAYERS + 1)}, "captured_layers has 4, .* up to 3"),
     ],
 )
 def test_bad_arguments_raise(change: dict[str, Any], message: str) -> None:
@@ -287,6 +334,24 @@ def test_a_stream_of_another_width_raises() -> None:
     call = BATCHES["decode of one"].call(stack)
     with pytest.raises(RuntimeError, match="x is float32|x is Float"):
         run_stack(stack.plan, stack.random(1, 101), **call)
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [(None, "first is absent"), (torch.zeros(1, 100), "first is Float")],
+)
+def test_a_head_without_its_input_raises(first: Tensor | None, message: str) -> None:
+    stack = Stack(SHAPES["a head that reads a pair"])
+    call = BATCHES["decode of one"].call(stack)
+    with pytest.raises(RuntimeError, match=message):
+        run_stack(stack.plan, stack.random(1, 100), **call, first=first)
+
+
+def test_a_later_layer_without_a_norm_raises() -> None:
+    stack = Stack(SHAPES["plain"])
+    layers = [*stack.layers[:2], replace(stack.layers[2], input_norm=None)]
+    with pytest.raises(RuntimeError, match="input_norm of a layer is absent"):
+        StackPlan(layers, stack.final_norm, stack.sizes)
 
 
 def test_a_plan_of_contradicting_weights_raises() -> None:

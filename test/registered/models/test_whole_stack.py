@@ -3,6 +3,7 @@ covered, and a canary that sees what the operator is given."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,17 @@ from torch import Tensor
 
 from kv_canary.op import native_available
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.layers.ops.decoder_stack import StackRun
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardMode,
+)
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.harness import EngineHarness
-from sglang.test.tiny_models import FAMILIES, write_tiny_model
+from sglang.test.spec_canary_traffic import worker_of
+from sglang.test.tiny_models import FAMILIES, write_tiny_eagle, write_tiny_model
 
 register_cpu_ci(est_time=20, suite="cpu")
 
@@ -27,7 +33,6 @@ pytestmark = pytest.mark.skipif(
 )
 COVERED = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 PROMPT = list(range(7, 40))
-Call = Callable[..., Tensor]
 
 
 def backend_of(harness: ForwardHarness | EngineHarness) -> PagedAttnBackend:
@@ -46,7 +51,7 @@ def counted(backend: PagedAttnBackend) -> list[int]:
     run, calls = backend.stack_op, []
     assert run is not None
 
-    def call(plan: Any, x: Tensor, **args: Any) -> Tensor:
+    def call(plan: Any, x: Tensor, **args: Any) -> StackRun:
         calls.append(len(x))
         return run(plan, x, **args)
 
@@ -82,14 +87,85 @@ def test_logits_are_the_same_bits(tmp_path: Path, name: str, page_size: int) -> 
     assert calls == ([16, 17, 5, 2, 2, 2] if name in COVERED else [])
 
 
-def test_captured_layers_run_one_by_one(tmp_path: Path) -> None:
-    harness = ForwardHarness(write_tiny_model(tmp_path, "LlamaForCausalLM"))
-    calls = counted(backend_of(harness))
+def captured_inputs(folder: Path, layers: list[int], *, whole: bool) -> Tensor:
+    harness = ForwardHarness(folder)
+    backend = backend_of(harness)
+    calls = counted(backend)
+    if not whole:
+        backend.stack_op = None
     model = harness.runner.model
     assert isinstance(model, LlamaForCausalLM)
-    model.capture_layers([0, 1])
-    harness.extend([(harness.new_row(PROMPT), len(PROMPT))])
-    assert not calls
+    model.capture_layers(layers)
+    batch = harness.prepare(ForwardMode.EXTEND, [(harness.new_row(PROMPT), 33)])
+    full = dataclasses.replace(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
+    found = harness.run(full).hidden_states
+    assert calls == ([33] if whole else [])
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("layers", [[0], [1, 2], [0, 1, 2]])
+def test_captured_inputs_are_the_same_bits(tmp_path: Path, layers: list[int]) -> None:
+    folder = write_tiny_model(tmp_path, "LlamaForCausalLM")
+    whole = captured_inputs(folder, layers, whole=True)
+    assert torch.equal(whole, captured_inputs(folder, layers, whole=False))
+    assert whole.shape[0] == 33
+    assert not whole.shape[1] % len(layers)
+
+
+class Speculating:
+    """An engine with a tiny target and a tiny head; the tokens of each call of the
+    operator, in both models."""
+
+    def __init__(self, folder: Path, algorithm: str, *, whole: bool) -> None:
+        target = write_tiny_model(folder / "target", "LlamaForCausalLM")
+        head = write_tiny_eagle(folder / "head", target, algorithm=algorithm)
+        self.harness = EngineHarness(
+            target,
+            max_total_tokens=512,
+            kv_canary="raise",
+            speculative_algorithm=algorithm,
+            speculative_draft_model_path=str(head),
+            speculative_num_steps=3,
+            speculative_eagle_topk=1,
+            speculative_num_draft_tokens=4,
+        )
+        worker = worker_of(self.harness)
+        drafts = worker.draft_worker.draft_runner.attn_backend
+        assert isinstance(drafts, PagedAttnBackend)
+        backends = backend_of(self.harness), drafts
+        self.calls = [counted(backend) for backend in backends]
+        self.relay = worker.draft_worker.relay
+        if not whole:
+            for backend in backends:
+                backend.stack_op = None
+
+    def run(self) -> tuple[list[list[int]], Tensor]:
+        """Answers, and the last state and proposals of the draft."""
+        for i, length in enumerate((33, 5)):
+            self.harness.submit(PROMPT[:length], rid=f"q{i}", max_new_tokens=12)
+        answers = self.harness.run()
+        rows = torch.arange(3)
+        candidates, hidden = self.relay.gather(rows)
+        assert hidden is not None
+        last = torch.cat((candidates.probs, candidates.ids, hidden), dim=-1)
+        return [answers[rid].output_ids for rid in sorted(answers)], last
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+def test_heads_draft_the_same_bits(tmp_path: Path, algorithm: str) -> None:
+    engines = {
+        whole: Speculating(tmp_path / str(whole), algorithm, whole=whole)
+        for whole in (True, False)
+    }
+    (answers, last), (due, due_last) = (engine.run() for engine in engines.values())
+    assert answers == due
+    assert torch.equal(last, due_last)
+    assert bool(last.any())
+    # Of verifications and extends of two requests, and of their chains' steps.
+    assert [8 in calls for calls in engines[True].calls] == [True, True]
+    assert 2 in engines[True].calls[1]
+    assert engines[False].calls == [[], []]
 
 
 def swapped(args: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +207,7 @@ def test_the_canary_sees_a_call_that_differs(tmp_path: Path, name: str) -> None:
     run = backend.stack_op
     assert run is not None
 
-    def faulty(*inputs: Any, **args: Any) -> Tensor:
+    def faulty(*inputs: Any, **args: Any) -> StackRun:
         return run(*inputs, **(args | change(args)))
 
     backend.stack_op = faulty
@@ -141,7 +217,7 @@ def test_the_canary_sees_a_call_that_differs(tmp_path: Path, name: str) -> None:
 
 def test_the_canary_misses_an_operator_that_does_not_run(tmp_path: Path) -> None:
     harness = decoding(write_tiny_model(tmp_path, "LlamaForCausalLM"))
-    backend_of(harness).stack_op = lambda plan, x, **args: x
+    backend_of(harness).stack_op = lambda plan, x, **args: StackRun(x, [])
     with pytest.raises(RuntimeError, match="KV canary: 0 layers stored K and V"):
         harness.run()
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kv_canary.view import KVReadView
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.window_tables import WindowForward
+    from sglang.srt.layers.ops.decoder_stack import StackRun
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -131,10 +132,10 @@ class AttentionCalls:
 
         return attend
 
-    def _on_stack(self, op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _on_stack(self, op: Callable[..., StackRun]) -> Callable[..., StackRun]:
         """One call that stores and attends once in each layer, over its caches."""
 
-        def stack(*inputs: Any, **args: Any) -> Tensor:
+        def stack(*inputs: Any, **args: Any) -> StackRun:
             stored = self._store_args
             if stored is not None:
                 for caches in zip(args["k_caches"], args["v_caches"], strict=True):

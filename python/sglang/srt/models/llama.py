@@ -35,7 +35,7 @@ from sglang.srt.models.whole_stack import PlainLayer, plan_of
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.layers.ops.decoder_stack import StackPlan
+    from sglang.srt.layers.ops.decoder_stack import StackPlan, StackRun
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -295,7 +295,7 @@ class DecoderModel(Module):
         """Run the layer stack alone, on embeddings [T, H], which are overwritten."""
         whole = self._run_whole(x, forward_batch)
         if whole is not None:
-            return whole, []
+            return whole
         pending: Tensor | None = x
         residual: Tensor | None = None
         aux: list[Tensor] = []
@@ -319,7 +319,7 @@ class DecoderModel(Module):
         weights are loaded and packed."""
         layers: list[Any] = list(self.layers)
         plain = [
-            PlainLayer(layer, layer.self_attn, layer.mlp)
+            PlainLayer(layer, layer.self_attn, layer.mlp, layer.input_layernorm)
             for layer in layers
             if type(layer) is DecoderLayer
             and type(layer.self_attn) is DecoderAttention
@@ -327,11 +327,13 @@ class DecoderModel(Module):
         ]
         return plan_of(plain, self.norm) if len(plain) == len(layers) else None
 
-    def _run_whole(self, x: Tensor, forward_batch: ForwardBatch) -> Tensor | None:
-        """The normalised hidden states by one operator; None: the backend, the model or
-        this forward needs the layers one by one."""
-        plan = None if self.layers_to_capture else self._plan
-        return None if plan is None else run_stack(plan, x, forward_batch)
+    def _run_whole(self, x: Tensor, forward_batch: ForwardBatch) -> StackRun | None:
+        """`forward_layers` by one operator; None: the backend, the model or this
+        forward needs the layers one by one."""
+        plan, captured = self._plan, tuple(sorted(self.layers_to_capture))
+        if plan is None:
+            return None
+        return run_stack(plan, x, forward_batch, captured=captured)
 
 
 def _stream(

@@ -7,11 +7,13 @@ followed by the target's head.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from sglang.srt.layers.radix_attention import run_stack
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.models.draft import (
     DraftModel,
@@ -21,9 +23,11 @@ from sglang.srt.models.draft import (
 )
 from sglang.srt.models.llama import DecoderBlock, DecoderLayer, DecoderTraits
 from sglang.srt.models.stack import StackOutput
+from sglang.srt.models.whole_stack import PlainLayer, plan_of
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.ops.decoder_stack import StackPlan
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 # Published heads may carry copies of the target's.
@@ -78,10 +82,27 @@ class LlamaForCausalLMEagle(DraftModel):
     ) -> StackOutput:
         embedded = self.embed(input_ids)
         states = target_hidden_states(forward_batch)
-        pending: Tensor | None = self.fc(torch.cat((embedded, states), dim=-1))
+        stream = self.fc(torch.cat((embedded, states), dim=-1))
+        if self._plan is not None:
+            # The first layer reads its stream before it adds to it.
+            whole = run_stack(self._plan, stream, forward_batch, first=stream)
+            if whole is not None:
+                return StackOutput(whole.hidden, [])
+        pending: Tensor | None = stream
         residual: Tensor | None = None
         for layer in self.layers:
             pending, residual = layer(pending, residual, forward_batch)
         assert residual is not None
         stream = residual if pending is None else pending + residual
         return StackOutput(stream, [])
+
+    @cached_property
+    def _plan(self) -> StackPlan | None:
+        """For the one-operator form of the layers; made at the first forward."""
+        layers: list[Any] = list(self.layers)
+        norms = [None, *(layer.input_layernorm for layer in layers[1:])]
+        plain = [
+            PlainLayer(layer, layer.self_attn, layer.mlp, norm)
+            for layer, norm in zip(layers, norms, strict=True)
+        ]
+        return plan_of(plain, None, first=self.config.hidden_size)

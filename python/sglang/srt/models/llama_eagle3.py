@@ -7,7 +7,8 @@ head of its own over the most frequent tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from sglang.srt.configs.draft_config import hidden_source_size, num_hidden_sources
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import LoadableParameter
+from sglang.srt.layers.radix_attention import run_stack
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
 from sglang.srt.models.draft import (
@@ -25,9 +27,11 @@ from sglang.srt.models.draft import (
 )
 from sglang.srt.models.llama import DecoderBlock, DecoderTraits
 from sglang.srt.models.stack import StackOutput
+from sglang.srt.models.whole_stack import PlainLayer, plan_of
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.ops.decoder_stack import StackPlan
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 FIRST_LAYER = "layers.0."
@@ -59,14 +63,11 @@ class Eagle3Layer(DecoderBlock):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self, embedded: Tensor, hidden: Tensor, forward_batch: ForwardBatch
-    ) -> tuple[Tensor | None, Tensor]:
-        """Run the layer on [T, H] each; `hidden`, the stream, is changed in place."""
-        x = torch.cat(
+    def both(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """[T, H] each -> what attention reads, [T, 2 * H]."""
+        return torch.cat(
             (self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1
         )
-        return self.run(x, hidden, forward_batch)
 
 
 class LlamaForCausalLMEagle3(DraftModel):
@@ -153,6 +154,18 @@ class LlamaForCausalLMEagle3(DraftModel):
         # The layer adds to its stream in place, and the caller keeps these states.
         is_own = hidden.shape[-1] == embedded.shape[-1]
         stream = hidden.clone() if is_own else self.fc(hidden)
-        pending, residual = self.midlayer(embedded, stream, forward_batch)
+        x = self.midlayer.both(embedded, stream)
+        if self._plan is not None:
+            whole = run_stack(self._plan, stream, forward_batch, first=x)
+            if whole is not None:
+                return StackOutput(whole.hidden, [stream])
+        pending, residual = self.midlayer.run(x, stream, forward_batch)
         normed = self.norm.add_and_norm(pending, residual)
         return StackOutput(normed, [residual])
+
+    @cached_property
+    def _plan(self) -> StackPlan | None:
+        """For the one-operator form of layer and norm; made at the first forward."""
+        layer: Any = self.midlayer
+        plain = PlainLayer(layer, layer.self_attn, layer.mlp, None)
+        return plan_of([plain], self.norm, first=2 * self.config.hidden_size)

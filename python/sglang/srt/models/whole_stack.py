@@ -20,34 +20,42 @@ if TYPE_CHECKING:
 class PlainLayer(NamedTuple):
     """A layer whose attention and MLP are the usual ones."""
 
-    layer: Any  # a DecoderLayer, DecoderAttention and DecoderMLP of `llama`
+    block: Any  # a DecoderBlock, DecoderAttention and DecoderMLP of `llama`
     attention: Any
     mlp: Any
+    input_norm: RMSNorm | None
 
 
-def plan_of(layers: Sequence[PlainLayer], final_norm: RMSNorm) -> StackPlan | None:
+def plan_of(
+    layers: Sequence[PlainLayer], final_norm: RMSNorm | None, *, first: int = 0
+) -> StackPlan | None:
     """The plan of a stack of plain decoder layers; None: the operator lacks something
     that they need, and they run one by one.
 
     Covered are whole models (no tensor parallelism) in float32 on the CPU, with full
     attention and a plain softmax.
+
+    Args:
+        first: as in `StackSizes`.
     """
     if get_tp_group().size > 1 or not native_available() or not layers:
         return None
     if not all(_is_covered(i, layer) for i, layer in enumerate(layers)):
         return None
-    _, attention, mlp = layers[0]
+    block, attention, mlp, _ = layers[0]
+    post_norm = block.post_attention_layernorm
     sizes = StackSizes(
         num_heads=attention.attn.num_heads,
         num_kv_heads=attention.attn.num_kv_heads,
         head_dim=attention.attn.head_dim,
-        hidden=final_norm.weight.shape[0],
+        hidden=post_norm.weight.shape[0],
         inner=_packed(mlp.down_proj).k,
         activation=mlp.activation,
-        eps=final_norm.eps,
+        eps=post_norm.eps,
         scale=attention.attn.scaling,
+        first=first,
     )
-    return StackPlan([_weights(layer) for layer in layers], final_norm.weight, sizes)
+    return StackPlan([_weights(layer) for layer in layers], _weight(final_norm), sizes)
 
 
 def _is_covered(place: int, layer: PlainLayer) -> bool:
@@ -60,7 +68,7 @@ def _is_covered(place: int, layer: PlainLayer) -> bool:
 
 
 def _parts(plain: PlainLayer) -> tuple[Linear, Linear, Linear, Linear]:
-    _, attention, mlp = plain
+    attention, mlp = plain.attention, plain.mlp
     return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
 
 
@@ -75,9 +83,9 @@ def _weight(norm: RMSNorm | None) -> Tensor | None:
 
 def _weights(plain: PlainLayer) -> StackLayer:
     qkv, o, gate_up, down = _parts(plain)
-    layer, attn = plain.layer, plain.attention.attn
+    attn = plain.attention.attn
     return StackLayer(
-        input_norm=layer.input_layernorm.weight,
+        input_norm=_weight(plain.input_norm),
         qkv=_packed(qkv),
         qkv_bias=qkv.bias,
         cos_sin_cache=attn.cos_sin_cache,
@@ -85,7 +93,7 @@ def _weights(plain: PlainLayer) -> StackLayer:
         k_norm=_weight(attn.k_norm),
         o=_packed(o),
         o_bias=o.bias,
-        post_norm=layer.post_attention_layernorm.weight,
+        post_norm=plain.block.post_attention_layernorm.weight,
         gate_up=_packed(gate_up),
         gate_up_bias=gate_up.bias,
         down=_packed(down),

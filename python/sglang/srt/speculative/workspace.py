@@ -125,6 +125,7 @@ class EagleWorkspace:
             return torch.zeros(size, dtype=torch.int64, device=device)
 
         width = shape.accept_width
+        self._rows: dict[int, WorkspaceRows] = {}
         self._identity = longs(len(RowIdentity._fields), max_rows)
         self._filled = 0
         self._seq_lens = self._draft_lens = longs(max_rows)
@@ -160,7 +161,13 @@ class EagleWorkspace:
         )
 
     def rows(self, bs: int) -> WorkspaceRows:
-        """Views of the first `bs` rows."""
+        """Views of the first `bs` rows; made once for each number of rows."""
+        views = self._rows.get(bs)
+        if views is None:
+            views = self._rows[bs] = self._make_rows(bs)
+        return views
+
+    def _make_rows(self, bs: int) -> WorkspaceRows:
         shape, hidden = self.shape, self._hidden_states
         tails = bs * self.layout.tail_moves
         paths = bs * shape.accept_width

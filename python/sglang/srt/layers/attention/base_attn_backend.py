@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kv_canary.view import KVReadView
     from sglang.srt.configs.latent_config import LatentConfig
     from sglang.srt.layers.attention.window_tables import WindowForward
-    from sglang.srt.layers.ops.decoder_stack import StackPlan
+    from sglang.srt.layers.ops.decoder_stack import StackPlan, StackRun
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.branch_slots import SlotRows
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CallWrapper = Callable[[Callable[..., None]], Callable[..., None]]
 """Takes an op, returns one with the same arguments."""
 
-StackWrapper = Callable[[Callable[..., "Tensor"]], Callable[..., "Tensor"]]
+StackWrapper = Callable[[Callable[..., "StackRun"]], Callable[..., "StackRun"]]
 """The same for the op that runs a whole stack."""
 
 
@@ -108,17 +108,21 @@ class AttentionBackend(ABC):
         return False
 
     def run_stack(
-        self, plan: StackPlan, x: Tensor, forward_batch: ForwardBatch
-    ) -> Tensor | None:
+        self,
+        plan: StackPlan,
+        x: Tensor,
+        forward_batch: ForwardBatch,
+        *,
+        first: Tensor | None = None,
+        captured: tuple[int, ...] = (),
+    ) -> StackRun | None:
         """Run a layer stack by one operator, which does what `forward` does for each
         layer; None: this forward takes its layers one by one, and `x` is as it was.
 
         Args:
             plan: the stack's weights.
             x: [T, H] embeddings; overwritten.
-
-        Returns:
-            [T, H], normalised, as `DecoderModel.forward_layers`.
+            first, captured: as `StackPlan.run`.
         """
         return None
 

@@ -39,7 +39,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 if TYPE_CHECKING:
     from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
-    from sglang.srt.layers.ops.decoder_stack import StackPlan
+    from sglang.srt.layers.ops.decoder_stack import StackPlan, StackRun
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -111,7 +111,7 @@ class PagedAttnBackend(AttentionBackend):
     decode_op: Callable[..., None]
     extend_op: Callable[..., None]
     # Runs a whole stack (`layers.ops.decoder_stack`); None: there is no such op.
-    stack_op: Callable[..., Tensor] | None = None
+    stack_op: Callable[..., StackRun] | None = None
 
     def __init__(self, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache) -> None:
         self._req_to_token_pool = req_to_token_pool
@@ -160,8 +160,14 @@ class PagedAttnBackend(AttentionBackend):
         return True
 
     def run_stack(
-        self, plan: StackPlan, x: Tensor, forward_batch: ForwardBatch
-    ) -> Tensor | None:
+        self,
+        plan: StackPlan,
+        x: Tensor,
+        forward_batch: ForwardBatch,
+        *,
+        first: Tensor | None = None,
+        captured: tuple[int, ...] = (),
+    ) -> StackRun | None:
         if self.stack_op is None or self._windows is not None or not native_available():
             return None
         view, batch = self._view_of(forward_batch), forward_batch
@@ -182,6 +188,8 @@ class PagedAttnBackend(AttentionBackend):
             qo_indptr=None if is_decode else batch.qo_indptr,
             tree_mask=None if is_decode else batch.tree_mask,
             page_size=view.page_size,
+            first=first,
+            captured=captured,
         )
 
     def init_eager(self, forward_batch: ForwardBatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +25,14 @@ class StackLayer:
     """The weights of one layer, float32; products are packed in the native format.
 
     Fields:
-        input_norm, post_norm: [H].
+        input_norm, post_norm: [H]; without `input_norm` the layer, a first one, reads
+            what each run is given.
         qkv, o, gate_up, down: as in `DecoderLayer`; each with a bias or None.
         cos_sin_cache: float32 [positions, rotary channels], or None without rotation.
         q_norm, k_norm: [head_dim], or None.
     """
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     qkv: PackedWeight
     qkv_bias: Tensor | None
     cos_sin_cache: Tensor | None
@@ -67,7 +68,9 @@ class StackLayer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSizes:
     """Sizes that all layers share: heads, channels of a head, of the stream and of the
-    MLP; `activation` is of `GATED`, `eps` of every norm, `scale` a factor on scores."""
+    MLP; `activation` is of `GATED`, `eps` of every norm, `scale` a factor on scores.
+    `first` are the channels of what the first layer is given in place of the normalised
+    stream (in a draft head), 0: nothing."""
 
     num_heads: int
     num_kv_heads: int
@@ -77,12 +80,21 @@ class StackSizes:
     activation: str
     eps: float
     scale: float
+    first: int = 0
 
     @property
     def scratch_width(self) -> int:
         """Floats per token between the operator's parts."""
         heads = 2 * (self.num_heads + self.num_kv_heads)
         return heads * self.head_dim + 3 * self.inner
+
+
+class StackRun(NamedTuple):
+    """Results of a stack: `hidden` [T, H], the input of the head, and the `captured`
+    inputs of layers, [T, H] each."""
+
+    hidden: Tensor
+    captured: list[Tensor]
 
 
 class StackPlan:
@@ -95,9 +107,13 @@ class StackPlan:
     """
 
     def __init__(
-        self, layers: Sequence[StackLayer], final_norm: Tensor, sizes: StackSizes
+        self, layers: Sequence[StackLayer], final_norm: Tensor | None, sizes: StackSizes
     ) -> None:
-        """Raises:
+        """
+        Args:
+            final_norm: [H]; None: runs return the stream as it is.
+
+        Raises:
         RuntimeError: a weight contradicts `sizes`; names it.
         """
         from sglang_kernels import ops
@@ -111,6 +127,7 @@ class StackPlan:
         )
         numbers = [len(layers), sizes.hidden, sizes.num_heads, sizes.num_kv_heads]
         numbers += [sizes.head_dim, sizes.inner, _ACTIVATIONS[sizes.activation]]
+        numbers.append(sizes.first)
         ops.decoder_plan(self._weights, numbers, sizes.eps, sizes.scale, self.words)
         self._run = ops.decoder_stack
 
@@ -129,19 +146,23 @@ class StackPlan:
         qo_indptr: Tensor | None,
         tree_mask: Tensor | None,
         page_size: int,
-    ) -> Tensor:
-        """Run all layers and the final norm over embeddings x [T, H], overwritten.
+        first: Tensor | None = None,
+        captured: tuple[int, ...] = (),
+    ) -> StackRun:
+        """Run all layers and the final norm over the stream x [T, H], which is that
+        after the last layer then.
 
         Every layer stores the new K and V and attends once, over its own cache.
 
         Args:
+            first: [T, `sizes.first`], what the first layer's attention reads; None: the
+                normalised stream.
+            captured: ascending numbers of the layers whose inputs are wanted; the
+                number of layers means the output of the last one.
             k_caches, v_caches: of each layer, [slots, Hkv, D] float32.
             read_lens: of a decode, else None: then `prefix_lens` and `qo_indptr` are
                 given. These and the rest are as in `layers.ops.attention` and
                 `layers.ops.rope`.
-
-        Returns:
-            [T, H], the input of the head; a new tensor.
 
         Raises:
             RuntimeError: an argument is not as described, or a slot is outside of the
@@ -150,6 +171,7 @@ class StackPlan:
         tokens = x.shape[0]
         scratch = x.new_empty(tokens * self.sizes.scratch_width)
         out = torch.empty_like(x)
+        streams = x.new_empty(tokens, len(captured), x.shape[1]) if captured else None
         self._run(
             self.words,
             x,
@@ -165,10 +187,13 @@ class StackPlan:
             qo_indptr,
             tree_mask,
             page_size,
+            first,
+            captured,
+            streams,
         )
-        return out
+        return StackRun(out, [] if streams is None else list(streams.unbind(1)))
 
 
-def run_stack(plan: StackPlan, x: Tensor, **call: object) -> Tensor:
+def run_stack(plan: StackPlan, x: Tensor, **call: object) -> StackRun:
     """`StackPlan.run`, as an op that may be wrapped."""
     return plan.run(x, **call)  # type: ignore[arg-type]
