@@ -26,6 +26,7 @@ from live_server import Server, greedy
 
 from sglang.bench_utils.crash_dumps import read_crash_dump
 from sglang.srt.entrypoints.exit_codes import ExitCode
+from sglang.srt.environ import envs
 from sglang.test import forked_process
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -158,7 +159,8 @@ def test_sigint_lets_running_requests_finish(
     assert server.wait_exit() == ExitCode.DRAINED
     first, second, *_ = server.lines
     assert first.startswith("sglang-canary ") and " loads " in first
-    assert second == "no speculative decoding; KV canary off"
+    canary = "raise (real data all)" if envs.SGLANG_TEST_KV_CANARY.get() else "off"
+    assert second == f"no speculative decoding; KV canary {canary}"
     assert any("INFO Loading MockForCausalLM from" in line for line in server.lines)
     assert server.lines[-1] == "shut down"
 

@@ -197,7 +197,7 @@ def test_sizes(tmp_path: Path, architecture: str) -> None:
     layers = [t for n, t in weights.items() if "layers" in n and t.dim() > 1]
     config = ModelConfig.from_path(tmp_path)
     assert num_layer_weights(config) == sum(t.numel() for t in layers)
-    harness = ForwardHarness(tmp_path, dtype="bfloat16")
+    harness = ForwardHarness(tmp_path, dtype="bfloat16", kv_canary="none")
     pool = harness.runner.token_to_kv_pool
     assert isinstance(pool, MLATokenToKVPool) and config.latent is not None
     slots = pool.size + pool.page_size

@@ -60,7 +60,7 @@ def harness(
 ) -> ForwardHarness:
     folder = tmp_path_factory.mktemp(request.param)
     model = write_tiny_model(folder, request.param, num_hidden_layers=LAYERS)
-    return ForwardHarness(model, attention_backend="torch_native")
+    return ForwardHarness(model, attention_backend="torch_native", kv_canary="none")
 
 
 def ops_of(harness: ForwardHarness, mode: ForwardMode, end: int | None) -> Ops:
@@ -94,7 +94,7 @@ def test_no_operator_is_left_out(
 
 def test_inputs_of_layers_are_captured_all_the_same(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path, "LlamaForCausalLM", num_hidden_layers=LAYERS)
-    harness = ForwardHarness(model, attention_backend="torch_native")
+    harness = ForwardHarness(model, attention_backend="torch_native", kv_canary="none")
     harness.runner.model.capture_layers([0, 3, LAYERS])
     shapes = []
     for scope in (nullcontext, harness.runner.model.shallow):
