@@ -255,7 +255,9 @@ class RequestMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject, garbage: int) -> None:
         """A prefill whose chunk was counted but not written must not be shared."""
         req = self.pick(data)
-        end = min(req.allocated_len + garbage, len(req.tokens))
+        # The newest token of a full row has no column.
+        width = self.cache.req_to_token_pool.row_width
+        end = min(req.allocated_len + garbage, len(req.tokens), width)
         if end > req.allocated_len and self.grow([req], [end]):
             req.committed_len = end
         req.no_cache = True

@@ -138,7 +138,10 @@ def step(watched: Watched, rng: np.random.Generator) -> None:
         if cache.allocator.available_size() < need:
             cache.evict(need)
         cache.evict_swa(need)
-        if cache.allocator.available_size() >= need:
+        # Few window slots do not hold a long run, however many are evicted.
+        swa = cache.allocator.swa
+        has_windows = swa is None or swa.available_size() >= need
+        if cache.allocator.available_size() >= need and has_windows:
             watched.put(tokens, [None, None, "a", "b"][rng.integers(4)])
     elif action < 0.75:
         cache.evict(int(rng.integers(1, 20)))
