@@ -121,7 +121,7 @@ class Stack:
         return [self.random(*shape) for _ in range(LAYERS)]
 
     def first(self, x: Tensor) -> Tensor | None:
-        """What the first layer is given with x [T, H]."""
+        """Input of the first layer beside x [T, H]; None: the normalised stream."""
         pairs = torch.cat((x, self.random(*x.shape)), dim=-1)
         return pairs[:, : self.shape.first].contiguous() if self.shape.first else None
 
