@@ -6,7 +6,7 @@ barriers from then on, and what they exchange through shared memory is garbage.
 
 from __future__ import annotations
 
-import math
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -22,10 +22,11 @@ _REDUCED = re.compile(r"\}\) : \(tensor<([\dx]+)x\w+, (?P<layout>#.*?)>\) ->")
 _SLICE = re.compile(r"#ttg\.slice<\{dim = (\d), parent = (#\w+)\}>")
 
 
-class _Layout(NamedTuple):
-    tile: list[int]
-    """Elements along each dimension that the threads of a program hold at a time."""
-    warps: list[int]
+_LINEAR = re.compile(r"(#\w+) = #ttg\.linear<\{.*warp = (\[.*\]), block = ")
+
+# Where a tensor's elements lie, as Triton's linear layouts say it: per bit of the
+# number of the warp, by how much that bit moves an element along each dimension.
+_Layout = list[list[int]]
 
 
 def unguarded_stores(ttir: str) -> list[str]:
@@ -133,17 +134,29 @@ def _is_agreed(text: str, following: list[str], layouts: Mapping[str, _Layout]) 
     kind = next(m for m in map(_REDUCED.search, following) if m is not None)
     shape = [int(size) for size in kind[1].split("x")]
     axis = int(reduced[1])
-    layout = kind["layout"]
+    size, layout = shape[axis], kind["layout"]
     if (slice_of := _SLICE.match(layout)) is not None:
         # The dimension that is left of two; warps along the other one hold copies.
         layout, axis = slice_of[2], 1 - int(slice_of[1])
-    tile, warps = layouts[layout]
-    size = shape[int(reduced[1])]
-    return warps[axis] == math.prod(warps) and size >= tile[axis]
+    # Warps hold copies, too, where a step leads past the end.
+    steps = layouts[layout]
+    return all(0 < step[axis] == sum(step) < size for step in steps)
 
 
 def _layouts_of(ttgir: str) -> Iterator[tuple[str, _Layout]]:
     for name, *numbers in _BLOCKED.findall(ttgir):
         sizes, threads, warps = ([int(n) for n in text.split(",")] for text in numbers)
-        tile = [s * t * w for s, t, w in zip(sizes, threads, warps, strict=True)]
-        yield name, _Layout(tile, warps)
+        yield name, list(_steps_of_warps(sizes, threads, warps))
+    for name, steps in _LINEAR.findall(ttgir):
+        yield name, json.loads(steps)
+
+
+def _steps_of_warps(
+    sizes: list[int], threads: list[int], warps: list[int]
+) -> Iterator[list[int]]:
+    """Steps of a blocked layout, one per factor of two among the warps."""
+    for axis, count in enumerate(warps):
+        step = [0] * len(warps)
+        step[axis] = sizes[axis] * threads[axis]
+        for bit in range(count.bit_length() - 1):
+            yield [s << bit for s in step]

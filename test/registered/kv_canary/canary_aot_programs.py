@@ -210,7 +210,7 @@ def launch_reads(
         compares_bytes=not is_attended,
         req_to_token=ints(8, WIDTH),
         tokens=tokens,
-        token_offset=1,
+        token_offset=0 if rows == "tree" else 1,  # no draft is given trees
         published=ints(8, WIDTH) if view != "window" else None,
     )
     triton_launch.before_model(create_canary(), forward, checks)
