@@ -127,7 +127,7 @@ class MockForCausalLM(StackedModel):
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
     ) -> StackOutput:
         embedded = self.embed_tokens(input_ids)
-        tokens = mock_math.decode_token(embedded[:, : mock_math.TOKEN_BITS])
+        tokens = mock_math.decode_token(embedded)
         x = mock_math.key_layer0(tokens, positions)
         folds: list[Tensor] = []
         for layer in range(mock_math.NUM_LAYERS):

@@ -138,9 +138,10 @@ def proposal(
     vocab = settings.vocab_size
     truth = mock_math.next_token(fold0, fold1, positions, vocab)
     code = truth ^ _flips(mix64(fold0 ^ 77), settings)
-    bits = torch.arange(mock_math.TOKEN_BITS, device=fold0.device)
-    jitter = (mix64(fold0 ^ 78)[:, None] >> (2 * bits)) & 3
-    return code, 1.0 + (8 * bits + jitter).float() / 128.0
+    device, bits = fold0.device, mock_math.TOKEN_BITS
+    drawn = mix64(fold0 ^ 78)[:, None] >> mock_math.multiples(device, bits, 2)
+    units = (drawn & 3) + mock_math.multiples(device, bits, 8)
+    return code, 1.0 + units.float() / 128.0
 
 
 def _flips(draw: Tensor, settings: DraftSettings) -> Tensor:

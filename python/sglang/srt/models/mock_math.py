@@ -7,7 +7,8 @@ sqrt(n / 16), so that a mean times n rounds to the exact integer even in bf16.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,18 +62,61 @@ def check_shape(config: ModelConfig) -> None:
         )
 
 
+def _kept_on_a_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make a table once on a CPU, where the number of operations is what costs; one
+    on a GPU may lie in the memory of the graph that is being captured."""
+    kept = cache(make)
+
+    @wraps(make)
+    def table(device: torch.device, *numbers: int) -> Tensor:
+        return (kept if device.type == "cpu" else make)(device, *numbers)
+
+    return table
+
+
+@_kept_on_a_host
+def multiples(device: torch.device, count: int, step: int = 1) -> Tensor:
+    """Return 0, `step`, 2 `step`, ..., int64 [count]."""
+    return torch.arange(count, device=device) * step
+
+
+@_kept_on_a_host
+def _powers(device: torch.device, count: int) -> Tensor:
+    """Return 1, 2, 4, ..., int64 [count]."""
+    return torch.ones_like(multiples(device, count)) << multiples(device, count)
+
+
+@_kept_on_a_host
+def _sign_bits(device: torch.device) -> Tensor:
+    """Return the bits that hold the signs of a signature, int64 [4]."""
+    return _powers(device, 8 * SIGNS_PER_HEAD)[7::8].contiguous()
+
+
+@_kept_on_a_host
+def _code_weights(device: torch.device) -> Tensor:
+    """Return the size of each bit of a token in a hidden state, float32 [12]."""
+    return 1.0 + multiples(device, TOKEN_BITS) / 16.0
+
+
+def signs(values: Tensor, bits: int) -> Tensor:
+    """Return the low bits of int64 [T] as +1 / -1, lowest first: float32 [T, bits]."""
+    is_set = (values[:, None] & _powers(values.device, bits)) != 0
+    return torch.where(is_set, 1.0, -1.0)
+
+
+def from_signs(code: Tensor) -> Tensor:
+    """Return the numbers, int64 [T], whose bits are codes [T, bits] of +1 / -1."""
+    return ((code > 0) * _powers(code.device, code.shape[-1])).sum(-1)
+
+
 def token_codes(vocab_size: int) -> Tensor:
     """Return the bits of each token id as +1 / -1, float32 [vocab, 12]."""
-    ids = torch.arange(vocab_size)[:, None] >> torch.arange(TOKEN_BITS)
-    return (2 * (ids & 1) - 1).float()
+    return signs(torch.arange(vocab_size), TOKEN_BITS)
 
 
-def decode_token(code: Tensor) -> Tensor:
-    """Return the token ids, int64 [T], of codes [T, 12] of +1 / -1."""
-    weights = torch.ones_like(code[0], dtype=torch.int64) << torch.arange(
-        TOKEN_BITS, device=code.device
-    )
-    return ((code > 0).long() * weights).sum(-1)
+def decode_token(embedded: Tensor) -> Tensor:
+    """Return the token ids, int64 [T], of embeddings [T, 512], codes of +1 / -1."""
+    return from_signs(embedded[:, :TOKEN_BITS])
 
 
 def key_layer0(tokens: Tensor, positions: Tensor) -> Tensor:
@@ -95,11 +139,11 @@ def sig(x: Tensor) -> Tensor:
 
 def _places(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return channels and signs of a signature, int64 [T, KV heads, 4] each."""
-    heads = torch.arange(NUM_KV_HEADS, device=x.device)
-    y = mix64(x[:, None] + HEAD_STEP * heads)
-    blocks = torch.arange(SIGNS_PER_HEAD, device=x.device)
-    byte = (y[..., None] >> (8 * blocks)) & 0xFF
-    return blocks * BLOCK + (byte & 0xF), 1 - 2 * (byte >> 7)
+    device = x.device
+    y = mix64(x[:, None] + multiples(device, NUM_KV_HEADS, HEAD_STEP))[..., None]
+    inside = (y >> multiples(device, SIGNS_PER_HEAD, 8)) & 0xF
+    sign = torch.where((y & _sign_bits(device)) != 0, -1, 1)
+    return inside + multiples(device, SIGNS_PER_HEAD, BLOCK), sign
 
 
 def qkv(x: Tensor, layer: int, dtype: torch.dtype) -> Tensor:
@@ -117,18 +161,10 @@ def qkv(x: Tensor, layer: int, dtype: torch.dtype) -> Tensor:
     return out.view(rows, -1)
 
 
-def fold_weights(layer: int, device: torch.device) -> Tensor:
+@_kept_on_a_host
+def fold_weights(device: torch.device, layer: int) -> Tensor:
     """Return the odd constants c_l [8 * 64]."""
-    # Those of a GPU may lie in the memory of the graph that is being captured.
-    return (_host_weights if device.type == "cpu" else _make_weights)(layer, device)
-
-
-def _make_weights(layer: int, device: torch.device) -> Tensor:
-    index = torch.arange(HIDDEN_SIZE, device=device)
-    return mix64(index + (layer + 1) * 7919) | 1
-
-
-_host_weights = cache(_make_weights)
+    return mix64(multiples(device, HIDDEN_SIZE) + (layer + 1) * 7919) | 1
 
 
 def fold(mean: Tensor, count: Tensor, layer: int) -> Tensor:
@@ -138,7 +174,7 @@ def fold(mean: Tensor, count: Tensor, layer: int) -> Tensor:
     """
     sums = torch.round(mean.float() * count[:, None])
     integers = torch.nan_to_num(sums, nan=3e6, posinf=5e6, neginf=-5e6).long()
-    return (integers * fold_weights(layer, mean.device)).sum(-1)
+    return (integers * fold_weights(mean.device, layer)).sum(-1)
 
 
 def fold_signs(signs: Tensor, layer: int) -> Tensor:
@@ -151,9 +187,14 @@ def fold_signs(signs: Tensor, layer: int) -> Tensor:
 def term(x: Tensor, layer: int) -> Tensor:
     """Return `fold_signs(sig(x), layer)`, computed from its non-zeros: int64 [T]."""
     channel, sign = _places(x)
-    shared = fold_weights(layer, x.device).view(NUM_KV_HEADS, GROUP, HEAD_DIM).sum(1)
-    heads = torch.arange(NUM_KV_HEADS, device=x.device)[:, None]
-    return (sign * shared[heads, channel]).sum((1, 2))
+    heads = multiples(x.device, NUM_KV_HEADS)[:, None]
+    return (sign * _shared_weights(x.device, layer)[heads, channel]).sum((1, 2))
+
+
+@_kept_on_a_host
+def _shared_weights(device: torch.device, layer: int) -> Tensor:
+    """Return the sums of c_l over the heads that share a KV head, [KV heads, 64]."""
+    return fold_weights(device, layer).view(NUM_KV_HEADS, GROUP, HEAD_DIM).sum(1)
 
 
 def next_token(fold0: Tensor, fold1: Tensor, positions: Tensor, vocab: int) -> Tensor:
@@ -167,8 +208,7 @@ def hidden_state(tokens: Tensor, fold0: Tensor, fold1: Tensor) -> Tensor:
     The weights 1 + i/16 avoid ties: rank j + 1 is t with bit j flipped.
     """
     out = torch.zeros(tokens.shape[0], HIDDEN_SIZE, device=tokens.device)
-    index = torch.arange(TOKEN_BITS, device=tokens.device)
-    out[:, :TOKEN_BITS] = signs(tokens, TOKEN_BITS) * (1.0 + index / 16.0)
+    out[:, :TOKEN_BITS] = signs(tokens, TOKEN_BITS) * _code_weights(tokens.device)
     for channel, fold_of_layer in zip(FOLD_CHANNELS, (fold0, fold1), strict=True):
         out[:, channel : channel + FOLD_BITS] = signs(fold_of_layer, FOLD_BITS)
     return out
@@ -182,20 +222,21 @@ def aux_states(hidden: Tensor) -> list[Tensor]:
     """
     turned = (hidden.roll(AUX_TURN * i, -1) for i in range(NUM_LAYERS + 1))
     return [
-        state * _aux_signs(i, state).to(state.dtype) for i, state in enumerate(turned)
+        state * _aux_signs(state.device, i).to(state.dtype)
+        for i, state in enumerate(turned)
     ]
 
 
 def aux_origin(state: Tensor, index: int) -> Tensor:
     """Return the hidden state [T, 512] of entry `index` of `aux_states`."""
-    unsigned = state * _aux_signs(index, state).to(state.dtype)
+    unsigned = state * _aux_signs(state.device, index).to(state.dtype)
     return unsigned.roll(-AUX_TURN * index, -1)
 
 
-def _aux_signs(index: int, like: Tensor) -> Tensor:
+@_kept_on_a_host
+def _aux_signs(device: torch.device, index: int) -> Tensor:
     """Return the signs of captured state `index`, [512]: all +, all -, alternating."""
-    channels = torch.arange(HIDDEN_SIZE, device=like.device)
-    return 1 - 2 * ((index + (index // 2) * channels) % 2)
+    return 1 - 2 * ((index + multiples(device, HIDDEN_SIZE, index // 2)) % 2)
 
 
 def read_folds(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,14 +244,7 @@ def read_folds(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Validity is bool [T], false where a bit is neither +1 nor -1.
     """
-    shifts = torch.arange(FOLD_BITS, device=hidden.device)
     parts = [hidden[:, start : start + FOLD_BITS] for start in FOLD_CHANNELS]
-    fold0, fold1 = (((part > 0).long() << shifts).sum(-1) for part in parts)
+    fold0, fold1 = map(from_signs, parts)
     is_whole = torch.stack([(part.abs() == 1).all(-1) for part in parts]).all(0)
     return fold0, fold1, is_whole
-
-
-def signs(values: Tensor, bits: int) -> Tensor:
-    """Return the low bits of int64 [T] as +1 / -1, lowest first: float32 [T, bits]."""
-    shifts = torch.arange(bits, device=values.device)
-    return (2 * ((values[:, None] >> shifts) & 1) - 1).float()
