@@ -9,11 +9,13 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from sglang.srt.managers.scheduler_components.watchdog import Watchdog
 from sglang.srt.utils import line_writer
 from sglang.srt.utils import logging as engine_logging
 from sglang.srt.utils.line_writer import LineStream, LineWriter
@@ -265,6 +267,19 @@ def test_the_watchdog_ends_a_process_whose_log_is_blocked(
     assert heard.returncode == 70
     assert "--watchdog-timeout 0.05 s" in heard.stderr
     assert "Current thread" in heard.stderr and "in <module>" in heard.stderr
+
+
+def test_the_watchdog_s_thread_ends_with_it() -> None:
+    before = set(threading.enumerate())
+    closed, dropped = Watchdog(60), Watchdog(60)
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
+    closed.close()
+    closed.close()
+    del dropped
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 if __name__ == "__main__":

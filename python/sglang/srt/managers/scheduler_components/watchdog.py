@@ -7,8 +7,10 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from sglang.srt.utils.line_writer import flush_all
 
@@ -17,44 +19,49 @@ logger = logging.getLogger(__name__)
 EXIT_CODE = 70
 
 
+@dataclass(slots=True)
+class _Section:
+    """When the guarded section began that runs now; None: none does."""
+
+    began: float | None = None
+
+
 class Watchdog:
     """A thread that ends the process when one guarded section outlasts the time-out.
 
     The process is beyond repair then (a hung kernel cannot be interrupted), so it
-    logs all stacks and exits; the parent reports it to the clients.
+    logs all stacks and exits; the parent reports it to the clients. The thread ends
+    with `close`, or with this object.
     """
 
     def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._began: float | None = None
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        self._section = _Section()
+        is_closed = threading.Event()
+        self.close = weakref.finalize(self, is_closed.set)
+        threading.Thread(
+            target=_watch, args=(self._section, timeout, is_closed), daemon=True
+        ).start()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        self._began = time.monotonic()
+        self._section.began = time.monotonic()
         try:
             yield
         finally:
-            self._began = None
+            self._section.began = None
 
-    def close(self) -> None:
-        """End the thread."""
-        self._is_closed.set()
 
-    def _watch(self) -> None:
-        while not self._is_closed.wait(min(self._timeout / 4, 5.0)):
-            began = self._began
-            if began is not None and time.monotonic() - began > self._timeout:
-                logger.critical(
-                    "A forward runs for more than --watchdog-timeout %s s; stopping\n"
-                    "%s",
-                    self._timeout,
-                    _all_stacks(),
-                )
-                flush_all()
-                os._exit(EXIT_CODE)
+def _watch(section: _Section, timeout: float, is_closed: threading.Event) -> None:
+    while not is_closed.wait(min(timeout / 4, 5.0)):
+        began = section.began
+        if began is not None and time.monotonic() - began > timeout:
+            logger.critical(
+                "A forward runs for more than --watchdog-timeout %s s; stopping\n%s",
+                timeout,
+                _all_stacks(),
+            )
+            flush_all()
+            os._exit(EXIT_CODE)
 
 
 def _all_stacks() -> str:
