@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import mmap
+import resource
+import sys
 from unittest.mock import patch
 
 import numpy as np
@@ -18,6 +21,7 @@ from sglang.srt.mem_cache.memory_pool import (
     TransferDescriptor,
     kv_bytes_per_token,
 )
+from sglang.srt.utils import memory
 from sglang.srt.utils.memory import HostBlocks, host_zeros
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
@@ -302,10 +306,6 @@ def test_a_copy_of_what_is_not_contiguous() -> None:
     assert torch.equal(HostBlocks(0).copy(tensor), tensor)
 
 
-if __name__ == "__main__":
-    raise SystemExit(pytest.main([__file__]))
-
-
 class TestHostZeros:
     # Below and above what huge pages are for; neither a multiple of anything.
     @pytest.mark.parametrize("rows", [3, 12_289])
@@ -326,3 +326,22 @@ class TestHostZeros:
         one, other = (host_zeros((3 << 20,), torch.uint8) for _ in range(2))
         one.fill_(1)
         assert not other.any()
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="counts faults of a thread")
+    @pytest.mark.parametrize("advice", [None, 9999])
+    def test_all_of_it_is_there(
+        self, monkeypatch: pytest.MonkeyPatch, advice: int | None
+    ) -> None:
+        """With a kernel that takes memory by advice, and with one that does not."""
+        if advice is not None:
+            monkeypatch.setattr(memory, "_POPULATE_WRITE", advice)
+        tensor = host_zeros((64 << 20,), torch.uint8)
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        assert not tensor[:: mmap.PAGESIZE].any()
+        tensor[:: mmap.PAGESIZE] = 1
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        assert faults < 100  # of 16,384 pages
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
