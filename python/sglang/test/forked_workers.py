@@ -27,6 +27,8 @@ from typing import Any, Literal
 import pytest
 from _pytest.config import create_terminal_writer
 
+from sglang.test.roomy_stack import on_roomy_stack
+
 UNIT = struct.Struct("=i")
 
 Message = tuple[str, Any]
@@ -121,8 +123,8 @@ class _Workers:
     def _fork(self, first: list[pytest.Item]) -> None:
         receiver, sender = multiprocessing.Pipe(duplex=False)
         process = multiprocessing.get_context("fork").Process(
-            target=_work,
-            args=(self._session, self._units, first, self._numbers, sender),
+            target=on_roomy_stack,
+            args=(_work, self._session, self._units, first, self._numbers, sender),
         )
         process.start()
         sender.close()

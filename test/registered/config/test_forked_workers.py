@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import collections
 import os
+import resource
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.roomy_stack import on_roomy_stack
 
 register_cpu_ci(est_time=4, suite="cpu")
 
@@ -144,6 +147,35 @@ def test_errors_of_the_collection_are_told(tmp_path: Path) -> None:
     files = {"broken_test.py": "import no_such_module\n", "crash_test.py": CRASHES}
     counts, output, _ = run(tmp_path, files, "--forks=2")
     assert counts["error"] == 1 and "no_such_module" in output
+
+
+def faults_of_calls(depth: int) -> int:
+    """Pages that the system gives for 200 calls which are made so deep."""
+    if depth > 0:
+        return faults_of_calls(depth - 1)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for _ in range(200):
+        call_down(3)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+def call_down(count: int) -> None:
+    if count > 0:
+        call_down(count - 1)
+
+
+def most_faults() -> int:
+    return max(faults_of_calls(depth) for depth in range(400))
+
+
+@pytest.mark.skipif(
+    sys.version_info[:2] not in ((3, 11), (3, 12)) or sys.platform != "linux",
+    reason="other stacks",
+)
+def test_a_loop_at_any_depth_takes_no_memory() -> None:
+    with ThreadPoolExecutor(1) as thread:  # which has a stack of its own
+        assert thread.submit(most_faults).result() >= 200
+        assert thread.submit(on_roomy_stack, most_faults).result() < 50
 
 
 if __name__ == "__main__":
