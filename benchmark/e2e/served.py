@@ -7,17 +7,15 @@ import gc
 import torch
 
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.build import build_scheduler
+from sglang.srt.managers.scheduler_components.build import build_scheduler, settle
 from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
 from sglang.srt.server_args import ServerArgs
 
 
 def build_served(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
-    """Build it, and keep collections from what is loaded, as `run_scheduler_process`
-    does: a full one that walks all of it takes 0.12 s of whatever is measured."""
+    """Build it, and make this process one that serves."""
     scheduler = build_scheduler(server_args, io)
-    gc.collect()
-    gc.freeze()
+    settle(server_args)
     return scheduler
 
 

@@ -76,7 +76,7 @@ class Envs:
         0,
         int,
         "Threads of the CPU kernels. 0: cores - 1 in the server, all cores in the "
-        "offline Engine.",
+        "offline Engine. An engine on a GPU loads with them, and serves with one.",
     )
     OMP_WAIT_POLICY = EnvVar(
         "OMP_WAIT_POLICY",

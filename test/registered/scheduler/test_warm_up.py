@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,7 @@ def test_the_cpu_does_not_wait_for_it(tiny: Path) -> None:
         vocab_size=st.integers(2, 1000),
         graph_rows=st.integers(0, 300),
         is_prefill_only=st.booleans(),
+        has_prefix_cache=st.booleans(),
         has_grammars=st.booleans(),
         has_hidden_states=st.booleans(),
     )
@@ -231,6 +233,35 @@ def test_every_request_fits(limits: Limits) -> None:
             assert params.max_new_tokens == 1 or not limits.is_prefill_only
             if not limits.has_chunks:
                 assert len(request.input_ids) <= limits.batch_tokens + 96
+
+
+def test_full_batches_are_admitted_from_the_cache() -> None:
+    """Without one these would be prefilled, all of them."""
+    limits = Limits(
+        rows=96,
+        slots=1 << 20,
+        context=1 << 15,
+        batch_tokens=8192,
+        has_chunks=True,
+        vocab_size=1000,
+        graph_rows=96,
+        is_prefill_only=False,
+        has_prefix_cache=True,
+        has_grammars=False,
+        has_hidden_states=False,
+    )
+
+    def alike(limits: Limits) -> list[tuple[int, int]]:
+        """Rows and tokens of the scenes whose requests are all the same."""
+        asks = [[(r.input_ids, r.extra_key) for r in each] for each in scenes(limits)]
+        return [
+            (len(ask), len(ask[0][0]))
+            for ask in asks
+            if len(ask) > 1 and all(one == ask[0] for one in ask)
+        ]
+
+    assert alike(limits) == [(rows, 2730) for rows in (96, 48, 24, 12, 6, 3)]
+    assert alike(replace(limits, has_prefix_cache=False)) == []
 
 
 def test_late_kernels_are_counted_and_named_once(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.configs.model_config import ModelConfig
@@ -96,6 +97,19 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
         )
 
 
+def settle(server_args: ServerArgs) -> None:
+    """Make this process, which has loaded its engine, one that does nothing but serve.
+
+    Loaded objects stay: a collection that looked at them again would delay a step.
+    Beside a GPU the host copies some megabytes at most, and waits for the slowest of
+    its OpenMP threads longer than one of them needs for all.
+    """
+    gc.collect()
+    gc.freeze()
+    if server_args.device != "cpu":
+        torch.set_num_threads(1)
+
+
 def run_scheduler_process(
     server_args: ServerArgs,
     addresses: SchedulerAddresses,
@@ -127,9 +141,7 @@ def run_scheduler_process(
     except (ValueError, MemoryError) as error:
         _refuse(ready, error, has_peers=server_args.tp_size > 1)
         return 0
-    # Loaded objects stay: a collection that looked at them again would delay a step.
-    gc.collect()
-    gc.freeze()
+    settle(server_args)
     ready.send_bytes(msgspec.msgpack.encode(scheduler.ready_message()))
     try:
         scheduler.run_event_loop()

@@ -141,6 +141,7 @@ def _limits(
         vocab_size=runner.model_config.vocab_size,
         graph_rows=max(graphs, default=0),
         is_prefill_only=server_args.disaggregation_mode == "prefill",
+        has_prefix_cache=not server_args.disable_radix_cache,
         has_hidden_states=server_args.enable_return_hidden_states,
         has_grammars=tokenizer is not None and server_args.grammar_backend != "none",
     )

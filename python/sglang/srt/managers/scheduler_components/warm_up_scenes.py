@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 from sglang.srt.managers.io_struct import GenerateReq
+from sglang.srt.mem_cache.memory_pool import WRITE_AT_ONCE
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 # New tokens of one prompt: a prefill graph with attention inside it, one in segments;
@@ -69,6 +70,7 @@ class Limits:
             cut.
         graph_rows: rows of the largest decode graph.
         is_prefill_only: a request yields one token.
+        has_prefix_cache: whether prompts are found in a cache.
         has_grammars, has_hidden_states: whether requests may ask for them.
     """
 
@@ -80,6 +82,7 @@ class Limits:
     vocab_size: int
     graph_rows: int
     is_prefill_only: bool
+    has_prefix_cache: bool
     has_grammars: bool
     has_hidden_states: bool
 
@@ -106,6 +109,7 @@ class _Writer:
         yield from self._alone()
         yield from self._long()
         yield from self._together()
+        yield from self._admitted()
         yield from self._options()
         yield from self._decoding()
 
@@ -167,6 +171,19 @@ class _Writer:
         for rows, tokens in dict.fromkeys(bounded):
             if rows <= tokens <= rows * (self._longest - prefix):
                 yield _shared(tokens, rows)
+
+    def _admitted(self) -> Iterator[list[GenerateReq]]:
+        """As many requests as may run, half as many, and so on, that share a cached
+        prompt: memory for copies to the device is allocated by powers of two."""
+        limits = self._limits
+        length = min(self._longest, limits.batch_tokens, WRITE_AT_ONCE // limits.rows)
+        if not limits.has_prefix_cache or length < STEPS:
+            return
+        prompt, key, rows = self._tokens(length), "warm-up-admitted", limits.rows
+        yield [self._request(prompt, key=key)]
+        while rows > 1:
+            yield [self._request(prompt, key=key) for _ in range(rows)]
+            rows //= 2
 
     def _options(self) -> Iterator[list[GenerateReq]]:
         """Everything that a request may ask of the sampler."""
