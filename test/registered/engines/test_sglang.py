@@ -316,12 +316,14 @@ def test_slots_are_poisoned_when_the_next_forward_begins() -> None:
         world.runner.token_to_kv_pool_allocator.free(upload([slot]))
         assert world.canary.canary.state.tail[slot, 0] == held
         world.decode()
+        world.settle()
         (incident,) = world.canary.reporter.incidents
         found = incident["violations"][0]
         assert (found["rid"], found["slot"], found["position"]) == ("R0", slot, 25)
         assert world.canary.owner(slot).text == "request 'R0'"
         world.runner.token_to_kv_pool_allocator.clear()
         world.decode()
+        world.settle()
         assert world.canary.reporter.counts["verify_freed"] > 20
 
 
