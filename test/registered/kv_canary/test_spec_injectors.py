@@ -50,7 +50,7 @@ from sglang.test.spec_canary_traffic import (
     write_mock_models,
 )
 
-register_cpu_ci(est_time=30, suite="cpu", full_time=400)
+register_cpu_ci(est_time=30, suite="cpu", full_time=1250)
 
 SEEDS = range(count(ci=1, full=20))
 # (topk, steps, nodes), page size

@@ -83,7 +83,7 @@ from sglang.test.ahead_of_time import compile_in_a_process
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count, sampled
 
-register_cpu_ci(est_time=30, suite="cpu", full_time=1050)
+register_cpu_ci(est_time=30, suite="cpu", full_time=1500)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY_LIMIT = 232448
