@@ -3,7 +3,7 @@ forward."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_context import get_forward_context
 
 if TYPE_CHECKING:
     from sglang.srt.layers.layernorm import RMSNorm
-    from sglang.srt.layers.ops.decoder_stack import StackPlan, StackRun
+    from sglang.srt.layers.ops.decoder_stack import StackInput, StackPlan, StackRun
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -104,11 +104,11 @@ class RadixAttention(Module):
 
 
 def run_stack(
-    plan: StackPlan, x: Tensor, forward_batch: ForwardBatch, **wanted: Any
+    plan: StackPlan, given: StackInput, forward_batch: ForwardBatch
 ) -> StackRun | None:
     """`AttentionBackend.run_stack` of this forward's backend; None, too, where
     attention is not captured with its layers."""
     context = get_forward_context()
     if context.attention_breaks is not None:
         return None
-    return context.attn_backend.run_stack(plan, x, forward_batch, **wanted)
+    return context.attn_backend.run_stack(plan, given, forward_batch)

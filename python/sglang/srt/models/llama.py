@@ -26,6 +26,7 @@ from sglang.srt.layers.linear import (
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.activation import GATED
+from sglang.srt.layers.ops.decoder_stack import StackInput
 from sglang.srt.layers.radix_attention import RadixAttention, run_stack
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
@@ -333,7 +334,7 @@ class DecoderModel(Module):
         plan, captured = self._plan, tuple(sorted(self.layers_to_capture))
         if plan is None:
             return None
-        return run_stack(plan, x, forward_batch, captured=captured)
+        return run_stack(plan, StackInput(x, captured=captured), forward_batch)
 
 
 def _stream(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sglang.srt.layers.ops.decoder_stack import StackInput
 from sglang.srt.layers.radix_attention import run_stack
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.models.draft import (
@@ -85,7 +86,8 @@ class LlamaForCausalLMEagle(DraftModel):
         stream = self.fc(torch.cat((embedded, states), dim=-1))
         if self._plan is not None:
             # The first layer reads its stream before it adds to it.
-            whole = run_stack(self._plan, stream, forward_batch, first=stream)
+            given = StackInput(stream, first=stream)
+            whole = run_stack(self._plan, given, forward_batch)
             if whole is not None:
                 return StackOutput(whole.hidden, [])
         pending: Tensor | None = stream

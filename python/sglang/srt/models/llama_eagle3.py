@@ -16,6 +16,7 @@ from torch import Tensor
 from sglang.srt.configs.draft_config import hidden_source_size, num_hidden_sources
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import LoadableParameter
+from sglang.srt.layers.ops.decoder_stack import StackInput
 from sglang.srt.layers.radix_attention import run_stack
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
@@ -156,7 +157,8 @@ class LlamaForCausalLMEagle3(DraftModel):
         stream = hidden.clone() if is_own else self.fc(hidden)
         x = self.midlayer.both(embedded, stream)
         if self._plan is not None:
-            whole = run_stack(self._plan, stream, forward_batch, first=x)
+            given = StackInput(stream, first=x)
+            whole = run_stack(self._plan, given, forward_batch)
             if whole is not None:
                 return StackOutput(whole.hidden, [stream])
         pending, residual = self.midlayer.run(x, stream, forward_batch)

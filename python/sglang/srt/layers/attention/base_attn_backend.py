@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kv_canary.view import KVReadView
     from sglang.srt.configs.latent_config import LatentConfig
     from sglang.srt.layers.attention.window_tables import WindowForward
-    from sglang.srt.layers.ops.decoder_stack import StackPlan, StackRun
+    from sglang.srt.layers.ops.decoder_stack import StackInput, StackPlan, StackRun
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.branch_slots import SlotRows
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -108,22 +108,11 @@ class AttentionBackend(ABC):
         return False
 
     def run_stack(
-        self,
-        plan: StackPlan,
-        x: Tensor,
-        forward_batch: ForwardBatch,
-        *,
-        first: Tensor | None = None,
-        captured: tuple[int, ...] = (),
+        self, plan: StackPlan, given: StackInput, forward_batch: ForwardBatch
     ) -> StackRun | None:
         """Run a layer stack by one operator, which does what `forward` does for each
-        layer; None: this forward takes its layers one by one, and `x` is as it was.
-
-        Args:
-            plan: the stack's weights.
-            x: [T, H] embeddings; overwritten.
-            first, captured: as `StackPlan.run`.
-        """
+        layer; None: this forward takes its layers one by one, and the stream is as it
+        was."""
         return None
 
     def compare_bytes(self, full: AttendedBytes, windows: AttendedBytes | None) -> None:

@@ -39,7 +39,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 if TYPE_CHECKING:
     from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
-    from sglang.srt.layers.ops.decoder_stack import StackPlan, StackRun
+    from sglang.srt.layers.ops.decoder_stack import StackInput, StackPlan, StackRun
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -160,13 +160,7 @@ class PagedAttnBackend(AttentionBackend):
         return True
 
     def run_stack(
-        self,
-        plan: StackPlan,
-        x: Tensor,
-        forward_batch: ForwardBatch,
-        *,
-        first: Tensor | None = None,
-        captured: tuple[int, ...] = (),
+        self, plan: StackPlan, given: StackInput, forward_batch: ForwardBatch
     ) -> StackRun | None:
         if self.stack_op is None or self._windows is not None or not native_available():
             return None
@@ -176,7 +170,7 @@ class PagedAttnBackend(AttentionBackend):
         caches = [pool.get_kv_buffer(layer) for layer in range(plan.num_layers)]
         return self.stack_op(
             plan,
-            x,
+            given.x,
             k_caches=[k for k, _ in caches],
             v_caches=[v for _, v in caches],
             positions=batch.positions,
@@ -188,8 +182,8 @@ class PagedAttnBackend(AttentionBackend):
             qo_indptr=None if is_decode else batch.qo_indptr,
             tree_mask=None if is_decode else batch.tree_mask,
             page_size=view.page_size,
-            first=first,
-            captured=captured,
+            first=given.first,
+            captured=given.captured,
         )
 
     def init_eager(self, forward_batch: ForwardBatch) -> None:

@@ -89,6 +89,15 @@ class StackSizes:
         return heads * self.head_dim + 3 * self.inner
 
 
+class StackInput(NamedTuple):
+    """The stream `x` [T, H], which is overwritten, and `first` and `captured` as in
+    `StackPlan.run`."""
+
+    x: Tensor
+    first: Tensor | None = None
+    captured: tuple[int, ...] = ()
+
+
 class StackRun(NamedTuple):
     """Results of a stack: `hidden` [T, H], the input of the head, and the `captured`
     inputs of layers, [T, H] each."""
