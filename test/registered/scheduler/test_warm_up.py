@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,6 +234,23 @@ def test_every_request_fits(limits: Limits) -> None:
             assert params.max_new_tokens == 1 or not limits.is_prefill_only
             if not limits.has_chunks:
                 assert len(request.input_ids) <= limits.batch_tokens + 96
+
+
+@pytest.mark.parametrize(("device", "left"), [("cpu", 3), ("cuda", 1)])
+def test_one_thread_of_the_host_serves_beside_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, left: int
+) -> None:
+    froze = []
+    monkeypatch.setattr(build.gc, "freeze", lambda: froze.append(1))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        args: Any = SimpleNamespace(device=device)
+        build.settle(args)
+        assert torch.get_num_threads() == left
+    finally:
+        torch.set_num_threads(before)
+    assert froze
 
 
 def test_full_batches_are_admitted_from_the_cache() -> None:
