@@ -237,7 +237,8 @@ def test_what_nobody_waits_for_is_dropped_or_killed(make: Make) -> None:
         world.submit(f"r{i}", f"slow{i}", client="gone")
     world.submit("stays", "slow59", client="stays")
     wait_for(lambda: len(world.backend.started) == 3)
-    for i in range(60):
+    # Those that wait first: a compiler that is freed would take one of them.
+    for i in reversed(range(60)):
         world.manager.cancel(f"r{i}")
     world.manager.cancel("never seen")
     wait_for(lambda: len(world.backend.cancelled) == 2)
