@@ -24,6 +24,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt kv-canary/pyproject.toml sgl-
 	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ./kv-canary --editable '.[dev]'
 	@echo "venv: compiling the native CPU kernels"
 	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --no-build-isolation --force-reinstall ./sgl-kernel
+	@$(BIN)/python -c 'import sglang_kernels.ops' || echo "venv: without native kernels, which needs a C++17 compiler, a CPU runs several times slower"
 	@echo "venv: adding the lowest Triton that is served, for compiling kernels ahead"
 	@test "$$(uname)" != Linux || $(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/lowest-triton 'triton==3.6.0'
 	@echo "venv: compiling what a server imports to byte code"

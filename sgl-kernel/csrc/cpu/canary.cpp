@@ -402,7 +402,7 @@ void advance_lineages(const canary::State& s, const canary::Rows& rows) {
   for (int64_t r = 0; r < rows.count; r++)
     if (rows.req_rows[r])
       s.expected_lineage[rows.published_row(r)] =
-          canary::word(canary::lineage_after(s, rows, r));
+          word(canary::lineage_after(s, rows, r));
 }
 
 // Counters, entries in the ring, verdicts of the rows, which are cleared.

@@ -60,15 +60,6 @@ slots::Layout layout_of(const char* op, const Numbers& n) {
   return {n[0], n[1], n[2], n[3], n[4]};
 }
 
-template <class T>
-T* output(const char* op, const char* name, const Tensor& t, ScalarType type, int64_t size) {
-  SGLK_CHECK(
-      t.scalar_type() == type && t.is_contiguous() && t.numel() == size, op, name, t,
-      std::string("contiguous ") + torch::headeronly::toString(type) + " of " +
-          std::to_string(size) + " elements");
-  return static_cast<T*>(t.mutable_data_ptr());
-}
-
 int64_t* longs(const char* op, const char* name, const Tensor& t, int64_t size) {
   return output<int64_t>(op, name, t, ScalarType::Long, size);
 }

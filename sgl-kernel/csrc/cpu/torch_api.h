@@ -69,6 +69,16 @@ inline void check_vector(
           std::to_string(size) + "]");
 }
 
+// The data of a contiguous tensor of `size` elements that an op writes.
+template <class T>
+T* output(const char* op, const char* name, const Tensor& t, ScalarType type, int64_t size) {
+  SGLK_CHECK(
+      t.scalar_type() == type && t.is_contiguous() && t.numel() == size, op, name, t,
+      std::string("contiguous ") + torch::headeronly::toString(type) + " of " +
+          std::to_string(size) + " elements");
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
 // [tokens, heads, dim] whose heads and channels are contiguous; any token stride.
 inline void check_heads(
     const char* op, const char* name, const Tensor& t, ScalarType type, int64_t dim) {

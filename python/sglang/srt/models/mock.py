@@ -20,7 +20,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorO
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
-from sglang.srt.models import mock_math
+from sglang.srt.models import mock_math, mock_ops
 from sglang.srt.models.llama import check_captured_layers
 from sglang.srt.models.stack import StackedModel, StackOutput
 
@@ -68,7 +68,7 @@ class MockAttention(Module):
         self, x: Tensor, layer: int, dtype: torch.dtype, forward_batch: ForwardBatch
     ) -> Tensor:
         """Write the signatures of x [T] int64; return the mean read, [T, 8 * 64]."""
-        qkv = self._local_heads(mock_math.qkv(x, layer, dtype))
+        qkv = self._local_heads(mock_ops.qkv(x, layer, dtype))
         return self._group.all_gather_last_dim(self.layers[layer](qkv, forward_batch))
 
     def _local_heads(self, qkv: Tensor) -> Tensor:
@@ -127,21 +127,18 @@ class MockForCausalLM(StackedModel):
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
     ) -> StackOutput:
         embedded = self.embed_tokens(input_ids)
-        tokens = mock_math.decode_token(embedded)
-        x = mock_math.key_layer0(tokens, positions)
+        dtype, count = embedded.dtype, positions + 1
+        x = mock_ops.embedded_keys(embedded, positions)
         folds: list[Tensor] = []
-        for layer in range(mock_math.NUM_LAYERS):
-            mean = self.attn(x, layer, embedded.dtype, forward_batch)
-            window = self.windows[layer]
-            count = (
-                positions + 1 if window is None else (positions + 1).clamp(max=window)
-            )
-            folds.append(mock_math.fold(mean, count, layer))
-            x = mock_math.key_layer1(folds[0], positions)
+        for layer, window in enumerate(self.windows):
+            if layer:
+                x = mock_ops.next_keys(folds[0], positions)
+            mean = self.attn(x, layer, dtype, forward_batch)
+            read = count if window is None else count.clamp(max=window)
+            folds.append(mock_ops.fold(mean, read, layer))
         fold0, fold1 = folds
-        next_tokens = mock_math.next_token(fold0, fold1, positions, self.vocab_size)
-        hidden = mock_math.hidden_state(next_tokens, fold0, fold1).to(embedded.dtype)
-        states = mock_math.aux_states(hidden) if self.captured_layers else []
+        hidden = mock_ops.hidden_state(fold0, fold1, positions, self.vocab_size, dtype)
+        states = mock_ops.aux_states(hidden) if self.captured_layers else []
         return StackOutput(hidden, [states[layer] for layer in self.captured_layers])
 
     def forward_head(

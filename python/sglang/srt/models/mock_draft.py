@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kv_canary.hashing import mix64
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
-from sglang.srt.models import mock_draft_math, mock_math
+from sglang.srt.models import mock_draft_math, mock_math, mock_ops
 from sglang.srt.models.draft import DraftModel, target_hidden_states
 from sglang.srt.models.mock import MockAttention, load_codes
 from sglang.srt.models.stack import StackOutput
@@ -21,8 +20,6 @@ from sglang.srt.models.stack import StackOutput
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-_SPOILT = 0x5BAD
 
 
 class MockForCausalLMEagle(DraftModel):
@@ -62,33 +59,35 @@ class MockForCausalLMEagle(DraftModel):
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
     ) -> StackOutput:
         embedded = self.embed(input_ids)
-        tokens = mock_math.decode_token(embedded)
         before = self._folds_before(forward_batch)
         places, count = positions + self.token_offset, positions + 1
-        x = mock_math.key_layer0(tokens, places)
+        x = mock_ops.embedded_keys(embedded, places)
         folds: list[Tensor] = []
         for layer in range(mock_math.NUM_LAYERS):
+            if layer:
+                x = mock_ops.next_keys(folds[0], places)
             mean = self.attn(x, layer, embedded.dtype, forward_batch)
             if self.settings.source == "attention":
-                fold = mock_math.fold(mean, count, layer)
+                fold = mock_ops.fold(mean, count, layer)
                 if self.token_offset:
                     fold = fold + mock_draft_math.first_terms()[layer]
             else:
                 assert before is not None
-                term = mock_math.term(x, layer)
-                fold = _spoil(before[layer] + term, ~_is_plausible(mean, count))
-            folds.append(fold if before is None else _spoil(fold, ~before[2]))
-            x = mock_math.key_layer1(folds[0], places)
+                fold = mock_ops.fold_onto(before[layer], x, mean, count, layer)
+            if before is not None:
+                fold = mock_ops.keep_whole(fold, before[2])
+            folds.append(fold)
         fold0, fold1 = folds
-        code, weights = mock_draft_math.proposal(fold0, fold1, places, self.settings)
-        hidden = mock_draft_math.hidden_state(code, weights, fold0, fold1)
-        return StackOutput(hidden.to(embedded.dtype), [])
+        hidden = mock_ops.proposed_state(
+            fold0, fold1, places, self.settings, embedded.dtype
+        )
+        return StackOutput(hidden, [])
 
     def _folds_before(
         self, forward_batch: ForwardBatch
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return X_0 and X_1 of the preceding position and their validity, [T] each."""
-        return mock_math.read_folds(target_hidden_states(forward_batch))
+        return mock_ops.read_folds(target_hidden_states(forward_batch))
 
 
 class MockForCausalLMEagle3(MockForCausalLMEagle):
@@ -112,23 +111,6 @@ class MockForCausalLMEagle3(MockForCausalLMEagle):
             load_codes(self.lm_head, self.settings.head_codes())
             assert self.lm_head.weight is not None
             self.hot_token_ids = hot.to(self.lm_head.weight.device)
-
-    def _folds_before(
-        self, forward_batch: ForwardBatch
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        hidden = target_hidden_states(forward_batch)
-        if hidden.shape[-1] == mock_math.HIDDEN_SIZE:
-            return mock_math.read_folds(hidden)
-        states = hidden.split(mock_math.HIDDEN_SIZE, dim=-1)
-        assert len(states) == mock_math.NUM_LAYERS + 1, hidden.shape
-        fold0, fold1, is_whole = mock_math.read_folds(states[0])
-        for i, state in enumerate(states):
-            other0, other1, is_other_whole = mock_math.read_folds(
-                mock_math.aux_origin(state, i)
-            )
-            agrees = (other0 == fold0) & (other1 == fold1)
-            is_whole = is_whole & is_other_whole & agrees
-        return fold0, fold1, is_whole
 
 
 class MockForCausalLMDraft(MockForCausalLMEagle):
@@ -158,18 +140,3 @@ class MockForCausalLMDraft(MockForCausalLMEagle):
         self, forward_batch: ForwardBatch
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         return None
-
-
-def _is_plausible(mean: Tensor, count: Tensor) -> Tensor:
-    """Whether attention read written slots only, judged by its mean: bool [T].
-
-    A slot never written outweighs all others and leaves a mean of zero; sums of
-    signatures are zero in every channel of every head with a chance below 2^-40.
-    """
-    sums = (mean.float() * count[:, None]).round()
-    return sums.sum(-1).isfinite() & (sums != 0).any(-1)
-
-
-def _spoil(fold: Tensor, is_bad: Tensor) -> Tensor:
-    """Replace `fold` where `is_bad` by a number that no oracle predicts."""
-    return fold.where(~is_bad, mix64(fold ^ _SPOILT))

@@ -90,6 +90,13 @@ class DraftSettings:
         """Read the settings from `folder/config.json`, as `from_config`."""
         return cls.from_config(ModelConfig.from_path(folder))
 
+    def draw_limits(self) -> tuple[int, int]:
+        """Return the draws of `_DRAW_BITS` bits below which the proposed code is the
+        target's token, and below which it is that with one bit flipped."""
+        first, second, _ = self.acceptance
+        scale = 1 << _DRAW_BITS
+        return round(first * scale), round((first + second) * scale)
+
     def hot_token_ids(self) -> Tensor | None:
         """Return the target's id of each draft id, int64 [draft vocabulary].
 
@@ -150,14 +157,13 @@ def _flips(draw: Tensor, settings: DraftSettings) -> Tensor:
     None (rank 0), bit r - 1 (rank r), or the two highest (a miss).
     """
     width = max((settings.vocab_size - 1).bit_length(), 1)
-    first, second, _ = settings.acceptance
-    scale = 1 << _DRAW_BITS
-    share = draw & (scale - 1)
+    first, near_limit = settings.draw_limits()
+    share = draw & ((1 << _DRAW_BITS) - 1)
     flipped = ((draw >> _DRAW_BITS) & 0xFFFF) % min(MAX_FLIPS, width)
     near = torch.ones_like(draw) << flipped
     miss = 3 << width - 2 if width > 1 else 1
-    ranked = torch.where(share < round((first + second) * scale), near, miss)
-    return torch.where(share < round(first * scale), 0, ranked)
+    ranked = torch.where(share < near_limit, near, miss)
+    return torch.where(share < first, 0, ranked)
 
 
 def hidden_state(code: Tensor, weights: Tensor, fold0: Tensor, fold1: Tensor) -> Tensor:

@@ -158,7 +158,7 @@ def qkv(x: Tensor, layer: int, dtype: torch.dtype) -> Tensor:
         rows, 2 * NUM_KV_HEADS, HEAD_DIM
     )
     out[:, NUM_HEADS : NUM_HEADS + NUM_KV_HEADS, -1] = -(1.0 + layer)
-    return out.view(rows, -1)
+    return out.flatten(1)
 
 
 @_kept_on_a_host

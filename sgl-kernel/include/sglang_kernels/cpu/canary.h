@@ -6,18 +6,9 @@
 #include <cstdint>
 
 #include "sglang_kernels/cpu/canary_words.h"
+#include "sglang_kernels/cpu/mix.h"
 
 namespace sglk::canary {
-
-inline uint64_t mix64(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-  return x ^ (x >> 31);
-}
-
-// Words are signed, hashes unsigned.
-inline uint64_t bits(int64_t word) { return static_cast<uint64_t>(word); }
-inline int64_t word(uint64_t bits) { return static_cast<int64_t>(bits); }
 
 inline int64_t pack_word0(int64_t token, int64_t position) {
   return word(bits(position) << kHalfBits | bits(token & kTokenMask));

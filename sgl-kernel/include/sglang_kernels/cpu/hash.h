@@ -10,7 +10,7 @@ namespace SGLK_LEVEL {
 typedef uint64_t vw __attribute__((vector_size(VL * 4)));
 constexpr int64_t kWordLanes = VL / 2;
 
-// splitmix64's finalizer, of a word or of a register of them (`mix64` in canary.h).
+// splitmix64's finalizer, of a word or of a register of them (`mix64` in mix.h).
 template <class W>
 SGLK_INLINE W mix_words(W x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
