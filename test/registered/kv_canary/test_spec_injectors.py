@@ -4,6 +4,7 @@ draft step, branch, slot and position."""
 
 from __future__ import annotations
 
+import random
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,30 @@ def test_both_pools_are_reported_before_the_engine_stops(
         incidents = managers["target"].reporter.incidents
         workers = [{v["worker"] for v in i["violations"]} for i in incidents]
         assert workers == [{"target"}, {"draft"}]
+
+
+class Highest(random.Random):
+    """Draws the end of every range."""
+
+    def randint(self, a: int, b: int) -> int:
+        return b
+
+
+def test_a_flipped_entry_names_a_slot_of_both_pools(models: dict[str, Path]) -> None:
+    """Both read one table, and the draft's pool alone has a region for branches: the
+    target would write where it has no bytes."""
+    harness = speculating(**models, tree=(4, 4, 12), page_size=4)
+    traffic, draft = SpecTraffic(harness, seed=0), canaries_of(harness)["draft"]
+    for step in range(WARM_STEPS + 1):
+        traffic.on_step(step)
+        harness.scheduler.step()
+    draft.perturb.arm("req_to_token", seed=0)
+    draft.perturb._rng = Highest(0)
+    stop(harness)
+    (planted,) = draft.perturb.planted
+    allocator = harness.scheduler.cache.allocator
+    assert planted.damage.slot == allocator.num_pages * allocator.page_size
+    assert draft.target.buffers.state.num_slots > planted.damage.slot + 4
 
 
 class DeclaredLists:

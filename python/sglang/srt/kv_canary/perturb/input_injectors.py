@@ -24,13 +24,19 @@ def flip_table_entry(scene: Scene) -> Damage | None:
         # Paged attention reads the entry of the page's first position only.
         position -= position % page_size
         old = victim.slots[position]
-        last = scene.state.num_slots // page_size - 1
-        new = scene.rng.randint(1, last) * page_size
+        new = scene.rng.randint(1, _end_of_slots(scene) // page_size - 1) * page_size
         # Where another request begins, position 0 is sound; `alias_row` does that.
         begins = position == unpack_word0(int(scene.state.tail[new, 0]))[1] == 0
         if new != old and not begins:
             return repoint(scene, victim, {position: new}, at=position)
     return None
+
+
+def _end_of_slots(scene: Scene) -> int:
+    """The first slot that some reader of the table has no bytes for: a target's pool
+    has none for the draft region."""
+    region = scene.target.req_to_token_pool.region
+    return scene.state.num_slots if region is None else region.first_slot
 
 
 def alias_row(scene: Scene) -> Damage | None:
