@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 
 from sglang.srt.utils.logging import ROOTS  # noqa: E402
 from sglang.test.forked_process import forking  # noqa: E402
-from sglang.test.interpreter import patch_once  # noqa: E402
+from sglang.test.interpreter import make_cheaper  # noqa: E402
 from sglang.test.scale import is_full  # noqa: E402
 
 # Files that take longest, by their paths' beginnings. In CI their tests run with as few
@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(
 
 
 def pytest_collection_finish() -> None:
-    patch_once()
+    make_cheaper()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 MODULE = "triton.runtime.interpreter"
@@ -16,17 +17,24 @@ class _Unchanged:
     def restore(self) -> None: ...
 
 
-def patch_once() -> None:
-    """Exchange the functions of `triton.language` for interpreted ones once per kernel
-    and process, where Triton is imported.
+def make_cheaper() -> None:
+    """Take from the interpreter what costs and has no effect, where Triton is imported:
+    once per process."""
+    interpreter: Any = sys.modules.get(MODULE)
+    if interpreter is None or hasattr(interpreter._patch_lang, "cache_info"):
+        return
+    _patch_once(interpreter)
+    _skip_unread_checks(interpreter)
+    _look_types_up_once(interpreter)
+
+
+def _patch_once(interpreter: Any) -> None:
+    """Exchange the functions of `triton.language` for interpreted ones once per kernel.
 
     The interpreter does so at each launch, which restores them, and again at each call
     of a kernel's helper, which does not: searching the modules for functions takes
     half the time of a kernel with helpers.
     """
-    interpreter: Any = sys.modules.get(MODULE)
-    if interpreter is None or hasattr(interpreter._patch_lang, "cache_info"):
-        return
     patch: Callable[[Callable[..., Any]], object] = interpreter._patch_lang
 
     @functools.cache
@@ -35,3 +43,29 @@ def patch_once() -> None:
         return _Unchanged()
 
     interpreter._patch_lang = patch_first
+
+
+def _skip_unread_checks(interpreter: Any) -> None:
+    """Compute no sum, difference or product of integers once more in 64 bits.
+
+    That is for an assertion that holds in debug mode alone, and takes more than half
+    the time of a kernel that adds up bytes.
+    """
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _look_types_up_once(interpreter: Any) -> None:
+    """Keep the numpy type of each Triton type: a table of all is made to find one."""
+    look_up = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def np_dtype(type: Any) -> Any:
+        name = type.scalar.name
+        found = known.get(name)
+        if found is None:
+            found = known[name] = look_up(type)
+        return found
+
+    interpreter._get_np_dtype = np_dtype

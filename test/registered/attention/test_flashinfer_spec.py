@@ -52,7 +52,7 @@ from sglang.test.recording_backend import RecordingBackend
 from sglang.test.scale import count, is_full
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
-register_cpu_ci(est_time=60, suite="cpu")
+register_cpu_ci(est_time=60, suite="cpu", full_time=70)
 register_cuda_ci(est_time=240, suite="cuda")
 
 ON_GPU = torch.cuda.is_available()

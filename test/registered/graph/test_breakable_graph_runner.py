@@ -47,7 +47,7 @@ from sglang.test.tiny_models import (
     write_tiny_model,
 )
 
-register_cpu_ci(est_time=35, suite="cpu")
+register_cpu_ci(est_time=35, suite="cpu", full_time=95)
 register_cuda_ci(est_time=90, suite="cuda")
 
 VOCAB = 250

@@ -18,7 +18,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_draft
 
-register_cpu_ci(est_time=14, suite="cpu", full_time=150)
+register_cpu_ci(est_time=14, suite="cpu", full_time=130)
 
 SECONDS = count(ci=3, full=60)
 VOCAB = 257

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from sglang.test.ahead_of_time import compile_in_a_process
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
-register_cpu_ci(est_time=15, suite="cpu")
+register_cpu_ci(est_time=15, suite="cpu", full_time=230)
 register_cuda_ci(est_time=40, suite="cuda")
 
 PROGRAM = Path(__file__).with_name("canary_aot_programs.py")

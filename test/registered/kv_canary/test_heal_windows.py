@@ -15,7 +15,7 @@ from sglang.test.hole_traffic import Engine
 from sglang.test.scale import count, is_full
 from sglang.test.spec_canary_traffic import write_mock_models
 
-register_cpu_ci(est_time=10, suite="cpu", full_time=350)
+register_cpu_ci(est_time=10, suite="cpu", full_time=200)
 register_cuda_ci(est_time=100, suite="cuda")
 
 SEEDS = range(count(ci=1, full=20))

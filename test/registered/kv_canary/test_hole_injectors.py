@@ -16,7 +16,7 @@ from sglang.test.scale import count, sampled
 from sglang.test.spec_canary_traffic import CONTEXT, VOCAB
 from sglang.test.tiny_models import write_mock_model
 
-register_cpu_ci(est_time=15, suite="cpu")
+register_cpu_ci(est_time=15, suite="cpu", full_time=140)
 
 SEEDS = range(count(ci=1, full=20))
 ENGINES = [

@@ -26,7 +26,7 @@ from sglang.test.replay_traffic import (
 )
 from sglang.test.scale import count, is_full
 
-register_cpu_ci(est_time=8, suite="cpu")
+register_cpu_ci(est_time=8, suite="cpu", full_time=250)
 
 SEEDS = count(ci=2, full=20)
 REQUIRED_SHARE = 0.95

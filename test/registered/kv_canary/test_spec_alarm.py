@@ -27,7 +27,7 @@ from sglang.test.spec_canary_traffic import (
     write_mock_models,
 )
 
-register_cpu_ci(est_time=15, suite="cpu")
+register_cpu_ci(est_time=15, suite="cpu", full_time=200)
 
 SEEDS = range(count(ci=1, full=20))
 STEPS = 60

@@ -18,7 +18,7 @@ from sglang.test.scale import count
 from sglang.test.spec_canary_traffic import canaries_of, worker_of
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
-register_cpu_ci(est_time=39, suite="cpu", full_time=320)
+register_cpu_ci(est_time=39, suite="cpu", full_time=150)
 
 SEEDS = range(count(ci=1, full=20))
 # So small that drafts, which know nothing of the oracle, are often right by chance.

@@ -21,7 +21,7 @@ from sglang.test.mock_traffic import Traffic, check
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
-register_cpu_ci(est_time=8, suite="cpu", full_time=400)
+register_cpu_ci(est_time=8, suite="cpu", full_time=150)
 
 VOCAB, CONTEXT = 1000, 512
 WINDOW = 24

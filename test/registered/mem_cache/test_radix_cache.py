@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.tree_node import TreeNode
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 
-register_cpu_ci(est_time=9, suite="cpu", full_time=150)
+register_cpu_ci(est_time=9, suite="cpu", full_time=140)
 
 PageKey = tuple[str | None, tuple[int, ...]]
 NAMESPACES = st.sampled_from([None, None, None, "a"])

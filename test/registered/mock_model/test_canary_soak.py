@@ -18,7 +18,7 @@ from sglang.test.mock_traffic import Traffic, check
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_model
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=20, suite="cpu", full_time=110)
 register_cuda_ci(est_time=120, suite="cuda")
 
 ON_GPU = torch.cuda.is_available()

@@ -16,7 +16,7 @@ from sglang.test.spec_matrix import SpecConfig
 from sglang.test.spec_parity import check_accounting, check_no_leak
 from sglang.test.spec_world import VOCAB_SIZES, ModelFolders, slots_for, spec_engine
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=20, suite="cpu", full_time=90)
 register_cuda_ci(est_time=60, suite="cuda")
 
 # Two thousand requests in all under `make test-full`.

@@ -22,7 +22,7 @@ from sglang.test.spec_canary_traffic import (
     write_mock_models,
 )
 
-register_cpu_ci(est_time=15, suite="cpu", full_time=1300)
+register_cpu_ci(est_time=15, suite="cpu", full_time=700)
 register_cuda_ci(est_time=300, suite="cuda")
 
 REQUESTS = count(ci=20, full=2000)

@@ -31,7 +31,7 @@ from sglang.test.mock_draft_oracle import Answer, DraftOracle, Prediction
 from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_draft
 
-register_cpu_ci(est_time=30, suite="cpu")
+register_cpu_ci(est_time=30, suite="cpu", full_time=100)
 
 VOCAB = 200
 # K, S, D

@@ -12,7 +12,7 @@ from sglang.test.mock_traffic import Expected, Traffic, check
 from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_model
 
-register_cpu_ci(est_time=15, suite="cpu")
+register_cpu_ci(est_time=15, suite="cpu", full_time=75)
 
 VOCAB = 1000
 CONTEXT = 512

@@ -30,7 +30,7 @@ from sglang.test.spec_canary_traffic import (
 )
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
-register_cpu_ci(est_time=25, suite="cpu", full_time=1500)
+register_cpu_ci(est_time=25, suite="cpu", full_time=800)
 register_cuda_ci(est_time=300, suite="cuda")
 
 REQUESTS = count(ci=7, full=2000)

@@ -17,7 +17,7 @@ from sglang.test.mock_traffic import Expected, Traffic, check
 from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_model
 
-register_cpu_ci(est_time=10, suite="cpu", full_time=650)
+register_cpu_ci(est_time=10, suite="cpu", full_time=760)
 register_cuda_ci(est_time=200, suite="cuda")
 
 VOCAB = 1000

@@ -49,7 +49,7 @@ from sglang.test.spec_world import (
 )
 from sglang.test.tiny_models import write_tiny_model
 
-register_cpu_ci(est_time=14, suite="cpu")
+register_cpu_ci(est_time=14, suite="cpu", full_time=150)
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 PROMPT = [7 * i % 264 for i in range(70)]

@@ -28,7 +28,7 @@ from sglang.test.mock_traffic import Traffic, check
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_tiny_model
 
-register_cpu_ci(est_time=15, suite="cpu", full_time=2100)
+register_cpu_ci(est_time=15, suite="cpu", full_time=750)
 
 SLOTS = 320
 

@@ -12,7 +12,7 @@ from sglang.test.spec_world import (
     run_configuration,
 )
 
-register_cpu_ci(est_time=12, suite="cpu")
+register_cpu_ci(est_time=12, suite="cpu", full_time=180)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from sglang.test.spec_world import (
     run_configuration,
 )
 
-register_cpu_ci(est_time=19, suite="cpu")
+register_cpu_ci(est_time=19, suite="cpu", full_time=270)
 
 
 WINDOWED = [

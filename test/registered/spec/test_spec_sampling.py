@@ -23,7 +23,7 @@ from sglang.test.spec_world import (
 )
 from sglang.test.tiny_models import write_tiny_eagle, write_tiny_model
 
-register_cpu_ci(est_time=12, suite="cpu")
+register_cpu_ci(est_time=12, suite="cpu", full_time=110)
 register_cuda_ci(est_time=60, suite="cuda")
 
 VOCAB = 7

@@ -48,7 +48,7 @@ from sglang.srt.layers.ops.attention import decode_attention_ref
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count, sampled
 
-register_cpu_ci(est_time=30, suite="cpu")
+register_cpu_ci(est_time=30, suite="cpu", full_time=200)
 register_cuda_ci(est_time=60, suite="cuda")
 
 LAYERS, LAYER = 3, 1
