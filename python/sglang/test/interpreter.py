@@ -61,11 +61,11 @@ def _look_types_up_once(interpreter: Any) -> None:
     look_up = interpreter._get_np_dtype
     known: dict[str, Any] = {}
 
-    def np_dtype(type: Any) -> Any:
-        name = type.scalar.name
+    def np_dtype(kind: Any) -> Any:
+        name = kind.scalar.name
         found = known.get(name)
         if found is None:
-            found = known[name] = look_up(type)
+            found = known[name] = look_up(kind)
         return found
 
     interpreter._get_np_dtype = np_dtype

@@ -46,16 +46,6 @@ _slots_tail_copies = _OPS.slots_tail_copies.default._op
 _slots_accepted_moves = _OPS.slots_accepted_moves.default._op
 _slots_branch_table = _OPS.slots_branch_table.default._op
 _slots_branch_indices = _OPS.slots_branch_indices.default._op
-_mock_embedded_keys = _OPS.mock_embedded_keys.default._op
-_mock_next_keys = _OPS.mock_next_keys.default._op
-_mock_qkv = _OPS.mock_qkv.default._op
-_mock_fold = _OPS.mock_fold.default._op
-_mock_fold_onto = _OPS.mock_fold_onto.default._op
-_mock_keep_whole = _OPS.mock_keep_whole.default._op
-_mock_hidden = _OPS.mock_hidden.default._op
-_mock_proposal = _OPS.mock_proposal.default._op
-_mock_aux_states = _OPS.mock_aux_states.default._op
-_mock_read_folds = _OPS.mock_read_folds.default._op
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -728,76 +718,3 @@ def slots_branch_indices(
         indptr: [steps, b * K + 1] int32; out: [steps, capacity] int32.
     """
     _slots_branch_indices(table, indices, lens, layout, indptr, out)
-
-
-# Ops of the mock model; its arithmetic is explained in `sglang.srt.models.mock_math`.
-# Rows of [T, 512] are contiguous; folds, keys, counts and positions are int64 [T].
-
-
-def mock_embedded_keys(embedded: Tensor, positions: Tensor, out: Tensor) -> None:
-    """Keys of layer 0, int64 [T], of embedded tokens [T, 512]."""
-    _mock_embedded_keys(embedded, positions, out)
-
-
-def mock_next_keys(fold0: Tensor, positions: Tensor, out: Tensor) -> None:
-    """Keys of layer 1, int64 [T]."""
-    _mock_next_keys(fold0, positions, out)
-
-
-def mock_qkv(x: Tensor, layer: int, out: Tensor) -> None:
-    """Query, key and value of keys x: out [T, 768]."""
-    _mock_qkv(x, layer, out)
-
-
-def mock_fold(mean: Tensor, count: Tensor, layer: int, out: Tensor) -> None:
-    """Folds, int64 [T], of attention means [T, 512]."""
-    _mock_fold(mean, count, layer, out)
-
-
-def mock_fold_onto(
-    before: Tensor, x: Tensor, mean: Tensor, count: Tensor, layer: int, out: Tensor
-) -> None:
-    """Folds `before` plus the term of keys x, spoilt where a mean is not plausible."""
-    _mock_fold_onto(before, x, mean, count, layer, out)
-
-
-def mock_keep_whole(fold: Tensor, is_whole: Tensor, out: Tensor) -> None:
-    """Folds, spoilt where `is_whole`, bool [T], is false."""
-    _mock_keep_whole(fold, is_whole, out)
-
-
-def mock_hidden(
-    fold0: Tensor, fold1: Tensor, positions: Tensor, vocab: int, out: Tensor
-) -> None:
-    """Hidden states [T, 512] of the next tokens."""
-    _mock_hidden(fold0, fold1, positions, vocab, out)
-
-
-def mock_proposal(
-    fold0: Tensor,
-    fold1: Tensor,
-    positions: Tensor,
-    acceptance: list[int],
-    out: Tensor,
-) -> None:
-    """Hidden states [T, 512] of a draft head's proposals.
-
-    Args:
-        acceptance: vocabulary, and the shares of 2^30 below which a draw proposes the
-            truth, and a token that has it among its next ranks.
-    """
-    _mock_proposal(fold0, fold1, positions, acceptance, out)
-
-
-def mock_aux_states(hidden: Tensor, out: Tensor) -> None:
-    """The captured states of hidden states [T, 512]: out [3, T, 512]."""
-    _mock_aux_states(hidden, out)
-
-
-def mock_read_folds(states: Tensor, folds: Tensor, is_whole: Tensor) -> None:
-    """Folds [2, T] of hidden states [T, 512], or of captured ones [T, 3 * 512].
-
-    Args:
-        is_whole: bool [T], whether all bits are +1 or -1, and captured states agree.
-    """
-    _mock_read_folds(states, folds, is_whole)

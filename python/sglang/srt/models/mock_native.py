@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.models import mock_math
-from sglang_kernels import ops
+from sglang_kernels import mock
 
 if TYPE_CHECKING:
     from sglang.srt.models.mock_draft_math import DraftSettings
@@ -22,25 +22,25 @@ _QKV = (mock_math.NUM_HEADS + 2 * mock_math.NUM_KV_HEADS) * mock_math.HEAD_DIM
 
 def embedded_keys(embedded: Tensor, positions: Tensor) -> Tensor:
     out = torch.empty_like(positions)
-    ops.mock_embedded_keys(embedded, positions, out)
+    mock.embedded_keys(embedded, positions, out)
     return out
 
 
 def next_keys(fold0: Tensor, positions: Tensor) -> Tensor:
     out = torch.empty_like(fold0)
-    ops.mock_next_keys(fold0, positions, out)
+    mock.next_keys(fold0, positions, out)
     return out
 
 
 def qkv(x: Tensor, layer: int, dtype: torch.dtype) -> Tensor:
     out = torch.empty(x.shape[0], _QKV, dtype=dtype)
-    ops.mock_qkv(x, layer, out)
+    mock.qkv(x, layer, out)
     return out
 
 
 def fold(mean: Tensor, count: Tensor, layer: int) -> Tensor:
     out = torch.empty_like(count)
-    ops.mock_fold(mean, count, layer, out)
+    mock.fold(mean, count, layer, out)
     return out
 
 
@@ -48,13 +48,13 @@ def fold_onto(
     before: Tensor, x: Tensor, mean: Tensor, count: Tensor, layer: int
 ) -> Tensor:
     out = torch.empty_like(count)
-    ops.mock_fold_onto(before, x, mean, count, layer, out)
+    mock.fold_onto(before, x, mean, count, layer, out)
     return out
 
 
 def keep_whole(fold: Tensor, is_whole: Tensor) -> Tensor:
     out = torch.empty_like(fold)
-    ops.mock_keep_whole(fold, is_whole, out)
+    mock.keep_whole(fold, is_whole, out)
     return out
 
 
@@ -62,13 +62,13 @@ def hidden_state(
     fold0: Tensor, fold1: Tensor, positions: Tensor, vocab: int, dtype: torch.dtype
 ) -> Tensor:
     out = torch.empty(fold0.shape[0], mock_math.HIDDEN_SIZE, dtype=dtype)
-    ops.mock_hidden(fold0, fold1, positions, vocab, out)
+    mock.hidden(fold0, fold1, positions, vocab, out)
     return out
 
 
 def aux_states(hidden: Tensor) -> list[Tensor]:
     out = hidden.new_empty(mock_math.NUM_LAYERS + 1, *hidden.shape)
-    ops.mock_aux_states(hidden, out)
+    mock.aux_states(hidden, out)
     return list(out.unbind())
 
 
@@ -76,7 +76,7 @@ def read_folds(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = states.shape[0]
     folds = torch.empty(mock_math.NUM_LAYERS, rows, dtype=torch.int64)
     is_whole = torch.empty(rows, dtype=torch.bool)
-    ops.mock_read_folds(states, folds, is_whole)
+    mock.read_folds(states, folds, is_whole)
     fold0, fold1 = folds.unbind()
     return fold0, fold1, is_whole
 
@@ -90,5 +90,5 @@ def proposed_state(
 ) -> Tensor:
     out = torch.empty(fold0.shape[0], mock_math.HIDDEN_SIZE, dtype=dtype)
     numbers = [settings.vocab_size, *settings.draw_limits()]
-    ops.mock_proposal(fold0, fold1, positions, numbers, out)
+    mock.proposal(fold0, fold1, positions, numbers, out)
     return out

@@ -37,16 +37,14 @@ uint64_t read_signs(const T* code, int count) {
   return value;
 }
 
-// One of the signs of a signature under a KV head, of which `hash` is `head_hash`.
-struct Sign {
-  int channel;
-  bool is_negative;
-};
-
-inline uint64_t head_hash(uint64_t x, int head) { return mix64(x + head * kHeadStep); }
-
-inline Sign sign_of(uint64_t hash, int i) {
-  return {int(hash >> 8 * i & 0xF) + kBlock * i, (hash >> (8 * i + 7) & 1) != 0};
+// Calls body(KV head, channel, whether it is negative) for every sign of the signature of x.
+template <class Body>
+void each_sign(uint64_t x, const Body& body) {
+  for (int h = 0; h < kKvHeads; h++) {
+    const uint64_t hash = mix64(x + h * kHeadStep);
+    for (int i = 0; i < kSigns; i++)
+      body(h, int(hash >> 8 * i & 0xF) + kBlock * i, (hash >> (8 * i + 7) & 1) != 0);
+  }
 }
 
 // ---- keys ------------------------------------------------------------------------------
@@ -64,18 +62,13 @@ template <class T>
 void write_qkv(T* out, int64_t x, int layer) {
   for (int i = 0; i < kQkv; i++) out[i] = T(0.0f);
   for (int h = 0; h < kHeads; h++) out[h * kDim + kDim - 1] = T(kQuery);
-  T* key = out + kHeads * kDim;
-  for (const uint64_t seed : {mix64(bits(x) + 99), bits(x)}) {
-    for (int h = 0; h < kKvHeads; h++) {
-      T* head = key + h * kDim;
-      const uint64_t hash = head_hash(seed, h);
-      for (int i = 0; i < kSigns; i++) {
-        const Sign sign = sign_of(hash, i);
-        head[sign.channel] = T(sign.is_negative ? -1.0f : 1.0f);
-      }
-    }
-    key += kKvHeads * kDim;
-  }
+  const auto write = [](T* heads, uint64_t seed) {
+    each_sign(seed, [&](int head, int channel, bool is_negative) {
+      heads[head * kDim + channel] = T(is_negative ? -1.0f : 1.0f);
+    });
+  };
+  write(out + kHeads * kDim, mix64(bits(x) + 99));
+  write(out + (kHeads + kKvHeads) * kDim, bits(x));
   for (int h = 0; h < kKvHeads; h++)
     out[(kHeads + h) * kDim + kDim - 1] = T(-(1.0f + float(layer)));
 }
@@ -117,16 +110,12 @@ int64_t fold(const T* mean, int64_t count, int layer) {
 // The term in X_l of one element with key x.
 inline int64_t term(int64_t x, int layer) {
   uint64_t sum = 0;
-  for (int h = 0; h < kKvHeads; h++) {
-    const uint64_t hash = head_hash(bits(x), h);
-    for (int i = 0; i < kSigns; i++) {
-      const Sign sign = sign_of(hash, i);
-      uint64_t shared = 0;
-      for (int g = 0; g < kGroup; g++)
-        shared += kFoldWeights.of[layer][(h * kGroup + g) * kDim + sign.channel];
-      sum += sign.is_negative ? -shared : shared;
-    }
-  }
+  each_sign(bits(x), [&](int head, int channel, bool is_negative) {
+    uint64_t shared = 0;
+    for (int g = 0; g < kGroup; g++)
+      shared += kFoldWeights.of[layer][(head * kGroup + g) * kDim + channel];
+    sum += is_negative ? -shared : shared;
+  });
   return word(sum);
 }
 

@@ -1,0 +1,96 @@
+"""Typed functions over the mock model's native ops. As in `ops`, each checks its
+arguments and none allocates a result.
+
+The arithmetic is explained in `sglang.srt.models.mock_math`. Rows of [T, 512] are
+contiguous; folds, keys, counts and positions are int64 [T].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang_kernels.library import load_library
+
+load_library()
+
+_OPS = torch.ops.sglang_kernels
+_embedded_keys = _OPS.mock_embedded_keys.default._op
+_next_keys = _OPS.mock_next_keys.default._op
+_qkv = _OPS.mock_qkv.default._op
+_fold = _OPS.mock_fold.default._op
+_fold_onto = _OPS.mock_fold_onto.default._op
+_keep_whole = _OPS.mock_keep_whole.default._op
+_hidden = _OPS.mock_hidden.default._op
+_proposal = _OPS.mock_proposal.default._op
+_aux_states = _OPS.mock_aux_states.default._op
+_read_folds = _OPS.mock_read_folds.default._op
+
+
+def embedded_keys(embedded: Tensor, positions: Tensor, out: Tensor) -> None:
+    """Keys of layer 0, int64 [T], of embedded tokens [T, 512]."""
+    _embedded_keys(embedded, positions, out)
+
+
+def next_keys(fold0: Tensor, positions: Tensor, out: Tensor) -> None:
+    """Keys of layer 1, int64 [T]."""
+    _next_keys(fold0, positions, out)
+
+
+def qkv(x: Tensor, layer: int, out: Tensor) -> None:
+    """Query, key and value of keys x: out [T, 768]."""
+    _qkv(x, layer, out)
+
+
+def fold(mean: Tensor, count: Tensor, layer: int, out: Tensor) -> None:
+    """Folds, int64 [T], of attention means [T, 512]."""
+    _fold(mean, count, layer, out)
+
+
+def fold_onto(
+    before: Tensor, x: Tensor, mean: Tensor, count: Tensor, layer: int, out: Tensor
+) -> None:
+    """Folds `before` plus the term of keys x, spoilt where a mean is not plausible."""
+    _fold_onto(before, x, mean, count, layer, out)
+
+
+def keep_whole(fold: Tensor, is_whole: Tensor, out: Tensor) -> None:
+    """Folds, spoilt where `is_whole`, bool [T], is false."""
+    _keep_whole(fold, is_whole, out)
+
+
+def hidden(
+    fold0: Tensor, fold1: Tensor, positions: Tensor, vocab: int, out: Tensor
+) -> None:
+    """Hidden states [T, 512] of the next tokens."""
+    _hidden(fold0, fold1, positions, vocab, out)
+
+
+def proposal(
+    fold0: Tensor,
+    fold1: Tensor,
+    positions: Tensor,
+    acceptance: list[int],
+    out: Tensor,
+) -> None:
+    """Hidden states [T, 512] of a draft head's proposals.
+
+    Args:
+        acceptance: vocabulary, and the shares of 2^30 below which a draw proposes the
+            truth, and a token that has it among its next ranks.
+    """
+    _proposal(fold0, fold1, positions, acceptance, out)
+
+
+def aux_states(hidden: Tensor, out: Tensor) -> None:
+    """The captured states of hidden states [T, 512]: out [3, T, 512]."""
+    _aux_states(hidden, out)
+
+
+def read_folds(states: Tensor, folds: Tensor, is_whole: Tensor) -> None:
+    """Folds [2, T] of hidden states [T, 512], or of captured ones [T, 3 * 512].
+
+    Args:
+        is_whole: bool [T], whether all bits are +1 or -1, and captured states agree.
+    """
+    _read_folds(states, folds, is_whole)
