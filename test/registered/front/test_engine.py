@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +168,17 @@ def test_info_and_threads(engine: sglang.Engine) -> None:
 
 
 def test_abort_from_another_thread(engine: sglang.Engine) -> None:
-    timer = threading.Timer(0.2, engine.abort_request, ["doomed"])
-    timer.start()
-    params = GREEDY | {"max_new_tokens": 1000}
-    answer = engine.generate("y", params, rid="doomed")
+    def abort_once_running() -> None:
+        deadline = time.monotonic() + 10
+        while not engine.get_server_info()["internal_states"][0]["num_running_reqs"]:
+            assert time.monotonic() < deadline
+        engine.abort_request("doomed")
+
+    with ThreadPoolExecutor(1) as pool:
+        aborted = pool.submit(abort_once_running)
+        params = GREEDY | {"max_new_tokens": 1000}
+        answer = engine.generate("y", params, rid="doomed")
+        aborted.result(10)
     assert isinstance(answer, dict)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
 

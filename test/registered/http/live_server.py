@@ -68,6 +68,13 @@ class Server(ServerProcess):
         ]
         return stats
 
+    def wait_running(self, count: int) -> None:
+        """Until `count` requests are in flight; each must be long enough to be seen."""
+        deadline = time.monotonic() + 20
+        while self.get("/get_server_info").json()["num_in_flight"] < count:
+            assert time.monotonic() < deadline, self.stats()
+            time.sleep(0.005)
+
     def wait_idle(self, seconds: float = 20.0) -> None:
         """Until nothing is in flight; then no KV slot may be held by a request."""
         deadline = time.monotonic() + seconds

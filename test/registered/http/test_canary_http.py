@@ -216,11 +216,11 @@ def test_raise_mode_answers_500_to_everyone_in_flight(
     server = start_damaged(
         *("--kv-canary", "raise", "--kv-canary-real-data", "all"),
         PERTURB_REAL_KV_USED_PROB="1",
-        PERTURB_WARMUP_STEPS="40",
+        PERTURB_WARMUP_STEPS="400",  # so that all have come
     )
 
     def ask(prompt: list[int]) -> Any:
-        body = {"input_ids": prompt, "sampling_params": greedy(max_new_tokens=200)}
+        body = {"input_ids": prompt, "sampling_params": greedy(max_new_tokens=1000)}
         return server.post("/generate", body)
 
     with ThreadPoolExecutor(4) as pool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -191,8 +190,7 @@ def test_abort_ends_the_request_with_an_answer(
     }
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(server.post, "/generate", body)
-        while not server.get("/get_server_info").json()["num_in_flight"]:
-            time.sleep(0.005)
+        server.wait_running(1)
         # The cache cannot be flushed under a running request.
         flush = server.post("/flush_cache", {})
         assert server.post("/abort_request", whom).status_code == 200

@@ -79,13 +79,6 @@ class Stream:
                 self._first.set()
 
 
-def wait_running(server: Server, count: int) -> None:
-    deadline = time.monotonic() + 20
-    while server.get("/get_server_info").json()["num_in_flight"] < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -113,16 +106,16 @@ def test_sigterm_during_load(start_server: Callable[..., Server]) -> None:
     """Short requests finish unchanged, long ones get 503; the exit code says so."""
     server = start_server("--drain-timeout", "5", "--enable-metrics").wait_ready()
     scheduler = server.scheduler_pid()
-    expected = server.generate("short", max_new_tokens=100)["output_ids"]
+    expected = server.generate("short", max_new_tokens=200)["output_ids"]
     # Longer than the server drains.
-    many = {"text": ["long"] * 64, "sampling_params": greedy(max_new_tokens=LONG)}
-    with ThreadPoolExecutor(4) as pool:
-        short = pool.submit(server.generate, "short", max_new_tokens=100)
-        wait_running(server, 1)
+    many = {"text": ["long"] * 128, "sampling_params": greedy(max_new_tokens=LONG)}
+    with ThreadPoolExecutor(1) as pool:
         streamed = Stream(server, "long", LONG)
+        short = Stream(server, "short", 200)
         streamed.wait_first()
+        short.wait_first()
         long = pool.submit(server.post, "/generate", many)
-        wait_running(server, 65)
+        server.wait_running(128)
         server.signal(signal.SIGTERM)
         while server.get("/health").status_code == 200:
             time.sleep(0.005)
@@ -132,7 +125,7 @@ def test_sigterm_during_load(start_server: Callable[..., Server]) -> None:
         assert "shutting down" in refused.json()["error"]["message"]
         for path, status in WHILE_DRAINING.items():
             assert server.get(path).status_code == status, path
-        assert short.result(30)["output_ids"] == expected
+        assert short.last_event()["output_ids"] == expected
         assert long.result(30).status_code == 503
         last = streamed.last_event()
         assert last["error"]["code"] == 503, last
@@ -147,12 +140,12 @@ def test_sigint_lets_running_requests_finish(
     start_server: Callable[..., Server],
 ) -> None:
     server = start_server().wait_ready()
-    expected = server.generate("finish me", max_new_tokens=400)["output_ids"]
-    with ThreadPoolExecutor(2) as pool:
-        whole = pool.submit(server.generate, "finish me", max_new_tokens=400)
-        streamed = Stream(server, "finish me", 400)
+    expected = server.generate("finish me", max_new_tokens=LONG)["output_ids"]
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(server.generate, "finish me", max_new_tokens=LONG)
+        streamed = Stream(server, "finish me", LONG)
         streamed.wait_first()
-        wait_running(server, 2)
+        server.wait_running(2)
         server.signal(signal.SIGINT)
         assert whole.result(30)["output_ids"] == expected
         assert streamed.last_event()["output_ids"] == expected
@@ -190,7 +183,7 @@ def test_a_dead_scheduler(start_server: Callable[..., Server], tmp_path: Path) -
         wholes = [
             pool.submit(server.post, "/generate", body(f"w{i}", LONG)) for i in range(5)
         ]
-        wait_running(server, 6)
+        server.wait_running(6)
         os.kill(server.scheduler_pid(), signal.SIGKILL)
         answers = [whole.result(20) for whole in wholes]
     last = streamed.last_event()
