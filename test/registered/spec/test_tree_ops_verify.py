@@ -99,6 +99,32 @@ def test_greedy_by_hand(implementation: str) -> None:
     assert bonus.tolist() == [9, 8]
 
 
+@pytest.mark.parametrize("implementation", [*kernels(), "reference"])
+@pytest.mark.parametrize("place", [0, 1, 8, 11, 4000, -2])
+def test_a_place_outside_the_tree_has_no_children(
+    place: int, implementation: str
+) -> None:
+    """As a damaged tree names it; places 4 to 7 are those of the damaged one."""
+    tree = tree_of([-1, 0, 1, 2], [3, 3, 3, 3], rows=3)
+    tree.parent_index[1, 2] = place
+    shape = TreeShape(topk=2, num_steps=3, num_draft_tokens=4)
+    greedy, sampled = new_result(3, shape), new_result(3, shape)
+    targets = torch.full((3, 4), 3, device=DEVICE)
+    chosen_op("verify_tree_greedy", implementation)(tree, targets, result=greedy)
+    chosen_op("verify_tree_target_only", implementation)(
+        tree,
+        torch.eye(5, device=DEVICE)[targets.view(-1)],
+        torch.ones(12, device=DEVICE),
+        keys=keys_of(range(3)),
+        threshold_single=1.0,
+        threshold_acc=1.0,
+        result=sampled,
+    )
+    for result in (greedy, sampled):
+        assert result.accept_lens.tolist() == [4, 2, 4]
+        assert result.accept_index[1].tolist() == [4, 5, -1, -1]
+
+
 def walk(tree: DraftTree, q: int, targets: list[int], steps: int) -> list[int]:
     """The greedy path through the child lists, as far as the target agrees."""
     path, tokens = [0], tree.tokens[q].tolist()

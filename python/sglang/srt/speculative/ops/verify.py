@@ -1,7 +1,8 @@
 """Verification of draft trees against the target model, and what follows from it. Knows
 no models and no requests; the target's logits or probabilities are given.
 
-The children of a node are the nodes whose `parent_index` names it, in ascending order.
+The children of a node are the nodes of its tree whose `parent_index` names it, in
+ascending order; a node that names a place outside its tree is nobody's child.
 Each op writes into tensors of the caller, has fixed shapes and does not wait for the
 device; the references of both verifications read everything on the host.
 """
@@ -158,10 +159,11 @@ def _draw(weights: Tensor, rejected: list[int], noise_value: float) -> int:
 
 def _children(tree: DraftTree, q: int) -> list[list[int]]:
     nodes = tree.tokens.shape[1]
+    first = q * nodes
     children: list[list[int]] = [[] for _ in range(nodes)]
     for node, parent in enumerate(tree.parent_index[q].tolist()):
-        if parent >= 0:
-            children[parent - q * nodes].append(node)
+        if first <= parent < first + nodes:
+            children[parent - first].append(node)
     return children
 
 
