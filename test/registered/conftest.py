@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 from sglang.srt.utils.logging import ROOTS  # noqa: E402
 from sglang.test.forked_process import forking  # noqa: E402
 from sglang.test.interpreter import make_cheaper  # noqa: E402
+from sglang.test.lazy_memory import take_memory_when_written  # noqa: E402
 from sglang.test.scale import is_full  # noqa: E402
 
 # Files that take longest, by their paths' beginnings. In CI their tests run with as few
@@ -85,6 +86,7 @@ def pytest_collection_modifyitems(
 
 def pytest_collection_finish() -> None:
     make_cheaper()
+    take_memory_when_written()
 
 
 @pytest.hookimpl(wrapper=True)

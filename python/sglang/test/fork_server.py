@@ -36,6 +36,7 @@ from sglang.test.fork_protocol import (
     send,
 )
 from sglang.test.forked_process import ForkServerClient
+from sglang.test.lazy_memory import take_memory_when_written
 
 MODULES = ("sglang.launch_server", "sglang.srt.managers.scheduler_main")
 """Main modules whose imports are there; others import what they need beyond these."""
@@ -172,6 +173,7 @@ def _import_the_product() -> None:
 
 def main(listener: socket.socket, lifeline: int) -> None:
     _import_the_product()
+    take_memory_when_written()
     # Run as `__main__` they are executed again, and import what is here already.
     for module in MODULES:
         del sys.modules[module]

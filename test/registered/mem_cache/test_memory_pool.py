@@ -6,6 +6,7 @@ import math
 import mmap
 import resource
 import sys
+from collections.abc import Callable
 from unittest.mock import patch
 
 import numpy as np
@@ -24,6 +25,7 @@ from sglang.srt.mem_cache.memory_pool import (
 from sglang.srt.utils import memory
 from sglang.srt.utils.memory import HostBlocks, host_zeros
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.lazy_memory import lazy_zeros
 from sglang.test.scale import count
 
 register_cpu_ci(est_time=6, suite="cpu")
@@ -306,14 +308,18 @@ def test_a_copy_of_what_is_not_contiguous() -> None:
     assert torch.equal(HostBlocks(0).copy(tensor), tensor)
 
 
+Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+
 class TestHostZeros:
     # Below and above what huge pages are for; neither a multiple of anything.
+    @pytest.mark.parametrize("zeros", [host_zeros, lazy_zeros])
     @pytest.mark.parametrize("rows", [3, 12_289])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_zeros_that_outlive_their_first_name(
-        self, rows: int, dtype: torch.dtype
+        self, zeros: Zeros, rows: int, dtype: torch.dtype
     ) -> None:
-        whole = host_zeros((2, rows, 7, 13), dtype)
+        whole = zeros((2, rows, 7, 13), dtype)
         assert whole.shape == (2, rows, 7, 13)
         assert whole.dtype is dtype and whole.is_contiguous()
         assert not whole.any()
@@ -322,8 +328,9 @@ class TestHostZeros:
         last[-1] = 1
         assert last.sum(dtype=torch.float64) == 7 * 13
 
-    def test_two_share_no_memory(self) -> None:
-        one, other = (host_zeros((3 << 20,), torch.uint8) for _ in range(2))
+    @pytest.mark.parametrize("zeros", [host_zeros, lazy_zeros])
+    def test_two_share_no_memory(self, zeros: Zeros) -> None:
+        one, other = (zeros((3 << 20,), torch.uint8) for _ in range(2))
         one.fill_(1)
         assert not other.any()
 
