@@ -89,7 +89,7 @@ def run(
     done = subprocess.run(
         [*command, *flags],
         cwd=folder,
-        env={**os.environ, "LOG": str(folder / "log")},
+        env={**os.environ, "LOG": str(folder / "log"), "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         timeout=120,
