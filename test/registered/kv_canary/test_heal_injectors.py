@@ -18,7 +18,7 @@ from sglang.test.holes.site import Where
 from sglang.test.scale import count
 from sglang.test.spec_canary_traffic import write_mock_models
 
-register_cpu_ci(est_time=70, suite="cpu", full_time=850)
+register_cpu_ci(est_time=70, suite="cpu", full_time=1150)
 register_cuda_ci(est_time=300, suite="cuda")
 
 # Each fault meets every engine in turn.

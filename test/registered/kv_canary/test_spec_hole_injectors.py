@@ -23,7 +23,7 @@ from sglang.test.scale import count, is_full
 from sglang.test.spec_canary_traffic import CONTEXT, VOCAB, SpecTraffic
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
-register_cpu_ci(est_time=54, suite="cpu", full_time=1550)
+register_cpu_ci(est_time=54, suite="cpu", full_time=1450)
 
 SEEDS = range(count(ci=1, full=20))
 SHAPES = [((1, 4, 5), 4), ((4, 4, 12), 1), ((4, 4, 12), 4), ((8, 3, 16), 64)]

@@ -51,7 +51,7 @@ from sglang.test.spec_canary_traffic import (
     write_mock_models,
 )
 
-register_cpu_ci(est_time=30, suite="cpu", full_time=1000)
+register_cpu_ci(est_time=30, suite="cpu", full_time=650)
 
 SEEDS = range(count(ci=1, full=20))
 # (topk, steps, nodes), page size
