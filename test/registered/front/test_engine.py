@@ -74,7 +74,7 @@ def test_logprobs_and_n(engine: sglang.Engine) -> None:
 
 def test_sync_stream(engine: sglang.Engine) -> None:
     # A consumer that is late gets several tokens in one answer.
-    params = GREEDY | {"max_new_tokens": 300}
+    params = GREEDY | {"max_new_tokens": 900}
     whole = engine.generate("stream", params)
     parts = list(engine.generate("stream", params, stream=True))
     assert len(parts) > 1 and ids(parts[-1]) == ids(whole)

@@ -61,10 +61,11 @@ def test_n_outputs_are_a_list_and_seeds_repeat(server: Server) -> None:
 
 
 def test_streams_are_cumulative_and_end_like_the_whole_answer(server: Server) -> None:
-    whole = server.generate("stream me", max_new_tokens=40)
+    # A reader that is late gets many tokens in one event.
+    whole = server.generate("stream me", max_new_tokens=1000)
     body = {
         "text": "stream me",
-        "sampling_params": greedy(max_new_tokens=40),
+        "sampling_params": greedy(max_new_tokens=1000),
         "stream": True,
     }
     with server.client() as client, client.stream("POST", "/generate", json=body) as r:

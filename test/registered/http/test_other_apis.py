@@ -100,11 +100,12 @@ def test_messages(server: Server) -> None:
 
 
 def test_a_stream_of_messages(server: Server) -> None:
-    whole = message(server)
+    # A reader that is late gets many tokens in one event.
+    whole = message(server, max_tokens=1000)
     long = [{"role": "user", "content": "x" * (CONTEXT - 50)}]
     full = message(server, messages=long, max_tokens=9000)
     assert full["stop_reason"] == "model_context_window_exceeded"
-    body = {"max_tokens": 20, "messages": MESSAGES, "stream": True} | FIXED
+    body = {"max_tokens": 1000, "messages": MESSAGES, "stream": True} | FIXED
     with (
         server.client() as client,
         client.stream("POST", "/v1/messages", json=body, headers=HEADERS) as answer,

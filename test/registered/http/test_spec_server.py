@@ -57,10 +57,10 @@ def test_one_token_needs_no_verification(server: Server) -> None:
 
 
 def test_streams_add_up(server: Server) -> None:
-    whole = server.generate(CODE[1], max_new_tokens=40)
+    whole = server.generate(CODE[1], max_new_tokens=400)
     body = {
         "text": CODE[1],
-        "sampling_params": greedy(max_new_tokens=40),
+        "sampling_params": greedy(max_new_tokens=400),
         "stream": True,
     }
     with server.client() as client, client.stream("POST", "/generate", json=body) as r:
@@ -69,7 +69,7 @@ def test_streams_add_up(server: Server) -> None:
     for before, after in zip(chunks, chunks[1:], strict=False):
         assert after["text"].startswith(before["text"])
     # Several tokens came at a time.
-    assert 1 < len(chunks) < 35
+    assert 1 < len(chunks) < 350
     assert chunks[-1]["meta_info"]["spec_verify_ct"] > 0
 
 
