@@ -7,24 +7,20 @@ contiguous; folds, keys, counts and positions are int64 [T].
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from sglang_kernels.library import load_library
+from sglang_kernels.library import builtin
 
-load_library()
-
-_OPS = torch.ops.sglang_kernels
-_embedded_keys = _OPS.mock_embedded_keys.default._op
-_next_keys = _OPS.mock_next_keys.default._op
-_qkv = _OPS.mock_qkv.default._op
-_fold = _OPS.mock_fold.default._op
-_fold_onto = _OPS.mock_fold_onto.default._op
-_keep_whole = _OPS.mock_keep_whole.default._op
-_hidden = _OPS.mock_hidden.default._op
-_proposal = _OPS.mock_proposal.default._op
-_aux_states = _OPS.mock_aux_states.default._op
-_read_folds = _OPS.mock_read_folds.default._op
+_embedded_keys = builtin("mock_embedded_keys")
+_next_keys = builtin("mock_next_keys")
+_qkv = builtin("mock_qkv")
+_fold = builtin("mock_fold")
+_fold_onto = builtin("mock_fold_onto")
+_keep_whole = builtin("mock_keep_whole")
+_hidden = builtin("mock_hidden")
+_proposal = builtin("mock_proposal")
+_aux_states = builtin("mock_aux_states")
+_read_folds = builtin("mock_read_folds")
 
 
 def embedded_keys(embedded: Tensor, positions: Tensor, out: Tensor) -> None:

@@ -8,44 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from sglang_kernels.library import load_library
+from sglang_kernels.library import builtin
 
-load_library()
-
-_OPS = torch.ops.sglang_kernels
-# The builtin of an op: calling it directly saves a Python frame per call.
-_rmsnorm = _OPS.rmsnorm.default._op
-_fused_add_rmsnorm = _OPS.fused_add_rmsnorm.default._op
-_silu_and_mul = _OPS.silu_and_mul.default._op
-_gelu_and_mul = _OPS.gelu_and_mul.default._op
-_rope_store_kv = _OPS.rope_store_kv.default._op
-_decode_attention = _OPS.decode_attention.default._op
-_decode_attention_full = _OPS.decode_attention_full.default._op
-_extend_attention = _OPS.extend_attention.default._op
-_extend_attention_full = _OPS.extend_attention_full.default._op
-_latent_store = _OPS.latent_store.default._op
-_packed_linear = _OPS.packed_linear.default._op
-_packed_head_linear = _OPS.packed_head_linear.default._op
-_plain_linear = _OPS.plain_linear.default._op
-_moe_route = _OPS.moe_route.default._op
-_moe_experts = _OPS.moe_experts.default._op
-_exp = _OPS.exp.default._op
-_tree_top_k = _OPS.tree_top_k.default._op
-_tree_select = _OPS.tree_select.default._op
-_tree_build = _OPS.tree_build.default._op
-_tree_verify_greedy = _OPS.tree_verify_greedy.default._op
-_tree_verify_sampled = _OPS.tree_verify_sampled.default._op
-_tree_gather_accepted = _OPS.tree_gather_accepted.default._op
-_slots_tail = _OPS.slots_tail.default._op
-_slots_draft = _OPS.slots_draft.default._op
-_slots_shifts = _OPS.slots_shifts.default._op
-_slots_tail_copies = _OPS.slots_tail_copies.default._op
-_slots_accepted_moves = _OPS.slots_accepted_moves.default._op
-_slots_branch_table = _OPS.slots_branch_table.default._op
-_slots_branch_indices = _OPS.slots_branch_indices.default._op
+_rmsnorm = builtin("rmsnorm")
+_fused_add_rmsnorm = builtin("fused_add_rmsnorm")
+_silu_and_mul = builtin("silu_and_mul")
+_gelu_and_mul = builtin("gelu_and_mul")
+_rope_store_kv = builtin("rope_store_kv")
+_decode_attention = builtin("decode_attention")
+_decode_attention_full = builtin("decode_attention_full")
+_extend_attention = builtin("extend_attention")
+_extend_attention_full = builtin("extend_attention_full")
+_latent_store = builtin("latent_store")
+_packed_linear = builtin("packed_linear")
+_packed_head_linear = builtin("packed_head_linear")
+_plain_linear = builtin("plain_linear")
+_moe_route = builtin("moe_route")
+_moe_experts = builtin("moe_experts")
+_exp = builtin("exp")
+_tree_top_k = builtin("tree_top_k")
+_tree_select = builtin("tree_select")
+_tree_build = builtin("tree_build")
+_tree_verify_greedy = builtin("tree_verify_greedy")
+_tree_verify_sampled = builtin("tree_verify_sampled")
+_tree_gather_accepted = builtin("tree_gather_accepted")
+_slots_tail = builtin("slots_tail")
+_slots_draft = builtin("slots_draft")
+_slots_shifts = builtin("slots_shifts")
+_slots_tail_copies = builtin("slots_tail_copies")
+_slots_accepted_moves = builtin("slots_accepted_moves")
+_slots_branch_table = builtin("slots_branch_table")
+_slots_branch_indices = builtin("slots_branch_indices")
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -396,9 +391,9 @@ def moe_experts(
     )
 
 
-decoder_plan_words: Callable[[int], int] = _OPS.decoder_plan_words.default._op
+decoder_plan_words: Callable[[int], int] = builtin("decoder_plan_words")
 """The int64 words of a plan of that many layers."""
-decoder_plan: Callable[..., None] = _OPS.decoder_plan.default._op
+decoder_plan: Callable[..., None] = builtin("decoder_plan")
 """Fill the plan of a dense decoder's stack: addresses of weights, checked here.
 
 Args:
@@ -413,7 +408,7 @@ Args:
     eps: of every norm; scale: of the scores.
     plan: [decoder_plan_words(layers)] int64, written.
 """
-decoder_stack: Callable[..., None] = _OPS.decoder_stack.default._op
+decoder_stack: Callable[..., None] = builtin("decoder_stack")
 """Run a stack: the ops of its layers and the final norm, bitwise.
 
 Args:
@@ -435,7 +430,7 @@ Args:
 # Launches of the KV canary, called by `kv_canary.kernels.native`; their signatures are
 # the schemas. Every forward runs two of them: the frame of a Python function would cost
 # it about 2 us.
-canary_verify: Callable[..., None] = _OPS.canary_verify.default._op
+canary_verify: Callable[..., None] = builtin("canary_verify")
 """Check the records of all slots that a forward is about to read.
 
 Args:
@@ -447,7 +442,7 @@ Args:
     numbers: those of `ForwardView`, `PoolChecks` and `KVReadView`, in order.
     steps_phase: whether the phase of the forward's manager is stepped.
 """
-canary_write_head: Callable[..., None] = _OPS.canary_write_head.default._op
+canary_write_head: Callable[..., None] = builtin("canary_write_head")
 """Check the slots and inputs of the new tokens and write their head records.
 
 Args:
@@ -457,12 +452,12 @@ Args:
     oracle_tokens, oracle_positions: [T] int64 or None.
     numbers: those of `ForwardView` and `PoolChecks`, in order.
 """
-canary_before_model: Callable[..., None] = _OPS.canary_before_model.default._op
+canary_before_model: Callable[..., None] = builtin("canary_before_model")
 """`canary_verify`, then `canary_write_head`.
 
 Args: tensors of both, then the numbers of `canary_verify`.
 """
-canary_expect_rows: Callable[..., None] = _OPS.canary_expect_rows.default._op
+canary_expect_rows: Callable[..., None] = builtin("canary_expect_rows")
 """Set what the host knows of rows.
 
 Args:
@@ -470,7 +465,7 @@ Args:
     rows: [rows] int64; values: [values, rows] int64, the rows of `Expected`.
     seeds: [req_rows] int64 or None.
 """
-canary_note_tokens: Callable[..., None] = _OPS.canary_note_tokens.default._op
+canary_note_tokens: Callable[..., None] = builtin("canary_note_tokens")
 """Note what was sampled.
 
 Args:
@@ -478,7 +473,7 @@ Args:
     req_rows, serials, tokens, prefix_lens, extend_lens: [rows] int64.
     marks: [2, rows] int64, written.
 """
-canary_note_accepted: Callable[..., None] = _OPS.canary_note_accepted.default._op
+canary_note_accepted: Callable[..., None] = builtin("canary_note_accepted")
 """Check an accepted path and note its last token.
 
 Args:
@@ -486,7 +481,7 @@ Args:
     path: the tensors of `AcceptedPath`, in order.
     marks: [2, rows] int64, written.
 """
-canary_carry: Callable[..., None] = _OPS.canary_carry.default._op
+canary_carry: Callable[..., None] = builtin("canary_carry")
 """Note or compare sums of what a forward leaves for a later one.
 
 Args:
@@ -497,7 +492,7 @@ Args:
     numbers: of `CarriedRows`.
     checks: whether they are compared.
 """
-canary_write_tail: Callable[..., None] = _OPS.canary_write_tail.default._op
+canary_write_tail: Callable[..., None] = builtin("canary_write_tail")
 """Compare the head records with this forward, write the tail records, step the clock.
 
 Args:
@@ -506,17 +501,17 @@ Args:
     numbers: as of `canary_write_head`.
     advance: whether lineages advance before that, as by `canary_finish_step`.
 """
-canary_poison: Callable[..., None] = _OPS.canary_poison.default._op
+canary_poison: Callable[..., None] = builtin("canary_poison")
 """Poison the records of slots [n] int64, or of the first n_live[0] of them.
 
 Args: state, slots, n_live: [1] int64 or None.
 """
-canary_gather_findings: Callable[..., None] = _OPS.canary_gather_findings.default._op
+canary_gather_findings: Callable[..., None] = builtin("canary_gather_findings")
 """Fill findings with ring entries, counters and verdicts of rows, which are cleared.
 
 Args: state; req_rows: [R] int64, request rows; findings: int64.
 """
-canary_finish_step: Callable[..., None] = _OPS.canary_finish_step.default._op
+canary_finish_step: Callable[..., None] = builtin("canary_finish_step")
 """Add the terms of the rows' new tokens to their expected lineages, then
 `canary_gather_findings` of the rows.
 
@@ -531,7 +526,7 @@ def exp(x: Tensor, out: Tensor) -> None:
 
 def simd_level() -> str:
     """The SIMD level in use: avx512, avx2 or baseline."""
-    return str(_OPS.simd_level.default())
+    return str(builtin("simd_level")())
 
 
 def set_simd_level(name: str) -> None:
@@ -540,7 +535,7 @@ def set_simd_level(name: str) -> None:
     Raises:
         RuntimeError: unknown name, or the processor does not have it.
     """
-    _OPS.set_simd_level.default(name)
+    builtin("set_simd_level")(name)
 
 
 def tree_top_k(logits: Tensor, probs: Tensor, ids: Tensor) -> None:
