@@ -1,5 +1,6 @@
 """The prefills of the warm-up launch every variant that others can: of attention, of
-the store of K and V before it, and of the products of experts after it."""
+the store of K and V before it, and of the products of experts after it. Its decodes
+without a graph launch every variant of attention on Hopper."""
 
 from __future__ import annotations
 
@@ -14,6 +15,13 @@ pytest.importorskip("triton")
 
 import torch
 
+from sglang.srt.layers.attention.triton_ops.args import Compares
+from sglang.srt.layers.attention.triton_ops.decode_attention import decode_splits
+from sglang.srt.layers.attention.triton_ops.decode_hopper import (
+    QUERIES,
+    decode_hopper_launch,
+    splits_that_fit,
+)
 from sglang.srt.layers.attention.triton_ops.extend_dense import dense_launch, reads_new
 from sglang.srt.layers.attention.triton_ops.extend_split import (
     _WORKSPACE_BYTES,
@@ -29,6 +37,11 @@ from sglang.srt.layers.triton_ops.moe_sort import CHUNKS
 from sglang.srt.layers.triton_ops.moe_table import block_rows
 from sglang.srt.layers.triton_ops.rope import store_launch
 from sglang.srt.managers.scheduler_components.warm_up import warm_up
+from sglang.srt.managers.scheduler_components.warm_up_scenes import (
+    STEPS,
+    Limits,
+    scenes,
+)
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
@@ -232,6 +245,76 @@ def test_products_of_experts_are_warm(warmed: Warmed, experts: tuple[int, int]) 
         if variant not in warm:
             cold.setdefault(variant, tokens)
     assert not cold
+
+
+DECODED = [
+    *((32, 8, 128), (32, 32, 128), (16, 2, 128), (40, 8, 128), (40, 10, 128)),
+    *((8, 1, 64), (64, 8, 64), (14, 2, 64)),
+]
+
+
+@pytest.mark.parametrize("heads", DECODED, ids=str)
+@pytest.mark.parametrize("branches", [1, 8])
+def test_decodes_beyond_graphs_are_warm(
+    heads: tuple[int, int, int], branches: int
+) -> None:
+    """On Hopper, where tiles follow from rows: one per request, or one per branch of a
+    draft."""
+    for graph_rows, rows in ((0, 1024), (1, 48), (64, 100), (160, 300), (256, 512)):
+        warm = {
+            variant
+            for count in decoded(graph_rows, rows)
+            for variant in decode_variants(branches * count, heads)
+        }
+        cold: dict[str, int] = {}
+        for count in range(graph_rows + 1, rows + 1):
+            for variant in decode_variants(branches * count, heads):
+                if variant not in warm:
+                    cold.setdefault(variant, count)
+        assert not cold, (graph_rows, rows)
+
+
+def decoded(graph_rows: int, rows: int) -> set[int]:
+    """Requests that the warm-up decodes together, more than the largest graph has."""
+    limits = Limits(
+        rows=rows,
+        slots=1 << 20,
+        context=CONTEXT,
+        batch_tokens=CHUNK,
+        has_chunks=True,
+        vocab_size=1000,
+        graph_rows=graph_rows,
+        is_prefill_only=False,
+        has_prefix_cache=False,
+        has_grammars=False,
+        has_hidden_states=False,
+    )
+    counts = {
+        len(requests)
+        for requests in scenes(limits)
+        if all(r.sampling_params.max_new_tokens == STEPS for r in requests)
+    }
+    return {count for count in counts if count > graph_rows}
+
+
+def decode_variants(rows: int, heads: tuple[int, int, int]) -> list[str]:
+    """What the kernel of `rows` is compiled for, by how bytes are compared."""
+    q_heads, kv_heads, head_dim = heads
+    programs = kv_heads * -(-q_heads // kv_heads // QUERIES)
+    splits = decode_splits(rows=rows, programs_per_row=programs, max_context=CONTEXT)
+    launches = (
+        decode_hopper_launch(
+            rows=rows,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            page_size=1,
+            splits=splits_that_fit(splits, rows * programs),
+            compares=compares,
+        )
+        for compares in Compares
+    )
+    return [str(launch.options()) for launch in launches]
 
 
 def expert_variant(tokens: int, experts: int, top_k: int) -> tuple[int, ...]:

@@ -39,11 +39,13 @@ from kv_canary.records import (
     unpack_place,
 )
 from kv_canary.state import CanaryState, create_state
+from sglang.srt.layers.attention.triton_ops import decode_hopper
 from sglang.srt.layers.attention.triton_ops.args import Check, Compares
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
     ComparedLayer,
     decode_attention,
 )
+from sglang.srt.layers.attention.triton_ops.decode_hopper import HopperTile
 from sglang.srt.layers.ops.attention import decode_attention_ref
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count, sampled
@@ -241,6 +243,50 @@ def test_a_flipped_bit_is_named(heads: tuple[int, int], head_dim: int) -> None:
             checked.flip(row, **flip)
         checked.decode()
         assert checked.take() == []
+
+
+HOPPER_TILES = [
+    (compares, head_dim, tile)
+    for compares in (Compares.ALWAYS, Compares.IN_TURN)
+    for head_dim, tiles in decode_hopper.TILES[compares].items()
+    for tile in tiles
+]
+
+
+@pytest.mark.skipif(
+    not ON_GPU or torch.cuda.get_device_capability() != (9, 0),
+    reason="the tiles are of compute capability 9.0",
+)
+@pytest.mark.parametrize(("compares", "head_dim", "tile"), HOPPER_TILES)
+def test_every_tile_compares_all_bytes(
+    monkeypatch: pytest.MonkeyPatch, compares: Compares, head_dim: int, tile: HopperTile
+) -> None:
+    """Each is what some number of rows gets; here few rows get it, in one split and in
+    some."""
+    tiles = {**decode_hopper.TILES[compares], head_dim: (tile,)}
+    monkeypatch.setitem(decode_hopper.TILES, compares, tiles)
+    decode_hopper.choose_tile.cache_clear()
+    problem = make_problem(
+        prefix_lens=[200, 65, 31],
+        new_lens=[1] * 3,
+        heads=(8, 2),
+        head_dim=head_dim,
+        dtype=torch.bfloat16,
+    )
+    checked = make_checked(problem)
+    checked.state.clock.fill_(LAYER)
+    for max_context in (1, 256):
+        checked.decode(compares=compares, max_context=max_context)
+        assert checked.take() == []
+        for element, is_k in itertools.product((0, 15, 16, 63, 199), (True, False)):
+            flip = {"bit": element % 16, "head": element % 2, "is_k": is_k}
+            slot = checked.flip(0, element, **flip)
+            checked.decode(compares=compares, max_context=max_context)
+            assert [entry[Ring.SLOT] for entry in checked.take()] == [slot]
+            checked.state.verdict.zero_()
+            checked.state.clock.add_(LAYERS)
+            checked.flip(0, element, **flip)
+    decode_hopper.choose_tile.cache_clear()
 
 
 @pytest.mark.parametrize("max_context", [1, 512])

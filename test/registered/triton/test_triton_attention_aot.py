@@ -347,10 +347,10 @@ def paged_variants(
             splits=8, itemsize=itemsize, page_size=page_size, compares=compares, **heads
         )
         yield Variant(decode_split_kernel, compared, itemsize, has_window)
-    if itemsize == 2 and head_dim in DECODE_HOPPER_TILES:
+    if itemsize == 2 and head_dim in DECODE_HOPPER_TILES[Compares.NEVER]:
         for compares in Compares:
             hopper = decode_hopper_launch(
-                splits=8, page_size=page_size, compares=compares, **heads
+                rows=8, splits=8, page_size=page_size, compares=compares, **heads
             )
             yield Variant(decode_hopper_kernel, hopper, itemsize, has_window)
     combine = combine_launch(split)

@@ -22,13 +22,16 @@ from sglang.srt.layers.attention.triton_ops.decode_hopper import (
     MAX_READS,
     QUERIES,
     TILES,
+    HopperTile,
     added_splits,
+    choose_tile,
     decode_hopper_launch,
     splits_that_fit,
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.scale import sampled
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=30, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
 
 on_hopper = pytest.mark.skipif(
@@ -44,6 +47,12 @@ HEADS = [
     ((2, 2), 128),
     ((3, 1), 64),
     ((16, 1), 128),
+]
+EVERY_TILE = [
+    (compares, head_dim, tile)
+    for compares, by_size in TILES.items()
+    for head_dim, tiles in by_size.items()
+    for tile in tiles
 ]
 # Rows of no elements, one, a tile, one more, and of some and many splits.
 LENS = [0, 1, 33, 64, 200, 1000, 2049]
@@ -66,14 +75,16 @@ def decode(
 # -- what is read at once --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", sorted(TILES))
-def test_threads_share_out_what_is_read_at_once(head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "warps"),
+    sorted({(head_dim, tile.warps) for _, head_dim, tile in EVERY_TILE}),
+)
+def test_threads_share_out_what_is_read_at_once(head_dim: int, warps: int) -> None:
     from sglang.srt.layers.attention.triton_ops.decode_hopper_results import (
         added_heads,
         added_layout,
     )
 
-    _, warps, _ = TILES[head_dim]
     for group, splits in product(GROUPS, SPLITS):
         added = added_splits(group=group, head_dim=head_dim, warps=warps, splits=splits)
         if added == 0:
@@ -112,7 +123,66 @@ def test_all_programs_of_a_launch_run_at_once() -> None:
         assert splits_that_fit(splits, 8 * rows) == expected
 
 
+# -- tiles -----------------------------------------------------------------------------
+
+
+def rows_of(compares: Compares, head_dim: int, tile: HopperTile) -> int:
+    """The fewest rows of eight KV heads that are computed in this tile."""
+    return next(
+        rows
+        for rows in range(1, 1024)
+        if choose_tile(head_dim=head_dim, compares=compares, programs=8 * rows) == tile
+    )
+
+
+@pytest.mark.parametrize(
+    ("compares", "head_dim", "rows", "expected"),
+    [
+        # One wave of 528 places; 640 programs are two of these or one of 792.
+        (Compares.NEVER, 128, 64, (32, 4)),
+        (Compares.NEVER, 128, 80, (32, 2)),
+        (Compares.NEVER, 128, 100, (16, 2)),
+        (Compares.NEVER, 128, 128, (16, 2)),
+        (Compares.NEVER, 128, 160, (16, 1)),
+        (Compares.NEVER, 128, 256, (16, 2)),
+        (Compares.NEVER, 64, 98, (64, 2)),
+        (Compares.NEVER, 64, 128, (32, 2)),
+        (Compares.NEVER, 64, 160, (32, 1)),
+        # Of many programs the last wave is a small part.
+        (Compares.NEVER, 64, 270, (64, 2)),
+        (Compares.IN_TURN, 128, 256, (16, 1)),
+        (Compares.ALWAYS, 128, 160, (32, 2)),
+        (Compares.ALWAYS, 128, 256, (16, 1)),
+    ],
+)
+def test_the_fullest_waves_win(
+    compares: Compares, head_dim: int, rows: int, expected: tuple[int, int]
+) -> None:
+    tile = choose_tile(head_dim=head_dim, compares=compares, programs=8 * rows)
+    assert (tile.block_n, tile.warps) == expected
+
+
+def test_every_tile_serves_some_batch() -> None:
+    for compares, head_dim, tile in EVERY_TILE:
+        assert rows_of(compares, head_dim, tile) <= 256
+
+
+def test_launches_in_splits_take_the_largest_tile() -> None:
+    """So that the programs that add up splits have its warps."""
+    for compares, by_size in TILES.items():
+        for (head_dim, tiles), programs in product(by_size.items(), range(1, 529)):
+            chosen = choose_tile(
+                head_dim=head_dim, compares=compares, programs=programs
+            )
+            assert chosen == tiles[0]
+
+
 # -- ahead of time ---------------------------------------------------------------------
+
+# Of a multiprocessor of compute capability 9.0; the driver takes some for a program.
+REGISTERS, SHARED_BYTES, DRIVER_BYTES = 65536, 233472, 1024
+# Those of the variants below that come first: without and with splits.
+ADDING = [(head_dim, splits) for head_dim in (64, 128) for splits in (1, 8)]
 
 
 def compile_added() -> list[dict[str, Any]]:
@@ -134,10 +204,13 @@ def compile_added() -> list[dict[str, Any]]:
         return kernel
 
     triton.compile = compile_and_keep
-    variants = list(product(TILES, (1, 8), (Compares.NEVER,)))
-    variants += product(TILES, (8,), (Compares.ALWAYS, Compares.IN_TURN))
-    for head_dim, splits, compares in variants:
+    variants = [(Compares.NEVER, d, TILES[Compares.NEVER][d][0], s) for d, s in ADDING]
+    kinds = sampled(EVERY_TILE, key=lambda kind: kind[:2], ci=2)
+    variants += [(*kind, 1) for kind in kinds]
+    for compares, head_dim, tile, splits in variants:
+        rows = rows_of(compares, head_dim, tile)
         launch = decode_hopper_launch(
+            rows=rows,
             q_heads=32,
             kv_heads=8,
             head_dim=head_dim,
@@ -145,8 +218,10 @@ def compile_added() -> list[dict[str, Any]]:
             splits=splits,
             compares=compares,
         )
+        assert launch.num_warps == tile.warps
         report = compile_kernel(Variant(decode_hopper_kernel, launch, 2))
         report |= {"added": launch.constants["ADDED"], "order": order_of(texts[-1])}
+        report |= {"compares": int(compares), "resident": tile.resident}
         report["byte_products"] = texts[-1].count(".s32.s8.s8.s32")
         found.append(report)
     return found
@@ -160,8 +235,7 @@ def order_of(ptx: str) -> str:
 
 
 def test_all_stores_come_before_the_atomic_and_registers_do_not_rise() -> None:
-    found = compiled(__file__)[: 2 * len(TILES)]
-    assert not any(each["byte_products"] for each in found)
+    found = compiled(__file__)[: len(ADDING)]
     for alone, adding in zip(found[::2], found[1::2], strict=True):
         assert alone["added"] == 0 and adding["added"] > 0
         assert "a" not in alone["order"]
@@ -175,10 +249,17 @@ def test_all_stores_come_before_the_atomic_and_registers_do_not_rise() -> None:
 
 def test_bytes_are_multiplied_without_spilling() -> None:
     """Where layers take turns one of two loops multiplies."""
-    found = compiled(__file__)[2 * len(TILES) :]
-    assert len(found) == 2 * len(TILES)
-    for each in found:
-        assert each["byte_products"] > 0 and each.get("STACK", 0) == 0
+    for each in compiled(__file__):
+        assert (each["byte_products"] > 0) == (each["compares"] != Compares.NEVER)
+        assert each.get("STACK", 0) == 0
+
+
+def test_a_multiprocessor_holds_the_programs_that_tiles_are_chosen_by() -> None:
+    for each in compiled(__file__)[len(ADDING) :]:
+        threads, registers = 32 * each["warps"], -(-each.get("REG", 0) // 8) * 8
+        assert each["resident"] * threads * registers <= REGISTERS, each
+        shared = each["shared"] + DRIVER_BYTES
+        assert each["resident"] * shared <= SHARED_BYTES, each
 
 
 # -- results ---------------------------------------------------------------------------
@@ -197,6 +278,22 @@ def test_heads(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> Non
         {"max_context": 1024, "logit_cap": 5.0},
     ):
         decode(heads, head_dim, LENS, dtype=dtype, **options)
+
+
+@on_hopper
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    ("head_dim", "tile"),
+    sorted(
+        {(d, tile) for compares, d, tile in EVERY_TILE if compares is Compares.NEVER}
+    ),
+)
+def test_tiles_of_many_rows(head_dim: int, tile: HopperTile, page_size: int) -> None:
+    rows = rows_of(Compares.NEVER, head_dim, tile)
+    lens = [LENS[i % len(LENS)] // (1 + i % 3) for i in range(rows)]
+    sinks = make_sinks(32, dtype=torch.bfloat16)
+    for options in ({}, {"sinks": sinks, "window": 150}):
+        decode((32, 8), head_dim, lens, page_size=page_size, **options)
 
 
 @on_hopper
@@ -246,12 +343,7 @@ def test_both_ways_of_adding_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     added = decode((32, 8), 128, LENS)
     monkeypatch.setattr(decode_hopper, "MAX_READS", 0)
     launch = decode_hopper_launch(
-        q_heads=32,
-        kv_heads=8,
-        head_dim=128,
-        page_size=1,
-        splits=8,
-        compares=Compares.NEVER,
+        rows=len(LENS), q_heads=32, kv_heads=8, head_dim=128, page_size=1, splits=8
     )
     assert launch.constants["ADDED"] == 0
     torch.testing.assert_close(decode((32, 8), 128, LENS), added, rtol=8e-3, atol=8e-3)

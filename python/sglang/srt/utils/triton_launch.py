@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+MULTIPROCESSORS = 132
+"""Of an H100 or H200, for which tiles are chosen; no device is asked."""
 _HOPPER = 9
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from sglang.srt.utils.triton_launch import MULTIPROCESSORS
+
 MAX_ROWS = 64
 """More rows than this are cuBLAS's."""
 MAX_GATED_ROWS = 128
 """The same of a product that ends in SiLU."""
 
-_MULTIPROCESSORS = 132
 _SHARED_BYTES = 225 * 1024
 _MIN_WIDTH = 1024
 _MIN_BLOCKS_PER_SPLIT = 4
@@ -75,7 +76,7 @@ def lookup(*, rows: int, n: int, k: int, gated: bool) -> GemmConfig | None:
         return _one_row(n=n, k=k)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     tiles = -(-n // 64)
-    if tiles >= 2 * _MULTIPROCESSORS:
+    if tiles >= 2 * MULTIPROCESSORS:
         return _many_tiles(tiles, block_m)
     if rows > _MAX_SHALLOW_ROWS and k < 8192:
         # cuBLAS reads x once per 128 or 256 outputs, which tells when x is large.
@@ -115,7 +116,7 @@ def _many_tiles(tiles: int, block_m: int) -> GemmConfig:
         return GemmConfig(
             block_n=128, block_k=128, split_k=1, stages=2, prefetch=1, warps=8
         )
-    resident = 3 if tiles > 8 * _MULTIPROCESSORS else 2
+    resident = 3 if tiles > 8 * MULTIPROCESSORS else 2
     stages = _stages(block_n=64, block_k=128, block_m=block_m, resident=resident)
     return GemmConfig(block_n=64, block_k=128, split_k=1, stages=stages, prefetch=1)
 
@@ -124,8 +125,8 @@ def _tall(*, outputs: int) -> GemmConfig | None:
     """Where whole waves of programs, one per multiprocessor, are nearly full."""
     for config in _TALL:
         tiles = -(-outputs // config.block_n)
-        waves = -(-tiles // _MULTIPROCESSORS)
-        if tiles >= _MIN_FILL * waves * _MULTIPROCESSORS:
+        waves = -(-tiles // MULTIPROCESSORS)
+        if tiles >= _MIN_FILL * waves * MULTIPROCESSORS:
             return config
     return None
 
@@ -134,11 +135,11 @@ def _split(tiles: int, *, k: int, block_m: int) -> GemmConfig:
     """The split that fills one, two or three programs per multiprocessor best; none
     where the tiles alone nearly fill one and rows are many or short."""
     best_fill, best_split, best_resident = 0.0, 1, 1
-    is_whole = _MIN_WHOLE_FILL <= tiles / _MULTIPROCESSORS <= 1.0
+    is_whole = _MIN_WHOLE_FILL <= tiles / MULTIPROCESSORS <= 1.0
     is_whole &= block_m == 64 or (block_m == 32 and k <= 3072)
     most = max(1, -(-k // 128) // _MIN_BLOCKS_PER_SPLIT)
     for resident in () if is_whole else (1, 2, 3):
-        room = _MULTIPROCESSORS * resident
+        room = MULTIPROCESSORS * resident
         split = max(1, min(room // tiles, most))
         fill = tiles * split / room
         if best_fill + 0.02 < fill <= 1.0:

@@ -210,11 +210,12 @@ class _Writer:
         return [self._request(self._tokens(n), options=SCORE) for n in lengths]
 
     def _decoding(self) -> Iterator[list[GenerateReq]]:
-        """Steps of more rows than the largest graph has; whatever is chosen by rows is
-        chosen anew at a power of two, or after it."""
+        """Steps of more rows than the largest graph has, four counts from one power of
+        two to the next: whatever is chosen by rows is chosen for one of them."""
         limits = self._limits
         counts = {limits.graph_rows + 1, limits.rows}
-        counts.update(1 << power for power in range(limits.rows.bit_length()))
+        for power in range(limits.rows.bit_length()):
+            counts.update((part << power) // 4 for part in range(4, 8))
         for rows in sorted(counts):
             fits = rows <= limits.rows and rows * 4 * STEPS <= limits.slots
             if rows > limits.graph_rows and fits:

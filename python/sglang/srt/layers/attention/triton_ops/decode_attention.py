@@ -269,7 +269,7 @@ def decode_attention(
     counters: tuple[Tensor, ...] = ()
     if on_hopper:
         kernel = decode_hopper_kernel
-        launch = decode_hopper_launch(**wanted)
+        launch = decode_hopper_launch(**wanted, rows=rows)
         counters = (workspace.counters,)
     else:
         launch = decode_launch(**wanted, itemsize=q.element_size())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 
@@ -12,18 +15,56 @@ from sglang.srt.layers.attention.triton_ops.args import (
 )
 from sglang.srt.layers.attention.triton_ops.extend_hopper import serves
 from sglang.srt.layers.attention.triton_ops.launch import Launch
+from sglang.srt.utils.triton_launch import MULTIPROCESSORS
 
 QUERIES = 16
 """Query heads of a tile, padded."""
-# By head size: KV elements of a tile, warps, tiles in shared memory; from a sweep over
-# them with 1 to 64 splits of 1 to 256 rows.
-TILES = {64: (64, 2, 2), 128: (32, 4, 2)}
-# Where bytes are compared in every launch: 16 elements of each warp, whose threads then
-# have room for the digits of factors.
-COMPARING_TILES = {64: (64, 2, 2), 128: (32, 2, 2)}
-# Programs that the card holds at once, four per multiprocessor; with more, some
-# wait for the others' places.
-_PLACES = 528
+
+
+class HopperTile(NamedTuple):
+    """A tile of KV elements.
+
+    Fields:
+        block_n: elements. warps: of a program.
+        resident: programs that a multiprocessor holds at once, by their registers and
+            shared memory.
+    """
+
+    block_n: int
+    warps: int
+    resident: int
+
+
+_NARROW_IN_TURN = (HopperTile(64, 2, 6), HopperTile(32, 2, 8))
+# By head size, in order of preference; smaller tiles are slower, but more of their
+# programs run at once. Where bytes are compared in every launch a warp has 16 elements,
+# so that its threads have room for the digits of factors.
+TILES: dict[Compares, dict[int, tuple[HopperTile, ...]]] = {
+    Compares.NEVER: {
+        64: (HopperTile(64, 2, 6), HopperTile(32, 2, 9), HopperTile(32, 1, 12)),
+        128: (
+            HopperTile(32, 4, 4),
+            HopperTile(32, 2, 6),
+            HopperTile(16, 2, 8),
+            HopperTile(16, 1, 12),
+        ),
+    },
+    Compares.IN_TURN: {
+        64: _NARROW_IN_TURN,
+        128: (HopperTile(32, 4, 4), HopperTile(16, 2, 6), HopperTile(16, 1, 8)),
+    },
+    Compares.ALWAYS: {
+        64: (*_NARROW_IN_TURN, HopperTile(32, 1, 12)),
+        128: (HopperTile(32, 2, 4), HopperTile(16, 1, 8)),
+    },
+}
+STAGES = 2
+"""Tiles in shared memory."""
+# Programs of a launch in splits that run at once; with more, some wait for the others'
+# places.
+_PLACES = 4 * MULTIPROCESSORS
+MANY_PROGRAMS = 16 * MULTIPROCESSORS
+"""Of more than these the last wave is a small part: they have the largest tile."""
 # Registers of a thread that hold partial results while they are added up: the tiles'
 # products, whose registers they take, need more.
 ADDED_REGISTERS = 64
@@ -38,6 +79,20 @@ def splits_that_fit(splits: int, programs: int) -> int:
     while splits > 1 and splits * programs > _PLACES:
         splits //= 2
     return splits
+
+
+@functools.cache
+def choose_tile(*, head_dim: int, compares: Compares, programs: int) -> HopperTile:
+    """The tile whose programs fill the device best: a last wave of few programs takes
+    as long as a full one. Of equals the one with the fewest waves."""
+    tiles = TILES[compares][head_dim]
+
+    def fill(tile: HopperTile) -> tuple[float, int]:
+        places = MULTIPROCESSORS * tile.resident
+        waves = -(-programs // places)
+        return programs / (waves * places), -waves
+
+    return tiles[0] if programs > MANY_PROGRAMS else max(tiles, key=fill)
 
 
 def added_splits(*, group: int, head_dim: int, warps: int, splits: int) -> int:
@@ -61,6 +116,7 @@ def serves_decode(
 
 def decode_hopper_launch(
     *,
+    rows: int,
     q_heads: int,
     kv_heads: int,
     head_dim: int,
@@ -69,20 +125,20 @@ def decode_hopper_launch(
     compares: Compares = Compares.NEVER,
 ) -> Launch:
     """Compile-time parameters of the kernel, chosen from shapes alone."""
-    tiles = COMPARING_TILES if compares is Compares.ALWAYS else TILES
-    block_n, warps, stages = tiles[head_dim]
     shape = shape_args(q_heads, kv_heads, head_dim, page_size)
+    programs = rows * splits * kv_heads * -(-shape.group // QUERIES)
+    tile = choose_tile(head_dim=head_dim, compares=compares, programs=programs)
     added = added_splits(
-        group=shape.group, head_dim=head_dim, warps=warps, splits=splits
+        group=shape.group, head_dim=head_dim, warps=tile.warps, splits=splits
     )
     return Launch(
         constants={
             "SHAPE": shape,
-            "TILE": decode_tile(QUERIES, block_n, splits),
-            "STAGES": stages,
+            "TILE": decode_tile(QUERIES, tile.block_n, splits),
+            "STAGES": STAGES,
             "COMPARES": int(compares),
             "ADDED": added,
         },
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=tile.warps,
+        num_stages=STAGES,
     )
