@@ -177,6 +177,19 @@ def test_launches_in_splits_take_the_largest_tile() -> None:
             assert chosen == tiles[0]
 
 
+def test_the_next_kernel_starts_early_where_its_weights_are_many() -> None:
+    sizes = {"kv_heads": 8, "page_size": 1, "splits": 1}
+    for rows, q_heads, head_dim, expected in (
+        (1, 32, 64, False),
+        (1, 32, 128, True),
+        (2, 32, 64, True),
+    ):
+        launch = decode_hopper_launch(
+            rows=rows, q_heads=q_heads, head_dim=head_dim, **sizes
+        )
+        assert launch.constants["LETS_NEXT_START"] is expected
+
+
 # -- ahead of time ---------------------------------------------------------------------
 
 # Of a multiprocessor of compute capability 9.0; the driver takes some for a program.
@@ -223,6 +236,7 @@ def compile_added() -> list[dict[str, Any]]:
         report |= {"added": launch.constants["ADDED"], "order": order_of(texts[-1])}
         report |= {"compares": int(compares), "resident": tile.resident}
         report["byte_products"] = texts[-1].count(".s32.s8.s8.s32")
+        report["lets_start"] = texts[-1].count("griddepcontrol.launch_dependents")
         found.append(report)
     return found
 
@@ -260,6 +274,12 @@ def test_a_multiprocessor_holds_the_programs_that_tiles_are_chosen_by() -> None:
         assert each["resident"] * threads * registers <= REGISTERS, each
         shared = each["shared"] + DRIVER_BYTES
         assert each["resident"] * shared <= SHARED_BYTES, each
+
+
+def test_the_next_kernel_is_let_start() -> None:
+    for each in compiled(__file__):
+        is_let = "'LETS_NEXT_START': True" in each["constants"]
+        assert each["lets_start"] == is_let
 
 
 # -- results ---------------------------------------------------------------------------

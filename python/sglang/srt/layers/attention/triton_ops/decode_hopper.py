@@ -65,6 +65,9 @@ STAGES = 2
 _PLACES = 4 * MULTIPROCESSORS
 MANY_PROGRAMS = 16 * MULTIPROCESSORS
 """Of more than these the last wave is a small part: they have the largest tile."""
+# The product after attention has that many columns where its weights are worth asking
+# for before the attention of a single row has ended.
+_WIDE = 4096
 # Registers of a thread that hold partial results while they are added up: the tiles'
 # products, whose registers they take, need more.
 ADDED_REGISTERS = 64
@@ -138,6 +141,7 @@ def decode_hopper_launch(
             "STAGES": STAGES,
             "COMPARES": int(compares),
             "ADDED": added,
+            "LETS_NEXT_START": rows > 1 or q_heads * head_dim >= _WIDE,
         },
         num_warps=tile.warps,
         num_stages=STAGES,

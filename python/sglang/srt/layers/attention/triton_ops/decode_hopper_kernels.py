@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from sglang.srt.layers.attention.triton_ops.args import Compares
 from sglang.srt.layers.attention.triton_ops.attend import Sums
@@ -245,6 +246,7 @@ def decode_hopper_kernel(
     STAGES: gl.constexpr,
     COMPARES: gl.constexpr,
     ADDED: gl.constexpr,
+    LETS_NEXT_START: gl.constexpr,
 ):
     """`decode_split_kernel` for half precision: same grid, arguments and results, but
     for splits that its programs add up themselves.
@@ -256,7 +258,11 @@ def decode_hopper_kernel(
         COMPARES: of `args.Compares`, as there.
         ADDED: partial results of a head that are read at once; 0: another kernel adds
             them up.
+        LETS_NEXT_START: the kernel after this one, if it may start early, does so once
+            all programs run: a product asks for its weights meanwhile.
     """
+    if LETS_NEXT_START:
+        gdc_launch_dependents()
     WARPS: gl.constexpr = gl.num_warps()
     D: gl.constexpr = SHAPE.head_dim
     N: gl.constexpr = TILE.block_n
