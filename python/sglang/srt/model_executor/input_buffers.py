@@ -109,7 +109,7 @@ class GraphInputBuffers:
             self._block[:, bs : self._filled] = self._padding
         self._filled = bs
         live = [getattr(forward_batch, name) for name in _DECODE_FIELDS]
-        self._block[:, :bs].copy_(torch.stack(live))
+        torch.stack(live, out=self._block[:, :bs])  # one launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
