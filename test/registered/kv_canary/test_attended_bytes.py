@@ -32,7 +32,7 @@ from sglang.test.scale import count, is_full
 from sglang.test.spec_canary_traffic import write_mock_models
 from sglang.test.tiny_models import write_mock_model
 
-register_cpu_ci(est_time=40, suite="cpu", full_time=1800)
+register_cpu_ci(est_time=30, suite="cpu", full_time=1200)
 register_cuda_ci(est_time=60, suite="cuda")
 
 ON_GPU = torch.cuda.is_available()
