@@ -298,7 +298,7 @@ def decoded(graph_rows: int, rows: int) -> set[int]:
 
 
 def decode_variants(rows: int, heads: tuple[int, int, int]) -> list[str]:
-    """What the kernel of `rows` is compiled for, by how bytes are compared."""
+    """Compile-time parameters of decode attention, one for each of `Compares`."""
     q_heads, kv_heads, head_dim = heads
     programs = kv_heads * -(-q_heads // kv_heads // QUERIES)
     splits = decode_splits(rows=rows, programs_per_row=programs, max_context=CONTEXT)

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -26,6 +27,10 @@ from sglang.srt.layers.ops.attention import decode_attention_ref, extend_attenti
 from sglang.test.scale import is_full
 
 ON_GPU = torch.cuda.is_available()
+on_hopper = pytest.mark.skipif(
+    not ON_GPU or torch.cuda.get_device_capability() != (9, 0),
+    reason="the kernel runs on compute capability 9.0 alone",
+)
 # (query heads, KV heads): groups of 1, 4, 8, 3 and 20.
 HEADS = [(2, 2), (4, 1), (8, 1), (6, 2), (20, 1)]
 

@@ -21,6 +21,7 @@ from attention_problem import (
     assert_same,
     head_cases,
     make_problem,
+    on_hopper,
 )
 from torch import Tensor
 
@@ -253,19 +254,14 @@ HOPPER_TILES = [
 ]
 
 
-@pytest.mark.skipif(
-    not ON_GPU or torch.cuda.get_device_capability() != (9, 0),
-    reason="the tiles are of compute capability 9.0",
-)
+@on_hopper
 @pytest.mark.parametrize(("compares", "head_dim", "tile"), HOPPER_TILES)
 def test_every_tile_compares_all_bytes(
     monkeypatch: pytest.MonkeyPatch, compares: Compares, head_dim: int, tile: HopperTile
 ) -> None:
     """Each is what some number of rows gets; here few rows get it, in one split and in
     some."""
-    tiles = {**decode_hopper.TILES[compares], head_dim: (tile,)}
-    monkeypatch.setitem(decode_hopper.TILES, compares, tiles)
-    decode_hopper.choose_tile.cache_clear()
+    monkeypatch.setattr(decode_hopper, "choose_tile", lambda **shape: tile)
     problem = make_problem(
         prefix_lens=[200, 65, 31],
         new_lens=[1] * 3,
@@ -286,7 +282,6 @@ def test_every_tile_compares_all_bytes(
             checked.state.verdict.zero_()
             checked.state.clock.add_(LAYERS)
             checked.flip(0, element, **flip)
-    decode_hopper.choose_tile.cache_clear()
 
 
 @pytest.mark.parametrize("max_context", [1, 512])

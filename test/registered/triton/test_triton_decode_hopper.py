@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_problem import NAN, ON_GPU, make_problem, make_sinks
+from attention_problem import NAN, ON_GPU, make_problem, make_sinks, on_hopper
 from hopper_ahead import compiled
 
 from sglang.srt.layers.attention.triton_ops import decode_hopper
@@ -34,10 +34,6 @@ from sglang.test.scale import sampled
 register_cpu_ci(est_time=30, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
 
-on_hopper = pytest.mark.skipif(
-    not ON_GPU or torch.cuda.get_device_capability() != (9, 0),
-    reason="the kernel runs on compute capability 9.0 alone",
-)
 GROUPS = (1, 2, 3, 4, 8, 16)
 SPLITS = (1, 2, 3, 4, 8, 16, 32, 64)
 # Query and KV heads, channels.

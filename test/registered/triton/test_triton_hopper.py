@@ -17,6 +17,7 @@ from attention_problem import (
     assert_same,
     make_problem,
     make_sinks,
+    on_hopper,
 )
 from hopper_ahead import assert_all_fit, compile_for_hopper
 from hypothesis import given, settings
@@ -36,10 +37,6 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 register_cpu_ci(est_time=12, suite="cpu")
 register_cuda_ci(est_time=40, suite="cuda")
 
-on_hopper = pytest.mark.skipif(
-    not ON_GPU or torch.cuda.get_device_capability() != (9, 0),
-    reason="the kernel runs on compute capability 9.0 alone",
-)
 LENS = st.lists(
     st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=6
 )

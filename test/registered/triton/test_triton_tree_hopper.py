@@ -16,6 +16,7 @@ from attention_problem import (
     assert_same,
     make_problem,
     make_sinks,
+    on_hopper,
     random_trees,
 )
 from hopper_ahead import assert_all_fit, compile_for_hopper
@@ -31,11 +32,6 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=10, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
-
-on_hopper = pytest.mark.skipif(
-    not ON_GPU or torch.cuda.get_device_capability() != (9, 0),
-    reason="the kernel runs on compute capability 9.0 alone",
-)
 
 
 def tree_problem(prefix_lens: list[int], nodes: int, **options: Any) -> Problem:

@@ -37,8 +37,8 @@ class HopperTile(NamedTuple):
 
 _NARROW_IN_TURN = (HopperTile(64, 2, 6), HopperTile(32, 2, 8))
 # By head size, in order of preference; smaller tiles are slower, but more of their
-# programs run at once. Where bytes are compared in every launch a warp has 16 elements,
-# so that its threads have room for the digits of factors.
+# programs run at once. Of heads of 128 whose bytes are compared in every launch a warp
+# has 16 elements, so that its threads have room for the digits of factors.
 TILES: dict[Compares, dict[int, tuple[HopperTile, ...]]] = {
     Compares.NEVER: {
         64: (HopperTile(64, 2, 6), HopperTile(32, 2, 9), HopperTile(32, 1, 12)),
