@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# A small real model to serve: smollm2, gemma3 or qwen-coder (docs/models.md).
+# What to serve: a small real model (smollm2, gemma3 or qwen-coder, docs/models.md), or
+# demo, the bundled one. Unset: FIRST_MODEL where it can be fetched, else demo.
 MODEL ?=
+FIRST_MODEL := smollm2
 
 FLEET := .fleet-venv
 # Stock engines beside which kv-canary is tested.
@@ -67,8 +69,10 @@ $(SGLANG_SITE)/.installed: scripts/stock_sglang/make_site.py scripts/stock_sglan
 	@$(PYTHON) -m pip install --quiet --no-compile --no-deps --target $(SGLANG_SITE)/plugin ./kv-canary
 	@touch $@
 
-# The demo model drafts where that is faster (docs/benchmarks.md); whoever names a model or
-# an algorithm decides alone.
+# Flags by which a user chooses a model or a draft: nothing is added to them then.
+CHOSEN = $(strip $(foreach flag,--model --config --speculative-,$(findstring $(flag),$(ARGS))))
+
+# The demo model drafts where that is faster (docs/benchmarks.md).
 DRAFT := --speculative-algorithm EAGLE3 --speculative-num-steps 3 \
 	--speculative-eagle-topk 1 --speculative-num-draft-tokens 4
 
@@ -76,11 +80,15 @@ DRAFT := --speculative-algorithm EAGLE3 --speculative-num-steps 3 \
 CANARY := --kv-canary heal
 
 serve: venv
-	$(if $(MODEL),folder=$$($(BIN)/python scripts/real_models.py fetch $(MODEL)) &&) \
-	$(BIN)/python -m sglang.launch_server $(ARGS) \
-		$(if $(MODEL),--model-path "$$folder" --served-model-name $(MODEL)) \
-		$(if $(MODEL)$(findstring --model-path,$(ARGS))$(findstring --speculative-,$(ARGS)),,$(DRAFT)) \
-		$(if $(findstring --kv-canary,$(ARGS)),,$(CANARY))
+	@model=$(or $(MODEL),$(if $(CHOSEN),demo,$(FIRST_MODEL))); set --; \
+	if [ $$model != demo ]; then \
+		if folder=$$($(BIN)/python scripts/real_models.py fetch $$model); then \
+			set -- --model-path "$$folder" --served-model-name $$model; \
+		elif [ -n "$(MODEL)" ]; then exit 1; \
+		else echo "serve: $$model cannot be fetched; serving the bundled demo model"; model=demo; fi; \
+	fi; \
+	if [ $$model = demo ] && [ -z "$(CHOSEN)" ]; then set -- $(DRAFT); fi; \
+	exec $(BIN)/python -m sglang.launch_server $(ARGS) "$$@" $(if $(findstring --kv-canary,$(ARGS)),,$(CANARY))
 
 # Beside each other, for mypy takes one core.
 test: venv

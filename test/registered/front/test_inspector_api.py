@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -33,7 +34,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.pool_snapshot import PageFrame, PoolSize, PoolSnapshot
 from sglang.srt.managers.snapshot_feed import End, Snapshot, Trouble
-from sglang.srt.utils.paths import inspector_page_path
+from sglang.srt.utils.paths import page_folders
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="cpu")
@@ -121,12 +122,13 @@ def test_the_page_and_its_parts_need_no_key_and_hold_nothing() -> None:
             assert page.status_code == 200
             assert page.headers["content-type"].startswith("text/html")
             texts = [page.text]
+            folders = page_folders("inspector")
             linked = set(re.findall(r'(?:src|href)="([^"]+)"', page.text))
             assert len(linked) >= 3
             for path in linked:
                 part = await http.get("/" + path)
                 assert part.status_code == 200, path
-            for file in inspector_page_path().iterdir():
+            for file in chain.from_iterable(f.iterdir() for f in folders):
                 part = await http.get(f"/canary/assets/{file.name}")
                 assert part.status_code == 200, file
                 assert part.content == file.read_bytes()

@@ -56,7 +56,7 @@ def test_the_lines(flags, device, drafts, canary, pages):
         f"sglang-canary serves demo on {device}: 4096 KV slots{pages}, context 2048, "
         "at most 64 requests at once",
         f"{drafts}; {canary}",
-        "API: http://[::1]:7/docs, inspector: http://[::1]:7/canary",
+        "chat: http://[::1]:7, API: http://[::1]:7/docs, inspector: http://[::1]:7/canary",
         "ready on http://[::1]:7",
     ]
 
@@ -64,7 +64,9 @@ def test_the_lines(flags, device, drafts, canary, pages):
 def test_where_to_go_for_what_is_on():
     args = ServerArgs(device="cpu", enable_metrics=True, disable_canary_page=True)
     lines = serving(args, READY, url="http://h:7").splitlines()
-    assert "API: http://h:7/docs, metrics: http://h:7/metrics" in lines
+    assert (
+        "chat: http://h:7, API: http://h:7/docs, metrics: http://h:7/metrics" in lines
+    )
 
 
 if __name__ == "__main__":

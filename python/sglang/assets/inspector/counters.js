@@ -5,8 +5,10 @@ import { Series } from "./series.js";
 
 const SPANS = [300, 10800];
 const SWEEP_SECONDS = 60;
+const FRESH_SECONDS = 60;
 
-// name, unit, value of (stats, rates, context); null: there is none.
+// name, unit, value of (stats, rates, context); null: there is none. The last one stands
+// out for a minute after it has grown.
 const TILES = [
   ["Throughput", "tok/s", (_, rates) => rates.generation_tokens_total],
   ["Running", "", (stats) => stats.num_running_reqs],
@@ -15,7 +17,7 @@ const TILES = [
   ["Accept length", "", (stats, _, { hello }) => hello.speculative_algorithm && stats.spec_accept_length],
   ["Tokens protected", "/s", (_, rates, { hello }) => checked(hello) && rates.kv_canary_protected_tokens_total],
   ["Sweep, last minute", "%", (_, __, { hello, swept }) => hello.kv_canary_sweep_interval ? swept : null],
-  ["Heals", "", (stats, _, { hello }) => hello.kv_canary === "heal" ? sum(stats.kv_canary_heals_total) : null],
+  ["Heals", "", (stats, _, { hello }) => hello.kv_canary === "heal" ? sum(stats.kv_canary_heals_total) : null, true],
 ];
 const RATES = [
   "generation_tokens_total", "prompt_tokens_total", "cached_tokens_total",
@@ -29,12 +31,12 @@ export class Counters {
     this.span = SPANS[0];
     this.before = null;
     this.swept = [];
-    this.tiles = TILES.map(([name, unit, valueOf]) => {
+    this.tiles = TILES.map(([name, unit, valueOf, marksGrowth = false]) => {
       const value = el("div", { class: "tile-value" });
       const canvas = el("canvas", { "aria-hidden": "true" });
       const tile = el("div", { class: "tile" }, el("div", { class: "tile-name", title: name }, name), value, canvas);
       place.append(tile);
-      return { name, unit, valueOf, value, canvas, series: new Series() };
+      return { name, unit, valueOf, marksGrowth, grownAt: -Infinity, element: tile, value, canvas, series: new Series() };
     });
     place.title = "The last five minutes; click for three hours";
     place.addEventListener("click", () => {
@@ -55,6 +57,7 @@ export class Counters {
       const value = tile.valueOf(stats, rates, context);
       const isThere = typeof value === "number" && Number.isFinite(value);
       if (isThere) tile.series.add(time, value);
+      if (tile.marksGrowth && tile.isThere && value > tile.latest) tile.grownAt = time;
       tile.isThere = isThere;
       tile.latest = value;
     }
@@ -79,6 +82,7 @@ export class Counters {
         tile.shown = shown + unit;
         tile.value.replaceChildren(shown, el("small", {}, unit));
       }
+      tile.element.classList.toggle("fresh", tile.grownAt > this.time - FRESH_SECONDS);
       tile.series.draw(tile.canvas, this.palette, { now: this.time, span: this.span });
     }
   }

@@ -6,13 +6,18 @@ import { STATES, ownerOf, stateOf } from "./pool.js";
 import { factsTable, mono } from "./slot.js";
 
 const KEPT = 64;
+const RECENT_SECONDS = 60;
 const RECORD_FIELDS = ["token", "position", "phase", "slot", "lineage", "fingerprint"];
+
+const NO_RECORDS = "Nothing records what led to an incident, so this one cannot be replayed: start the server with --kv-canary-report-dir (with drafts also --kv-canary-report-tokens).";
+const NOT_RECORDED = "This incident has no record: only the first of a kind is recorded, and with drafts only with --kv-canary-report-tokens. An earlier incident of this kind may be replayed in its place.";
 
 export class IncidentView {
   constructor(pool, { onMark, nameOf }) {
     this.pool = pool;
     this.onMark = onMark;
     this.nameOf = nameOf;
+    this.hello = null;
     this.summaries = [];
     this.documents = new Map();
     this.current = null;
@@ -20,26 +25,32 @@ export class IncidentView {
   }
 
   /** Take the list; the newest one is read ahead, as an engine in mode `raise` goes. */
-  update(summaries, mode) {
+  update(summaries) {
     this.summaries = summaries;
     setText(byId("incidents-count"), summaries.length ? count(summaries.length) : "");
-    this.#renderList(mode);
+    this.#renderList();
     if (summaries.length) this.#load(summaries[0].name).catch(() => {});
   }
 
-  #renderList(mode) {
+  /** The number of incidents in the minute before `now`, in seconds since 1970. */
+  recent(now) {
+    return this.summaries.filter((one) => Date.parse(one.time) / 1000 > now - RECENT_SECONDS).length;
+  }
+
+  #renderList() {
     const place = byId("incidents");
     if (!this.summaries.length) {
-      const text = mode === "none" ? "The KV canary is off: nothing is checked." : "None.";
+      const text = this.hello.kv_canary === "none" ? "The KV canary is off: nothing is checked." : "None.";
       place.replaceChildren(el("p", { class: "quiet" }, text));
       return;
     }
     place.replaceChildren(el("ul", { class: "incident-list" }, ...this.summaries.map((one) => {
       const button = el("button", { type: "button", class: one.name === this.current ? "current" : "" },
         el("span", { class: "what" }, one.diagnosis),
-        el("span", { class: "quiet" }, ` · ${plural(one.num_violations, "violation")}${one.is_healed ? " · healed" : ""}`),
+        el("span", { class: "quiet" }, ` · ${plural(one.num_violations, "violation")}`),
+        one.is_healed ? el("span", { class: "healed" }, "healed") : null,
         el("br"),
-        el("span", { class: "quiet" }, `forward ${count(one.forward)} · ${one.rid ?? "no request"}${one.slot >= 0 ? ` · slot ${count(one.slot)}` : ""} · ${clockTime(one.time)}`));
+        el("span", { class: "quiet" }, `${one.worker} forward ${count(one.forward)} · ${one.rid ?? "no request"}${one.slot >= 0 ? ` · slot ${count(one.slot)}` : ""} · ${clockTime(one.time)}`));
       button.addEventListener("click", () => this.open(one.name));
       return el("li", {}, button);
     })));
@@ -92,7 +103,7 @@ export class IncidentView {
       ...this.#choices(incident),
     ];
     const right = [
-      el("h3", {}, `Time line of ${violation.page >= 0 ? `page ${count(violation.page)}` : "the finding"}`),
+      el("h3", {}, `Time line of ${violation.page >= 0 ? `page ${count(violation.page)}` : "the finding"}, in forwards of the ${violation.worker} pool`),
       el("ul", { class: "timeline" }, ...this.#timeline(incident, violation)),
       el("h3", {}, "Replay"), ...this.#replay(incident),
     ];
@@ -134,10 +145,8 @@ export class IncidentView {
     const save = el("button", { type: "button", onclick: () => saveJson(file, incident) }, "Save incident");
     const command = incident.replay;
     if (command == null) {
-      return [
-        el("div", { class: "command" }, save),
-        el("p", { class: "quiet" }, "There is no record of what led to it, so it cannot be replayed: start the server with --kv-canary-report-dir (drafts need --kv-canary-report-tokens, too)."),
-      ];
+      const why = this.hello.has_records ? NOT_RECORDED : NO_RECORDS;
+      return [el("div", { class: "command" }, save), el("p", { class: "quiet" }, why)];
     }
     const copy = el("button", { type: "button" }, "Copy");
     copy.addEventListener("click", async () => {
@@ -170,12 +179,27 @@ function compareTable({ expected, found, slot }) {
   const rows = fields.map((name) => {
     const [left, right] = [values.expected[name], values.found[name]];
     const isKnown = left != null && right != null && left !== -1;
-    const css = isKnown && left !== right ? "mono differs" : "mono";
-    return el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: css }, shown(left)), el("td", { class: css }, shown(right)));
+    const differs = isKnown && left !== right;
+    const cells = differs ? marked(String(left), String(right)) : [[shown(left)], [shown(right)]];
+    return el("tr", { class: differs ? "differs" : "" }, el("th", { scope: "row" }, name),
+      ...cells.map((parts) => el("td", { class: "mono" }, ...parts)), el("td", {}, differs ? "differs" : ""));
   });
   return el("table", { class: "compare" },
-    el("thead", {}, el("tr", {}, el("th"), el("th", { scope: "col" }, "expected"), el("th", { scope: "col" }, "found"))),
+    el("thead", {}, el("tr", {}, el("th"), el("th", { scope: "col" }, "expected"), el("th", { scope: "col" }, "found"), el("th"))),
     el("tbody", {}, ...rows));
+}
+
+/** Two values with what is between their common ends marked. */
+function marked(left, right) {
+  const most = Math.min(left.length, right.length);
+  let head = 0;
+  while (head < most && left[head] === right[head]) head += 1;
+  let tail = 0;
+  while (tail < most - head && left.at(-1 - tail) === right.at(-1 - tail)) tail += 1;
+  return [left, right].map((text) => {
+    const end = text.length - tail;
+    return [text.slice(0, head), el("mark", {}, text.slice(head, end)), text.slice(end)];
+  });
 }
 
 const shown = (value) => (value == null || value === -1 ? "–" : String(value));

@@ -1,16 +1,18 @@
 // The inspector: joins the stream of snapshots with the parts of the page.
 
-import { EventStream, forgetKey, hasKey, setKey, takeKeyOfAddress } from "./api.js";
+import { takeKeyOfAddress } from "./api.js";
 import { decodeFrames, decodeInts } from "./codec.js";
 import { Counters } from "./counters.js";
 import { beforeFrame, byId, count, el, plural, setText } from "./dom.js";
 import { IncidentView } from "./incidents.js";
 import { drawLegend } from "./legend.js";
+import { Login } from "./login.js";
 import { PoolMap } from "./map.js";
 import { Palette } from "./palette.js";
 import { Pool, STATES, ownerOf } from "./pool.js";
 import { RequestTable } from "./requests.js";
 import { SlotPanel } from "./slot.js";
+import { EventStream } from "./stream.js";
 import { TreeView, describeRun, pathOwners, readTree } from "./tree.js";
 
 // A page in the background costs the server nothing after so long.
@@ -56,20 +58,21 @@ class App {
 
   start() {
     takeKeyOfAddress();
-    byId("forget-key").hidden = !hasKey();
+    this.login = new Login(() => this.stream.start());
     this.stream.start();
   }
 
   async handle(name, data) {
     if (name === "hello") this.greet(data);
     else if (name === "snapshot") await this.take(data);
-    else if (name === "incidents") this.incidents.update(data.incidents, this.hello.kv_canary);
+    else if (name === "incidents") this.incidents.update(data.incidents);
     else if (name === "trouble") this.setStatus("trouble", data.message);
     else if (name === "end") this.setStatus("trouble", data.message);
   }
 
   greet(hello) {
     this.hello = hello;
+    this.incidents.hello = hello;
     const canary = hello.kv_canary === "none" ? "off" : `${hello.kv_canary}, ${hello.kv_canary_real_data}`;
     const drafts = hello.speculative_algorithm === null ? [] : [" · drafts ", el("b", {}, hello.speculative_algorithm)];
     byId("facts").replaceChildren("model ", el("b", {}, hello.model), " · canary ", el("b", {}, canary), ...drafts);
@@ -109,7 +112,18 @@ class App {
     setText(byId("pool-size"), `${plural(pool.num_pages, "page")} of ${plural(pool.page_size, "slot")}${windows}`);
     const hidden = snapshot.num_nodes - this.runs.size;
     setText(byId("tree-count"), plural(snapshot.num_nodes, "run") + (hidden > 0 ? `, the largest ${count(this.runs.size)} shown` : ""));
-    this.setStatus("live", `live · step ${count(snapshot.forwards)}`);
+    this.#judge(snapshot);
+  }
+
+  /** Say whether all is well, from the last minute. */
+  #judge({ forwards, time, stats }) {
+    const recent = this.incidents.recent(time);
+    const degraded = stats.kv_canary_is_degraded;
+    const parts = [`live · step ${count(forwards)}`];
+    if (recent) parts.push(`${plural(recent, "incident")} in the last minute`);
+    if (degraded) parts.push("degraded");
+    this.setStatus(recent ? "trouble" : degraded ? "degraded" : "live", parts.join(" · "));
+    byId("incidents-card").classList.toggle("alarm", recent > 0);
   }
 
   /** A request ({rid}), a cached run ({text}), or null for neither. */
@@ -163,10 +177,7 @@ class App {
       setText(byId("banner"), error.message);
       return;
     }
-    forgetKey();
-    setText(byId("login-why"), error.message);
-    const dialog = byId("login");
-    if (!dialog.open) dialog.showModal();
+    this.login.open(error.message);
   }
 
   #recolour() {
@@ -180,18 +191,6 @@ class App {
   }
 
   #listen() {
-    byId("login-form").addEventListener("submit", (event) => {
-      event.preventDefault();
-      setKey(byId("login-key").value.trim());
-      byId("login-key").value = "";
-      byId("login").close();
-      byId("forget-key").hidden = false;
-      this.stream.start();
-    });
-    byId("forget-key").addEventListener("click", () => {
-      forgetKey();
-      location.reload();
-    });
     byId("colour-mode").addEventListener("change", (event) => {
       this.map.setMode(event.target.value);
       this.#drawLegend();
@@ -199,7 +198,12 @@ class App {
     byId("go-slot").addEventListener("change", (event) => {
       const slot = Number(event.target.value.replaceAll(",", ""));
       const { pageSize, numPages } = this.pool;
-      if (!Number.isInteger(slot) || slot < pageSize || slot >= (numPages + 1) * pageSize) return;
+      const end = (numPages + 1) * pageSize;
+      const isThere = Number.isInteger(slot) && slot >= pageSize && slot < end;
+      const wrong = isThere ? "" : `This pool has the slots ${count(pageSize)} to ${count(end - 1)}.`;
+      event.target.setCustomValidity(wrong);
+      event.target.reportValidity();
+      if (!isThere) return;
       this.map.mark(slot);
       this.slotPanel.show(slot);
     });

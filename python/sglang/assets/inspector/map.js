@@ -67,17 +67,30 @@ export class PoolMap {
     this.draw();
   }
 
-  zoom(factor, x = this.view.width / 2, y = this.view.height / 2) {
+  zoom(factor, x, y) {
     this.view.zoom(factor, x, y);
     this.draw();
   }
 
   zoomIn() {
-    this.zoom(ZOOM_STEP);
+    this.#zoomSelected(ZOOM_STEP);
   }
 
   zoomOut() {
-    this.zoom(1 / ZOOM_STEP);
+    this.#zoomSelected(1 / ZOOM_STEP);
+  }
+
+  /** Zoom about the marked slot, or the cursor's, and keep it in view. */
+  #zoomSelected(factor) {
+    const slot = this.marked >= 0 ? this.marked : this.cursor;
+    const { view } = this;
+    if (slot < 0) {
+      this.zoom(factor, view.width / 2, view.height / 2);
+      return;
+    }
+    view.reveal(this.#indexOf(slot));
+    this.zoom(factor, ...view.centreOf(this.#indexOf(slot)));
+    view.reveal(this.#indexOf(slot));
   }
 
   fit() {

@@ -53,12 +53,12 @@ export class RequestTable {
     follow.addEventListener("click", () => this.onFollow(request.serial));
     const [sharedBar, ownBar] = [el("i", { class: "shared" }), el("i", { class: "own" })];
     const bar = el("span", { class: "bar", "aria-hidden": "true" }, sharedBar, ownBar);
-    const cells = { phase: el("td"), tokens: el("span"), pages: el("td", { class: "number" }), shared: el("td"), heals: el("td", { class: "number" }) };
+    const cells = { phase: el("td"), tokens: el("span"), pages: el("td", { class: "number" }), shared: el("td"), heals: el("span", { class: "healed" }) };
     const strip = el("canvas", { "aria-hidden": "true" });
     const mean = el("span", { class: "mean" });
     const element = el("tr", {},
       el("td", {}, follow), cells.phase, el("td", {}, bar, cells.tokens), cells.pages,
-      cells.shared, el("td", {}, mean, strip), cells.heals);
+      cells.shared, el("td", {}, mean, strip), el("td", { class: "number" }, cells.heals));
     element.classList.toggle("followed", request.serial === this.followed);
     const row = { element, cells, sharedBar, ownBar, strip, mean, lengths: [], before: request };
     this.rows.set(request.serial, row);
@@ -74,7 +74,8 @@ export class RequestTable {
     row.ownBar.style.width = `${(100 * Math.max(length - request.cached_len, 0)) / request.max_total_len}%`;
     setText(cells.pages, request.phase === "waiting" ? "" : count(pages));
     setText(cells.shared, describeShared(request, shared));
-    setText(cells.heals, request.num_heals ? count(request.num_heals) : "");
+    setText(cells.heals, count(request.num_heals));
+    cells.heals.hidden = !request.num_heals;
     this.#accept(row, request);
   }
 

@@ -56,7 +56,7 @@ export class SlotPanel {
       ["Owner", this.#owner(ownerOf(cell))],
     ];
     const written = pool.written[page - 1];
-    if (written) rows.push([state === "poisoned" ? "Freed" : "Page written", ago(written, pool.clocks[0])]);
+    if (written) rows.push([state === "poisoned" ? "Freed" : "Page written", ago(written, pool.clocks)]);
     byId("slot").replaceChildren(factsTable(rows), ...this.#records());
   }
 
@@ -107,6 +107,8 @@ export function factsTable(rows) {
     el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, value)))));
 }
 
-function ago(written, clock) {
-  return `in forward ${count(written)}, ${plural(Math.max(clock - written, 0), "forward")} ago`;
+/** clocks: of the target's pool and, with drafts, of theirs. */
+function ago(written, clocks) {
+  const pool = clocks.length > 1 ? " of the target pool" : "";
+  return `in forward ${count(written)}${pool}, ${plural(Math.max(clocks[0] - written, 0), "forward")} ago`;
 }

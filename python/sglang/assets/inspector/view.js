@@ -55,6 +55,12 @@ export class MapView {
     this.#clamp();
   }
 
+  /** The place of a cell's centre. */
+  centreOf(index) {
+    const row = Math.floor(index / this.columns);
+    return [this.x + ((index % this.columns) + 0.5) * this.scale, this.y + (row + 0.5) * this.scale];
+  }
+
   /** The cell at a place, or -1. */
   cellAt(px, py) {
     const column = Math.floor((px - this.x) / this.scale);

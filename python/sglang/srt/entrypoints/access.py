@@ -9,19 +9,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang.srt.entrypoints.api_keys import ApiKeys, Role
 from sglang.srt.entrypoints.http_io import error_response
+from sglang.srt.entrypoints.page_files import wants_page
 from sglang.srt.managers.caller import CALLER, PEER
 from sglang.srt.managers.errors import ApiError, BadRequest
 from sglang.srt.utils.quoting import quoted
 
-# For probes and scrapers, as in SGLang; they show neither prompts nor answers. The
-# inspector's page holds no data, and a browser that loads a page brings no key.
+# For probes and scrapers, as in SGLang; they show neither prompts nor answers. Pages
+# hold no data, and a browser that loads one brings no key.
 OPEN_PATHS = frozenset(
     {
         *("/health", "/health_generate", "/livez", "/readyz", "/metrics"),
-        *("/canary", "/canary/assets/{name}"),
+        *("/canary", "/canary/assets/{name}", "/chat/assets/{name}"),
     }
 )
-_OPEN_FOLDER = "/canary/assets/"
+_OPEN_FOLDERS = ("/canary/assets/", "/chat/assets/")
 # They show or change what concerns all clients.
 ADMIN_PATHS = frozenset(
     {
@@ -52,7 +53,7 @@ class AccessMiddleware:
         self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not _is_open(scope["path"]):
+        if scope["type"] == "http" and not _is_open(scope):
             try:
                 self._check(scope)
             except ApiError as error:
@@ -101,8 +102,11 @@ class AccessMiddleware:
             )
 
 
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+def _is_open(scope: Scope) -> bool:
+    path: str = scope["path"]
+    if path == "/":
+        return wants_page(scope)
+    return path in OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
 
 
 def owner_of(request: Request) -> str | None:

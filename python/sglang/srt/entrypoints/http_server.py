@@ -30,6 +30,7 @@ from sglang.srt.entrypoints.anthropic.error_shape import ErrorShapeMiddleware
 from sglang.srt.entrypoints.anthropic.messages import MessagesApi
 from sglang.srt.entrypoints.api_keys import ApiKeys
 from sglang.srt.entrypoints.body_budget import BodyBudget
+from sglang.srt.entrypoints.chat_page import ChatPage
 from sglang.srt.entrypoints.docs_routes import DocsRoutes
 from sglang.srt.entrypoints.exit_codes import ExitCode
 from sglang.srt.entrypoints.front import Front
@@ -101,6 +102,7 @@ def all_routes(front: Front) -> list[BaseRoute]:
         *TokenizeApi(front).routes(),
         *LoadsApi(front).routes(),
         *ProfileApi(front).routes(),
+        *ChatPage(front).routes(),
         *InspectorApi(front).routes(),
         *refused_routes(),
     ]

@@ -5,7 +5,6 @@ The page and its modules hold no data and need no key; everything that they show
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -17,6 +16,7 @@ from sglang.srt.entrypoints.access import require_admin
 from sglang.srt.entrypoints.endpoint import EVENTS, HTML, TEXT, Endpoint
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import json_response
+from sglang.srt.entrypoints.page_files import PageFiles
 from sglang.srt.entrypoints.viewer_stream import Turns, ViewerStream
 from sglang.srt.managers.errors import BadRequest, NotFound, Unavailable
 from sglang.srt.managers.incident_board import IncidentBoard, Incidents
@@ -29,33 +29,17 @@ from sglang.srt.managers.snapshot_feed import (
     Trouble,
 )
 from sglang.srt.managers.tokenizer_manager import Phase
-from sglang.srt.utils.paths import inspector_page_path
 from sglang.srt.utils.quoting import quoted
 from sglang.version import __version__
 
-PAGE = "index.html"
-MEDIA_TYPES = {
-    ".css": "text/css",
-    ".html": HTML,
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-}
-# Nothing from elsewhere, no script or style in the page itself, no frame around it.
-PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; object-src 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 # Reading a record waits for the device: no more often than this, whoever asks.
 RECORD_SECONDS = 0.05
 MAX_WAITING = 16
 
 
 class Hello(msgspec.Struct, kw_only=True, tag_field="type", tag="hello"):
-    """The first event: facts that do not change. `interval`: seconds between two
-    snapshots at least."""
+    """The first event: facts that do not change. `interval`: least seconds between two
+    snapshots; `has_records`: whether incidents are recorded for a replay."""
 
     version: str
     model: str
@@ -63,6 +47,7 @@ class Hello(msgspec.Struct, kw_only=True, tag_field="type", tag="hello"):
     kv_canary_real_data: str
     kv_canary_sweep_interval: int
     speculative_algorithm: str | None
+    has_records: bool
     page_size: int
     interval: float
 
@@ -103,6 +88,7 @@ class InspectorApi:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._manager = front.manager
+        self._files = PageFiles("inspector")
         self._incidents = IncidentBoard(self._manager.canary_incidents)
         source = Source(
             ask=lambda is_whole: self._manager.pool_snapshot(is_whole=is_whole),
@@ -161,11 +147,11 @@ class InspectorApi:
 
     async def page(self, request: Request) -> Response:
         self._check_on()
-        return _file(PAGE)
+        return self._files.answer()
 
     async def asset(self, request: Request) -> Response:
         self._check_on()
-        return _file(request.path_params["name"])
+        return self._files.answer(request.path_params["name"])
 
     async def events(self, request: Request) -> Response:
         self._check_on()
@@ -180,6 +166,7 @@ class InspectorApi:
             kv_canary_real_data=args.kv_canary_real_data,
             kv_canary_sweep_interval=args.kv_canary_sweep_interval,
             speculative_algorithm=args.speculative_algorithm,
+            has_records=bool(args.kv_canary_report_dir) and args.kv_canary_record != 0,
             page_size=args.page_size,
             interval=INTERVAL,
         )
@@ -238,26 +225,3 @@ class InspectorApi:
         phase = self._manager.phase
         is_over = phase in (Phase.DRAINING, Phase.DEAD)
         return f"the server is {phase.value}" if is_over else None
-
-
-def _file(name: str) -> Response:
-    """A file of the page.
-
-    Raises:
-        NotFound: there is none of this name.
-    """
-    files = _files()
-    if name not in files:
-        raise NotFound(f"the inspector's page has no part {quoted(name)}")
-    content, media_type = files[name]
-    return Response(content, media_type=media_type, headers=PAGE_HEADERS)
-
-
-@cache
-def _files() -> dict[str, tuple[bytes, str]]:
-    """The page's files with their types, by name; read once, when asked for."""
-    return {
-        path.name: (path.read_bytes(), MEDIA_TYPES[path.suffix])
-        for path in inspector_page_path().iterdir()
-        if path.suffix in MEDIA_TYPES
-    }

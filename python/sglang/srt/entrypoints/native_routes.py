@@ -120,13 +120,6 @@ class NativeRoutes:
                 answer=HealthShown,
                 errors=(500, 503),
             ),
-            Endpoint(
-                "/",
-                self.index,
-                methods=["GET"],
-                summary="Where to go from here",
-                answer=dict[str, Any],
-            ),
             *self._info_routes(),
             Endpoint(
                 "/flush_cache",
@@ -185,21 +178,6 @@ class NativeRoutes:
                 ),
             ]
         return routes
-
-    async def index(self, request: Request) -> Response:
-        """Say where to go from here."""
-        return json_response(
-            {
-                "name": "sglang-canary",
-                "version": __version__,
-                "model": self._front.model_name,
-                "paths": [
-                    *("/v1/chat/completions", "/v1/completions", "/v1/models"),
-                    *("/v1/responses", "/v1/messages"),
-                    *("/generate", "/health", "/model_info", "/server_info", "/docs"),
-                ],
-            }
-        )
 
     async def generate(self, request: Request) -> Response:
         body = await read_body(request, GenerateRequest)

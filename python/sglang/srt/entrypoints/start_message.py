@@ -36,7 +36,7 @@ def serving(args: ServerArgs, ready: SchedulerReady, *, url: str) -> str:
 
 def _places(args: ServerArgs, url: str) -> str:
     """Pages of the server for people."""
-    places = {"API": f"{url}/docs"}
+    places = {"chat": url, "API": f"{url}/docs"}
     if args.enable_metrics:
         places["metrics"] = f"{url}/metrics"
     if has_inspector(args):

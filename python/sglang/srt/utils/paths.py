@@ -24,9 +24,10 @@ def bundled_demo_model_path() -> Path:
     return _assets() / "demo_model"
 
 
-def inspector_page_path() -> Path:
-    """Return the folder of the inspector page inside the installed package."""
-    return _assets() / "inspector"
+def page_folders(page: str) -> tuple[Path, Path]:
+    """Return the folders with the files of a page of the server: its own, and the one
+    that all pages share."""
+    return _assets() / page, _assets() / "shared"
 
 
 def bundled_demo_draft_path(algorithm: str) -> Path:

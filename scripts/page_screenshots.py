@@ -1,9 +1,10 @@
-"""Makes the pictures of `docs/inspector.md`: the page over a server under load.
+"""Makes the pictures of the server's pages: the chat, and the inspector under load.
 
-python scripts/inspector_screenshots.py [FOLDER]
+python -m scripts.page_screenshots [FOLDER]
 
-Needs what `make test-browser` needs. Bytes of the KV cache are flipped now and then, so
-that there are incidents to show. Writes `canary_map.png` and `canary_incident.png`.
+Needs what `make test-browser` needs; fetches SmolLM2 where it is missing. Bytes of the
+inspected KV cache are flipped now and then, so that there are incidents to show.
+Writes `chat.png`, `canary_map.png` and `canary_incident.png`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from random import Random
 
 import httpx
 
-from sglang.test.browser import InspectorPage, open_browser, why_no_browser
+from scripts.real_models import fetch
+from sglang.test.browser import ChatTab, InspectorPage, open_browser, why_no_browser
 from sglang.test.server_process import ServerProcess
 
 REPO = Path(__file__).resolve().parent.parent
@@ -38,6 +40,10 @@ PROMPTS = (
 )
 CLIENTS = 7
 NUM_INCIDENTS = 3
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a Python function that reverses a string.",
+)
 SNAPSHOTS = 150
 
 
@@ -84,6 +90,26 @@ def take_pictures(url: str, folder: Path) -> None:
         shown.screenshot(path=folder / "canary_incident.png")
 
 
+def take_chat_picture(folder: Path) -> None:
+    """Ask a small real model two questions."""
+    model = ("--model-path", str(fetch("smollm2")), "--served-model-name", "smollm2")
+    server = ServerProcess((*model, "--kv-canary", "heal"))
+    try:
+        with open_browser() as browser:
+            chat = ChatTab(browser, viewport={"width": 1180, "height": 720})
+            chat.open(server.wait_ready().url)
+            chat.tab.locator("#status.live").wait_for()
+            chat.tab.fill("[name=temperature]", "0")
+            for question in QUESTIONS:
+                chat.tab.fill("#prompt", question)
+                chat.tab.press("#prompt", "Enter")
+                answer = chat.tab.locator(".assistant").last
+                answer.locator("button", has_text="Answer again").wait_for()
+            chat.tab.screenshot(path=folder / "chat.png")
+    finally:
+        server.stop()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=REPO / "docs/images")
@@ -91,11 +117,12 @@ def main() -> None:
     missing = why_no_browser()
     if missing is not None:
         raise SystemExit(missing)
+    take_chat_picture(folder)
     os.environ.update(FAULTS)
     with tempfile.TemporaryDirectory() as reports:
         recorded = ("--kv-canary-report-dir", reports, "--kv-canary-report-tokens")
         run((*FLAGS, *recorded), folder)
-    for name in ("canary_map.png", "canary_incident.png"):
+    for name in ("chat.png", "canary_map.png", "canary_incident.png"):
         print(f"{folder / name}: {(folder / name).stat().st_size // 1024} KiB")
 
 

@@ -1,0 +1,69 @@
+"""The server's own pages: files without data, and who asks for a page."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from starlette.responses import Response
+from starlette.types import Scope
+
+from sglang.srt.entrypoints.endpoint import HTML
+from sglang.srt.managers.errors import NotFound
+from sglang.srt.utils.paths import page_folders
+from sglang.srt.utils.quoting import quoted
+
+INDEX = "index.html"
+MEDIA_TYPES = {
+    ".css": "text/css",
+    ".html": HTML,
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+# Nothing from elsewhere, no script or style in the page itself, no frame around it.
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def wants_page(scope: Scope) -> bool:
+    """Whether a request comes from a browser that opens an address.
+
+    Scripts and API clients accept anything or JSON; browsers name HTML.
+    """
+    accepted = dict(scope["headers"]).get(b"accept", b"")
+    return HTML.encode() in accepted and scope["method"] in ("GET", "HEAD")
+
+
+class PageFiles:
+    """The files of one page, read when they are first asked for.
+
+    Args:
+        page: name of its folder in the assets; files that pages share join it.
+    """
+
+    def __init__(self, page: str) -> None:
+        self._page = page
+
+    @cached_property
+    def _files(self) -> dict[str, tuple[bytes, str]]:
+        return {
+            path.name: (path.read_bytes(), MEDIA_TYPES[path.suffix])
+            for folder in page_folders(self._page)
+            for path in folder.iterdir()
+            if path.suffix in MEDIA_TYPES
+        }
+
+    def answer(self, name: str = INDEX) -> Response:
+        """Answer with a file.
+
+        Raises:
+            NotFound: the page has no file of this name.
+        """
+        if name not in self._files:
+            raise NotFound(f"this page has no part {quoted(name)}")
+        content, media_type = self._files[name]
+        return Response(content, media_type=media_type, headers=PAGE_HEADERS)
