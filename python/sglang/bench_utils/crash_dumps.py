@@ -38,27 +38,31 @@ def read_crash_dump(path: Path) -> DumpedRequests:
     head = _object(lines[0]) if lines else None
     if head is None or head.get("format") != FORMAT:
         raise ValueError(f"--replay {path} is not a crash dump")
-    if head.get("requests") != len(lines) - 1:
-        raise ValueError(
-            f"--replay {path} is cut: {len(lines) - 1} of {head.get('requests')} "
-            "requests are there"
-        )
     requests, arrivals, skipped = [], [], 0
+    shared: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines[1:], start=2):
         entry = _object(line)
         try:
             if entry is None:
                 raise TypeError("no object")
-            if entry["has_input_embeds"]:
+            if "shared" in entry:
+                shared[entry["shared"]] = entry
+            elif entry["has_input_embeds"]:
                 skipped += 1
-                continue
-            requests.append(_request(entry["request"]))
-            arrivals.append(float(entry["seconds"]))
+            else:
+                requests.append(_request(entry, shared))
+                arrivals.append(float(entry["seconds"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"--replay {path}, line {number}: not a request of a crash dump "
                 f"({type(error).__name__}: {error})"
             ) from error
+    found = len(requests) + skipped
+    if found != head.get("requests"):
+        raise ValueError(
+            f"--replay {path} is cut: {found} of {head.get('requests')} requests are "
+            "there"
+        )
     return DumpedRequests(requests=requests, arrivals=arrivals, skipped=skipped)
 
 
@@ -70,15 +74,20 @@ def _object(line: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _request(body: dict[str, Any]) -> BenchRequest:
-    ids, params = body["input_ids"], body["sampling_params"]
+def _request(entry: dict[str, Any], shared: dict[int, dict[str, Any]]) -> BenchRequest:
+    body = entry["request"]
+    ids = shared[body["input_ids"]]["input_ids"]
+    params = shared[body["sampling_params"]]["sampling_params"]
     if not isinstance(ids, list) or not isinstance(params, dict):
         raise TypeError("input_ids and sampling_params")
+    if entry["seed"] is not None:
+        params = params | {"sampling_seed": entry["seed"]}
+    # Ids of requests may be in use by those that are sent again.
+    options = {name: value for name, value in body.items() if name != "rid"}
     return BenchRequest(
         text="",
         input_ids=ids,
         output_len=int(params.get("max_new_tokens", 128)),
         ids_only=True,
-        # Ids of requests may be in use by those that are sent again.
-        body={name: value for name, value in body.items() if name != "rid"},
+        body=options | {"input_ids": ids, "sampling_params": params},
     )

@@ -188,7 +188,8 @@ def test_a_dead_scheduler(start_server: Callable[..., Server], tmp_path: Path) -
         answers = [whole.result(20) for whole in wholes]
     last = streamed.last_event()
     assert server.wait_exit() == ExitCode.FAILURE
-    assert "the scheduler process died" in server.lines[-1]
+    # The thread that writes the dump may have the last word.
+    assert any("the scheduler process died" in line for line in server.lines[-2:])
     ids = set()
     for answer in answers:
         assert answer.status_code == 500

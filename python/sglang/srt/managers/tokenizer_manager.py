@@ -137,14 +137,14 @@ class TokenizerManager:
             self.phase = Phase.DEAD
             n = len(self._states)
             self._failure = log_failure(f"{what}; {n} request(s) were in flight")
-            if self._crash_dump is not None:
-                self._crash_dump.write(what)
             for state in list(self._states.values()):
                 state.group.fail(self._failure)
             self._calls.fail(self._failure)
             self._states.clear()
             self._occupancy.clear()
             self._on_change()
+            if self._crash_dump is not None:
+                self._crash_dump.begin_writing(what)
         return self._failure
 
     def shutdown_scheduler(self) -> None:
@@ -154,6 +154,8 @@ class TokenizerManager:
     def close(self) -> None:
         self.prompts.close()
         self.side_work.close()
+        if self._crash_dump is not None:
+            self._crash_dump.close()
 
     @property
     def num_in_flight(self) -> int:
