@@ -319,7 +319,7 @@ class ServerArgs:
         str | None,
         Arg(
             "Key that alone opens what concerns all clients: abort_all, /flush_cache, "
-            "/canary/incidents, profiles; unset: any client's key does."
+            "/canary/incidents; unset: any client's key does, but none opens profiles."
         ),
     ] = None
     cors_allow_origins: Annotated[

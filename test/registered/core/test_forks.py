@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.utils import forks
-from sglang.srt.utils.forks import in_processes
+from sglang.srt.utils.forks import BackgroundFork, in_processes
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="cpu")
@@ -48,6 +48,19 @@ def test_a_fork_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
     in_processes(lambda number: time.sleep(60), 1)
     assert time.monotonic() - began < 30
+
+
+def test_work_in_the_background(tmp_path: Path) -> None:
+    with (tmp_path / "open").open("w") as file:
+        number = file.fileno()
+        fork = BackgroundFork(lambda: os.fstat(number))
+        assert fork.wait(60) is False, "files of the parent are closed"
+    fork = BackgroundFork(lambda: (tmp_path / "done").touch())
+    assert fork.wait(60) is True
+    assert (tmp_path / "done").exists()
+    fork = BackgroundFork(lambda: time.sleep(60), patience=0.1)
+    assert fork.poll() is None
+    assert fork.wait(30) is False
 
 
 if __name__ == "__main__":

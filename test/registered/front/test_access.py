@@ -24,6 +24,8 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=4, suite="cpu")
 
 CLIENT, OTHER, ADMIN = "client-key", "other-key", "admin-key"
+BOTH = {"api_key": CLIENT, "admin_api_key": ADMIN}
+NO_STEPS = {"num_steps": 0}
 SITE = "https://ui.example.com"
 ABORT_ALL = {"abort_all": True}
 
@@ -59,22 +61,27 @@ async def flush(wire: Wire, http: httpx.AsyncClient, **options: Any) -> int:
     return (await asked).status_code
 
 
-# Statuses of: a model list, an abort of its own, an abort of all, a flush.
+# Statuses of: a model list, an abort of its own, an abort of all, a flush, a profile
+# that its range refuses.
 @pytest.mark.parametrize(
     ("keys", "caller", "statuses"),
     [
-        ({}, None, (200, 200, 200, 200)),
-        ({}, "whatever", (200, 200, 200, 200)),
-        ({"api_key": CLIENT}, CLIENT, (200, 200, 200, 200)),
-        ({"api_key": CLIENT}, None, (401, 401, 401, 401)),
-        ({"api_key": CLIENT}, CLIENT + "x", (401, 401, 401, 401)),
-        ({"api_key": CLIENT}, CLIENT[:-1], (401, 401, 401, 401)),
-        ({"admin_api_key": ADMIN}, None, (200, 200, 403, 403)),
-        ({"admin_api_key": ADMIN}, "whatever", (200, 200, 403, 403)),
-        ({"admin_api_key": ADMIN}, ADMIN, (200, 200, 200, 200)),
-        ({"api_key": CLIENT, "admin_api_key": ADMIN}, None, (401, 401, 401, 401)),
-        ({"api_key": CLIENT, "admin_api_key": ADMIN}, CLIENT, (200, 200, 403, 403)),
-        ({"api_key": CLIENT, "admin_api_key": ADMIN}, ADMIN, (200, 200, 200, 200)),
+        ({}, None, (200, 200, 200, 200, 400)),
+        ({}, "whatever", (200, 200, 200, 200, 400)),
+        ({"api_key": CLIENT}, CLIENT, (200, 200, 200, 200, 403)),
+        ({"api_key": CLIENT}, None, (401, 401, 401, 401, 401)),
+        ({"api_key": CLIENT}, CLIENT + "x", (401, 401, 401, 401, 401)),
+        ({"api_key": CLIENT}, CLIENT[:-1], (401, 401, 401, 401, 401)),
+        ({"admin_api_key": ADMIN}, None, (200, 200, 403, 403, 403)),
+        ({"admin_api_key": ADMIN}, "whatever", (200, 200, 403, 403, 403)),
+        ({"admin_api_key": ADMIN}, ADMIN, (200, 200, 200, 200, 400)),
+        (BOTH, None, (401, 401, 401, 401, 401)),
+        (
+            {"api_key": CLIENT, "admin_api_key": ADMIN},
+            CLIENT,
+            (200, 200, 403, 403, 403),
+        ),
+        (BOTH, ADMIN, (200, 200, 200, 200, 400)),
     ],
 )
 def test_what_a_key_opens(
@@ -88,13 +95,14 @@ def test_what_a_key_opens(
                 (await http.post("/abort_request", json={"rid": "r"})).status_code,
                 (await http.post("/abort_request", json=ABORT_ALL)).status_code,
                 await flush(wire, http),
+                (await http.post("/start_profile", json=NO_STEPS)).status_code,
             ]
             incidents = await http.get("/canary/incidents")
             for path in ("/health", "/livez", "/readyz"):
                 assert (await http.get(path)).status_code == 200
         assert tuple(seen) == statuses
         # Off, or hidden.
-        assert incidents.status_code == {200: 404}.get(seen[-1], seen[-1])
+        assert incidents.status_code == {200: 404}.get(seen[3], seen[3])
 
     run(work())
 

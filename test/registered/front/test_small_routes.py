@@ -229,7 +229,7 @@ def test_a_profile_is_asked_of_the_scheduler(tmp_path: Path) -> None:
         "output_dir": "a/b",
         "num_steps": 5,
         "activities": ["CPU"],
-        "with_stack": False,
+        "with_stack": True,
         "record_shapes": True,
         "profile_by_stage": False,
         "merge_profiles": False,
@@ -238,10 +238,10 @@ def test_a_profile_is_asked_of_the_scheduler(tmp_path: Path) -> None:
     assert app.post("/stop_profile", None).json()["status"] == "stopped"
     default, chosen, stop = profiles(app)
     assert default.folder == str(tmp_path) and default.num_steps == 7
-    assert default.activities == ["CPU", "GPU"] and default.with_stack
+    assert default.activities == ["CPU", "GPU"] and not default.with_stack
     assert chosen.folder == str(tmp_path / "a" / "b") and chosen.num_steps == 5
     assert chosen.activities == ["CPU"]
-    assert not chosen.with_stack and chosen.record_shapes
+    assert chosen.with_stack and chosen.record_shapes
     assert default.name != chosen.name
     assert not stop.is_start
 

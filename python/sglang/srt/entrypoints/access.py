@@ -24,12 +24,9 @@ OPEN_PATHS = frozenset(
 )
 _OPEN_FOLDERS = ("/canary/assets/", "/chat/assets/")
 # They show or change what concerns all clients.
-ADMIN_PATHS = frozenset(
-    {
-        *("/flush_cache", "/start_profile", "/stop_profile"),
-        *("/canary/events", "/canary/incidents"),
-    }
-)
+ADMIN_PATHS = frozenset({"/flush_cache", "/canary/events", "/canary/incidents"})
+# They slow the server down for everybody and write files.
+OPERATOR_PATHS = frozenset({"/start_profile", "/stop_profile"})
 # They change something and need no body that a page could not send.
 CHANGING_PATHS = frozenset(
     {"/flush_cache", "/abort_request", "/start_profile", "/stop_profile"}
@@ -39,7 +36,8 @@ _ROLE = "sglang.role"
 
 class AccessMiddleware:
     """Asks for a key on all paths but `OPEN_PATHS`, for the administrator's on
-    `ADMIN_PATHS`, and keeps other sites' pages away from `CHANGING_PATHS`.
+    `ADMIN_PATHS` and `OPERATOR_PATHS`, and keeps other sites' pages away from
+    `CHANGING_PATHS`.
 
     Args:
         origins: sites whose pages may change something; the server's own may.
@@ -72,7 +70,9 @@ class AccessMiddleware:
         CALLER.set(caller)
         PEER.set((scope.get("client") or ("",))[0])
         if scope["path"] in ADMIN_PATHS:
-            _require_admin(role, scope["path"])
+            _require(Role.ADMIN, role, scope["path"])
+        if scope["path"] in OPERATOR_PATHS:
+            _require(Role.OPERATOR, role, scope["path"])
         if scope["method"] == "POST" and scope["path"] in CHANGING_PATHS:
             self._check_page(headers)
 
@@ -111,7 +111,7 @@ def _is_open(scope: Scope) -> bool:
 
 def owner_of(request: Request) -> str | None:
     """Whose requests the sender of this one may end; None: everybody's."""
-    return None if request.scope[_ROLE] is Role.ADMIN else CALLER.get()
+    return None if request.scope[_ROLE] >= Role.ADMIN else CALLER.get()
 
 
 def require_admin(request: Request) -> None:
@@ -120,11 +120,11 @@ def require_admin(request: Request) -> None:
     Raises:
         BadRequest: the request came with a client's key, or with none.
     """
-    _require_admin(request.scope[_ROLE], request.url.path)
+    _require(Role.ADMIN, request.scope[_ROLE], request.url.path)
 
 
-def _require_admin(role: Role, path: str) -> None:
-    if role < Role.ADMIN:
+def _require(needed: Role, role: Role, path: str) -> None:
+    if role < needed:
         raise BadRequest(f"{path}: needs the key of --admin-api-key", status=403)
 
 

@@ -22,11 +22,16 @@ NAME_CHARS = 16
 
 
 class Role(IntEnum):
-    """Rights of a caller; a higher role includes the lower ones."""
+    """Rights of a caller; a higher role includes the lower ones.
+
+    ADMIN may do what concerns all clients, OPERATOR also what slows the server down or
+    changes what it writes.
+    """
 
     NOBODY = 0
     CLIENT = 1
     ADMIN = 2
+    OPERATOR = 3
 
 
 class Caller(NamedTuple):
@@ -37,8 +42,8 @@ class Caller(NamedTuple):
 
 
 class ApiKeys:
-    """Tells whose a key is. Without keys everybody is an administrator; without an
-    administrator's key every client is.
+    """Tells whose a key is. Without keys everybody is an operator; without an
+    administrator's key every client is an administrator, but no operator.
 
     Raises:
         ValueError: --api-key-file cannot be read; names the reason and no key.
@@ -66,11 +71,12 @@ class ApiKeys:
         is_admin = bool(_matches(digests, [] if self._admin is None else [self._admin]))
         clients = _matches(digests, self._clients)
         if is_admin:
-            return Caller(Role.ADMIN, "")
-        if clients or not self._clients:
-            name = clients[0].hex()[:NAME_CHARS] if clients else ""
+            return Caller(Role.OPERATOR, "")
+        if clients:
             role = Role.ADMIN if self._admin is None else Role.CLIENT
-            return Caller(role, name)
+            return Caller(role, clients[0].hex()[:NAME_CHARS])
+        if not self._clients:
+            return Caller(Role.OPERATOR if self._admin is None else Role.CLIENT, "")
         return Caller(Role.NOBODY, "")
 
     def reload(self) -> None:

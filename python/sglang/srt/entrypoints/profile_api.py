@@ -34,13 +34,13 @@ class ProfileRequest(_Profile, kw_only=True, forbid_unknown_fields=True):
     """The body of `/start_profile`; an empty one means the defaults.
 
     The profile ends after `num_steps` forwards, at the latest after
-    --profile-max-steps, or by `/stop_profile`.
+    --profile-max-steps or 30 seconds, or by `/stop_profile`.
     """
 
     output_dir: str | None = None
     num_steps: int | None = None
     activities: list[Literal["CPU", "GPU"]] | None = None
-    with_stack: bool | None = True
+    with_stack: bool | None = False
     record_shapes: bool | None = False
 
 
@@ -105,7 +105,7 @@ class ProfileApi:
             name=f"{time.time():.0f}-{uuid.uuid4().hex[:8]}",
             num_steps=steps,
             activities=body.activities or ["CPU", "GPU"],
-            with_stack=body.with_stack is not False,
+            with_stack=bool(body.with_stack),
             record_shapes=bool(body.record_shapes),
         )
         return json_response(ProfileAnswer(status="started", path=path))

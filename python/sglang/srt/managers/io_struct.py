@@ -194,7 +194,7 @@ class ProfileReq(msgspec.Struct, kw_only=True, omit_defaults=True, tag="profile"
     name: str = ""
     num_steps: int = 0
     activities: list[str] = []
-    with_stack: bool = True
+    with_stack: bool = False
     record_shapes: bool = False
 
 

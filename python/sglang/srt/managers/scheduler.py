@@ -86,6 +86,8 @@ logger = logging.getLogger(__name__)
 IDLE_WAIT_MS = 1000
 # While a grammar compiles and nothing else runs.
 GRAMMAR_WAIT_MS = 2
+# While a profile runs or is written and nothing else does.
+PROFILE_WAIT_MS = 50
 
 
 class InFlight(NamedTuple):
@@ -171,7 +173,9 @@ class Scheduler:
         )
         self._stall_check = StallCheck(self.batches, cache=self.cache)
         self._watchdog = Watchdog(server_args.watchdog_timeout)
-        self._profiler = Profiler(rank=self._group.rank, device=self.env.device)
+        self._profiler = Profiler(
+            rank=self._group.rank, device=self.env.device, send=io.send
+        )
         self.in_flight: deque[InFlight] = deque()
         self._healer = self._create_healer()
         self._inspector = Inspector(
@@ -306,6 +310,8 @@ class Scheduler:
             self._on_empty_round(inputs)
         if self._kv_events is not None:
             self._kv_events.publish()
+        if self._profiler.is_busy:
+            self._profiler.poll()
         if recorder is not None and batch is None:
             has_input = bool(inputs.requests or inputs.grammars)
             has_changed = may_run or self.idle_checked != was_checked
@@ -349,7 +355,9 @@ class Scheduler:
         """How long the receive may wait: not at all while there is something to run."""
         if self.in_flight or self.batches.has_requests():
             return 0
-        return GRAMMAR_WAIT_MS if self._grammars else IDLE_WAIT_MS
+        if self._grammars:
+            return GRAMMAR_WAIT_MS
+        return PROFILE_WAIT_MS if self._profiler.is_busy else IDLE_WAIT_MS
 
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
@@ -382,7 +390,7 @@ class Scheduler:
             self._inputs.remember(*(req.tokens[-1] for req in processed.reqs))
         self._stats.on_tokens(processed.num_generated)
         self._streamer.send(processed.reqs)
-        if self._profiler.is_running:
+        if self._profiler.is_busy:
             self._profiler.count_forward()
 
     def _process_checked(self, done: InFlight) -> ProcessedBatch:
@@ -499,7 +507,7 @@ class Scheduler:
             case GetSnapshotReq() | GetSlotReq():
                 self._inspector.answer(message)
             case ProfileReq():
-                self.io.send(self._profiler.answer(message))
+                self._profiler.handle(message)
             case ShutdownReq():
                 self._is_shut_down = True
 

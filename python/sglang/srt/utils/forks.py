@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ _MOST = 32
 PATIENCE_SECONDS = 120.0
 _PAUSE_SECONDS = 0.005
 _WORD = 4
+_STDERR, _FIRST_OWN_FILE = 2, 3
 
 
 def in_processes(work: Callable[[int], object], count: int) -> None:
@@ -35,7 +37,7 @@ def in_processes(work: Callable[[int], object], count: int) -> None:
     running: set[int] = set()
     try:
         for _ in range(min(len(os.sched_getaffinity(0)), _MOST, count)):
-            running.add(_fork(work, numbers, writer))
+            running.add(_fork(lambda: _take_turns(work, numbers, writer)))
     except OSError as error:
         logger.warning("%d processes have to do: %s", len(running), error)
     try:
@@ -47,7 +49,45 @@ def in_processes(work: Callable[[int], object], count: int) -> None:
     _wait_for(running)
 
 
-def _fork(work: Callable[[int], object], numbers: int, writer: int) -> int:
+class BackgroundFork:
+    """One piece of work in a fork, for what it leaves on disk; its caller polls it.
+
+    The fork has no file of this process but the standard streams.
+
+    Args:
+        patience: seconds after which a fork that still runs is ended.
+
+    Raises:
+        OSError: there can be no fork.
+    """
+
+    def __init__(
+        self, work: Callable[[], object], *, patience: float = PATIENCE_SECONDS
+    ) -> None:
+        self._deadline = time.monotonic() + patience
+        self._pid = _fork(lambda: _do_alone(work))
+        self._succeeded: bool | None = None
+
+    def poll(self) -> bool | None:
+        """Whether the work succeeded; None while it runs."""
+        if self._succeeded is None:
+            ended, status = os.waitpid(self._pid, os.WNOHANG)
+            if ended:
+                self._succeeded = status == 0
+            elif time.monotonic() > self._deadline:
+                os.kill(self._pid, signal.SIGKILL)
+        return self._succeeded
+
+    def wait(self, timeout: float) -> bool | None:
+        """As `poll`, after at most `timeout` seconds of waiting."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+        return self._succeeded
+
+
+def _fork(run: Callable[[], bool]) -> int:
+    """Run `run`, which returns whether it failed, in a fork; returns its id."""
     with warnings.catch_warnings():
         # Other threads exist; what they may hold is not used in the fork.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -56,23 +96,35 @@ def _fork(work: Callable[[int], object], numbers: int, writer: int) -> int:
         return pid
     failed = True
     try:
-        os.close(writer)
         gc.disable()  # which may free memory of a GPU
-        failed = _take_turns(work, numbers)
+        failed = run()
     finally:
         os._exit(failed)
 
 
-def _take_turns(work: Callable[[int], object], numbers: int) -> bool:
+def _take_turns(work: Callable[[int], object], numbers: int, writer: int) -> bool:
     """Work until there are no more numbers; returns whether something failed."""
+    os.close(writer)
     failed = False
     while word := os.read(numbers, _WORD):
-        try:
-            work(int.from_bytes(word, "little"))
-        except Exception:
-            failed = True
-            traceback.print_exc()
+        number = int.from_bytes(word, "little")
+        failed |= _has_failed(partial(work, number))
     return failed
+
+
+def _do_alone(work: Callable[[], object]) -> bool:
+    os.closerange(_FIRST_OWN_FILE, os.sysconf("SC_OPEN_MAX"))
+    return _has_failed(work)
+
+
+def _has_failed(work: Callable[[], object]) -> bool:
+    try:
+        work()
+    except Exception:
+        # Python's own stream may write to a file that this fork has closed.
+        os.write(_STDERR, traceback.format_exc().encode())
+        return True
+    return False
 
 
 def _wait_for(running: set[int]) -> None:
