@@ -272,7 +272,7 @@ class ServerArgs:
         Arg("Tokens of all prompts and outputs of one request together.", low=1),
     ] = 1 << 24
     max_token_entries: Annotated[
-        int, Arg("Entries of stop_token_ids and of logit_bias.", low=1)
+        int, Arg("Entries of stop_token_ids, logit_bias, token_ids_logprob.", low=1)
     ] = 4096
     max_queued_tokens: Annotated[
         int,

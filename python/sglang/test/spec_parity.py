@@ -251,6 +251,11 @@ def assert_same_logprobs(
     for own, other in zip(ours[1], theirs[1], strict=True):
         # Tokens with nearly equal logprobs may swap.
         _assert_near(rid, [(p, 0) for p, _ in own], [(p, 0) for p, _ in other])
+    named = [[e for d in a.logprobs for e in d.output_named] for a in (got, want)]
+    if is_short:
+        named[1] = named[1][: len(named[0])]
+    for own, other in zip(*named, strict=True):
+        _assert_near(rid, own, other)
     if is_short:
         return
     prompts = [

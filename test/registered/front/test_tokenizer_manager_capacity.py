@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import (
     FinishReason,
     FlushCacheReq,
     FlushCacheRsp,
+    LogprobDelta,
     decode_response,
     encode,
 )
@@ -95,6 +96,51 @@ def test_an_abort_reaches_requests_that_were_not_sent_yet() -> None:
         assert [reason and reason.type for reason in reasons] == ["abort"] * 6
         assert len(wire.generated()) == 2
         assert wire.manager.num_in_flight == 0
+
+    run(work())
+
+
+def test_one_output_asks_for_the_logprobs_of_its_prompt() -> None:
+    """The others wait for it in a stream, unless it ends without or the engine dies."""
+
+    async def work() -> None:
+        wire = Wire()
+        options = {"return_logprob": True, "logprob_start_len": 0, "stream": True}
+        scored = LogprobDelta(
+            input_token=[(None, 1), (-0.5, 2)], input_top=[None, []], output_token=[]
+        )
+        bare = LogprobDelta()
+        for end in ("scored", "aborted", "dead"):
+            group = await wire.manager.submit(
+                [prompt([1, 2], {"n": 3}, rid=end, **options)]
+            )
+            asked = [request.logprob_start_len for request in wire.generated()[-3:]]
+            assert asked == [0, -1, -1]
+            wire.answer(f"{end}-1", [7], logprobs=bare)
+            updates = wire.manager.updates(group)
+            first = asyncio.create_task(anext(updates))
+            await asyncio.sleep(0.01)
+            assert not first.done()
+            if end == "scored":
+                wire.answer(f"{end}-0", [5], None, logprobs=scored)
+                shown = {update.rid: update.logprobs for update in await first}
+                assert set(shown) == {f"{end}-0", f"{end}-1"}
+                for delta in shown.values():
+                    assert delta is not None
+                    assert delta.input_token == scored.input_token
+            elif end == "aborted":
+                reason = FinishReason(type="abort", message="m", status_code=499)
+                wire.answer(f"{end}-0", [], reason)
+                assert {update.rid for update in await first} == {
+                    f"{end}-0",
+                    f"{end}-1",
+                }
+            else:
+                wire.manager.set_dead("it died")
+                assert [update.rid for update in await first] == [f"{end}-1"]
+                with pytest.raises(EngineFailure):
+                    await anext(updates)
+            await updates.aclose()
 
     run(work())
 

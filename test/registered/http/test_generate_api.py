@@ -121,6 +121,65 @@ def test_logprobs(server: Server) -> None:
     assert [e[1] for e in last["output_token_logprobs"]] == tokens
 
 
+def test_token_ids_logprob(server: Server) -> None:
+    """Ids for all prompts, or a list of them per prompt; as top logprobs show them."""
+    body = {
+        "text": ["abc", "de"],
+        "sampling_params": greedy(max_new_tokens=3),
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 20,
+        "token_ids_logprob": [104, 97],
+        "return_text_in_logprobs": True,
+    }
+    shared = server.post("/generate", body).json()
+    body["token_ids_logprob"] = [[104, 97], None]
+    apart = server.post("/generate", body).json()
+    assert "output_token_ids_logprobs" not in apart[1]["meta_info"]
+    for answer in (*shared, apart[0]):
+        meta = answer["meta_info"]
+        assert meta["input_token_ids_logprobs"][0] is None
+        for named, top in zip(
+            [
+                *meta["input_token_ids_logprobs"][1:],
+                *meta["output_token_ids_logprobs"],
+            ],
+            [*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]],
+            strict=True,
+        ):
+            assert [entry[1:] for entry in named] == [[104, "h"], [97, "a"]]
+            best = {entry[1]: entry[0] for entry in top}
+            assert all(best.get(e[1], e[0]) == e[0] for e in named)
+
+
+def test_the_prompt_is_scored_once_for_all_outputs(server: Server) -> None:
+    """And all of them show it; in a stream, before anything that follows it."""
+    body = {
+        "text": "abcdefgh",
+        "sampling_params": {"max_new_tokens": 4, "n": 5, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+        "token_ids_logprob": [104],
+    }
+    answers = server.post("/generate", body).json()
+    shown = [
+        [
+            answer["meta_info"][f"input_{name}_logprobs"]
+            for name in ("token", "top", "token_ids")
+        ]
+        for answer in answers
+    ]
+    assert len(shown) == 5 and all(one == shown[0] for one in shown)
+    assert len(shown[0][0]) == 8
+    body["stream"] = True
+    with server.client() as client, client.stream("POST", "/generate", json=body) as r:
+        chunks = events(r)
+    assert {chunk["index"] for chunk in chunks} == set(range(5))
+    for chunk in chunks:
+        assert chunk["meta_info"]["input_token_logprobs"] == shown[0][0]
+
+
 def test_a_stop_string_ends_and_is_cut(server: Server) -> None:
     text = server.generate("stop", max_new_tokens=200)["text"]
     pairs = (text[i : i + 2] for i in range(5, len(text)))

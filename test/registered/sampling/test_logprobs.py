@@ -55,21 +55,28 @@ def test_distribution_is_that_of_the_edited_logits() -> None:
 
     asked = [4, 0, 1, 2, 3, 5]
     top_ks = [5, 0, 3, 1, VOCAB + 5, 2]
+    named = [(33, 0), (), (7,), (3, 3, 100), (), (1,)]
     out = Sampler()(
         logits,
         build(rows).with_vocab_mask(mask),
         positions=torch.zeros(6, dtype=torch.int64),
-        logprobs=LogprobRequest.build(asked, top_ks, device="cpu"),
+        logprobs=LogprobRequest.build(asked, top_ks, named=named, device="cpu"),
     )
     assert out.logprobs is not None
     host = out.logprobs.to_host()
     assert len(host) == len(asked)
-    for (logprob, top), row, k in zip(host, asked, top_ks, strict=True):
+    for (logprob, top, found), row, k, ids in zip(
+        host, asked, top_ks, named, strict=True
+    ):
+        assert [i for _, i in found] == list(ids)
+        for value, i in found:
+            # Of a token that the row cannot produce: -inf.
+            assert math.isclose(value, expected[row, i], abs_tol=1e-5)
         token = int(out.token_ids[row])
         assert math.isclose(logprob, expected[row, token], abs_tol=1e-5)
         n = min(k, int((expected[row] > float("-inf")).sum()))
-        values, ids = expected[row].topk(n)
-        assert [i for _, i in top] == ids.tolist()
+        values, best = expected[row].topk(n)
+        assert [i for _, i in top] == best.tolist()
         for (value, _), reference in zip(top, values.tolist(), strict=True):
             assert math.isclose(value, reference, abs_tol=1e-5)
 
@@ -78,7 +85,7 @@ def test_tensors_and_their_copy_agree() -> None:
     logits = torch.randn(4, VOCAB)
     tokens = torch.tensor([1, 2, 3, 4])
     result = compute_logprobs(
-        logits, tokens, LogprobRequest(rows=None, top_ks=(3,) * 4)
+        logits, tokens, LogprobRequest.build(None, (3,) * 4, device="cpu")
     )
     assert result.packed.shape == (4, 7) and result.packed.dtype == torch.int32
     expected = torch.log_softmax(logits, dim=-1)
@@ -92,7 +99,7 @@ def test_large_logits_keep_precision() -> None:
     """Low temperatures make logits of a million; differences must survive."""
     logits = torch.tensor([[1e6, 1e6 - 1.0, 0.0]])
     result = compute_logprobs(
-        logits, torch.tensor([1]), LogprobRequest(rows=None, top_ks=(2,))
+        logits, torch.tensor([1]), LogprobRequest.build(None, (2,), device="cpu")
     )
     expected = -1.0 - math.log(1 + math.exp(-1.0))
     assert math.isclose(result.to_host()[0].logprob, expected, abs_tol=1e-5)
@@ -101,17 +108,21 @@ def test_large_logits_keep_precision() -> None:
 def test_prompt_logprobs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(23, VOCAB)
     tokens = torch.randint(0, VOCAB, (23,))
-    whole = prompt_logprobs(logits, tokens, top_k=4)
+    whole = prompt_logprobs(logits, tokens, top_k=4, named=(9, 2))
     expected = torch.log_softmax(logits.double(), dim=-1)
-    for i, (logprob, top) in enumerate(whole.to_host()):
+    for i, (logprob, top, named) in enumerate(whole.to_host()):
+        assert [token for _, token in named] == [9, 2]
+        for value, token in named:
+            assert math.isclose(value, expected[i, token], abs_tol=1e-5)
         assert math.isclose(logprob, expected[i, tokens[i]], abs_tol=1e-5)
         assert [t for _, t in top] == expected[i].topk(4).indices.tolist()
     monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", 5 * VOCAB)
-    chunked = prompt_logprobs(logits, tokens, top_k=4)
+    chunked = prompt_logprobs(logits, tokens, top_k=4, named=(9, 2))
     assert torch.equal(chunked.packed, whole.packed)
+    assert chunked.named == whole.named
     assert chunked.top_ks == whole.top_ks == (4,) * 23
     parts = [
-        prompt_logprobs(logits[a:b], tokens[a:b], top_k=4)
+        prompt_logprobs(logits[a:b], tokens[a:b], top_k=4, named=(9, 2))
         for a, b in ((0, 7), (7, 8), (8, 23))
     ]
     assert torch.equal(concat_logprobs(parts).packed, whole.packed)

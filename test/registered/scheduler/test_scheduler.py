@@ -406,6 +406,9 @@ def reference(folder):
     return load(folder, dtype=torch.float32).eval()
 
 
+NAMED = [5, 255, 0, 5]
+
+
 @pytest.mark.parametrize("chunk", [7, 512])
 @pytest.mark.parametrize("start", [0, 1, 13, 22, 29])
 def test_logprobs_equal_transformers(tiny, chunk, start):
@@ -419,6 +422,7 @@ def test_logprobs_equal_transformers(tiny, chunk, start):
         return_logprob=True,
         logprob_start_len=start,
         top_logprobs_num=3,
+        token_ids_logprob=NAMED,
     )
     (delta,) = answer.logprobs
     assert len(delta.input_token) == len(prompt) - start
@@ -430,17 +434,39 @@ def test_logprobs_equal_transformers(tiny, chunk, start):
         enumerate(delta.output_token, len(prompt))
     )
     tops = [*delta.input_top, *delta.output_top]
-    for (position, (logprob, token)), top in zip(entries, tops, strict=True):
+    names = [*delta.input_named, *delta.output_named]
+    for (position, (logprob, token)), top, named in zip(
+        entries, tops, names, strict=True
+    ):
         assert token == tokens[position]
         if position == 0:
-            assert logprob is None and top is None
+            assert logprob is None and top is None and named is None
             continue
         row = logprobs[position - 1]
+        assert [t for _, t in named] == NAMED
+        for value, t in named:
+            assert math.isclose(value, float(row[t]), abs_tol=2e-4)
         assert math.isclose(logprob, float(row[token]), abs_tol=2e-4)
         best = row.topk(3)
         assert [t for _, t in top] == best.indices.tolist()
         for (value, _), expected in zip(top, best.values.tolist(), strict=True):
             assert math.isclose(value, expected, abs_tol=2e-4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_for_no_output_scores_what_would_have_come(tiny, overlap):
+    harness = EngineHarness(tiny, overlap=overlap)
+    options = {"return_logprob": True, "token_ids_logprob": NAMED, "temperature": 1.0}
+    prompt = [65, 66, 67, 68]
+    answer = harness.generate(prompt, max_new_tokens=0, **options)
+    (delta,) = answer.logprobs
+    assert answer.output_ids == delta.output_token == delta.output_top == []
+    with torch.inference_mode():
+        row = reference(tiny)(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    (named,) = delta.output_named
+    assert [token for _, token in named] == NAMED
+    for value, token in named:
+        assert math.isclose(value, float(row[token]), abs_tol=2e-4)
 
 
 def test_same_seed_same_text_whatever_runs_beside(tiny):

@@ -92,6 +92,12 @@ ASKED = {
         "logprob_start_len": 0,
         "top_logprobs_num": 2,
     },
+    "token-ids-logprob": {
+        "return_logprob": True,
+        "logprob_start_len": 2,
+        "token_ids_logprob": [65, 3, 200, 65],
+        "stream": True,
+    },
     "logprobs-and-stop": {
         "return_logprob": True,
         "stream": True,

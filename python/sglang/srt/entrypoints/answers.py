@@ -55,6 +55,12 @@ class MetaInfo(Shape):
         msgspec.UNSET
     )
     output_top_logprobs: list[list[ShownLogprob]] | msgspec.UnsetType = msgspec.UNSET
+    input_token_ids_logprobs: list[list[ShownLogprob] | None] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )
+    output_token_ids_logprobs: list[list[ShownLogprob]] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )
     hidden_states: list[list[float]] | msgspec.UnsetType = msgspec.UNSET
     spec_verify_ct: int | msgspec.UnsetType = msgspec.UNSET
     spec_accept_length: float | msgspec.UnsetType = msgspec.UNSET

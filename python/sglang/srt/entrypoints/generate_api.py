@@ -48,6 +48,7 @@ class GenerateRequest(_Generate, kw_only=True, forbid_unknown_fields=True):
     return_logprob: bool | list[bool] | None = False
     logprob_start_len: int | list[int] | None = -1
     top_logprobs_num: int | list[int] | None = 0
+    token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool | None = False
     stream: bool | None = False
     rid: str | list[str] | None = None
@@ -86,11 +87,13 @@ def parse_generate(
             return default
         if not isinstance(value, list):
             return value
+        if name == "token_ids_logprob" and _are_ids(value):
+            return value
         if len(value) != count or not is_batch:
             raise BadRequest(
                 f"{name} has {len(value)} entries for {count} prompt(s)", param=name
             )
-        return value[i]
+        return default if value[i] is None else value[i]
 
     if is_batch and isinstance(request.rid, str):
         raise BadRequest("rid must be a list where the prompts are one", param="rid")
@@ -118,6 +121,7 @@ def parse_generate(
                 return_logprob=nth("return_logprob", i, False),
                 logprob_start_len=nth("logprob_start_len", i, -1),
                 top_logprobs_num=nth("top_logprobs_num", i, 0),
+                token_ids_logprob=nth("token_ids_logprob", i, ()),
                 rid=nth("rid", i, None),
                 extra_key=cache_namespace(nth("extra_key", i, None))
                 if isinstance(request.extra_key, list)
@@ -150,10 +154,16 @@ _OPTIONS = {
     "return_logprob": lambda r: r.return_logprob,
     "logprob_start_len": lambda r: r.logprob_start_len,
     "top_logprobs_num": lambda r: r.top_logprobs_num,
+    "token_ids_logprob": lambda r: r.token_ids_logprob,
     "rid": lambda r: r.rid,
     "extra_key": lambda r: r.extra_key,
     "return_hidden_states": lambda r: r.return_hidden_states,
 }
+
+
+def _are_ids(value: list[Any]) -> bool:
+    """Whether token ids are those of all prompts, rather than a list per prompt."""
+    return all(isinstance(entry, int) for entry in value)
 
 
 class _Prompt(NamedTuple):
@@ -263,7 +273,10 @@ class GenerateAnswer:
         self._input: list[ShownLogprob] | None = None
         self._input_top: list[list[ShownLogprob] | None] | None = None
         self._output: list[ShownLogprob] = []
+        self._input_named: list[list[ShownLogprob] | None] | None = None
         self._output_top: list[list[ShownLogprob]] = []
+        self._output_named: list[list[ShownLogprob]] = []
+        self._has_named = False
         self._has_logprobs = False
         self._hidden_states: list[list[float]] | None = None
 
@@ -285,8 +298,8 @@ class GenerateAnswer:
     def _forget(self) -> None:
         """Drop what earlier answers showed."""
         self._text, self._output_ids = "", []
-        self._input = self._input_top = self._hidden_states = None
-        self._output, self._output_top = [], []
+        self._input = self._input_top = self._input_named = self._hidden_states = None
+        self._output, self._output_top, self._output_named = [], [], []
 
     def _meta_info(self, update: Update) -> dict[str, Any]:
         meta: dict[str, Any] = {
@@ -302,6 +315,9 @@ class GenerateAnswer:
             meta["output_token_logprobs"] = list(self._output)
             meta["input_top_logprobs"] = self._input_top or []
             meta["output_top_logprobs"] = list(self._output_top)
+        if self._has_named:
+            meta["input_token_ids_logprobs"] = self._input_named or []
+            meta["output_token_ids_logprobs"] = list(self._output_named)
         if self._hidden_states is not None:
             meta["hidden_states"] = self._hidden_states
         if update.spec_verify_ct:
@@ -319,9 +335,18 @@ class GenerateAnswer:
         if delta.input_token is not None:
             self._input = self._shown(delta.input_token)
             tops = delta.input_top or []
-            self._input_top = [None if t is None else self._shown(t) for t in tops]
+            self._input_top = self._shown_lists(tops)
+        if delta.input_named is not None:
+            self._input_named = self._shown_lists(delta.input_named)
         self._output += self._shown(delta.output_token)
         self._output_top += [self._shown(top) for top in delta.output_top]
+        self._output_named += [self._shown(named) for named in delta.output_named]
+        self._has_named |= bool(delta.output_named or delta.input_named)
+
+    def _shown_lists(
+        self, lists: Sequence[list[TokenLogprob] | None]
+    ) -> list[list[ShownLogprob] | None]:
+        return [None if one is None else self._shown(one) for one in lists]
 
     def _shown(self, entries: Sequence[TokenLogprob]) -> list[ShownLogprob]:
         tokenizer = self._tokenizer

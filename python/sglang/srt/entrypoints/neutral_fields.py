@@ -79,7 +79,6 @@ GENERATE: dict[str, Neutral] = _COMMON | {
     "video_data": EMPTY,
     "audio_data": EMPTY,
     "modalities": Neutral([], ["text"]),
-    "token_ids_logprob": EMPTY,
     # How much of a request is logged is the operator's choice.
     "log_metrics": ANY,
     "no_logs": OFF,

@@ -125,5 +125,7 @@ def _score_span(
         ids = span.next_tokens[start - span.start : stop - span.start]
         next_tokens = torch.tensor(ids, dtype=torch.int64, device=row_hidden.device)
         logits = head(row_hidden[start:stop])
-        parts.append(prompt_logprobs(logits, next_tokens, top_k=span.top_k))
+        parts.append(
+            prompt_logprobs(logits, next_tokens, top_k=span.top_k, named=span.named)
+        )
     return concat_logprobs(parts)

@@ -7,7 +7,7 @@ grammars: it takes the logits that the token was drawn from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -15,16 +15,20 @@ import torch
 # Logits (rows x vocabulary) that one step of `prompt_logprobs` works on.
 _CHUNK_ELEMENTS = 1 << 24
 
+TokenIds = tuple[int, ...]
+
 
 class HostLogprob(NamedTuple):
     """One row on the host: its token's logprob and the top alternatives, best first.
 
     `top` holds at most as many (logprob, token id) pairs as the row asked for; ids that
-    the row could not have produced (logprob -inf) are left out.
+    the row could not have produced (logprob -inf) are left out. `named` holds a pair
+    for each token id that the row named, in its order.
     """
 
     logprob: float
     top: list[tuple[float, int]]
+    named: Sequence[tuple[float, int]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,26 +38,35 @@ class LogprobRequest:
     Fields:
         rows: [R'] int64 on the device, or None for every row.
         top_ks: host; alternatives wanted, for each of these rows.
+        named: host; token ids wanted, for each of these rows.
+        named_ids: [R', M] int64 on the device, `named` padded with id 0; None where no
+            row names any.
     """
 
     rows: torch.Tensor | None
     top_ks: tuple[int, ...]
+    named: tuple[TokenIds, ...]
+    named_ids: torch.Tensor | None = None
 
     @classmethod
     def build(
         cls,
-        rows: Sequence[int],
+        rows: Sequence[int] | None,
         top_ks: Sequence[int],
         *,
         device: torch.device | str,
+        named: Sequence[TokenIds] = (),
     ) -> LogprobRequest:
-        """A request from host row indices and their top-k; once per composition."""
-        if len(rows) != len(top_ks):
+        """A request from host row indices, their top-k and the token ids that they
+        name; once per composition."""
+        if rows is not None and len(rows) != len(top_ks):
             raise ValueError(f"{len(rows)} rows but {len(top_ks)} top_ks")
-        indices = torch.tensor(list(rows), dtype=torch.int64)
-        if torch.device(device).type != "cpu":
-            indices = indices.pin_memory().to(device, non_blocking=True)
-        return cls(rows=indices, top_ks=tuple(top_ks))
+        return cls(
+            rows=None if rows is None else _upload(list(rows), device),
+            top_ks=tuple(top_ks),
+            named=tuple(named) or ((),) * len(top_ks),
+            named_ids=_padded(named, device),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +74,18 @@ class LogprobResult:
     """Logprobs of R' rows in one tensor, so that one copy brings them to the host.
 
     Fields:
-        packed: int32 [R', 1 + 2 K]; the bits of the token's logprob, of the K best
-            logprobs, then the K ids. K is the largest of `top_ks`.
+        packed: int32 [R', 1 + 2 K + M]; the bits of the token's logprob, of the K best
+            logprobs, then the K ids, then the bits of the logprobs of the named ids.
+            K is the largest of `top_ks`.
+        num_top: K.
         top_ks: host; alternatives that each row asked for.
+        named: host; token ids that each row named.
     """
 
     packed: torch.Tensor
+    num_top: int
     top_ks: tuple[int, ...]
+    named: tuple[TokenIds, ...]
 
     @property
     def token_logprobs(self) -> torch.Tensor:
@@ -77,17 +95,21 @@ class LogprobResult:
     @property
     def top_values(self) -> torch.Tensor:
         """[R', K] float32, descending."""
-        k = self.packed.shape[1] // 2
-        return self.packed[:, 1 : 1 + k].view(torch.float32)
+        return self.packed[:, 1 : 1 + self.num_top].view(torch.float32)
 
     @property
     def top_ids(self) -> torch.Tensor:
         """[R', K] int32."""
-        return self.packed[:, 1 + self.packed.shape[1] // 2 :]
+        return self.packed[:, 1 + self.num_top : 1 + 2 * self.num_top]
+
+    @property
+    def named_values(self) -> torch.Tensor:
+        """[R', M] float32; those beyond a row's own ids are meaningless."""
+        return self.packed[:, 1 + 2 * self.num_top :].view(torch.float32)
 
     def with_packed(self, packed: torch.Tensor) -> LogprobResult:
         """The same result after the caller copied `packed` elsewhere."""
-        return LogprobResult(packed=packed, top_ks=self.top_ks)
+        return replace(self, packed=packed)
 
     def to_host(self) -> list[HostLogprob]:
         """Python numbers, one entry per row. Waits for the device."""
@@ -100,12 +122,15 @@ class LogprobResult:
                     for v, i in zip(values[:k], ids[:k], strict=True)
                     if v != float("-inf")
                 ],
+                list(zip(named, names, strict=False)),
             )
-            for logprob, values, ids, k in zip(
+            for logprob, values, ids, k, named, names in zip(
                 host.token_logprobs.tolist(),
                 host.top_values.tolist(),
                 host.top_ids.tolist(),
                 self.top_ks,
+                host.named_values.tolist(),
+                self.named,
                 strict=True,
             )
         ]
@@ -114,7 +139,8 @@ class LogprobResult:
 def compute_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, request: LogprobRequest
 ) -> LogprobResult:
-    """Log-softmax of the chosen rows, at their tokens and at their best ids.
+    """Log-softmax of the chosen rows, at their tokens, at their best ids and at those
+    that they name.
 
     Args:
         logits: [R, V] float32: bias, penalties, mask and temperature applied; top-p,
@@ -126,21 +152,27 @@ def compute_logprobs(
         logits = logits.index_select(0, request.rows)
         token_ids = token_ids.index_select(0, request.rows)
     logprobs = torch.log_softmax(logits, dim=-1)
-    chosen = logprobs.gather(1, token_ids[:, None])
+    parts = [logprobs.gather(1, token_ids[:, None]).view(torch.int32)]
     k = min(max(request.top_ks, default=0), logits.shape[1])
-    if k == 0:
-        packed = chosen.view(torch.int32)
-    else:
+    if k:
         values, ids = logprobs.topk(k, dim=-1)
-        packed = torch.cat(
-            (chosen.view(torch.int32), values.view(torch.int32), ids.to(torch.int32)),
-            dim=1,
-        )
-    return LogprobResult(packed=packed, top_ks=request.top_ks)
+        parts += [values.view(torch.int32), ids.to(torch.int32)]
+    if request.named_ids is not None:
+        parts.append(logprobs.gather(1, request.named_ids).view(torch.int32))
+    return LogprobResult(
+        packed=parts[0] if len(parts) == 1 else torch.cat(parts, dim=1),
+        num_top=k,
+        top_ks=request.top_ks,
+        named=request.named,
+    )
 
 
 def prompt_logprobs(
-    logits: torch.Tensor, next_tokens: torch.Tensor, *, top_k: int = 0
+    logits: torch.Tensor,
+    next_tokens: torch.Tensor,
+    *,
+    top_k: int = 0,
+    named: TokenIds = (),
 ) -> LogprobResult:
     """Logprobs of the tokens that follow prompt positions, a chunk of rows at a time.
 
@@ -148,28 +180,59 @@ def prompt_logprobs(
         logits: [T, V] of T prompt positions; any float dtype.
         next_tokens: [T] int64, the token after each position.
         top_k: alternatives per position.
+        named: token ids whose logprobs are wanted at each position.
     """
     n_rows, vocab_size = logits.shape
     step = max(1, _CHUNK_ELEMENTS // vocab_size)
-    parts = [
-        compute_logprobs(
-            logits[i : i + step].float(),
-            next_tokens[i : i + step],
-            LogprobRequest(rows=None, top_ks=(top_k,) * min(step, n_rows - i)),
+    named_ids = _padded([named], logits.device)
+    parts = []
+    for i in range(0, n_rows, step):
+        count = min(step, n_rows - i)
+        request = LogprobRequest(
+            rows=None,
+            top_ks=(top_k,) * count,
+            named=(named,) * count,
+            named_ids=None if named_ids is None else named_ids.expand(count, -1),
         )
-        for i in range(0, n_rows, step)
-    ]
+        parts.append(
+            compute_logprobs(
+                logits[i : i + step].float(), next_tokens[i : i + step], request
+            )
+        )
     return concat_logprobs(parts)
 
 
 def concat_logprobs(parts: Sequence[LogprobResult]) -> LogprobResult:
-    """One result with the rows of all `parts`, which have the same K (chunks of one
-    prompt); no parts give an empty result."""
+    """One result with the rows of all `parts`, which have the same columns (chunks of
+    one prompt); no parts give an empty result."""
     if not parts:
-        return LogprobResult(packed=torch.empty((0, 1), dtype=torch.int32), top_ks=())
+        empty = torch.empty((0, 1), dtype=torch.int32)
+        return LogprobResult(packed=empty, num_top=0, top_ks=(), named=())
     if len(parts) == 1:
         return parts[0]
-    return LogprobResult(
+    return replace(
+        parts[0],
         packed=torch.cat([part.packed for part in parts]),
         top_ks=tuple(k for part in parts for k in part.top_ks),
+        named=tuple(ids for part in parts for ids in part.named),
     )
+
+
+def _padded(
+    named: Sequence[TokenIds], device: torch.device | str
+) -> torch.Tensor | None:
+    """[len(named), M] int64 on the device, padded with id 0; None where all are
+    empty."""
+    width = max(map(len, named), default=0)
+    if width == 0:
+        return None
+    return _upload([[*ids, *(0,) * (width - len(ids))] for ids in named], device)
+
+
+def _upload(
+    values: list[int] | list[list[int]], device: torch.device | str
+) -> torch.Tensor:
+    host = torch.tensor(values, dtype=torch.int64)
+    if torch.device(device).type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)

@@ -48,6 +48,7 @@ _OPTIONS = (
     "return_logprob",
     "logprob_start_len",
     "top_logprobs_num",
+    "token_ids_logprob",
     "return_hidden_states",
 )
 

@@ -40,20 +40,24 @@ class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt position from `logprob_start_len` on; the entry of position 0 has logprob
     None (nothing precedes it). `output_*` hold one entry per new token of the message.
     `*_top` hold, per position, the `top_logprobs_num` most likely tokens, best first
-    (None at position 0).
+    (None at position 0). `*_named` hold, per position, the tokens of
+    `token_ids_logprob`, in its order; of a request for no output, the `output_named`
+    is that of the token that would have come.
     """
 
     input_token: list[TokenLogprob] | None = None
     input_top: list[list[TokenLogprob] | None] | None = None
+    input_named: list[list[TokenLogprob] | None] | None = None
     output_token: list[TokenLogprob] = []
     output_top: list[list[TokenLogprob]] = []
+    output_named: list[list[TokenLogprob]] = []
 
     @property
     def size(self) -> int:
         """Number of log probabilities."""
-        tops = [top or () for top in (*(self.input_top or ()), *self.output_top)]
-        singles = len(self.input_token or ()) + len(self.output_token)
-        return singles + sum(map(len, tops))
+        lists = (self.input_top, self.output_top, self.input_named, self.output_named)
+        several = sum(len(entry or ()) for entries in lists for entry in entries or ())
+        return len(self.input_token or ()) + len(self.output_token) + several
 
 
 class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -70,6 +74,7 @@ class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
+    token_ids_logprob: list[int] = []
     extra_key: str | None = None
     return_hidden_states: bool = False
     copy: int = 0

@@ -31,6 +31,7 @@ class PromptRequest:
         rid: None means that one is generated.
         input_embeds: float32 [tokens, hidden_size] that replace the prompt, whose ids
             then only count them.
+        token_ids_logprob: ids whose log probabilities every position shows.
         extra_key: the `cache_namespace` of the client's key.
     """
 
@@ -42,6 +43,7 @@ class PromptRequest:
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
+    token_ids_logprob: Sequence[int] = ()
     rid: str | None = None
     extra_key: str | None = None
     return_hidden_states: bool = False
@@ -53,6 +55,16 @@ class PromptRequest:
         if self.input_embeds is not None:
             return "input_embeds"
         return "text" if isinstance(self.prompt, str) else "input_ids"
+
+    @property
+    def has_input_logprobs(self) -> bool:
+        """Whether log probabilities of the prompt are shown."""
+        return self.return_logprob and self.logprob_start_len >= 0
+
+    @property
+    def logprobs_per_token(self) -> int:
+        """Log probabilities that one token shows."""
+        return 1 + self.top_logprobs_num + len(self.token_ids_logprob)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +174,10 @@ def check_options(request: PromptRequest) -> None:
             f"top_logprobs_num must be at least 0, got {request.top_logprobs_num}",
             param="top_logprobs_num",
         )
+    if request.token_ids_logprob and not request.return_logprob:
+        raise BadRequest(
+            "token_ids_logprob needs return_logprob: true", param="token_ids_logprob"
+        )
 
 
 def check_vocab(params: SamplingParams, limits: Limits) -> None:
@@ -178,8 +194,11 @@ def to_wire(
     """Return the `n` messages to the scheduler, checked against the engine's limits.
 
     They share `ids` and the sampling parameters, whose token ids `check_vocab` checks.
+    The first alone asks for the log probabilities of the prompt, which all of them
+    show.
     """
     limits.check_prompt(ids, field=request.field)
+    limits.check_vocab(request.token_ids_logprob, field="token_ids_logprob")
     limits.check_length(request, len(ids))
     if not -1 <= request.logprob_start_len < len(ids):
         raise BadRequest(
@@ -195,8 +214,9 @@ def to_wire(
             copy=copy,
             stream=request.stream,
             return_logprob=request.return_logprob,
-            logprob_start_len=request.logprob_start_len,
+            logprob_start_len=-1 if copy else request.logprob_start_len,
             top_logprobs_num=request.top_logprobs_num,
+            token_ids_logprob=list(request.token_ids_logprob),
             extra_key=request.extra_key,
             return_hidden_states=request.return_hidden_states,
             input_embeds=request.input_embeds,

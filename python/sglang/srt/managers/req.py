@@ -127,6 +127,7 @@ class Req:
         # Logprobs and hidden states.
         self.return_logprob = request.return_logprob
         self.top_logprobs_num = request.top_logprobs_num
+        self.token_ids_logprob = tuple(request.token_ids_logprob)
         self.logprob_start_len = request.logprob_start_len
         self.score_from: int | None = None
         if request.return_logprob and 0 <= request.logprob_start_len < self.prompt_len:

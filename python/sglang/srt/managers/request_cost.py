@@ -29,7 +29,8 @@ class CostLimits:
         max_logprob_entries: log probabilities of all tokens together, each with its
             alternatives.
         max_call_tokens: prompt tokens and output tokens of all outputs together.
-        max_token_entries: entries of `stop_token_ids` and of `logit_bias`.
+        max_token_entries: entries of `stop_token_ids`, `logit_bias` and
+            `token_ids_logprob`.
         max_queued_tokens: prompt tokens of all requests in flight.
     """
 
@@ -65,6 +66,7 @@ class CostLimits:
         for name, entries in (
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", params.logit_bias or {}),
+            ("token_ids_logprob", prompt.token_ids_logprob),
         ):
             if len(entries) > self.max_token_entries:
                 raise BadRequest(
@@ -83,7 +85,7 @@ class CostLimits:
             return prompt
         if params.max_new_tokens <= room.room_after(prompt_len):
             return prompt
-        tokens = self.max_logprob_entries // (params.n * (1 + prompt.top_logprobs_num))
+        tokens = self.max_logprob_entries // (params.n * prompt.logprobs_per_token)
         if prompt.logprob_start_len >= 0:
             tokens -= prompt_len - prompt.logprob_start_len
         if not 1 <= tokens < room.room_after(prompt_len):
@@ -109,7 +111,7 @@ class CostLimits:
         ]
         for what, count, limit, flag, param in (
             (
-                "log probabilities (prompts x n x tokens x (1 + top_logprobs))",
+                "log probabilities (prompts x n x tokens x (1 + top_logprobs + ids))",
                 sum(cost.logprobs for cost in costs),
                 self.max_logprob_entries,
                 "--max-logprob-entries",
@@ -148,7 +150,7 @@ class CallCost:
         n, start = prompt.sampling_params.n, prompt.logprob_start_len
         out = min(prompt.sampling_params.max_new_tokens, room.room_after(prompt_len))
         scored = out + (prompt_len - start if start >= 0 else 0)
-        width = 1 + prompt.top_logprobs_num
+        width = prompt.logprobs_per_token
         return cls(
             tokens=prompt_len + n * out,
             logprobs=n * scored * width if prompt.return_logprob else 0,

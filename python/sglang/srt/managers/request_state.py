@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from sglang.srt.managers.errors import (
     CLIENT_ABORT_STATUS,
     ApiError,
@@ -71,7 +73,9 @@ class Update:
 class RequestState:
     """One request between its arrival and its last output.
 
-    `base_rid` is the client's own id, which the outputs of one prompt share.
+    `base_rid` is the client's own id, which the outputs of one prompt share. `leader`
+    is the request that gets the log probabilities of the prompt, where this one shows
+    them without: another output of the prompt.
     """
 
     def __init__(
@@ -94,6 +98,10 @@ class RequestState:
         self.is_finished = False
         self.group = group
         self._request: GenerateReq | None = request
+        self.leader: RequestState | None = None
+        self.is_leader = False
+        self.input_logprobs: LogprobDelta | None = None
+        self._has_shown_input = False
         self._text = text
         self._outputs: list[RequestOutput] = []
         self.num_received = 0
@@ -115,6 +123,9 @@ class RequestState:
                     f"engine counts {output.completion_tokens}"
                 )
             )
+        scored = output.logprobs
+        if self.is_leader and scored is not None and scored.input_token is not None:
+            self.input_logprobs = scored
         self._outputs.append(output)
         self.is_finished = output.finish_reason is not None
         self.group.notify(self, output.finish_reason)
@@ -145,7 +156,7 @@ class RequestState:
             rid=self.rid,
             text="" if shown is None else shown.push(ids, last.finish_reason),
             output_ids=ids,
-            logprobs=_merge_logprobs(outputs),
+            logprobs=self._with_input(_merge_logprobs(outputs)),
             hidden_states=_merge_hidden_states(outputs),
             prompt_tokens=last.prompt_tokens,
             completion_tokens=last.completion_tokens,
@@ -154,6 +165,32 @@ class RequestState:
             e2e_latency=time.monotonic() - self.arrived,
             spec_verify_ct=last.spec_verify_ct,
             spec_accept_tokens=last.spec_accept_tokens,
+        )
+
+    @property
+    def waits_for_leader(self) -> bool:
+        """Whether the log probabilities of the prompt will still come."""
+        leader = self.leader
+        return (
+            leader is not None
+            and leader.input_logprobs is None
+            and not leader.is_finished
+        )
+
+    def _with_input(self, delta: LogprobDelta | None) -> LogprobDelta | None:
+        """Add the log probabilities of the prompt once, if another request has them."""
+        leader = self.leader
+        if leader is None or self._has_shown_input or delta is None:
+            return delta
+        scored = leader.input_logprobs
+        if scored is None:
+            return delta
+        self._has_shown_input = True
+        return msgspec.structs.replace(
+            delta,
+            input_token=scored.input_token,
+            input_top=scored.input_top,
+            input_named=scored.input_named,
         )
 
 
@@ -172,9 +209,16 @@ class RequestGroup:
         self._wake = asyncio.Event()
 
     def add(
-        self, request: GenerateReq, *, base_rid: str | None, text: OutputText | None
+        self,
+        request: GenerateReq,
+        *,
+        base_rid: str | None,
+        text: OutputText | None,
+        leader: RequestState | None = None,
     ) -> RequestState:
         state = RequestState(request, group=self, base_rid=base_rid, text=text)
+        if leader is not None:
+            state.leader, leader.is_leader = leader, True
         self.states.append(state)
         self._unfinished += 1
         return state
@@ -216,9 +260,16 @@ class RequestGroup:
             # Outputs from before a failure of the engine are valid and yielded first,
             # even if they arrived together with it while the reader was busy.
             if not self._is_refused():
-                fresh, self._fresh = self._fresh, {}
+                is_over = self._error is not None
+                fresh = [
+                    state
+                    for state in self._fresh.values()
+                    if is_over or not state.waits_for_leader
+                ]
+                for state in fresh:
+                    del self._fresh[state.index]
                 if fresh:
-                    yield [state.take() for state in fresh.values()]
+                    yield [state.take() for state in fresh]
             if self._error is not None and (self._is_refused() or not self._fresh):
                 raise self._error
 
@@ -267,6 +318,8 @@ def _merge_logprobs(outputs: Sequence[RequestOutput]) -> LogprobDelta | None:
         input_top=with_input.input_top,
         output_token=[entry for part in parts for entry in part.output_token],
         output_top=[entry for part in parts for entry in part.output_top],
+        input_named=with_input.input_named,
+        output_named=[entry for part in parts for entry in part.output_named],
     )
 
 

@@ -149,9 +149,11 @@ class ScheduleBatch:
         self.logprob_request: LogprobRequest | None = None
         self.logprob_reqs = tuple(self.reqs[i] for i in asking)
         if asking:
-            top_ks = [self.reqs[i].top_logprobs_num for i in asking]
             self.logprob_request = LogprobRequest.build(
-                asking, top_ks, device=env.device
+                asking,
+                [req.top_logprobs_num for req in self.logprob_reqs],
+                named=[req.token_ids_logprob for req in self.logprob_reqs],
+                device=env.device,
             )
         self.has_grammar = any(r.grammar is not None for r in self.reqs)
         self.wants_hidden_states = any(r.return_hidden_states for r in self.reqs)
@@ -527,6 +529,7 @@ def _input_logprob_spans(
                     stop=last - start,
                     next_tokens=list(req.tokens[first + 1 : last + 1]),
                     top_k=req.top_logprobs_num,
+                    named=req.token_ids_logprob,
                 )
             )
     return tuple(found)

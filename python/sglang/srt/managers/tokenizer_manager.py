@@ -219,9 +219,14 @@ class TokenizerManager:
             stream=any(prompt.stream for prompt in prompts), owner=CALLER.get()
         )
         for i, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
+            leader: RequestState | None = None
             for request in to_wire(prompt, tokens, limits):
                 text = self._output_text(request)
-                group.add(request, base_rid=prompt.rid, text=text)
+                state = group.add(
+                    request, base_rid=prompt.rid, text=text, leader=leader
+                )
+                if prompt.has_input_logprobs and leader is None:
+                    leader = state
             await _let_others_in(i)
         self._check_rids(group)
         # Others were admitted while a long text was tokenized.

@@ -58,7 +58,8 @@ class HostLens:
 class InputLogprobSpan:
     """Prompt logprobs of one row: new tokens `[start, stop)` of the row's extension.
 
-    The logits of new token j score `next_tokens[j - start]`; `top_k` alternatives each.
+    The logits of new token j score `next_tokens[j - start]`, with `top_k` alternatives
+    and the token ids `named`.
     """
 
     row: int
@@ -66,6 +67,7 @@ class InputLogprobSpan:
     stop: int
     next_tokens: list[int]
     top_k: int
+    named: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

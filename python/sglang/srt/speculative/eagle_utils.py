@@ -176,11 +176,18 @@ def accepted_logprobs(
     if request.rows is not None:
         node_rows = node_rows.index_select(0, request.rows)
         tokens = tokens.index_select(0, request.rows)
-    top_ks = tuple(k for k in request.top_ks for _ in range(width))
+    named_ids = request.named_ids
+    if named_ids is not None:
+        named_ids = named_ids.repeat_interleave(width, dim=0)
     return compute_logprobs(
         processed.index_select(0, node_rows.reshape(-1)).float(),
         tokens.reshape(-1),
-        LogprobRequest(rows=None, top_ks=top_ks),
+        LogprobRequest(
+            rows=None,
+            top_ks=tuple(k for k in request.top_ks for _ in range(width)),
+            named=tuple(ids for ids in request.named for _ in range(width)),
+            named_ids=named_ids,
+        ),
     )
 
 

@@ -83,13 +83,18 @@ def to_record(
 def _request(serial: int, noted: Noted, origin: Origin) -> RecordedRequest:
     request = noted.request
     params = request.sampling_params
+    embeds, named = request.input_embeds, request.token_ids_logprob
     if not origin.has_tokens:
         params = msgspec.structs.replace(params, **_WORDS)
-    embeds = request.input_embeds
-    if embeds is not None and not origin.has_tokens:
-        embeds = bytes(len(embeds))
+        embeds = None if embeds is None else bytes(len(embeds))
+        named = []
     message = msgspec.structs.replace(
-        request, input_ids=[], sampling_params=params, input_embeds=embeds, client=""
+        request,
+        input_ids=[],
+        sampling_params=params,
+        input_embeds=embeds,
+        token_ids_logprob=named,
+        client="",
     )
     end, length, status = noted.end or (None, 0, None)
     return RecordedRequest(

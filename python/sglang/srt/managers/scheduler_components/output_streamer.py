@@ -76,9 +76,12 @@ class OutputStreamer:
 
 def _logprob_delta(req: Req, start: int, stop: int) -> LogprobDelta:
     new = req.output_logprobs[start:stop]
+    # Of a request for no output there is one entry, for the ids that it names.
+    named = req.output_logprobs[:1] if req.params.max_new_tokens == 0 else new
     delta = LogprobDelta(
         output_token=_tokens(new, req.tokens, at=req.prompt_len + start),
         output_top=[list(entry.top) for entry in new],
+        output_named=[list(e.named) for e in named] if req.token_ids_logprob else [],
     )
     if req.logprob_start_len >= 0 and not req.sent_input_logprobs:
         req.sent_input_logprobs = True
@@ -86,11 +89,14 @@ def _logprob_delta(req: Req, start: int, stop: int) -> LogprobDelta:
         scored = req.input_logprobs
         tokens = _tokens(scored, req.tokens, at=first)
         top: list[list[TokenLogprob] | None] = [list(entry.top) for entry in scored]
+        names: list[list[TokenLogprob] | None] = [list(e.named) for e in scored]
         if req.logprob_start_len == 0:
             # Nothing precedes position 0.
             tokens.insert(0, (None, req.tokens[0]))
             top.insert(0, None)
+            names.insert(0, None)
         delta.input_token, delta.input_top = tokens, top
+        delta.input_named = names if req.token_ids_logprob else None
     return delta
 
 

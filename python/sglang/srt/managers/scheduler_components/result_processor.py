@@ -188,7 +188,7 @@ def _store_logprobs(
     live = {launched.reqs[row].serial: row for row in rows}
     for i, req in enumerate(launched.logprob_reqs):
         row = live.get(req.serial)
-        if row is None or req.params.max_new_tokens == 0 or launched.is_chunked[row]:
+        if row is None or launched.is_chunked[row]:
             continue
         count = 1 if accept_lens is None else accept_lens[row]
         first = i * result.stride
