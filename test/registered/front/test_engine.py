@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import math
 import os
 import resource
 import signal
@@ -20,7 +22,7 @@ from typing import Any
 import pytest
 
 import sglang
-from sglang.srt.managers.errors import EngineFailure
+from sglang.srt.managers.errors import BadRequest, EngineFailure
 from sglang.srt.managers.scheduler_process import available_cores
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import POOL_TOKENS
@@ -159,12 +161,52 @@ def test_the_front_sleeps_while_the_scheduler_works(engine: sglang.Engine) -> No
 def test_info_and_threads(engine: sglang.Engine) -> None:
     info = engine.get_server_info()
     assert info["context_len"] == 1024 and info["internal_states"][0]
+    assert json.loads(json.dumps(info)) == info
     environment = (
         Path(f"/proc/{scheduler_pid(engine)}/environ").read_bytes().split(b"\0")
     )
     assert b"OMP_WAIT_POLICY=passive" in environment
     threads = os.environ.get("OMP_NUM_THREADS") or str(available_cores())
     assert f"OMP_NUM_THREADS={threads}".encode() in environment
+
+
+def test_scores_are_probabilities_of_the_next_token(engine: sglang.Engine) -> None:
+    query, items, labels = [7, 8], [[9], [10, 11], []], [5, 250, 5]
+    scores = engine.score(query, items, labels)
+    shares = engine.score(query, items, labels, apply_softmax=True)
+    for item, score, share in zip(items, scores, shares, strict=True):
+        answer = engine.generate(
+            input_ids=query + item,
+            sampling_params={"max_new_tokens": 1, "temperature": 1.0},
+            return_logprob=True,
+            top_logprobs_num=257,
+        )
+        assert isinstance(answer, dict)
+        top = {e[1]: e[0] for e in answer["meta_info"]["output_top_logprobs"][0]}
+        expected = [math.exp(top[label]) for label in labels]
+        assert score == pytest.approx(expected, abs=1e-6)
+        assert share == pytest.approx([e / sum(expected) for e in expected], abs=1e-6)
+    flipped = engine.score([8], [[7], [9]], labels, item_first=True)
+    assert flipped == engine.score([], [[7, 8], [9, 8]], labels)
+    assert engine.score("ab", "c", [99]) == engine.score("", ["abc"], [99])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (([1], [[2]], []), "label_token_ids"),
+        (([1], ["text"], [1]), "items"),
+        (("text", [[1]], [1]), "items"),
+        (([1], [[2]], [257]), "token_ids_logprob"),
+        (([1], [[2]], [-1]), "token_ids_logprob"),
+        (([], [[]], [1]), "input_ids"),
+        (([1], [[257]], [1]), "input_ids"),
+    ],
+)
+def test_wrong_scores(engine: sglang.Engine, fields: Any, param: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        engine.score(*fields)
+    assert refused.value.param == param
 
 
 def test_abort_from_another_thread(engine: sglang.Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -150,6 +151,40 @@ def test_token_ids_logprob(server: Server) -> None:
             assert [entry[1:] for entry in named] == [[104, "h"], [97, "a"]]
             best = {entry[1]: entry[0] for entry in top}
             assert all(best.get(e[1], e[0]) == e[0] for e in named)
+
+
+def test_score(server: Server) -> None:
+    body = {
+        "query": "ab",
+        "items": ["cd", "e"],
+        "label_token_ids": [104, 97],
+        "model": "mine",
+        "priority": None,
+    }
+    answer = server.post("/v1/score", body).json()
+    assert (answer["object"], answer["model"]) == ("scoring", "mine")
+    assert answer["usage"]["total_tokens"] == 7
+    asked = {
+        "text": ["abcd", "abe"],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+        "return_logprob": True,
+        "token_ids_logprob": [104, 97],
+    }
+    for scores, shown in zip(
+        answer["scores"], server.post("/generate", asked).json(), strict=True
+    ):
+        (named,) = shown["meta_info"]["output_token_ids_logprobs"]
+        assert scores == pytest.approx([math.exp(entry[0]) for entry in named])
+    for change, param in (
+        ({"label_token_ids": []}, "label_token_ids"),
+        ({"label_token_ids": [1 << 40]}, "label_token_ids"),
+        ({"label_token_ids": [1] * 5000}, "label_token_ids"),
+        ({"items": [[1]]}, "items"),
+        ({"items": ["x"] * 3000, "label_token_ids": [1] * 4000}, "label_token_ids"),
+    ):
+        refused = server.post("/v1/score", body | change)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"] == param
 
 
 def test_the_prompt_is_scored_once_for_all_outputs(server: Server) -> None:

@@ -27,6 +27,7 @@ from sglang.srt.entrypoints.generate_api import (
     parse_generate,
 )
 from sglang.srt.entrypoints.neutral_fields import GENERATE, without_neutral
+from sglang.srt.entrypoints.scoring import ScoreRequest
 from sglang.srt.managers.engine_core import EngineCore, start_engine
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.scheduler_process import SchedulerDied, available_cores
@@ -123,6 +124,34 @@ class Engine:
             return self._async_stream(self._host.stream(parsed))
         return await self._host.acall(self._host.whole(parsed))
 
+    def score(
+        self,
+        query: str | list[int],
+        items: str | list[str] | list[list[int]],
+        label_token_ids: list[int],
+        apply_softmax: bool = False,
+        item_first: bool = False,
+    ) -> list[list[float]]:
+        """Return how likely each of `label_token_ids` is to follow the query and each
+        of the items: a list per item, as `POST /v1/score` answers it.
+
+        Raises:
+            ValueError: a bad value; nothing was run.
+            ApiError: the engine failed.
+        """
+        fields = {
+            "query": query,
+            "items": items,
+            "label_token_ids": label_token_ids,
+            "apply_softmax": apply_softmax,
+            "item_first": item_first,
+        }
+        try:
+            request = msgspec.convert(fields, ScoreRequest)
+        except msgspec.ValidationError as error:
+            raise BadRequest(str(error)) from error
+        return self._host.call(self._host.score(request))
+
     # -- control -------------------------------------------------------------------
 
     def flush_cache(self) -> bool:
@@ -138,16 +167,20 @@ class Engine:
         self._host.call(abort())
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the flags, limits, version and current scheduler statistics."""
+        """Return the flags, limits, version and current scheduler statistics, as
+        values that `json.dumps` takes."""
         stats = self._host.call(self.tokenizer_manager.scheduler_stats())
         limits = self.tokenizer_manager.limits
-        return {
-            **dataclasses.asdict(self.server_args),
-            **({} if limits is None else dataclasses.asdict(limits)),
-            "version": __version__,
-            "kv_events": describe_kv_events(self.server_args),
-            "internal_states": [msgspec.structs.asdict(stats)],
-        }
+        info: dict[str, Any] = msgspec.to_builtins(
+            {
+                **dataclasses.asdict(self.server_args),
+                **({} if limits is None else dataclasses.asdict(limits)),
+                "version": __version__,
+                "kv_events": describe_kv_events(self.server_args),
+                "internal_states": [stats],
+            }
+        )
+        return info
 
     def canary_incidents(self) -> list[dict[str, Any]]:
         """Return the incidents of the KV canary, oldest first; empty while it is off.
@@ -289,6 +322,11 @@ class _EngineHost:
         updates = await manager.results(group)
         answers = [self._answer(parsed).add(update) for update in updates]
         return answers if parsed.is_list else answers[0]
+
+    async def score(self, request: ScoreRequest) -> list[list[float]]:
+        manager = self.core.manager
+        group = await manager.submit(request.prompts(), wait_for_room=True)
+        return request.scores(await manager.results(group))
 
     async def stream(self, parsed: ParsedGenerate) -> AsyncIterator[Answer]:
         manager = self.core.manager

@@ -43,6 +43,7 @@ from sglang.srt.entrypoints.native_routes import NativeRoutes
 from sglang.srt.entrypoints.openai.routes import OpenAIRoutes
 from sglang.srt.entrypoints.profile_api import ProfileApi
 from sglang.srt.entrypoints.refused_routes import refused_routes
+from sglang.srt.entrypoints.score_api import ScoreApi
 from sglang.srt.entrypoints.start_message import serving, starting
 from sglang.srt.entrypoints.tokenize_api import TokenizeApi
 from sglang.srt.entrypoints.web_server import WebServer
@@ -100,6 +101,7 @@ def all_routes(front: Front) -> list[BaseRoute]:
         *OpenAIRoutes(front).routes(),
         *MessagesApi(front).routes(),
         *TokenizeApi(front).routes(),
+        *ScoreApi(front).routes(),
         *LoadsApi(front).routes(),
         *ProfileApi(front).routes(),
         *ChatPage(front).routes(),

@@ -91,6 +91,7 @@ GENERATE: dict[str, Neutral] = _COMMON | {
     "conversation_id": ANY,
     "custom_labels": EMPTY,
 }
+SCORE: dict[str, Neutral] = _COMMON | {"user": ANY, "rid": NOTHING}
 COMPLETION: dict[str, Neutral] = _COMMON | {
     "return_hidden_states": OFF,
     "custom_params": EMPTY,

@@ -10,9 +10,7 @@ from sglang.srt.entrypoints.endpoint import Endpoint
 from sglang.srt.managers.errors import BadRequest
 
 _NO_EMBEDDINGS = "the model generates text and gives no embeddings"
-_NO_SCORES = (
-    "no scores of texts; logprobs of a prompt are in /generate (logprob_start_len)"
-)
+_NO_SCORES = "the model generates text; probabilities of tokens are in /v1/score"
 _NO_UPDATES = "weights stay as they were loaded; start a server with the new ones"
 _NO_LORA = "adapters (LoRA) are not served"
 _NO_MEDIA = "text only: neither audio nor images"
@@ -27,7 +25,6 @@ REFUSED: dict[str, str] = {
     "/encode": _NO_EMBEDDINGS,
     "/classify": _NO_EMBEDDINGS,
     "/v1/classify": _NO_EMBEDDINGS,
-    "/v1/score": _NO_SCORES,
     "/v1/rerank": _NO_SCORES,
     "/update_weights_from_disk": _NO_UPDATES,
     "/update_weights_from_tensor": _NO_UPDATES,

@@ -149,7 +149,8 @@ class CallCost:
     def of(cls, prompt: PromptRequest, prompt_len: int, room: Limits) -> CallCost:
         n, start = prompt.sampling_params.n, prompt.logprob_start_len
         out = min(prompt.sampling_params.max_new_tokens, room.room_after(prompt_len))
-        scored = out + (prompt_len - start if start >= 0 else 0)
+        # Of no output there is the entry of the token that would have come.
+        scored = max(out, 1) + (prompt_len - start if start >= 0 else 0)
         width = prompt.logprobs_per_token
         return cls(
             tokens=prompt_len + n * out,
