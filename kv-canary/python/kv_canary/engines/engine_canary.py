@@ -165,7 +165,7 @@ class EngineCanary:
         self._step = None
         self.forwards += 1
         if self.forwards == 1:
-            logger.info("kv_canary: the first forward is checked")
+            logger.warning("kv_canary: the first forward is checked")
         if self.forwards % _SUMMARY_FORWARDS == 0:
             logger.info("kv_canary: %s", self.summary())
         interval = self._settings.sweep_interval

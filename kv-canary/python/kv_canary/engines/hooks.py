@@ -101,6 +101,40 @@ def problem_with(expected: Expectation) -> str | None:
     return None
 
 
+def import_failures(expected: Sequence[Expectation]) -> dict[str, str]:
+    """Return the engine's modules that are there and do not import, with the error.
+
+    A module that is not there is not among them: the engine has moved it.
+    """
+    failures = {}
+    for module in dict.fromkeys(name for each in expected for name in modules_of(each)):
+        error = import_failure(module)
+        if error is not None:
+            failures[module] = error
+    return failures
+
+
+def modules_of(expected: Expectation) -> tuple[str, ...]:
+    """Return the modules of the engine that an expectation looks into."""
+    parts = expected.hooks if isinstance(expected, AnyOf) else (expected,)
+    return tuple(part.owner.partition(":")[0] for part in parts)
+
+
+def import_failure(module: str) -> str | None:
+    """Return why a module does not import; None also where there is no such module."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if f"{module}.".startswith(f"{missing}."):
+            return None
+        return str(error)
+    except Exception as error:
+        # Any of them may be raised by an engine's module without its device.
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def _problem_with_fields(expected: Record, owner: Any) -> str | None:
     if not dataclasses.is_dataclass(owner):
         return f"looked for the dataclass {expected.place}, found a {type(owner)}"

@@ -29,7 +29,8 @@ class Host:
     """An engine.
 
     Fields:
-        name: of the option `--engine`; packages: under which it is installed.
+        name: of the option `--engine`; title: as it is written.
+        packages: under which it is installed.
         version: of the one that is there; None: none is.
         expectations: what the plugin wraps and reads.
         optional: likewise, where a version has it.
@@ -40,6 +41,7 @@ class Host:
     """
 
     name: str
+    title: str
     packages: Sequence[str]
     version: Callable[[], str | None]
     expectations: Sequence[Expectation]
@@ -55,6 +57,7 @@ class Host:
 HOSTS = (
     Host(
         name="vllm",
+        title="vLLM",
         packages=vllm_plugin.DISTRIBUTIONS,
         version=vllm_plugin.host_version,
         expectations=vllm_hooks.EVERYTHING,
@@ -67,6 +70,7 @@ HOSTS = (
     ),
     Host(
         name="sglang",
+        title="SGLang",
         packages=(sglang_plugin.DISTRIBUTION,),
         version=sglang_plugin.host_version,
         expectations=sglang_hooks.EVERYTHING,

