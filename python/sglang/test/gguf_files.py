@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     kinds = [gguf.TokenType.NORMAL] * len(tokens)
     kinds[BYTE_VOCAB] = gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges(["t h"])
@@ -122,3 +122,35 @@ def _pairs(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
     pairs: np.ndarray[Any, Any] = halves.swapaxes(1, 2).reshape(weight.shape)
     return pairs
+
+
+def write_vocabulary(
+    target: Path,
+    tokens: Sequence[str],
+    *,
+    architecture: str = "llama",
+    model: str = "gpt2",
+    kinds: Mapping[str, gguf.TokenType] | None = None,
+    scores: Sequence[float] | None = None,
+    merges: Sequence[str] | None = None,
+    **values: Any,
+) -> Path:
+    """Write a GGUF file that holds a tokenizer alone.
+
+    `kinds` are those of tokens that are not normal; `values` further keys after
+    `tokenizer.ggml.`, integers, truth values and texts.
+    """
+    writer = gguf.GGUFWriter(str(target), architecture)
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    normal = gguf.TokenType.NORMAL
+    writer.add_token_types([(kinds or {}).get(token, normal) for token in tokens])
+    if scores is not None:
+        writer.add_token_scores(scores)
+    if merges is not None:
+        writer.add_token_merges(merges)
+    add = {int: writer.add_uint32, bool: writer.add_bool, str: writer.add_string}
+    for key, value in values.items():
+        add[type(value)](f"tokenizer.ggml.{key}", value)
+    finish(writer)
+    return target

@@ -14,6 +14,7 @@ import tokenizers
 
 from sglang.srt.utils.chat_template import ChatTemplate
 from sglang.srt.utils.gguf_header import is_gguf, read_gguf_header
+from sglang.srt.utils.gguf_tokenizer import gguf_tokenizer, gguf_tokenizer_config
 from sglang.srt.utils.json_file import read_json_object, shown
 from sglang.srt.utils.paths import resolve_model_path
 from sglang.srt.utils.token_bytes import TokenBytes
@@ -28,6 +29,7 @@ OLDER_FORMATS = (
 )
 MAX_REASON_CHARS = 500
 DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
+GGUF_TEMPLATE = "tokenizer.chat_template"
 TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -228,51 +230,33 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _load_from_gguf(file: Path, chat_template: str | None) -> Tokenizer:
-    """The tokenizer in a GGUF file; its header was not yet looked at."""
-    values = read_gguf_header(file).values
-    texts = values.get("tokenizer.ggml.tokens")
-    config: dict[str, Any] = {
-        name: values.get(f"tokenizer.ggml.{name}")
-        for name in ("add_bos_token", "add_eos_token")
-    }
-    for name, key in _GGUF_TOKENS.items():
-        token_id = values.get(f"tokenizer.ggml.{key}")
-        if isinstance(texts, list) and isinstance(token_id, int):
-            config[name] = texts[token_id] if 0 <= token_id < len(texts) else None
+    header = read_gguf_header(file)
     return Tokenizer(
-        _convert_with_transformers(file.parent, gguf_file=file.name),
-        config=config,
+        gguf_tokenizer(header),
+        config=gguf_tokenizer_config(header),
         name=str(file),
-        chat_template=chat_template or values.get("tokenizer.chat_template"),
+        chat_template=chat_template or header.values.get(GGUF_TEMPLATE),
+        tool_template=None
+        if chat_template
+        else header.values.get(f"{GGUF_TEMPLATE}.{TOOL_TEMPLATE}"),
     )
 
 
-_GGUF_TOKENS = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "pad_token": "padding_token_id",
-    "unk_token": "unknown_token_id",
-}
-
-
-def _convert_with_transformers(folder: Path, **options: str) -> tokenizers.Tokenizer:
-    """Read other formats (SentencePiece, WordPiece, GGUF); needs a slow import."""
-    place = folder / options.get("gguf_file", "")
+def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
+    """Read other formats (SentencePiece, WordPiece); needs a slow import."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ValueError(
-            f"{place} has no tokenizer.json, and transformers, which reads other "
+            f"{folder} has no tokenizer.json, and transformers, which reads other "
             "formats, is not installed: pip install 'sglang-canary[gguf]'"
         ) from error
     try:
-        loaded = AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=False, **options
-        )
+        loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         return tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
     except Exception as error:  # any of transformers' many error types
         raise ValueError(
-            f"{place} has no tokenizer that can be read: {_one_line(error)}"
+            f"{folder} has no tokenizer that can be read: {_one_line(error)}"
         ) from error
 
 
