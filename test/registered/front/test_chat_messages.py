@@ -18,7 +18,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=4, suite="cpu")
 
 USER = {"role": "user", "content": "hi"}
-CALL = {
+CALL: dict[str, Any] = {
     "id": "abc123def",
     "type": "function",
     "index": 0,
@@ -102,35 +102,87 @@ def test_tools_and_reasoning_in_a_template() -> None:
     assert text == json.dumps(TOOL) + "hi;<think>Hm.</think>Yes.>"
 
 
-def test_messages_as_a_template_sees_them() -> None:
+def test_messages_as_they_are_given_to_a_template() -> None:
     other = {"id": "x", "function": {"name": "now", "arguments": "not JSON"}}
-    third = {"id": "y", "function": {"name": "f", "arguments": {"a": 1}}}
+    third = {"function": {"name": "f", "arguments": {"a": 1}}}
     asked = {"role": "assistant", "tool_calls": [CALL, other, third], "audio": None}
     asked |= {"annotations": [{}], "provider_specific_fields": {"refusal": None}}
+    asked |= {"function_call": None, "name": None, "refusal": None}
     parts = [{"type": "text", "text": "it is "}, {"type": "text", "text": "5"}]
     told = {"role": "tool", "tool_call_id": "x", "content": parts, "name": "mine"}
     messages = template_messages([USER, asked, TOLD, told])
-    assert messages[1]["content"] == ""
-    calls = [call["function"]["arguments"] for call in messages[1]["tool_calls"]]
-    assert calls == [{"city": "Paris"}, "not JSON", {"a": 1}]
+    assert messages[1]["content"] is None
+    calls = messages[1]["tool_calls"]
+    sent = [CALL["function"]["arguments"], "not JSON", {"a": 1}]
+    assert [call["function"]["arguments"] for call in calls] == sent
+    assert [call.get("id") for call in calls] == ["abc123def", "x", None]
     assert messages[2] == {**TOLD, "name": "weather"}
     assert messages[3] == {**told, "content": "it is 5"}
-    listed = {"id": "x", "function": {"name": "f", "arguments": "[1]"}}
-    (one,) = template_messages([{"role": "assistant", "tool_calls": [listed]}])
-    assert one["tool_calls"][0]["function"]["arguments"] == "[1]"
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"content": None}, None),
+        ({}, None),
+        ({"content": None, "tool_calls": []}, None),
+        ({"content": None, "reasoning_content": "Hm."}, None),
+        ({"content": None, "reasoning": "Hm."}, None),
+        ({"content": ""}, ""),
+        ({"content": []}, ""),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": "So.", "refusal": "No."}, "So."),
+        ({"content": [{"type": "output_text", "text": "So."}]}, "So."),
+    ],
+)
+def test_what_an_assistant_said(message: dict[str, Any], content: str | None) -> None:
+    (plain,) = template_messages([{"role": "assistant", **message}])
+    assert plain["content"] == content
+    if message.get("reasoning_content") or message.get("reasoning"):
+        assert plain["reasoning_content"] == "Hm."
+
+
+def test_a_tool_may_have_nothing_to_say() -> None:
+    contents: list[Any] = [None, "", []]
+    for content in contents:
+        (plain,) = template_messages([{**TOLD, "content": content}])
+        assert plain["content"] == ""
+    (plain,) = template_messages([{"role": "tool", "content": "x"}])
+    assert plain == {"role": "tool", "content": "x"}
+
+
+IMAGE_KINDS = ("image_url", "input_image", "image", "input_audio", "video_url", "file")
+
+
+@pytest.mark.parametrize("kind", IMAGE_KINDS)
+@pytest.mark.parametrize("role", ["user", "tool", "system", "assistant"])
+def test_images_are_refused_by_name(role: str, kind: str) -> None:
+    parts = [{"type": "text", "text": "see"}, {"type": kind, kind: {"url": "x"}}]
+    with pytest.raises(BadRequest, match=f"of type '{kind}'; .* text parts only") as no:
+        template_messages([{"role": role, "content": parts}])
+    assert no.value.param == "messages[0].content[1]"
 
 
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
         (
             {"role": "tool", "content": "x", "tool_call_id": 5},
             "messages[0].tool_call_id",
         ),
-        ({"role": "tool", "tool_call_id": "x"}, "messages[0].content"),
+        ({"role": "tool", "content": {"a": 1}}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
         ({"role": "function", "name": "f", "content": "x"}, "messages[0].role"),
-        ({"role": "assistant", "content": None}, "messages[0].content"),
+        ({"role": "assistant", "content": 5}, "messages[0].content"),
+        (
+            {"role": "assistant", "content": None, "refusal": 5},
+            "messages[0].refusal",
+        ),
+        (
+            {"role": "user", "content": [{"type": "refusal", "refusal": "No."}]},
+            "messages[0].content[0]",
+        ),
         (
             {"role": "assistant", "content": "x", "tool_calls": 5},
             "messages[0].tool_calls",
@@ -141,7 +193,7 @@ def test_messages_as_a_template_sees_them() -> None:
             "messages[0].tool_calls[0]",
         ),
         (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+            {"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "f"}}]},
             "messages[0].tool_calls[0].id",
         ),
         (

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
@@ -29,14 +27,15 @@ FIELDS_OF_ROLE = {
     "assistant": frozenset({"tool_calls", "reasoning_content", "reasoning"}),
     "tool": frozenset({"tool_call_id"}),
 }
-TEXT_PARTS = frozenset({"text", "input_text"})
+# Type of a content part -> its field with the text.
+TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text")
+ASSISTANT_PARTS = {**TEXT_PARTS, "refusal": "refusal"}
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages as a template sees them.
+    """Return the messages in the form that `ChatTemplate.render` takes.
 
-    The arguments of tool calls become objects where they are JSON, and a tool's message
-    bears the name of the function that was called.
+    A tool's message bears the name of the function that was called.
 
     Raises:
         BadRequest: names the message and the field.
@@ -47,9 +46,11 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     names: dict[str, str] = {}
     for message in plain:
         for call in message.get("tool_calls", ()):
-            names[call["id"]] = call["function"]["name"]
-        if message["role"] == "tool" and message["tool_call_id"] in names:
-            message.setdefault("name", names[message["tool_call_id"]])
+            if "id" in call:
+                names[call["id"]] = call["function"]["name"]
+        name = names.get(message.get("tool_call_id", ""))
+        if message["role"] == "tool" and name is not None:
+            message.setdefault("name", name)
     return plain
 
 
@@ -72,29 +73,30 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": ROLES[role]}
     if role == "assistant":
         return plain | _assistant_fields(where, message)
-    plain["content"] = _text(f"{where}.content", message.get("content"))
+    content = message.get("content")
     if role == "tool":
         plain |= _tool_fields(where, message)
+        content = "" if content is None else content
+    plain["content"] = _text(f"{where}.content", content, TEXT_PARTS)
     return plain
 
 
 def _tool_fields(where: str, message: Mapping[str, Any]) -> dict[str, str]:
-    fields = {"tool_call_id": _string(message, "tool_call_id", where=where)}
-    if message.get("name") is not None:
-        fields["name"] = _string(message, "name", where=where)
-    return fields
+    return {
+        name: _string(message, name, where=where)
+        for name in ("tool_call_id", "name")
+        if message.get(name) is not None
+    }
 
 
 def _assistant_fields(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return content, reasoning and tool calls; without content there are calls."""
-    fields: dict[str, Any] = {"content": ""}
-    calls = message.get("tool_calls") or []
-    if message.get("content") is not None or not calls:
-        fields["content"] = _text(f"{where}.content", message.get("content"))
+    """Return content, reasoning and tool calls; content may be null."""
+    fields: dict[str, Any] = {"content": _assistant_text(where, message)}
     for name in ("reasoning_content", "reasoning"):
         if message.get(name):
             fields["reasoning_content"] = _string(message, name, where=where)
             break
+    calls = message.get("tool_calls") or []
     if calls:
         if not isinstance(calls, list):
             raise BadRequest(
@@ -106,6 +108,14 @@ def _assistant_fields(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _assistant_text(where: str, message: Mapping[str, Any]) -> str | None:
+    """Return what the assistant said: its content, else its refusal, else None."""
+    content = message.get("content")
+    if content is not None:
+        return _text(f"{where}.content", content, ASSISTANT_PARTS)
+    return _string(message, "refusal", where=where) if message.get("refusal") else None
+
+
 def _tool_call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type") not in ("function", None):
@@ -113,8 +123,11 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
             f"{where} must be {{id, type: 'function', function: {{name, arguments}}}}",
             param=where,
         )
+    identity = {}
+    if call.get("id") is not None:
+        identity["id"] = _string(call, "id", where=where)
     return {
-        "id": _string(call, "id", where=where),
+        **identity,
         "type": "function",
         "function": {
             "name": _string(function, "name", where=f"{where}.function"),
@@ -126,18 +139,12 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
 
 
 def _arguments(where: str, value: Any) -> dict[str, Any] | str:
-    """Return the object that templates expect; text that is none stays text."""
+    """Return the arguments as they were sent; none at all are an empty object."""
     if value is None or value == "":
-        return {}
-    if isinstance(value, dict):
-        return value
-    if not isinstance(value, str):
+        return "{}"
+    if not isinstance(value, dict | str):
         raise BadRequest(f"{where} must be JSON text", param=where)
-    try:
-        decoded = msgspec.json.decode(value)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return value
-    return decoded if isinstance(decoded, dict) else value
+    return value
 
 
 def _string(holder: Mapping[str, Any], name: str, *, where: str) -> str:
@@ -149,24 +156,27 @@ def _string(holder: Mapping[str, Any], name: str, *, where: str) -> str:
     return value
 
 
-def _text(where: str, content: Any) -> str:
+def _text(where: str, content: Any, parts: Mapping[str, str]) -> str:
+    """Return the text of content; `parts`: type of a part -> its field with text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise BadRequest(
             f"{where} must be a string or a list of text parts", param=where
         )
-    return "".join(_part_text(f"{where}[{i}]", p) for i, p in enumerate(content))
+    texts = [_part_text(f"{where}[{i}]", part, parts) for i, part in enumerate(content)]
+    return "".join(texts)
 
 
-def _part_text(where: str, part: Any) -> str:
+def _part_text(where: str, part: Any, parts: Mapping[str, str]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in parts:
         raise BadRequest(
             f"{where} is of type {quoted(kind)}; this engine reads text parts only",
             param=where,
         )
-    text = part.get("text")
+    field = parts[kind]
+    text = part.get(field)
     if not isinstance(text, str):
-        raise BadRequest(f"{where}.text must be a string", param=f"{where}.text")
+        raise BadRequest(f"{where}.{field} must be a string", param=f"{where}.{field}")
     return text

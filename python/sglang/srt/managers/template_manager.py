@@ -61,7 +61,7 @@ class TemplateManager:
 
 def continued_text(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the text that `continue_final_message` goes on with."""
-    return str(template_messages(messages[-1:])[0]["content"])
+    return str(template_messages(messages[-1:])[0]["content"] or "")
 
 
 def _open_end(messages: list[dict[str, Any]]) -> str:
@@ -75,7 +75,7 @@ def _open_end(messages: list[dict[str, Any]]) -> str:
         )
     # White space at the end of the text is part of it, whatever the template trims.
     end = uuid.uuid4().hex
-    last["content"] += end
+    last["content"] = (last["content"] or "") + end
     return end
 
 

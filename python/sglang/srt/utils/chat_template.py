@@ -17,6 +17,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
+from sglang.srt.utils.message_form import find_form
 from sglang.srt.utils.template_limits import (
     LimitedEnvironment,
     TemplateTooExpensive,
@@ -41,6 +42,8 @@ TRIAL = (
     {"role": "assistant", "content": "Hello!"},
 )
 RESERVED_NAMES = frozenset({"messages", "tools", "add_generation_prompt"})
+# Names that templates test for null rather than whether they are there.
+_ALWAYS_THERE: dict[str, Any] = {"tools": None, "documents": None}
 
 
 class ChatTemplate:
@@ -68,18 +71,20 @@ class ChatTemplate:
         try:
             self._template = _ENVIRONMENT.from_string(source)
             self._try(TRIAL)
+            self._form = find_form(self._try)
         except _COMPILE_ERRORS as error:
             reason = str(error) or type(error).__name__
             raise ValueError(f"chat template of {origin}: {reason}") from error
 
-    def _try(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _try(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         """Render, and pass on an excess only: what else a template refuses is its own
         affair, such as messages without a system prompt."""
         try:
-            self.render(messages, add_generation_prompt=True, tools=None, variables={})
-        except ValueError as error:
-            if isinstance(error.__cause__, TemplateTooExpensive):
-                raise error.__cause__ from None
+            return self._rendered(messages, add_generation_prompt=True)
+        except TemplateTooExpensive:
+            raise
+        except _RENDER_ERRORS:
+            return None
 
     def render(
         self,
@@ -89,7 +94,12 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> str:
-        """Render a conversation; `variables` are further names for the template.
+        """Render a conversation.
+
+        Args:
+            messages: in OpenAI's format; the template gets them in the form that it
+                wants (`MessageForm`).
+            variables: further names for the template.
 
         Raises:
             ValueError: the template refuses the messages, or a variable is reserved.
@@ -98,17 +108,21 @@ class ChatTemplate:
         if reserved:
             raise ValueError(f"{reserved[0]} is not a free variable of a chat template")
         try:
-            with limited_rendering():
-                return self._template.render(
-                    messages=messages,
-                    add_generation_prompt=add_generation_prompt,
-                    tools=tools,
-                    **{**self._variables, **variables},
-                )
+            return self._rendered(
+                self._form.adapt(messages),
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                **variables,
+            )
         except _RENDER_ERRORS as error:
             raise ValueError(
                 f"the chat template refused the messages: {error}"
             ) from error
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        names = {**_ALWAYS_THERE, **self._variables, **variables}
+        with limited_rendering():
+            return self._template.render(messages=messages, **names)
 
 
 class _GenerationBlock(Extension):

@@ -1,0 +1,205 @@
+"""The form in which one chat template wants its messages, found by trial renderings.
+
+Published templates agree on OpenAI's messages, but not on details: some add the
+arguments of a call to a text and some take them apart, some know a call by its content
+that is null, some read content as a list of parts. A template says so by what it shows
+of a short conversation, once, when it is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+Message = dict[str, Any]
+# Renders a conversation; None: the template refuses it.
+Trial = Callable[[Sequence[Message]], str | None]
+
+# Where templates look for an assistant's reasoning; messages have the first one.
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+
+_NAME, _KEY, _VALUE = "probed_function", "probed_key", "probed value"
+_TEXT, _THOUGHT, _RESULT = "probed text", "probed thought", "probed result"
+_ARGUMENTS = {_KEY: _VALUE}
+_NULLS = ("None", "null")
+_USER: Message = {"role": "user", "content": "Hello"}
+# Nine letters and digits, which the templates of Mistral ask for.
+_ID = "probecall"
+_CALL = {
+    "id": _ID,
+    "type": "function",
+    "function": {"name": _NAME, "arguments": json.dumps(_ARGUMENTS)},
+}
+_ANSWER: Message = {
+    "role": "tool",
+    "tool_call_id": _ID,
+    "name": _NAME,
+    "content": _RESULT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageForm:
+    """What `adapt` does to messages in OpenAI's format.
+
+    Fields:
+        has_objects: arguments of calls are objects where they are JSON; else text.
+        takes_null: null content stays null; else it becomes empty.
+        takes_null_beside_calls: the same, in a message with calls.
+        needs_null: empty content beside calls becomes null.
+        splits_calls: text and calls of one message become two messages.
+        has_parts: content is a list of text parts.
+        reasoning_name: field of an assistant's reasoning.
+        drops_reasoning: reasoning beside both text and calls is left out.
+    """
+
+    has_objects: bool = True
+    takes_null: bool = False
+    takes_null_beside_calls: bool = False
+    needs_null: bool = False
+    splits_calls: bool = False
+    has_parts: bool = False
+    reasoning_name: str = REASONING_NAMES[0]
+    drops_reasoning: bool = False
+
+    def adapt(self, messages: Iterable[Mapping[str, Any]]) -> list[Message]:
+        """Return the messages as the template wants them; changes none in place."""
+        return [part for message in messages for part in self._adapted(message)]
+
+    def _adapted(self, message: Mapping[str, Any]) -> list[Message]:
+        content, calls = message.get("content"), message.get("tool_calls")
+        changed = self._renamed(dict(message))
+        if not calls:
+            return [{**changed, "content": self._content(content)}]
+        changed["tool_calls"] = [self._call(call) for call in calls]
+        if not content:
+            return [{**changed, "content": self._no_content(content)}]
+        if self.drops_reasoning:
+            changed.pop(self.reasoning_name, None)
+        if not self.splits_calls:
+            return [{**changed, "content": self._content(content)}]
+        said = {**changed, "content": self._content(content)}
+        del said["tool_calls"]
+        changed.pop(self.reasoning_name, None)
+        return [said, {**changed, "content": self._no_content(None)}]
+
+    def _content(self, content: Any) -> Any:
+        if content is None:
+            return None if self.takes_null else ""
+        return [{"type": "text", "text": content}] if self.has_parts else content
+
+    def _no_content(self, content: Any) -> str | None:
+        """Content beside calls where there is no text."""
+        is_null = self.takes_null_beside_calls if content is None else self.needs_null
+        return None if is_null else ""
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        convert = _object if self.has_objects else _text
+        arguments = convert(function["arguments"])
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    def _renamed(self, message: Message) -> Message:
+        standard = REASONING_NAMES[0]
+        if standard in message and self.reasoning_name != standard:
+            message[self.reasoning_name] = message.pop(standard)
+        return message
+
+
+def find_form(trial: Trial) -> MessageForm:
+    """Return the form for the template that `trial` renders with."""
+    form = _find_content(trial)
+    form = _find_calls(form, trial)
+    return _find_reasoning(form, trial)
+
+
+def _find_content(trial: Trial) -> MessageForm:
+    """Take parts where only these show a user's text."""
+    forms = MessageForm(), MessageForm(has_parts=True)
+    said: Message = {"role": "user", "content": _TEXT}
+    form = next((f for f in forms if _shows(trial(f.adapt([said])), _TEXT)), forms[0])
+
+    def answered(form: MessageForm, content: str | None) -> str | None:
+        answer = {"role": "assistant", "content": content}
+        return trial(form.adapt([_USER, answer, _USER]))
+
+    null = answered(replace(form, takes_null=True), None)
+    is_taken = null is not None and not _tells_null(null, answered(form, ""))
+    return replace(form, takes_null=is_taken, takes_null_beside_calls=is_taken)
+
+
+def _find_calls(form: MessageForm, trial: Trial) -> MessageForm:
+    """Take the first combination that shows a call; objects come first."""
+
+    def called(form: MessageForm, content: str | None) -> str | None:
+        """The text of a call; None where it is not shown."""
+        asked = {"role": "assistant", "content": content, "tool_calls": [_CALL]}
+        text = trial(form.adapt([_USER, asked, _ANSWER]))
+        is_shown = _shows(text, _NAME, _VALUE) and not _shows(text, repr(_ARGUMENTS))
+        return text if is_shown else None
+
+    for has_objects in (True, False):
+        tried = replace(form, has_objects=has_objects, needs_null=False)
+        empty = called(tried, "")
+        null = called(replace(tried, takes_null_beside_calls=True), None)
+        if null is not None and _tells_null(null, empty):
+            null = None
+        if null is None and empty is None:
+            continue
+        found = replace(
+            tried, takes_null_beside_calls=null is not None, needs_null=empty is None
+        )
+        split = replace(found, splits_calls=True)
+        if called(found, _TEXT) is None and called(split, _TEXT) is not None:
+            return split
+        return found
+    return form
+
+
+def _tells_null(null: str, empty: str | None) -> bool:
+    """Whether a template writes null content down as if it were text."""
+    return any(null.count(word) > (empty or "").count(word) for word in _NULLS)
+
+
+def _find_reasoning(form: MessageForm, trial: Trial) -> MessageForm:
+    """Take the first name under which reasoning is shown."""
+
+    def shown(form: MessageForm, **fields: Any) -> str | None:
+        thought = {"role": "assistant", "content": None, REASONING_NAMES[0]: _THOUGHT}
+        said = form.adapt([_USER, {**thought, **fields}])
+        return trial([*said, _ANSWER] if "tool_calls" in fields else said)
+
+    for name in REASONING_NAMES:
+        named = replace(form, reasoning_name=name)
+        beside_call = shown(named, tool_calls=[_CALL])
+        texts = beside_call, shown(named, content=_TEXT)
+        if any(_shows(text, _THOUGHT) for text in texts):
+            all_three = shown(named, tool_calls=[_CALL], content=_TEXT)
+            is_refused = all_three is None and beside_call is not None
+            return replace(named, drops_reasoning=is_refused)
+    return form
+
+
+def _shows(text: str | None, *marks: str) -> bool:
+    return text is not None and all(mark in text for mark in marks)
+
+
+def _object(arguments: Any) -> Any:
+    """Return the object that a text holds; text that holds none stays text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        decoded = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return arguments
+    return decoded if isinstance(decoded, dict) else arguments
+
+
+def _text(arguments: Any) -> str:
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False)
