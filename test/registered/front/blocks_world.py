@@ -22,7 +22,7 @@ from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.prompt_request import PromptRequest
 from sglang.srt.managers.request_state import Update
 from sglang.srt.parser.output_parser import OutputFormat
-from sglang.srt.parser.reasoning_parser import ThinkDetector
+from sglang.srt.parser.think_detector import ThinkDetector
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 Events = list[dict[str, Any]]

@@ -105,7 +105,8 @@ def test_tools_and_reasoning_in_a_template() -> None:
 def test_messages_as_they_are_given_to_a_template() -> None:
     other = {"id": "x", "function": {"name": "now", "arguments": "not JSON"}}
     third = {"function": {"name": "f", "arguments": {"a": 1}}}
-    asked = {"role": "assistant", "tool_calls": [CALL, other, third], "audio": None}
+    asked: dict[str, Any] = {"role": "assistant", "audio": None}
+    asked["tool_calls"] = [CALL, other, third]
     asked |= {"annotations": [{}], "provider_specific_fields": {"refusal": None}}
     asked |= {"function_call": None, "name": None, "refusal": None}
     parts = [{"type": "text", "text": "it is "}, {"type": "text", "text": "5"}]

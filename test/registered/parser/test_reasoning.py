@@ -27,6 +27,8 @@ CALL = (
     "<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json"
     "<|message|>{}"
 )
+CALLED = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+KIMI_CALL = "<|tool_calls_section_begin|>"
 CASES = [
     ("qwen3", "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
     ("qwen3", "<think>Hm. a\n", "Hm. a", ""),
@@ -36,7 +38,24 @@ CASES = [
         "",
         "Yes. <think>no</think>",
     ),
-    ("qwen3", " Yes </think> ", "", " Yes </think> "),
+    # A passage that was never closed ends where a call begins.
+    ("qwen3", f"<think>\nHm.\n{CALLED}", "Hm.", CALLED),
+    ("qwen3", f"<think>{CALLED}", "", CALLED),
+    ("qwen3", f"<think>Hm.\n\n  {CALLED}</think>", "Hm.", f"{CALLED}</think>"),
+    ("qwen3", f"<think>As in {CALLED}.</think>Yes.", f"As in {CALLED}.", "Yes."),
+    ("qwen3", "<think>Hm.\n<tool_cal", "Hm.\n<tool_cal", ""),
+    ("deepseek-r1", "Hm.<｜tool▁calls▁begin｜>f", "Hm.", "<｜tool▁calls▁begin｜>f"),
+    ("glm45", "<think>Hm.\n<tool_call>f\n", "Hm.", "<tool_call>f\n"),
+    ("kimi_k2", "<think>Hm.<|tool_calls_section_begin|>", "Hm.", KIMI_CALL),
+    ("minimax", "Hm.\n<minimax:tool_call>", "Hm.", "<minimax:tool_call>"),
+    # Repeated marks, and ends that nothing began.
+    ("qwen3", "<think><think>Hm.</think>Yes.", "Hm.", "Yes."),
+    ("qwen3", "<think>\n<think>\nHm.</think>\n</think>Yes.", "Hm.", "Yes."),
+    ("deepseek-r1", "<think>\n<think>Hm.</think>Yes.", "Hm.", "Yes."),
+    ("qwen3", "</think>\nYes.", "", "\nYes."),
+    ("qwen3", "<think>Hm.</think>Yes.</think>", "Hm.", "Yes."),
+    ("qwen3", "<think>Hm.</think><think>a</think>b", "Hm.", "<think>a</think>b"),
+    ("glm45", f"</think>{CALLED}</think>", "", f"{CALLED}</think>"),
     ("qwen3", "<thin", "", "<thin"),
     ("deepseek-v3", "Yes.", "", "Yes."),
     ("deepseek-r1", "Hm.\n</think>\nYes.", "Hm.", "Yes."),
@@ -45,6 +64,19 @@ CASES = [
     ("qwen3-thinking", "Hm.</think>Yes.", "Hm.", "Yes."),
     ("glm45", "<think>Hm.</think>Yes.", "Hm.", "Yes."),
     ("kimi", "◁think▷Hm.◁/think▷Yes.", "Hm.", "Yes."),
+    ("kimi_k2", "◁think▷Hm.◁/think▷Yes.", "Hm.", "Yes."),
+    ("kimi_k2", "<think>Hm.</think>Yes.", "Hm.", "Yes."),
+    ("deepseek-v31", "<think>Hm.</think>Yes.", "Hm.", "Yes."),
+    ("minimax", "Hm.</think>Yes.", "Hm.", "Yes."),
+    ("minimax-append-think", "\nHm.</think>Yes.", "", "<think>\nHm.</think>Yes."),
+    ("minimax-append-think", "<think>Hm.</think>", "", "<think>Hm.</think>"),
+    ("mistral", "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+    ("mistral", "[THINK]Hm.[TOOL_CALLS]f", "Hm.[TOOL_CALLS]f", ""),
+    ("mistral", "[THINK]Hm.\n[TOOL_CALLS]f", "Hm.", "[TOOL_CALLS]f"),
+    ("gemma4", "<|channel>thought\nHm.\n<channel|>Yes.", "Hm.", "Yes."),
+    ("nemotron_3", "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
+    ("step3", "Hm.</think>Yes.", "Hm.", "Yes."),
+    ("step3p5", "<think>\nHm.</think>Yes.", "Hm.", "Yes."),
     ("gpt-oss", HARMONY, "Think.\nMore.", "Wait.Yes."),
     ("gpt-oss", "<|channel|>analysis<|message|>Hm.<|end|>" + CALL, "Hm.", CALL),
     ("gpt-oss", "Yes. <|chan", "", "Yes. <|chan"),
@@ -67,6 +99,45 @@ def test_a_text_and_its_characters_one_by_one(
     assert (parsed.reasoning, parsed.text) == (reasoning, shown)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "glm45", "deepseek-v3", "nemotron_3"])
+def test_an_end_without_a_beginning_in_a_whole_text(name: str) -> None:
+    """No prompt says whether such a text began inside the reasoning: its end does."""
+    assert split_reasoning("a thought</think>answer", parser=name) == (
+        "a thought",
+        "answer",
+    )
+    text = f"a thought\n{CALLED}\n</think>"
+    assert split_reasoning(text, parser=name) == ("a thought", text[10:])
+
+
+def test_an_end_without_a_beginning_in_an_output_that_began_outside() -> None:
+    """What was sent as text stays text; only the mark can be dropped."""
+    for is_open in (None, False):
+        form = OutputFormat(reasoning=DETECTORS["qwen3"], is_open=is_open)
+        for pieces in (["So</think> be it."], "So</think> be it."):
+            parsed = ParsedOutput.of(pieces_of(form, pieces))
+            assert (parsed.reasoning, parsed.text) == ("", "So be it.")
+
+
+def test_a_call_of_the_servers_format_ends_reasoning() -> None:
+    """Marks of the parser of calls, but for single brackets."""
+    for name, call, num_calls in (
+        ("qwen3_coder", "<function=now>\n</function>", 1),
+        ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}', 1),
+        ("pythonic", "[now()]", 0),
+    ):
+        form = OutputFormat(
+            reasoning=DETECTORS["qwen3"],
+            calls=CALL_DETECTORS[name],
+            tools=(Tool(name="now"),),
+        )
+        text = f"<think>Hm.\n{call}"
+        for pieces in ([text], text):
+            parsed = ParsedOutput.of(pieces_of(form, pieces))
+            assert len(parsed.calls) == num_calls
+            assert parsed.reasoning == (text[7:] if not num_calls else "Hm.")
+
+
 @pytest.mark.parametrize(
     ("name", "prompt", "is_open"),
     [
@@ -74,6 +145,9 @@ def test_a_text_and_its_characters_one_by_one(
         ("qwen3-thinking", "assistant\n<think>\n\n</think>\n\n", False),
         ("deepseek-r1", "<|Assistant|>", None),
         ("gpt-oss", "<|start|>assistant", None),
+        ("minimax", "]~b]ai\n<think>\n", True),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", False),
+        ("kimi_k2", "assistant<think></think>", False),
     ],
 )
 def test_a_prompt_may_open_or_close_the_reasoning(
@@ -107,6 +181,8 @@ def test_reasoning_in_one_piece() -> None:
 
 WORDS = [
     *("<think>", "</think>", "◁think▷", "◁/think▷", "<thi", " ", "\n", "a", "<"),
+    *("<tool_call>", "[TOOL_CALLS]", "<|tool_calls_section_begin|>", "[THINK]"),
+    *("[/THINK]", "<|channel>thought", "<channel|>", "<minimax:tool_call>", "[/"),
     *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|"),
     *("analysis", "final", " to=functions.now", "{}", HARMONY, CALL),
 ]

@@ -82,7 +82,9 @@ class OutputParser:
         self._reasoning = None
         if form.reasoning is not None:
             self._reasoning = form.reasoning(
-                is_open=form.is_open, is_raw=not form.separate_reasoning
+                is_open=form.is_open,
+                is_raw=not form.separate_reasoning,
+                call_marks=form.calls.openers if form.calls is not None else (),
             )
         self._tools = None
         if form.calls is not None:

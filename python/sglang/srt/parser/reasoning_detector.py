@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ class ReasoningDetector(TextParser[str | Reasoning]):
         is_open: whether the output begins inside the reasoning; None: by the format.
         is_raw: reasoning comes out with its marks, so that the pieces together are the
             output, character by character.
+        call_marks: strings that begin calls of tools, beside those of the format.
 
     Class attributes:
         marks: all strings of the format that may be special tokens of a tokenizer.
@@ -29,8 +31,15 @@ class ReasoningDetector(TextParser[str | Reasoning]):
 
     marks: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, *, is_open: bool | None = None, is_raw: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        is_open: bool | None = None,
+        is_raw: bool = False,
+        call_marks: Sequence[str] = (),
+    ) -> None:
         super().__init__()
+        self._call_marks = tuple(call_marks)
         self._is_open = is_open
         self._is_raw = is_raw
         self._space = ""
@@ -44,6 +53,11 @@ class ReasoningDetector(TextParser[str | Reasoning]):
     def opened_by_message(cls, text: str) -> bool:
         """Whether an assistant's message that is to be continued ends inside it."""
         return False
+
+    @classmethod
+    def opened_in(cls, text: str) -> bool | None:
+        """Whether a whole output begins inside the reasoning; None: by the format."""
+        return None
 
     def _say(self, text: str) -> None:
         if text:
