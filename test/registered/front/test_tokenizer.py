@@ -173,6 +173,37 @@ def test_template_sources_in_order(tmp_path: Path) -> None:
     assert given_one.apply_chat_template([]) == "given"
 
 
+def test_special_tokens_reach_templates_by_name(tmp_path: Path) -> None:
+    config = {
+        "bos_token": "<s>",
+        "sep_token": {"content": "<sep>", "lstrip": False},
+        "cls_token": "<cls>",
+        "mask_token": "<mask>",
+        "image_token": "<image>",
+        "add_bos_token": False,
+        "eos_token": None,
+        "extra_special_tokens": {"audio": {"content": "<audio>"}, "messages": "no"},
+        "model_specific_special_tokens": {"boi_token": "<boi>"},
+        "additional_special_tokens": ["<a>", {"content": "<b>"}, 5],
+    }
+    write_folder(tmp_path, config)
+
+    def shown(source: str) -> str:
+        tokenizer = load_tokenizer(str(tmp_path), chat_template=source)
+        return tokenizer.apply_chat_template([])
+
+    named = ("bos", "sep", "cls", "mask", "image", "boi")
+    for name in named:
+        assert shown(f"{{{{ {name}_token }}}}") == f"<{name}>".replace("<bos>", "<s>")
+    assert shown("{{ audio }}{{ additional_special_tokens | join }}") == "<audio><a><b>"
+    absent = ("messages is string", "eos_token is defined", "add_bos_token is defined")
+    for condition in absent:
+        assert shown("{{ " + condition + " }}") == "False"
+    config["extra_special_tokens"] = ["<c>"]
+    write_folder(tmp_path, config)
+    assert shown("{{ extra_special_tokens[0] }}") == "<c>"
+
+
 def test_template_language() -> None:
     def render(source: str, **kwargs: object) -> str:
         tokenizer = Tokenizer(

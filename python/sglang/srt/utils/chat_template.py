@@ -53,7 +53,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, *, origin: str, variables: Mapping[str, str]
+        self, source: str, *, origin: str, variables: Mapping[str, Any]
     ) -> None:
         """Compile `source` and try it on a short conversation.
 

@@ -44,6 +44,9 @@ _SPECIAL_TOKENS = {
     "eos_token": "eos_token_id",
     "pad_token": "padding_token_id",
     "unk_token": "unknown_token_id",
+    "sep_token": "seperator_token_id",
+    "cls_token": "cls_token_id",
+    "mask_token": "mask_token_id",
 }
 
 

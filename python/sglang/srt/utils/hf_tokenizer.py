@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from sglang.srt.utils.chat_template import ChatTemplate
+from sglang.srt.utils.chat_template import RESERVED_NAMES, ChatTemplate
 from sglang.srt.utils.gguf_header import is_gguf, read_gguf_header
 from sglang.srt.utils.gguf_tokenizer import gguf_tokenizer, gguf_tokenizer_config
 from sglang.srt.utils.json_file import read_json_object, shown
@@ -30,7 +30,9 @@ OLDER_FORMATS = (
 MAX_REASON_CHARS = 500
 DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
 GGUF_TEMPLATE = "tokenizer.chat_template"
-TEMPLATE_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+# Groups of tokens by name, and lists of tokens without names.
+NAMED_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
+LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 
 
 class Tokenizer:
@@ -70,9 +72,9 @@ class Tokenizer:
                 f"must be below {MAX_VOCAB_SIZE}"
             )
         self.max_token_chars = max(map(len, vocab), default=1)
-        tokens = {key: _token_text(config.get(key)) for key in TEMPLATE_TOKENS}
-        self.bos_token_id = self._token_id(tokens["bos_token"])
-        self.eos_token_id = self._token_id(tokens["eos_token"])
+        variables = _template_tokens(config)
+        self.bos_token_id = self._token_id(variables.get("bos_token"))
+        self.eos_token_id = self._token_id(variables.get("eos_token"))
         special = {
             token_id: str(token.content)
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -81,7 +83,6 @@ class Tokenizer:
         self.special_ids = frozenset(special)
         self.special_texts = frozenset(special.values())
         self.token_bytes_table = TokenBytes.from_backend(backend)
-        variables = {key: text for key, text in tokens.items() if text is not None}
 
         def compiled(source: str | None) -> ChatTemplate | None:
             if source is None:
@@ -179,7 +180,7 @@ class Tokenizer:
             variables=variables or {},
         )
 
-    def _token_id(self, token: str | None) -> int | None:
+    def _token_id(self, token: Any) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
 
 
@@ -314,6 +315,24 @@ def _configured_template(
             f"{folder / CONFIG}: chat_template must be a text, got {shown(template)}"
         )
     return template
+
+
+def _template_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the special tokens that templates see by name: every `..._token` of the
+    configuration and of its groups, and the lists of tokens without names."""
+    groups = [config.get(name) for name in NAMED_TOKENS]
+    named = {
+        name: _token_text(entry)
+        for group in (*groups, config)
+        if isinstance(group, Mapping)
+        for name, entry in group.items()
+        if group is not config or name.endswith("_token")
+    }
+    found: dict[str, Any] = {name: text for name, text in named.items() if text}
+    for name in LISTED_TOKENS:
+        if isinstance(config.get(name), list):
+            found[name] = [text for text in map(_token_text, config[name]) if text]
+    return {name: found[name] for name in found if name not in RESERVED_NAMES}
 
 
 def _token_text(entry: Any) -> str | None:

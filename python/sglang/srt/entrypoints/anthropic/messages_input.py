@@ -16,6 +16,7 @@ from sglang.srt.entrypoints.chat_turns import ChatTurns
 from sglang.srt.entrypoints.neutral_fields import ANY, EMPTY, NOTHING, OFF, Neutral
 from sglang.srt.entrypoints.openai.common import ClientNames
 from sglang.srt.entrypoints.openai.protocol import ChatRequest
+from sglang.srt.entrypoints.openai.thinking import THINKING_TYPES
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
@@ -38,8 +39,6 @@ _TOOL_FIELDS: dict[str, Neutral] = {
     "input_examples": EMPTY,
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# Type of `thinking` -> whether the template is told to let the model think.
-_THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 # Parts of paths in the chat -> those of this API.
 _PATHS = {
     "response_format.json_schema": "output_config.format",
@@ -233,14 +232,14 @@ def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
     """
     if thinking is None:
         return {}
-    kind = kind_of(thinking, "thinking", tuple(_THINKING))
+    kind = kind_of(thinking, "thinking", tuple(THINKING_TYPES))
     BodyLevel(
         thinking,
         "thinking",
         read=("type",),
         neutral={"budget_tokens": ANY, "display": Neutral("summarized")},
     )
-    return dict.fromkeys(("enable_thinking", "thinking"), _THINKING[kind])
+    return dict.fromkeys(("enable_thinking", "thinking"), THINKING_TYPES[kind])
 
 
 def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ on here.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from sglang.srt.entrypoints.http_io import aside
 from sglang.srt.entrypoints.openai.common import ClientNames, sampling_params
 from sglang.srt.entrypoints.openai.logprobs import need_tokenizer
 from sglang.srt.entrypoints.openai.protocol import ChatRequest
+from sglang.srt.entrypoints.openai.thinking import thinking_variables
 from sglang.srt.entrypoints.openai.tools import ToolUse, read_tool_use
 from sglang.srt.function_call.base_detector import ToolCallDetector
 from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
@@ -116,7 +118,7 @@ def _prompt_request(
     text = manager.templates.render(
         body.messages,
         variables=template_variables(
-            body.chat_template_kwargs, reasoning_effort=body.reasoning_effort
+            body.chat_template_kwargs, defaults=thinking_variables(body)
         ),
         tools=use.for_template or None,
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -201,9 +203,10 @@ def _refuse_constraint(body: ChatRequest, use: ToolUse) -> None:
 
 
 def template_variables(
-    given: dict[str, Any] | None, *, reasoning_effort: str | None = None
+    given: dict[str, Any] | None, *, defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the extra names for the chat template of `chat_template_kwargs`.
+    """Return the extra names for the chat template: `chat_template_kwargs`, which win
+    over what other fields ask for.
 
     Raises:
         BadRequest: there are too many.
@@ -215,10 +218,7 @@ def template_variables(
             f"{MAX_TEMPLATE_VARIABLES} are accepted",
             param="chat_template_kwargs",
         )
-    variables = dict(given)
-    if reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", reasoning_effort)
-    return variables
+    return {**(defaults or {}), **given}
 
 
 def _refuse_unsupported(body: ChatRequest) -> None:

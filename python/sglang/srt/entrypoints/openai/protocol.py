@@ -142,12 +142,15 @@ class CompletionRequest(_Completion, kw_only=True, forbid_unknown_fields=True):
 class ChatRequest(_Chat, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/chat/completions`.
 
-    `reasoning_effort` is a variable of the chat template; most templates have no use
-    for it, and then it has no effect.
+    Switches of the reasoning (`thinking.py`) are variables of the chat template; one
+    that has no use for them ignores them.
     """
 
     messages: list[dict[str, Any]]
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None

@@ -1,0 +1,67 @@
+"""Switches of a model's reasoning, which are variables of its chat template.
+
+Providers write them in several ways; templates read `enable_thinking` (Qwen, GLM),
+`thinking` (DeepSeek, Kimi) or `reasoning_effort` (gpt-oss).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.entrypoints.body_level import BodyLevel, kind_of
+from sglang.srt.entrypoints.neutral_fields import ANY, OFF, Neutral
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.openai.protocol import ChatRequest
+
+# Value of `thinking.type`, as of `/v1/messages` -> whether the model thinks.
+THINKING_TYPES = {"enabled": True, "adaptive": True, "disabled": False}
+# An effort that turns reasoning off.
+NO_EFFORT = "none"
+# Nothing limits the reasoning alone.
+_THINKING_FIELDS: dict[str, Neutral] = {"budget_tokens": ANY, "clear_thinking": ANY}
+_REASONING_FIELDS: dict[str, Neutral] = {
+    "max_tokens": ANY,
+    "summary": ANY,
+    "exclude": OFF,
+}
+
+
+def thinking_variables(body: ChatRequest) -> dict[str, Any]:
+    """Return the variables that the fields of a chat ask for: none where the template
+    is to do what it does unasked.
+
+    A switch is given under both names, as a template reads one of them.
+
+    Raises:
+        BadRequest: a value that is no switch; names the field.
+    """
+    effort, switch = body.reasoning_effort, body.enable_thinking
+    if switch is None and body.thinking is not None:
+        switch = _thinking_type(body.thinking)
+    if body.reasoning is not None:
+        level = BodyLevel(
+            body.reasoning,
+            "reasoning",
+            read=("effort", "enabled"),
+            neutral=_REASONING_FIELDS,
+        )
+        effort = effort or level.text("effort", default="") or None
+        if switch is None and level.get("enabled") is not None:
+            switch = level.flag("enabled")
+    if switch is None and effort == NO_EFFORT:
+        switch = False
+    variables: dict[str, Any] = {}
+    if switch is not None:
+        variables |= dict.fromkeys(("enable_thinking", "thinking"), switch)
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+    return variables
+
+
+def _thinking_type(thinking: bool | dict[str, Any]) -> bool:
+    if isinstance(thinking, bool):
+        return thinking
+    kind = kind_of(thinking, "thinking", tuple(THINKING_TYPES))
+    BodyLevel(thinking, "thinking", read=("type",), neutral=_THINKING_FIELDS)
+    return THINKING_TYPES[kind]
