@@ -89,6 +89,13 @@ class ServerArgs:
     served_model_name: Annotated[
         str | None, Arg("Name in /v1/models; unset: the model path, or demo.")
     ] = None
+    allow_auto_truncate: Annotated[
+        bool,
+        Arg(
+            "Keep the beginning of a prompt that is longer than the context instead of "
+            "refusing it."
+        ),
+    ] = False
     strict_model_name: Annotated[
         bool, Arg("Answer requests for a model of another name with 404.")
     ] = False
@@ -251,12 +258,19 @@ class ServerArgs:
         ),
     ] = None
 
+    strict_max_tokens: Annotated[
+        bool,
+        Arg(
+            "Refuse a max_tokens that does not fit after the prompt instead of ending "
+            "the output with the context.",
+            begins="Limits of a request",
+        ),
+    ] = False
     max_logprobs: Annotated[
         int,
         Arg(
             "Alternatives per token that a request may ask for.",
             low=0,
-            begins="Limits of a request",
         ),
     ] = 20
     max_logprob_entries: Annotated[

@@ -81,7 +81,7 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert set(body) == {"error"}
     error: dict[str, Any] = body["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == status
+    assert error["code"] in (status, "context_length_exceeded")
     return error
 
 
@@ -187,7 +187,9 @@ def test_broken_json(server: Server, path: str, body: str, message: str) -> None
 
 def test_a_prompt_longer_than_the_context(server: Server) -> None:
     error = error_of(server.post("/generate", {"input_ids": [1] * CONTEXT}))
-    assert f"{CONTEXT} tokens, but at most {CONTEXT - 1}" in error["message"]
+    phrase = f"({CONTEXT} tokens) is longer than the model's context length ({CONTEXT}"
+    assert phrase in error["message"]
+    assert error["code"] == "context_length_exceeded"
     error = error_of(server.post("/generate", {"text": "x" * 5 * MIB}))
     assert f"at most {CONTEXT - 1} tokens fit" in error["message"]
 
@@ -196,7 +198,8 @@ def test_a_prompt_longer_than_the_pool(start_server: Callable[..., Server]) -> N
     """A pool of 64 slots holds less than the context; the longest prompt still runs."""
     small = start_server("--max-total-tokens", "64").wait_ready()
     error = error_of(small.post("/generate", {"input_ids": [1] * 65}))
-    assert "65 tokens, but at most 64 tokens fit" in error["message"]
+    assert "65 tokens) is longer than the model's context length" in error["message"]
+    assert "at most 64 tokens fit" in error["message"]
     assert "KV pool of 64" in error["message"]
     body = {"input_ids": [1] * 64, "sampling_params": {"max_new_tokens": 1}}
     answer = small.post("/generate", body)
@@ -205,11 +208,14 @@ def test_a_prompt_longer_than_the_pool(start_server: Callable[..., Server]) -> N
 
 
 def test_more_new_tokens_than_fit(server: Server) -> None:
-    body = {"input_ids": [1] * 2000, "sampling_params": {"max_new_tokens": 100}}
+    body = {"input_ids": [1] * 2000, "sampling_params": greedy(max_new_tokens=100)}
+    answer = server.post("/generate", body).json()
+    assert answer["meta_info"]["completion_tokens"] == 48
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    body["sampling_params"] = {"min_new_tokens": 100}
     error = error_of(server.post("/generate", body))
-    assert "max_new_tokens is 100" in error["message"]
     assert "leaves room for at most 48 (context length" in error["message"]
-    assert error["param"] == "max_new_tokens"
+    assert error["param"] == "min_new_tokens"
 
 
 def test_invalid_grammars(server: Server) -> None:
@@ -253,8 +259,8 @@ def test_unknown_paths_and_methods(server: Server) -> None:
 @pytest.mark.parametrize(
     ("path", "field", "entries", "message"),
     [
-        ("/generate", "input_ids", ["1"] * 500_000, "500000 tokens, but at most"),
-        ("/v1/completions", "prompt", ["1"] * 500_000, "500000 tokens, but"),
+        ("/generate", "input_ids", ["1"] * 500_000, "500000 tokens) is longer"),
+        ("/v1/completions", "prompt", ["1"] * 500_000, "500000 tokens) is longer"),
         ("/generate", "text", ['"a"'] * 500_000, "asks for 500000 outputs"),
         ("/generate", "input_ids", ["[1]"] * 250_000, "asks for 250000 outputs"),
         ("/v1/completions", "prompt", ["[1]"] * 250_000, "250000 outputs"),

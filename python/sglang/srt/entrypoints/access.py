@@ -63,9 +63,12 @@ class AccessMiddleware:
         headers = dict(scope["headers"])
         role, caller = self._keys.identify(*_given_keys(headers))
         if role is Role.NOBODY:
-            error = BadRequest("the API key is missing or wrong", status=401)
-            error.headers["WWW-Authenticate"] = "Bearer"
-            raise error
+            raise BadRequest(
+                "the API key is missing or wrong",
+                status=401,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         scope[_ROLE] = role
         CALLER.set(caller)
         PEER.set((scope.get("client") or ("",))[0])

@@ -17,12 +17,13 @@ class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ErrorDetail(Shape):
-    """`code` is the HTTP status; `param` the field that is wrong, if one is."""
+    """`code` is the HTTP status, or a name that clients know; `param` is the field that
+    is wrong, if one is."""
 
     message: str
     type: str
     param: str | None
-    code: int
+    code: int | str
 
 
 class Error(Shape):
@@ -140,15 +141,17 @@ class ChatMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
-    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | None
+    tool_calls: list[ToolCall] | None
 
 
 class ChatDelta(Shape):
-    role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
-    content: str | msgspec.UnsetType | None = msgspec.UNSET
-    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
+    """The new part; the other fields are null."""
+
+    role: Literal["assistant"] | None
+    content: str | None
+    reasoning_content: str | None
+    tool_calls: list[ToolCallDelta] | None
 
 
 class ChatChoice(Shape):
@@ -164,7 +167,7 @@ class ChatChunkChoice(Shape):
     delta: ChatDelta
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length", "tool_calls", "abort"] | None
-    matched_stop: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    matched_stop: int | str | None
 
 
 class ChatCompletion(Shape):

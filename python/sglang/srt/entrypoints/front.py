@@ -47,6 +47,7 @@ class Front:
                 f"the model {quoted(asked)} does not exist; this server has "
                 f"{self.model_name!r}",
                 param="model",
+                code="model_not_found",
             )
 
     def stream(

@@ -23,12 +23,14 @@ class ApiError(Exception):
 
     Attributes:
         status: HTTP status.
+        code: a name of OpenAI's that clients act on; None: the status is the code.
         param: the field that is wrong, if one is.
         headers: extra headers of the answer.
     """
 
     status = 500
     type = "internal_error"
+    code: str | None = None
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         status: int | None = None,
+        code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
         message = clipped(message)
@@ -45,6 +48,8 @@ class ApiError(Exception):
         self.headers = headers or {}
         if status is not None:
             self.status = status
+        if code is not None:
+            self.code = code
 
     def body(self) -> dict[str, object]:
         return {
@@ -52,7 +57,7 @@ class ApiError(Exception):
                 "message": self.message,
                 "type": self.type,
                 "param": self.param,
-                "code": self.status,
+                "code": self.code or self.status,
             }
         }
 
@@ -62,6 +67,21 @@ class BadRequest(ApiError, ValueError):
 
     status = 400
     type = "invalid_request_error"
+
+
+class ContextOverflow(BadRequest):
+    """More tokens than the context holds: clients shorten the conversation.
+
+    Attributes:
+        tokens: of the prompt, at least. limit: those that fit.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str, *, param: str, tokens: int, limit: int) -> None:
+        super().__init__(message, param=param)
+        self.tokens = tokens
+        self.limit = limit
 
 
 class NotFound(ApiError, ValueError):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang.srt.managers.caller import client_tag
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.errors import BadRequest, ContextOverflow
 from sglang.srt.managers.io_struct import GenerateReq, SchedulerReady
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hashing import digest
@@ -25,8 +25,8 @@ class PromptRequest:
     Fields:
         prompt: text, or token ids.
         sampling_params: already validated (`SamplingParams.from_wire`).
-        is_length_exact: False where `max_new_tokens` is a default, which shrinks to the
-            room after the prompt; a client's own number is never changed.
+        is_length_exact: False where `max_new_tokens` is a default; a client's own
+            number is refused beyond the room with --strict-max-tokens.
         add_special_tokens: False where the text has them already (chat templates).
         rid: None means that one is generated.
         input_embeds: float32 [tokens, hidden_size] that replace the prompt, whose ids
@@ -92,7 +92,7 @@ class Limits:
                 "the prompt is empty: it must hold at least one token", param=field
             )
         if len(ids) > self.max_req_input_len:
-            raise self.too_long(f"{len(ids)} tokens", field=field)
+            raise self.too_long(len(ids), field=field)
         self.check_vocab(ids, field="input_ids")
 
     def check_vocab(self, ids: Sequence[int], *, field: str) -> None:
@@ -105,28 +105,52 @@ class Limits:
                 param=field,
             )
 
-    def too_long(self, size: str, *, field: str) -> BadRequest:
-        return BadRequest(
-            f"the prompt has {size}, but at most {self.max_req_input_len} tokens fit "
-            f"({self._capacity}; one token of output must fit too)",
+    def too_long(
+        self, tokens: int, *, field: str, size: str | None = None
+    ) -> ContextOverflow:
+        """Return the error of a prompt that does not fit.
+
+        Args:
+            tokens: of the prompt, at least. size: how long it is in other units.
+        """
+        # Clients search for "is longer than the model's context length".
+        return ContextOverflow(
+            f"the input ({size or f'{tokens} tokens'}) is longer than the model's "
+            f"context length ({self.max_req_input_len + 1} tokens): at most "
+            f"{self.max_req_input_len} tokens fit ({self._capacity}; one token of "
+            "output must fit too)",
             param=field,
+            tokens=tokens,
+            limit=self.max_req_input_len,
         )
 
-    def check_length(self, request: PromptRequest, prompt_len: int) -> None:
-        """Refuse an output length that does not fit after the prompt. A default one
-        always fits: the engine ends such an output where the room ends."""
+    def check_length(
+        self, request: PromptRequest, prompt_len: int, *, is_strict: bool
+    ) -> None:
+        """Refuse a least output length that does not fit after the prompt, and where
+        `is_strict` a longest one that the client chose.
+
+        The engine ends any other output where the room ends.
+        """
         params = request.sampling_params
         room = self.room_after(prompt_len)
-        for name, asked, is_exact in (
-            ("max_new_tokens", params.max_new_tokens, request.is_length_exact),
-            ("min_new_tokens", params.min_new_tokens, True),
-        ):
-            if is_exact and asked > room:
-                raise BadRequest(
-                    f"{name} is {asked}, but a prompt of {prompt_len} tokens leaves "
-                    f"room for at most {room} ({self._capacity})",
-                    param=name,
-                )
+        too_long = (
+            f"{{}} is {{}}, but a prompt of {prompt_len} tokens leaves room for at "
+            f"most {room} ({self._capacity})"
+        )
+        if params.min_new_tokens > room:
+            raise BadRequest(
+                too_long.format("min_new_tokens", params.min_new_tokens),
+                param="min_new_tokens",
+            )
+        if is_strict and request.is_length_exact and params.max_new_tokens > room:
+            raise ContextOverflow(
+                too_long.format("max_new_tokens", params.max_new_tokens)
+                + "; prompt and output exceed the model's maximum context length",
+                param="max_new_tokens",
+                tokens=prompt_len,
+                limit=self.max_req_input_len,
+            )
 
     @property
     def _capacity(self) -> str:
@@ -189,17 +213,20 @@ def check_vocab(params: SamplingParams, limits: Limits) -> None:
 
 
 def to_wire(
-    request: PromptRequest, ids: list[int], limits: Limits
+    request: PromptRequest, ids: list[int], limits: Limits, *, is_strict: bool
 ) -> list[GenerateReq]:
     """Return the `n` messages to the scheduler, checked against the engine's limits.
 
     They share `ids` and the sampling parameters, whose token ids `check_vocab` checks.
     The first alone asks for the log probabilities of the prompt, which all of them
     show.
+
+    Args:
+        is_strict: refuse an output length that does not fit after the prompt.
     """
     limits.check_prompt(ids, field=request.field)
     limits.check_vocab(request.token_ids_logprob, field="token_ids_logprob")
-    limits.check_length(request, len(ids))
+    limits.check_length(request, len(ids), is_strict=is_strict)
     if not -1 <= request.logprob_start_len < len(ids):
         raise BadRequest(
             f"logprob_start_len is {request.logprob_start_len}; it must be -1 (output "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
@@ -13,6 +14,8 @@ from sglang.srt.managers.errors import BadRequest
 if TYPE_CHECKING:
     from sglang.srt.managers.prompt_request import Limits, PromptRequest
     from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -26,10 +29,15 @@ NORMALIZER_SLACK = 4
 
 
 class PromptTokenizer:
-    """Tokenizes prompts; with `tokenizer` None it accepts token ids only."""
+    """Tokenizes prompts; with `tokenizer` None it accepts token ids only.
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    Args:
+        is_cut: keep the beginning of a prompt that is too long; embeddings are refused.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, is_cut: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._is_cut = is_cut
         # One thread: long texts must not take the scheduler's cores.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
@@ -43,15 +51,26 @@ class PromptTokenizer:
             BadRequest: a text without a tokenizer, or one that is too long.
         """
         text = prompt.prompt
-        if not isinstance(text, str):
-            return text
-        ids = await self.encode(
-            [text],
-            limits,
-            add_special_tokens=prompt.add_special_tokens,
-            field=prompt.field,
-        )
-        return ids[0]
+        is_cut = self._is_cut and prompt.input_embeds is None
+        if isinstance(text, str):
+            if is_cut and self._is_too_long(text, limits):
+                text = text[: self._longest_text(limits)]
+            (ids,) = await self.encode(
+                [text],
+                limits,
+                add_special_tokens=prompt.add_special_tokens,
+                field=prompt.field,
+            )
+        else:
+            ids = text
+        if is_cut and len(ids) > limits.max_req_input_len:
+            logger.info(
+                "a prompt of %d tokens is cut to its first %d (--allow-auto-truncate)",
+                len(ids),
+                limits.max_req_input_len,
+            )
+            return ids[: limits.max_req_input_len]
+        return ids
 
     async def encode(
         self,
@@ -74,7 +93,11 @@ class PromptTokenizer:
             )
         for text in texts:
             if len(text) >= LONG_TEXT_CHARS and self._is_too_long(text, limits):
-                raise limits.too_long(f"{len(text)} characters", field=field)
+                raise limits.too_long(
+                    limits.max_req_input_len + 1,
+                    field=field,
+                    size=f"{len(text)} characters",
+                )
 
         def encode_all(*, in_thread: bool) -> list[list[int]]:
             return [
@@ -126,5 +149,10 @@ class PromptTokenizer:
         """Whether any tokenization is too long; known only if tokens map to bytes."""
         if self._tokenizer is None or self._tokenizer.token_bytes_table is None:
             return False
+        return len(text) > self._longest_text(limits)
+
+    def _longest_text(self, limits: Limits) -> int:
+        """Characters beyond which no text is a prompt that fits."""
+        assert self._tokenizer is not None
         longest = limits.max_req_input_len * self._tokenizer.max_token_chars
-        return len(text) > longest * NORMALIZER_SLACK
+        return longest * NORMALIZER_SLACK

@@ -114,7 +114,9 @@ class TokenizerManager:
         self.heartbeat = Heartbeat(
             self._calls.request_sign, timeout=server_args.health_timeout
         )
-        self.prompts = PromptTokenizer(tokenizer)
+        self.prompts = PromptTokenizer(
+            tokenizer, is_cut=server_args.allow_auto_truncate
+        )
         self.side_work = SideWork()
 
     # -- life ----------------------------------------------------------------------
@@ -191,8 +193,9 @@ class TokenizerManager:
             self._occupancy.check_count(len(prompts))
             ids_lists = [entry for entry in prompts if isinstance(entry, list)]
         longest = max(map(len, ids_lists), default=0)
-        if longest > self.limits.max_req_input_len:
-            raise self.limits.too_long(f"{longest} tokens", field=field)
+        is_cut = self.server_args.allow_auto_truncate
+        if longest > self.limits.max_req_input_len and not is_cut:
+            raise self.limits.too_long(longest, field=field)
 
     async def submit(
         self, prompts: Sequence[PromptRequest], *, wait_for_room: bool = False
@@ -220,7 +223,9 @@ class TokenizerManager:
         )
         for i, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
             leader: RequestState | None = None
-            for request in to_wire(prompt, tokens, limits):
+            for request in to_wire(
+                prompt, tokens, limits, is_strict=self.server_args.strict_max_tokens
+            ):
                 text = self._output_text(request)
                 state = group.add(
                     request, base_rid=prompt.rid, text=text, leader=leader

@@ -18,6 +18,7 @@ DEADLINE_SECONDS = 15.0
 PIPELINE = (("GET", "/v1/models"), ("POST", "/tokenize"), ("GET", "/model_info"))
 PIPELINED_BODY = b'{"prompt": "x"}'
 ERROR_FIELDS = {"message", "type", "param", "code"}
+ERROR_CODES = ("context_length_exceeded", "invalid_api_key", "model_not_found")
 MESSAGES_ERROR_FIELDS = {"message", "type"}
 # Of streams whose events have names.
 LAST_EVENTS = frozenset(
@@ -240,7 +241,8 @@ def _error_verdict(answer: Answer) -> str | None:
         if content.get("type") == "error":
             has_shape = set(error) == MESSAGES_ERROR_FIELDS
         else:
-            has_shape = set(error) == ERROR_FIELDS and error["code"] == answer.status
+            has_code = error["code"] in (answer.status, *ERROR_CODES)
+            has_shape = set(error) == ERROR_FIELDS and has_code
     except (KeyError, TypeError, ValueError):
         has_shape = False
     return None if has_shape or not answer.body else "an error of another shape"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.requests import Request
@@ -28,6 +30,7 @@ from sglang.srt.entrypoints.openai.chat_submit import (
     render_chat,
     submit_chat,
 )
+from sglang.srt.managers.errors import ContextOverflow
 
 EXAMPLES = {
     "text": {
@@ -113,16 +116,17 @@ class MessagesApi:
         rendered = await self._rendered(request, body)
         # Clients must name a limit; one beyond the context is the context.
         prompt = dataclasses.replace(rendered.prompt, is_length_exact=False)
-        chat = await submit_chat(
-            self._front, dataclasses.replace(rendered, prompt=prompt)
-        )
+        with _overflow_in_words():
+            chat = await submit_chat(
+                self._front, dataclasses.replace(rendered, prompt=prompt)
+            )
         answer = MessagesAnswer(self._front, chat, model=body.model)
         return await answer_blocks(self._front, request, chat, answer)
 
     async def count_tokens(self, request: Request) -> Response:
         body = await read_body(request, Conversation)
         chat = await self._rendered(request, body)
-        with chat.names.in_errors():
+        with chat.names.in_errors(), _overflow_in_words():
             count = await self._front.manager.count_tokens(chat.prompt)
         return json_response({"input_tokens": count})
 
@@ -131,3 +135,15 @@ class MessagesApi:
         self._front.check_model(body.model)
         chat = await aside(request, self._front.manager, to_chat, body)
         return await render_chat(self._front, request, chat, client_names(chat))
+
+
+@contextmanager
+def _overflow_in_words() -> Iterator[None]:
+    """Say that a prompt is too long in the words that Anthropic's clients act on."""
+    try:
+        yield
+    except ContextOverflow as error:
+        error.message = (
+            f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
+        )
+        raise

@@ -27,6 +27,11 @@ from sglang.srt.parser.output_parser import (
 from sglang.srt.parser.reasoning_detector import Reasoning
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
+# Every delta has these keys, as SGLang's: clients read them without asking.
+_NO_DELTA: dict[str, Any] = dict.fromkeys(
+    ("role", "content", "reasoning_content", "tool_calls")
+)
+
 
 class ChatAnswer:
     """Builds the chunks of a stream, or the one body without a stream.
@@ -53,7 +58,6 @@ class ChatAnswer:
         self._tokenizer = tokenizer
         self._with_logprobs = prompt.return_logprob
         self._parsers = [OutputParser(form) for _ in range(prompt.sampling_params.n)]
-        self._shows_reasoning = form.reasoning is not None and form.separate_reasoning
         self._id = make_id("chatcmpl")
         self._created = int(time.time())
         self._model = model or front.model_name
@@ -86,7 +90,7 @@ class ChatAnswer:
         """Return a whole choice."""
         return {
             "index": update.index,
-            "message": self._message(ParsedOutput.of(self._pieces(update))),
+            "message": _message(ParsedOutput.of(self._pieces(update))),
             "logprobs": self._logprobs(update),
             "finish_reason": self._finish(update),
             "matched_stop": matched_stop(update.finish_reason),
@@ -128,31 +132,29 @@ class ChatAnswer:
         has_calls = self._parsers[update.index].has_calls
         return "tool_calls" if name == "stop" and has_calls else name
 
-    def _message(self, parsed: ParsedOutput) -> dict[str, Any]:
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": parsed.text,
-            "refusal": None,
-        }
-        if self._shows_reasoning:
-            message["reasoning_content"] = parsed.reasoning or None
-        if parsed.calls:
-            message["content"] = parsed.text or None
-            message["tool_calls"] = list(map(_call_dict, parsed.calls))
-        return message
-
     def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         return {
             "index": index,
-            "delta": delta,
+            "delta": _NO_DELTA | delta,
             "logprobs": None,
             "finish_reason": None,
+            "matched_stop": None,
         }
 
     def _logprobs(self, update: Update) -> dict[str, Any] | None:
         if not self._with_logprobs or update.logprobs is None:
             return None
         return chat_logprobs(self._tokenizer, update.logprobs)
+
+
+def _message(parsed: ParsedOutput) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "content": (parsed.text or None) if parsed.calls else parsed.text,
+        "refusal": None,
+        "reasoning_content": parsed.reasoning or None,
+        "tool_calls": list(map(_call_dict, parsed.calls)) or None,
+    }
 
 
 def _delta_fields(piece: Piece) -> dict[str, Any]:
