@@ -218,9 +218,8 @@ def test_words_count_in_docstrings_and_comments(found: dict[str, Any]) -> None:
     }
 
 
-def test_this_tree_keeps_its_measures() -> None:
-    """The aims of ADR 10, without the walk of `verify`, longer than its aim; as the
-    script prints them in its last line."""
+def test_this_tree_has_no_more_circles() -> None:
+    """Walls and circles fail; sizes and words are printed, for people to judge."""
     result = subprocess.run(
         [sys.executable, SCRIPTS / "house_measures.py"], capture_output=True, text=True
     )
@@ -230,11 +229,6 @@ def test_this_tree_keeps_its_measures() -> None:
     back = found["back_running"]
     assert back["modules"] <= 7, back["list"]
     assert len(found["circles"]) <= 2, found["circles"]
-    for kind in ("long_python", "long_triton", "triton_many_parameters", "dispatch"):
-        counted = found[kind]
-        assert not any(counted.values()), (kind, counted)
-    assert 0 < found["scheduler_lines"] < 450
-    assert not any(found["words"].values()), found["words"]
 
 
 if __name__ == "__main__":
