@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from sglang.srt.configs.model_config import read_raw_config
 from sglang.srt.model_loader.weight_utils import iterate_weights
 from sglang.srt.utils.gguf_header import read_gguf_header
-from sglang.srt.utils.gguf_tokenizer import gguf_tokenizer_config
+from sglang.srt.utils.gguf_tokenizer import GgufTokenizer
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
 FOLDER_VARIABLE = "SGLANG_REAL_MODELS"
@@ -213,12 +213,8 @@ def _identity(gguf: Path) -> dict[str, object]:
 
 
 def _tokenizer_config(gguf: Path) -> dict[str, object]:
-    header = read_gguf_header(gguf)
-    config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config |= gguf_tokenizer_config(header)
-    if (template := header.values.get("tokenizer.chat_template")) is not None:
-        config["chat_template"] = template
-    return config
+    given = GgufTokenizer(read_gguf_header(gguf))
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | given.config()
 
 
 def _write_json(file: Path, value: object) -> None:

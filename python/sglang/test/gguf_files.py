@@ -44,7 +44,8 @@ def write_gguf(
     """Write the checkpoint in `folder` as a GGUF file with a byte tokenizer.
 
     Matrices get `precision`, vectors float32. `values` replace numbers of the header by
-    their names without the architecture, dots as "__"; `extra` are more integers.
+    their names without the architecture, dots as "__" (None: left out); `extra` are
+    more integers.
     """
     config = json.loads((folder / "config.json").read_text())
     name = NAMES[config["architectures"][0]]
@@ -68,7 +69,8 @@ def write_gguf(
     numbers |= {key.replace("__", "."): value for key, value in values.items()}
     add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, number in numbers.items():
-        add[type(number)](f"{name}.{key}", number)
+        if number is not None:
+            add[type(number)](f"{name}.{key}", number)
     for key, number in (extra or {}).items():
         writer.add_uint32(key, number)
     _add_tokenizer(writer)

@@ -89,6 +89,32 @@ def test_config_and_names_are_the_folders(folder, tmp_path):
     assert tensor_names(file) == tensor_names(folder)
 
 
+def test_sizes_that_follow_from_others_may_be_absent(llama, tmp_path):
+    """Older files have neither the width of a head nor the size of the vocabulary."""
+    file = write_gguf(
+        llama, tmp_path / "m.gguf", attention__key_length=None, rope__freq_base=None
+    )
+    config = ModelConfig.from_path(file)
+    assert config.num_kv_heads < config.num_heads
+    assert torch.equal(logits(file), logits(llama))
+
+
+def test_sizes_that_tensors_contradict_are_named(llama, tmp_path):
+    for key, words in (
+        ("block_count", "llama.block_count must be 2, as many as have tensors"),
+        ("embedding_length", "token_embd.weight, which has 64"),
+        ("feed_forward_length", "blk.0.ffn_up.weight, which has"),
+        ("vocab_size", "token_embd.weight, which has"),
+        ("attention.head_count", "blk.0.attn_q.weight, which has"),
+        ("attention.head_count_kv", "blk.0.attn_k.weight, which has"),
+    ):
+        changed = {key.replace(".", "__"): 4096}
+        file = write_gguf(llama, tmp_path / "m.gguf", **changed)
+        with pytest.raises(ValueError, match=rf"m\.gguf: llama\.{key} .*") as caught:
+            ModelConfig.from_path(file)
+        assert words in str(caught.value)
+
+
 def test_tied_embeddings_need_no_head(tmp_path):
     folder = write_tiny_model(tmp_path / "tied", LLAMA, tie_word_embeddings=True)
     file = write_gguf(folder, tmp_path / "m.gguf")
@@ -188,7 +214,7 @@ def edited(file, old: bytes, new: bytes):
         (b"blk.1.ffn_up", b"blk.1.ffn_ap", ["blk.1.ffn_ap", LLAMA]),
         (b"blk.1.ffn_up", b"blk.x.ffn_up", ["blk.x.ffn_up", LLAMA]),
         (b"blk.1.ffn_up", b"blk.9.ffn_up", ["model.layers.9.mlp.up_proj", LLAMA]),
-        (b"blk.1.ffn_up", b"blk.0.ffn_up", ["model.layers.1.mlp.up_proj"]),
+        (b"blk.1.ffn_up", b"blk.0.ffn_up", ["blk.0.ffn_up", "twice"]),
     ],
 )
 def test_foreign_content_is_named(llama, tmp_path, old, new, words):
@@ -226,7 +252,7 @@ def test_an_unknown_block_format_is_named(llama, tmp_path):
     for kind, word in ((39999, "unknown format"), (24, "I8, which is not read")):
         data[kind_at : kind_at + 4] = struct.pack("<I", kind)
         file.write_bytes(data)
-        with pytest.raises(ValueError, match=f"m.gguf: tensor {name}.*{word}"):
+        with pytest.raises(ValueError, match=f'm.gguf: tensor "{name}".*{word}'):
             list(iterate_weights(file))
 
 

@@ -16,7 +16,7 @@ import pytest
 from gguf import TokenType
 
 from sglang.srt.utils.gguf_header import read_gguf_header
-from sglang.srt.utils.gguf_tokenizer import gguf_tokenizer
+from sglang.srt.utils.gguf_tokenizer import GgufTokenizer
 from sglang.srt.utils.gguf_words import WORDS
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -93,6 +93,10 @@ CUTS: dict[str, list[str]] = {
         *("I|'ve| |123|4| WE|'LL", "a|  \n\n| c|\r\n|  ", "Hé| |漢字| ا|.| +="),
         *("x|.y|//\n", "HelloWorld| HTMLPage", "ภาษา| e\u0301x"),
     ],
+    "default": [
+        *("I|'|ve| |123|4| WE|'|LL", "a|  \n\n| c|\r\n  ", "Hé| 漢字| ا|.| |+="),
+        *("x|.|y|//|\n", "HelloWorld| HTMLPage", "ภาษา| e|\u0301|x"),
+    ],
     "gpt-2": [
         *("I|'ve| 1234| WE|'|LL", "a|  \n\n| c|\r\n  ", "Hé| 漢字| ا|.| +="),
         *("x|.|y|//|\n", "HelloWorld| HTMLPage", "ภาษา| e|\u0301|x"),
@@ -128,7 +132,8 @@ CUTS: dict[str, list[str]] = {
 def test_words_are_cut_as_the_pre_tokenizer_s_name_says(
     tmp_path: Path, name: str
 ) -> None:
-    backend = gguf_tokenizer(read_gguf_header(byte_level(tmp_path, pre=name)))
+    header = read_gguf_header(byte_level(tmp_path, pre=name))
+    backend = GgufTokenizer(header).backend()
     assert backend.pre_tokenizer is not None
     for cut in CUTS[name]:
         text = cut.replace("|", "")
@@ -153,8 +158,7 @@ def test_deepseek_s_letters_are_those_with_case() -> None:
     ("values", "architecture", "words"),
     [
         ({"pre": "viking"}, "llama", ['tokenizer.ggml.pre "viking"', "llama-bpe"]),
-        ({"pre": "default"}, "llama", ['tokenizer.ggml.pre "default"']),
-        ({}, "llama", ['tokenizer.ggml.pre "default"', "--tokenizer-path"]),
+        ({}, "llama", ["tokenizer.ggml.pre null", "--tokenizer-path"]),
         ({"model": "rwkv"}, "llama", ['tokenizer.ggml.model "rwkv"', "gpt2, llama"]),
         ({"model": "t5"}, "qwen2", ['tokenizer.ggml.model "t5"']),
         ({"pre": "Qwen2"}, "qwen2", ['tokenizer.ggml.pre "Qwen2"']),
@@ -299,6 +303,12 @@ def test_the_best_pair_is_merged_first(tmp_path: Path) -> None:
         ({"merges": ["he"]}, [r"merges\[0\]", "two pieces"]),
         ({"merges": ["h e", "h "]}, [r"merges\[1\]", "two pieces"]),
         ({"merges": ["h o"]}, ["merges", "ho"]),
+        ({"merges": [1, 2]}, [r"merges\[0\] must be a text, got 1"]),
+        ({"token_type": "x"}, ["token_type", "list"]),
+        ({"pre": 7}, ["pre must be a text, got 7"]),
+        ({"add_bos_token": 1}, ["add_bos_token must be true or false, got 1"]),
+        ({"eos_token_id": 999}, ["eos_token_id is 999", "262 elements"]),
+        ({"bos_token_id": "x"}, ['bos_token_id must be an integer, got "x"']),
         ({"model": "llama", "scores": None}, ["scores is missing"]),
         ({"model": "llama", "scores": [0.0]}, ["scores has 1 elements", "tokens"]),
     ],
@@ -312,6 +322,14 @@ def test_parts_that_do_not_fit_are_named(
         load_tokenizer(str(file))
     for word in [*words, r"m\.gguf: tokenizer\.ggml\."]:
         assert re.search(word, str(caught.value))
+
+
+def test_a_piece_of_a_million_characters_costs_nothing(tmp_path: Path) -> None:
+    file = write_vocabulary(
+        tmp_path / "m.gguf", ["a", "a" * 10**6], model="llama", scores=[0.0, 1.0]
+    )
+    with pytest.raises(ValueError, match=r"tokens\[1\] has 1000000 characters"):
+        load_tokenizer(str(file))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ SEPARATOR = "\n__ggml_vocab_test__\n"
 NAMES = ["llama-bpe", "llama-spm", "deepseek-coder", "deepseek-llm", "qwen2", "qwen35"]
 NAMES += ["phi-3", "command-r", "gpt-2", "mpt", "refact", "starcoder"]
 REFUSED = {
-    "aquila": 'pre "default"',
+    "aquila": "pre null",
     "bert-bge": 'model "bert"',
     "falcon": 'pre "falcon"',
     "gemma-4": 'model "gemma4"',
-    "gpt-neox": 'pre "default"',
+    "gpt-neox": "pre null",
     "nomic-bert-moe": 'model "t5"',
 }
 

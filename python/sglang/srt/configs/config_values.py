@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from sglang.srt.utils.json_file import shown
-
-REQUIRED = object()
-
-
-class Key(NamedTuple):
-    """Admitted values of a key.
-
-    Fields:
-        kind: int (4096.0 is one), float, bool, str, list or dict.
-        low, high: inclusive bounds of a number.
-        default: for a key that is absent or null; REQUIRED: there is none.
-    """
-
-    kind: type
-    low: float = -math.inf
-    high: float = math.inf
-    default: Any = None
-
+from sglang.srt.utils.checked_values import REQUIRED, Key
 
 TINY = 1e-30
+MAX_TOKEN_ID = 1 << 31
 
 # Upper bounds are far above any model, and far below what breaks an allocation's size.
 KEYS: dict[str, Key] = {
@@ -195,86 +175,3 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 
 # Of `quantization_config`.
 QUANTIZATION_KEYS: dict[str, Key] = {"quant_method": Key(str, default=REQUIRED)}
-
-_KINDS = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    list: "a list",
-    dict: "an object",
-}
-
-
-class ConfigValues:
-    """Checked values of a JSON object.
-
-    Args:
-        file: for errors.
-        keys: those that may be asked for.
-        where: prefix of the keys in errors, for an object inside the file.
-    """
-
-    def __init__(
-        self,
-        file: Path,
-        raw: Mapping[str, Any],
-        *,
-        keys: Mapping[str, Key] = KEYS,
-        where: str = "",
-    ) -> None:
-        self._file = file
-        self._raw = raw
-        self._keys = keys
-        self._where = where
-
-    def get(self, name: str, *, default: Any = None) -> Any:
-        """Return a value of the kind that the table names, or its default.
-
-        Args:
-            default: in place of the table's.
-
-        Raises:
-            ValueError: the value is missing, or not admitted; names file, key, value.
-        """
-        key = self._keys[name]
-        value: Any = self._raw.get(name)
-        if value is None:
-            if default is not None:
-                return default
-            if key.default is REQUIRED:
-                raise self.error(name, f"is missing; it must be {_KINDS[key.kind]}")
-            return key.default
-        if key.kind is int and isinstance(value, float) and value.is_integer():
-            value = int(value)
-        admitted = (int, float) if key.kind is float else key.kind
-        is_admitted = isinstance(value, admitted)
-        # For Python true is an integer, too.
-        if not is_admitted or (isinstance(value, bool) and key.kind is not bool):
-            raise self.wrong(name, f"must be {_KINDS[key.kind]}")
-        if key.kind in (int, float) and not key.low <= value <= key.high:
-            raise self.wrong(name, f"must be from {key.low:g} to {key.high:g}")
-        return float(value) if key.kind is float else value
-
-    def wrong(self, name: str, rule: str) -> ValueError:
-        """The error for the value of `name`, which breaks `rule`."""
-        return self.error(name, f"{rule}, got {shown(self._raw.get(name))}")
-
-    def error(self, name: str, text: str) -> ValueError:
-        return ValueError(f"{self._file}: {self._where}{name} {text}")
-
-    def within(self, name: str, keys: Mapping[str, Key]) -> ConfigValues:
-        """The object in the value of `name`; empty where there is none."""
-        raw = self.get(name) or {}
-        return ConfigValues(self._file, raw, keys=keys, where=f"{self._where}{name}.")
-
-    def integers(self, name: str, *, low: int, high: int) -> list[int]:
-        """A list of integers, or one of them; empty where there is none."""
-        value = self._raw.get(name)
-        entries = value if isinstance(value, list) else [value]
-        found = [entry for entry in entries if entry is not None]
-        for entry in found:
-            is_integer = isinstance(entry, int) and not isinstance(entry, bool)
-            if not is_integer or not low <= entry <= high:
-                raise self.wrong(name, f"must hold integers from {low} to {high}")
-        return found

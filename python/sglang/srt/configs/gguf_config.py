@@ -1,21 +1,22 @@
 """`config.json` of a model in a GGUF file, made of the file's values.
 
-Owns the table of architectures: names of values and tensors. Reads no tensor but the
-factors of the rotary embedding.
+Owns the table of architectures: names of values and tensors. Reads no tensor.
 """
 
 from __future__ import annotations
 
-import math
-import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.configs.config_values import KEYS, MAX_TOKEN_ID, ROPE_KEYS
+from sglang.srt.configs.gguf_rope import gguf_rope_scaling
+from sglang.srt.utils.checked_values import REQUIRED, ConfigValues, Key
 from sglang.srt.utils.gguf_header import GgufHeader, read_gguf_header
 from sglang.srt.utils.json_file import shown
 
-# Key of config.json -> suffix of the GGUF key, which begins with the architecture.
+# Key of config.json -> suffix of the GGUF key, which begins with the architecture. What
+# each may be is in the table of config.json.
 _SIZES = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -53,7 +54,6 @@ TOP_TENSORS = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ def gguf_architecture(header: GgufHeader) -> GgufArchitecture:
             f"{header.path}: general.architecture {shown(name)} is not served; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
-    parts = header.values.get("split.count", 1)
+    parts = ConfigValues(header.path, header.values, keys=_FILE_KEYS).get("split.count")
     if parts > 1:
         raise ValueError(
             f"{header.path}: one of {parts} parts of a model (split.count); merge the "
@@ -127,26 +127,112 @@ def gguf_config(path: Path) -> dict[str, Any]:
     """The content that `config.json` would have.
 
     Raises:
-        ValueError: an architecture that is not served, or a value that is missing;
-            names file and key.
+        ValueError: an architecture that is not served, a value that is missing or not
+            admitted, or one that the tensors contradict; names file and key.
     """
     header = read_gguf_header(path)
     known = gguf_architecture(header)
     prefix = header.values["general.architecture"]
+    values = _values(header, known)
     config: dict[str, Any] = {"architectures": [known.model]} | known.config
     for name, suffix in _SIZES.items():
-        config[name] = _required(header, f"{prefix}.{suffix}")
+        config[name] = values.get(f"{prefix}.{suffix}")
     # One that is absent is the family's; null would be none.
     for name, suffix in (_OPTIONAL | known.optional).items():
-        if (value := header.values.get(f"{prefix}.{suffix}")) is not None:
+        if (value := values.get(f"{prefix}.{suffix}")) is not None:
             config[name] = value
     if "vocab_size" not in config:
-        config["vocab_size"] = len(_required(header, "tokenizer.ggml.tokens"))
+        config["vocab_size"] = len(values.get("tokenizer.ggml.tokens"))
     config |= _gemma_scalar(config)
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
-    config["eos_token_id"] = _end_tokens(header)
-    config["rope_scaling"] = _rope_scaling(header, prefix, config)
+    config["eos_token_id"] = _end_tokens(values)
+    config["rope_scaling"] = gguf_rope_scaling(header, values, prefix, config)
+    _check_sizes(header, values, prefix, config)
     return config
+
+
+def gguf_heads(header: GgufHeader) -> dict[str, int]:
+    """Heads of the projections q and k, by the names of their modules in the file.
+
+    Raises:
+        ValueError: a value that is missing or not admitted.
+    """
+    values = _values(header, gguf_architecture(header))
+    prefix = header.values["general.architecture"]
+    heads = values.get(f"{prefix}.attention.head_count")
+    kv_heads = values.get(f"{prefix}.attention.head_count_kv") or heads
+    return {"attn_q": heads, "attn_k": kv_heads}
+
+
+_FILE_KEYS = {"split.count": Key(int, 0, 1 << 16, 1)}
+_TOKEN_ID = Key(int, 0, MAX_TOKEN_ID)
+
+
+def _values(header: GgufHeader, known: GgufArchitecture) -> ConfigValues:
+    """The file's values that are read here, checked by their names in the file."""
+    prefix = header.values["general.architecture"]
+    sizes = {
+        f"{prefix}.{suffix}": KEYS[name]._replace(default=REQUIRED)
+        for name, suffix in _SIZES.items()
+    }
+    optional = {
+        f"{prefix}.{suffix}": KEYS[name]._replace(default=None)
+        for name, suffix in (_OPTIONAL | known.optional).items()
+    }
+    scaling = f"{prefix}.rope.scaling."
+    return ConfigValues(
+        header.path,
+        header.values,
+        keys=sizes
+        | optional
+        | {
+            "tokenizer.ggml.tokens": Key(list, default=REQUIRED),
+            "tokenizer.ggml.eos_token_id": _TOKEN_ID,
+            "tokenizer.ggml.eot_token_id": _TOKEN_ID,
+            f"{scaling}type": Key(str, default="none"),
+            f"{scaling}factor": ROPE_KEYS["factor"],
+            f"{scaling}original_context_length": ROPE_KEYS[
+                "original_max_position_embeddings"
+            ]._replace(default=None),
+        },
+    )
+
+
+def _check_sizes(
+    header: GgufHeader, values: ConfigValues, prefix: str, config: dict[str, Any]
+) -> None:
+    """Compare the sizes with tensors, before memory is taken for what they claim."""
+    blocks = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
+    if config["num_hidden_layers"] > len(blocks):
+        raise values.wrong(
+            f"{prefix}.block_count", f"must be {len(blocks)}, as many as have tensors"
+        )
+    num_heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+    for tensor, dim, name, suffix in (
+        ("token_embd", 0, "vocab_size", "vocab_size"),
+        ("token_embd", 1, "hidden_size", "embedding_length"),
+        ("blk.0.ffn_up", 0, "intermediate_size", "feed_forward_length"),
+        ("blk.0.attn_q", 0, "num_attention_heads", "attention.head_count"),
+        ("blk.0.attn_k", 0, "num_key_value_heads", "attention.head_count_kv"),
+    ):
+        shape = _matrix(header, f"{tensor}.weight")
+        size = config.get(name, num_heads)
+        if name.endswith("heads"):
+            size *= head_dim
+        if size != shape[dim]:
+            raise values.error(
+                f"{prefix}.{suffix}",
+                f"asks for {size} in {tensor}.weight, which has {shape[dim]}",
+            )
+
+
+def _matrix(header: GgufHeader, name: str) -> tuple[int, ...]:
+    tensor = header.tensors.get(name)
+    if tensor is None or len(tensor.shape) != 2:
+        has = "is missing" if tensor is None else f"has the shape {tensor.shape}"
+        raise ValueError(f"{header.path}: tensor {name} {has}; it must be a matrix")
+    return tensor.shape
 
 
 def _gemma_scalar(config: dict[str, Any]) -> dict[str, Any]:
@@ -159,88 +245,7 @@ def _gemma_scalar(config: dict[str, Any]) -> dict[str, Any]:
     return {"query_pre_attn_scalar": scalar}
 
 
-def _required(header: GgufHeader, key: str) -> Any:
-    value = header.values.get(key)
-    if value is None:
-        raise ValueError(f"{header.path}: {key} is missing")
-    return value
-
-
-def _end_tokens(header: GgufHeader) -> list[int]:
+def _end_tokens(values: ConfigValues) -> list[int]:
     names = ("eos_token_id", "eot_token_id")
-    ids = (header.values.get(f"tokenizer.ggml.{name}") for name in names)
+    ids = (values.get(f"tokenizer.ggml.{name}") for name in names)
     return sorted({token_id for token_id in ids if token_id is not None})
-
-
-# Of Llama 3.1 to 3.3; a GGUF file has the factors that follow from these, not these.
-_LLAMA3: dict[str, Any] = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-def _rope_scaling(
-    header: GgufHeader, prefix: str, config: dict[str, Any]
-) -> dict[str, Any] | None:
-    """The scaling of the rotary embedding.
-
-    Raises:
-        ValueError: the file has factors per channel that are not those of Llama 3.
-    """
-    if ROPE_FACTORS in header.tensors:
-        factors = _rope_factors(header)
-        scaling = _LLAMA3 | {"factor": max(factors)}
-        theta = config.get("rope_theta", 10000.0)
-        expected = _llama3_factors(theta, len(factors), max(factors))
-        if not all(map(_is_near, factors, expected)):
-            raise ValueError(
-                f"{header.path}: {ROPE_FACTORS} holds other factors than those of "
-                "Llama 3, which alone are served"
-            )
-        return scaling
-    kind = header.values.get(f"{prefix}.rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    old_context = header.values.get(f"{prefix}.rope.scaling.original_context_length")
-    return {
-        "rope_type": kind,
-        "factor": header.values.get(f"{prefix}.rope.scaling.factor"),
-        "original_max_position_embeddings": old_context,
-    }
-
-
-def _llama3_factors(theta: float, count: int, factor: float) -> list[float]:
-    """Divisors of the frequencies by `_LLAMA3` (see `rotary_embedding`)."""
-    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    turns = (
-        _LLAMA3["original_max_position_embeddings"]
-        / (2 * math.pi * theta ** (i / count))
-        for i in range(count)
-    )
-    shares = (min(max((turn - low) / (high - low), 0.0), 1.0) for turn in turns)
-    return [1 / ((1 - share) / factor + share) for share in shares]
-
-
-def _is_near(value: float, expected: float) -> bool:
-    return math.isclose(value, expected, rel_tol=1e-3)
-
-
-def _rope_factors(header: GgufHeader) -> list[float]:
-    """Divisors of the rotary frequencies, one per pair of channels.
-
-    Raises:
-        ValueError: the tensor is no vector of float32 in the file.
-    """
-    tensor = header.tensors[ROPE_FACTORS]
-    is_vector = len(tensor.shape) == 1 and 0 < tensor.shape[0] <= 1 << 16
-    if not is_vector or tensor.kind != 0:
-        raise ValueError(f"{header.path}: {ROPE_FACTORS} must be a float32 vector")
-    size = 4 * tensor.shape[0]
-    with header.path.open("rb") as file:
-        file.seek(tensor.offset)
-        data = file.read(size)
-    if len(data) < size:
-        raise ValueError(f"{header.path}: cut off in {ROPE_FACTORS}; get it again")
-    return list(struct.unpack(f"<{tensor.shape[0]}f", data))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.configs.rope_config import RopeConfig, yarn_mscale
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.config_values import ConfigValues
+    from sglang.srt.utils.checked_values import ConfigValues
 
 MAX_WIDTH = 1024
 _CHANNELS = 8

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.utils.json_file import shown
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.config_values import ConfigValues
+    from sglang.srt.utils.checked_values import ConfigValues
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"

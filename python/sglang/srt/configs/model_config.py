@@ -13,18 +13,19 @@ from typing import Any
 
 from sglang.srt.configs.config_values import (
     FAMILY_DEFAULTS,
+    KEYS,
+    MAX_TOKEN_ID,
     QUANTIZATION_KEYS,
-    ConfigValues,
 )
 from sglang.srt.configs.gguf_config import gguf_config
 from sglang.srt.configs.latent_config import LatentConfig, read_latent_config
 from sglang.srt.configs.layer_types import FULL, SLIDING, read_layer_types
 from sglang.srt.configs.moe_config import MoeConfig, read_moe_config
 from sglang.srt.configs.rope_config import RopeConfig, rope_configs
+from sglang.srt.utils.checked_values import ConfigValues
 from sglang.srt.utils.gguf_header import is_gguf
 from sglang.srt.utils.json_file import read_json_object, shown
 
-MAX_TOKEN_ID = 1 << 31
 QUANT_METHODS = ("mxfp4",)
 """Formats of quantised weights that are read."""
 
@@ -82,7 +83,7 @@ class ModelConfig:
         """
         file = _config_file(path)
         raw = with_family_defaults(text_part(read_raw_config(path)))
-        values = ConfigValues(file, raw)
+        values = ConfigValues(file, raw, keys=KEYS)
         native = values.get("max_position_embeddings")
         if context_length is not None and context_length > native:
             raise ValueError(
@@ -129,7 +130,7 @@ class ModelConfig:
     @property
     def values(self) -> ConfigValues:
         """Checked values of config.json, for keys of a single model."""
-        return ConfigValues(self.file, self.raw)
+        return ConfigValues(self.file, self.raw, keys=KEYS)
 
     @property
     def file(self) -> Path:
@@ -259,7 +260,8 @@ def _eos_token_ids(values: ConfigValues, folder: Path) -> tuple[int, ...]:
     sources = [values]
     generation = folder / "generation_config.json"
     if generation.is_file():
-        sources.append(ConfigValues(generation, read_json_object(generation)))
+        raw = read_json_object(generation)
+        sources.append(ConfigValues(generation, raw, keys=KEYS))
     ids: dict[int, None] = {}
     for source in sources:
         # Some configurations write -1 for none.

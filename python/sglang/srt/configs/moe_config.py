@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.config_values import ConfigValues
+    from sglang.srt.utils.checked_values import ConfigValues
 
 MAX_LAYER = 4095
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

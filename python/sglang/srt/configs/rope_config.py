@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sglang.srt.configs.config_values import ROPE_KEYS, ConfigValues, Key
+from sglang.srt.configs.config_values import ROPE_KEYS
 from sglang.srt.configs.layer_types import LAYER_TYPES, SLIDING
+from sglang.srt.utils.checked_values import ConfigValues, Key
 from sglang.srt.utils.json_file import shown
 
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from sglang.srt.configs.gguf_config import (
-    ROPE_FACTORS,
     TOP_TENSORS,
     GgufArchitecture,
     gguf_architecture,
+    gguf_heads,
 )
-from sglang.srt.utils.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from sglang.srt.configs.gguf_rope import ROPE_FACTORS
+from sglang.srt.utils.gguf_header import GgufTensor, read_gguf_header
 from sglang.srt.utils.json_file import shown
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float32]
 
-ROTATED = ("attn_q", "attn_k")
 NORM_SUFFIX = "norm.weight"
 
 
@@ -55,6 +55,7 @@ def iterate_gguf(path: Path) -> Iterator[tuple[str, Tensor]]:
     quants = _block_formats(path)
     header = read_gguf_header(path)
     known = gguf_architecture(header)
+    rotated = gguf_heads(header) if known.pairs_rotary else {}
     with (
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
@@ -63,11 +64,14 @@ def iterate_gguf(path: Path) -> Iterator[tuple[str, Tensor]]:
             if name == ROPE_FACTORS:
                 continue
             own_name = _checkpoint_name(name, known, path)
-            values = _dequantize(quants, tensor, data, where=f"{path}: tensor {name}")
-            if known.pairs_rotary and name.split(".")[-2] in ROTATED:
-                values = _halves(values, _num_heads(header, name))
-            if known.norm_offset and name.endswith(NORM_SUFFIX):
-                values -= np.float32(known.norm_offset)
+            where = f"{path}: tensor {shown(name)}"
+            # Infinities and NaN are the file's own; numpy would warn about each.
+            with np.errstate(all="ignore"):
+                values = _dequantize(quants, tensor, data, where=where)
+                if known.norm_offset and name.endswith(NORM_SUFFIX):
+                    values -= np.float32(known.norm_offset)
+            if heads := rotated.get(name.split(".")[-2]):
+                values = _halves(values, heads, where=where)
             yield own_name, torch.from_numpy(values)
 
 
@@ -90,7 +94,9 @@ def _dequantize(
         kind = quants.GGMLQuantizationType(tensor.kind)
         shape = quants.quant_shape_to_byte_shape(tensor.shape, kind)
     except ValueError as error:
-        raise ValueError(f"{where} has an unknown format: {error}") from error
+        raise ValueError(
+            f"{where} has an unknown format, or a row that it does not fit: {error}"
+        ) from error
     size = math.prod(shape)
     left = max(len(data) - tensor.offset, 0)
     if size > left:
@@ -122,16 +128,11 @@ def _checkpoint_name(name: str, known: GgufArchitecture, path: Path) -> str:
     raise ValueError(f"{path}: tensor {shown(name)} has no place in {known.model}")
 
 
-def _num_heads(header: GgufHeader, name: str) -> int:
-    """Heads of the projection q or k."""
-    prefix = header.values["general.architecture"]
-    heads = header.values[f"{prefix}.attention.head_count"]
-    if name.split(".")[-2] == "attn_k":
-        heads = header.values.get(f"{prefix}.attention.head_count_kv") or heads
-    return int(heads)
-
-
-def _halves(values: Floats, num_heads: int) -> Floats:
+def _halves(values: Floats, num_heads: int, *, where: str) -> Floats:
     """Reorder the rows of a head: pairs `[x0, y0, x1, ..]` to halves `[x0.., y0..]`."""
+    if len(values) % (2 * num_heads):
+        raise ValueError(
+            f"{where} has {len(values)} rows, which are no pairs for {num_heads} heads"
+        )
     pairs = values.reshape(num_heads, -1, 2, *values.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

@@ -130,7 +130,10 @@ def load_weights(
             raise ValueError(
                 f"{source}: tensor {name} has no place in {type(model).__name__}"
             )
-        parameter.load(name, tensor, shard)
+        try:
+            parameter.load(name, tensor, shard)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
         missing.difference_update((target, each) for each in covered)
     if missing:
         names = sorted(

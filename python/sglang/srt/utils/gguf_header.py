@@ -96,18 +96,26 @@ class _Cursor:
         values: dict[str, Any] = {}
         for _ in range(num_values):
             key = self._text()
+            if key in values:
+                raise ValueError(f"{self._path}: {shown(key)} is there twice")
             values[key] = self._value(key, self._number("I"))
-        infos = [self._tensor_info() for _ in range(num_tensors)]
+        infos: dict[str, GgufTensor] = {}
+        for _ in range(num_tensors):
+            name, tensor = self._tensor_info()
+            if name in infos:
+                raise ValueError(f"{self._path}: tensor {shown(name)} is there twice")
+            infos[name] = tensor
         start = self._data_start(values)
         tensors = {
             name: tensor._replace(offset=start + tensor.offset)
-            for name, tensor in infos
+            for name, tensor in infos.items()
         }
         return GgufHeader(path=self._path, values=values, tensors=tensors)
 
     def _data_start(self, values: dict[str, Any]) -> int:
         alignment = values.get("general.alignment", 32)
-        if not isinstance(alignment, int) or not 0 < alignment <= MAX_ALIGNMENT:
+        is_integer = isinstance(alignment, int) and not isinstance(alignment, bool)
+        if not is_integer or not 0 < alignment <= MAX_ALIGNMENT:
             raise ValueError(
                 f"{self._path}: general.alignment must be from 1 to {MAX_ALIGNMENT}, "
                 f"got {shown(alignment)}"
@@ -117,12 +125,14 @@ class _Cursor:
     def _tensor_info(self) -> tuple[str, GgufTensor]:
         name = self._text()
         num_dims = self._number("I")
-        if num_dims > MAX_DIMS:
+        if not 0 < num_dims <= MAX_DIMS:
             raise ValueError(
-                f"{self._path}: tensor {shown(name)} has {num_dims} dimensions; at "
-                f"most {MAX_DIMS} are known"
+                f"{self._path}: tensor {shown(name)} has {num_dims} dimensions; it "
+                f"must have from 1 to {MAX_DIMS}"
             )
         dims = tuple(self._number("Q") for _ in range(num_dims))
+        if 0 in dims:
+            raise ValueError(f"{self._path}: tensor {shown(name)} has no elements")
         kind, offset = self._number("I"), self._number("Q")
         return name, GgufTensor(shape=dims[::-1], kind=kind, offset=offset)
 

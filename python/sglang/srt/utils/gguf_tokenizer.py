@@ -1,18 +1,19 @@
 """The tokenizer in a GGUF file, as a `tokenizers.Tokenizer`.
 
 Reads two of the format's tokenizer models: `gpt2` (byte-level BPE with merges) and
-`llama` (SentencePiece BPE with scores). Reads no chat template and no tensor.
+`llama` (SentencePiece BPE with scores). Reads no tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from sglang.srt.utils.checked_values import ConfigValues, Key
 from sglang.srt.utils.gguf_words import FAMILY_WORDS, WORDS, Words
 from sglang.srt.utils.json_file import shown
 
@@ -20,7 +21,11 @@ if TYPE_CHECKING:
     from sglang.srt.utils.gguf_header import GgufHeader
 
 PREFIX = "tokenizer.ggml."
+TEMPLATE = "tokenizer.chat_template"
+TOOL_TEMPLATE = f"{TEMPLATE}.tool_use"
 SPACE = "\u2581"
+# Each of its parts is looked up; published ones have up to a hundred.
+MAX_PIECE_CHARS = 1024
 INSTEAD = "name a folder with the model's tokenizer.json in --tokenizer-path"
 
 
@@ -48,52 +53,198 @@ _SPECIAL_TOKENS = {
     "cls_token": "cls_token_id",
     "mask_token": "mask_token_id",
 }
+_TOKEN_ID = Key(int, 0, (1 << 32) - 1)
+KEYS: dict[str, Key] = {
+    "general.architecture": Key(str, default=""),
+    TEMPLATE: Key(str),
+    TOOL_TEMPLATE: Key(str),
+    f"{PREFIX}model": Key(str),
+    f"{PREFIX}pre": Key(str),
+    f"{PREFIX}tokens": Key(list, of=str),
+    f"{PREFIX}token_type": Key(list, of=int),
+    f"{PREFIX}scores": Key(list, -1e30, 1e30, of=float),
+    f"{PREFIX}merges": Key(list, of=str, default=[]),
+    **{PREFIX + key: _TOKEN_ID for key in _SPECIAL_TOKENS.values()},
+    f"{PREFIX}add_bos_token": Key(bool),
+    f"{PREFIX}add_eos_token": Key(bool, default=False),
+    # Of the format's default for `llama`.
+    f"{PREFIX}add_space_prefix": Key(bool, default=True),
+}
 
 
-def gguf_tokenizer_config(header: GgufHeader) -> dict[str, Any]:
-    """The content that `tokenizer_config.json` would have, but for the template.
-
-    Raises:
-        ValueError: as `gguf_tokenizer`.
-    """
-    texts = _tokens(header)
-    config: dict[str, Any] = {}
-    for name, key in _SPECIAL_TOKENS.items():
-        token_id = header.values.get(PREFIX + key)
-        if token_id is not None and token_id < len(texts):
-            config[name] = texts[token_id]
-    adds_bos = header.values.get(f"{PREFIX}add_bos_token")
-    if adds_bos is None:
-        adds_bos = _model(header) == "llama" or _words(header).adds_bos
-    adds_eos = header.values.get(f"{PREFIX}add_eos_token", False)
-    return config | {"add_bos_token": adds_bos, "add_eos_token": adds_eos}
-
-
-def gguf_tokenizer(header: GgufHeader) -> tokenizers.Tokenizer:
-    """Build the tokenizer of a file.
+class GgufTokenizer:
+    """What a file says of its tokenizer.
 
     Raises:
-        ValueError: there is none, its model or pre-tokenizer is not known, or its
-            parts do not fit each other; names file and key.
+        ValueError: there is none, its model or pre-tokenizer is not known, a value is
+            not admitted, or its parts do not fit each other; names file and key.
     """
-    backend = _BUILDERS[_model(header)](header)
-    texts, kinds = _tokens(header), _token_types(header)
-    backend.add_tokens(
-        [
-            AddedToken(text, special=kind != TokenType.USER_DEFINED, normalized=False)
-            for text, kind in zip(texts, kinds, strict=True)
-            if kind in _ADDED and text
-        ]
-    )
-    return backend
+
+    def __init__(self, header: GgufHeader) -> None:
+        self._values = ConfigValues(header.path, header.values, keys=KEYS)
+        model = self._get("model")
+        if model not in _BUILDERS:
+            raise self._error(
+                "model",
+                f"{shown(model)} is not read; known: {', '.join(_BUILDERS)}; {INSTEAD}",
+            )
+        self._build = _BUILDERS[model]
+        self.texts: list[str] = self._get("tokens") or []
+        if not self.texts:
+            raise self._error("tokens", f"is missing: no tokenizer; {INSTEAD}")
+        kinds = self._per_token("token_type")
+        self.kinds = [TokenType.NORMAL] * len(self.texts) if kinds is None else kinds
+
+    def backend(self) -> tokenizers.Tokenizer:
+        """Build the tokenizer."""
+        backend = self._build(self)
+        backend.add_tokens(
+            [
+                AddedToken(
+                    text, special=kind != TokenType.USER_DEFINED, normalized=False
+                )
+                for text, kind in zip(self.texts, self.kinds, strict=True)
+                if kind in _ADDED and text
+            ]
+        )
+        return backend
+
+    def config(self) -> dict[str, Any]:
+        """The content that `tokenizer_config.json` would have."""
+        config: dict[str, Any] = {
+            name: self.texts[token_id]
+            for name, key in _SPECIAL_TOKENS.items()
+            if (token_id := self._token_id(key)) is not None
+        }
+        adds_bos = self._get("add_bos_token")
+        if adds_bos is None:
+            is_pieces = self._build is _sentence_pieces
+            adds_bos = is_pieces or self.words().adds_bos
+        config |= {
+            "add_bos_token": adds_bos,
+            "add_eos_token": self._get("add_eos_token"),
+        }
+        if self.template is not None:
+            config["chat_template"] = self.template
+        return config
+
+    @property
+    def template(self) -> str | None:
+        """The chat template."""
+        return self._template(TEMPLATE)
+
+    @property
+    def tool_template(self) -> str | None:
+        """The template of chats with tools, where there is another one for them."""
+        return self._template(TOOL_TEMPLATE)
+
+    def _template(self, key: str) -> str | None:
+        template: str | None = self._values.get(key)
+        return template
+
+    @property
+    def has_space_prefix(self) -> bool:
+        """Whether a space is put before a text."""
+        return bool(self._get("add_space_prefix"))
+
+    @property
+    def unknown(self) -> str | None:
+        """The token of what has no other."""
+        token_id = self._token_id("unknown_token_id")
+        return None if token_id is None else self.texts[token_id]
+
+    def words(self) -> Words:
+        """How the tokenizer cuts words."""
+        name = self._get("pre")
+        if name in (None, "default"):
+            architecture = self._values.get("general.architecture")
+            name = FAMILY_WORDS.get(architecture, name)
+        if name not in WORDS:
+            raise self._error(
+                "pre",
+                f"{shown(name)} is not a pre-tokenizer known here "
+                f"({', '.join(WORDS)}); {INSTEAD}",
+            )
+        return WORDS[name]
+
+    def merges(self) -> Iterator[tuple[str, str]]:
+        """Two pieces with a space between, which may begin with one."""
+        for number, merge in enumerate(self._get("merges")):
+            left, space, right = merge[1:].partition(" ")
+            if not space or not right:
+                raise self._error(
+                    f"merges[{number}]",
+                    f"must be two pieces and a space, got {shown(merge)}",
+                )
+            yield merge[:1] + left, right
+
+    def scored_merges(self) -> list[tuple[str, str]]:
+        """All pairs of pieces that make a piece, the one with the highest score
+        first."""
+        scores = self._per_token("scores")
+        if scores is None:
+            raise self._error("scores", "is missing")
+        texts = self.texts
+        longest = max(range(len(texts)), key=lambda token_id: len(texts[token_id]))
+        if len(texts[longest]) > MAX_PIECE_CHARS:
+            raise self._error(
+                f"tokens[{longest}]",
+                f"has {len(texts[longest])} characters; at most {MAX_PIECE_CHARS} are "
+                "read",
+            )
+        ids = {
+            text: token_id
+            for token_id, text in enumerate(texts)
+            if self.kinds[token_id] not in _UNMERGED
+        }
+        ranked = sorted(
+            (-scores[token_id], ids[text[:i]], ids[text[i:]])
+            for text, token_id in ids.items()
+            for i in range(1, len(text))
+            if text[:i] in ids and text[i:] in ids
+        )
+        return [(texts[left], texts[right]) for _, left, right in ranked]
+
+    def bpe(self, merges: Iterable[tuple[str, str]], **options: Any) -> models.BPE:
+        """The vocabulary with its merges."""
+        vocab = {text: token_id for token_id, text in enumerate(self.texts)}
+        try:
+            return models.BPE(vocab, list(merges), **options)
+        except Exception as error:  # the library raises bare ones
+            raise self._error("merges", f"do not fit the tokens: {error}") from error
+
+    def _token_id(self, key: str) -> int | None:
+        token_id: int | None = self._get(key)
+        if token_id is None or token_id < len(self.texts):
+            return token_id
+        if key == "padding_token_id":  # of no use, and often wrong
+            return None
+        raise self._error(
+            key, f"is {token_id}; {PREFIX}tokens has {len(self.texts)} elements"
+        )
+
+    def _per_token(self, name: str) -> list[Any] | None:
+        """An array with one element for each token."""
+        values: list[Any] | None = self._get(name)
+        if values is not None and len(values) != len(self.texts):
+            raise self._error(
+                name,
+                f"has {len(values)} elements; {len(self.texts)} are needed, one for "
+                f"each of {PREFIX}tokens",
+            )
+        return values
+
+    def _get(self, name: str) -> Any:
+        return self._values.get(PREFIX + name)
+
+    def _error(self, name: str, text: str) -> ValueError:
+        return self._values.error(PREFIX + name, text)
 
 
-def _byte_level(header: GgufHeader) -> tokenizers.Tokenizer:
-    words = _words(header)
-    backend = _backend(
-        header,
-        merges=list(_merges(header)),
-        ignore_merges=words.ignore_merges,
+def _byte_level(given: GgufTokenizer) -> tokenizers.Tokenizer:
+    words = given.words()
+    backend = tokenizers.Tokenizer(
+        given.bpe(given.merges(), ignore_merges=words.ignore_merges)
     )
     splits = [
         pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
@@ -105,21 +256,21 @@ def _byte_level(header: GgufHeader) -> tokenizers.Tokenizer:
     return backend
 
 
-def _sentence_pieces(header: GgufHeader) -> tokenizers.Tokenizer:
-    texts = _tokens(header)
-    unknown = header.values.get(f"{PREFIX}unknown_token_id")
-    backend = _backend(
-        header,
-        merges=_scored_merges(header),
-        unk_token=None if unknown is None else texts[unknown],
-        fuse_unk=True,
-        byte_fallback=True,
+def _sentence_pieces(given: GgufTokenizer) -> tokenizers.Tokenizer:
+    """Spaces are letters of pieces."""
+    backend = tokenizers.Tokenizer(
+        given.bpe(
+            given.scored_merges(),
+            unk_token=given.unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
     )
-    # Spaces are pieces' letters; a text begins with one more unless the file says no.
-    has_prefix = header.values.get(f"{PREFIX}add_space_prefix", True)
-    spaces = [normalizers.Replace(" ", SPACE)]
+    has_prefix = given.has_space_prefix
     prefix = [normalizers.Prepend(SPACE)] if has_prefix else []
-    backend.normalizer = normalizers.Sequence([*prefix, *spaces])
+    backend.normalizer = normalizers.Sequence(
+        [*prefix, normalizers.Replace(" ", SPACE)]
+    )
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
     backend.decoder = decoders.Sequence(
         [
@@ -132,105 +283,7 @@ def _sentence_pieces(header: GgufHeader) -> tokenizers.Tokenizer:
     return backend
 
 
-_BUILDERS: dict[str, Callable[[GgufHeader], tokenizers.Tokenizer]] = {
+_BUILDERS: dict[str | None, Callable[[GgufTokenizer], tokenizers.Tokenizer]] = {
     "gpt2": _byte_level,
     "llama": _sentence_pieces,
 }
-
-
-def _backend(
-    header: GgufHeader, *, merges: list[tuple[str, str]], **options: Any
-) -> tokenizers.Tokenizer:
-    vocab = {text: token_id for token_id, text in enumerate(_tokens(header))}
-    try:
-        return tokenizers.Tokenizer(models.BPE(vocab, merges, **options))
-    except Exception as error:  # the library raises bare ones
-        raise ValueError(f"{header.path}: {PREFIX}merges: {error}") from error
-
-
-def _model(header: GgufHeader) -> str:
-    model = header.values.get(f"{PREFIX}model")
-    if model not in _BUILDERS:
-        raise ValueError(
-            f"{header.path}: {PREFIX}model {shown(model)} is not read; known: "
-            f"{', '.join(_BUILDERS)}; {INSTEAD}"
-        )
-    return str(model)
-
-
-def _words(header: GgufHeader) -> Words:
-    """How the file's tokenizer cuts words; `default` says as little as no name."""
-    name = header.values.get(f"{PREFIX}pre", "default")
-    if name == "default":
-        name = FAMILY_WORDS.get(header.values.get("general.architecture", ""), name)
-    if name not in WORDS:
-        raise ValueError(
-            f"{header.path}: {PREFIX}pre {shown(name)} is not a pre-tokenizer known "
-            f"here ({', '.join(WORDS)}); {INSTEAD}"
-        )
-    return WORDS[name]
-
-
-def _tokens(header: GgufHeader) -> Sequence[str]:
-    texts = header.values.get(f"{PREFIX}tokens")
-    if not texts:
-        raise ValueError(
-            f"{header.path}: {PREFIX}tokens is missing: no tokenizer; {INSTEAD}"
-        )
-    found: Sequence[str] = texts
-    return found
-
-
-def _token_types(header: GgufHeader) -> Sequence[int]:
-    return _per_token(header, "token_type", default=TokenType.NORMAL)
-
-
-def _per_token(
-    header: GgufHeader, name: str, *, default: float | None
-) -> Sequence[Any]:
-    """An array with one element for each token."""
-    size = len(_tokens(header))
-    values = header.values.get(PREFIX + name)
-    if values is None and default is not None:
-        return [default] * size
-    if values is None or len(values) != size:
-        has = "is missing" if values is None else f"has {len(values)} elements"
-        raise ValueError(
-            f"{header.path}: {PREFIX}{name} {has}; {size} are needed, one for each of "
-            f"{PREFIX}tokens"
-        )
-    found: Sequence[Any] = values
-    return found
-
-
-def _merges(header: GgufHeader) -> Iterator[tuple[str, str]]:
-    """`tokenizer.ggml.merges`: two pieces with a space between, which may begin with
-    one."""
-    key = f"{PREFIX}merges"
-    for number, merge in enumerate(header.values.get(key, ())):
-        left, space, right = merge[1:].partition(" ")
-        if not space or not right:
-            raise ValueError(
-                f"{header.path}: {key}[{number}] must be two pieces and a space, got "
-                f"{shown(merge)}"
-            )
-        yield merge[:1] + left, right
-
-
-def _scored_merges(header: GgufHeader) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, the one with the highest score first."""
-    texts = _tokens(header)
-    scores = _per_token(header, "scores", default=None)
-    kinds = _token_types(header)
-    ids = {
-        text: token_id
-        for token_id, text in enumerate(texts)
-        if kinds[token_id] not in _UNMERGED
-    }
-    ranked = sorted(
-        (-scores[token_id], ids[text[:i]], ids[text[i:]])
-        for text, token_id in ids.items()
-        for i in range(1, len(text))
-        if text[:i] in ids and text[i:] in ids
-    )
-    return [(texts[left], texts[right]) for _, left, right in ranked]

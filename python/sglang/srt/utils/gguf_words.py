@@ -104,6 +104,10 @@ _DEEPSEEK_V3 = Words(
 WORDS: dict[str, Words] = {
     "command-r": _SINGLE_DIGITS,
     "dbrx": _CL100K,
+    # Of files whose writer did not know better; a pre-tokenizer like Falcon's.
+    "default": Words(
+        patterns=(r"[\p{P}$+<=>^|~]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+    ),
     "deepseek-coder": Words(
         patterns=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_MORE, r"\p{N}")
     ),
@@ -134,5 +138,5 @@ WORDS: dict[str, Words] = {
     "starcoder": _SINGLE_DIGITS,
     "tekken": _TEKKEN,
 }
-# Of files from before `tokenizer.ggml.pre`, by architecture, where a family has one.
+# Of files without a name, or with `default`, by architecture, where a family has one.
 FAMILY_WORDS = {"qwen2": "qwen2", "qwen3": "qwen2"}

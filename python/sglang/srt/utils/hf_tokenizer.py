@@ -14,7 +14,7 @@ import tokenizers
 
 from sglang.srt.utils.chat_template import RESERVED_NAMES, ChatTemplate
 from sglang.srt.utils.gguf_header import is_gguf, read_gguf_header
-from sglang.srt.utils.gguf_tokenizer import gguf_tokenizer, gguf_tokenizer_config
+from sglang.srt.utils.gguf_tokenizer import GgufTokenizer
 from sglang.srt.utils.json_file import read_json_object, shown
 from sglang.srt.utils.paths import resolve_model_path
 from sglang.srt.utils.token_bytes import TokenBytes
@@ -29,7 +29,6 @@ OLDER_FORMATS = (
 )
 MAX_REASON_CHARS = 500
 DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
-GGUF_TEMPLATE = "tokenizer.chat_template"
 # Groups of tokens by name, and lists of tokens without names.
 NAMED_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
 LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
@@ -231,15 +230,13 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _load_from_gguf(file: Path, chat_template: str | None) -> Tokenizer:
-    header = read_gguf_header(file)
+    given = GgufTokenizer(read_gguf_header(file))
     return Tokenizer(
-        gguf_tokenizer(header),
-        config=gguf_tokenizer_config(header),
+        given.backend(),
+        config=given.config(),
         name=str(file),
-        chat_template=chat_template or header.values.get(GGUF_TEMPLATE),
-        tool_template=None
-        if chat_template
-        else header.values.get(f"{GGUF_TEMPLATE}.{TOOL_TEMPLATE}"),
+        chat_template=chat_template or given.template,
+        tool_template=None if chat_template else given.tool_template,
     )
 
 
