@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from kv_canary.command_line import ends_with_its_reader
 from sglang.bench_utils.datasets import BenchRequest, DatasetArgs, make_requests
-from sglang.bench_utils.launch import flush_when_idle, parse_json_object, run_cli
+from sglang.bench_utils.launch import flush_when_idle, json_object_flag, run_cli
 from sglang.bench_utils.report import (
     Json,
     format_table,
@@ -55,7 +56,7 @@ class BenchArgs(DatasetArgs):
             "temperature": 0.0,
             "max_new_tokens": output_len,
             "ignore_eos": not self.disable_ignore_eos,
-            **parse_json_object("--extra-request-body", self.extra_request_body),
+            **json_object_flag("--extra-request-body", self.extra_request_body),
         }
 
 
@@ -159,6 +160,7 @@ _ROWS = {
 }
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         server_args, bench_args = parse_args(argv)

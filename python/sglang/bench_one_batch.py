@@ -16,6 +16,7 @@ from typing import Annotated
 
 import torch
 
+from kv_canary.command_line import ends_with_its_reader
 from sglang.bench_utils.floor import (
     BIG_BYTES,
     floor_report,
@@ -237,6 +238,7 @@ def print_table(report: Json) -> None:
     )
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         server_args, bench_args = parse_args(argv)

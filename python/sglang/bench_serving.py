@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from kv_canary.command_line import ends_with_its_reader
 from sglang.bench_utils.crash_dumps import read_crash_dump
 from sglang.bench_utils.datasets import (
     BenchRequest,
@@ -21,7 +22,7 @@ from sglang.bench_utils.datasets import (
     make_requests,
 )
 from sglang.bench_utils.http_load import LoadClient, Pace, progress_bar, run_load
-from sglang.bench_utils.launch import parse_json_object, run_cli
+from sglang.bench_utils.launch import json_object_flag, run_cli
 from sglang.bench_utils.metrics import RequestRecord, summarize
 from sglang.bench_utils.report import (
     Json,
@@ -150,7 +151,7 @@ async def run_benchmark(args: BenchArgs) -> tuple[Json, list[RequestRecord]]:
     Raises:
         ValueError: no server is there, it refuses the warm-up, or a flag is wrong.
     """
-    extra = parse_json_object("--extra-request-body", args.extra_request_body)
+    extra = json_object_flag("--extra-request-body", args.extra_request_body)
     async with LoadClient(
         args.url(), backend=args.backend, api_key=args.api_key
     ) as client:
@@ -302,6 +303,7 @@ _LATENCIES = {
 }
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         args = parse_args(argv)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from kv_canary.command_line import ends_with_its_reader
 from sglang import launch_server
 from sglang.srt.entrypoints.exit_codes import ExitCode
-from sglang.version import __version__
+from sglang.version import VERSION_TEXT
 
 SERVE_COMMAND = "sglang serve"
 HELP = """usage: sglang COMMAND
@@ -21,6 +22,7 @@ HELP = """usage: sglang COMMAND
 """
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `argv` (None: that of this process); returns its exit code.
 
@@ -31,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(HELP, end="")
         return 0
+    if name == "--version":
+        name = "version"
     if name in COMMANDS:
         return COMMANDS[name](args[1:])
     if name.startswith("-"):
@@ -50,7 +54,7 @@ def _serve(args: list[str]) -> int:
 
 
 def _version(args: list[str]) -> int:
-    print(f"sglang-canary {__version__}")
+    print(VERSION_TEXT)
     return 0
 
 

@@ -7,8 +7,12 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from kv_canary.command_line import ends_with_its_reader
+from kv_canary.incident_file import read_incident
 
 # Names of `records.WriterKind`, whose module would load torch.
 POISON, NONE = "poison", "none"
@@ -174,7 +178,7 @@ def _span(name: str, run: list[dict[str, Any]]) -> str:
     values = [violation[name] for violation in run]
     if min(values) == max(values):
         return f"{name} {values[0]}"
-    if sorted(set(values)) != list(range(min(values), max(values) + 1)):
+    if max(values) - min(values) != len(set(values)) - 1:
         return f"{name}s {', '.join(map(str, values))}"
     return f"{name}s {values[0]} to {values[-1]}"
 
@@ -301,24 +305,48 @@ def _record(record: dict[str, Any]) -> str:
     return f"{token}position {record['position']}, lineage {record['lineage']}"
 
 
+@ends_with_its_reader
 def main(
-    argv: Sequence[str] | None = None, *, prog: str = "python -m kv_canary.explain"
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str = "python -m kv_canary.explain",
+    version: str | None = None,
 ) -> int:
+    """Run the command; `version` is its distribution's where that is another one."""
+    version = version or f"kv-canary {metadata.version('kv-canary')}"
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Print incident files of the KV canary for a human.",
     )
     parser.add_argument("file", type=Path, nargs="+", help="files of the report folder")
+    parser.add_argument("--version", action="version", version=version)
     args = parser.parse_args(argv)
     for file in args.file:
         try:
-            print(explain(json.loads(file.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            # The repr of an error in the encoding holds the whole file.
-            why = f"{type(error).__name__}: {error}"
-            print(f"{file}: not an incident file: {why}", file=sys.stderr)
+            text = _explain_file(file)
+        except ValueError as error:
+            print(error, file=sys.stderr)
             return 1
+        print(text)
     return 0
+
+
+def _explain_file(file: Path) -> str:
+    """The text of an incident file.
+
+    Raises:
+        ValueError: it is none; names the file.
+    """
+    incident = read_incident(file)
+    try:
+        return explain(incident)
+    # A document of another shape fails wherever it is looked at.
+    except (
+        *(ValueError, KeyError, TypeError, IndexError, AttributeError),
+        *(OverflowError, RecursionError),
+    ) as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"{file}: not an incident file: {why}") from error
 
 
 if __name__ == "__main__":

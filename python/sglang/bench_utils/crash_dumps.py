@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sglang.bench_utils.datasets import BenchRequest
 from sglang.srt.managers.crash_dump import FORMAT
+from sglang.srt.utils.json_file import parse_json_object, read_text_file
+
+MAX_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +34,9 @@ def read_crash_dump(path: Path) -> DumpedRequests:
         ValueError: it cannot be read, is none, or is cut; names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--replay {path} cannot be read: {error}") from error
+        lines = read_text_file(path, max_bytes=MAX_BYTES).splitlines()
+    except ValueError as error:
+        raise ValueError(f"--replay {error}") from error
     head = _object(lines[0]) if lines else None
     if head is None or head.get("format") != FORMAT:
         raise ValueError(f"--replay {path} is not a crash dump")
@@ -68,10 +70,9 @@ def read_crash_dump(path: Path) -> DumpedRequests:
 
 def _object(line: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(line)
+        return parse_json_object(line, where="a line")
     except ValueError:
         return None
-    return value if isinstance(value, dict) else None
 
 
 def _request(entry: dict[str, Any], shared: dict[int, dict[str, Any]]) -> BenchRequest:

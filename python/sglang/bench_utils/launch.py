@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import time
 from argparse import Namespace
@@ -12,6 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from sglang.bench_utils.report import Json, print_report
+from sglang.srt.utils.json_file import parse_json_object
+from sglang.srt.utils.quoting import quoted
 
 CONFIGURATION_ERROR = 2
 FLUSH_ATTEMPTS = 100
@@ -52,7 +53,7 @@ def run_report(
     return run_cli(run_and_show)
 
 
-def parse_json_object(name: str, text: str | None) -> dict[str, Any]:
+def json_object_flag(name: str, text: str | None) -> dict[str, Any]:
     """Parse the JSON object in the flag `name`; empty where it is unset.
 
     Raises:
@@ -60,13 +61,7 @@ def parse_json_object(name: str, text: str | None) -> dict[str, Any]:
     """
     if text is None:
         return {}
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{name} {text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} {text!r} must be a JSON object")
-    return value
+    return parse_json_object(text, where=f"{name} {quoted(text)}")
 
 
 def import_extra(name: str) -> ModuleType:

@@ -44,8 +44,8 @@ from sglang.srt.parser.reasoning_parser import DETECTORS as REASONING_DETECTORS
 from sglang.srt.speculative.draft_layout import MAX_TOP_K, TreeShape
 from sglang.srt.utils.devices import cuda_device_count
 from sglang.srt.utils.gguf_header import is_gguf
+from sglang.srt.utils.json_file import read_text_file
 from sglang.srt.utils.paths import bundled_demo_model_path, resolve_gguf_file
-from sglang.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -599,13 +599,13 @@ class ServerArgs:
         self.tokenizer_path = self.tokenizer_path or self.model_path
         self.served_model_name = self.served_model_name or self.model_path
         if self.chat_template is not None and "{" not in self.chat_template:
-            path = Path(self.chat_template)
-            if not path.is_file():
+            try:
+                self.chat_template = read_text_file(Path(self.chat_template))
+            except ValueError as error:
                 raise ValueError(
-                    f"--chat-template {self.chat_template} is neither a file nor a "
-                    "jinja template; name a file, or write {{ messages }} and so on"
-                )
-            self.chat_template = path.read_text(encoding="utf-8")
+                    f"--chat-template {error}; name a file, or write a jinja template: "
+                    "{{ messages }} and so on"
+                ) from error
 
     def _handle_device(self) -> None:
         if self.device == "auto":
@@ -749,7 +749,6 @@ class ServerArgs:
     def parser(cls, prog: str = LAUNCH_COMMAND) -> FlagParser:
         """Return the parser of every flag."""
         parser = FlagParser(prog=prog, description="Serve a language model over HTTP.")
-        parser.add_argument("--version", action="version", version=__version__)
         parser.add_argument(
             CONFIG_FLAG,
             metavar="FILE",

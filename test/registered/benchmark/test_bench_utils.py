@@ -23,7 +23,7 @@ from sglang.bench_utils.http_load import Pace
 from sglang.bench_utils.launch import (
     flush_when_idle,
     import_extra,
-    parse_json_object,
+    json_object_flag,
     run_cli,
 )
 from sglang.bench_utils.machine_load import LoadWatch
@@ -318,7 +318,7 @@ class TestLaunch:
     @pytest.mark.parametrize("text", ["{", "[1]"])
     def test_bad_json_names_the_flag(self, text):
         with pytest.raises(ValueError, match="--extra"):
-            parse_json_object("--extra", text)
+            json_object_flag("--extra", text)
 
     def test_flush_waits_for_idle(self):
         answers = iter([False, False, True])

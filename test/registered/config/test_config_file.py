@@ -107,9 +107,12 @@ BAD = {
     "port: [": "line 1: not YAML of flags (expected the node content",
     "port: 1: 2": "line 1: not YAML of flags (mapping values are not allowed",
     "port: !!python/name:os.system": "line 1: not YAML of flags (could not determine",
-    "port: 2026-13-45": "not YAML of flags (month must be in 1..12)",
+    "port: 2026-13-45": "line 1: not YAML of flags (month must be in 1..12)",
     "port: \x01": "not YAML of flags (special characters",
     "port: " + "[" * 5000: "not YAML of flags",
+    "port: " + "9" * 5000: "line 1: not YAML of flags",
+    "a: &a {x: 1}\nport: [*a, *a]": "is no flag",
+    "port: {<<: [{a: 1}, {a: 1}]}": "line 1: port is nested",
     "[a]: 1": "line 1: 'a list' is no flag",
 }
 
@@ -130,9 +133,9 @@ def test_a_bad_file_is_one_line_with_the_fix(
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa")
     for path, reason in (
-        (tmp_path / "none.yaml", "No such file or directory; name a YAML file"),
-        (tmp_path, "Is a directory"),
-        (tmp_path / "binary", "no UTF-8 text"),
+        (tmp_path / "none.yaml", "no such file; name a YAML file"),
+        (tmp_path, "is not a regular file"),
+        (tmp_path / "binary", "not UTF-8 text"),
     ):
         with pytest.raises(ValueError, match=reason):
             read_config(str(path), ServerArgs)

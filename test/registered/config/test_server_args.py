@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.arg_groups.arg_parser import declared_fields, from_namespace
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.version import __version__
+from sglang.version import VERSION_TEXT
 
 register_cpu_ci(est_time=2, suite="cpu")
 
@@ -137,7 +137,7 @@ def test_version(capsys):
     with pytest.raises(SystemExit) as ended:
         ServerArgs.from_cli(["--version"])
     assert ended.value.code == 0
-    assert capsys.readouterr().out.strip() == __version__
+    assert capsys.readouterr().out.strip() == VERSION_TEXT
 
 
 def test_resolving_twice_changes_nothing():

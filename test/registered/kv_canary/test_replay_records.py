@@ -226,7 +226,16 @@ def test_a_bad_incident_file_is_refused_in_one_line(
     for length in range(0, len(whole) - 2, 64):
         bad.write_bytes(whole[:length])
         assert "not an incident file, or cut" in refusal(bad, capsys)
+    bad.write_bytes(b"[" * 100_000)
+    assert "nested too deeply" in refusal(bad, capsys)
     document = json.loads(whole)
+    for key, foreign in (
+        *(("diagnosis", 1), ("forward", "x"), ("forward", None), ("reasons", [1])),
+        *(("slot", [1]), ("position", {}), ("group", [[]])),
+    ):
+        changed = [document["violations"][0] | {key: foreign}]
+        bad.write_text(json.dumps(document | {"violations": changed}))
+        assert "not an incident file, or cut" in refusal(bad, capsys)
     for name, expected in (
         ("../elsewhere.record", "not a file beside it"),
         ("gone.record", "cannot be read"),

@@ -6,7 +6,9 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from violation_world import (
@@ -18,8 +20,9 @@ from violation_world import (
     reporter,
 )
 
+from kv_canary.command_line import READER_GONE
 from kv_canary.evidence import Owner
-from kv_canary.explain import NONE, POISON, SWEEP, explain
+from kv_canary.explain import NONE, POISON, SWEEP, explain, main
 from kv_canary.records import (
     Launch,
     Phase,
@@ -278,11 +281,105 @@ def test_explain_command(tmp_path: Path) -> None:
     good = run(file)
     assert (good.returncode, good.stderr) == (0, "")
     assert good.stdout == explain(document) + "\n"
-    for content in (b"[]", b"{", b"\xff\xfe{}", b'{"violations": [1]}'):
-        bad.write_bytes(content)
-        wrong = run(bad)
-        assert wrong.returncode == 1
-        assert wrong.stderr.startswith(f"{bad}: not an incident file: ")
+    bad.write_bytes(b"[" * 100_000)
+    wrong = run(bad)
+    assert wrong.returncode == 1
+    assert wrong.stderr == f"{bad}: not an incident file: nested too deeply\n"
+
+
+def refusal(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `explain` says against a file, in one line."""
+    assert main([str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"{file}: ") and len(err.splitlines()) == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not an incident file, or cut"),
+        (b"{", "not an incident file, or cut"),
+        (b"[]", "no JSON object"),
+        (b"null", "no JSON object"),
+        (b"\xff\xfe{}", "no UTF-8 text"),
+        (b'{"violations": [1]}', "not an incident file: "),
+        (b'{"violations": []}', "violations must be a list"),
+        (b'{"violations": {"a": 1}}', "violations must be a list"),
+        (b'{"violations": [' + b"9" * 5000 + b"]}", "digits"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"violations": [' + b"[" * 900 + b"]" * 902 + b"}", "not an incident file"),
+    ],
+)
+def test_a_file_that_is_no_incident(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, words: str
+) -> None:
+    file = tmp_path / "bad.json"
+    file.write_bytes(content)
+    assert words in refusal(file, capsys)
+
+
+def test_a_file_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "cannot be read: No such file" in refusal(tmp_path / "none", capsys)
+    assert "not a regular file" in refusal(tmp_path, capsys)
+    assert "not a regular file" in refusal(Path("/dev/zero"), capsys)
+
+
+FOREIGN = [None, True, -1, 10**30, 1e300, float("nan"), "x", "\n", [], [1], [[]], {}]
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container in a document, with each of its keys."""
+    keys = value if isinstance(value, dict) else range(len(value))
+    for key in keys:
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from places(value[key])
+
+
+def test_a_document_with_any_value_changed_is_explained_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = incident(tmp_path, with_tokens=True)
+    file = tmp_path / "changed.json"
+    for container, key in list(places(document)):
+        before = container[key]
+        for foreign in FOREIGN:
+            container[key] = foreign
+            file.write_text(json.dumps(document))
+            if main([str(file)]):
+                err = capsys.readouterr().err
+                assert err.startswith(f"{file}: not an incident file")
+                assert len(err.splitlines()) == 1
+        container[key] = before
+
+
+def test_slots_far_apart_take_no_memory(tmp_path: Path) -> None:
+    """A list of all numbers between them would have a million million."""
+    document = incident(tmp_path, with_tokens=False)
+    (first,) = document["violations"]
+    second = first | {"position": first["position"] + 1, "slot": 10**12}
+    text = explain(document | {"violations": [first, second]})
+    assert f"slots {first['slot']}, {10**12}" in text
+
+
+def test_a_reader_that_leaves_costs_no_traceback(tmp_path: Path) -> None:
+    incident(tmp_path, with_tokens=False)
+    (file,) = tmp_path.iterdir()
+    for unbuffered in ("", "-u"):
+        module = "sglang.srt.kv_canary.explain"
+        command = f"{sys.executable} {unbuffered} -m {module}"
+        shell = f"{command} {f'{file} ' * 500} | head -n 1"
+        done = subprocess.run(
+            ["bash", "-c", f"{shell}; exit ${{PIPESTATUS[0]}}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (READER_GONE, "")
+        assert len(done.stdout.splitlines()) == 1
 
 
 def test_what_was_healed() -> None:

@@ -52,7 +52,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def read_everything(file: Path) -> list[str]:
-    """What the readers of a file say against it; all but ValueError goes on."""
+    """Return the messages of each reader's ValueError; other errors leave."""
     said = []
     for read in (load, load_tokenizer_of, tensor_names, iterated):
         try:

@@ -269,7 +269,7 @@ def test_spaces_before_words_are_kept(
 
 
 def merged(text: str) -> list[str]:
-    """What the scores say: the best pair first, the leftmost of equal ones."""
+    """Merge the best pair first, the leftmost of equal ones."""
     scores = dict(zip(SPM_TOKENS, SPM_SCORES, strict=True))
     parts = list(text)
     while True:

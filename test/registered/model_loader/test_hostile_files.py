@@ -195,7 +195,7 @@ def test_numbers_of_the_rotary_scaling(
     [
         (b"", "not valid JSON"),
         (b"{", "not valid JSON"),
-        (b"\xff\xfe", "not valid JSON"),
+        (b"\xff\xfe", "not UTF-8 text"),
         (b"[]", "must hold a JSON object, not []"),
         (b"3", "must hold a JSON object, not 3"),
         (b'"' + b"x" * 10**6 + b'"', " ..."),
@@ -391,8 +391,8 @@ def test_a_tokenizer_that_is_none(
         ("tokenizer_config.json", b'{"add_bos_token": "yes"}', 'add_bos_token.*"yes"'),
         ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template.*3"),
         ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "chat template"),
-        ("tokenizer_config.json", b"\xff", "not valid JSON"),
-        ("chat_template.jinja", b"\xff", "chat_template.jinja is not a template"),
+        ("tokenizer_config.json", b"\xff", "not UTF-8 text"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja: not UTF-8 text"),
         (
             "chat_template.jinja",
             b"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"

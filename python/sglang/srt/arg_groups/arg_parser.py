@@ -15,6 +15,8 @@ import typing
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
+from sglang.version import VERSION_TEXT
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arg:
@@ -81,6 +83,7 @@ class FlagParser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
+        self.add_argument("--version", action="version", version=VERSION_TEXT)
 
     def error(self, message: str) -> NoReturn:
         if message.startswith(UNRECOGNIZED):

@@ -13,7 +13,9 @@ from typing import Any
 import yaml
 
 from sglang.srt.arg_groups.arg_parser import Declared, declared_fields, flag_name
+from sglang.srt.utils.json_file import read_text_file
 
+MAX_BYTES = 1 << 20
 CONFIG_FLAG = "--config"
 # Kinds of values in words, and how to write them.
 _KINDS = {
@@ -53,10 +55,9 @@ def read_config(path: str, cls: type) -> dict[str, Any]:
 def _entries(path: str) -> list[tuple[int, str, Any]]:
     """The line, key and value of each entry, in the order of the file."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no UTF-8 text"
-        raise ValueError(f"{CONFIG_FLAG} {path}: {reason}; name a YAML file") from error
+        text = read_text_file(Path(path), max_bytes=MAX_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{CONFIG_FLAG} {error}; name a YAML file") from error
     try:
         return _parsed(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -81,10 +82,24 @@ def _parsed(text: str) -> list[tuple[int, str, Any]]:
         (
             key.start_mark.line + 1,
             str(key.value) if isinstance(key, yaml.ScalarNode) else "a list",
-            loader.construct_object(value, deep=True),
+            _constructed(loader, value),
         )
         for key, value in root.value
     ]
+
+
+def _constructed(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    """The value of a node. A nested one is not built: aliases and merge keys could
+    make it larger than any memory."""
+    entries = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if not all(isinstance(entry, yaml.ScalarNode) for entry in entries):
+        return {}
+    try:
+        return loader.construct_object(node, deep=True)
+    except ValueError as error:  # a date that is none, or thousands of digits
+        raise yaml.constructor.ConstructorError(
+            None, None, str(error), node.start_mark
+        ) from error
 
 
 def _checked(where: str, value: Any, declared: Declared) -> Any:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
+from sglang.srt.utils.quoting import quoted
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
@@ -68,11 +70,11 @@ def parse_kv_events_config(text: str) -> KVEventsConfig:
     """
     try:
         config = msgspec.json.decode(text, type=KVEventsConfig)
-    except (msgspec.DecodeError, TypeError) as error:
+    except (msgspec.DecodeError, TypeError, RecursionError) as error:
         keys = ", ".join(KVEventsConfig.__struct_fields__)
         raise ValueError(
-            f"{FLAG} {text!r}: {error}; write JSON such as {_EXAMPLE}, with the keys "
-            f'{keys}; publisher is "zmq" or "null"'
+            f"{FLAG} {quoted(text)}: {error}; write JSON such as {_EXAMPLE}, with the "
+            f'keys {keys}; publisher is "zmq" or "null"'
         ) from None
     if config.enable_kv_cache_events is not None and config.publisher is not None:
         _check_switch(config)

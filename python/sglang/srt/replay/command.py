@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kv_canary.command_line import ends_with_its_reader
+from kv_canary.incident_file import read_incident as read_incident_file
 from sglang.srt.managers.recording.identity import differences, model_digest
 from sglang.srt.managers.recording.record_file import BadRecord, Record, read_record
 from sglang.srt.replay.bisect import bisect
 from sglang.srt.replay.player import CannotReplay, Played, Setting, play
-from sglang.srt.replay.verdict import describe, judge
+from sglang.srt.replay.verdict import describe, judge, violation_key
 from sglang.srt.utils.paths import resolve_model_path
+from sglang.version import VERSION_TEXT
 
 RECORD_SUFFIX = ".record"
 REPRODUCED = 0
@@ -23,6 +25,7 @@ NOT_REPRODUCED = 1
 CANNOT_REPLAY = 2
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0: the same violation at the same forward (or, with --bisect, a
     difference was found); 1: not; 2: it cannot be replayed."""
@@ -42,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         "the KV canary. Exit code 0: the same violation appears at the same forward; "
         "1: it does not; 2: it cannot be replayed.",
     )
+    parser.add_argument("--version", action="version", version=VERSION_TEXT)
     parser.add_argument(
         "incident",
         type=Path,
@@ -92,19 +96,27 @@ def read_incident(path: Path) -> dict[str, Any]:
         BadRecord: it is none, or cut.
     """
     try:
-        incident = json.loads(path.read_text(encoding="utf-8"))
+        incident = read_incident_file(path)
+    except ValueError as error:
+        raise BadRecord(str(error)) from error
+    try:
         for violation in incident["violations"]:
             describe(violation)
-        violation = incident["violations"][0]
-        if not isinstance(violation["diagnosis"], str):
-            raise TypeError("diagnosis")
-    except OSError as error:
-        raise BadRecord(f"{path}: cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+            _check_violation(violation)
+    except (KeyError, TypeError, RecursionError) as error:
         kind = type(error).__name__
         raise BadRecord(f"{path}: not an incident file, or cut ({kind})") from error
-    assert isinstance(incident, dict)
     return incident
+
+
+def _check_violation(violation: dict[str, Any]) -> None:
+    """Raises:
+    TypeError: a value that is compared with a replay's is of another kind.
+    """
+    for name, kind in (("diagnosis", str), ("forward", int)):
+        if not isinstance(violation[name], kind):
+            raise TypeError(name)
+    hash(violation_key(violation))
 
 
 def _record_name(incident: dict[str, Any], path: Path) -> str:

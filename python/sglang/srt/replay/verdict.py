@@ -31,14 +31,14 @@ class Verdict:
 def judge(incident: Json, replayed: Sequence[Json]) -> Verdict:
     """Compare an incident with those of a replay, oldest first."""
     found = list(_violations(replayed))
-    keys = {_key(violation) for violation in found}
+    keys = {violation_key(violation) for violation in found}
     recorded = incident["violations"]
-    same = [violation for violation in recorded if _key(violation) in keys]
+    same = [violation for violation in recorded if violation_key(violation) in keys]
     first = recorded[0]
     later = [v for v in found if v["forward"] >= first["forward"]]
     nearest = later[0] if later else found[-1] if found else None
     return Verdict(
-        is_reproduced=_key(first) in keys,
+        is_reproduced=violation_key(first) in keys,
         num_same=len(same),
         num_recorded=len(recorded),
         nearest=nearest,
@@ -61,6 +61,7 @@ def _violations(incidents: Sequence[Json]) -> Iterator[Json]:
         yield from incident["violations"]
 
 
-def _key(violation: Json) -> tuple[object, ...]:
+def violation_key(violation: Json) -> tuple[object, ...]:
+    """Return the values by which two violations are the same one."""
     reasons = tuple(sorted(violation["reasons"]))
     return (reasons, *(violation[name] for name in _SAME))

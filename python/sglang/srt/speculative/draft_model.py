@@ -4,7 +4,6 @@ the modules that it shares with the target, and the user's token map.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
 from sglang.srt.models.registry import CausalLM, draft_architectures
 from sglang.srt.speculative.eagle_utils import STANDALONE
-from sglang.srt.utils.json_file import read_json_object
+from sglang.srt.utils.json_file import read_json, read_json_object
 from sglang.srt.utils.paths import resolve_model_path
 
 if TYPE_CHECKING:
@@ -159,13 +158,11 @@ def load_token_map(path: str, *, vocab_size: int, device: torch.device | str) ->
     """
     flag = f"--speculative-token-map {path}"
     file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"{flag}: no such file")
     try:
         if file.suffix == ".safetensors":
             (ids,) = load_file(file).values()
         else:
-            ids = torch.tensor(json.loads(file.read_text(encoding="utf-8")))
+            ids = torch.tensor(read_json(file))
     except (*_TOKEN_MAP_ERRORS, SafetensorError) as error:
         raise ValueError(
             f"{flag} must be a .json list of token ids or a .safetensors file with one "

@@ -115,12 +115,12 @@ class _Cursor:
     def _data_start(self, values: dict[str, Any]) -> int:
         alignment = values.get("general.alignment", 32)
         is_integer = isinstance(alignment, int) and not isinstance(alignment, bool)
-        if not is_integer or not 0 < alignment <= MAX_ALIGNMENT:
+        if not (is_integer and 0 < alignment <= MAX_ALIGNMENT):
             raise ValueError(
                 f"{self._path}: general.alignment must be from 1 to {MAX_ALIGNMENT}, "
                 f"got {shown(alignment)}"
             )
-        return -(-self._at // alignment) * alignment
+        return -(-self._at // int(alignment)) * int(alignment)
 
     def _tensor_info(self) -> tuple[str, GgufTensor]:
         name = self._text()

@@ -73,7 +73,7 @@ KEYS: dict[str, Key] = {
 
 
 class GgufTokenizer:
-    """What a file says of its tokenizer.
+    """The values of a file that describe its tokenizer.
 
     Raises:
         ValueError: there is none, its model or pre-tokenizer is not known, a value is
@@ -83,12 +83,12 @@ class GgufTokenizer:
     def __init__(self, header: GgufHeader) -> None:
         self._values = ConfigValues(header.path, header.values, keys=KEYS)
         model = self._get("model")
-        if model not in _BUILDERS:
+        if model not in BUILDERS:
             raise self._error(
                 "model",
-                f"{shown(model)} is not read; known: {', '.join(_BUILDERS)}; {INSTEAD}",
+                f"{shown(model)} is not read; known: {', '.join(BUILDERS)}; {INSTEAD}",
             )
-        self._build = _BUILDERS[model]
+        self._build = BUILDERS[model]
         self.texts: list[str] = self._get("tokens") or []
         if not self.texts:
             raise self._error("tokens", f"is missing: no tokenizer; {INSTEAD}")
@@ -283,7 +283,7 @@ def _sentence_pieces(given: GgufTokenizer) -> tokenizers.Tokenizer:
     return backend
 
 
-_BUILDERS: dict[str | None, Callable[[GgufTokenizer], tokenizers.Tokenizer]] = {
+BUILDERS: dict[str, Callable[[GgufTokenizer], tokenizers.Tokenizer]] = {
     "gpt2": _byte_level,
     "llama": _sentence_pieces,
 }

@@ -15,7 +15,7 @@ import tokenizers
 from sglang.srt.utils.chat_template import RESERVED_NAMES, ChatTemplate
 from sglang.srt.utils.gguf_header import is_gguf, read_gguf_header
 from sglang.srt.utils.gguf_tokenizer import GgufTokenizer
-from sglang.srt.utils.json_file import read_json_object, shown
+from sglang.srt.utils.json_file import read_json_object, read_text_file, shown
 from sglang.srt.utils.paths import resolve_model_path
 from sglang.srt.utils.token_bytes import TokenBytes
 
@@ -276,7 +276,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return _read_template_file(file)
+        return read_text_file(file)
     return _configured_template(folder, config, DEFAULT_TEMPLATE)
 
 
@@ -284,17 +284,10 @@ def _read_tool_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Read the template for chats with tools, where there is another one for them."""
     file = folder / "additional_chat_templates" / f"{TOOL_TEMPLATE}.jinja"
     if file.is_file():
-        return _read_template_file(file)
+        return read_text_file(file)
     if not isinstance(config.get("chat_template"), list):
         return None
     return _configured_template(folder, config, TOOL_TEMPLATE)
-
-
-def _read_template_file(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not a template: {error}") from error
 
 
 def _configured_template(

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint: anybody may have written them."""
+"""Text and JSON that anybody may have written: files that a user names, and flags."""
 
 from __future__ import annotations
 
@@ -11,37 +11,81 @@ from sglang.srt.utils.quoting import MAX_QUOTED_CHARS, clipped
 MAX_BYTES = 256 << 20
 
 
-def read_json_object(file: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
+def read_text_file(file: Path, *, max_bytes: int = MAX_BYTES) -> str:
+    """Read a file of UTF-8 text.
 
     Raises:
-        ValueError: no such file, or another content; names the file.
+        ValueError: no such file, a pipe or a device, too large, or not UTF-8; names the
+            file.
     """
     try:
-        # Not a pipe or a device, which would never end.
+        # A pipe or a device would never end.
         if not file.is_file():
             reason = "is not a regular file" if file.exists() else "no such file"
             raise ValueError(f"{file}: {reason}")
         size = file.stat().st_size
-        if size > MAX_BYTES:
-            raise ValueError(f"{file}: {size} bytes, more than {MAX_BYTES}")
-        value = json.loads(file.read_text(encoding="utf-8"))
+        if size > max_bytes:
+            raise ValueError(f"{file}: {size} bytes, more than {max_bytes}")
+        return file.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file}: not UTF-8 text: {error.reason} at byte {error.start}"
+        ) from error
+
+
+def read_json(file: Path) -> Any:
+    """Read a file that holds one JSON value.
+
+    Raises:
+        ValueError: as `read_text_file`, or not JSON; names the file.
+    """
+    return parse_json(read_text_file(file), where=str(file))
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object; of a repeated key the last value counts.
+
+    Raises:
+        ValueError: as `read_json`, or another kind of value; names the file.
+    """
+    return _object(read_json(file), where=str(file))
+
+
+def parse_json_object(text: str, *, where: str) -> dict[str, Any]:
+    """Parse one JSON object. `where` is the file or flag that it is from, for errors.
+
+    Raises:
+        ValueError: not JSON, or another kind of value; begins with `where`.
+    """
+    return _object(parse_json(text, where=where), where=where)
+
+
+def parse_json(text: str, *, where: str) -> Any:
+    """Parse one JSON value; `where` as in `parse_json_object`.
+
+    Raises:
+        ValueError: not JSON, nested too deeply, or a number of thousands of digits;
+            begins with `where`.
+    """
+    try:
+        return json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"{file}: not valid JSON: nested too deeply") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not valid JSON: {error}") from error
+        raise ValueError(f"{where}: not valid JSON: nested too deeply") from error
     except ValueError as error:
-        if str(file) in str(error):
-            raise
-        # A number of thousands of digits.
-        raise ValueError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: must hold a JSON object, not {shown(value)}")
-    return value
+        raise ValueError(f"{where}: not valid JSON: {error}") from error
 
 
 def shown(value: object) -> str:
     """A value as errors quote it: on one line, and not for ever."""
-    return clipped(json.dumps(value, default=repr), MAX_QUOTED_CHARS)
+    try:
+        return clipped(json.dumps(value, default=repr), MAX_QUOTED_CHARS)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply"
+
+
+def _object(value: Any, *, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: must hold a JSON object, not {shown(value)}")
+    return value

@@ -181,6 +181,8 @@ def read_record(path: Path) -> Record:
         BadRecord: it cannot be read, is foreign, cut or damaged, or has another format.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise BadRecord(f"{path}: not a regular file")
         data = path.read_bytes()
     except OSError as error:
         raise BadRecord(f"{path}: cannot be read: {error}") from error
@@ -206,7 +208,7 @@ def decode_record(data: bytes, *, name: str) -> Record:
                 f"{name}: format {found.format}, but this version reads {FORMAT}"
             )
         return msgspec.msgpack.decode(document, type=Record, dec_hook=_array)
-    except (zlib.error, msgspec.DecodeError) as error:
+    except (zlib.error, msgspec.DecodeError, RecursionError) as error:
         raise BadRecord(f"{name}: not a record of this version: {error}") from error
 
 
