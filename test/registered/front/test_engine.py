@@ -14,7 +14,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,87 @@ def test_a_forgotten_engine_is_stopped(model: Path) -> None:
     del engine
     gc.collect()
     wait_gone(pid)
+
+
+def in_fork(work: Callable[[], object]) -> int:
+    """The exit code of a forked child that does `work` and leaves as scripts do."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            weakref.finalize._exitfunc()  # type: ignore[attr-defined]
+            os._exit(code)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_leaves_the_engine_to_its_parent(model: Path) -> None:
+    engine = sglang.Engine(model_path=str(model), max_total_tokens=POOL_TOKENS)
+    before = ids(engine.generate("abc", GREEDY))
+    stream = engine.generate("abc", GREEDY | {"max_new_tokens": 900}, stream=True)
+    next(stream)
+
+    def refused(use: Callable[[], object]) -> None:
+        with pytest.raises(RuntimeError, match="was forked from the one that made"):
+            use()
+
+    async def use_async() -> None:
+        await engine.async_generate("abc", GREEDY)
+
+    for work in (
+        lambda: None,
+        engine.shutdown,
+        lambda: engine.__exit__(None, None, None),
+        lambda: stream.close(),
+        lambda: refused(lambda: engine.generate("abc", GREEDY)),
+        lambda: refused(lambda: asyncio.run(use_async())),
+        lambda: refused(lambda: next(stream)),
+        lambda: refused(engine.flush_cache),
+        lambda: refused(engine.get_server_info),
+        lambda: refused(lambda: engine.abort_request(abort_all=True)),
+        lambda: in_fork(engine.shutdown) == 0 or os._exit(2),
+    ):
+        assert in_fork(work) == 0
+    assert next(stream)
+    stream.close()
+    assert ids(engine.generate("abc", GREEDY)) == before
+    engine.shutdown()
+
+
+def test_a_scheduler_ends_with_its_parent_whatever_was_forked(
+    model: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import os, signal, sys, time
+        import sglang
+        engine = sglang.Engine(model_path={str(model)!r})
+        child = os.fork()
+        if child == 0:
+            os.close(1)
+            time.sleep(60)
+            os._exit(0)
+        print(child, *engine.scheduler_pids, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    child, scheduler = map(int, done.stdout.split())
+    try:
+        wait_gone(scheduler)
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_hidden_states(model: Path) -> None:

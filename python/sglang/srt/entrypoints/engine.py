@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import difflib
+import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
@@ -39,6 +40,10 @@ from sglang.version import __version__
 T = TypeVar("T")
 
 DEFAULT_LOG_LEVEL = "error"
+FORKED = (
+    "this process was forked from the one that made the engine, which alone can use "
+    "it; make an Engine here, or send the work there"
+)
 
 Answer = dict[str, Any]
 
@@ -47,7 +52,9 @@ class Engine:
     """A running engine. Keyword arguments are the fields of `ServerArgs`.
 
     Uses all cores for the model, unless OMP_NUM_THREADS is set. `shutdown` (or
-    leaving a `with` block, or the end of the process) stops it.
+    leaving a `with` block, or the end of the process) stops it. It belongs to the
+    process that made it: in one forked from that, using it is a RuntimeError, and
+    `shutdown` does nothing.
 
     Raises:
         TypeError: an argument that `ServerArgs` has not.
@@ -233,7 +240,8 @@ class Engine:
             while (answer := self._host.call(_next(answers))) is not None:
                 yield answer
         finally:
-            self._host.call(_close(answers))
+            if not self._host.is_forgotten:
+                self._host.call(_close(answers))
 
     async def _async_stream(
         self, answers: AsyncIterator[Answer]
@@ -242,7 +250,8 @@ class Engine:
             while (answer := await self._host.acall(_next(answers))) is not None:
                 yield answer
         finally:
-            await self._host.acall(_close(answers))
+            if not self._host.is_forgotten:
+                await self._host.acall(_close(answers))
 
 
 def _check_arguments(kwargs: dict[str, Any]) -> None:
@@ -265,6 +274,10 @@ class _EngineHost:
 
     Holds no reference to the `Engine`, so that an unreferenced one is collected and
     stopped.
+
+    Attributes:
+        is_forgotten: whether this process was forked from the one that has the loop's
+            thread and the scheduler.
     """
 
     def __init__(self, server_args: ServerArgs) -> None:
@@ -278,7 +291,9 @@ class _EngineHost:
         async def create() -> EngineCore:
             return EngineCore(process, server_args=server_args, tokenizer=tokenizer)
 
+        self.is_forgotten = False
         self.core = self.call(create())
+        os.register_at_fork(after_in_child=_forgetter(weakref.ref(self)))
         try:
             self.call(self.core.wait_ready())
         except (ValueError, SchedulerDied, KeyboardInterrupt):
@@ -298,14 +313,16 @@ class _EngineHost:
         return await asyncio.wrap_future(self._start(work))
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._loop.is_closed():
+        if self.is_forgotten or self._loop.is_closed():
             work.close()
-            raise RuntimeError("the engine was shut down")
+            raise RuntimeError(
+                FORKED if self.is_forgotten else "the engine was shut down"
+            )
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
         """Stop the engine core, the loop and its thread."""
-        if self._loop.is_closed():
+        if self.is_forgotten or self._loop.is_closed():
             return
 
         async def close() -> None:
@@ -315,6 +332,11 @@ class _EngineHost:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def forget(self) -> None:
+        """Leave the engine to the parent of this process."""
+        self.is_forgotten = True
+        self.core.process.forget()
 
     async def whole(self, parsed: ParsedGenerate) -> Answer | list[Answer]:
         manager = self.core.manager
@@ -350,6 +372,16 @@ class _EngineHost:
             is_incremental=parsed.stream
             and manager.server_args.incremental_streaming_output,
         )
+
+
+def _forgetter(host: weakref.ref[_EngineHost]) -> Callable[[], None]:
+    """A hook of forks, which outlives its engine."""
+
+    def forget() -> None:
+        if (known := host()) is not None:
+            known.forget()
+
+    return forget
 
 
 async def _next(answers: AsyncIterator[Answer]) -> Answer | None:

@@ -197,6 +197,15 @@ class SchedulerProcess:
         shutil.rmtree(self.addresses.folder, ignore_errors=True)
         return left
 
+    def forget(self) -> None:
+        """Leave the processes to the parent of this one, which was forked.
+
+        A copy of their stdin would keep them running after the parent's death.
+        """
+        for rank in self._ranks:
+            if rank.process.stdin is not None:
+                rank.process.stdin.close()
+
     def _watch(self, rank: int) -> None:
         exit_code = self._ranks[rank].process.wait()
         with self._lock:

@@ -53,6 +53,7 @@ _SPECIAL_TOKENS = {
     "cls_token": "cls_token_id",
     "mask_token": "mask_token_id",
 }
+_NEEDED_IDS = ("bos_token_id", "eos_token_id", "unknown_token_id")
 _TOKEN_ID = Key(int, 0, (1 << 32) - 1)
 KEYS: dict[str, Key] = {
     "general.architecture": Key(str, default=""),
@@ -217,7 +218,7 @@ class GgufTokenizer:
         token_id: int | None = self._get(key)
         if token_id is None or token_id < len(self.texts):
             return token_id
-        if key == "padding_token_id":  # of no use, and often wrong
+        if key not in _NEEDED_IDS:  # of templates alone, and often wrong
             return None
         raise self._error(
             key, f"is {token_id}; {PREFIX}tokens has {len(self.texts)} elements"
