@@ -317,9 +317,7 @@ def test_an_index_without_a_map(tmp_path: Path, content: Any) -> None:
 
 
 @pytest.mark.parametrize("has_index", [False, True])
-def test_links_stay_within_the_folder_or_the_hub_s_cache(
-    tmp_path: Path, has_index: bool
-) -> None:
+def test_links_of_the_hub_s_cache_stay_in_it(tmp_path: Path, has_index: bool) -> None:
     repository = tmp_path / "models--some--model"
     snapshot, blobs = repository / "snapshots" / "abc", repository / "blobs"
     for folder in (snapshot, blobs):
@@ -335,10 +333,56 @@ def test_links_stay_within_the_folder_or_the_hub_s_cache(
     (blobs / "0123").rename(other / "4567")
     link.unlink()
     link.symlink_to(other / "4567")
-    assert "outside of the folder" in refusal(tensor_names, snapshot)
+    assert "outside of the hub's cache" in refusal(tensor_names, snapshot)
     link.unlink()
     link.symlink_to("nowhere")
     assert "there is no file model.safetensors" in refusal(tensor_names, snapshot)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "sub/model.safetensors"])
+@pytest.mark.parametrize("has_index", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_links_in_a_folder_that_the_user_named(
+    tmp_path: Path, name: str, has_index: bool, steps: int
+) -> None:
+    store, folder = tmp_path / "store", tmp_path / "model"
+    for made in (store, folder):
+        made.mkdir()
+    save_file({"a": torch.ones(2)}, store / "0123")
+    target = store / "0123"
+    if steps == 2:
+        (tmp_path / "hop").symlink_to(target)
+        target = tmp_path / "hop"
+    if name.startswith("sub/"):
+        # The folder itself is the link.
+        target.rename(store / "model.safetensors")
+        (folder / "sub").symlink_to(store)
+    else:
+        (folder / name).symlink_to(target)
+    if has_index:
+        write_index(folder, name)
+    elif name.startswith("sub/"):
+        return
+    assert tensor_names(folder) == {"a"}
+    ((_, tensor),) = iterate_weights(folder)
+    assert torch.equal(tensor, torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", ["nowhere", "folder", "fifo", "other"])
+def test_a_link_to_what_is_no_file_of_weights(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    target = tmp_path / kind
+    if kind == "folder":
+        target.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(target)
+    elif kind == "other":
+        target.write_text("root:x:0:0")
+    (folder / "model.safetensors").symlink_to(target)
+    text = refusal(tensor_names, folder)
+    assert "root:x" not in text
+    assert ("not a valid" if kind == "other" else "there is no file") in text
 
 
 def test_a_folder_that_is_a_link_is_fine(model: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Iteration over the tensors of a checkpoint: a folder of safetensors, or a GGUF file.
 
-A checkpoint may come from anybody: its files are read where they lie in the folder, and
-a file that lies is refused.
+A checkpoint may come from anybody: an index names files in its folder alone, and a file
+that lies is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises:
         ValueError: no such file; or the index names a file that is missing or lies
-            outside of the folder.
+            outside of the folder; or a link leads out of the hub's cache.
     """
     index = folder / INDEX
     if index.is_file():
@@ -115,17 +115,22 @@ def _indexed_names(index: Path) -> list[str]:
 
 
 def _check_place(file: Path, folder: Path) -> None:
-    """Raises:
-    ValueError: `file` is a link out of `folder` and of the hub's cache around it.
+    """Check a file of the hub's cache, whose links lead to its own blobs.
+
+    In other folders links may lead anywhere: who made the folder made them.
+
+    Raises:
+        ValueError: `file` is a link to elsewhere.
     """
     real, home = file.resolve(), folder.resolve()
-    places = [home]
-    if home.parent.name == HUB_SNAPSHOTS:
-        places.append(home.parents[1] / HUB_BLOBS)
-    if not any(real.is_relative_to(place) for place in places):
+    if home.parent.name != HUB_SNAPSHOTS:
+        return
+    blobs = home.parents[1] / HUB_BLOBS
+    if not real.is_relative_to(home) and not real.is_relative_to(blobs):
         raise ValueError(
-            f"{file} is a link to {real}, outside of the folder; put the file itself "
-            "there"
+            f"{file} is a link to {real}, outside of the hub's cache of this model; "
+            "download the model again, or link it from a folder of your own and name "
+            "that in --model-path"
         )
 
 
