@@ -21,7 +21,7 @@ from sglang.srt.model_executor.graph_capture import (
     SegmentBackend,
     capture_graph,
 )
-from sglang.srt.utils.progress import with_bar
+from sglang.srt.utils.progress import with_progress
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class GraphSet(Generic[K]):
         began = time.perf_counter()
         ascending = sorted(keys, key=size_of)
         with torch.inference_mode():
-            largest_first = with_bar(
+            largest_first = with_progress(
                 reversed(ascending),
                 total=len(ascending),
                 what=f"Capturing {name} graphs",

@@ -17,7 +17,7 @@ from sglang.srt.model_loader.text_part import text_tensor_name
 from sglang.srt.model_loader.weight_utils import iterate_weights, tensor_names
 from sglang.srt.models.registry import CausalLM, MockModel, create_model
 from sglang.srt.utils.memory import HostBlocks
-from sglang.srt.utils.progress import with_bar
+from sglang.srt.utils.progress import with_progress
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -73,7 +73,7 @@ def load_model(
         model.finish_loading("--load-format dummy")
     else:
         source = str(config.path)
-        weights = with_bar(
+        weights = with_progress(
             iterate_weights(config.path),
             total=len(tensor_names(config.path)),
             what="Loading weights",

@@ -6,8 +6,6 @@ that lies is refused.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -20,9 +18,6 @@ from sglang.srt.model_loader.gguf_weights import gguf_tensor_names, iterate_gguf
 from sglang.srt.utils.gguf_header import is_gguf
 from sglang.srt.utils.json_file import read_json_object, shown
 
-logger = logging.getLogger(__name__)
-
-PROGRESS_SECONDS = 5.0
 INDEX = "model.safetensors.index.json"
 # Of the hub's cache: `<repository>/snapshots/<revision>/` links to `blobs/`.
 HUB_SNAPSHOTS, HUB_BLOBS = "snapshots", "blobs"
@@ -81,12 +76,7 @@ def iterate_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _iterate_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
     found: dict[str, Path] = {}
-    files = weight_files(folder)
-    said = time.monotonic()
-    for number, file in enumerate(files):
-        if time.monotonic() - said > PROGRESS_SECONDS:
-            logger.info("Read %d of %d weight files", number, len(files))
-            said = time.monotonic()
+    for file in weight_files(folder):
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 if name in found:
