@@ -218,6 +218,16 @@ class ServerArgs:
     schedule_policy: Annotated[
         str, Arg("Order of the waiting queue.", ("fcfs", "lpm"))
     ] = "fcfs"
+    enable_priority_scheduling: Annotated[
+        bool, Arg("Serve waiting requests by their priority, the highest first.")
+    ] = False
+    schedule_low_priority_values_first: Annotated[
+        bool,
+        Arg(
+            "With --enable-priority-scheduling: the lowest value of priority is served "
+            "first."
+        ),
+    ] = False
     schedule_conservativeness: Annotated[
         float, Arg("Larger values admit fewer requests and retract less.", low=0.0)
     ] = 1.0
@@ -667,6 +677,15 @@ class ServerArgs:
             raise ValueError(
                 f"--chunked-prefill-size {self.chunked_prefill_size} must be a "
                 f"multiple of --page-size {self.page_size}"
+            )
+
+        if (
+            self.schedule_low_priority_values_first
+            and not self.enable_priority_scheduling
+        ):
+            raise ValueError(
+                "--schedule-low-priority-values-first has no effect without "
+                "--enable-priority-scheduling; add it, or remove the flag"
             )
 
     def _handle_attention_backend(self) -> None:

@@ -78,6 +78,7 @@ class EngineHarness:
         extra_key: str | None = None,
         return_hidden_states: bool = False,
         input_embeds: bytes | None = None,
+        priority: int | None = None,
         **params: Any,
     ) -> str:
         """Queue a request, greedy unless `params` change it; return its rid."""
@@ -96,6 +97,7 @@ class EngineHarness:
                 extra_key=extra_key,
                 return_hidden_states=return_hidden_states,
                 input_embeds=input_embeds,
+                priority=priority,
             )
         )
         return rid

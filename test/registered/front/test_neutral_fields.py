@@ -53,16 +53,16 @@ def test_every_neutral_value_is_accepted_and_no_other(
     "value", [b"1e999", b"-1e999", b"1" + b"0" * 60, b'"\xff\xfe"']
 )
 def test_what_cannot_be_read_is_no_neutral_value(value: bytes) -> None:
-    body = b'{"text": "x", "priority": %s}' % value
-    with pytest.raises(BadRequest, match="priority is not supported"):
+    body = b'{"text": "x", "data_parallel_rank": %s}' % value
+    with pytest.raises(BadRequest, match="data_parallel_rank is not supported"):
         refuse_others(msgspec.json.decode(body, type=GenerateRequest), GENERATE)
 
 
 def test_keyword_arguments() -> None:
-    options = {"stream": True, "lora_path": None, "priority": 0, "log_metrics": True}
+    options = {"stream": True, "lora_path": None, "log_metrics": True}
     assert without_neutral(options, GENERATE) == {"stream": True}
-    with pytest.raises(BadRequest, match="priority is not supported"):
-        without_neutral({"priority": 0.0}, GENERATE)
+    with pytest.raises(BadRequest, match="data_parallel_rank is not supported"):
+        without_neutral({"data_parallel_rank": 0.0}, GENERATE)
 
 
 @pytest.mark.parametrize("field", ["metadata", "user", "session_params"])

@@ -216,8 +216,8 @@ def test_fields_that_ask_for_nothing_are_accepted(
     [
         {"lora_path": "adapter"},
         {"return_hidden_states": True},
-        {"priority": 3},
-        {"priority": False},
+        {"data_parallel_rank": 3},
+        {"data_parallel_rank": False},
         {"custom_params": {"a": 1}},
         {"session_params": {"id": "x" * 100}},
         {"structural_tag": "{}"},

@@ -123,6 +123,32 @@ def test_chat_without_a_limit_runs_to_the_end_of_the_context(
     assert answer.usage is not None and answer.usage.total_tokens == CONTEXT
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_token_ids(client: openai.OpenAI, server: Server, n: int) -> None:
+    """vLLM's `return_token_ids`: the prompt's once, those of the outputs as they come;
+    and nothing of both where nobody asks."""
+    asked: dict[str, Any] = {"model": "mock", "messages": MESSAGES, "max_tokens": 6}
+    asked |= {"n": n, "seed": 3}
+    plain = client.chat.completions.create(**asked).model_dump()
+    assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
+    asked["extra_body"] = {"return_token_ids": True, "ignore_eos": True}
+    whole = client.chat.completions.create(**asked).model_dump()
+    assert bytes(whole["prompt_token_ids"]).decode() == PROMPT
+    ids = {choice["index"]: choice["token_ids"] for choice in whole["choices"]}
+    assert [len(each) for each in ids.values()] == [6] * n
+    chunks = [
+        chunk.model_dump()
+        for chunk in client.chat.completions.create(**asked, stream=True)
+    ]
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+    streamed: dict[int, list[int]] = {index: [] for index in ids}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            streamed[choice["index"]] += choice.get("token_ids", [])
+    assert streamed == ids
+
+
 def test_chat_logprobs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="mock",

@@ -83,6 +83,24 @@ def test_echo_with_logprobs(client: openai.OpenAI, stream: bool) -> None:
     assert shown[-1].top_logprobs[-1] is not None
 
 
+def test_token_ids(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "mock", "prompt": ["ab", "c"], "max_tokens": 4}
+    asked |= {"n": 2, "seed": 3}
+    asked["extra_body"] = {"return_token_ids": True, "ignore_eos": True}
+    whole = client.completions.create(**asked).model_dump()["choices"]
+    prompts = [choice["prompt_token_ids"] for choice in whole]
+    assert prompts == [[97, 98]] * 2 + [[99]] * 2
+    streamed: dict[int, list[int]] = {}
+    for chunk in client.completions.create(**asked, stream=True):
+        (choice,) = chunk.model_dump()["choices"]
+        index = choice["index"]
+        is_first = index not in streamed
+        assert choice["prompt_token_ids"] == (prompts[index] if is_first else None)
+        streamed.setdefault(index, []).extend(choice["token_ids"])
+    assert streamed == {choice["index"]: choice["token_ids"] for choice in whole}
+    assert [len(ids) for ids in streamed.values()] == [4] * 4
+
+
 def test_max_tokens_zero_with_echo_scores_the_prompt(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model="mock", prompt="abcd", max_tokens=0, echo=True, logprobs=0

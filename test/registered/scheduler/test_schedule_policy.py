@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter as CountsOf
+from itertools import pairwise
 from os.path import commonprefix
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from sglang.srt.managers.schedule_policy import (
     order_by_longest_match,
 )
 from sglang.srt.managers.scheduler_components.retraction import retract_for_decode
+from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 
@@ -122,6 +124,63 @@ def test_one_token_more_in_the_cache_decides() -> None:
         reqs = [make_req(stem[:length]), make_req(longer)]
         ordered = order_by_longest_match(reqs, cache)
         assert [reqs.index(req) for req in ordered] == order
+
+
+PRIORITIES = {"enable_priority_scheduling": True}
+
+
+@pytest.mark.parametrize("kind", ["plain", "overlap", "spec"])
+@pytest.mark.parametrize(
+    ("flags", "order"),
+    [
+        ({}, "abcdef"),
+        (PRIORITIES, "dcfaeb"),
+        (PRIORITIES | {"schedule_low_priority_values_first": True}, "eacfdb"),
+    ],
+)
+def test_priorities_decide_who_goes_first(
+    models: Path, kind: str, flags: dict[str, bool], order: str
+) -> None:
+    """Of equals who came first; who has none comes last."""
+    harness = engine(models, kind, max_running_requests=1, **flags)
+    asked = {"a": 0, "b": None, "c": 2, "d": 9, "e": -3, "f": 2}
+    for name, priority in asked.items():
+        harness.submit([5, 6], rid=name, max_new_tokens=2, priority=priority)
+    ended: list[str] = []
+    while len(ended) < len(asked):
+        harness.scheduler.step()
+        ended += harness.collect()
+    assert "".join(ended) == order
+    harness.run()
+
+
+def test_a_retracted_request_waits_for_those_above_it(models: Path) -> None:
+    harness = engine(
+        models,
+        "plain",
+        max_total_tokens=64,
+        schedule_conservativeness=0.1,
+        **PRIORITIES,
+    )
+    for i, name in enumerate("abc"):
+        harness.submit([5 + i] * 8, rid=name, max_new_tokens=30, priority=1)
+    queues: list[list[str]] = []
+
+    def look(step: int) -> None:
+        queue = harness.scheduler.waiting
+        if queues or any(req.was_admitted for req in queue):
+            if not queues:
+                harness.submit([9] * 8, rid="d", max_new_tokens=30, priority=7)
+            queues.append([req.rid for req in queue])
+
+    harness.run(on_step=look)
+    left = [now for then, now in pairwise(queues) if "d" in then and "d" not in now]
+    assert left and left[0], "d went last, or nobody was retracted"
+
+
+def test_the_flag_for_low_values_needs_the_other() -> None:
+    with pytest.raises(ValueError, match="--enable-priority-scheduling"):
+        ServerArgs(device="cpu", schedule_low_priority_values_first=True)
 
 
 def test_a_long_queue_stays_in_order() -> None:

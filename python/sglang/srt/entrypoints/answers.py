@@ -102,6 +102,8 @@ class CompletionChoice(Shape):
     logprobs: CompletionLogprobsShown | None
     finish_reason: Literal["stop", "length", "abort"] | None
     matched_stop: int | str | None
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(Shape):
@@ -160,6 +162,7 @@ class ChatChoice(Shape):
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length", "tool_calls", "abort"] | None
     matched_stop: int | str | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunkChoice(Shape):
@@ -168,6 +171,7 @@ class ChatChunkChoice(Shape):
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length", "tool_calls", "abort"] | None
     matched_stop: int | str | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(Shape):
@@ -179,6 +183,7 @@ class ChatCompletion(Shape):
     model: str
     choices: list[ChatChoice]
     usage: Usage | None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletionChunk(Shape):
@@ -190,6 +195,7 @@ class ChatCompletionChunk(Shape):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelCard(Shape):

@@ -54,6 +54,7 @@ class GenerateRequest(_Generate, kw_only=True, forbid_unknown_fields=True):
     rid: str | list[str] | None = None
     extra_key: str | list[str] | None = None
     return_hidden_states: bool | list[bool] | None = False
+    priority: int | None = None
     model: str | None = None
 
 
@@ -127,6 +128,7 @@ def parse_generate(
                 if isinstance(request.extra_key, list)
                 else shared_key,
                 return_hidden_states=hidden,
+                priority=request.priority,
             )
         )
     return ParsedGenerate(

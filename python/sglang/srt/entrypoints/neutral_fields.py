@@ -70,7 +70,6 @@ _COMMON: dict[str, Neutral] = {
     "bootstrap_room": NOTHING,
     "data_parallel_rank": NOTHING,
     "routed_dp_rank": NOTHING,
-    "priority": Neutral(0),
     "return_routed_experts": OFF,
     "return_cached_tokens_details": OFF,
 }

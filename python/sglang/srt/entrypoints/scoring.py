@@ -39,6 +39,7 @@ class ScoreRequest(_Score, kw_only=True, forbid_unknown_fields=True):
     label_token_ids: list[int]
     apply_softmax: bool | None = False
     item_first: bool | None = False
+    priority: int | None = None
     model: str | None = None
 
     def prompts(self) -> list[PromptRequest]:
@@ -59,6 +60,7 @@ class ScoreRequest(_Score, kw_only=True, forbid_unknown_fields=True):
                 sampling_params=_PARAMS,
                 return_logprob=True,
                 token_ids_logprob=self.label_token_ids,
+                priority=self.priority,
             )
             for item in items
         ]

@@ -50,6 +50,7 @@ _OPTIONS = (
     "top_logprobs_num",
     "token_ids_logprob",
     "return_hidden_states",
+    "priority",
 )
 
 

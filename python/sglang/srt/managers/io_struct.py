@@ -66,6 +66,7 @@ class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     `stream` False: outputs come once, when it has finished. `logprob_start_len` -1
     means no input logprobs. `copy` counts the outputs of one prompt: it is added to the
     seed of the parameters, which they share. `extra_key` is a digest of the client's.
+    `priority` None is the lowest.
     `client` tells clients apart, for fair shares.
     """
 
@@ -78,6 +79,7 @@ class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     extra_key: str | None = None
     return_hidden_states: bool = False
     copy: int = 0
+    priority: int | None = None
     client: str = ""
 
 

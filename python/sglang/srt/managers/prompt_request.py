@@ -14,8 +14,10 @@ from sglang.srt.managers.errors import BadRequest, ContextOverflow
 from sglang.srt.managers.io_struct import GenerateReq, SchedulerReady
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hashing import digest
+from sglang.srt.utils.quoting import quoted
 
 MAX_RID_CHARS = 256
+MAX_PRIORITY = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,8 @@ class PromptRequest:
             then only count them.
         token_ids_logprob: ids whose log probabilities every position shows.
         extra_key: the `cache_namespace` of the client's key.
+        priority: with --enable-priority-scheduling; None means the lowest.
+        keeps_prompt_ids: whether updates have the token ids of the prompt.
     """
 
     prompt: str | list[int]
@@ -48,6 +52,8 @@ class PromptRequest:
     extra_key: str | None = None
     return_hidden_states: bool = False
     input_embeds: bytes | None = None
+    priority: int | None = None
+    keeps_prompt_ids: bool = False
 
     @property
     def field(self) -> str:
@@ -198,6 +204,12 @@ def check_options(request: PromptRequest) -> None:
             f"top_logprobs_num must be at least 0, got {request.top_logprobs_num}",
             param="top_logprobs_num",
         )
+    if request.priority is not None and abs(request.priority) > MAX_PRIORITY:
+        raise BadRequest(
+            f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}, got "
+            f"{quoted(request.priority)}",
+            param="priority",
+        )
     if request.token_ids_logprob and not request.return_logprob:
         raise BadRequest(
             "token_ids_logprob needs return_logprob: true", param="token_ids_logprob"
@@ -247,6 +259,7 @@ def to_wire(
             extra_key=request.extra_key,
             return_hidden_states=request.return_hidden_states,
             input_embeds=request.input_embeds,
+            priority=request.priority,
             client=client_tag(),
         )
         for copy in range(request.sampling_params.n)

@@ -85,6 +85,7 @@ class Req:
         self.grammar_failure: str | None = None
         self._grammar_lost_at: int | None = None
         self.client = request.client
+        self.priority = request.priority
         self.sampling_row = SamplingRow(
             params=params,
             seed=seed,

@@ -152,7 +152,9 @@ class CallCost:
         # Of no output there is the entry of the token that would have come.
         scored = max(out, 1) + (prompt_len - start if start >= 0 else 0)
         width = prompt.logprobs_per_token
+        # Each output shows the ids of the prompt again.
+        copies = n if prompt.keeps_prompt_ids else 1
         return cls(
-            tokens=prompt_len + n * out,
+            tokens=copies * prompt_len + n * out,
             logprobs=n * scored * width if prompt.return_logprob else 0,
         )

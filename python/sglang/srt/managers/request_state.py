@@ -43,6 +43,7 @@ class Update:
         prompt_tokens, completion_tokens, cached_tokens: counts so far.
         finish_reason: set in the last update of a request.
         e2e_latency: seconds since the request arrived.
+        prompt_ids: token ids of the prompt, where the request keeps them.
     """
 
     index: int
@@ -58,6 +59,7 @@ class Update:
     e2e_latency: float
     spec_verify_ct: int
     spec_accept_tokens: int
+    prompt_ids: list[int] | None = None
 
     @property
     def size(self) -> int:
@@ -67,7 +69,7 @@ class Update:
             size += self.logprobs.size
         if self.hidden_states:
             size += len(self.hidden_states) * len(self.hidden_states[0])
-        return size
+        return size + len(self.prompt_ids or ())
 
 
 class RequestState:
@@ -98,6 +100,7 @@ class RequestState:
         self.is_finished = False
         self.group = group
         self._request: GenerateReq | None = request
+        self.prompt_ids: list[int] | None = None
         self.leader: RequestState | None = None
         self.is_leader = False
         self.input_logprobs: LogprobDelta | None = None
@@ -165,6 +168,7 @@ class RequestState:
             e2e_latency=time.monotonic() - self.arrived,
             spec_verify_ct=last.spec_verify_ct,
             spec_accept_tokens=last.spec_accept_tokens,
+            prompt_ids=self.prompt_ids,
         )
 
     @property

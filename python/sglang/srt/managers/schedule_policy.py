@@ -37,6 +37,21 @@ def order_by_longest_match(waiting: list[Req], cache: BasePrefixCache) -> list[R
     return sorted(waiting, key=lambda req: (not req.num_heals, -lengths[req.serial]))
 
 
+def order_by_priority(waiting: list[Req], *, low_first: bool) -> list[Req]:
+    """Requests that are healed first, then by priority, those without one last; the
+    order so far between equals."""
+
+    def rank(req: Req) -> tuple[bool, bool, int]:
+        priority = req.priority or 0
+        return (
+            not req.num_heals,
+            req.priority is None,
+            priority if low_first else -priority,
+        )
+
+    return sorted(waiting, key=rank)
+
+
 SCHEDULE_POLICIES: dict[str, Callable[[list[Req], BasePrefixCache], list[Req]]] = {
     "fcfs": lambda waiting, cache: waiting,
     "lpm": order_by_longest_match,

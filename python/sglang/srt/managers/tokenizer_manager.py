@@ -230,6 +230,7 @@ class TokenizerManager:
                 state = group.add(
                     request, base_rid=prompt.rid, text=text, leader=leader
                 )
+                state.prompt_ids = tokens if prompt.keeps_prompt_ids else None
                 if prompt.has_input_logprobs and leader is None:
                     leader = state
             await _let_others_in(i)

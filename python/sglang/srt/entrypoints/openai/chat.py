@@ -66,7 +66,8 @@ class ChatApi:
         def whole() -> Response:
             choices = [answer.choice(update) for update in updates]
             usage = answer.usage.as_dict()
-            return json_response(answer.body("chat.completion", choices, usage=usage))
+            body = answer.body("chat.completion", choices, usage=usage)
+            return json_response(body | answer.prompt_ids(updates))
 
         return await self._manager.side_work.run(answer_size(updates), whole)
 
@@ -77,7 +78,7 @@ class ChatApi:
         with chat.names.in_errors():
             async for news in self._manager.updates(chat.group):
                 answer.usage.add(news)
-                chunks = answer.role_chunks() if is_first else []
+                chunks = answer.role_chunks(news) if is_first else []
                 is_first = False
                 for update in news:
                     chunks += answer.delta_chunks(update)

@@ -57,6 +57,7 @@ class ChatAnswer:
         )
         self._tokenizer = tokenizer
         self._with_logprobs = prompt.return_logprob
+        self._with_token_ids = prompt.keeps_prompt_ids
         self._parsers = [OutputParser(form) for _ in range(prompt.sampling_params.n)]
         self._id = make_id("chatcmpl")
         self._created = int(time.time())
@@ -94,25 +95,35 @@ class ChatAnswer:
             "logprobs": self._logprobs(update),
             "finish_reason": self._finish(update),
             "matched_stop": matched_stop(update.finish_reason),
+            **self._token_ids(update),
         }
 
-    def role_chunks(self) -> list[dict[str, Any]]:
-        """Return the first chunk of every choice."""
+    def prompt_ids(self, updates: Sequence[Update]) -> dict[str, Any]:
+        """The field of a body that holds the token ids of the prompt, if asked for."""
+        if not self._with_token_ids:
+            return {}
+        return {"prompt_token_ids": updates[0].prompt_ids}
+
+    def role_chunks(self, news: Sequence[Update]) -> list[dict[str, Any]]:
+        """Return the first chunk of every choice; `news` are the first updates."""
         delta = {"role": "assistant", "content": ""}
-        return [
+        chunks = [
             self.chunk([self._delta(i, delta)]) for i, _ in enumerate(self._parsers)
         ]
+        chunks[0] |= self.prompt_ids(news)
+        return chunks
 
     def delta_chunks(self, update: Update) -> list[dict[str, Any]]:
         """Return a chunk for each piece that is new, and a last one with the finish
-        reason; the first has the logprobs of all new tokens."""
+        reason; the first has the logprobs and ids of all new tokens."""
         deltas = list(map(_delta_fields, self._pieces(update)))
-        logprobs = self._logprobs(update)
-        if logprobs is not None and not deltas:
+        logprobs, token_ids = self._logprobs(update), self._token_ids(update)
+        if (logprobs is not None or token_ids) and not deltas:
             deltas = [{"content": ""}]
         shown = [self._delta(update.index, delta) for delta in deltas]
         if shown:
             shown[0]["logprobs"] = logprobs
+            shown[0] |= token_ids
         if update.finish_reason is not None:
             last = self._delta(update.index, {})
             last["finish_reason"] = self._finish(update)
@@ -140,6 +151,9 @@ class ChatAnswer:
             "finish_reason": None,
             "matched_stop": None,
         }
+
+    def _token_ids(self, update: Update) -> dict[str, Any]:
+        return {"token_ids": update.output_ids} if self._with_token_ids else {}
 
     def _logprobs(self, update: Update) -> dict[str, Any] | None:
         if not self._with_logprobs or update.logprobs is None:

@@ -145,6 +145,8 @@ def _prompt_request(
         top_logprobs_num=body.top_logprobs or 0,
         rid=body.rid,
         extra_key=body.namespace(),
+        priority=body.priority,
+        keeps_prompt_ids=bool(body.return_token_ids),
     )
     return prompt, form
 

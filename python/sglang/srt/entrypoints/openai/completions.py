@@ -111,6 +111,7 @@ class _CompletionAnswer:
         self._tokenizer = tokenizer
         self._top = body.logprobs
         self._echo = bool(body.echo)
+        self._with_token_ids = bool(body.return_token_ids)
         self._skips_special = params.skip_special_tokens
         self._prompts = [prompt.prompt for prompt in prompts for _ in range(n)]
         self._logprobs: dict[int, CompletionLogprobs] = {}
@@ -145,7 +146,15 @@ class _CompletionAnswer:
             "logprobs": self._shown_logprobs(update),
             "finish_reason": finish_name(update.finish_reason),
             "matched_stop": matched_stop(update.finish_reason),
+            **self._token_ids(update, with_prompt=is_first),
         }
+
+    def _token_ids(self, update: Update, *, with_prompt: bool) -> dict[str, Any]:
+        """The ids that `return_token_ids` asks for: the prompt's once."""
+        if not self._with_token_ids:
+            return {}
+        prompt = update.prompt_ids if with_prompt else None
+        return {"prompt_token_ids": prompt, "token_ids": update.output_ids}
 
     def _shown_logprobs(self, update: Update) -> dict[str, Any] | None:
         if self._top is None or update.logprobs is None:
@@ -183,6 +192,8 @@ def _prompt_requests(body: CompletionRequest) -> list[PromptRequest]:
             top_logprobs_num=body.logprobs or 0,
             rid=body.rid,
             extra_key=namespace,
+            priority=body.priority,
+            keeps_prompt_ids=bool(body.return_token_ids),
         )
         for prompt in prompts
     ]

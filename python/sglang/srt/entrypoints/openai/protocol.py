@@ -75,6 +75,7 @@ class ChatOptions(Harmless, kw_only=True):
     rid: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
+    priority: int | None = None
 
     temperature: float | None = None
     top_p: float | None = None
@@ -108,6 +109,7 @@ class Sampled(ChatOptions, kw_only=True):
     response_format: dict[str, Any] | None = None
     stop: str | list[str] | None = None
     n: int | None = None
+    return_token_ids: bool | None = False
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | None = None

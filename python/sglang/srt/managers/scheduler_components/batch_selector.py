@@ -21,6 +21,7 @@ from sglang.srt.managers.schedule_policy import (
     PrefillAdder,
     PrefillBudget,
     SlotNeed,
+    order_by_priority,
 )
 from sglang.srt.managers.scheduler_components.retraction import retract_for_decode
 from sglang.srt.mem_cache.common import release_req
@@ -94,7 +95,9 @@ class BatchSelector:
         self._max_prefill_tokens = server_args.max_prefill_tokens
         chunk_tokens = server_args.chunked_prefill_size
         self._chunk_tokens = chunk_tokens if chunk_tokens > 0 else None
-        self._order_waiting = SCHEDULE_POLICIES[server_args.schedule_policy]
+        self._policy = SCHEDULE_POLICIES[server_args.schedule_policy]
+        self._has_priorities = server_args.enable_priority_scheduling
+        self._low_first = server_args.schedule_low_priority_values_first
         self._new_token_ratio = NewTokenRatio(server_args.schedule_conservativeness)
         self._stats = stats
         self._resolve = resolve
@@ -211,7 +214,9 @@ class BatchSelector:
         adder = self._new_adder()
         if self.chunked is not None:
             adder.add_chunked(self.chunked)
-        self.waiting = self._order_waiting(self.waiting, self._cache)
+        self.waiting = self._policy(self.waiting, self._cache)
+        if self._has_priorities:
+            self.waiting = order_by_priority(self.waiting, low_first=self._low_first)
         for req in self.waiting:
             if adder.add(req) is Admission.NO_BUDGET:
                 break
