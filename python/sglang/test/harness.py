@@ -77,6 +77,7 @@ class EngineHarness:
         token_ids_logprob: Sequence[int] = (),
         extra_key: str | None = None,
         return_hidden_states: bool = False,
+        only_last_hidden_state: bool = False,
         input_embeds: bytes | None = None,
         priority: int | None = None,
         **params: Any,
@@ -96,6 +97,7 @@ class EngineHarness:
                 token_ids_logprob=list(token_ids_logprob),
                 extra_key=extra_key,
                 return_hidden_states=return_hidden_states,
+                only_last_hidden_state=only_last_hidden_state,
                 input_embeds=input_embeds,
                 priority=priority,
             )

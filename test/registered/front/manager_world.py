@@ -31,7 +31,11 @@ from sglang.srt.utils.paths import bundled_demo_model_path
 FOLDER = str(bundled_demo_model_path())
 TOKENIZER = load_tokenizer(FOLDER)
 READY = SchedulerReady(
-    context_len=100, max_req_input_len=99, max_total_num_tokens=1000, vocab_size=4096
+    context_len=100,
+    max_req_input_len=99,
+    max_total_num_tokens=1000,
+    vocab_size=4096,
+    hidden_size=1000,
 )
 LENGTH = FinishReason(type="length", length=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
@@ -62,6 +63,22 @@ def scored(n: int, top: int, *, start: int = -1, new: int = 5) -> PromptRequest:
             "logit_bias has 3 entries",
         ),
         (
+            {"max_token_entries": 2},
+            [dataclasses.replace(scored(1, 0), token_ids_logprob=[1, 2, 3])],
+            "token_ids_logprob has 3 entries",
+        ),
+        (
+            {"max_logprob_entries": 39},
+            [dataclasses.replace(scored(2, 0), token_ids_logprob=[1, 2, 3])],
+            "up to 40 log probabilities",
+        ),
+        # Each output shows the ids of the prompt.
+        (
+            {"max_call_tokens": 39},
+            [prompt([1] * 10, {"n": 2, "max_new_tokens": 10}, keeps_prompt_ids=True)],
+            "up to 40 tokens",
+        ),
+        (
             {"max_queued_tokens": 19},
             [prompt([1] * 10, {"n": 2})],
             "prompts have 20 tokens, but at most 19.*--max-queued-tokens",
@@ -80,6 +97,21 @@ def test_a_call_beyond_a_limit_names_it(
         await wire.manager.submit([prompt()])
         larger = {name: value + 1 for name, value in flags.items()}
         await Wire(**({"max_logprobs": 21} | larger)).manager.submit(requests)
+
+    run(work())
+
+
+def test_hidden_states_are_bounded() -> None:
+    async def work() -> None:
+        wire = Wire(enable_return_hidden_states=True)
+        many = prompt([1] * 10, {"n": 1200}, return_hidden_states=True)
+        with pytest.raises(
+            BadRequest, match="up to 18000000 numbers of hidden states.*16777216"
+        ):
+            await wire.manager.submit([many])
+        await wire.manager.submit(
+            [dataclasses.replace(many, only_last_hidden_state=True)]
+        )
 
     run(work())
 
@@ -159,7 +191,7 @@ def test_what_requests_share_travels_once_and_is_one_object() -> None:
 
 def test_a_packed_request_is_the_request() -> None:
     async def work() -> None:
-        wire = Wire()
+        wire = Wire(enable_return_hidden_states=True)
         alone = prompt(
             [3, 4],
             {"sampling_seed": 2**63 - 1},
@@ -170,6 +202,9 @@ def test_a_packed_request_is_the_request() -> None:
             top_logprobs_num=2,
             extra_key="tenant",
             return_hidden_states=True,
+            only_last_hidden_state=True,
+            token_ids_logprob=[7, 8],
+            priority=-3,
             input_embeds=b"1234",
         )
         await wire.manager.submit([alone])

@@ -22,7 +22,8 @@ def start_openai_server(start_server: Callable[..., Server]) -> Server:
     """A ready server that asks for `KEY` and has the chat template `TEMPLATE`."""
     flags = ("--api-key", KEY, "--enable-cache-report", "--chat-template", TEMPLATE)
     pages = ("--cors-allow-origins", "*")
-    return start_server(*flags, *pages).wait_ready()
+    hidden = "--enable-return-hidden-states"
+    return start_server(*flags, *pages, hidden).wait_ready()
 
 
 def native(server: Server, prompt: str, **params: Any) -> str:

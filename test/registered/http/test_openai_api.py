@@ -215,7 +215,6 @@ def test_fields_that_ask_for_nothing_are_accepted(
     "change",
     [
         {"lora_path": "adapter"},
-        {"return_hidden_states": True},
         {"data_parallel_rank": 3},
         {"data_parallel_rank": False},
         {"custom_params": {"a": 1}},

@@ -8,8 +8,8 @@ from typing import Any
 
 import openai
 import pytest
-from live_server import CONTEXT, Server
-from openai_world import FIXED, MESSAGES, PROMPT, native, start_openai_server
+from live_server import CONTEXT, Server, greedy
+from openai_world import FIXED, KEY, MESSAGES, PROMPT, native, start_openai_server
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -147,6 +147,39 @@ def test_token_ids(client: openai.OpenAI, server: Server, n: int) -> None:
         for choice in chunk["choices"]:
             streamed[choice["index"]] += choice.get("token_ids", [])
     assert streamed == ids
+
+
+def hidden_state(server: Server, text: str, length: int) -> list[float]:
+    """Of the last token, as `/generate` shows it among all others."""
+    body = {
+        "text": text,
+        "sampling_params": greedy(max_new_tokens=length),
+        "return_hidden_states": True,
+    }
+    headers = {"Authorization": f"Bearer {KEY}"}
+    meta = server.post("/generate", body, headers=headers).json()["meta_info"]
+    assert len(meta["hidden_states"]) == len(text) + length - 1
+    last: list[float] = meta["hidden_states"][-1]
+    return last
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hidden_states(client: openai.OpenAI, server: Server, stream: bool) -> None:
+    """That of the last token, in a stream with the end."""
+    asked: dict[str, Any] = {"model": "mock", "max_tokens": 5, "temperature": 0}
+    asked["extra_body"] = {"return_hidden_states": True, "ignore_eos": True}
+    chat = client.chat.completions.create(messages=MESSAGES, stream=stream, **asked)
+    plain = client.completions.create(prompt="abc", stream=stream, **asked)
+    if stream:
+        last = [list(answers)[-1] for answers in (chat, plain)]
+        choices = [chunk.model_dump()["choices"][0] for chunk in last]
+        assert all(choice["finish_reason"] for choice in choices)
+        found = [choices[0]["delta"]["hidden_states"], choices[1]["hidden_states"]]
+    else:
+        choices = [answer.model_dump()["choices"][0] for answer in (chat, plain)]
+        found = [choice["hidden_states"] for choice in choices]
+    assert found[0] == pytest.approx(hidden_state(server, PROMPT, 5), abs=1e-4)
+    assert found[1] == pytest.approx(hidden_state(server, "abc", 5), abs=1e-4)
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:

@@ -538,6 +538,24 @@ def test_hidden_states_of_a_retracted_request_come_once(tiny):
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("chunk", [8, 512])
+def test_the_last_hidden_state_alone(tiny, chunk):
+    """It comes with the end, and cached prefixes are used."""
+    harness = EngineHarness(
+        tiny, enable_return_hidden_states=True, chunked_prefill_size=chunk
+    )
+    prompt = list(range(65, 85))
+    options = {"ignore_eos": True, "return_hidden_states": True, "stream": True}
+    for length in (0, 1, 5):
+        whole = harness.generate(prompt, max_new_tokens=length, **options)
+        last = harness.generate(
+            prompt, max_new_tokens=length, only_last_hidden_state=True, **options
+        )
+        assert last.cached_tokens > 0 == whole.cached_tokens
+        (found,) = last.hidden_states
+        assert found == pytest.approx(whole.hidden_states[-1], abs=2e-4)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_hidden_states_are_kept_for_those_who_ask_until_they_end(tiny, overlap):
     harness = EngineHarness(tiny, enable_return_hidden_states=True, overlap=overlap)

@@ -93,10 +93,6 @@ def tree(steps, topk, nodes):
         (tree(3, 0, 4), ["eagle-topk 0", "at least 1"]),
         (tree(3, 2, -1), ["num-draft-tokens -1", "at least 1"]),
         (tree(3, 33, 64), ["eagle-topk 33", "at most 32"]),
-        (
-            {"enable_return_hidden_states": True},
-            ["--enable-return-hidden-states", "EAGLE", "remove one"],
-        ),
         ({"speculative_accept_threshold_acc": 0.0}, ["threshold-acc 0.0", "(0, 1]"]),
         (
             {"speculative_accept_threshold_single": 1.5},

@@ -4,6 +4,7 @@ speculation, wherever in an accepted run they take effect.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 
@@ -165,6 +166,56 @@ def pair(request, tmp_path_factory):
 def test_same_answer(pair, name):
     pair.compare(ASKED[name], prompts=pair.prompts[:2])
     assert pair.recorder.lens().total() > 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [TREE, CHAIN, dataclasses.replace(TREE, algorithm="EAGLE", overlap=False)],
+    ids=["EAGLE3", "STANDALONE", "EAGLE"],
+)
+def test_hidden_states_are_those_of_the_tokens_that_are_kept(tmp_path, config):
+    """Whole, or the last alone; also where the output ends inside an accepted run, and
+    after a retraction."""
+    folders = ModelFolders(tmp_path)
+    flags = {"enable_return_hidden_states": True, "skip_tokenizer_init": False}
+    plain = plain_engine(folders.target(config.model), **flags)
+    spec = spec_engine(folders, config, max_total_tokens=1024, **flags)
+    stops = {"stop_token_ids": list(range(1, 256, 7)), "ignore_eos": True}
+    options = [
+        {"max_new_tokens": 24, "ignore_eos": True},
+        {"max_new_tokens": 24} | stops,
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 24, "stream": True, "regex": r"(yes|no) [0-9]{3}!"},
+    ]
+    prompts = code_prompts()[:2] if config.model == "demo" else [[5] * 9, [7, 200]]
+    asks = [
+        Ask(prompt=prompt, options=option | wanted, is_plain=False)
+        for wanted in (
+            {"return_hidden_states": True},
+            {"return_hidden_states": True, "only_last_hidden_state": True},
+        )
+        for option in options
+        for prompt in prompts
+    ]
+    want, got = answer_all(plain, asks), answer_all(spec, asks)
+    for rid, ask in enumerate(asks):
+        expected, found = want[str(rid)], got[str(rid)]
+        assert found.output_ids == expected.output_ids
+        is_last = "only_last_hidden_state" in ask.options
+        count = len(ask.prompt) + max(len(found.output_ids) - 1, 0)
+        assert len(found.hidden_states) == (1 if is_last else count)
+        torch.testing.assert_close(
+            torch.tensor(found.hidden_states),
+            torch.tensor(expected.hidden_states),
+            atol=2e-4,
+            rtol=2e-4,
+        )
+    half = len(asks) // 2
+    for rid in range(half):
+        assert got[str(half + rid)].hidden_states[0] == pytest.approx(
+            got[str(rid)].hidden_states[-1], abs=2e-4
+        )
 
 
 def test_drafts_are_accepted(pair):

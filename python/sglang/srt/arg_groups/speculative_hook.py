@@ -185,12 +185,6 @@ def _check_other_flags(args: ServerArgs) -> None:
                 f"target's head, which --tp-size {args.tp_size} has split; remove one "
                 "of them"
             )
-    if args.enable_return_hidden_states:
-        raise ValueError(
-            "--enable-return-hidden-states is not available with "
-            f"--speculative-algorithm {args.speculative_algorithm}: rejected drafts "
-            "would be among them; remove one of the two"
-        )
     for name in ("single", "acc"):
         value = getattr(args, f"speculative_accept_threshold_{name}")
         if not 0.0 < value <= 1.0:

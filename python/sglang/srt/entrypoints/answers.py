@@ -104,6 +104,7 @@ class CompletionChoice(Shape):
     matched_stop: int | str | None
     prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    hidden_states: list[float] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(Shape):
@@ -154,6 +155,7 @@ class ChatDelta(Shape):
     content: str | None
     reasoning_content: str | None
     tool_calls: list[ToolCallDelta] | None
+    hidden_states: list[float] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(Shape):
@@ -163,6 +165,7 @@ class ChatChoice(Shape):
     finish_reason: Literal["stop", "length", "tool_calls", "abort"] | None
     matched_stop: int | str | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    hidden_states: list[float] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunkChoice(Shape):

@@ -230,9 +230,7 @@ class Engine:
             request = msgspec.convert(fields, GenerateRequest)
         except msgspec.ValidationError as error:
             raise BadRequest(str(error)) from error
-        return parse_generate(
-            request, allow_hidden_states=self.server_args.enable_return_hidden_states
-        )
+        return parse_generate(request)
 
     def _sync_stream(self, answers: AsyncIterator[Answer]) -> Iterator[Answer]:
         """Pull one answer at a time; updates that arrive meanwhile are merged."""

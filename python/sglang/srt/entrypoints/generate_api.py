@@ -70,9 +70,7 @@ class ParsedGenerate(msgspec.Struct, kw_only=True, frozen=True):
     with_text: bool
 
 
-def parse_generate(
-    request: GenerateRequest, *, allow_hidden_states: bool
-) -> ParsedGenerate:
+def parse_generate(request: GenerateRequest) -> ParsedGenerate:
     """Check a request and split it into one `PromptRequest` per prompt.
 
     Raises:
@@ -105,13 +103,6 @@ def parse_generate(
     parsed = []
     for i, prompt in enumerate(prompts):
         raw = nth("sampling_params", i, {})
-        hidden = nth("return_hidden_states", i, False)
-        if hidden and not allow_hidden_states:
-            raise BadRequest(
-                "return_hidden_states needs a server started with "
-                "--enable-return-hidden-states",
-                param="return_hidden_states",
-            )
         parsed.append(
             PromptRequest(
                 prompt=prompt.ids,
@@ -127,7 +118,7 @@ def parse_generate(
                 extra_key=cache_namespace(nth("extra_key", i, None))
                 if isinstance(request.extra_key, list)
                 else shared_key,
-                return_hidden_states=hidden,
+                return_hidden_states=nth("return_hidden_states", i, False),
                 priority=request.priority,
             )
         )

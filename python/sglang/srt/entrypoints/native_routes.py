@@ -184,14 +184,7 @@ class NativeRoutes:
         self._front.check_model(body.model)
         self._manager.check_sizes(body.text, field="text")
         self._manager.check_sizes(body.input_ids, field="input_ids")
-        allow_hidden = self._front.server_args.enable_return_hidden_states
-        parsed = await aside(
-            request,
-            self._manager,
-            parse_generate,
-            body,
-            allow_hidden_states=allow_hidden,
-        )
+        parsed = await aside(request, self._manager, parse_generate, body)
         group = await self._manager.submit(parsed.prompts)
         if parsed.stream:
             events = self._events(group, parsed)

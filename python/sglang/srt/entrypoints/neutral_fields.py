@@ -92,7 +92,6 @@ GENERATE: dict[str, Neutral] = _COMMON | {
 }
 SCORE: dict[str, Neutral] = _COMMON | {"user": ANY, "rid": NOTHING}
 COMPLETION: dict[str, Neutral] = _COMMON | {
-    "return_hidden_states": OFF,
     "custom_params": EMPTY,
     "structural_tag": NOTHING,
 }
@@ -113,6 +112,7 @@ PROFILE: dict[str, Neutral] = {
 DETOKENIZE: dict[str, Neutral] = {"spaces_between_special_tokens": Neutral(True)}
 _STATELESS = "nothing is stored: send the whole conversation in input"
 RESPONSES: dict[str, Neutral] = COMPLETION | {
+    "return_hidden_states": OFF,
     "previous_response_id": Neutral(advice=_STATELESS),
     "conversation": Neutral(advice=_STATELESS),
     "background": Neutral(False, advice="nothing is stored: wait for the answer"),
@@ -126,6 +126,7 @@ RESPONSES: dict[str, Neutral] = COMPLETION | {
     "image": ANY,
 }
 MESSAGES: dict[str, Neutral] = COMPLETION | {
+    "return_hidden_states": OFF,
     "cache_control": ANY,
     "container": NOTHING,
     "context_management": EMPTY,

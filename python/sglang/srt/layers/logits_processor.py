@@ -32,12 +32,16 @@ class LogitsProcessorOutput:
     Fields:
         next_token_logits: [R, V] in the dtype of the model; the sampler widens the rows
             that it edits.
-        hidden_states: [R or T, H] by the capture mode, or None.
+        hidden_states: [R or T, H] by the capture mode, or None: those that a draft
+            model reads, of several layers side by side where it reads several.
+        last_hidden: the same rows of the last layer, normed, for clients that ask;
+            `hidden_states` itself where that is what a draft reads.
         input_logprobs: prompt logprobs by row, for the rows that asked.
     """
 
     next_token_logits: Tensor
     hidden_states: Tensor | None
+    last_hidden: Tensor | None
     input_logprobs: dict[int, LogprobResult]
 
 
@@ -71,13 +75,15 @@ class LogitsProcessor:
         needed = hidden if rows is None else hidden[rows]
         returned = hidden if aux_hidden is None else torch.cat(aux_hidden, dim=-1)
         captured: Tensor | None = None
+        last: Tensor | None = None
         if forward_batch.capture_hidden_mode is CaptureHiddenMode.FULL:
-            captured = returned
+            captured, last = returned, hidden
         elif forward_batch.capture_hidden_mode is CaptureHiddenMode.LAST:
-            captured = returned if rows is None else returned[rows]
+            captured, last = returned if rows is None else returned[rows], needed
         return LogitsProcessorOutput(
             next_token_logits=head(needed),
             hidden_states=captured,
+            last_hidden=captured if aux_hidden is None else last,
             input_logprobs=self._input_logprobs(hidden, head, forward_batch),
         )
 

@@ -66,7 +66,7 @@ class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     `stream` False: outputs come once, when it has finished. `logprob_start_len` -1
     means no input logprobs. `copy` counts the outputs of one prompt: it is added to the
     seed of the parameters, which they share. `extra_key` is a digest of the client's.
-    `priority` None is the lowest.
+    `priority` None is the lowest. `only_last_hidden_state` comes once, with the end.
     `client` tells clients apart, for fair shares.
     """
 
@@ -78,6 +78,7 @@ class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids_logprob: list[int] = []
     extra_key: str | None = None
     return_hidden_states: bool = False
+    only_last_hidden_state: bool = False
     copy: int = 0
     priority: int | None = None
     client: str = ""
@@ -412,6 +413,7 @@ class SchedulerReady(msgspec.Struct, kw_only=True):
     max_total_num_tokens: int = 0
     kv_pool_bytes: int = 0
     vocab_size: int = 0
+    hidden_size: int = 0
 
 
 def encode(message: SchedulerRequest | SchedulerResponse | StepInput) -> bytes:

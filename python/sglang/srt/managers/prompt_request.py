@@ -51,6 +51,7 @@ class PromptRequest:
     rid: str | None = None
     extra_key: str | None = None
     return_hidden_states: bool = False
+    only_last_hidden_state: bool = False
     input_embeds: bytes | None = None
     priority: int | None = None
     keeps_prompt_ids: bool = False
@@ -75,12 +76,16 @@ class PromptRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Capacities of the running engine, in tokens."""
+    """Capacities of the running engine, in tokens.
+
+    `hidden_size`: numbers in the hidden state of a token.
+    """
 
     context_len: int
     max_req_input_len: int
     max_total_num_tokens: int
     vocab_size: int
+    hidden_size: int = 0
 
     @classmethod
     def of(cls, ready: SchedulerReady) -> Limits:
@@ -89,6 +94,7 @@ class Limits:
             max_req_input_len=ready.max_req_input_len,
             max_total_num_tokens=ready.max_total_num_tokens,
             vocab_size=ready.vocab_size,
+            hidden_size=ready.hidden_size,
         )
 
     def check_prompt(self, ids: Sequence[int], *, field: str) -> None:
@@ -190,8 +196,14 @@ def sampling_error(error: ValueError) -> BadRequest:
     return BadRequest(str(error), param=named if is_field else "sampling_params")
 
 
-def check_options(request: PromptRequest) -> None:
+def check_options(request: PromptRequest, *, allow_hidden_states: bool) -> None:
     """Refuse options that are wrong for any prompt."""
+    if request.return_hidden_states and not allow_hidden_states:
+        raise BadRequest(
+            "return_hidden_states needs a server started with "
+            "--enable-return-hidden-states",
+            param="return_hidden_states",
+        )
     if request.rid is not None and not 0 < len(request.rid) <= MAX_RID_CHARS:
         raise BadRequest(
             f"rid must have 1 to {MAX_RID_CHARS} characters, got {len(request.rid)}",
@@ -258,6 +270,7 @@ def to_wire(
             token_ids_logprob=list(request.token_ids_logprob),
             extra_key=request.extra_key,
             return_hidden_states=request.return_hidden_states,
+            only_last_hidden_state=request.only_last_hidden_state,
             input_embeds=request.input_embeds,
             priority=request.priority,
             client=client_tag(),

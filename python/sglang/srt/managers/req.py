@@ -136,7 +136,10 @@ class Req:
         self.input_logprobs: list[HostLogprob] = []
         self.output_logprobs: list[HostLogprob] = []
         self.return_hidden_states = request.return_hidden_states
+        self.only_last_hidden_state = request.only_last_hidden_state
+        # Of positions from `hidden_from` on; those below `hidden_until` came already.
         self.hidden_states: list[list[float]] = []
+        self.hidden_from = 0
         self.hidden_until = 0
 
         # Sent already.
@@ -183,7 +186,7 @@ class Req:
         if self.input_embeds is not None:
             return 0
         limit = len(self.tokens) - 1
-        if self.return_hidden_states:
+        if self.return_hidden_states and not self.only_last_hidden_state:
             limit = min(limit, self.hidden_until)
         return limit if self.score_from is None else min(limit, self.score_from)
 
@@ -215,6 +218,7 @@ class Req:
         before, self._grammar_lost_at = self._grammar_lost_at, self.output_len
         self.grammar = None
         del self.output_logprobs[self.output_len :]
+        self.drop_hidden_states(len(self.tokens))
         if before is None or self.output_len - before >= MIN_TOKENS_PER_GRAMMAR:
             return True
         self.abort(
@@ -244,11 +248,30 @@ class Req:
 
     def store_hidden_states(self, start: int, states: torch.Tensor) -> None:
         """Keep `states` [n, H] of positions from `start` on, each position once: a
-        retracted request computes some of them again.
+        retracted request computes some of them again. One that asks for the last alone
+        keeps those of the newest known token and of accepted drafts: the output may end
+        at any of them.
         """
+        end = start + len(states)
+        if self.only_last_hidden_state:
+            kept = states[max(len(self.tokens) - 1 - start, 0) :]
+            self.hidden_states, self.hidden_until = kept.tolist(), end
+            self.hidden_from = end - len(kept)
+            return
         new = states[max(self.hidden_until - start, 0) :]
         self.hidden_states += new.tolist()
-        self.hidden_until = max(self.hidden_until, start + len(states))
+        self.hidden_until = max(self.hidden_until, end)
+
+    def drop_hidden_states(self, start: int) -> None:
+        """Forget those of positions from `start` on."""
+        del self.hidden_states[max(start - self.hidden_from, 0) :]
+        self.hidden_until = min(self.hidden_until, start)
+
+    @property
+    def hidden_end(self) -> int:
+        """Positions whose hidden states count: of all tokens but the newest, and of the
+        prompt."""
+        return self.prompt_len + max(self.output_len - 1, 0)
 
     def _check_finished(self, before: int, new_tokens: Sequence[int]) -> None:
         """Check the length first, then stop ids and stop strings token by token."""
@@ -293,6 +316,7 @@ class Req:
         self.finish_reason = self.finished_len = None
         kept = num_tokens - self.prompt_len
         del self.output_logprobs[kept:]
+        self.drop_hidden_states(num_tokens)
         if self.stop_matcher is not None:
             self.stop_matcher = self.stop_matcher.at(self.tokens[self.prompt_len :])
         if self.grammar is not None:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
+MAX_HIDDEN_NUMBERS = 1 << 24
+"""Most numbers of hidden states in the answers of a call."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostLimits:
     """Bounds of one call, of the flags of the same names.
@@ -124,6 +128,13 @@ class CostLimits:
                 "--max-call-tokens",
                 "max_new_tokens",
             ),
+            (
+                "numbers of hidden states (prompts x n x tokens x hidden_size)",
+                sum(cost.hidden_numbers for cost in costs),
+                MAX_HIDDEN_NUMBERS,
+                "a fixed limit",
+                "return_hidden_states",
+            ),
         ):
             if count > limit:
                 raise BadRequest(
@@ -140,10 +151,12 @@ class CallCost:
     Fields:
         tokens: of the prompt and of all its outputs.
         logprobs: entries of its answers.
+        hidden_numbers: of the hidden states in its answers.
     """
 
     tokens: int
     logprobs: int
+    hidden_numbers: int
 
     @classmethod
     def of(cls, prompt: PromptRequest, prompt_len: int, room: Limits) -> CallCost:
@@ -157,4 +170,14 @@ class CallCost:
         return cls(
             tokens=copies * prompt_len + n * out,
             logprobs=n * scored * width if prompt.return_logprob else 0,
+            hidden_numbers=n
+            * room.hidden_size
+            * _hidden_states(prompt, prompt_len, out),
         )
+
+
+def _hidden_states(prompt: PromptRequest, prompt_len: int, output_len: int) -> int:
+    """Most hidden states that one output shows."""
+    if not prompt.return_hidden_states:
+        return 0
+    return 1 if prompt.only_last_hidden_state else prompt_len + output_len

@@ -99,7 +99,7 @@ def load_req(req: Req, saved: SavedReq, *, node: TreeNode) -> None:
     req.num_heals = saved.num_heals
     req.healed_len = saved.healed_len
     req.score_from = saved.score_from
-    req.hidden_until = saved.hidden_until
+    req.hidden_from = req.hidden_until = saved.hidden_until
     req.abort_message = saved.abort_message
     # Sent before, to a client that is not here.
     req.sent_tokens = req.output_len

@@ -263,6 +263,7 @@ class Scheduler:
             max_total_num_tokens=self.worker.model_runner.max_total_num_tokens,
             kv_pool_bytes=self.worker.model_runner.token_to_kv_pool.nbytes,
             vocab_size=limits.vocab_size,
+            hidden_size=limits.hidden_size,
         )
 
     # -- the loop ------------------------------------------------------------------

@@ -260,7 +260,10 @@ class TokenizerManager:
         fitted, all_ids = [], []
         checked: SamplingParams | None = None
         for i, prompt in enumerate(prompts):
-            check_options(prompt)
+            check_options(
+                prompt,
+                allow_hidden_states=self.server_args.enable_return_hidden_states,
+            )
             if cost is not None:
                 cost.check_options(prompt)
             # The prompts of a call may share parameters of many entries.

@@ -55,7 +55,7 @@ class SampledForward:
             has_marks=self.has_marks,
             logprobs=self.logprobs,
             input_logprobs=self.output.input_logprobs,
-            hidden=self.output.hidden_states,
+            hidden=self.output.last_hidden,
         )
 
 

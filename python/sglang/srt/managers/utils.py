@@ -36,7 +36,8 @@ class GenerationBatchResult:
         logprobs: of the sampled tokens, for requests that asked.
         input_logprobs: of prompt tokens, by index in the batch, for requests that
             asked.
-        hidden: hidden states for requests that asked.
+        hidden: [T, H], where a request asked; with accept lengths `stride` rows of each
+            request, like its tokens.
         copy_done: event of the copy to the host; None: already there.
     """
 

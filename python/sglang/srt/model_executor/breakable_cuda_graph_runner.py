@@ -202,10 +202,16 @@ class BreakableCudaGraphRunner:
         self._runner.attn_backend.init_eager(forward_batch)
         stack = partial(self._replay_stack, key, graph)
         output = self._runner.run_model(forward_batch, stack=stack)
-        hidden = output.hidden_states
-        if hidden is not None and self._is_static(hidden, graph.outputs):
-            output = dataclasses.replace(output, hidden_states=hidden.clone())
-        return output
+        return dataclasses.replace(
+            output,
+            hidden_states=self._own(output.hidden_states, graph),
+            last_hidden=self._own(output.last_hidden, graph),
+        )
+
+    def _own(self, hidden: Tensor | None, graph: BreakableGraph) -> Tensor | None:
+        """The same values in memory that is not the graph's."""
+        is_static = hidden is not None and self._is_static(hidden, graph.outputs)
+        return hidden.clone() if hidden is not None and is_static else hidden
 
     def replay_prepare(
         self, forward_batch: ForwardBatch

@@ -134,10 +134,12 @@ class CudaGraphRunner:
         self._runner.attn_backend.init_replay(static)
         graph.replay()
         output: LogitsProcessorOutput = graph.outputs
-        hidden, tokens = output.hidden_states, bs * self.tokens_per_row
+        hidden, last = output.hidden_states, output.last_hidden
+        tokens = bs * self.tokens_per_row
         return LogitsProcessorOutput(
             next_token_logits=output.next_token_logits[:tokens],
             hidden_states=None if hidden is None else hidden[:tokens],
+            last_hidden=None if last is None else last[:tokens],
             input_logprobs={},
         )
 

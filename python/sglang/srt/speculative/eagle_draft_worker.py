@@ -122,14 +122,16 @@ class EagleDraftWorker:
         self._hidden_dim = get_draft_hidden_dim(self.draft_runner)
         if self._hidden_dim is None:
             self._hidden_mode = CaptureHiddenMode.NULL
+        self._are_returned = server_args.enable_return_hidden_states
         self._draft_graphs: EAGLEDraftCudaGraphRunner | None = None
         self._extend_graphs: EAGLEDraftExtendCudaGraphRunner | None = None
 
     @property
     def target_hidden_mode(self) -> CaptureHiddenMode:
-        """Hidden states that the target's forwards must return."""
-        has_hidden = self._hidden_dim is not None
-        return CaptureHiddenMode.FULL if has_hidden else CaptureHiddenMode.NULL
+        """Hidden states that the target's forwards must return: to the draft, or to
+        clients."""
+        is_needed = self._hidden_dim is not None or self._are_returned
+        return CaptureHiddenMode.FULL if is_needed else CaptureHiddenMode.NULL
 
     # -- set-up --------------------------------------------------------------------
 
@@ -464,7 +466,11 @@ class EagleDraftWorker:
                 input_logprobs=(),
                 sampling_info=None,
                 capture_hidden_mode=self._hidden_mode,
-                spec_info=EagleDraftInput(hidden_states=done.output.hidden_states),
+                spec_info=EagleDraftInput(
+                    hidden_states=None
+                    if self._hidden_dim is None
+                    else done.output.hidden_states
+                ),
             )
         )
         if is_head:

@@ -143,6 +143,7 @@ class EAGLEWorkerV2:
             has_marks=done.has_marks,
             logprobs=done.logprobs,
             input_logprobs=done.output.input_logprobs,
+            hidden=done.output.last_hidden if batch.wants_hidden_states else None,
         )
         draft._draft_extend_for_prefill(batch, done)
         draft.draft_extend_for_roots(batch)
@@ -177,7 +178,11 @@ class EAGLEWorkerV2:
             history=self._history(batch, live),
         )
         self._take_accepted(live, output.hidden_states)
-        result = self._to_host(batch, live, decided)
+        hidden = None
+        if batch.wants_hidden_states and output.last_hidden is not None:
+            rows = live.node_rows.view(-1)
+            hidden = output.last_hidden.index_select(0, rows)
+        result = self._to_host(batch, live, decided, hidden)
         draft._draft_extend_for_decode(bs, seq_lens=seq_lens)
         return result
 
@@ -335,7 +340,11 @@ class EAGLEWorkerV2:
         )
 
     def _to_host(
-        self, batch: ScheduleBatch, live: WorkspaceRows, decided: Decision
+        self,
+        batch: ScheduleBatch,
+        live: WorkspaceRows,
+        decided: Decision,
+        hidden: Tensor | None,
     ) -> GenerationBatchResult:
         logprobs = None
         if batch.logprob_request is not None:
@@ -357,6 +366,7 @@ class EAGLEWorkerV2:
             stride=self._shape.accept_width,
             has_accept_lens=True,
             logprobs=logprobs,
+            hidden=hidden,
         )
 
 

@@ -10,6 +10,7 @@ from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.openai.common import (
     UsageCounter,
     finish_name,
+    last_hidden_state,
     make_id,
     matched_stop,
 )
@@ -96,6 +97,7 @@ class ChatAnswer:
             "finish_reason": self._finish(update),
             "matched_stop": matched_stop(update.finish_reason),
             **self._token_ids(update),
+            **last_hidden_state(update),
         }
 
     def prompt_ids(self, updates: Sequence[Update]) -> dict[str, Any]:
@@ -125,7 +127,7 @@ class ChatAnswer:
             shown[0]["logprobs"] = logprobs
             shown[0] |= token_ids
         if update.finish_reason is not None:
-            last = self._delta(update.index, {})
+            last = self._delta(update.index, last_hidden_state(update))
             last["finish_reason"] = self._finish(update)
             last["matched_stop"] = matched_stop(update.finish_reason)
             shown.append(last)

@@ -147,6 +147,8 @@ def _prompt_request(
         extra_key=body.namespace(),
         priority=body.priority,
         keeps_prompt_ids=bool(body.return_token_ids),
+        return_hidden_states=bool(body.return_hidden_states),
+        only_last_hidden_state=bool(body.return_hidden_states),
     )
     return prompt, form
 

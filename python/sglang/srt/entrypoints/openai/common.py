@@ -178,6 +178,14 @@ def stream_usage(body: Sampled) -> StreamUsage:
     )
 
 
+def last_hidden_state(update: Update) -> dict[str, Any]:
+    """The field of a choice that shows the hidden state of its last token, where one
+    was asked for."""
+    if not update.hidden_states:
+        return {}
+    return {"hidden_states": update.hidden_states[-1]}
+
+
 def finish_name(reason: FinishReason | None) -> str | None:
     """Return "stop", "length" or "abort"; None while the request runs."""
     return None if reason is None else reason.type

@@ -24,6 +24,7 @@ from sglang.srt.entrypoints.openai.common import (
     StreamUsage,
     UsageCounter,
     finish_name,
+    last_hidden_state,
     make_id,
     matched_stop,
     sampling_params,
@@ -147,6 +148,7 @@ class _CompletionAnswer:
             "finish_reason": finish_name(update.finish_reason),
             "matched_stop": matched_stop(update.finish_reason),
             **self._token_ids(update, with_prompt=is_first),
+            **last_hidden_state(update),
         }
 
     def _token_ids(self, update: Update, *, with_prompt: bool) -> dict[str, Any]:
@@ -194,6 +196,8 @@ def _prompt_requests(body: CompletionRequest) -> list[PromptRequest]:
             extra_key=namespace,
             priority=body.priority,
             keeps_prompt_ids=bool(body.return_token_ids),
+            return_hidden_states=bool(body.return_hidden_states),
+            only_last_hidden_state=bool(body.return_hidden_states),
         )
         for prompt in prompts
     ]

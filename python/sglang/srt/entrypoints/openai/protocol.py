@@ -110,6 +110,7 @@ class Sampled(ChatOptions, kw_only=True):
     stop: str | list[str] | None = None
     n: int | None = None
     return_token_ids: bool | None = False
+    return_hidden_states: bool | None = False
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | None = None

@@ -109,6 +109,9 @@ def _tokens(
 
 
 def _hidden_delta(req: Req) -> list[list[float]]:
-    new = req.hidden_states[req.sent_hidden_states :]
-    req.sent_hidden_states = len(req.hidden_states)
+    end = req.hidden_end - req.hidden_from
+    if req.only_last_hidden_state:
+        return req.hidden_states[max(end - 1, 0) : end] if req.is_finished else []
+    new = req.hidden_states[req.sent_hidden_states : end]
+    req.sent_hidden_states += len(new)
     return new

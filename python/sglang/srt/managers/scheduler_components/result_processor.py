@@ -167,13 +167,31 @@ class BatchResultProcessor:
                     req.input_logprobs += scored.to_host()
                 req.advance_scoring(ends[row])
         if result.hidden is not None:
-            starts = launched.starts.tolist()
-            counts = (launched.ends - launched.starts).tolist()
-            hidden = torch.split(result.hidden.float(), counts)
-            for row in rows:
-                req = launched.reqs[row]
-                if req.return_hidden_states:
-                    req.store_hidden_states(starts[row], hidden[row])
+            _store_hidden_states(launched, result, result.hidden.float(), rows)
+
+
+def _store_hidden_states(
+    launched: LaunchRecord,
+    result: GenerationBatchResult,
+    hidden: torch.Tensor,
+    rows: Sequence[int],
+) -> None:
+    """Store the hidden states of the tokens that the forward read, those of rejected
+    drafts excepted."""
+    accept_lens = result.accept_lens
+    if accept_lens is None:
+        counts = (launched.ends - launched.starts).tolist()
+        by_row = torch.split(hidden, counts)
+        starts = launched.starts.tolist()
+    else:
+        by_row = torch.split(hidden, result.stride)
+        counts = accept_lens
+        # Another verification may have been in flight at the launch.
+        starts = [req.committed_len for req in launched.reqs]
+    for row in rows:
+        req = launched.reqs[row]
+        if req.return_hidden_states:
+            req.store_hidden_states(starts[row], by_row[row][: counts[row]])
 
 
 def _store_logprobs(
