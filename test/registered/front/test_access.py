@@ -50,9 +50,11 @@ async def client(
         yield made
 
 
-async def flush(wire: Wire, http: httpx.AsyncClient, **options: Any) -> int:
+async def flush(
+    wire: Wire, http: httpx.AsyncClient, method: str = "POST", **options: Any
+) -> int:
     """The status of a flush, which the scheduler grants if it hears of it."""
-    asked = asyncio.create_task(http.post("/flush_cache", **options))
+    asked = asyncio.create_task(http.request(method, "/flush_cache", **options))
     before = len(wire.sent)
     await asyncio.sleep(0.02)
     for question in wire.sent[before:]:
@@ -97,8 +99,12 @@ def test_what_a_key_opens(
                 await flush(wire, http),
                 (await http.post("/start_profile", json=NO_STEPS)).status_code,
             ]
+            changes = await http.post("/configure_logging", json={"no_field": 1})
+            assert changes.status_code == seen[-1]
+            pause = await http.post("/pause_generation", json={"mode": "no mode"})
+            assert pause.status_code == {200: 400}.get(seen[3], seen[3])
             incidents = await http.get("/canary/incidents")
-            for path in ("/health", "/livez", "/readyz"):
+            for path in ("/health", "/livez", "/readyz", "/ping"):
                 assert (await http.get(path)).status_code == 200
         assert tuple(seen) == statuses
         # Off, or hidden.
@@ -246,7 +252,9 @@ def test_secrets_are_not_shown(key_file: Path) -> None:
 # -- pages of other sites --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/flush_cache", "/abort_request"])
+@pytest.mark.parametrize(
+    "path", ["/flush_cache", "/abort_request", "/pause_generation"]
+)
 @pytest.mark.parametrize(
     ("headers", "content", "status"),
     [
@@ -294,9 +302,44 @@ def test_who_may_flush(headers: dict[str, str]) -> None:
         async with client(wire) as http:
             assert await flush(wire, http, headers=headers) == 200
             assert await flush(wire, http, headers=headers, json={}) == 200
-            for method in ("GET", "PUT"):
-                answer = await http.request(method, "/flush_cache")
-                assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+            assert await flush(wire, http, method="GET", headers=headers) == 200
+            assert (await http.put("/flush_cache")).status_code == 405
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_own"),
+    [
+        # A client, an address that was typed, and the server's own page.
+        ({}, True),
+        ({"Sec-Fetch-Site": "none"}, True),
+        (
+            {"Sec-Fetch-Site": "same-origin", "Referer": "http://own:30000/canary"},
+            True,
+        ),
+        # An image or a link on another page: a GET has no Origin.
+        ({"Sec-Fetch-Site": "cross-site"}, False),
+        ({"Sec-Fetch-Site": "same-site"}, False),
+        ({"Referer": "https://evil.example/page"}, False),
+        ({"Referer": "http://own:30001/"}, False),
+        ({"Referer": "http://own:30000.evil.example/"}, False),
+        ({"Referer": "own:30000"}, False),
+        ({"Origin": "https://evil.example"}, False),
+        ({"Sec-Fetch-Site": "cross-site", "Origin": SITE}, True),
+        ({"Sec-Fetch-Site": "cross-site", "Referer": SITE + "/page"}, True),
+    ],
+)
+def test_who_may_flush_with_a_get(headers: dict[str, str], is_own: bool) -> None:
+    async def work() -> None:
+        wire = Wire(cors_allow_origins=[SITE])
+        async with client(wire) as http:
+            status = await flush(wire, http, method="GET", headers=headers)
+            assert status == (200 if is_own else 403)
+            assert bool(wire.sent) is is_own
+            if not is_own:
+                answer = await http.head("/flush_cache", headers=headers)
+                assert answer.status_code == 403 and not wire.sent
 
     run(work())
 

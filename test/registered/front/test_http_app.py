@@ -116,7 +116,7 @@ class Ending:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("status", [500, 503, 400])
+@pytest.mark.parametrize("status", [500, 503, 400, 429])
 def test_a_request_that_the_engine_ends_is_an_error(
     status: int, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_request_that_the_engine_ends_is_an_error(
     else:
         assert response.status_code == status
         answer = response.json()
-        assert ("retry-after" in response.headers) == (status == 503)
+        assert ("retry-after" in response.headers) == (status in (429, 503))
     error = answer["error"]
     assert error["code"] == status and "no grammar today" in error["message"]
     ids = re.findall(r"error id (\w+)", error["message"])

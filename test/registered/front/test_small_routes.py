@@ -13,6 +13,7 @@ from manager_world import TOKENIZER
 from sglang.srt.entrypoints.refused_routes import REFUSED
 from sglang.srt.managers.io_struct import ProfileReq, SchedulerStats
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.version import __version__
 
 register_cpu_ci(est_time=4, suite="cpu")
 
@@ -212,6 +213,15 @@ def test_the_old_load() -> None:
         "num_waiting_reqs": 2,
         "num_tokens": 170,
     }
+
+
+def test_ping_and_version() -> None:
+    app = App()
+    assert app.ask("GET", "/ping").status_code == 200
+    assert app.ask("GET", "/version").json() == {"version": __version__}
+    app.wire.manager.set_draining()
+    refused = app.ask("GET", "/ping")
+    assert refused.status_code == 503 and refused.headers["retry-after"]
 
 
 def profiles(app: App) -> list[ProfileReq]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 
 import pytest
 from manager_world import LENGTH, TOKENIZER, Wire, prompt, run
@@ -200,14 +202,20 @@ def test_latencies_are_recorded() -> None:
         await wire.manager.submit([prompt(stream=True, rid="a"), prompt(rid="b")])
         wire.answer("a", [1], None)
         wire.answer("a", [2, 3])
-        wire.answer("b", [1, 2, 3])
+        # A whole answer: its first token came long before it.
+        began = time.monotonic()
+        await asyncio.sleep(0.05)
+        wire.answer("b", [1, 2, 3], first_token_at=began)
         assert wire.manager.metrics is not None
         text = wire.manager.metrics.render(None).decode()
         label = '_count{model_name="m"}'
-        assert f"sglang:time_to_first_token_seconds{label} 1.0" in text
+        assert f"sglang:time_to_first_token_seconds{label} 2.0" in text
         assert f"sglang:inter_token_latency_seconds{label} 2.0" in text
         assert f"sglang:e2e_request_latency_seconds{label} 2.0" in text
-        assert f"sglang:time_per_output_token_seconds{label} 1.0" in text
+        assert f"sglang:time_per_output_token_seconds{label} 2.0" in text
+        sums = dict(re.findall(r"sglang:(\w+)_sum{.*} (\S+)", text))
+        e2e = float(sums["e2e_request_latency_seconds"])
+        assert float(sums["time_to_first_token_seconds"]) < e2e - 0.04
 
     run(work())
 

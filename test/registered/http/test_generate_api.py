@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -264,11 +266,12 @@ def test_the_cache_is_reported_and_flushed(server: Server) -> None:
     server.generate(ids)
     assert server.generate(ids)["meta_info"]["cached_tokens"] == len(ids) - 1
     server.wait_idle()
-    assert server.get("/flush_cache").status_code == 405
-    with server.client() as client:
-        response = client.post("/flush_cache")
-    assert response.status_code == 200, response.text
-    assert server.generate(ids)["meta_info"]["cached_tokens"] == 0
+    for method in ("POST", "GET"):
+        with server.client() as client:
+            response = client.request(method, "/flush_cache")
+        assert response.status_code == 200, response.text
+        assert server.generate(ids)["meta_info"]["cached_tokens"] == 0
+        server.wait_idle()
     keyed = {"input_ids": ids, "sampling_params": greedy(), "extra_key": "tenant"}
     answer = server.post("/generate", keyed).json()
     assert answer["meta_info"]["cached_tokens"] == 0
@@ -418,6 +421,66 @@ METRICS = (
     "inter_token_latency_seconds_count",
     "e2e_request_latency_seconds_count",
 )
+
+
+def test_a_pause(server: Server) -> None:
+    """Whoever runs is aborted or waits; who arrives waits; all as it was after."""
+    long = {"text": "p", "sampling_params": greedy(max_new_tokens=60), "stream": True}
+    expected = server.generate("p", max_new_tokens=60)["text"]
+    for mode, is_cut in ((None, True), ("in_place", False), ("retract", False)):
+        body = {} if mode is None else {"mode": mode}
+        with (
+            ThreadPoolExecutor(1) as pool,
+            server.client() as client,
+            client.stream("POST", "/generate", json=long) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            paused = server.post("/pause_generation", body)
+            assert paused.json()["status"] == "ok", paused.text
+            waiting = pool.submit(server.generate, "p", max_new_tokens=60)
+            assert server.get("/health").status_code == 200
+            time.sleep(0.2)
+            assert not waiting.done()
+            assert server.post("/continue_generation", {}).status_code == 200
+            *_, last, _ = [line for line in lines if line]
+            meta = json.loads(last.removeprefix("data: "))
+            assert waiting.result(20)["text"] == expected
+        assert (meta["meta_info"]["finish_reason"]["type"] == "abort") is is_cut
+        assert is_cut or meta["text"] == expected
+    with server.client() as client:
+        assert client.post("/pause_generation").status_code == 200
+        assert client.post("/continue_generation").status_code == 200
+
+
+def test_what_is_logged_can_be_changed(server: Server) -> None:
+    def is_logged(rid: str) -> str:
+        body = {"text": "x", "rid": rid, "sampling_params": {"max_new_tokens": 1}}
+        assert server.post("/generate", body).status_code == 200
+        lines = [line for line in server.log().splitlines() if f"rid={rid} " in line]
+        return "\n".join(lines)
+
+    def change(**body: Any) -> None:
+        assert server.post("/configure_logging", body).status_code == 200
+
+    assert "params=" in is_logged("log-1")
+    change(log_requests_level=0)
+    assert is_logged("log-2") and "params=" not in is_logged("log-3")
+    change(log_requests=False, log_requests_format="text", dump_requests_folder="")
+    assert not is_logged("log-4")
+    change(log_requests=True, log_requests_level=1)
+    assert "params=" in is_logged("log-5")
+    for body, param in (
+        ({"log_requests_level": 2}, "log_requests_level"),
+        ({"log_requests_level": -1}, "log_requests_level"),
+        ({"log_requests_format": "json"}, "log_requests_format"),
+        ({"dump_requests_folder": "/etc"}, "dump_requests_folder"),
+        ({"crash_dump_folder": "/etc"}, "crash_dump_folder"),
+        ({"log_level": "debug"}, "log_level"),
+    ):
+        refused = server.post("/configure_logging", body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == param
 
 
 def test_metrics(server: Server) -> None:

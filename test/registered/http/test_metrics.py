@@ -181,6 +181,22 @@ def test_requests_are_counted(measured: Measured) -> None:
     assert 0 < after.value("sglang:queue_time_seconds_sum") < 20
 
 
+def test_a_whole_answer_has_a_first_token(measured: Measured) -> None:
+    """It came before the answer."""
+
+    def seconds(scrape: Scrape, name: str) -> float:
+        return scrape.value(f"sglang:{name}_seconds_sum")
+
+    names = ("time_to_first_token", "e2e_request_latency")
+    before = measured.scrape()
+    measured.server.generate("a whole answer", max_new_tokens=100)
+    after = measured.scrape()
+    count = "sglang:time_to_first_token_seconds_count"
+    assert after.value(count) - before.value(count) == 1
+    first, whole = (seconds(after, name) - seconds(before, name) for name in names)
+    assert 0 < first < whole
+
+
 def test_no_series_comes_or_goes(measured: Measured) -> None:
     def series(scrape: Scrape) -> set[tuple[str, ...]]:
         return {(name, *sorted(of.values())) for name, of, _ in scrape.samples}

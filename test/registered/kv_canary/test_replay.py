@@ -10,11 +10,12 @@ import pytest
 
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.kv_canary.perturb.injectors import INJECTORS
+from sglang.srt.managers.io_struct import FlushCacheReq, PauseReq
 from sglang.srt.managers.recording.record_file import Record, read_record
 from sglang.srt.replay.bisect import bisect
 from sglang.srt.replay.command import main
 from sglang.srt.replay.player import Setting
-from sglang.test.canary_traffic import canary_of, plant
+from sglang.test.canary_traffic import VOCAB, canary_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.replay_traffic import (
     LONG_AGO,
@@ -234,9 +235,27 @@ def test_ends_by_stop_tokens_are_replayed(model: Path, tmp_path: Path) -> None:
     check_same(replayed(record), record)
 
 
-def test_a_flush_and_an_idle_hour_are_replayed(model: Path, tmp_path: Path) -> None:
-    from sglang.srt.managers.io_struct import FlushCacheReq
+@pytest.mark.parametrize("forwards", [12, LONG_AGO])
+def test_pauses_are_replayed(model: Path, tmp_path: Path, forwards: int) -> None:
+    """Also where the record begins after some of them."""
+    harness = recorded_engine(model, tmp_path, kv_canary_record=forwards)
+    modes = ["in_place", "retract", "abort", "retract", "in_place"]
+    for turn, mode in enumerate(modes):
+        for i in range(4):
+            prompt = [(7 * i + turn) % VOCAB] * (9 * i + 1)
+            harness.submit(prompt, max_new_tokens=12 + 8 * i)
+        for is_pause in (True, False):
+            for _ in range(4):
+                harness.scheduler.step()
+            harness.io.requests.append(
+                PauseReq(call_id=turn, is_pause=is_pause, mode=mode)
+            )
+    harness.run()
+    record = record_of(harness)
+    check_same(replayed(record), record)
 
+
+def test_a_flush_and_an_idle_hour_are_replayed(model: Path, tmp_path: Path) -> None:
     harness = recorded_engine(model, tmp_path, kv_canary_record=12)
     for turn in range(4):
         serve(harness, seed=turn, requests=4, steps=10_000)

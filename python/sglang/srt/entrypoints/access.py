@@ -18,19 +18,30 @@ from sglang.srt.utils.quoting import quoted
 # hold no data, and a browser that loads one brings no key.
 OPEN_PATHS = frozenset(
     {
-        *("/health", "/health_generate", "/livez", "/readyz", "/metrics"),
+        *("/health", "/health_generate", "/livez", "/readyz", "/ping", "/metrics"),
         *("/canary", "/canary/assets/{name}", "/chat/assets/{name}"),
     }
 )
 _OPEN_FOLDERS = ("/canary/assets/", "/chat/assets/")
 # They show or change what concerns all clients.
-ADMIN_PATHS = frozenset({"/flush_cache", "/canary/events", "/canary/incidents"})
-# They slow the server down for everybody and write files.
-OPERATOR_PATHS = frozenset({"/start_profile", "/stop_profile"})
+ADMIN_PATHS = frozenset(
+    {
+        *("/flush_cache", "/pause_generation", "/continue_generation"),
+        *("/canary/events", "/canary/incidents"),
+    }
+)
+# They slow the server down for everybody, or change what it writes.
+OPERATOR_PATHS = frozenset({"/start_profile", "/stop_profile", "/configure_logging"})
 # They change something and need no body that a page could not send.
 CHANGING_PATHS = frozenset(
-    {"/flush_cache", "/abort_request", "/start_profile", "/stop_profile"}
+    {
+        *("/flush_cache", "/abort_request", "/configure_logging"),
+        *("/pause_generation", "/continue_generation"),
+        *("/start_profile", "/stop_profile"),
+    }
 )
+# What a browser says of a request that no page of another site has caused.
+_OWN_SITE = ("", "same-origin", "none")
 _ROLE = "sglang.role"
 
 
@@ -76,17 +87,15 @@ class AccessMiddleware:
             _require(Role.ADMIN, role, scope["path"])
         if scope["path"] in OPERATOR_PATHS:
             _require(Role.OPERATOR, role, scope["path"])
-        if scope["method"] == "POST" and scope["path"] in CHANGING_PATHS:
+        if scope["path"] in CHANGING_PATHS:
             self._check_page(headers)
 
     def _check_page(self, headers: dict[bytes, bytes]) -> None:
         """Refuse what a page of another site can send without being asked first."""
-        origin = headers.get(b"origin", b"").decode("latin-1")
-        host = headers.get(b"host", b"").decode("latin-1")
-        is_own = not origin or origin.partition("://")[2] == host
-        if not is_own and origin not in self._origins:
+        site = _foreign_site(headers)
+        if site is not None and site not in self._origins:
             raise BadRequest(
-                f"a page of {quoted(origin)} may not use this path; name the site in "
+                f"a page of {quoted(site)} may not use this path; name the site in "
                 "--cors-allow-origins if it may",
                 status=403,
             )
@@ -103,6 +112,24 @@ class AccessMiddleware:
                 "application/json",
                 status=415,
             )
+
+
+def _foreign_site(headers: dict[bytes, bytes]) -> str | None:
+    """The other site whose page has caused a request; None where none has.
+
+    A GET of an image or a link has no Origin; there a browser says how the site relates
+    to its own, an old one at least the page.
+    """
+    host = headers.get(b"host", b"").decode("latin-1")
+    origin = headers.get(b"origin", b"").decode("latin-1")
+    if origin:
+        return None if origin.partition("://")[2] == host else origin
+    page = headers.get(b"referer", b"").decode("latin-1")
+    scheme, _, rest = page.partition("://")
+    if page and rest.partition("/")[0] != host:
+        return f"{scheme}://{rest.partition('/')[0]}"
+    relation = headers.get(b"sec-fetch-site", b"").decode("latin-1")
+    return None if relation in _OWN_SITE else f"another site ({relation})"
 
 
 def _is_open(scope: Scope) -> bool:

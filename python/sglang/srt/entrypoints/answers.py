@@ -225,6 +225,10 @@ class ModelInfo(Shape):
     has_chat_template: bool
 
 
+class VersionShown(Shape):
+    version: str
+
+
 class HealthShown(Shape):
     status: Literal["ok"]
     seconds_since_last_sign: float

@@ -31,6 +31,7 @@ from sglang.srt.entrypoints.anthropic.messages import MessagesApi
 from sglang.srt.entrypoints.api_keys import ApiKeys
 from sglang.srt.entrypoints.body_budget import BodyBudget
 from sglang.srt.entrypoints.chat_page import ChatPage
+from sglang.srt.entrypoints.control_api import ControlApi
 from sglang.srt.entrypoints.docs_routes import DocsRoutes
 from sglang.srt.entrypoints.exit_codes import ExitCode
 from sglang.srt.entrypoints.front import Front
@@ -102,6 +103,7 @@ def all_routes(front: Front) -> list[BaseRoute]:
         *MessagesApi(front).routes(),
         *TokenizeApi(front).routes(),
         *ScoreApi(front).routes(),
+        *ControlApi(front).routes(),
         *LoadsApi(front).routes(),
         *ProfileApi(front).routes(),
         *ChatPage(front).routes(),

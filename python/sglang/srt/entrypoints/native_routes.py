@@ -18,6 +18,7 @@ from sglang.srt.entrypoints.answers import (
     HealthShown,
     IncidentList,
     ModelInfo,
+    VersionShown,
 )
 from sglang.srt.entrypoints.endpoint import (
     CHANGING_ERRORS,
@@ -103,7 +104,7 @@ class NativeRoutes:
                     summary="200 while requests are accepted and the scheduler lives",
                     errors=(503,),
                 )
-                for path in ("/health", "/readyz")
+                for path in ("/health", "/readyz", "/ping")
             ),
             Endpoint(
                 "/livez",
@@ -120,15 +121,14 @@ class NativeRoutes:
                 answer=HealthShown,
                 errors=(500, 503),
             ),
-            *self._info_routes(),
             Endpoint(
-                "/flush_cache",
-                self.flush_cache,
-                methods=["POST"],
-                summary="Empty the prefix cache; 400 while requests run or wait",
-                media_type=TEXT,
-                errors=(*CHANGING_ERRORS, 500, 503),
+                "/version",
+                self.version,
+                methods=["GET"],
+                summary="The version of the server",
+                answer=VersionShown,
             ),
+            *self._info_routes(),
             Endpoint(
                 "/abort_request",
                 self.abort_request,
@@ -178,6 +178,9 @@ class NativeRoutes:
                 ),
             ]
         return routes
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
 
     async def generate(self, request: Request) -> Response:
         body = await read_body(request, GenerateRequest)
@@ -253,13 +256,6 @@ class NativeRoutes:
                 "internal_states": [stats],
             }
         )
-
-    async def flush_cache(self, request: Request) -> Response:
-        if not await self._manager.flush_cache():
-            raise BadRequest(
-                "the cache was not flushed: requests are running or waiting"
-            )
-        return Response("Cache flushed.\n", media_type="text/plain")
 
     async def abort_request(self, request: Request) -> Response:
         body = await read_body(request, AbortRequest)

@@ -109,6 +109,12 @@ PROFILE: dict[str, Neutral] = {
     "profile_prefix": EMPTY,
     "profile_id": EMPTY,
 }
+LOGGING: dict[str, Neutral] = {
+    "log_requests_format": Neutral("text"),
+    "dump_requests_folder": Neutral("", advice="requests are not written to files"),
+    "dump_requests_threshold": ANY,
+    "crash_dump_folder": Neutral("", advice="start with --crash-dump-folder"),
+}
 DETOKENIZE: dict[str, Neutral] = {"spaces_between_special_tokens": Neutral(True)}
 _STATELESS = "nothing is stored: send the whole conversation in input"
 RESPONSES: dict[str, Neutral] = COMPLETION | {

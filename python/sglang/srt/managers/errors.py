@@ -12,6 +12,9 @@ from sglang.srt.utils.quoting import MAX_QUOTED_CHARS, clipped
 
 logger = logging.getLogger(__name__)
 
+# A client may send the same again later.
+RETRIED_STATUSES = (429, 503)
+RETRY_SECONDS = 1
 # An abort that the client asked for: its answer is the finish reason, not an error.
 CLIENT_ABORT_STATUS = 499
 
@@ -50,6 +53,8 @@ class ApiError(Exception):
             self.status = status
         if code is not None:
             self.code = code
+        if self.status in RETRIED_STATUSES:
+            self.headers.setdefault("Retry-After", str(RETRY_SECONDS))
 
     def body(self) -> dict[str, object]:
         return {
@@ -94,9 +99,6 @@ class Unavailable(ApiError):
 
     status = 503
     type = "service_unavailable"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, headers={"Retry-After": "1"})
 
 
 class EngineFailure(ApiError):

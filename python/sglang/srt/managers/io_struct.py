@@ -206,6 +206,18 @@ class ProfileReq(msgspec.Struct, kw_only=True, omit_defaults=True, tag="profile"
     record_shapes: bool = False
 
 
+class PauseReq(msgspec.Struct, kw_only=True, tag="pause"):
+    """Launch nothing from now on, or continue.
+
+    `mode` "abort" ends all requests, "retract" queues them again without their memory,
+    "in_place" leaves them as they are.
+    """
+
+    call_id: int
+    is_pause: bool
+    mode: str = "abort"
+
+
 class ShutdownReq(msgspec.Struct, kw_only=True, tag="shutdown"):
     """Leave the event loop at once and drop all requests."""
 
@@ -220,6 +232,7 @@ SchedulerRequest = (
     | GetSnapshotReq
     | GetSlotReq
     | ProfileReq
+    | PauseReq
     | ShutdownReq
 )
 
@@ -252,7 +265,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `output_ids` is a delta and never holds tokens beyond the finish.
     `completion_tokens` counts all tokens so far. `finish_reason` is set in the last
-    message, exactly once.
+    message, exactly once. `first_token_at` comes with it where nothing was sent before:
+    in seconds of the monotonic clock, which all processes of a host share.
     """
 
     rid: str
@@ -265,6 +279,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     hidden_states: list[list[float]] | None = None
     spec_verify_ct: int = 0
     spec_accept_tokens: int = 0
+    first_token_at: float | None = None
 
 
 class BatchOutput(msgspec.Struct, kw_only=True, tag="batch_output"):
@@ -379,6 +394,12 @@ class ProfileRsp(msgspec.Struct, kw_only=True, omit_defaults=True, tag="profile_
     error: str | None = None
 
 
+class PauseRsp(msgspec.Struct, kw_only=True, tag="pause_rsp"):
+    """Nothing is launched any more, or the scheduler goes on."""
+
+    call_id: int
+
+
 class EngineFailed(msgspec.Struct, kw_only=True, tag="engine_failed"):
     """The last message of a scheduler that stops because of an error; with the
     incidents of the KV canary, as in `GetIncidentsRsp`: nobody can ask for them later.
@@ -396,6 +417,7 @@ SchedulerResponse = (
     | GetSnapshotRsp
     | GetSlotRsp
     | ProfileRsp
+    | PauseRsp
     | EngineFailed
 )
 

@@ -120,6 +120,9 @@ class Req:
         self.spec_verify_ct = 0
         self.spec_accept_tokens = 0
 
+        # Seconds of the monotonic clock; only shown.
+        self.first_token_at: float | None = None
+
         # Finish.
         self.finish_reason: FinishReason | None = None
         self.finished_len: int | None = None

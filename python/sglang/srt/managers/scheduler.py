@@ -25,6 +25,7 @@ from sglang.srt.managers.io_struct import (
     GetSnapshotReq,
     GetStateReq,
     GetStateRsp,
+    PauseReq,
     ProfileReq,
     SchedulerReady,
     SchedulerRequest,
@@ -35,6 +36,7 @@ from sglang.srt.managers.recording.attach import create_recorder
 from sglang.srt.managers.scheduler_components.batch_selector import BatchSelector
 from sglang.srt.managers.scheduler_components.canary_gate import CanaryGate
 from sglang.srt.managers.scheduler_components.environment import create_environment
+from sglang.srt.managers.scheduler_components.generation_pause import GenerationPause
 from sglang.srt.managers.scheduler_components.grammar_queue import (
     GrammarQueue,
     create_grammar_queue,
@@ -178,6 +180,12 @@ class Scheduler:
         )
         self.in_flight: deque[InFlight] = deque()
         self._healer = self._create_healer()
+        self._pause = GenerationPause(
+            batches=self.batches,
+            intake=self.intake,
+            resolve=self.resolve_all,
+            send=io.send,
+        )
         self._inspector = Inspector(
             self.env,
             io=io,
@@ -299,8 +307,8 @@ class Scheduler:
             self._dispatch(message)
         if self._must_know_results():
             self._resolve(0)
-        was_checked, may_run = self.idle_checked, self.batches.has_requests()
-        batch = self.batches.get_next_batch_to_run()
+        was_checked, may_run = self.idle_checked, self._may_run()
+        batch = None if self._pause.is_on else self.batches.get_next_batch_to_run()
         if batch is not None:
             self.idle_checked = False
             self.in_flight.append(self._launch(batch))
@@ -354,11 +362,15 @@ class Scheduler:
 
     def _wait_ms(self) -> int:
         """How long the receive may wait: not at all while there is something to run."""
-        if self.in_flight or self.batches.has_requests():
+        if self.in_flight or self._may_run():
             return 0
         if self._grammars:
             return GRAMMAR_WAIT_MS
         return PROFILE_WAIT_MS if self._profiler.is_busy else IDLE_WAIT_MS
+
+    def _may_run(self) -> bool:
+        """Whether there is something to launch."""
+        return not self._pause.is_on and self.batches.has_requests()
 
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
@@ -432,7 +444,7 @@ class Scheduler:
         """Check what must hold where nothing was launched or processed."""
         if not self.has_work():
             self._on_idle()
-        elif inputs.requests or inputs.grammars or self._grammars:
+        elif inputs.requests or inputs.grammars or self._grammars or self._pause.is_on:
             self._stall_check.restart()
         else:
             try:
@@ -466,6 +478,11 @@ class Scheduler:
         """Requests so far."""
         return self.intake.num_created
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is launched."""
+        return self._pause.is_on
+
     def why_not_saved(self) -> str | None:
         """Why `save_checkpoint` would not suffice to go on from; None: it would."""
         if self.cache.allocator.swa is not None:
@@ -485,6 +502,7 @@ class Scheduler:
         self.batches.load(checkpoint.batches, reqs)
         self.intake.num_created = checkpoint.created
         self.idle_checked = checkpoint.idle_checked
+        self._pause.is_on = checkpoint.is_paused
 
     # -- messages ------------------------------------------------------------------
 
@@ -509,12 +527,18 @@ class Scheduler:
                 self._inspector.answer(message)
             case ProfileReq():
                 self._profiler.handle(message)
+            case PauseReq():
+                self._pause.handle(message)
             case ShutdownReq():
                 self._is_shut_down = True
 
     def _flush_cache(self, message: FlushCacheReq) -> FlushCacheRsp:
-        # A request that has ended may still be in a batch until the next round.
-        success = not self._unfinished
+        # A request that has ended may still be in a batch until the next round. While
+        # paused, requests that hold no memory may wait.
+        success = not self._unfinished or (
+            self._pause.is_on
+            and not any(req.req_pool_idx for req in self._unfinished.values())
+        )
         if success:
             self.cache.reset()
             logger.info("Flushed the prefix cache")

@@ -1,5 +1,5 @@
 """Questions to the scheduler that have one answer each: flushes, state, incidents,
-snapshots, profiles."""
+snapshots, profiles, pauses."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from sglang.srt.managers.io_struct import (
     GetSnapshotRsp,
     GetStateReq,
     GetStateRsp,
+    PauseReq,
+    PauseRsp,
     ProfileReq,
     ProfileRsp,
     SchedulerRequest,
@@ -37,6 +39,7 @@ Question = (
     | GetSnapshotReq
     | GetSlotReq
     | ProfileReq
+    | PauseReq
 )
 Reply = (
     FlushCacheRsp
@@ -45,6 +48,7 @@ Reply = (
     | GetSnapshotRsp
     | GetSlotRsp
     | ProfileRsp
+    | PauseRsp
 )
 
 
@@ -106,6 +110,11 @@ class SchedulerCalls:
         if answer.error is not None:
             raise BadRequest(answer.error)
         return answer.path
+
+    async def pause(self, *, is_pause: bool, mode: str = "abort") -> None:
+        """Let the scheduler launch nothing, or go on."""
+        question = PauseReq(call_id=next(self._ids), is_pause=is_pause, mode=mode)
+        await self._ask(question, TIMEOUT_SECONDS)
 
     def receive(self, answer: Reply) -> None:
         """Wake the caller that asked; an answer that came too late is dropped."""

@@ -50,6 +50,7 @@ from sglang.srt.managers.prompt_request import (
 )
 from sglang.srt.managers.prompt_tokenizer import PromptTokenizer
 from sglang.srt.managers.request_cost import CostLimits
+from sglang.srt.managers.request_log import RequestLog
 from sglang.srt.managers.request_state import RequestGroup, RequestState, Update
 from sglang.srt.managers.scheduler_calls import TIMEOUT_SECONDS, SchedulerCalls
 from sglang.srt.managers.side_work import SideWork
@@ -100,6 +101,7 @@ class TokenizerManager:
         self.phase = Phase.STARTING
         self.limits: Limits | None = None
         self._send = send
+        self.request_log = RequestLog(is_on=server_args.log_requests)
         self._cost = CostLimits.of(server_args)
         self._states: dict[str, RequestState] = {}
         self._occupancy = Occupancy(server_args)
@@ -294,7 +296,7 @@ class TokenizerManager:
         """Updates of the group as they come; errors as of `RequestGroup.updates`."""
         try:
             async for news in group.updates():
-                self._log_finished(news)
+                self.request_log.on_updates(news)
                 yield news
         finally:
             self.release(group)
@@ -306,7 +308,7 @@ class TokenizerManager:
             results = await self.side_work.run(
                 group.num_output_tokens, group.take_results
             )
-            self._log_finished(results)
+            self.request_log.on_updates(results)
             return results
         finally:
             self.release(group)
@@ -373,6 +375,23 @@ class TokenizerManager:
         """
         self._check_up()
         return await self._calls.profile(is_start=is_start, **options)
+
+    async def pause_generation(self, mode: str) -> None:
+        """Generate nothing until `continue_generation`; requests that arrive wait.
+
+        Args:
+            mode: "abort" ends all requests, "retract" and "in_place" let them wait,
+                without and with their memory.
+        """
+        self._check_up()
+        if mode == "abort":
+            self.abort(abort_all=True, message="generation was paused")
+        await self._calls.pause(is_pause=True, mode=mode)
+
+    async def continue_generation(self) -> None:
+        """Go on after `pause_generation`; does nothing else."""
+        self._check_up()
+        await self._calls.pause(is_pause=False)
 
     async def canary_incidents(self) -> list[dict[str, Any]]:
         """The KV canary's incidents, oldest first; empty while it is off. Of an engine
@@ -464,9 +483,7 @@ class TokenizerManager:
     def _dispatch(self, states: Sequence[RequestState]) -> None:
         """Send, then await answers: a request that cannot be sent leaves no state."""
         requests = [state.hand_over() for state in states]
-        if self.server_args.log_requests:
-            for request in requests:
-                _log_request(request)
+        self.request_log.on_sent(requests)
         if self._crash_dump is not None:
             for request in requests:
                 self._crash_dump.on_sent(request)
@@ -511,34 +528,8 @@ class TokenizerManager:
             if not future.done():
                 future.set_result(None)
 
-    def _log_finished(self, news: Sequence[Update]) -> None:
-        if not self.server_args.log_requests:
-            return
-        for update in news:
-            if update.finish_reason is not None:
-                logger.info(
-                    "finished rid=%s reason=%s prompt_tokens=%d completion_tokens=%d "
-                    "cached_tokens=%d seconds=%.3f",
-                    update.rid,
-                    update.finish_reason.type,
-                    update.prompt_tokens,
-                    update.completion_tokens,
-                    update.cached_tokens,
-                    update.e2e_latency,
-                )
-
 
 async def _let_others_in(prompt: int) -> None:
     """Let the loop serve others after some prompts of a long list."""
     if prompt % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
         await asyncio.sleep(0)
-
-
-def _log_request(request: GenerateReq) -> None:
-    logger.info(
-        "received rid=%s prompt_tokens=%d stream=%s params=%s",
-        request.rid,
-        len(request.input_ids),
-        request.stream,
-        request.sampling_params,
-    )

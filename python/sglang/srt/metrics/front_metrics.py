@@ -72,7 +72,7 @@ class FrontMetrics:
         self._registry.register(self._scheduler)
         self._first_token = self._histogram(
             "sglang:time_to_first_token_seconds",
-            "From arrival to the first token, of requests that stream.",
+            "From arrival to the first token.",
             FIRST_TOKEN_BUCKETS,
         )
         self._inter_token = self._histogram(
@@ -82,7 +82,7 @@ class FrontMetrics:
         )
         self._per_token = self._histogram(
             "sglang:time_per_output_token_seconds",
-            "Mean time between the tokens of one request that streamed.",
+            "Mean time between the tokens of one request.",
             INTER_TOKEN_BUCKETS,
         )
         self._e2e = self._histogram(
@@ -125,6 +125,10 @@ class FrontMetrics:
                 gap = (now - request.last_output) / new_tokens
                 for _ in range(new_tokens):
                     self._inter_token.observe(gap)
+        if output.first_token_at is not None:
+            # The scheduler's clock: nothing came before the whole answer.
+            request.first_output = max(output.first_token_at, request.arrived)
+            self._first_token.observe(request.first_output - request.arrived)
         request.last_output = now
         if output.finish_reason is None or output.finish_reason.type == "abort":
             return

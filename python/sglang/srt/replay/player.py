@@ -12,7 +12,12 @@ import numpy as np
 
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.environ import only_variables
-from sglang.srt.managers.io_struct import AbortReq, FlushCacheReq, GenerateReq
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    FlushCacheReq,
+    GenerateReq,
+    PauseReq,
+)
 from sglang.srt.managers.recording.identity import VARIABLES
 from sglang.srt.managers.recording.recorder import Recorder
 from sglang.srt.managers.scheduler_components.build import build_scheduler
@@ -273,6 +278,10 @@ class _Player:
             requests.append(AbortReq(abort_all=True))
         elif kind == "flush":
             requests.append(FlushCacheReq(call_id=0))
+        elif kind == "pause" and isinstance(value, str):
+            requests.append(PauseReq(call_id=0, is_pause=True, mode=value))
+        elif kind == "continue":
+            requests.append(PauseReq(call_id=0, is_pause=False))
         else:
             raise CannotReplay(f"an event {kind!r} is not known to this version")
 

@@ -25,5 +25,6 @@ def save_checkpoint(scheduler: RecordedScheduler) -> Checkpoint:
         batches=scheduler.batches.save(),
         created=scheduler.num_created,
         idle_checked=scheduler.idle_checked,
+        is_paused=scheduler.is_paused,
         canaries=[manager.save() for manager in scheduler.worker.canary_managers()],
     )

@@ -86,6 +86,7 @@ class Checkpoint:
     created: int
     idle_checked: bool
     canaries: list[SavedCanary]
+    is_paused: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ class RecordedRound:
     Fields:
         resolves: whether it began with the results in flight.
         events: (kind, value) in order: "arrive" and "ready" with a serial, "abort" with
-            a request id, "abort_all", "flush".
+            a request id, "abort_all", "flush", "pause" with a mode, "continue".
         launches: one at most.
     """
 

@@ -31,5 +31,9 @@ class RecordedScheduler(Protocol):
     def num_created(self) -> int:
         """Requests so far."""
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is launched."""
+
     def why_not_saved(self) -> str | None:
         """Why a checkpoint would not suffice to go on from; None: it would."""

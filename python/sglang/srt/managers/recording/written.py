@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import (
     FlushCacheReq,
     GenerateBatch,
     GenerateReq,
+    PauseReq,
 )
 from sglang.srt.managers.recording.pseudonyms import Pseudonyms
 from sglang.srt.managers.recording.record_file import (
@@ -163,6 +164,9 @@ def _events(
                 continue
             case FlushCacheReq():
                 yield "flush", ""
+                continue
+            case PauseReq():
+                yield ("pause", message.mode) if message.is_pause else ("continue", "")
                 continue
             case _:
                 continue

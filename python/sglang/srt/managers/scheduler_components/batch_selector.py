@@ -285,6 +285,23 @@ class BatchSelector:
             return
         self.waiting.insert(0, req)
 
+    def retract_all(self) -> None:
+        """Queue all that run before the others, in order of arrival, and release their
+        memory; those that were aborted end. No result may be in flight."""
+        running = {}
+        for batch in (self.running, self.last_prefill):
+            for req in [] if batch is None else batch.reqs:
+                if not req.is_finished:
+                    running[req.serial] = req
+        if self.chunked is not None:
+            running[self.chunked.serial] = self.chunked
+        self.running = self.last_prefill = self.chunked = None
+        for serial in sorted(running, reverse=True):
+            req = running[serial]
+            # A forward may have written KV of tokens that the request does not keep.
+            req.committed_len = min(req.committed_len, len(req.tokens))
+            self._requeue(req)
+
     def take_out(self, reqs: Collection[Req]) -> None:
         """Take requests out of the batches between two steps; they keep their memory,
         and the caller queues them again."""

@@ -71,6 +71,7 @@ class OutputStreamer:
             hidden_states=_hidden_delta(req) if req.return_hidden_states else None,
             spec_verify_ct=req.spec_verify_ct,
             spec_accept_tokens=req.spec_accept_tokens,
+            first_token_at=None if req.stream else req.first_token_at,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -111,6 +112,8 @@ class BatchResultProcessor:
             self._on_verified(req.output_len - before)
         if req.grammar_failure is not None and not req.is_finished:
             req.lose_grammar()
+        if req.first_token_at is None and req.output_len:
+            req.first_token_at = time.monotonic()
         if req.is_finished:
             self._release(req)
         elif req.grammar_failure is not None:

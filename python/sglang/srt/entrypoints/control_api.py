@@ -1,0 +1,141 @@
+"""Routes of SGLang's that change how the server works: cache, pauses, the log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from sglang.srt.entrypoints.endpoint import CHANGING_ERRORS, TEXT, Endpoint
+from sglang.srt.entrypoints.front import Front
+from sglang.srt.entrypoints.http_io import json_response, read_body
+from sglang.srt.entrypoints.neutral_fields import (
+    LOGGING,
+    refuse_others,
+    with_neutral,
+)
+from sglang.srt.managers.errors import BadRequest
+
+if TYPE_CHECKING:
+    _Logging = msgspec.Struct
+else:
+    _Logging = with_neutral(msgspec.Struct, LOGGING)
+
+_ENGINE_ERRORS = (*CHANGING_ERRORS, 500, 503)
+_MAX_LOG_LEVEL = 1
+
+
+class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/pause_generation`; an empty one means the default."""
+
+    mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+class ContinueRequest(msgspec.Struct, kw_only=True):
+    """The body of `/continue_generation`; whatever it holds has no effect."""
+
+
+class LoggingRequest(_Logging, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/configure_logging`; what is left out stays.
+
+    `log_requests_level` 0 leaves out sampling parameters, 1 shows them; SGLang's higher
+    ones show prompts and outputs, which are never logged here.
+    """
+
+    log_requests: bool | None = None
+    log_requests_level: int | None = None
+
+
+class Done(msgspec.Struct, kw_only=True):
+    message: str
+    status: Literal["ok"] = "ok"
+
+
+class ControlApi:
+    """Handlers of these routes."""
+
+    def __init__(self, front: Front) -> None:
+        self._manager = front.manager
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Endpoint(
+                "/flush_cache",
+                self.flush_cache,
+                methods=["GET", "POST"],
+                summary="Empty the prefix cache; 400 while requests run or wait",
+                media_type=TEXT,
+                errors=_ENGINE_ERRORS,
+            ),
+            Endpoint(
+                "/pause_generation",
+                self.pause,
+                methods=["POST"],
+                summary="Generate nothing until /continue_generation",
+                body=PauseRequest,
+                is_body_optional=True,
+                answer=Done,
+                errors=_ENGINE_ERRORS,
+                examples={"keep requests": {"mode": "in_place"}},
+            ),
+            Endpoint(
+                "/continue_generation",
+                self.resume,
+                methods=["POST"],
+                summary="Go on after /pause_generation",
+                body=ContinueRequest,
+                is_body_optional=True,
+                answer=Done,
+                errors=_ENGINE_ERRORS,
+                examples={"go on": {}},
+            ),
+            Endpoint(
+                "/configure_logging",
+                self.configure_logging,
+                methods=["POST"],
+                summary="Choose what is logged about requests",
+                body=LoggingRequest,
+                errors=CHANGING_ERRORS,
+                examples={"quiet": {"log_requests": False}},
+            ),
+        ]
+
+    async def flush_cache(self, request: Request) -> Response:
+        if not await self._manager.flush_cache():
+            raise BadRequest(
+                "the cache was not flushed: requests are running or waiting"
+            )
+        return Response("Cache flushed.\n", media_type="text/plain")
+
+    async def pause(self, request: Request) -> Response:
+        body = PauseRequest()
+        if await request.body():
+            body = await read_body(request, PauseRequest)
+        await self._manager.pause_generation(body.mode)
+        return json_response(Done(message=f"generation is paused ({body.mode})"))
+
+    async def resume(self, request: Request) -> Response:
+        if await request.body():
+            await read_body(request, ContinueRequest)
+        await self._manager.continue_generation()
+        return json_response(Done(message="generation continues"))
+
+    async def configure_logging(self, request: Request) -> Response:
+        body = await read_body(request, LoggingRequest)
+        refuse_others(body, LOGGING)
+        level = body.log_requests_level
+        if level is not None and not 0 <= level <= _MAX_LOG_LEVEL:
+            raise BadRequest(
+                f"log_requests_level is {level}; it must be 0 or {_MAX_LOG_LEVEL}: "
+                "prompts and outputs are not logged",
+                param="log_requests_level",
+            )
+        log = self._manager.request_log
+        if body.log_requests is not None:
+            log.is_on = body.log_requests
+        if level is not None:
+            log.has_params = level > 0
+        return Response()
