@@ -64,7 +64,8 @@ def random_prompts(number: int, *, seed: int) -> list[list[int]]:
 
 
 def answers_of(tp_size: int, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Prefill in chunks, decode, cached prefixes, and drawn tokens."""
+    """Prefill in chunks, decode, cached prefixes, and drawn tokens; by priority, and
+    with a pause."""
     prompts = random_prompts(12, seed=1)
     drawn = [
         {"temperature": 1.0, "top_p": 0.9, "sampling_seed": i, "max_new_tokens": 16}
@@ -75,6 +76,7 @@ def answers_of(tp_size: int, options: dict[str, Any]) -> list[dict[str, Any]]:
         chunked_prefill_size=48,
         max_total_tokens=640,
         schedule_conservativeness=0.3,
+        enable_priority_scheduling=True,
         **options,
     ) as engine:
         answers: list[dict[str, Any]] = []
@@ -85,7 +87,20 @@ def answers_of(tp_size: int, options: dict[str, Any]) -> list[dict[str, Any]]:
                 sampling_params=params,
                 return_logprob=True,
                 logprob_start_len=start,
+                token_ids_logprob=[7, VOCAB - 1],
+                priority=start,
             )
+        stream = engine.generate(
+            input_ids=prompts[0], sampling_params=GREEDY, stream=True
+        )
+        assert not isinstance(stream, dict | list)
+        next(stream)
+        manager, call = engine.tokenizer_manager, engine._host.call
+        call(manager.pause_generation("retract"))
+        assert call(manager.flush_cache())
+        call(manager.continue_generation())
+        *_, last = stream
+        assert last["output_ids"] == answers[-len(prompts)]["output_ids"]
         assert engine.get_server_info()["max_total_num_tokens"] == 640
     return answers
 
@@ -104,6 +119,9 @@ def test_two_ranks_equal_one(tmp_path: Path, name: str) -> None:
             ]
             assert scores or kind == "input_token_logprobs"
             assert all(x == pytest.approx(y, abs=1e-4) for x, y in scores)
+        named = [m["meta_info"]["output_token_ids_logprobs"] for m in (a, b)]
+        for x, y in zip(*named, strict=True):
+            assert [e[0] for e in x] == pytest.approx([e[0] for e in y], abs=1e-4)
     found = [a["meta_info"]["cached_tokens"] for a in two]
     scored = [a["meta_info"]["input_token_logprobs"] for a in two]
     assert all(bool(s) != bool(n) for s, n in zip(scored, found, strict=True))
