@@ -12,7 +12,7 @@ from sglang.srt.utils import template_limits
 from sglang.srt.utils.chat_template import MAX_SOURCE_CHARS, ChatTemplate
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="cpu")
+register_cpu_ci(est_time=16, suite="cpu")
 
 GROWING = "{% set ns = namespace(x=START) %}{% for i in range(99) %}STEP{% endfor %}"
 
@@ -22,6 +22,10 @@ def growing(start: str, step: str, end: str = "") -> str:
     return GROWING.replace("START", start).replace("STEP", step) + end
 
 
+DOUBLED = (
+    "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
+)
 STEPS = "it takes more than 500000 steps"
 CHARS = "it makes more than 67108864 characters"
 HOSTILE = {
@@ -50,6 +54,60 @@ HOSTILE = {
     "doubling a list": (growing("['a']", "ns.x + ns.x"), CHARS),
     "doubling what is shown": (growing("['a']", "[ns.x, ns.x]", "{{ ns.x }}"), CHARS),
     "doubling JSON": (growing("['a']", "[ns.x, ns.x]", "{{ ns.x|tojson }}"), CHARS),
+    "comparing what doubles": (DOUBLED + "{{ ns.x == ns.y }}", CHARS),
+    "less than": (DOUBLED + "{{ ns.x < ns.y }}", CHARS),
+    "searching": (DOUBLED + "{{ ns.x in [ns.y] }}", CHARS),
+    "not in": (DOUBLED + "{{ ns.x not in [ns.y] }}", CHARS),
+    "a test": (DOUBLED + "{{ ns.x is eq(ns.y) }}", CHARS),
+    "a test of filters": (DOUBLED + "{{ [ns.x]|select('in', [ns.y])|list }}", CHARS),
+    "an attribute's test": (
+        DOUBLED + "{{ [{'a': ns.x}]|selectattr('a', 'equalto', ns.y)|list }}",
+        CHARS,
+    ),
+    "sort": (DOUBLED + "{{ [ns.x, ns.y]|sort|length }}", CHARS),
+    "unique": (DOUBLED + "{{ [ns.x, ns.y]|unique|list|length }}", CHARS),
+    "min": (DOUBLED + "{{ [ns.x, ns.y]|min|length }}", CHARS),
+    "max by attribute": (
+        DOUBLED + "{{ [{'a': ns.x}, {'a': ns.y}]|max(attribute='a')|length }}",
+        CHARS,
+    ),
+    "groupby": (
+        DOUBLED + "{{ [{'a': ns.x}, {'a': ns.y}]|groupby('a')|length }}",
+        CHARS,
+    ),
+    "dictsort": (
+        DOUBLED + "{{ {'a': ns.x, 'b': ns.y}|dictsort(by='value')|length }}",
+        CHARS,
+    ),
+    "sum of lists": ("{{ ([[0]] * 60000)|sum(start=[])|length }}", CHARS),
+    "a list's method": (DOUBLED + "{{ [ns.x].index(ns.y) }}", CHARS),
+    "a generator's JSON": (DOUBLED + "{{ [ns.x]|map('list')|tojson }}", CHARS),
+    "a key": (growing("(1,)", "(ns.x, ns.x)", "{{ {ns.x: 1}|length }}"), CHARS),
+    "a subscript": (growing("(1,)", "(ns.x, ns.x)", "{{ {}[ns.x] }}"), CHARS),
+    "a dictionary's method": (
+        growing("(1,)", "(ns.x, ns.x)", "{{ {}.get(ns.x) }}"),
+        CHARS,
+    ),
+    "loop.changed": (
+        DOUBLED + "{% for i in [ns.x, ns.y] %}{{ loop.changed(i) }}{% endfor %}",
+        CHARS,
+    ),
+    "a namespace": (growing("[1]", "[ns.x, ns.x]", "{{ ns }}"), CHARS),
+    "a view": (growing("{}", "{'a': ns.x, 'b': ns.x}", "{{ ns.x.values() }}"), CHARS),
+    "nesting": (
+        "{% set ns = namespace(x=()) %}{% for i in range(99999) %}"
+        "{% set ns.x = (ns.x,) %}{% endfor %}{{ {ns.x: 1}|length }}",
+        "more than 500 deep",
+    ),
+    "itself": (
+        "{% set ns = namespace(x=1) %}{% set ns.x = [ns] %}{{ ns }}",
+        "more than 500 deep",
+    ),
+    "long texts compared": (
+        "{% set a = 'a' * 60000000 %}{% set b = 'a' * 60000000 %}"
+        "{% for i in range(9999) %}{{ a == b }}{% endfor %}",
+        STEPS,
+    ),
     "squaring": (growing("10", "ns.x * ns.x"), "65536 bits"),
     "power": ("{{ 9 ** (9 ** 9) }}", "65536 bits"),
     "text times": ("{{ 'a' * 10**10 }}", CHARS),
@@ -116,6 +174,19 @@ def test_a_request_cannot_turn_a_harmless_template_into_a_loop() -> None:
     assert rendered(source, [], n=3) == "ok"
     with pytest.raises(ValueError, match="refused the messages: it takes more than"):
         rendered(source, [], n=99_999)
+
+
+def test_a_comparison_that_only_some_conversations_reach() -> None:
+    source = (
+        DOUBLED + "{% if messages|length == 9 %}{{ ns.x == ns.y }}{% endif %}"
+        "{% for m in messages %}{{ m == messages[-1] }}{% endfor %}"
+    )
+    user = {"role": "user", "content": "hi"}
+    assert rendered(source, [user] * 8) == "True" * 8
+    began = time.thread_time()
+    with pytest.raises(ValueError, match="refused the messages: it makes more than"):
+        rendered(source, [user] * 9)
+    assert time.thread_time() - began < 10.0
 
 
 def test_each_rendering_has_its_own_budget() -> None:

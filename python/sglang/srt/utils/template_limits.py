@@ -9,7 +9,15 @@ operations that make long texts are refused before they run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+    ValuesView,
+)
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -18,6 +26,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 MAX_STEPS = 500_000
 # More than the largest request body, of one text and of all output.
@@ -32,10 +41,28 @@ MAX_BITS = 1 << 16
 WIDTH_DIGITS = 6
 
 _STEP = "__step"
+_COMPARED = "__compared"
+_SEARCHED = "__searched"
 # Each entry of a container counts as so many characters: visiting it takes time.
 _ENTRY_CHARS = 64
-# Entries of a generator, which has no length: those of the longest range.
-_UNKNOWN_LEN = 100_000
+# Of containers within containers. Hashing and printing recurse on the C stack.
+MAX_DEPTH = 500
+_CONTAINERS = (list, tuple, Mapping, Set, ValuesView, Namespace)
+# What a template can turn into work that its text does not show.
+_COMPARING_TESTS = (
+    *("eq", "equalto", "==", "ne", "!=", "in"),
+    *("lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">="),
+)
+# Filters that look at no entry, or only at their own; all others go through values.
+_SHALLOW_FILTERS = frozenset(
+    (
+        *("length", "count", "first", "last", "reverse", "random", "items", "list"),
+        *("default", "d", "attr", "map", "select", "reject", "selectattr"),
+        "rejectattr",
+    )
+)
+# Of these, the ones that read a generator as they go.
+_LAZY_FILTERS = _SHALLOW_FILTERS - {"length", "count", "last", "reverse", "list"}
 
 
 class TemplateTooExpensive(jinja2.TemplateError):
@@ -94,7 +121,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.globals.pop("lipsum", None)
         for name, function in list(self.filters.items()):
             self.add_filter(name, function)
-        self.filters[_STEP] = _charge
+        self.filters |= {_STEP: _charge, _COMPARED: _compared, _SEARCHED: _searched}
+        for name in _COMPARING_TESTS:
+            self.tests[name] = _limited_test(self.tests[name])
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
         """Let templates use `function`, which then pays for its value."""
@@ -112,12 +141,19 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             _RESULT_SIZE[operator](left, right)
         return super().call_binop(context, operator, left, right)
 
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        # A tuple is hashed.
+        return super().getitem(obj, _compared(argument))
+
     def call(self, context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
         _charge(1)
         # The sandbox wraps `str.format`.
         owner = getattr(getattr(called, "__wrapped__", called), "__self__", None)
         if isinstance(owner, str):
             _pay(getattr(called, "__name__", ""), owner, (*args, *kwargs.values()))
+        elif owner is not None and any(isinstance(a, _CONTAINERS) for a in args):
+            # Methods that search, hash or compare.
+            _grow(_text_size([owner, *args]))
         return super().call(context, called, *args, **kwargs)
 
 
@@ -132,7 +168,21 @@ def _with_steps(template: nodes.Template) -> nodes.Template:
     # `a ~ b` makes its text without passing through an operator or a filter.
     for concat in list(template.find_all(nodes.Concat)):
         concat.nodes = [_filtered(part, "string", part.lineno) for part in concat.nodes]
+    # Comparisons and keys of dictionaries reach no hook of the sandbox either.
+    for compare in list(template.find_all(nodes.Compare)):
+        compare.expr = _watched(compare.expr, _COMPARED)
+        for operand in compare.ops:
+            is_search = operand.op in ("in", "notin")
+            operand.expr = _watched(operand.expr, _SEARCHED if is_search else _COMPARED)
+    for pair in list(template.find_all(nodes.Pair)):
+        pair.key = _watched(pair.key, _COMPARED)
     return template
+
+
+def _watched(value: nodes.Expr, name: str) -> nodes.Expr:
+    if isinstance(value, nodes.Const):
+        return value
+    return _filtered(value, name, value.lineno)
 
 
 def _step(cost: int, line: int) -> nodes.Node:
@@ -172,24 +222,77 @@ def _too_long() -> TemplateTooExpensive:
 
 
 def _text_size(value: Any) -> int:
-    """About the characters of a value as text; stops counting where it is too much.
+    """About the characters of a value as text; visits each object once.
 
-    A list that holds another one twice, and so on, is small in memory and endless as
-    text.
+    Raises:
+        TemplateTooExpensive: there are too many, or values are nested too deeply.
     """
-    size, pending = 0, [value]
-    while pending:
-        entry = pending.pop()
-        size += _ENTRY_CHARS
-        if isinstance(entry, str):
-            size += len(entry) - _ENTRY_CHARS
-        elif isinstance(entry, Mapping):
-            pending += [*entry.keys(), *entry.values()]
-        elif isinstance(entry, list | tuple | Set):
-            pending += entry
-        if size + len(pending) > MAX_CHARS:
-            raise _too_long()
-    return size
+    if not isinstance(value, _CONTAINERS):
+        return len(value) if isinstance(value, str) else _ENTRY_CHARS
+    known: dict[int, int] = {}
+    # Containers on the way to the current one: entries left, size of the others.
+    path: list[tuple[Any, Iterator[Any]]] = [(value, iter(_entries(value)))]
+    sizes = [_ENTRY_CHARS]
+    while True:
+        container, left = path[-1]
+        for entry in left:
+            if isinstance(entry, str):
+                sizes[-1] += len(entry)
+            elif not isinstance(entry, _CONTAINERS):
+                sizes[-1] += _ENTRY_CHARS
+            elif id(entry) in known:
+                sizes[-1] += known[id(entry)]
+            else:
+                path.append((entry, iter(_entries(entry))))
+                sizes.append(_ENTRY_CHARS)
+                break
+        else:
+            path.pop()
+            size = known[id(container)] = sizes.pop()
+            if size > MAX_CHARS:
+                raise _too_long()
+            if not path:
+                return size
+            sizes[-1] += size
+        if len(path) > MAX_DEPTH:
+            raise TemplateTooExpensive(f"it nests values more than {MAX_DEPTH} deep")
+
+
+def _entries(container: Any) -> Iterable[Any]:
+    if isinstance(container, Mapping):
+        return (part for pair in container.items() for part in pair)
+    if isinstance(container, Namespace):
+        return _entries(container._Namespace__attrs)
+    return container  # type: ignore[no-any-return]
+
+
+# -- comparisons -------------------------------------------------------------------
+
+
+def _compared(value: Any) -> Any:
+    """Account for a value that is about to be compared or hashed."""
+    if isinstance(value, _CONTAINERS):
+        _grow(_text_size(value))
+    elif isinstance(value, str) and len(value) > CHARS_PER_STEP:
+        _grow(len(value))
+    return value
+
+
+def _searched(value: Any) -> Any:
+    """Account for a value that is about to be searched; keys are found by hash."""
+    return value if isinstance(value, Mapping) else _compared(value)
+
+
+def _limited_test(function: Any) -> Any:
+    """A test that pays for the values that it compares."""
+
+    @wraps(function)
+    def run(*values: Any) -> Any:
+        for value in values:
+            _compared(value)
+        return function(*values)
+
+    return run
 
 
 # -- operators ---------------------------------------------------------------------
@@ -234,8 +337,10 @@ def _limited(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         value, *options = args[first:]
+        if isinstance(value, Iterator) and name not in _LAZY_FILTERS:
+            value = list(value)
         _pay(name, value, (*options, *kwargs.values()))
-        return function(*args, **kwargs)
+        return function(*args[:first], value, *options, **kwargs)
 
     return run
 
@@ -245,8 +350,10 @@ def _pay(name: str, value: Any, options: Sequence[Any]) -> None:
     estimate = _GROWTH.get(name)
     if estimate is not None:
         _grow(estimate(value, options))
-    else:
-        _charge(1 + _len(value) // 64 if hasattr(value, "__len__") else 1)
+        return
+    if isinstance(value, _CONTAINERS) and name not in _SHALLOW_FILTERS:
+        _grow(_text_size([value, *options]))
+    _charge(1 + _len(value) // 64)
 
 
 def _padded(value: Any, options: Sequence[Any]) -> int:
@@ -271,8 +378,17 @@ def _joined(value: Any, options: Sequence[Any]) -> int:
     return _text_size([value, other]) + _len(value) * _len(other)
 
 
+def _sorted(value: Any, options: Sequence[Any]) -> int:
+    return _text_size([value, *options]) * max(_len(value).bit_length(), 1)
+
+
+def _summed(value: Any, options: Sequence[Any]) -> int:
+    # Lists are added one by one, each time to a new one.
+    return _text_size([value, *options]) * (_len(value) if options else 1)
+
+
 def _len(value: Any) -> int:
-    return len(value) if hasattr(value, "__len__") else _UNKNOWN_LEN
+    return len(value) if hasattr(value, "__len__") else 1
 
 
 def _formatted(value: Any, options: Sequence[Any]) -> int:
@@ -306,4 +422,6 @@ _GROWTH: dict[str, Callable[[Any, Sequence[Any]], int]] = {
     "replace": _replaced,
     "translate": lambda value, options: len(value) * (1 + _text_size(options)),
     "join": _joined,
+    **dict.fromkeys(("sort", "dictsort", "groupby", "unique"), _sorted),
+    "sum": _summed,
 }
