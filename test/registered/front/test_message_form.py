@@ -135,6 +135,19 @@ def test_a_message_with_nothing_in_it(template: str, prompt: str) -> None:
         assert render(template, USER, said, USER) == prompt
 
 
+def test_a_template_may_refuse_an_empty_answer() -> None:
+    """Ministral: an assistant's message has content or calls."""
+    template = LOOP.replace(
+        "BODY",
+        "{% if not m.content %}{{ raise_exception('empty') }}{% endif %}"
+        "{{ m.content }};",
+    )
+    contents: list[Any] = [None, "", []]
+    for content in contents:
+        said: dict[str, Any] = {"role": "assistant", "content": content}
+        assert render(template, USER, said, USER) == "hi; ;hi;"
+
+
 def test_a_template_that_reads_parts_gets_parts() -> None:
     said = {"role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]}
     assert render(PARTS, USER, said, USER) == "hi;Yes.;hi;"

@@ -1,4 +1,4 @@
-"""Folders of fetched models; a test of a model that is not there is skipped."""
+"""Folders of what was fetched; a test of what is not there is skipped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[3]
 sys.path.append(str(REPO))
 
+from scripts.published_templates import templates_folder  # noqa: E402
 from scripts.real_models import MODELS, model_folder  # noqa: E402
 
 
@@ -29,3 +30,11 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def gemma3() -> Path:
     return _folder("gemma3")
+
+
+@pytest.fixture(scope="session")
+def published_templates() -> Path:
+    folder = templates_folder()
+    if not folder.is_dir():
+        pytest.skip("no templates are there: scripts/published_templates.py fetch")
+    return folder

@@ -53,6 +53,7 @@ class MessageForm:
         needs_null: empty content beside calls becomes null.
         splits_calls: text and calls of one message become two messages.
         has_parts: content is a list of text parts.
+        blank: stands for an empty text of an assistant without calls.
         reasoning_name: field of an assistant's reasoning.
         drops_reasoning: reasoning beside both text and calls is left out.
     """
@@ -63,6 +64,7 @@ class MessageForm:
     needs_null: bool = False
     splits_calls: bool = False
     has_parts: bool = False
+    blank: str = ""
     reasoning_name: str = REASONING_NAMES[0]
     drops_reasoning: bool = False
 
@@ -74,6 +76,8 @@ class MessageForm:
         content, calls = message.get("content"), message.get("tool_calls")
         changed = self._renamed(dict(message))
         if not calls:
+            if message["role"] == "assistant":
+                content = self._said(content)
             return [{**changed, "content": self._content(content)}]
         changed["tool_calls"] = [self._call(call) for call in calls]
         if not content:
@@ -88,9 +92,15 @@ class MessageForm:
         return [said, {**changed, "content": self._no_content(None)}]
 
     def _content(self, content: Any) -> Any:
-        if content is None:
-            return None if self.takes_null else ""
-        return [{"type": "text", "text": content}] if self.has_parts else content
+        if self.has_parts and content is not None:
+            return [{"type": "text", "text": content}]
+        return content
+
+    def _said(self, content: Any) -> str | None:
+        """Content of an assistant's message without calls."""
+        if content is None and self.takes_null:
+            return None
+        return content or self.blank
 
     def _no_content(self, content: Any) -> str | None:
         """Content beside calls where there is no text."""
@@ -127,6 +137,8 @@ def _find_content(trial: Trial) -> MessageForm:
         answer = {"role": "assistant", "content": content}
         return trial(form.adapt([_USER, answer, _USER]))
 
+    blanks = [replace(form, blank=blank) for blank in ("", " ")]
+    form = next((f for f in blanks if answered(f, "") is not None), form)
     null = answered(replace(form, takes_null=True), None)
     is_taken = null is not None and not _tells_null(null, answered(form, ""))
     return replace(form, takes_null=is_taken, takes_null_beside_calls=is_taken)
