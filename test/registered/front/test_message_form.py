@@ -180,6 +180,14 @@ def test_reasoning_gives_way_where_a_template_refuses_it_beside_text_and_calls()
         assert shown in render(template, USER, asked, TOLD)
 
 
+def test_a_developer_is_the_system_where_a_template_does_not_know_the_role() -> None:
+    told = {"role": "developer", "content": "Be terse."}
+    template = LOOP.replace("BODY", "{{ m.role }}:{{ m.content }};")
+    assert render(template, told, USER) == "system:Be terse.;user:hi;"
+    template = '{% if messages[0].role == "developer" %}yes{% else %}no{% endif %}'
+    assert render(template, told, USER) == "yes"
+
+
 def test_a_template_that_shows_no_calls_is_left_alone() -> None:
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     assert render(template, USER, ASKED, TOLD) == "user:hi;assistant:;tool:sunny;"

@@ -11,14 +11,7 @@ from typing import Any
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
-# Role of the API -> role that templates know.
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # The last three are in answers (of OpenAI, of litellm) that clients send back.
 IGNORED_MESSAGE_FIELDS = frozenset(
     {"name", "refusal", "annotations", "provider_specific_fields", "thinking_blocks"}
@@ -70,7 +63,7 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
             raise BadRequest(
                 f"{where}.{field} is not supported", param=f"{where}.{field}"
             )
-    plain: dict[str, Any] = {"role": ROLES[role]}
+    plain: dict[str, Any] = {"role": role}
     if role == "assistant":
         return plain | _assistant_fields(where, message)
     content = message.get("content")

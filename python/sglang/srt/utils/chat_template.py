@@ -71,7 +71,7 @@ class ChatTemplate:
         try:
             self._template = _ENVIRONMENT.from_string(source)
             self._try(TRIAL)
-            self._form = find_form(self._try)
+            self._form = find_form(source, self._try)
         except _COMPILE_ERRORS as error:
             reason = str(error) or type(error).__name__
             raise ValueError(f"chat template of {origin}: {reason}") from error

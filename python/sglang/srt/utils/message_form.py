@@ -9,6 +9,7 @@ of a short conversation, once, when it is loaded.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,8 @@ Trial = Callable[[Sequence[Message]], str | None]
 # Where templates look for an assistant's reasoning; messages have the first one.
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
+_DEVELOPER = "developer"
+_TESTS_DEVELOPER = re.compile(r"""(['"])developer\1""")
 _NAME, _KEY, _VALUE = "probed_function", "probed_key", "probed value"
 _TEXT, _THOUGHT, _RESULT = "probed text", "probed thought", "probed result"
 _ARGUMENTS = {_KEY: _VALUE}
@@ -54,6 +57,7 @@ class MessageForm:
         splits_calls: text and calls of one message become two messages.
         has_parts: content is a list of text parts.
         blank: stands for an empty text of an assistant without calls.
+        knows_developer: the role developer stays; else it becomes system.
         reasoning_name: field of an assistant's reasoning.
         drops_reasoning: reasoning beside both text and calls is left out.
     """
@@ -65,6 +69,7 @@ class MessageForm:
     splits_calls: bool = False
     has_parts: bool = False
     blank: str = ""
+    knows_developer: bool = False
     reasoning_name: str = REASONING_NAMES[0]
     drops_reasoning: bool = False
 
@@ -75,8 +80,10 @@ class MessageForm:
     def _adapted(self, message: Mapping[str, Any]) -> list[Message]:
         content, calls = message.get("content"), message.get("tool_calls")
         changed = self._renamed(dict(message))
+        if changed["role"] == _DEVELOPER and not self.knows_developer:
+            changed["role"] = "system"
         if not calls:
-            if message["role"] == "assistant":
+            if changed["role"] == "assistant":
                 content = self._said(content)
             return [{**changed, "content": self._content(content)}]
         changed["tool_calls"] = [self._call(call) for call in calls]
@@ -120,11 +127,13 @@ class MessageForm:
         return message
 
 
-def find_form(trial: Trial) -> MessageForm:
-    """Return the form for the template that `trial` renders with."""
+def find_form(source: str, trial: Trial) -> MessageForm:
+    """Return the form for the template `source`, which `trial` renders with."""
     form = _find_content(trial)
     form = _find_calls(form, trial)
-    return _find_reasoning(form, trial)
+    form = _find_reasoning(form, trial)
+    # Many templates show any role, which says nothing about what the model knows.
+    return replace(form, knows_developer=_TESTS_DEVELOPER.search(source) is not None)
 
 
 def _find_content(trial: Trial) -> MessageForm:
