@@ -102,6 +102,10 @@ class ServerArgs:
     chat_template: Annotated[
         str | None, Arg("A jinja file, or the template itself; unset: the tokenizer's.")
     ] = None
+    escape_special_tokens: Annotated[
+        bool,
+        Arg("Take names of special tokens in messages of users and tools for text."),
+    ] = False
     tool_call_parser: Annotated[
         str | None,
         Arg(

@@ -183,10 +183,8 @@ def test_a_comparison_that_only_some_conversations_reach() -> None:
     )
     user = {"role": "user", "content": "hi"}
     assert rendered(source, [user] * 8) == "True" * 8
-    began = time.thread_time()
     with pytest.raises(ValueError, match="refused the messages: it makes more than"):
         rendered(source, [user] * 9)
-    assert time.thread_time() - began < 10.0
 
 
 def test_each_rendering_has_its_own_budget() -> None:

@@ -148,5 +148,7 @@ def _load_tokenizer(server_args: ServerArgs) -> Tokenizer | None:
         return None
     assert server_args.tokenizer_path is not None
     return load_tokenizer(
-        server_args.tokenizer_path, chat_template=server_args.chat_template
+        server_args.tokenizer_path,
+        chat_template=server_args.chat_template,
+        escape_special_tokens=server_args.escape_special_tokens,
     )

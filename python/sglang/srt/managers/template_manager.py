@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.chat_messages import template_messages
 from sglang.srt.managers.errors import BadRequest
+from sglang.srt.utils.escaped_tokens import EscapedTokens
 
 if TYPE_CHECKING:
     from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+
+# Whose texts may come from anybody: the client's users, pages that its tools read.
+UNTRUSTED_ROLES = frozenset({"user", "tool"})
 
 
 class TemplateManager:
@@ -47,6 +52,9 @@ class TemplateManager:
             )
         plain = template_messages(messages)
         end = _open_end(plain) if continue_final_message else None
+        escaped, mark = self._tokenizer.escaped_tokens, EscapedTokens.new_mark()
+        if escaped is not None:
+            _mark_tokens(plain, escaped, mark)
         try:
             text = self._tokenizer.apply_chat_template(
                 plain,
@@ -56,7 +64,17 @@ class TemplateManager:
             )
         except ValueError as error:
             raise BadRequest(str(error), param="messages") from error
+        if escaped is not None:
+            text = escaped.guarded(text, mark)
         return text if end is None else _cut(text, end)
+
+
+def _mark_tokens(
+    messages: list[dict[str, Any]], escaped: EscapedTokens, mark: str
+) -> None:
+    for message in messages:
+        if message["role"] in UNTRUSTED_ROLES:
+            message["content"] = escaped.marked(message["content"], mark)
 
 
 def continued_text(messages: Sequence[Mapping[str, Any]]) -> str:

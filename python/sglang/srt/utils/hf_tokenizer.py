@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from sglang.srt.utils.chat_template import RESERVED_NAMES, ChatTemplate
+from sglang.srt.utils.escaped_tokens import GUARD, EscapedTokens
 from sglang.srt.utils.gguf_header import is_gguf, read_gguf_header
 from sglang.srt.utils.gguf_tokenizer import GgufTokenizer
 from sglang.srt.utils.json_file import read_json_object, read_text_file, shown
@@ -37,6 +38,9 @@ LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 class Tokenizer:
     """Encodes and decodes as the checkpoint's own tokenizer does.
 
+    Args:
+        escape_special_tokens: `encode` looks at the guards of `escaped_tokens`.
+
     Attributes:
         name: its folder, for messages.
         vocab_size: ids are in `[0, vocab_size)`; a model may pad its own.
@@ -46,6 +50,7 @@ class Tokenizer:
             their own in some folders.
         token_bytes_table: bytes of each token, or None (see `TokenBytes`).
         max_token_chars: characters of the longest token.
+        escaped_tokens: None without `escape_special_tokens`.
     """
 
     def __init__(
@@ -56,9 +61,11 @@ class Tokenizer:
         name: str,
         chat_template: str | None = None,
         tool_template: str | None = None,
+        escape_special_tokens: bool = False,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
+        self.escaped_tokens = EscapedTokens(backend) if escape_special_tokens else None
         self.name = name
         self._backend = backend
         self._add_bos: bool | None = config.get("add_bos_token")
@@ -104,7 +111,9 @@ class Tokenizer:
         `in_thread`: releases the interpreter lock; worth its cost for long texts.
         """
         around = add_special_tokens and self._add_bos is None
-        if in_thread:
+        if self.escaped_tokens is not None and GUARD in text:
+            ids = self.escaped_tokens.encode(text, add_special_tokens=around)
+        elif in_thread:
             # The batch call is the one that releases the interpreter lock.
             batch = self._backend.encode_batch([text], add_special_tokens=around)
             ids = list(batch[0].ids)
@@ -183,11 +192,14 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
 
-def load_tokenizer(path: str, *, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    path: str, *, chat_template: str | None = None, escape_special_tokens: bool = False
+) -> Tokenizer:
     """Read the tokenizer of a folder (or hub name) or of a GGUF file.
 
     Args:
         chat_template: jinja source that replaces the model's own.
+        escape_special_tokens: as of `Tokenizer`.
 
     Raises:
         ValueError: no tokenizer there, or a broken file; names the path.
@@ -196,7 +208,9 @@ def load_tokenizer(path: str, *, chat_template: str | None = None) -> Tokenizer:
     if not folder.is_dir():
         folder = resolve_model_path(path, flag="--tokenizer-path")
     if is_gguf(folder):
-        return _load_from_gguf(folder, chat_template)
+        return _load_from_gguf(
+            folder, chat_template, escape_special_tokens=escape_special_tokens
+        )
     config = _read_config(folder / CONFIG)
     backend = _read_backend(folder)
     template = chat_template or _read_chat_template(folder, config)
@@ -207,6 +221,7 @@ def load_tokenizer(path: str, *, chat_template: str | None = None) -> Tokenizer:
         name=str(folder),
         chat_template=template,
         tool_template=tool_template,
+        escape_special_tokens=escape_special_tokens,
     )
 
 
@@ -229,7 +244,9 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
         raise ValueError(f"{file} is not a tokenizer: {_one_line(error)}") from error
 
 
-def _load_from_gguf(file: Path, chat_template: str | None) -> Tokenizer:
+def _load_from_gguf(
+    file: Path, chat_template: str | None, *, escape_special_tokens: bool
+) -> Tokenizer:
     given = GgufTokenizer(read_gguf_header(file))
     return Tokenizer(
         given.backend(),
@@ -237,6 +254,7 @@ def _load_from_gguf(file: Path, chat_template: str | None) -> Tokenizer:
         name=str(file),
         chat_template=chat_template or given.template,
         tool_template=None if chat_template else given.tool_template,
+        escape_special_tokens=escape_special_tokens,
     )
 
 
