@@ -18,11 +18,8 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
 from sglang.srt.utils.message_form import find_form
-from sglang.srt.utils.template_limits import (
-    LimitedEnvironment,
-    TemplateTooExpensive,
-    limited_rendering,
-)
+from sglang.srt.utils.template_environment import LimitedEnvironment
+from sglang.srt.utils.template_limits import TemplateTooExpensive, limited_rendering
 
 # Errors that a client's messages and variables can cause in a template.
 _RENDER_ERRORS = (
