@@ -156,6 +156,22 @@ def test_a_tool_may_have_nothing_to_say() -> None:
 IMAGE_KINDS = ("image_url", "input_image", "image", "input_audio", "video_url", "file")
 
 
+def test_fields_that_say_nothing_are_ignored() -> None:
+    """Clients keep fields of their own in messages, and of other servers' answers."""
+    extra = {"id": "m1", "timestamp": 5, "cache_control": {"type": "ephemeral"}}
+    extra |= {"metadata": {"a": [1]}, "name": "Ann", "thinking_blocks": [{}]}
+    plain = template_messages([{**USER, **extra}, {**TOLD, "status": "ok"}])
+    assert plain == [USER, TOLD]
+
+
+@pytest.mark.parametrize("field", ["audio", "function_call", "images", "tool_calls"])
+def test_fields_that_say_something_are_refused_by_name(field: str) -> None:
+    with pytest.raises(BadRequest, match=f"{field} is not supported") as refused:
+        template_messages([{**USER, field: {"id": "x"}}])
+    assert refused.value.param == f"messages[0].{field}"
+    assert template_messages([{**USER, field: None}]) == [USER]
+
+
 @pytest.mark.parametrize("kind", IMAGE_KINDS)
 @pytest.mark.parametrize("role", ["user", "tool", "system", "assistant"])
 def test_images_are_refused_by_name(role: str, kind: str) -> None:

@@ -213,5 +213,11 @@ def test_arguments_that_are_no_object_stay_text() -> None:
         assert render(template, USER, asked, TOLD) == "weather{}"
 
 
+def test_arguments_that_are_cut_off_do_not_end_a_conversation() -> None:
+    asked = {**ASKED, "tool_calls": [call(arguments='{"city": "Par')]}
+    prompt = 'hi;;weather(arguments={"city": "Par)sunny;'
+    assert render(TAKEN_APART, USER, asked, TOLD) == prompt
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

@@ -12,14 +12,9 @@ from sglang.srt.managers.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# The last three are in answers (of OpenAI, of litellm) that clients send back.
-IGNORED_MESSAGE_FIELDS = frozenset(
-    {"name", "refusal", "annotations", "provider_specific_fields", "thinking_blocks"}
-)
-FIELDS_OF_ROLE = {
-    "assistant": frozenset({"tool_calls", "reasoning_content", "reasoning"}),
-    "tool": frozenset({"tool_call_id"}),
-}
+# Fields that a message of the role has no use for, and whose loss would change what it
+# says; further fields are ignored.
+SAYING_FIELDS = ("audio", "function_call", "image", "images", "tool_calls", "videos")
 # Type of a content part -> its field with the text.
 TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text")
 ASSISTANT_PARTS = {**TEXT_PARTS, "refusal": "refusal"}
@@ -55,11 +50,10 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
             f"{where}.role is {quoted(role)}; supported: {', '.join(ROLES)}",
             param=f"{where}.role",
         )
-    known = {"role", "content"} | IGNORED_MESSAGE_FIELDS
-    known |= FIELDS_OF_ROLE.get(role, frozenset())
-    for field in sorted(set(message) - known):
+    for field in SAYING_FIELDS:
+        is_read = field == "tool_calls" and role == "assistant"
         # Clients send empty lists and nulls in place of fields that a message lacks.
-        if message[field] not in (None, []):
+        if not is_read and message.get(field) not in (None, [], {}, ""):
             raise BadRequest(
                 f"{where}.{field} is not supported", param=f"{where}.{field}"
             )

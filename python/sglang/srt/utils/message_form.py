@@ -37,6 +37,8 @@ _CALL = {
     "type": "function",
     "function": {"name": _NAME, "arguments": json.dumps(_ARGUMENTS)},
 }
+# A model's output may end within the arguments, and the client goes on.
+_BROKEN_CALL = {**_CALL, "function": {"name": _NAME, "arguments": '{"a'}}
 _ANSWER: Message = {
     "role": "tool",
     "tool_call_id": _ID,
@@ -51,6 +53,8 @@ class MessageForm:
 
     Fields:
         has_objects: arguments of calls are objects where they are JSON; else text.
+        wraps_text: arguments that are no JSON become an object with their text; else
+            they stay text.
         takes_null: null content stays null; else it becomes empty.
         takes_null_beside_calls: the same, in a message with calls.
         needs_null: empty content beside calls becomes null.
@@ -63,6 +67,7 @@ class MessageForm:
     """
 
     has_objects: bool = True
+    wraps_text: bool = False
     takes_null: bool = False
     takes_null_beside_calls: bool = False
     needs_null: bool = False
@@ -118,6 +123,8 @@ class MessageForm:
         function = call["function"]
         convert = _object if self.has_objects else _text
         arguments = convert(function["arguments"])
+        if self.wraps_text and isinstance(arguments, str):
+            arguments = {"arguments": arguments}
         return {**call, "function": {**function, "arguments": arguments}}
 
     def _renamed(self, message: Message) -> Message:
@@ -156,10 +163,13 @@ def _find_content(trial: Trial) -> MessageForm:
 def _find_calls(form: MessageForm, trial: Trial) -> MessageForm:
     """Take the first combination that shows a call; objects come first."""
 
+    def told(form: MessageForm, content: str | None, call: Message) -> str | None:
+        asked = {"role": "assistant", "content": content, "tool_calls": [call]}
+        return trial(form.adapt([_USER, asked, _ANSWER]))
+
     def called(form: MessageForm, content: str | None) -> str | None:
         """The text of a call; None where it is not shown."""
-        asked = {"role": "assistant", "content": content, "tool_calls": [_CALL]}
-        text = trial(form.adapt([_USER, asked, _ANSWER]))
+        text = told(form, content, _CALL)
         is_shown = _shows(text, _NAME, _VALUE) and not _shows(text, repr(_ARGUMENTS))
         return text if is_shown else None
 
@@ -174,6 +184,8 @@ def _find_calls(form: MessageForm, trial: Trial) -> MessageForm:
         found = replace(
             tried, takes_null_beside_calls=null is not None, needs_null=empty is None
         )
+        if told(found, None, _BROKEN_CALL) is None:
+            found = replace(found, wraps_text=True)
         split = replace(found, splits_calls=True)
         if called(found, _TEXT) is None and called(split, _TEXT) is not None:
             return split
