@@ -243,8 +243,6 @@ TEXTS = [
     ("qwen3_coder", "if a <function= b"),
     ("deepseekv3", f"{DS_CALL}other\n```json\n{{}}{DS_END}"),
     ("gpt-oss", "<|channel|>final<|message|>Hi"),
-    ("array", '[{"name": "other", "parameters": {}}]'),
-    ("array", "{}"),
 ]
 
 
@@ -291,12 +289,14 @@ def test_fragmentation_changes_nothing(case: tuple[str, list[str]]) -> None:
     whole = parse(ALL[parser], [text])
     assert parse(ALL[parser], pieces) == whole
     assert parse(ALL[parser], text) == whole
+    # The list of calls is this server's own: what is no call is shown to nobody.
+    shown = "" if parser == "array" else text
     if not whole[1]:
-        assert whole[0] == text
+        assert whole[0] == shown
     for name, arguments in whole[1]:
         assert name in ("weather", "now")
         arguments.encode()
-    assert parse(ALL[parser], pieces, tools=[]) == (text, [])
+    assert parse(ALL[parser], pieces, tools=[]) == (shown, [])
 
 
 BEGUN = {

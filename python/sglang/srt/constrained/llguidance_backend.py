@@ -30,6 +30,7 @@ from sglang.srt.constrained.llguidance_compiler import (
     matcher_error,
 )
 from sglang.srt.constrained.schema_closing import close_objects
+from sglang.srt.constrained.schema_reading import read_schema
 
 # Of the memory estimate; measured (docs/LOG.md): compiled sources without outputs take
 # 20 to 220 kB, states 0.1 to 2.7 kB each, and a state costs 30 units of work or more.
@@ -193,9 +194,10 @@ class LLGuidanceBackend:
     Each source is compiled in a sandbox process first, which costs its time twice.
 
     Dialects
-        json_schema: a JSON Schema object. An unimplemented keyword is an error; `oneOf`
-            is followed as `anyOf`; objects have declared properties only
-            (`close_objects`), unless `allow_additional_properties`.
+        json_schema: a JSON Schema object, read by `schema_reading`. A keyword that
+            cannot be kept is an error; `oneOf` is followed as `anyOf`; objects have
+            declared properties only (`close_objects`), unless
+            `allow_additional_properties`.
         regex: the syntax of Rust's `regex`, without look-around; matched against the
             whole output. `\\d` is 0 to 9.
         ebnf: GBNF as llama.cpp documents it (start rule `root`), or llguidance's Lark
@@ -272,17 +274,21 @@ class LLGuidanceBackend:
         """The text that is compiled, here and in the sandbox.
 
         Raises:
-            ValueError: `source` is too large.
+            ValueError: `source` is too large, or a schema that cannot be served.
         """
         check_size(kind, source)
-        if kind != "json_schema" or self._allow_additional_properties:
+        if kind != "json_schema":
             return source
         try:
             schema = json.loads(source)
         except ValueError:
             return source  # the compiler says why
-        if not close_objects(schema):
-            return source
+        if not self._allow_additional_properties:
+            close_objects(schema)
+        try:
+            read_schema(schema)
+        except ValueError as error:
+            raise ValueError(f"invalid json_schema: {error}") from error
         return json.dumps(schema, separators=(",", ":"))
 
     def _compile(

@@ -12,9 +12,11 @@ import json
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
@@ -29,6 +31,8 @@ _TRIAL_TOKENS = 3
 # Time that a source may take per second of CPU time that it may take: the machine may
 # be busy, but a compiler that hangs must end.
 _SECONDS_PER_CPU_SECOND = 6.0
+# Of the search for what an error is about.
+_SEARCH_CPU_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +110,32 @@ def compile_matcher(
         tokenizer, grammar, log_level=0, limits=limits.of_parser()
     )
     if matcher.is_error():
-        raise ValueError(f"invalid {kind}: {matcher_error(matcher)}")
+        where = _faulty_definition(tokenizer, source) if kind == "json_schema" else ""
+        raise ValueError(f"invalid {kind}: {where}{matcher_error(matcher)}")
     return matcher
+
+
+def _faulty_definition(tokenizer: llguidance.LLTokenizer, source: str) -> str:
+    """Return the path of a definition that fails by itself, and a colon; "" where there
+    is none, or where finding it takes long.
+
+    The library does not say where an error is; of the tools of a request, each is one
+    definition.
+    """
+    schema = json.loads(source)
+    definitions = schema.get("$defs") if isinstance(schema, dict) else None
+    deadline = time.process_time() + _SEARCH_CPU_SECONDS
+    for name in definitions if isinstance(definitions, dict) else ():
+        if time.process_time() > deadline:
+            return ""
+        step = name.replace("~", "~0").replace("/", "~1")
+        one = {"$ref": f"#/$defs/{quote(step)}", "$defs": definitions}
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            json.dumps(one), defaults=_JSON_OPTIONS
+        )
+        if llguidance.LLMatcher(tokenizer, grammar, log_level=0).is_error():
+            return f"$defs.{name}: "
+    return ""
 
 
 def matcher_error(matcher: llguidance.LLMatcher) -> str:

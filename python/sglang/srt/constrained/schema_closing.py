@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.constrained.schema_places import (
+    ALTERNATIVES,
+    DEFINITIONS,
+    UNKNOWN,
+    children,
+    resolve,
+)
+
 # Keywords of which one opens or closes an object explicitly.
 _EXPLICIT = ("additionalProperties", "unevaluatedProperties")
-# Keywords that hold schemas of other places in a document: of one, or of several by
-# name. Not among them is `not`, whose meaning a closed object would widen.
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_PLACES = ("items", "prefixItems", "additionalItems", "additionalProperties")
-# Keywords whose schemas describe the same place as their holder.
-_ALTERNATIVES = ("anyOf", "oneOf")
 
 
 def close_objects(schema: Any) -> bool:
     """Add `additionalProperties: false` to the objects of `schema`, in place.
 
-    Closed is an object with `properties` that says nothing about others. Left open:
+    Closed is an object with `properties` that says nothing about others; those that it
+    requires without describing them are declared. Left open:
 
     - maps, which declare no properties;
     - objects described in parts (`allOf`, `properties` beside a `$ref` or beside an
@@ -36,10 +39,13 @@ def close_objects(schema: Any) -> bool:
     has_closed = False
     for node in document.schemas.values():
         is_open = isinstance(node.get("properties"), dict) and not any(
-            keyword in node for keyword in _EXPLICIT
+            node.get(keyword) is not None for keyword in _EXPLICIT
         )
         if is_open and id(node) not in parts:
             node["additionalProperties"] = False
+            for name in _list(node.get("required")):
+                if isinstance(name, str):
+                    node["properties"].setdefault(name, True)
             has_closed = True
     return has_closed
 
@@ -64,9 +70,9 @@ class _Document:
             if isinstance(node, dict) and id(node) not in self.schemas:
                 self.schemas[id(node)] = node
                 self._groups[id(node)] = self._groups_of(node)
-                todo += _children(node)
+                todo += _all_children(node)
                 if "$ref" in node:
-                    todo.append(self._target(node["$ref"]))
+                    todo.append(resolve(root, node["$ref"]))
 
     def parts_of_objects(self) -> set[int]:
         """Identities of the schemas that describe one of several parts of an object."""
@@ -93,7 +99,7 @@ class _Document:
     def _declaring(self) -> set[int]:
         """Identities of what declares properties of the place that it describes."""
         holders: dict[int, list[int]] = {}
-        todo = [id(_UNKNOWN)]
+        todo = [id(UNKNOWN)]
         for holder, groups in self._groups.items():
             for part in (part for group in groups for part in group):
                 holders.setdefault(id(part), []).append(holder)
@@ -109,27 +115,12 @@ class _Document:
 
     def _groups_of(self, schema: dict[str, Any]) -> list[list[Any]]:
         groups: list[list[Any]] = [[part] for part in _list(schema.get("allOf"))]
-        groups += [_list(schema.get(keyword)) for keyword in _ALTERNATIVES]
+        groups += [_list(schema.get(keyword)) for keyword in ALTERNATIVES]
         if "$ref" in schema:
-            groups.append([self._target(schema["$ref"])])
+            groups.append([resolve(self._root, schema["$ref"])])
         if "properties" in schema:
             groups.append([_Own(schema)])
         return groups
-
-    def _target(self, reference: Any) -> Any:
-        """The schema that a reference into this document names."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return _UNKNOWN
-        found = self._root
-        for step in filter(None, reference[1:].split("/")):
-            name = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
-            elif isinstance(found, dict) and name in found:
-                found = found[name]
-            else:
-                return _UNKNOWN
-        return found
 
 
 class _Own:
@@ -139,21 +130,15 @@ class _Own:
         self.schema = schema
 
 
-_UNKNOWN = object()
-
-
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _children(schema: dict[str, Any]) -> list[Any]:
+def _all_children(schema: dict[str, Any]) -> list[Any]:
     """All schemas that `schema` holds directly."""
-    found: list[Any] = []
-    for keyword in _MAPS:
+    found = [part for part, _ in children(schema)]
+    for keyword in DEFINITIONS:
         holder = schema.get(keyword)
         if isinstance(holder, dict):
             found += holder.values()
-    for keyword in (*_PLACES, "allOf", *_ALTERNATIVES):
-        value = schema.get(keyword)
-        found += value if isinstance(value, list) else [value]
     return found

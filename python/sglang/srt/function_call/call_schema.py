@@ -16,6 +16,7 @@ _MAPS = frozenset(
 _DATA = frozenset({"const", "default", "enum", "example", "examples"})
 # They would give the references below them another base.
 _BASES = frozenset({"$id", "$schema", "id"})
+_REFERENCES = frozenset({"$ref", "$recursiveRef", "$dynamicRef"})
 # Any of them says which values a schema allows.
 _ASSERTIONS = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 
@@ -23,20 +24,21 @@ _ASSERTIONS = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "con
 def calls_schema(tools: Sequence[Tool], *, max_calls: int | None = None) -> str:
     """Return the schema of a non-empty list of `{"name", "parameters"}` objects.
 
-    References within the schema of a tool go on pointing into it.
+    References within the schema of a tool go on pointing into it. Each tool is a
+    definition of its name, which is in the path of an error.
     """
-    definitions = {f"tool_{i}": _parameters(i, tool) for i, tool in enumerate(tools)}
+    definitions = {tool.name: _parameters(tool) for tool in tools}
     calls = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": tool.name},
-                "parameters": {"$ref": f"#/$defs/tool_{i}"},
+                "parameters": {"$ref": f"#/$defs/{tool.name}"},
             },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for i, tool in enumerate(tools)
+        for tool in tools
     ]
     schema: dict[str, Any] = {"type": "array", "minItems": 1}
     if max_calls is not None:
@@ -45,28 +47,44 @@ def calls_schema(tools: Sequence[Tool], *, max_calls: int | None = None) -> str:
     return json.dumps(schema | {"$defs": definitions}, ensure_ascii=False)
 
 
-def _parameters(index: int, tool: Tool) -> dict[str, Any]:
+def _parameters(tool: Tool) -> dict[str, Any]:
     parameters = {k: v for k, v in tool.parameters.items() if k not in _BASES}
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    moved: dict[str, Any] = _moved(parameters, f"#/$defs/tool_{index}")
+    base = tool.parameters.get("$id")
+    moved: dict[str, Any] = _moved(
+        parameters,
+        root=f"#/$defs/{tool.name}",
+        base=base.rstrip("#") if isinstance(base, str) else "",
+    )
     if not _ASSERTIONS & moved.keys():
         moved["type"] = "object"
     return moved
 
 
-def _moved(schema: Any, root: str) -> Any:
-    """Return `schema` with its references to `#` pointing to `root`."""
+def _moved(schema: Any, *, root: str, base: str) -> Any:
+    """Return `schema` with its references to `#` pointing to `root`.
+
+    Args:
+        base: what its references may begin with.
+    """
     if isinstance(schema, list):
-        return [_moved(entry, root) for entry in schema]
+        return [_moved(entry, root=root, base=base) for entry in schema]
     if not isinstance(schema, Mapping):
         return schema
     out: dict[str, Any] = {}
     for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            out[key] = root + value[1:]
+        if key in _REFERENCES and isinstance(value, str):
+            inner = value.removeprefix(base)
+            is_pointer = inner == "#" or inner.startswith("#/")
+            out[key] = root + inner[1:] if is_pointer else value
         elif key in _MAPS and isinstance(value, Mapping):
-            out[key] = {name: _moved(entry, root) for name, entry in value.items()}
+            out[key] = {
+                name: _moved(entry, root=root, base=base)
+                for name, entry in value.items()
+            }
+        elif key in _DATA:
+            out[key] = value
         else:
-            out[key] = value if key in _DATA else _moved(value, root)
+            out[key] = _moved(value, root=root, base=base)
     return out

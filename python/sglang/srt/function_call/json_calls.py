@@ -107,9 +107,16 @@ class JsonCallDetector(ToolCallDetector):
 
 
 class JsonArrayDetector(JsonCallDetector):
-    """The output of a request that is constrained to a list of calls."""
+    """The output of a request that is constrained to a list of calls.
+
+    What is no call is the rest of the list, which is this server's own: nobody asked
+    for it, and a client would take it for the model's answer.
+    """
 
     bare_opener = "["
+
+    def _emit_text(self, text: str) -> None:
+        """Show nothing."""
 
     def _read_calls(self, opener: str) -> Read[None]:
         yield from self._source.expect("[")

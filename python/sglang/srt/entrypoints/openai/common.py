@@ -12,15 +12,14 @@ import msgspec
 
 from sglang.srt.entrypoints.generate_api import parse_sampling_params
 from sglang.srt.entrypoints.openai.protocol import SAMPLING_FIELDS, Sampled
+from sglang.srt.entrypoints.openai.response_format import response_schema
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.request_state import Update
 from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
-from sglang.srt.utils.quoting import quoted
 
 # A name by itself, not a part of a path such as response_format.json_schema.
 _WORD = re.compile(r"(?<![\w.])\w+")
-JSON_OBJECT_SCHEMA = '{"type": "object"}'
 
 
 def make_id(prefix: str) -> str:
@@ -48,6 +47,7 @@ class ClientNames:
         paths: Mapping[str, str] | None = None,
     ) -> None:
         self._paths = paths or {}
+        self._definitions = "$defs."
         self._names = {ours: theirs for theirs, ours in SAMPLING_FIELDS.items()}
         self._names |= {
             "max_new_tokens": max_tokens,
@@ -58,8 +58,10 @@ class ClientNames:
         if body.response_format is not None:
             self._names["json_schema"] = "response_format"
         elif body.json_schema is None:
-            # Only the schemas of tools are left to have made a constraint.
+            # Only the schemas of tools are left to have made a constraint; each is a
+            # definition of the tool's name.
             self._names["json_schema"] = "tools"
+            self._definitions = "tools."
         self._fields = {**self._names, "text": prompt}
 
     @contextmanager
@@ -75,6 +77,7 @@ class ClientNames:
             message = _WORD.sub(
                 lambda word: self._names.get(word[0], word[0]), error.message
             )
+            message = message.replace("$defs.", self._definitions, 1)
             error.message = self._with_paths(message)
             raise
 
@@ -113,7 +116,7 @@ def sampling_params(
     if body.seed is not None:
         raw["sampling_seed"] = _seed(body.seed)
     raw["max_new_tokens"] = default_max_tokens if max_tokens is None else max_tokens
-    schema = _response_schema(body.response_format)
+    schema = response_schema(body.response_format)
     if schema is not None:
         if "json_schema" in raw:
             raise BadRequest(
@@ -133,29 +136,6 @@ def _seed(seed: int) -> int:
             param="seed",
         )
     return seed & MAX_SEED
-
-
-def _response_schema(response_format: dict[str, Any] | None) -> str | None:
-    """Return the JSON schema that `response_format` asks for; None for free text."""
-    kind = "text" if response_format is None else response_format.get("type")
-    if response_format is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return JSON_OBJECT_SCHEMA
-    if kind != "json_schema":
-        raise BadRequest(
-            f"response_format.type is {quoted(kind)}; supported: text, json_object, "
-            "json_schema",
-            param="response_format.type",
-        )
-    holder = response_format.get("json_schema")
-    schema = holder.get("schema") if isinstance(holder, dict) else None
-    if not isinstance(schema, dict):
-        raise BadRequest(
-            "response_format.json_schema.schema must be a JSON schema object",
-            param="response_format.json_schema",
-        )
-    return msgspec.json.encode(schema).decode()
 
 
 class StreamUsage(NamedTuple):

@@ -147,16 +147,25 @@ def _read_parameters(where: str, function: Mapping[str, Any]) -> Mapping[str, An
     parameters = function.get("parameters")
     if parameters is None:
         return {}
-    if not isinstance(parameters, dict) or parameters.get("type") not in (
-        "object",
-        None,
-    ):
+    if not isinstance(parameters, dict) or not _is_of_object(parameters):
         raise BadRequest(f"{where} must be the JSON schema of an object", param=where)
+    if parameters.get("type") is not None:
+        parameters = parameters | {"type": "object"}
     if _depth(parameters) > MAX_SCHEMA_DEPTH:
         raise BadRequest(
             f"{where} is nested more than {MAX_SCHEMA_DEPTH} levels deep", param=where
         )
     return parameters
+
+
+def _is_of_object(schema: Mapping[str, Any]) -> bool:
+    """Whether arguments may satisfy `schema`; some generators write OBJECT, or null
+    beside it."""
+    kinds = schema.get("type")
+    if kinds is None:
+        return True
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    return any(isinstance(kind, str) and kind.lower() == "object" for kind in kinds)
 
 
 def _depth(value: Any) -> int:

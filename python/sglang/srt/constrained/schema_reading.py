@@ -1,0 +1,128 @@
+"""Brings a JSON schema of any generator into the keywords that llguidance reads.
+
+What asks for nothing is taken out, what can be said in keywords that are served is said
+in them, and what would be dropped or would fail later is refused with its path. Reads
+what can be reached from the root alone: a definition that nobody refers to may hold
+anything. Linear in the size of the document: a client wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from sglang.srt.constrained.schema_keywords import UnservedError, read_keywords
+from sglang.srt.constrained.schema_places import (
+    PARTS,
+    UNKNOWN,
+    Path,
+    Place,
+    children,
+    pointer_path,
+    resolve,
+)
+
+_MAX_CYCLE_SHOWN = 8
+
+
+def read_schema(root: Any) -> None:
+    """Rewrite `root` in place.
+
+    Raises:
+        ValueError: names the path of what cannot be served.
+    """
+    reached = _Reached(root)
+    for schema, path in reached.walk():
+        try:
+            read_keywords(schema, Place(root=root, path=path))
+        except UnservedError as error:
+            raise ValueError(f"{Path(path, error.keyword)}: {error}") from error
+    reached.refuse_cycles()
+
+
+class _Reached:
+    """The schemas that can be reached from the root of a document."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._schemas: dict[int, dict[str, Any]] = {}
+        self._paths: dict[int, Path | None] = {}
+
+    def walk(self) -> Iterator[tuple[dict[str, Any], Path | None]]:
+        """Yield each schema with its path, before its parts are looked at.
+
+        Raises:
+            ValueError: something is no schema where one must be.
+        """
+        todo: list[tuple[Any, Path | None]] = [(self._root, None)]
+        while todo:
+            schema, path = todo.pop()
+            if isinstance(schema, bool) or id(schema) in self._schemas:
+                continue
+            if not isinstance(schema, dict):
+                raise ValueError(
+                    f"{path or 'the schema'} must be a schema, an object or a boolean, "
+                    f"got {_short(schema)}"
+                )
+            self._schemas[id(schema)] = schema
+            self._paths[id(schema)] = path
+            yield schema, path
+            todo += children(schema, path)
+            reference = schema.get("$ref")
+            if isinstance(reference, str) and reference.startswith("#"):
+                target = resolve(self._root, reference)
+                if target is not UNKNOWN:
+                    todo.append((target, pointer_path(reference)))
+                elif reference.startswith("#/"):
+                    raise ValueError(
+                        f"{Path(path, '$ref')}: {_short(reference)} names nothing in "
+                        "this schema"
+                    )
+
+    def refuse_cycles(self) -> None:
+        """Refuse a schema that describes its own place by itself: no part of a value
+        lies between, so that nothing is said.
+
+        Raises:
+            ValueError: names the cycle.
+        """
+        done: set[int] = set()
+        for start, schema in self._schemas.items():
+            if start in done:
+                continue
+            # Schemas that are being followed, each with the parts that are left.
+            chain = {start: self._same_place(schema)}
+            while chain:
+                last = next(reversed(chain))
+                part = next(chain[last], None)
+                if part is None:
+                    done.add(last)
+                    del chain[last]
+                elif id(part) in chain:
+                    self._refuse_cycle(list(chain), id(part))
+                elif id(part) not in done:
+                    chain[id(part)] = self._same_place(part)
+
+    def _same_place(self, schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        parts = [resolve(self._root, schema["$ref"])] if "$ref" in schema else []
+        for keyword in PARTS:
+            value = schema.get(keyword)
+            parts += value if isinstance(value, list) else []
+        return (part for part in parts if id(part) in self._schemas)
+
+    def _refuse_cycle(self, chain: list[int], repeated: int) -> None:
+        cycle = chain[chain.index(repeated) :]
+        names = [
+            str(self._paths[one] or "the schema") for one in cycle[:_MAX_CYCLE_SHOWN]
+        ]
+        if len(cycle) > _MAX_CYCLE_SHOWN:
+            names.append("...")
+        raise ValueError(
+            f"{names[0]} refers to itself without a property or an item between, which "
+            f"describes no value: {' -> '.join([*names, names[0]])}"
+        )
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)[:80]
