@@ -14,16 +14,19 @@ from pathlib import Path
 
 import llguidance
 import torch
+from llguidance.gbnf_to_lark import is_lark_syntax
 
 from sglang.srt.constrained.base_grammar import (
     Cancellation,
     EosInsideGrammarError,
     GrammarLimitError,
 )
+from sglang.srt.constrained.gbnf_lexemes import gbnf_to_lark
 from sglang.srt.constrained.grammar_sandbox import GrammarSandbox
 from sglang.srt.constrained.llguidance_compiler import (
     BITS,
     StateLimits,
+    check_eos,
     check_size,
     compile_matcher,
     make_tokenizer,
@@ -200,8 +203,8 @@ class LLGuidanceBackend:
             `allow_additional_properties`.
         regex: the syntax of Rust's `regex`, without look-around; matched against the
             whole output. `\\d` is 0 to 9.
-        ebnf: GBNF as llama.cpp documents it (start rule `root`), or llguidance's Lark
-            dialect (start rule `start`).
+        ebnf: GBNF as llama.cpp documents it (start rule `root`; `gbnf_lexemes`), or
+            llguidance's Lark dialect (start rule `start`).
     """
 
     def __init__(
@@ -274,21 +277,27 @@ class LLGuidanceBackend:
         """The text that is compiled, here and in the sandbox.
 
         Raises:
-            ValueError: `source` is too large, or a schema that cannot be served.
+            ValueError: `source` is too large, or cannot be served.
         """
         check_size(kind, source)
-        if kind != "json_schema":
-            return source
+        check_eos(self._tokenizer, kind, source)
+        try:
+            if kind == "json_schema":
+                return self._read_schema(source)
+            if kind == "ebnf" and not is_lark_syntax(source):
+                return gbnf_to_lark(source)
+        except ValueError as error:
+            raise ValueError(f"invalid {kind}: {error}") from error
+        return source
+
+    def _read_schema(self, source: str) -> str:
         try:
             schema = json.loads(source)
         except ValueError:
             return source  # the compiler says why
         if not self._allow_additional_properties:
             close_objects(schema)
-        try:
-            read_schema(schema)
-        except ValueError as error:
-            raise ValueError(f"invalid json_schema: {error}") from error
+        read_schema(schema)
         return json.dumps(schema, separators=(",", ":"))
 
     def _compile(

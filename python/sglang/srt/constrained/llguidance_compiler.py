@@ -19,7 +19,6 @@ from pathlib import Path
 from urllib.parse import quote
 
 import llguidance
-from llguidance.gbnf_to_lark import any_to_lark
 
 MAX_SOURCE_CHARS = {"json_schema": 256 * 1024, "regex": 16 * 1024, "ebnf": 64 * 1024}
 MAX_NESTING = 64
@@ -96,12 +95,13 @@ def compile_matcher(
     *,
     limits: StateLimits,
 ) -> llguidance.LLMatcher:
-    """Compile a source that `check_size` has accepted to a matcher in its first state.
+    """Compile a source to a matcher in its first state.
+
+    `check_size` and `check_eos` have accepted it; an EBNF is in llguidance's dialect.
 
     Raises:
         ValueError: the source is invalid; quotes llguidance.
     """
-    _check_eos(tokenizer, kind, source)
     try:
         grammar = _CONVERTERS[kind](source)
     except ValueError as error:
@@ -177,7 +177,7 @@ def check_size(kind: str, source: str) -> None:
         )
 
 
-def _check_eos(tokenizer: llguidance.LLTokenizer, kind: str, source: str) -> None:
+def check_eos(tokenizer: llguidance.LLTokenizer, kind: str, source: str) -> None:
     """Refuse a regex or EBNF that names an EOS token: nothing can follow it, and an
     output ends with one anyway where the grammar is complete.
 
@@ -238,18 +238,14 @@ def _convert_regex(source: str) -> str:
     return str(llguidance.LLMatcher.grammar_from_lark(f"start: /{pattern}/"))
 
 
-def _convert_ebnf(source: str) -> str:
-    try:
-        lark = any_to_lark(source)
-    except Exception as error:  # the converter's own error type has no useful base
-        raise ValueError(str(error)) from error
-    return str(llguidance.LLMatcher.grammar_from_lark(lark))
+def _convert_lark(source: str) -> str:
+    return str(llguidance.LLMatcher.grammar_from_lark(source))
 
 
 _CONVERTERS: dict[str, Callable[[str], str]] = {
     "json_schema": _convert_json_schema,
     "regex": _convert_regex,
-    "ebnf": _convert_ebnf,
+    "ebnf": _convert_lark,
 }
 
 
