@@ -53,6 +53,8 @@ class LLGuidanceGrammar:
     Args:
         n_chars: length of the source.
         max_states: of the lexer that the copies share.
+        is_shared: others have this matcher too; it is copied before it changes. A copy
+            may take as much memory as its source, and most requests wait.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class LLGuidanceGrammar:
         max_states: int,
         n_accepted: int = 0,
         n_late_eos: int = 0,
+        is_shared: bool = False,
     ) -> None:
         self._matcher = matcher
+        self._is_shared = is_shared
         self._eos_ids = eos_ids
         self._n_chars = n_chars
         self._max_states = max_states
@@ -74,7 +78,7 @@ class LLGuidanceGrammar:
         self._n_late_eos = n_late_eos
 
     def accept(self, token_id: int) -> None:
-        matcher = self._matcher
+        matcher = self._own()
         if token_id in self._eos_ids and self._is_over():
             self._n_late_eos += 1
             return
@@ -95,14 +99,14 @@ class LLGuidanceGrammar:
         self._n_accepted += 1
 
     def fill_mask(self, bitmask_row: torch.Tensor) -> None:
-        self._matcher.unsafe_compute_mask_ptr(
+        self._own().unsafe_compute_mask_ptr(
             bitmask_row.data_ptr(), bitmask_row.numel() * 4
         )
         self._check()
 
     def prepare_mask(self) -> None:
         """Do the work of the next `fill_mask`, which then takes no time."""
-        self._matcher.compute_bitmask()
+        self._own().compute_bitmask()
         self._check()
 
     def is_terminated(self) -> bool:
@@ -117,17 +121,19 @@ class LLGuidanceGrammar:
         late = min(n_tokens, self._n_late_eos)
         self._n_late_eos -= late
         if n_tokens > late:
-            self._matcher.rollback(n_tokens - late)
+            self._own().rollback(n_tokens - late)
             self._n_accepted -= n_tokens - late
 
     def fork(self) -> LLGuidanceGrammar:
+        self._is_shared = True
         return LLGuidanceGrammar(
-            self._matcher.deep_copy(),
+            self._matcher,
             self._eos_ids,
             n_chars=self._n_chars,
             max_states=self._max_states,
             n_accepted=self._n_accepted,
             n_late_eos=self._n_late_eos,
+            is_shared=True,
         )
 
     def is_usable(self) -> bool:
@@ -177,6 +183,13 @@ class LLGuidanceGrammar:
                 probe.compute_bitmask()
                 return probe, is_taken and not probe.is_error()
         return probe, not probe.is_error()
+
+    def _own(self) -> llguidance.LLMatcher:
+        """The matcher, which nobody else has from now on."""
+        if self._is_shared:
+            self._matcher = self._matcher.deep_copy()
+            self._is_shared = False
+        return self._matcher
 
     def _is_over(self) -> bool:
         return self._matcher.is_stopped() and not self._matcher.is_error()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,11 @@ from kv_canary.hashing import mix64_int
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.stop_matcher import StopMatcher
 from sglang.srt.managers.utils import decode_reserve
-from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
+from sglang.srt.sampling.sampling_params import (
+    GRAMMAR_FIELDS,
+    MAX_SEED,
+    SamplingParams,
+)
 from sglang.srt.utils.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -22,6 +27,11 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+
+MIN_SHARED_CHARS = 1024
+# Sources have at most 256 Ki characters.
+MAX_SHARED_TEXTS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +108,23 @@ def _embeds_refusal(server_args: ServerArgs, runner: ModelRunner) -> str | None:
     return None
 
 
+class RecentTexts:
+    """Large texts of the last requests, so that equal ones are held once."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[str, str] = OrderedDict()
+
+    def shared(self, text: str) -> str:
+        """Return a text that is equal: of an earlier request, if one had it."""
+        if len(text) < MIN_SHARED_CHARS:
+            return text
+        kept = self._texts.setdefault(text, text)
+        self._texts.move_to_end(text)
+        while len(self._texts) > MAX_SHARED_TEXTS:
+            self._texts.popitem(last=False)
+        return kept
+
+
 class RequestFactory:
     """Builds the requests of one scheduler, each with a seed of its own.
 
@@ -115,6 +142,7 @@ class RequestFactory:
         self.num_created = 0
         # Copies and prompts of one call follow each other and share their parameters.
         self._shared: tuple[SamplingParams, frozenset[int]] | None = None
+        self._sources = RecentTexts()
 
     def create(self, request: GenerateReq) -> Req:
         """The request, ready to be queued.
@@ -179,12 +207,16 @@ class RequestFactory:
         return tokens
 
     def _checked_stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """The tokens that end an output, once for all requests that share `params`.
+        """The tokens that end an output, once for all requests that share `params`;
+        their grammar's source is shared with other calls.
 
         Raises:
             ValueError: `params` name a token outside of the vocabulary.
         """
         if self._shared is None or self._shared[0] is not params:
+            for kind in GRAMMAR_FIELDS:
+                if (source := getattr(params, kind)) is not None:
+                    setattr(params, kind, self._sources.shared(source))
             params.verify_vocab(self.limits.vocab_size)
             eos = () if params.ignore_eos else self.limits.eos_token_ids
             self._shared = params, frozenset((*eos, *params.stop_token_ids))
