@@ -278,6 +278,29 @@ def _world(backend: LLGuidanceBackend, tokenizer: Tokenizer) -> None:
     _WORLD = backend, tokenizer
 
 
+@pytest.mark.parametrize(
+    "space",
+    ["[ \\t\\n]*", '(" " | "\\n")*', "([ \\t\\n] ws)?", '"" | [ \\n] ws', "[ \\n]+"],
+)
+def test_white_space_ends(
+    space: str, backend: LLGuidanceBackend, tokenizer: Tokenizer
+) -> None:
+    """A model that likes white space would write it up to its token limit."""
+    source = f'root ::= "a" ws "\\n"\nws ::= {space}'
+    for text, is_possible in (("a" + " " * 32 + "\n", True), ("a" + " " * 33, False)):
+        grammar = backend.compile("ebnf", source)
+        accepted = 0
+        for token in single_chars(tokenizer, text):
+            try:
+                grammar.accept(token)
+            except RuntimeError:
+                break
+            accepted += 1
+        assert (accepted == len(text)) is is_possible
+    indented = source.replace(space, "[ ]{40}", 1)
+    assert follows(backend, single_chars(tokenizer, "a" + " " * 40 + "\n"), indented)
+
+
 def test_large_parts_are_one_lexeme() -> None:
     """Single characters as lexemes would make masks of large vocabularies slow."""
     assert gbnf_to_lark('root ::= "a" ws "\\n"\nws ::= [ \\t]*').count("/") == 2

@@ -93,6 +93,8 @@ def test_every_api_applies_it_and_refuses_in_its_own_words() -> None:
         field = "text.format" if path == "/v1/responses" else "response_format"
         assert answer.json()["error"]["param"] == field
         assert f"{field} has the unknown field 'shape'" in answer.text
+        answer = ChatWorld().ask(request | with_format({"type": "regex"}), path)
+        assert "supported: text, json_object, json_schema" in answer.text
 
 
 @pytest.mark.parametrize("cut", range(len('[{"name": "weather", "parameters": ') + 1))

@@ -27,6 +27,7 @@ from sglang.srt.constrained.gbnf import (
     parse_gbnf,
     parts_of,
 )
+from sglang.srt.constrained.gbnf_space import with_bounded_space
 from sglang.srt.constrained.lexeme_meetings import Meetings
 
 # Characters of a lexeme, and rules and groups within each other in it.
@@ -47,7 +48,9 @@ def gbnf_to_lark(text: str) -> str:
     Raises:
         ValueError: it is not GBNF.
     """
-    rules = parse_gbnf(text)
+    rules = {
+        name: with_bounded_space(name, body) for name, body in parse_gbnf(text).items()
+    }
     lexemes = Lexemes(rules)
     lexemes.choose()
     return _Writer(rules, lexemes).text()

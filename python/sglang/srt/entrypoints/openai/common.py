@@ -74,9 +74,12 @@ class ClientNames:
             if param is not None:
                 param = self._fields.get(param, param)
                 error.param = self._with_paths(param)
-            message = _WORD.sub(
-                lambda word: self._names.get(word[0], word[0]), error.message
-            )
+            message = error.message
+            if not (param or "").startswith("response_format."):
+                # Else it speaks of types, which have the names of fields.
+                message = _WORD.sub(
+                    lambda word: self._names.get(word[0], word[0]), message
+                )
             message = message.replace("$defs.", self._definitions, 1)
             error.message = self._with_paths(message)
             raise
