@@ -90,12 +90,14 @@ def test_a_file_with_something_else(tmp_path: Path, name: str, text: bytes) -> N
 @pytest.mark.parametrize(
     "name", ["token map", "crash dump", "--config", "--chat-template"]
 )
-@pytest.mark.parametrize("place", ["folder", "fifo", "none", "a\x00b", "x" * 5000])
+@pytest.mark.parametrize(
+    "place", ["folder", "fifo", "fifo.safetensors", "none", "a\x00b", "x" * 5000]
+)
 def test_a_path_that_is_no_file(tmp_path: Path, name: str, place: str) -> None:
     file = tmp_path / place
     if place == "folder":
         file.mkdir()
-    if place == "fifo":
+    if place.startswith("fifo"):
         os.mkfifo(file)
     readers = READERS | {
         "--chat-template": lambda f: ServerArgs(chat_template=str(f)),

@@ -160,6 +160,8 @@ def load_token_map(path: str, *, vocab_size: int, device: torch.device | str) ->
     file = Path(path)
     try:
         if file.suffix == ".safetensors":
+            if not file.is_file():  # a pipe would never end
+                raise ValueError("no such file")
             (ids,) = load_file(file).values()
         else:
             ids = torch.tensor(read_json(file))
