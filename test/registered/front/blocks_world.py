@@ -16,8 +16,8 @@ from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.openai.chat_submit import SubmittedChat
 from sglang.srt.entrypoints.openai.responses_answer import ResponsesAnswer
 from sglang.srt.entrypoints.openai.responses_protocol import ResponsesRequest
+from sglang.srt.function_call.call_formats import HERMES
 from sglang.srt.function_call.core_types import Tool
-from sglang.srt.function_call.json_detectors import HermesDetector
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.prompt_request import PromptRequest
 from sglang.srt.managers.request_state import Update
@@ -28,7 +28,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 Events = list[dict[str, Any]]
 FORM = OutputFormat(
     reasoning=ThinkDetector,
-    calls=HermesDetector,
+    calls=HERMES,
     tools=(Tool(name="f"), Tool(name="g")),
 )
 WIRE = Wire()

@@ -8,14 +8,15 @@ later leaves the calls it has read, and the rest is text.
 from __future__ import annotations
 
 import logging
-import re
 import uuid
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 from sglang.srt.function_call.core_types import CallDelta
-from sglang.srt.utils.text_source import NoMatchError, Read, TextParser
+from sglang.srt.utils.text_source import NoMatchError, Pattern, Read, TextParser
 
 if TYPE_CHECKING:
     from sglang.srt.function_call.core_types import Tool
@@ -25,38 +26,66 @@ logger = logging.getLogger(__name__)
 MAX_SHOWN_NAME = 64
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFormat(ABC):
+    """A format of tool calls, described by data; called, it makes a detector.
+
+    Fields:
+        openers: strings that begin calls; none may begin another.
+        bare_openers: characters that begin calls only where the output begins with one.
+        closers: strings that may follow a call, in this order.
+        opener_pattern: finds the openers instead, by the text behind them.
+        other_marks: further strings that may be special tokens of a tokenizer.
+        is_whole: an output is nothing but calls. What is none is the rest of a list
+            that the server itself asked for; a client would take it for an answer.
+    """
+
+    openers: tuple[str, ...] = ()
+    bare_openers: str = ""
+    opener_pattern: Pattern | None = None
+    closers: tuple[str, ...] = ()
+    other_marks: tuple[str, ...] = ()
+    is_whole: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Strings that must not be dropped from an output as special tokens."""
+        return (*self.openers, *self.closers, *self.other_marks)
+
+    @abstractmethod
+    def __call__(
+        self, tools: Sequence[Tool], *, max_calls: int | None = None
+    ) -> ToolCallDetector:
+        """Return a detector for one output; see `ToolCallDetector`."""
+
+
 class ToolCallDetector(TextParser[str | CallDelta]):
     """Finds the calls in one output; text that holds none comes out unchanged.
 
     White space next to a call belongs to the format and is dropped, but for what parts
     two passages of text.
 
-    Class attributes:
-        openers: strings that begin calls; none may begin another.
-        bare_opener: a character that begins calls only where the output begins with it.
-        marks: all strings of the format that may be special tokens of a tokenizer.
-
     Args:
+        form: where calls begin and end.
         tools: those that may be called; a call to another name is text.
         max_calls: further calls are dropped.
     """
 
-    openers: ClassVar[tuple[str, ...]] = ()
-    bare_opener: ClassVar[str] = ""
-    marks: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, tools: Sequence[Tool], *, max_calls: int | None = None) -> None:
+    def __init__(
+        self, form: CallFormat, tools: Sequence[Tool], *, max_calls: int | None = None
+    ) -> None:
         super().__init__()
         self.num_calls = 0
+        self._form = form
         self._tools = {tool.name: tool for tool in tools}
         self._max_calls = max_calls
-        self._space = ""
+        self._space: list[str] = []
         self._has_text = False
         self._has_warned = False
 
     @abstractmethod
     def _read_calls(self, opener: str) -> Read[None]:
-        """Read the calls after `opener`, which has been read unless it is the bare one.
+        """Read the calls after `opener`, which has been read unless it is a bare one.
 
         Whatever may turn out to be no call begins with a mark of the source; the first
         has it already.
@@ -65,26 +94,33 @@ class ToolCallDetector(TextParser[str | CallDelta]):
             NoMatchError: no call, or no further one, comes next.
         """
 
-    def _call_id(self, index: int) -> str:
+    def _call_id(self) -> str:
         """Make the id of a call."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
+    def _resume(self) -> list[str | CallDelta]:
+        return _merged(super()._resume())
+
     def _run(self) -> Read[None]:
-        if self.bare_opener:
+        if self._form.bare_openers:
             yield from self._read_bare()
         while True:
-            opener = yield from self._source.copy_until(self.openers, self._say)
+            opener = yield from self._source.copy_to(
+                self._form.openers, self._say, pattern=self._form.opener_pattern
+            )
             if opener is None:
                 break
-            if not (yield from self._attempt(opener)):
+            yield from self._source.accept(opener)
+            if not (self._source.may_try and (yield from self._attempt(opener))):
                 self._say(opener)
         if not self.num_calls:
-            self._emit_text(self._space)
+            self._emit_text("".join(self._space))
 
     def _read_bare(self) -> Read[None]:
         space = yield from self._source.skip_space()
-        begins = (yield from self._source.peek()) == self.bare_opener
-        if not (begins and (yield from self._attempt(self.bare_opener))):
+        first = yield from self._source.peek()
+        begins = bool(first) and first in self._form.bare_openers
+        if not (begins and (yield from self._attempt(first))):
             self._say(space)
 
     def _attempt(self, opener: str) -> Read[bool]:
@@ -114,12 +150,13 @@ class ToolCallDetector(TextParser[str | CallDelta]):
         self._has_warned = True
         raise NoMatchError
 
-    def _begin_call(self, name: str) -> None:
+    def _begin_call(self, name: str, call_id: str | None = None) -> None:
         """Emit the first piece of a call: what was read is no text."""
         self._source.commit()
         self.num_calls += 1
         index = self.num_calls - 1
-        self._emit_call(CallDelta(index=index, name=name, call_id=self._call_id(index)))
+        call_id = call_id or self._call_id()
+        self._emit_call(CallDelta(index=index, name=name, call_id=call_id))
 
     def _add_arguments(self, text: str) -> None:
         """Emit a fragment of the arguments of the latest call."""
@@ -131,34 +168,22 @@ class ToolCallDetector(TextParser[str | CallDelta]):
 
     def _say(self, text: str) -> None:
         """Emit text; white space at its end waits for what follows."""
-        text = self._space + text
         body = text.rstrip()
-        self._space = text[len(body) :]
-        if body and self.num_calls and not self._has_text:
-            body = body.lstrip()
-        self._emit_text(body)
+        if body:
+            if self.num_calls and not self._has_text:
+                body = body.lstrip()
+            else:
+                self._emit_text("".join(self._space))
+            self._space.clear()
+            self._emit_text(body)
+        if tail := text[len(text.rstrip()) :]:
+            self._space.append(tail)
 
     def _emit_text(self, text: str) -> None:
-        if not text:
+        if not text or self._form.is_whole:
             return
         self._has_text = True
         self._out.append(text)
-
-    def _read_header(self, end: str, pattern: re.Pattern[str]) -> Read[str]:
-        """Read a call's header, `end` included; return the tool that it names.
-
-        Args:
-            pattern: finds the name, its first group, in the header without `end`.
-
-        Raises:
-            NoMatchError: no such header comes next, or no such tool exists.
-        """
-        header: list[str] = []
-        ended = yield from self._source.copy_until((end,), header.append)
-        found = pattern.search("".join(header))
-        if ended is None or found is None:
-            raise NoMatchError
-        return self._known(found[1])
 
     def _read_list(self, read_call: Callable[[], Read[None]]) -> Read[None]:
         """Read the entries of a list, up to the first that is no call, and `]`.
@@ -184,3 +209,29 @@ class ToolCallDetector(TextParser[str | CallDelta]):
         for literal in literals:
             yield from self._source.skip_space()
             yield from self._source.accept(literal)
+
+
+def _merged(pieces: list[str | CallDelta]) -> list[str | CallDelta]:
+    """Join what follows each other in one text, or in the arguments of one call."""
+    if len(pieces) < 2:
+        return pieces
+    out: list[str | CallDelta] = []
+    for _, run in groupby(pieces, _run_of):
+        first, *others = run
+        if not others:
+            out.append(first)
+        elif isinstance(first, str):
+            texts = [piece for piece in others if isinstance(piece, str)]
+            out.append(first + "".join(texts))
+        else:
+            deltas = [piece for piece in others if isinstance(piece, CallDelta)]
+            rest = "".join(delta.arguments for delta in deltas)
+            out.append(CallDelta(index=first.index, arguments=first.arguments + rest))
+    return out
+
+
+def _run_of(piece: str | CallDelta) -> object:
+    """Return a key that is equal for pieces that make one."""
+    if isinstance(piece, str):
+        return ""
+    return piece.index if piece.name is None else piece

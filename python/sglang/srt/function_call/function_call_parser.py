@@ -5,31 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglang.srt.function_call.call_formats import FORMATS
 from sglang.srt.function_call.core_types import CallDelta, Tool
-from sglang.srt.function_call.json_detectors import (
-    DeepSeekV3Detector,
-    GptOssDetector,
-    HermesDetector,
-    Llama3Detector,
-    MistralDetector,
-)
-from sglang.srt.function_call.pythonic_detector import PythonicDetector
-from sglang.srt.function_call.qwen3_coder_detector import Qwen3CoderDetector
 
 if TYPE_CHECKING:
-    from sglang.srt.function_call.base_detector import ToolCallDetector
+    from sglang.srt.function_call.base_detector import CallFormat
 
-DETECTORS: dict[str, type[ToolCallDetector]] = {
-    "deepseekv3": DeepSeekV3Detector,
-    "gpt-oss": GptOssDetector,
-    "hermes": HermesDetector,
-    "llama3": Llama3Detector,
-    "mistral": MistralDetector,
-    "pythonic": PythonicDetector,
-    "qwen": HermesDetector,
-    "qwen25": HermesDetector,
-    "qwen3_coder": Qwen3CoderDetector,
-}
+DETECTORS: dict[str, CallFormat] = FORMATS
 
 
 class Call(NamedTuple):
@@ -42,13 +24,17 @@ class Call(NamedTuple):
 
 def collect_calls(deltas: Iterable[CallDelta]) -> list[Call]:
     """Put the pieces of all calls of one output together."""
-    calls: list[Call] = []
+    begun: list[CallDelta] = []
+    arguments: list[list[str]] = []
     for delta in deltas:
         if delta.name is not None:
-            calls.append(Call(delta.call_id or "", delta.name, ""))
-        last = calls[-1]
-        calls[-1] = last._replace(arguments=last.arguments + delta.arguments)
-    return calls
+            begun.append(delta)
+            arguments.append([])
+        arguments[-1].append(delta.arguments)
+    return [
+        Call(first.call_id or "", first.name or "", "".join(pieces))
+        for first, pieces in zip(begun, arguments, strict=True)
+    ]
 
 
 def parse_calls(

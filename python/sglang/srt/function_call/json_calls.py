@@ -3,24 +3,87 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from sglang.srt.function_call.base_detector import ToolCallDetector
+from sglang.srt.function_call.base_detector import CallFormat, ToolCallDetector
+from sglang.srt.function_call.json_values import to_json
+from sglang.srt.function_call.relaxed_json import RelaxedCopier, read_value
 from sglang.srt.utils.text_source import Emit, NoMatchError, Read, TextSource
 
+if TYPE_CHECKING:
+    from sglang.srt.function_call.core_types import Tool
+
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
-_STRING_STOP = re.compile(r'["\\]')
-# All but white space, numbers, true, false, null and what parts them.
-_NO_SCALAR = re.compile(r"[^\sa-z0-9.+:,E-]")
-_SCALAR_STOP = re.compile(r"[,}\]\s]")
+SEPARATORS = (",", ";")
+# Templates of Mistral's models refuse ids of any other form.
+SHORT_ID_CHARS = string.ascii_letters + string.digits
+SHORT_ID_LENGTH = 9
+
+_STRING_STOP = {quote: re.compile(rf"[{quote}\\]") for quote in ('"', "'")}
+_SCALAR_STOP = re.compile(r"[^\w.+-]")
+_KEY_STOP = re.compile(r"[^\w-]")
+_HEADER_STOP = re.compile(r"[{]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonFormat(CallFormat):
+    """Calls that are JSON, or whose arguments are, between marks.
+
+    Fields:
+        has_objects: an opener may be followed by calls as objects, or a list of them.
+        header: matches what stands before arguments that are an object of their own:
+            group `name` is the function, group `id`, if there is one, the call's id.
+        quote: a mark that begins and ends strings instead of `"`.
+        has_short_ids: ids are nine letters and digits.
+    """
+
+    has_objects: bool = True
+    header: re.Pattern[str] | None = None
+    quote: str = ""
+    has_short_ids: bool = False
+
+    def __call__(
+        self, tools: Sequence[Tool], *, max_calls: int | None = None
+    ) -> JsonDetector:
+        return JsonDetector(self, tools, max_calls=max_calls)
 
 
 class JsonCallDetector(ToolCallDetector):
-    """A detector of formats whose calls, or whose arguments, are JSON.
+    """A detector that reads JSON.
 
-    Arguments come out as the model wrote them: a client must expect text that is not
-    valid JSON, as from any model.
+    Arguments come out as the model wrote them, as far as that is JSON or close to it
+    (`RelaxedCopier`): a client must expect text that is not valid JSON, as from any
+    model.
     """
+
+    def _read_objects(self, *, closer: str = "") -> Read[None]:
+        """Read a list of calls, or one or more that follow each other.
+
+        Raises:
+            NoMatchError: no call comes next, or no further one.
+        """
+        source = self._source
+
+        def read_call() -> Read[None]:
+            yield from self._read_call(closer=closer)
+
+        if (yield from source.accept("[")):
+            yield from self._read_list(read_call)
+            return
+        yield from read_call()
+        while True:
+            source.mark()
+            yield from self._skip_any(*SEPARATORS, *self._form.openers)
+            yield from source.skip_space()
+            if (yield from source.peek()) != "{":
+                source.rewind()
+                return
+            yield from read_call()
 
     def _read_call(self, *, closer: str = "") -> Read[None]:
         """Read one call as an object; other keys of it are dropped.
@@ -64,8 +127,14 @@ class JsonCallDetector(ToolCallDetector):
             self._add_arguments("{}")
 
     def _read_key(self) -> Read[str]:
+        """Read a key, with quotes or without, and the colon after it."""
         source = self._source
-        key = yield from read_string(source)
+        if (yield from source.peek()) in _STRING_STOP:
+            key = yield from read_string(source)
+        else:
+            parts: list[str] = []
+            yield from source.copy_before(_KEY_STOP, parts.append)
+            key = "".join(parts)
         yield from source.skip_space()
         yield from source.expect(":")
         yield from source.skip_space()
@@ -84,59 +153,97 @@ class JsonCallDetector(ToolCallDetector):
         if first == "{":
             if name is not None:
                 self._begin_call(name)
-            yield from copy_nested(source, emit, closer=closer, is_strict=name is None)
+            copier = RelaxedCopier(emit, closer=closer, is_strict=name is None)
+            yield from copy_object(source, copier)
             return
-        if first == '"':
-            text = (yield from read_string(source)).strip()
-            if not text.startswith("{"):
-                raise NoMatchError
+        if first in _STRING_STOP:
+            text = _object_text((yield from read_string(source)).strip())
         else:
-            yield from source.expect("null")
+            for literal in ("null", "None"):
+                if (yield from source.accept(literal)):
+                    break
+            else:
+                raise NoMatchError
             text = "{}"
         if name is not None:
             self._begin_call(name)
         emit(text)
 
-    def _read_object(self, name: str, *, closer: str = "") -> Read[None]:
-        """Read the arguments of a call whose name came before them."""
-        yield from self._source.skip_space()
-        if (yield from self._source.peek()) != "{":
-            raise NoMatchError
-        self._begin_call(name)
-        yield from copy_nested(self._source, self._add_arguments, closer=closer)
+    def _copy_arguments(self, *, closer: str = "", quote: str = "") -> Read[None]:
+        """Read the arguments of a call that has begun, an object."""
+        copier = RelaxedCopier(self._add_arguments, closer=closer, quote=quote)
+        yield from copy_object(self._source, copier)
 
 
-class JsonArrayDetector(JsonCallDetector):
-    """The output of a request that is constrained to a list of calls.
+class JsonDetector(JsonCallDetector):
+    """Calls of a `JsonFormat`."""
 
-    What is no call is the rest of the list, which is this server's own: nobody asked
-    for it, and a client would take it for the model's answer.
-    """
-
-    bare_opener = "["
-
-    def _emit_text(self, text: str) -> None:
-        """Show nothing."""
+    _form: JsonFormat
 
     def _read_calls(self, opener: str) -> Read[None]:
-        yield from self._source.expect("[")
-        yield from self._read_list(self._read_call)
+        source, form = self._source, self._form
+        closer = form.closers[0] if form.closers else ""
+        yield from source.skip_space()
+        first = yield from source.peek()
+        if form.has_objects and first in ("{", "["):
+            yield from self._read_objects(closer=closer)
+        elif form.header is not None:
+            yield from self._read_header(form.header)
+            yield from self._copy_arguments(closer=closer, quote=form.quote)
+        else:
+            raise NoMatchError
+        yield from self._skip_any(*form.closers)
+
+    def _read_header(self, pattern: re.Pattern[str]) -> Read[None]:
+        """Read what stands before the arguments, and begin the call.
+
+        Raises:
+            NoMatchError: no header comes next, or no such tool exists.
+        """
+        header: list[str] = []
+        end = yield from self._source.copy_before(_HEADER_STOP, header.append)
+        found = pattern.fullmatch("".join(header))
+        if not end or found is None:
+            raise NoMatchError
+        groups = found.groupdict()
+        self._begin_call(self._known(groups["name"]), groups.get("id"))
+
+    def _call_id(self) -> str:
+        if self._form.has_short_ids:
+            return "".join(random.choices(SHORT_ID_CHARS, k=SHORT_ID_LENGTH))
+        return super()._call_id()
+
+
+def copy_object(source: TextSource, copier: RelaxedCopier) -> Read[bool]:
+    """Read an object with `copier`; False where the text ends within it."""
+    return (yield from source.copy_through(copier.step))
 
 
 def read_string(source: TextSource) -> Read[str]:
-    """Read and decode a JSON string.
+    """Read and decode a string of JSON, or one in single quotes.
 
     Raises:
         NoMatchError: it is none, or it is cut off.
     """
-    parts: list[str] = []
-    if (yield from source.peek()) != '"':
+    quote = yield from source.peek()
+    if quote not in _STRING_STOP:
         raise NoMatchError
-    if not (yield from _copy_string(source, parts.append)):
+    parts: list[str] = []
+
+    def add(text: str) -> None:
+        parts.append(text if quote == '"' else text.replace('"', '\\"'))
+
+    yield from source.take()
+    while char := (yield from source.copy_before(_STRING_STOP[quote], add)):
+        piece = yield from source.take(1 if char == quote else 2)
+        if char == quote:
+            break
+        parts.append("'" if piece == "\\'" else piece)  # JSON has no such escape
+    else:
         raise NoMatchError
     try:
         # Models write line breaks into strings.
-        text = str(json.loads("".join(parts), strict=False))
+        text = str(json.loads(f'"{"".join(parts)}"', strict=False))
         text.encode()  # refuses half of a surrogate pair
         return text
     except ValueError as error:
@@ -147,58 +254,32 @@ def skip_value(source: TextSource) -> Read[None]:
     """Read any JSON value."""
     first = yield from source.peek()
     if first in ("{", "["):
-        yield from copy_nested(source, _drop, is_strict=True)
-    elif first == '"':
+        copier = RelaxedCopier(_drop, is_strict=True)
+        yield from copy_object(source, copier)
+    elif first in _STRING_STOP:
         yield from read_string(source)
     else:
         yield from source.copy_before(_SCALAR_STOP, _drop)
 
 
-def copy_nested(
-    source: TextSource, emit: Emit, *, closer: str = "", is_strict: bool = False
-) -> Read[None]:
-    """Emit an object or a list as it comes, to its last bracket, to the end of the
-    text, or before a `closer` outside of its strings.
-
-    Brackets of both kinds are counted, not matched.
-
-    Args:
-        is_strict: refuse characters that JSON has only in strings. A text full of
-            openers would be read as often as it has some otherwise.
+def _object_text(text: str) -> str:
+    """Return the JSON text of an object that a model put into a string.
 
     Raises:
-        NoMatchError: there is such a character.
+        NoMatchError: it is none.
     """
-    structure = re.compile(f'["{{}}\\[\\]{re.escape(closer[:1])}]')
-    if is_strict:
-        structure = _NO_SCALAR
-    depth = 0
-    while char := (yield from source.copy_before(structure, emit)):
-        if char == '"':
-            yield from _copy_string(source, emit)
-            continue
-        if char == closer[:1] and not is_strict:
-            if (yield from source.peek(len(closer))) == closer:
-                return
-        elif char in "{[":
-            depth += 1
-        elif char in "}]":
-            depth -= 1
-        else:
-            raise NoMatchError
-        emit((yield from source.take()))
-        if depth == 0:
-            return
-
-
-def _copy_string(source: TextSource, emit: Emit) -> Read[bool]:
-    """Emit a JSON string as it comes; False where it is cut off."""
-    emit((yield from source.take()))
-    while char := (yield from source.copy_before(_STRING_STOP, emit)):
-        emit((yield from source.take(1 if char == '"' else 2)))
-        if char == '"':
-            return True
-    return False
+    if not text:
+        return "{}"
+    if not text.startswith("{"):
+        raise NoMatchError
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        try:
+            return to_json(read_value(text))
+        except NoMatchError:
+            pass
+    return text
 
 
 def _drop(text: str) -> None:

@@ -14,7 +14,7 @@ from sglang.srt.function_call.function_call_parser import Call, collect_calls
 from sglang.srt.parser.reasoning_detector import Reasoning
 
 if TYPE_CHECKING:
-    from sglang.srt.function_call.base_detector import ToolCallDetector
+    from sglang.srt.function_call.base_detector import CallFormat
     from sglang.srt.function_call.core_types import Tool
     from sglang.srt.parser.reasoning_detector import ReasoningDetector
 
@@ -49,7 +49,7 @@ class OutputFormat:
     """Formats of the outputs of one request.
 
     Fields:
-        reasoning, calls: detectors; None: there is nothing to find.
+        reasoning, calls: formats; None: there is nothing to find.
         is_open: whether the outputs begin inside the reasoning; None: by the format.
         tools: those that may be called. max_calls: further calls are dropped.
         separate_reasoning: hand reasoning out as such; else it is text, marks included,
@@ -61,7 +61,7 @@ class OutputFormat:
     is_open: bool | None = None
     separate_reasoning: bool = True
     stream_reasoning: bool = True
-    calls: type[ToolCallDetector] | None = None
+    calls: CallFormat | None = None
     tools: tuple[Tool, ...] = ()
     max_calls: int | None = None
 

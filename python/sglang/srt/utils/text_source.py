@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from typing import Generic, TypeVar
+from functools import cache
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -19,58 +20,130 @@ Emit = Callable[[str], None]
 
 # An attempt that reads further than this without a decision has failed.
 MAX_ATTEMPT_CHARS = 4096
+MAX_AHEAD_CHARS = 256
+# Failed attempts may read as many characters as the text before them has, and this many
+# more; beyond that nothing is tried. So a text costs time in proportion to its length,
+# whatever it is.
+FREE_REREAD_CHARS = 1 << 16
+# What a failed attempt costs besides the characters that it read.
+ATTEMPT_COST_CHARS = 32
 
 _NOT_SPACE = re.compile(r"\S")
-_NOTHING = re.compile(r"(?!)")
 
 
 class NoMatchError(Exception):
     """The text is not what the parser tried to read."""
 
 
+class Pattern(NamedTuple):
+    """Finds literals by the text behind them.
+
+    Fields:
+        whole: matches a literal; looks ahead.
+        begun: matches an end of a text that may become such a match.
+        max_chars: of a match of `begun`.
+    """
+
+    whole: re.Pattern[str]
+    begun: re.Pattern[str]
+    max_chars: int
+
+    def held_back(self, text: str, begin: int) -> int:
+        """Return how long the end of `text` is that waits for more."""
+        found = self.begun.search(text, max(begin, len(text) - self.max_chars))
+        return 0 if found is None else len(text) - found.start()
+
+
 class TextSource:
     """The text of one output, and how far it has been read.
 
     An attempt begins with `mark` and ends with `commit`, or with `rewind`, which makes
-    its text unread. Of all others, text that was read is forgotten.
+    its text unread. All other text is forgotten once read.
     """
 
     def __init__(self) -> None:
         self.is_ended = False
         self._text = ""
         self._at = 0
+        # Where the attempt and the look ahead began, and the last place they may read.
         self._mark: int | None = None
-        self._limit = MAX_ATTEMPT_CHARS
+        self._ahead: int | None = None
+        self._stop: int | None = None
+        self._forgotten = 0
+        self._reread = 0
 
     def feed(self, text: str) -> None:
         """Append text."""
-        kept = self._at if self._mark is None else self._mark
-        self._text = self._text[kept:] + text
-        self._at -= kept
+        kept = self._at
+        if self._mark is not None or self._ahead is not None:
+            kept = min(p for p in (self._mark, self._ahead) if p is not None)
+        # A long attempt keeps its text; moving it for each piece would cost a square.
+        if kept * 2 >= len(self._text):
+            self._forget(kept)
+        # With one reference left, Python appends in place.
+        held, self._text = self._text, ""
+        held += text
+        self._text = held
+
+    def _forget(self, count: int) -> None:
+        self._text = self._text[count:]
+        self._at -= count
+        self._forgotten += count
         if self._mark is not None:
-            self._mark = 0
+            self._mark -= count
+        if self._ahead is not None:
+            self._ahead -= count
+        if self._stop is not None:
+            self._stop -= count
 
     def end(self) -> None:
         """Declare that no more text comes."""
         self.is_ended = True
 
-    def mark(self) -> None:
-        """Begin an attempt here; there is one at a time."""
+    def mark(self, limit: int | None = MAX_ATTEMPT_CHARS) -> None:
+        """Begin an attempt here that may read `limit` characters; there is one at a
+        time. None: any number, for an attempt that a parser makes once per text."""
         self._mark = self._at
-        self._limit = MAX_ATTEMPT_CHARS
+        self._stop = None
+        if limit is not None:
+            self.extend(limit)
 
     def extend(self, limit: int) -> None:
         """Let the attempt read `limit` characters from its mark on."""
-        self._limit = limit
+        self._stop = limit + (self._at if self._mark is None else self._mark)
+
+    @property
+    def may_try(self) -> bool:
+        """Whether failed attempts have cost little enough to begin one more."""
+        return self._reread < self._forgotten + self._at + FREE_REREAD_CHARS
 
     def commit(self) -> None:
         """End the attempt; what was read stays read."""
-        self._mark = None
+        self._mark = self._stop = None
 
     def rewind(self) -> None:
         """End the attempt, if there is one, and make its text unread."""
         if self._mark is not None:
+            self._reread += self._at - self._mark + ATTEMPT_COST_CHARS
             self._at, self._mark = self._mark, None
+        self._stop = None
+
+    def look_ahead(self, reading: Read[T]) -> Read[T | None]:
+        """Run `reading` over at most `MAX_AHEAD_CHARS` and make its text unread.
+
+        Returns its result; None where it found no match.
+        """
+        # Relative, because places move while `reading` waits.
+        rest = None if self._stop is None else self._stop - self._at
+        self._ahead = self._at
+        self._stop = self._at + MAX_AHEAD_CHARS
+        try:
+            return (yield from reading)
+        except NoMatchError:
+            return None
+        finally:
+            self._at, self._ahead = self._ahead or 0, None
+            self._stop = None if rest is None else self._at + rest
 
     def peek(self, count: int = 1) -> Read[str]:
         """Return the next `count` characters, fewer at the end, without reading."""
@@ -117,9 +190,9 @@ class TextSource:
         empty at the end.
         """
         while True:
-            found = pattern.search(self._text, self._at)
-            stop = len(self._text) if found is None else found.start()
-            self._emit_to(stop, emit)
+            end = self._readable()
+            found = pattern.search(self._text, self._at, end)
+            self._emit_to(end if found is None else found.start(), emit)
             if found is not None:
                 return found[0]
             if self.is_ended:
@@ -132,19 +205,61 @@ class TextSource:
         None of them may begin another. Reads and returns the one found; None at the
         end.
         """
-        pattern = re.compile("|".join(map(re.escape, literals))) if literals else None
+        found = yield from self.copy_to(literals, emit)
+        if found is not None:
+            self._advance(self._at + len(found))
+        return found
+
+    def copy_to(
+        self, literals: Sequence[str], emit: Emit, *, pattern: Pattern | None = None
+    ) -> Read[str | None]:
+        """Read and emit text as it comes, up to the first of `literals`, which is not
+        read; returns that, or None at the end.
+
+        Args:
+            pattern: finds them instead, where they count only in front of certain text.
+        """
+        whole = _any_of(tuple(literals)) if pattern is None else pattern.whole
         while True:
-            found = (pattern or _NOTHING).search(self._text, self._at)
+            end = self._readable()
+            found = whole.search(self._text, self._at, end)
             if found is not None:
                 self._emit_to(found.start(), emit)
-                self._advance(found.end())
                 return found[0]
-            rest = self._text[self._at :]
-            held = 0 if self.is_ended else held_back(rest, literals)
-            self._emit_to(len(self._text) - held, emit)
+            held = 0
+            if not self.is_ended and end == len(self._text):
+                held = held_back(self._text, literals, self._at)
+                if pattern is not None:
+                    held = max(held, pattern.held_back(self._text, self._at))
+            self._emit_to(end - held, emit)
             if self.is_ended:
                 return None
             yield
+
+    def copy_through(self, step: Callable[[str, int, int, bool], int]) -> Read[bool]:
+        """Read as far as `step` does, until it reads no further; False: text ended.
+
+        `step(text, begin, end, is_last)` reads from `begin` and returns where it
+        stopped; a negative number, the complement of that place: it wants no more.
+        """
+        while True:
+            end = self._readable()
+            to = step(self._text, self._at, end, self.is_ended)
+            self._advance(to if to >= 0 else ~to)
+            if to < 0:
+                return True
+            if end < len(self._text):
+                self._advance(end)
+                raise NoMatchError
+            if self.is_ended:
+                return False
+            yield
+
+    def _readable(self) -> int:
+        """Return the end of the text that may be read: one character more than an
+        attempt may read shows that it failed."""
+        end = len(self._text)
+        return end if self._stop is None else min(end, self._stop + 1)
 
     def _emit_to(self, stop: int, emit: Emit) -> None:
         text = self._text[self._at : stop]
@@ -154,7 +269,7 @@ class TextSource:
 
     def _advance(self, to: int) -> None:
         self._at = to
-        if self._mark is not None and to - self._mark > self._limit:
+        if self._stop is not None and to > self._stop:
             raise NoMatchError
 
 
@@ -186,11 +301,18 @@ class TextParser(ABC, Generic[P]):
         """Read the source to its end; add to `_out`."""
 
 
-def held_back(text: str, literals: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that begins one of `literals`."""
+@cache
+def _any_of(literals: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, literals)) or r"(?!)")
+
+
+def held_back(text: str, literals: Sequence[str], begin: int = 0) -> int:
+    """Return the length of the longest end of `text`, from `begin` on, that begins one
+    of `literals`."""
     longest = 0
+    available = len(text) - begin
     for literal in literals:
-        for length in range(min(len(literal) - 1, len(text)), longest, -1):
+        for length in range(min(len(literal) - 1, available), longest, -1):
             if text.endswith(literal[:length]):
                 longest = length
                 break

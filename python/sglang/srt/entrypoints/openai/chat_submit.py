@@ -21,9 +21,9 @@ from sglang.srt.entrypoints.openai.logprobs import need_tokenizer
 from sglang.srt.entrypoints.openai.protocol import ChatRequest
 from sglang.srt.entrypoints.openai.thinking import thinking_variables
 from sglang.srt.entrypoints.openai.tools import ToolUse, read_tool_use
-from sglang.srt.function_call.base_detector import ToolCallDetector
+from sglang.srt.function_call.base_detector import CallFormat
+from sglang.srt.function_call.call_formats import JSON_ARRAY
 from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
-from sglang.srt.function_call.json_calls import JsonArrayDetector
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.prompt_request import PromptRequest
 from sglang.srt.managers.request_state import RequestGroup
@@ -165,9 +165,9 @@ def _output_format(
 
     A constraint holds from the first token on: there is no reasoning before it.
     """
-    calls: type[ToolCallDetector] | None = None
+    calls: CallFormat | None = None
     if use.is_forced:
-        calls = JsonArrayDetector
+        calls = JSON_ARRAY
     elif use.tools and server_args.tool_call_parser is not None:
         calls = CALL_DETECTORS[server_args.tool_call_parser]
     form = OutputFormat(calls=calls, tools=use.tools, max_calls=use.max_calls)
