@@ -99,7 +99,8 @@ class ToolCallDetector(TextParser[str | CallDelta]):
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def _resume(self) -> list[str | CallDelta]:
-        return _merged(super()._resume())
+        out = super()._resume()
+        return out if len(out) < 2 else _merged(out)
 
     def _run(self) -> Read[None]:
         if self._form.bare_openers:
@@ -213,8 +214,6 @@ class ToolCallDetector(TextParser[str | CallDelta]):
 
 def _merged(pieces: list[str | CallDelta]) -> list[str | CallDelta]:
     """Join what follows each other in one text, or in the arguments of one call."""
-    if len(pieces) < 2:
-        return pieces
     out: list[str | CallDelta] = []
     for _, run in groupby(pieces, _run_of):
         first, *others = run

@@ -70,7 +70,7 @@ class JsonCallDetector(ToolCallDetector):
         source = self._source
 
         def read_call() -> Read[None]:
-            yield from self._read_call(closer=closer)
+            return self._read_call(closer=closer)
 
         if (yield from source.accept("[")):
             yield from self._read_list(read_call)
@@ -154,7 +154,7 @@ class JsonCallDetector(ToolCallDetector):
             if name is not None:
                 self._begin_call(name)
             copier = RelaxedCopier(emit, closer=closer, is_strict=name is None)
-            yield from copy_object(source, copier)
+            yield from source.copy_through(copier.step)
             return
         if first in _STRING_STOP:
             text = _object_text((yield from read_string(source)).strip())
@@ -172,7 +172,7 @@ class JsonCallDetector(ToolCallDetector):
     def _copy_arguments(self, *, closer: str = "", quote: str = "") -> Read[None]:
         """Read the arguments of a call that has begun, an object."""
         copier = RelaxedCopier(self._add_arguments, closer=closer, quote=quote)
-        yield from copy_object(self._source, copier)
+        yield from self._source.copy_through(copier.step)
 
 
 class JsonDetector(JsonCallDetector):
@@ -214,11 +214,6 @@ class JsonDetector(JsonCallDetector):
         return super()._call_id()
 
 
-def copy_object(source: TextSource, copier: RelaxedCopier) -> Read[bool]:
-    """Read an object with `copier`; False where the text ends within it."""
-    return (yield from source.copy_through(copier.step))
-
-
 def read_string(source: TextSource) -> Read[str]:
     """Read and decode a string of JSON, or one in single quotes.
 
@@ -255,7 +250,7 @@ def skip_value(source: TextSource) -> Read[None]:
     first = yield from source.peek()
     if first in ("{", "["):
         copier = RelaxedCopier(_drop, is_strict=True)
-        yield from copy_object(source, copier)
+        yield from source.copy_through(copier.step)
     elif first in _STRING_STOP:
         yield from read_string(source)
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang.srt.function_call.base_detector import CallFormat
-from sglang.srt.function_call.json_calls import JsonCallDetector, copy_object
+from sglang.srt.function_call.json_calls import JsonCallDetector
 from sglang.srt.function_call.json_values import to_json
 from sglang.srt.function_call.relaxed_json import RelaxedCopier, load
 from sglang.srt.utils.text_source import NoMatchError, Read
@@ -66,7 +66,7 @@ class PythonicDetector(JsonCallDetector):
         # Strict: a text with many beginnings of calls, one inside the other, would be
         # read many times otherwise.
         copier = RelaxedCopier(parts.append, is_strict=True, is_call=True)
-        if not (yield from copy_object(source, copier)):
+        if not (yield from source.copy_through(copier.step)):
             raise NoMatchError
         arguments = to_json(load(parts))
         self._begin_call(name)

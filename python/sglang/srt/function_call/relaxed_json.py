@@ -37,12 +37,22 @@ _DECIMAL = re.compile(
 )
 _OTHER_BASE = re.compile(r"[+-]?0(?:[xX][0-9a-fA-F]+|[oO][0-7]+|[bB][01]+)")
 
-# Text of a string in double quotes that is the same in JSON. The bound keeps the
-# memory of the match small.
-_PLAIN = r'[^"\\\x00-\x1f]*'
-_JSON_RUN = re.compile(
-    rf'{_PLAIN}(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{{4}}){_PLAIN}){{0,1000}}'
-)
+
+def _unchanged(quote: str, escape: str) -> re.Pattern[str]:
+    """Match text of a string that is the same in JSON. The bound keeps the memory of
+    the match small."""
+    plain = rf'[^{quote}"\\\x00-\x1f]*'
+    return re.compile(rf"{plain}(?:{escape}{plain}){{0,1000}}")
+
+
+_JSON_ESCAPE = r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})'
+# By the first character of the quote; `<` begins a quote without escapes.
+_RUNS = {
+    '"': _unchanged('"', _JSON_ESCAPE),
+    "'": _unchanged("'", _JSON_ESCAPE),
+    "<": _unchanged("<", "(?!)"),
+}
+_RAW_RUNS = {quote: _unchanged(quote, "(?!)") for quote in "\"'"}
 _ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|U[0-9a-fA-F]{8}|.)", re.DOTALL
 )
@@ -85,6 +95,7 @@ class RelaxedCopier:
         self._due = dict.fromkeys(_CLOSERS.values(), 0)
         self._is_key_next = False
         self._quote = ""
+        self._run = _RUNS['"']
         self._is_raw = False
         self.is_done = False
 
@@ -94,6 +105,11 @@ class RelaxedCopier:
         Raises:
             NoMatchError: it is no value, and the copier is strict.
         """
+        if self._quote:  # most pieces of a stream lie within a string
+            found = self._run.match(text, at, end)
+            if found is not None and found.end() == end > at:
+                self._emit(found[0])
+                return end
         while at < end and not self.is_done:
             read = self._read_string if self._quote else self._read_token
             to = read(text, at, end, is_last)
@@ -240,19 +256,15 @@ class RelaxedCopier:
         else:
             self._put('"')
         self._quote = mark
+        self._run = (_RAW_RUNS if self._is_raw else _RUNS)[mark[0]]
 
     def _read_string(self, text: str, at: int, end: int, is_last: bool) -> int:
         """Read a piece of a string; return where it ends."""
         quote = self._quote
-        if quote == '"' and not self._is_raw:
-            found = _JSON_RUN.match(text, at, end)
-            to = at if found is None else found.end()
-        else:
-            stop = _STOPS[quote[0]].search(text, at, end)
-            to = end if stop is None else stop.start()
-        if to > at:
-            self._parts.append(text[at:to])
-            return to
+        found = self._run.match(text, at, end)
+        if found is not None and found.end() > at:
+            self._parts.append(found[0])
+            return found.end()
         char = text[at]
         if char == quote[0] and text.startswith(quote, at, end):
             self._quote = ""
@@ -293,9 +305,6 @@ def _unknown_escape(char: str) -> str:
 
 def _json_inner(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-_STOPS = {quote: re.compile(rf'[{quote}"\\\x00-\x1f]') for quote in ('"', "'", "<")}
 
 
 def read_number(word: str) -> int | float | None:

@@ -74,11 +74,14 @@ class TextSource:
 
     def feed(self, text: str) -> None:
         """Append text."""
-        kept = self._at
-        if self._mark is not None or self._ahead is not None:
-            kept = min(p for p in (self._mark, self._ahead) if p is not None)
+        begin = self._ahead if self._mark is None else self._mark
+        kept = self._at if begin is None else begin
+        if begin is None and kept == len(self._text):  # nearly always
+            self._forgotten += kept
+            self._text, self._at = text, 0
+            return
         # A long attempt keeps its text; moving it for each piece would cost a square.
-        if kept * 2 >= len(self._text):
+        if kept and kept * 2 >= len(self._text):
             self._forget(kept)
         # With one reference left, Python appends in place.
         held, self._text = self._text, ""
@@ -219,7 +222,8 @@ class TextSource:
         Args:
             pattern: finds them instead, where they count only in front of certain text.
         """
-        whole = _any_of(tuple(literals)) if pattern is None else pattern.whole
+        stops = _stops(tuple(literals))
+        whole = stops.whole if pattern is None else pattern.whole
         while True:
             end = self._readable()
             found = whole.search(self._text, self._at, end)
@@ -228,7 +232,7 @@ class TextSource:
                 return found[0]
             held = 0
             if not self.is_ended and end == len(self._text):
-                held = held_back(self._text, literals, self._at)
+                held = stops.held_back(self._text, self._at)
                 if pattern is not None:
                     held = max(held, pattern.held_back(self._text, self._at))
             self._emit_to(end - held, emit)
@@ -243,7 +247,7 @@ class TextSource:
         stopped; a negative number, the complement of that place: it wants no more.
         """
         while True:
-            end = self._readable()
+            end = len(self._text) if self._stop is None else self._readable()
             to = step(self._text, self._at, end, self.is_ended)
             self._advance(to if to >= 0 else ~to)
             if to < 0:
@@ -301,18 +305,41 @@ class TextParser(ABC, Generic[P]):
         """Read the source to its end; add to `_out`."""
 
 
+class Stops(NamedTuple):
+    """Literals, and all that they may begin with."""
+
+    whole: re.Pattern[str]
+    first: re.Pattern[str]
+    prefixes: frozenset[str]
+    max_chars: int
+
+    def held_back(self, text: str, begin: int) -> int:
+        """Return the length of the longest end of `text`, from `begin` on, that begins
+        one of the literals."""
+        at = max(begin, len(text) - self.max_chars)
+        while found := self.first.search(text, at):
+            if text[found.start() :] in self.prefixes:
+                return len(text) - found.start()
+            at = found.end()
+        return 0
+
+
 @cache
-def _any_of(literals: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, literals)) or r"(?!)")
+def _stops(literals: tuple[str, ...]) -> Stops:
+    firsts = "".join({re.escape(literal[0]) for literal in literals})
+    return Stops(
+        whole=re.compile("|".join(map(re.escape, literals)) or r"(?!)"),
+        first=re.compile(f"[{firsts}]" if firsts else r"(?!)"),
+        prefixes=frozenset(s[:i] for s in literals for i in range(1, len(s))),
+        max_chars=max((len(literal) - 1 for literal in literals), default=0),
+    )
 
 
-def held_back(text: str, literals: Sequence[str], begin: int = 0) -> int:
-    """Return the length of the longest end of `text`, from `begin` on, that begins one
-    of `literals`."""
+def held_back(text: str, literals: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` that begins one of `literals`."""
     longest = 0
-    available = len(text) - begin
     for literal in literals:
-        for length in range(min(len(literal) - 1, available), longest, -1):
+        for length in range(min(len(literal) - 1, len(text)), longest, -1):
             if text.endswith(literal[:length]):
                 longest = length
                 break
