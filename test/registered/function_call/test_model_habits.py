@@ -354,6 +354,23 @@ def test_the_name_before_the_arguments(parser: str, text: str) -> None:
     assert parse(parser, text) == ("", PARIS)
 
 
+def test_the_schema_counts_more_than_the_tag() -> None:
+    """Where a string is not allowed, `string="true"` makes none."""
+    begin = '<｜DSML｜invoke name="get_weather"><｜DSML｜parameter name='
+    for name, said, text, value in [
+        ("days", "true", "5", 5),
+        ("days", "false", "5", 5),
+        ("city", "true", "5", "5"),
+        ("city", "false", '"x"', "x"),
+        ("city", "false", "x", "x"),
+        ("other", "true", "[1]", "[1]"),
+        ("other", "false", "[1]", [1]),
+    ]:
+        call = f'{begin}"{name}" string="{said}">{text}</｜DSML｜parameter>'
+        calls = [("get_weather", {name: value})]
+        assert parse("deepseekv32", f"{call}</｜DSML｜invoke>") == ("", calls)
+
+
 def test_kimi_keeps_its_ids() -> None:
     detector = ALL["kimi_k2"](TOOLS)
     out = detector.push(kimi("functions.free:3", "{}") + kimi("free:4", "{}"))

@@ -71,6 +71,7 @@ CASES: list[tuple[Any, str, Any]] = [
     (BOOLEAN, "1", True),
     (BOOLEAN, "0", False),
     (BOOLEAN, "ON", True),
+    (BOOLEAN, "n", False),
     (BOOLEAN, "2", "2"),
     (BOOLEAN, "maybe", "maybe"),
     ({"type": "null"}, "None", None),

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 _DEEPSEEK_OPENERS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _DEEPSEEK_CLOSERS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
-_DEEPSEEK_BEGIN = rf"\s*(?:{_DEEPSEEK_OPENERS[1]})?\s*"
+_DEEPSEEK_BEGIN = rf"(?:{_DEEPSEEK_OPENERS[1]})?\s*"
+# No pattern below has two places side by side that match the same text: a header costs
+# as many steps as it has characters.
 _NAME = r"(?P<name>[^\s<>\[\]{}`|]+)"
 
 # An output that must be calls: what constrained decoding makes of `call_schema`.
@@ -31,7 +33,7 @@ LLAMA3 = JsonFormat(openers=("<|python_tag|>",), bare_openers="{[")
 
 MISTRAL = JsonFormat(
     openers=("[TOOL_CALLS]",),
-    header=re.compile(rf"\s*{_NAME}\s*(?:\[CALL_ID\][^\[\]]*)?(?:\[ARGS\])?\s*"),
+    header=re.compile(rf"{_NAME}\s*(?:\[CALL_ID\][^\[\]]*)?(?:\[ARGS\]\s*)?"),
     has_short_ids=True,
     other_marks=("[ARGS]", "[CALL_ID]"),
 )
@@ -40,7 +42,7 @@ DEEPSEEK_V3 = JsonFormat(
     openers=_DEEPSEEK_OPENERS,
     closers=("```", *_DEEPSEEK_CLOSERS),
     header=re.compile(
-        rf"{_DEEPSEEK_BEGIN}function{_DEEPSEEK_SEPARATOR}\s*{_NAME}\s*(?:```(?:json)?)?\s*"
+        rf"{_DEEPSEEK_BEGIN}function{_DEEPSEEK_SEPARATOR}\s*{_NAME}\s*(?:```(?:json)?\s*)?"
     ),
     has_objects=False,
     other_marks=(_DEEPSEEK_SEPARATOR,),
@@ -60,7 +62,8 @@ GPT_OSS = JsonFormat(
     openers=("<|start|>", "<|channel|>"),
     closers=("<|call|>",),
     header=re.compile(
-        r"[^{]*?\bto=functions\.(?P<name>[\w-]+)[^{]*<\|message\|>\s*", re.DOTALL
+        r"(?:(?!to=functions\.)[^{])*to=functions\.(?P<name>[\w-]+)(?![\w-])"
+        r"[^{]*<\|message\|>\s*"
     ),
     has_objects=False,
     other_marks=("<|message|>", "<|constrain|>", "<|end|>"),
@@ -70,7 +73,7 @@ KIMI_K2 = JsonFormat(
     openers=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
     closers=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
     header=re.compile(
-        r"\s*(?:<\|tool_call_begin\|>)?\s*(?P<id>(?:functions\.)?"
+        r"(?:<\|tool_call_begin\|>)?\s*(?P<id>(?:functions\.)?"
         r"(?P<name>[^\s<>:{}]+):\d+)\s*<\|tool_call_argument_begin\|>\s*"
     ),
     has_objects=False,
@@ -80,7 +83,7 @@ KIMI_K2 = JsonFormat(
 FUNCTION_GEMMA = JsonFormat(
     openers=("<start_function_call>",),
     closers=("<end_function_call>",),
-    header=re.compile(rf"\s*call:\s*{_NAME}\s*"),
+    header=re.compile(rf"call:\s*{_NAME}\s*"),
     has_objects=False,
     quote="<escape>",
     other_marks=("<escape>",),
@@ -89,7 +92,7 @@ FUNCTION_GEMMA = JsonFormat(
 GEMMA4 = JsonFormat(
     openers=("<|tool_call>",),
     closers=("<tool_call|>",),
-    header=re.compile(rf"\s*call:\s*{_NAME}\s*"),
+    header=re.compile(rf"call:\s*{_NAME}\s*"),
     has_objects=False,
     quote='<|"|>',
     other_marks=('<|"|>',),

@@ -36,8 +36,9 @@ class JsonFormat(CallFormat):
 
     Fields:
         has_objects: an opener may be followed by calls as objects, or a list of them.
-        header: matches what stands before arguments that are an object of their own:
-            group `name` is the function, group `id`, if there is one, the call's id.
+        header: matches what stands between an opener, white space behind it, and
+            arguments that are an object of their own: group `name` is the function,
+            group `id`, if there is one, the call's id.
         quote: a mark that begins and ends strings instead of `"`.
         has_short_ids: ids are nine letters and digits.
     """

@@ -30,8 +30,8 @@ _KIND_NAMES = {kind: kind for kind in KINDS} | {
     **{"tuple": "array", "none": "null"},
 }
 _TRUTHS = {
-    **dict.fromkeys(("true", "yes", "on", "1"), True),
-    **dict.fromkeys(("false", "no", "off", "0"), False),
+    **dict.fromkeys(("true", "yes", "on", "1", "y", "t"), True),
+    **dict.fromkeys(("false", "no", "off", "0", "n", "f"), False),
 }
 _OBJECT_KEYS = ("properties", "additionalProperties", "required")
 _BRACKETS = ("{", "[", "(")

@@ -152,8 +152,8 @@ class TagDetector(JsonCallDetector):
         ) is not None:
             head, text = parameter
             value: object = text
-            if not head.is_string:
-                reading = schema.reading(head.name)
+            reading = schema.reading(head.name)
+            if not (head.is_string and reading.allows(text)):
                 value = read_text(text, reading, is_json=head.is_json)
             separator = ", " if given else "{"
             given.add(head.name)
