@@ -165,6 +165,28 @@ def test_text_behind_an_unclosed_value() -> None:
     assert parse("qwen3_coder", text) == ("Done, see </b>.", BOTH[:1])
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "First the command:\n<parameter=command>\na\n</parameter>\n",
+        "<parameter=command>\na\n</parameter>\n</parameter>\n",
+        "<parameter=command>\na\n</parameter>,\n",
+        "<parameter=command>\na\n</parameter>\n<!-- that is all -->\n",
+    ],
+)
+def test_text_between_the_tags_of_a_call(body: str) -> None:
+    other = "<parameter=from>\n1\n</parameter>\n"
+    assert parse("qwen3_coder", tag_call("run", body)) == ("", BOTH[:1])
+    calls = [("run", {"command": "a", "from": 1})]
+    assert parse("qwen3_coder", tag_call("run", body + other)) == ("", calls)
+
+
+def test_text_behind_a_call_without_an_end() -> None:
+    text = "<function=free>\nI have called it, <b>see</b>."
+    shown = "I have called it, <b>see</b>."
+    assert parse("qwen3_coder", text) == (shown, [("free", {})])
+
+
 OBJECTS = [
     "{'city': 'Paris'}",
     "{\"city\": 'Paris'}",
@@ -249,6 +271,9 @@ LISTS: list[tuple[str, str]] = [
     ("qwen25", f"<tool_call>\n{ONE}\n{TWO}\n</tool_call>"),
     ("hermes", f"<tool_call>{ONE}, {TWO}</tool_call>"),
     ("hermes", f"<tool_call>{ONE}<tool_call>{TWO}"),
+    ("hermes", f"<tool_call>[{ONE}, {TWO},]</tool_call>"),
+    ("hermes", f"<tool_call>[{ONE}, {TWO}\n</tool_call>"),
+    ("hermes", f"<tool_call>{ONE}}}\n</tool_call>\n<tool_call>{TWO}]}} </tool_call>"),
     ("qwen3_coder", f"<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>"),
     ("llama3", f"[{ONE}, {TWO}]"),
     ("llama3", f"{ONE}\n{TWO}"),
@@ -324,6 +349,11 @@ HEADERS: list[tuple[str, str]] = [
     ("kimi_k2", kimi("functions.get_weather:0", '{"city": "Paris"}')),
     ("kimi_k2", kimi(" functions.get_weather:12 ", ' {"city": "Paris"}')),
     ("kimi_k2", kimi("get_weather:0", '{"city": "Paris"}')),
+    ("kimi_k2", kimi("functions.get_weather:0", '{"city": "Paris"}}')),
+    (
+        "kimi_k2",
+        kimi("functions.get_weather:0", '{"city": "Paris"}').replace("calls", "call"),
+    ),
     (
         "deepseekv3",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
@@ -369,6 +399,23 @@ def test_the_schema_counts_more_than_the_tag() -> None:
         call = f'{begin}"{name}" string="{said}">{text}</｜DSML｜parameter>'
         calls = [("get_weather", {name: value})]
         assert parse("deepseekv32", f"{call}</｜DSML｜invoke>") == ("", calls)
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "kimi_k2"])
+def test_a_mark_that_was_cut_off_is_no_text(parser: str) -> None:
+    text = {
+        "hermes": f"<tool_call>\n{ONE}\n</tool_call>",
+        "qwen3_coder": tag_call("run", RUN_A + "</parameter>\n"),
+        "kimi_k2": kimi("functions.free:0", "{}"),
+    }[parser]
+    for end in range(len(text)):
+        for pieces in ([text[:end]], text[:end]):
+            detector = ALL[parser](TOOLS)
+            out = [piece for part in pieces for piece in detector.push(part)]
+            out += detector.finish()
+            has_call = any(isinstance(piece, CallDelta) for piece in out)
+            shown = "".join(piece for piece in out if isinstance(piece, str))
+            assert has_call != bool(shown) or not text[:end], text[:end]
 
 
 def test_kimi_keeps_its_ids() -> None:

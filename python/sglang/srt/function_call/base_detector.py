@@ -187,10 +187,11 @@ class ToolCallDetector(TextParser[str | CallDelta]):
         self._out.append(text)
 
     def _read_list(self, read_call: Callable[[], Read[None]]) -> Read[None]:
-        """Read the entries of a list, up to the first that is no call, and `]`.
+        """Read the entries of a list, up to the first that is no call, and `]`, which
+        may be missing.
 
         Raises:
-            NoMatchError: no call comes next, or the list does not end.
+            NoMatchError: no call comes next, or no further one.
         """
         source = self._source
         yield from source.skip_space()
@@ -201,15 +202,21 @@ class ToolCallDetector(TextParser[str | CallDelta]):
             if not (yield from source.accept(",")):
                 break
             yield from source.skip_space()
+            if (yield from source.peek()) == "]":
+                break
             yield from read_call()
-        yield from source.expect("]")
-        source.commit()
+        if (yield from source.accept("]")):
+            source.commit()
+        else:
+            source.rewind()
 
     def _skip_any(self, *literals: str) -> Read[None]:
-        """Read each of `literals` that comes next, in this order, and white space."""
+        """Read each of `literals` that comes next, in this order, and white space. The
+        last may be cut off."""
         for literal in literals:
             yield from self._source.skip_space()
             yield from self._source.accept(literal)
+        self._source.skip_cut(literals)
 
 
 def _merged(pieces: list[str | CallDelta]) -> list[str | CallDelta]:

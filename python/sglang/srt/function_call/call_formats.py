@@ -70,8 +70,14 @@ GPT_OSS = JsonFormat(
 )
 
 KIMI_K2 = JsonFormat(
-    openers=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
-    closers=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    openers=(
+        *("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+        "<|tool_call_begin|>",
+    ),
+    closers=(
+        "<|tool_call_end|>",
+        *("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
+    ),
     header=re.compile(
         r"(?:<\|tool_call_begin\|>)?\s*(?P<id>(?:functions\.)?"
         r"(?P<name>[^\s<>:{}]+):\d+)\s*<\|tool_call_argument_begin\|>\s*"

@@ -27,6 +27,7 @@ SHORT_ID_LENGTH = 9
 _STRING_STOP = {quote: re.compile(rf"[{quote}\\]") for quote in ('"', "'")}
 _SCALAR_STOP = re.compile(r"[^\w.+-]")
 _KEY_STOP = re.compile(r"[^\w-]")
+_NO_CLOSING = re.compile(r"[^\s}\]]")
 _HEADER_STOP = re.compile(r"[{]")
 
 
@@ -193,7 +194,19 @@ class JsonDetector(JsonCallDetector):
             yield from self._copy_arguments(closer=closer, quote=form.quote)
         else:
             raise NoMatchError
+        if closer:
+            yield from self._skip_brackets(closer)
         yield from self._skip_any(*form.closers)
+
+    def _skip_brackets(self, closer: str) -> Read[None]:
+        """Read closing brackets that close nothing, if `closer` follows them."""
+        source = self._source
+        source.mark()
+        yield from source.copy_before(_NO_CLOSING, _drop)
+        if (yield from source.peek(len(closer))) == closer:
+            source.commit()
+        else:
+            source.rewind()
 
     def _read_header(self, pattern: re.Pattern[str]) -> Read[None]:
         """Read what stands before the arguments, and begin the call.

@@ -168,9 +168,9 @@ class TagDetector(JsonCallDetector):
     ) -> Read[tuple[Head, str] | None]:
         """Read the next parameter; None where none comes next, or it is cut off."""
         source, form = self._source, self._form
-        yield from source.skip_space()
-        if not (yield from source.accept(form.parameter)):
+        if not (yield from self._find_parameter()):
             return None
+        yield from source.expect(form.parameter)
         head = yield from self._read_head(form.parameter_head_end)
         if form.value:
             yield from source.skip_space()
@@ -181,6 +181,23 @@ class TagDetector(JsonCallDetector):
         if form.has_line_breaks:
             text = text.removeprefix("\n").removesuffix("\n")
         return head, text
+
+    def _find_parameter(self) -> Read[bool]:
+        """Skip what stands before the next parameter, or the end of the call; text that
+        has neither behind it stays. True where a parameter comes next."""
+        source, form = self._source, self._form
+        yield from source.skip_space()
+        source.mark(None)
+        while (found := (yield from source.copy_to(self._ends, _drop))) is not None:
+            if found != form.value_end:
+                break
+            yield from source.accept(found)
+        if found is None or found in self._calls:
+            source.rewind()
+            source.skip_cut(self._ends)
+            return False
+        source.commit()
+        return found == form.parameter
 
     def _read_value(self, schema: ToolSchema, given: set[str]) -> Read[str | None]:
         """Read a value and its end tag, if it has one; None where it is cut off."""
@@ -245,3 +262,7 @@ class TagDetector(JsonCallDetector):
             return bool(name)
         yield from source.skip_space()
         return name in self._tools and (yield from source.peek()) == "<"
+
+
+def _drop(text: str) -> None:
+    """Read text and keep none of it."""

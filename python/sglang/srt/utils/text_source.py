@@ -171,6 +171,12 @@ class TextSource:
                 return False
             yield
 
+    def skip_cut(self, literals: Sequence[str]) -> None:
+        """Read the rest of a text that ended within one of `literals`."""
+        rest = self._text[self._at : self._at + max(map(len, literals), default=0)]
+        if self.is_ended and any(literal.startswith(rest) for literal in literals):
+            self._advance(self._at + len(rest))
+
     def expect(self, literal: str) -> Read[None]:
         """Read `literal`.
 
