@@ -21,7 +21,16 @@ from paged_world import DIM, HEADS, LAYOUTS, PAGE, PAGES, Pool
 
 from kv_canary.engines import cli
 from kv_canary.engines.block_ledger import BlockLedger
-from kv_canary.engines.hooks import Hook, Record, Refusal, problem_with, require, wrap
+from kv_canary.engines.hooks import (
+    Hook,
+    Record,
+    Refusal,
+    import_failure,
+    import_failures,
+    problem_with,
+    require,
+    wrap,
+)
 from kv_canary.engines.host_table import HOSTS
 from kv_canary.engines.metrics import CanaryCollector
 from kv_canary.engines.page_probe import learn_pages, page_axis
@@ -377,6 +386,7 @@ def test_the_doctor_says_why_a_host_does_not_import(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One line for all of its places, and none of them is called missing."""
+    import_failure.cache_clear()
     (tmp_path / "a_host").mkdir()
     (tmp_path / "a_host" / "worker.py").write_text(BROKEN[reason])
     (tmp_path / "a_host" / "fine.py").write_text("")
@@ -403,6 +413,22 @@ def test_the_doctor_says_why_a_host_does_not_import(
         (False, True),
     ]
     assert lines[-1].startswith("4 of 4 are not as expected")
+
+
+def test_the_first_failure_of_a_package_is_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second import of a package that failed ends in a KeyError."""
+    import_failure.cache_clear()
+    (tmp_path / "half_host" / "part").mkdir(parents=True)
+    text = "import half_host.part.one\nraise OSError('libcudart.so.13')"
+    (tmp_path / "half_host" / "__init__.py").write_text(text)
+    for name in ("__init__", "one", "two"):
+        (tmp_path / "half_host" / "part" / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    owners = ("half_host.part.one:A", "half_host.part.two:B")
+    failures = import_failures([hook(owner=owner) for owner in owners])
+    assert set(failures.values()) == {"OSError: libcudart.so.13"}
 
 
 def test_a_stock_sglang_that_does_not_import_is_found(

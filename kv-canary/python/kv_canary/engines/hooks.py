@@ -120,8 +120,16 @@ def modules_of(expected: Expectation) -> tuple[str, ...]:
     return tuple(part.owner.partition(":")[0] for part in parts)
 
 
+@functools.cache
 def import_failure(module: str) -> str | None:
-    """Return why a module does not import; None also where there is no such module."""
+    """Return why a module does not import; None also where there is no such module.
+
+    Asked once: Python forgets a package whose import failed, and the next import of
+    its modules fails for another reason.
+    """
+    package = module.rpartition(".")[0]
+    if package and import_failure(package) is not None:
+        return import_failure(package)
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
