@@ -26,6 +26,7 @@ from sglang.srt.arg_groups.arg_parser import (
     Arg,
     FlagParser,
     add_fields,
+    declared_fields,
     from_namespace,
 )
 from sglang.srt.entrypoints.engine import Engine
@@ -69,13 +70,14 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[ServerArgs, BenchArgs
     parser = FlagParser(
         prog="python -m sglang.bench_offline_throughput",
         description="Time many requests at once through the offline engine.",
+        preferred=[declared.flag for declared in declared_fields(BenchArgs)],
     )
     add_fields(parser, BenchArgs)
-    add_fields(parser, ServerArgs)
+    ServerArgs.add_flags(parser)
     parser.set_defaults(log_level="error")
     namespace = parser.parse_args(argv)
     bench_args = BenchArgs(**from_namespace(BenchArgs, namespace))
-    return ServerArgs(**from_namespace(ServerArgs, namespace)), bench_args
+    return ServerArgs(**ServerArgs.given(namespace)), bench_args
 
 
 def run_requests(

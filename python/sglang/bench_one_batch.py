@@ -38,6 +38,7 @@ from sglang.srt.arg_groups.arg_parser import (
     FlagParser,
     add_fields,
     check_values,
+    declared_fields,
     flag_name,
     from_namespace,
 )
@@ -110,15 +111,16 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[ServerArgs, BenchArgs
     parser = FlagParser(
         prog="python -m sglang.bench_one_batch",
         description="Time one batch through the model, without a server.",
+        preferred=[declared.flag for declared in declared_fields(BenchArgs)],
     )
     add_fields(parser, BenchArgs)
-    add_fields(parser, ServerArgs)
+    ServerArgs.add_flags(parser)
     namespace = parser.parse_args(argv)
     bench_args = BenchArgs(**from_namespace(BenchArgs, namespace))
     if namespace.max_running_requests is None:
         largest = max(batch_size for batch_size, _, _ in bench_args.shapes())
         namespace.max_running_requests = largest
-    return ServerArgs(**from_namespace(ServerArgs, namespace)), bench_args
+    return ServerArgs(**ServerArgs.given(namespace)), bench_args
 
 
 def run_one_batch(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,11 +21,17 @@ from sglang.srt.arg_groups.arg_parser import (
     add_fields,
     check_values,
     from_namespace,
+    settle_choices,
 )
 from sglang.srt.arg_groups.canary_hook import KV_CANARY_MODES, handle_kv_canary
 from sglang.srt.arg_groups.config_file import CONFIG_FLAG, read_config
 from sglang.srt.arg_groups.cuda_graph_hook import (
+    DECODE_GRAPH_KINDS,
+    DECODE_GRAPHS,
+    PREFILL_GRAPH_KINDS,
+    PREFILL_GRAPHS,
     handle_cuda_graph,
+    handle_graph_phases,
     has_prefill_graphs,
 )
 from sglang.srt.arg_groups.http_hook import handle_http
@@ -32,6 +39,16 @@ from sglang.srt.arg_groups.kv_events_hook import handle_kv_events
 from sglang.srt.arg_groups.speculative_hook import (
     default_max_running_requests,
     handle_speculative,
+)
+from sglang.srt.arg_groups.synonyms import (
+    GRAMMAR_BACKENDS,
+    SAMPLING_BACKENDS,
+    check_token_oracle,
+)
+from sglang.srt.arg_groups.upstream_flags import (
+    add_upstream_flags,
+    upstream_flags,
+    with_upstream_keywords,
 )
 from sglang.srt.configs.attention_backends import (
     ATTENTION_BACKENDS,
@@ -52,9 +69,14 @@ logger = logging.getLogger(__name__)
 LAUNCH_COMMAND = "python -m sglang.launch_server"
 
 
+@with_upstream_keywords
 @dataclasses.dataclass(kw_only=True)
 class ServerArgs:
-    """Every flag of the server and argument of `Engine`, resolved once."""
+    """Every flag of the server and argument of `Engine`, resolved once.
+
+    The constructor also takes the aliases of flags, and arguments of SGLang that ask
+    for nothing or have no effect here (`arg_groups/upstream_flags.py`).
+    """
 
     model_path: Annotated[
         str | None,
@@ -79,10 +101,6 @@ class ServerArgs:
             ("auto", "safetensors", "gguf", "dummy"),
         ),
     ] = "auto"
-    trust_remote_code: Annotated[
-        bool,
-        Arg("Run code of the model.", refused="code from a checkpoint is never run"),
-    ] = False
     context_length: Annotated[
         int | None, Arg("Longest prompt + output; unset: the model's own.", low=1)
     ] = None
@@ -149,10 +167,20 @@ class ServerArgs:
         ),
     ] = None
     sampling_backend: Annotated[
-        str | None, Arg("Sampling backend; unset: pytorch.", ("pytorch",))
+        str | None,
+        Arg(
+            "Sampling backend; unset: pytorch.",
+            ("pytorch",),
+            synonyms=SAMPLING_BACKENDS,
+        ),
     ] = None
     grammar_backend: Annotated[
-        str, Arg("Engine of constrained decoding.", ("llguidance", "none"))
+        str,
+        Arg(
+            "Engine of constrained decoding.",
+            ("llguidance", "none"),
+            synonyms=GRAMMAR_BACKENDS,
+        ),
     ] = "llguidance"
     grammar_cache_mb: Annotated[
         int,
@@ -314,16 +342,58 @@ class ServerArgs:
     ] = 1 << 19
 
     disable_cuda_graph: Annotated[
-        bool, Arg("Run decode without CUDA graphs.", begins="CUDA graphs")
+        bool,
+        Arg(
+            "Run decode without CUDA graphs.",
+            aliases=("--disable-decode-cuda-graph",),
+            begins="CUDA graphs",
+        ),
     ] = False
     cuda_graph_max_bs: Annotated[
-        int | None, Arg("Largest batch with a CUDA graph.", low=1)
+        int | None,
+        Arg(
+            "Largest batch with a CUDA graph.",
+            aliases=("--cuda-graph-max-bs-decode",),
+            low=1,
+        ),
     ] = None
     cuda_graph_bs: Annotated[
-        list[int] | None, Arg("Batch sizes with a CUDA graph.")
+        list[int] | None,
+        Arg("Batch sizes with a CUDA graph.", aliases=("--cuda-graph-bs-decode",)),
     ] = None
     disable_piecewise_cuda_graph: Annotated[
-        bool, Arg("Run prefill without CUDA graphs.")
+        bool,
+        Arg(
+            "Run prefill without CUDA graphs.",
+            aliases=("--disable-prefill-cuda-graph",),
+        ),
+    ] = False
+    cuda_graph_backend_decode: Annotated[
+        str | None,
+        Arg(
+            "Kind of the decode graphs; unset: full.",
+            (DECODE_GRAPHS, "disabled"),
+            synonyms=DECODE_GRAPH_KINDS,
+        ),
+    ] = None
+    cuda_graph_backend_prefill: Annotated[
+        str | None,
+        Arg(
+            "Kind of the prefill graphs; unset: breakable.",
+            (PREFILL_GRAPHS, "disabled"),
+            synonyms=PREFILL_GRAPH_KINDS,
+        ),
+    ] = None
+    cuda_graph_config: Annotated[
+        str | None,
+        Arg(
+            "All of it as JSON, which wins over the other flags: "
+            '{"decode": {"backend": "full", "bs": [1, 2]}, "prefill": {"backend": '
+            '"disabled"}}.'
+        ),
+    ] = None
+    debug_cuda_graph: Annotated[
+        bool, Arg("Run everything eagerly: no graphs of either kind.")
     ] = False
     enable_breakable_cuda_graph: Annotated[
         bool,
@@ -481,7 +551,8 @@ class ServerArgs:
         ),
     ] = None
     speculative_draft_model_path: Annotated[
-        str | None, Arg("Folder of the draft model.")
+        str | None,
+        Arg("Folder of the draft model.", aliases=("--speculative-draft-model",)),
     ] = None
     speculative_num_steps: Annotated[int | None, Arg("Depth of the draft.", low=1)] = (
         None
@@ -557,6 +628,8 @@ class ServerArgs:
     ] = False
 
     def __post_init__(self) -> None:
+        check_token_oracle(self)
+        settle_choices(self)
         self._handle_refused()
         check_values(self)
         for step in (
@@ -567,6 +640,7 @@ class ServerArgs:
             self._handle_attention_backend,
         ):
             step()
+        handle_graph_phases(self)
         handle_cuda_graph(self)
         handle_speculative(self)
         handle_kv_canary(self)
@@ -766,20 +840,37 @@ class ServerArgs:
         if parsed.config is not None:
             parser.set_defaults(**read_config(parsed.config, cls))
             parsed = parser.parse_args(argv)
-        return cls(**from_namespace(cls, parsed))
+        return cls(**cls.given(parsed))
 
     @classmethod
     def parser(cls, prog: str = LAUNCH_COMMAND) -> FlagParser:
         """Return the parser of every flag."""
-        parser = FlagParser(prog=prog, description="Serve a language model over HTTP.")
+        upstream = upstream_flags().values()
+        parser = FlagParser(
+            prog=prog,
+            description="Serve a language model over HTTP.",
+            preferred=[name for flag in upstream for name in flag.names],
+        )
         parser.add_argument(
             CONFIG_FLAG,
             metavar="FILE",
             help="YAML file with a `flag: value` per line; flags of the command line "
             "win over it.",
         )
-        add_fields(parser, cls)
+        cls.add_flags(parser)
         return parser
+
+    @classmethod
+    def add_flags(cls, parser: FlagParser) -> None:
+        """Add every flag of the server, and those of SGLang, to a parser."""
+        add_fields(parser, cls)
+        add_upstream_flags(parser, cls)
+
+    @classmethod
+    def given(cls, parsed: Namespace) -> dict[str, Any]:
+        """Return the keyword arguments that a parser with these flags has read."""
+        others = {k: v for k, v in vars(parsed).items() if k in upstream_flags()}
+        return {**others, **from_namespace(cls, parsed)}
 
     def url(self) -> str:
         """Return the address at which this host reaches the server."""

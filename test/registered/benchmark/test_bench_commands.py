@@ -52,6 +52,8 @@ class TestOneBatch:
         )
         assert args.shapes() == [(1, 512, 8), (1, 512, 32), (16, 512, 8), (16, 512, 32)]
         assert server_args.max_running_requests == 16
+        flags = "--batch 2 --trust-remote-code --dp 1"
+        assert bench_one_batch.parse_args(flags.split())[1].batch_size == [2]
         _, args = bench_one_batch.parse_args([])
         assert args.shapes() == [(1, 1024, 16)]
 

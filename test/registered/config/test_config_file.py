@@ -80,7 +80,7 @@ def test_bounds_and_refusals_hold_in_a_file(tmp_path: Path) -> None:
     for line, message in (
         ("port: 70000", "--port 70000 must be at most 65535"),
         ("kv-canary: maybe", "--kv-canary 'maybe' is unknown"),
-        ("trust-remote-code: true", "--trust-remote-code is refused"),
+        ("dp-size: 2", "--dp-size 2: data parallelism is not served"),
     ):
         path.write_text(line)
         with pytest.raises(ValueError, match=message):

@@ -53,6 +53,9 @@ REPO = Path(__file__).resolve().parents[3]
 def test_settings_are_off_without_a_variable() -> None:
     assert read_settings({"HOME": "x", "KV_CANARYX": "y"}) == Settings()
     assert Settings().mode is Mode.OFF
+    for word in ("off", "none"):
+        off = read_settings({"KV_CANARY": word, "KV_CANARY_REAL_DATA": word})
+        assert (off.mode, off.real_data) == (Mode.OFF, "none")
 
 
 def test_a_module_that_fails_in_any_way_is_named(

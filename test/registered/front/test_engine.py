@@ -351,8 +351,10 @@ def test_hidden_states(model: Path) -> None:
 def test_a_model_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="/does/not/exist"):
         sglang.Engine(model_path="/does/not/exist")
-    with pytest.raises(TypeError, match="no argument 'no_such_flag'; its arguments"):
+    with pytest.raises(TypeError, match="no argument 'no_such_flag'; arguments"):
         sglang.Engine(no_such_flag=1)
+    with pytest.raises(ValueError, match="--dp-size 2: data parallelism"):
+        sglang.Engine(dp_size=2)
     with pytest.raises(TypeError, match="did you mean model_path"):
         sglang.Engine(modelpath="x")
 

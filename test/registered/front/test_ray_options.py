@@ -34,6 +34,8 @@ def test_texts_of_the_command_line_become_values() -> None:
             "cuda_graph_bs": "1,2 4",
             "kv_canary": "raise",
             "context_length": "null",
+            "trust_remote_code": "true",
+            "grammar_backend": "xgrammar",
         }
     )
     assert options == ServeOptions(
@@ -46,6 +48,7 @@ def test_texts_of_the_command_line_become_values() -> None:
         "cuda_graph_bs": [1, 2, 4],
         "kv_canary": "raise",
         "context_length": None,
+        "grammar_backend": "llguidance",
     }
 
 
@@ -78,7 +81,7 @@ def test_values_of_yaml_are_taken_as_they_are() -> None:
         ({"routing": "random"}, "routing 'random' is unknown; choose from load,"),
         ({"tp": "2", "tp_size": "2"}, "tp_size sets tp_size a second time"),
         ({"kv_events_config": "{}", "num_replicas": "2"}, "kv_events_config has one"),
-        ({"trust_remote_code": "true"}, "trust_remote_code is refused"),
+        ({"dp_size": "2"}, "--dp-size 2: data parallelism is not served"),
     ],
 )
 def test_wrong_arguments_are_named(args: dict[str, Any], message: str) -> None:

@@ -167,8 +167,9 @@ def test_is_accepted_where_it_fires(
     models: dict[str, str], point: FaultPoint, flags: dict[str, Any]
 ) -> None:
     args = resolved(models, flags)
-    with envs.SGLANG_DEBUG_REVERT_PR.override(point.name), open_fault_point(args):
-        pass
+    for name in (point.name, *point.aliases, "0"):
+        with envs.SGLANG_DEBUG_REVERT_PR.override(name), open_fault_point(args):
+            pass
 
 
 @pytest.mark.parametrize(("point", "flags", "needed"), REFUSED, ids=id_of)
@@ -191,6 +192,7 @@ def test_is_refused_where_it_cannot_fire(
 def test_every_fault_point_is_tried_both_ways() -> None:
     assert {point.name for point, *_ in FIRES} == set(FAULT_POINTS)
     assert {point.name for point, *_ in REFUSED} == set(FAULT_POINTS)
+    assert FAULT_POINTS["27338"].aliases == ("27460",)
 
 
 @pytest.mark.parametrize("name", ["1", "early_free"])

@@ -17,6 +17,7 @@ REAL_DATA = {
     "partial": FingerprintMode.PARTIAL,
     "all": FingerprintMode.ALL,
 }
+_OFF = ("off", "none")
 _YES_NO = {"0": False, "1": True}
 _MAX_PORT = 65_535
 
@@ -97,11 +98,12 @@ def _is_ours(name: str) -> bool:
 
 
 def _mode(name: str, value: str) -> Mode:
-    return Mode(_choice(name, value, [mode.value for mode in Mode]))
+    text = Mode.OFF.value if value in _OFF else value
+    return Mode(_choice(name, text, [mode.value for mode in Mode]))
 
 
 def _real_data(name: str, value: str) -> str:
-    return _choice(name, value, list(REAL_DATA))
+    return _choice(name, "none" if value in _OFF else value, list(REAL_DATA))
 
 
 def _yes_no(name: str, value: str) -> bool:

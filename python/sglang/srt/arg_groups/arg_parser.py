@@ -10,12 +10,28 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import logging
+import sys
 import types
 import typing
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 from sglang.version import VERSION_TEXT
+
+logger = logging.getLogger(__name__)
+
+OFF = "off"
+OFF_WORDS = ("none", OFF, "null")
+
+
+class Synonym(NamedTuple):
+    """A word for a choice; `note` says in the log what the choice is instead."""
+
+    word: str
+    choice: str
+    note: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,8 +45,7 @@ class Arg:
         aliases: further flags of the same meaning.
         low, high: inclusive bounds of a number; None: unbounded.
         begins: title of the group of flags that begins with this one.
-        refused: why the flag is always refused, which --help then leaves out; None: it
-            is not.
+        synonyms: SGLang's words for a choice.
     """
 
     help: str
@@ -40,7 +55,7 @@ class Arg:
     low: float | None = None
     high: float | None = None
     begins: str | None = None
-    refused: str | None = None
+    synonyms: tuple[Synonym, ...] = ()
 
 
 class Declared(NamedTuple):
@@ -67,14 +82,44 @@ class Declared(NamedTuple):
         entry: type = typing.get_args(kind)[0] if self.is_list else kind
         return entry
 
+    @property
+    def off_words(self) -> tuple[str, ...]:
+        """The words that switch the flag off, besides its choices."""
+        choices = self.arg.choices
+        if choices is None:
+            return ()
+        others = tuple(word for word in OFF_WORDS if word not in choices)
+        has_off = self.field.default is None or len(others) < len(OFF_WORDS)
+        return others if has_off else ()
+
+    def choice_meant(self, value: Any) -> Any:
+        """Return the choice that a word means; None: the flag is unset."""
+        choices = self.arg.choices
+        if choices is None or value in choices:
+            return value
+        if value in self.off_words:
+            return next((word for word in OFF_WORDS if word in choices), None)
+        for synonym in self.arg.synonyms:
+            if value == synonym.word:
+                logger.warning("%s %s: %s", self.flag, value, synonym.note)
+                return synonym.choice
+        return value
+
 
 UNRECOGNIZED = "unrecognized arguments:"
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser of exact flag names; an unknown flag is refused, never ignored."""
+    """A parser of flags and their unambiguous beginnings; an unknown flag is refused,
+    never ignored.
 
-    def __init__(self, *, prog: str, description: str) -> None:
+    Attributes:
+        preferred: flags that a beginning means where others begin alike.
+    """
+
+    def __init__(
+        self, *, prog: str, description: str, preferred: Iterable[str] = ()
+    ) -> None:
         super().__init__(
             prog=prog,
             # Not all flags once more, in brackets.
@@ -84,6 +129,26 @@ class FlagParser(argparse.ArgumentParser):
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
         self.add_argument("--version", action="version", version=VERSION_TEXT)
+        self.preferred = frozenset(preferred)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(list(map(self._whole, words)), namespace)
+
+    def _whole(self, word: str) -> str:
+        """Return a word of the command line with the whole name of its flag."""
+        name, equals, value = word.partition("=")
+        known = self._option_string_actions
+        if not name.startswith("--") or name == "--" or name in known:
+            return word
+        # One name per flag: those of an alias are the same action.
+        found = {known[each]: each for each in known if each.startswith(name)}
+        if len(found) > 1:
+            preferred = [n for n in found.values() if n in self.preferred]
+            if len(preferred) != 1:
+                self.error(f"{name} is the beginning of {', '.join(found.values())}")
+            return preferred[0] + equals + value
+        return next(iter(found.values()), name) + equals + value
 
     def error(self, message: str) -> NoReturn:
         if message.startswith(UNRECOGNIZED):
@@ -93,7 +158,11 @@ class FlagParser(argparse.ArgumentParser):
 
     def _advice(self, message: str) -> str:
         """Advice about the unknown flags of `message`."""
-        known = list(self._option_string_actions)
+        known = [
+            name
+            for name, action in self._option_string_actions.items()
+            if action.help is not argparse.SUPPRESS
+        ]
         asked = message.removeprefix(UNRECOGNIZED).split()
         near = [
             match
@@ -136,6 +205,16 @@ def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
         target.add_argument(declared.flag, *declared.arg.aliases, **_options(declared))
 
 
+def settle_choices(args: object) -> None:
+    """Replace words of the dataclass `args` by the choices that they mean."""
+    cls: type = type(args)
+    for declared in declared_fields(cls):
+        value = getattr(args, declared.field.name)
+        meant = declared.choice_meant(value)
+        if meant is not value:
+            setattr(args, declared.field.name, meant)
+
+
 def check_values(args: object) -> None:
     """Check every declared field of the dataclass `args` against its `Arg`.
 
@@ -164,8 +243,6 @@ def check_value(name: str, value: Any, arg: Arg) -> None:
     Raises:
         ValueError: names it, its value and what is admitted.
     """
-    if arg.refused is not None and value:
-        raise ValueError(f"{name} is refused: {arg.refused}; remove the flag")
     if arg.choices is not None and value not in arg.choices:
         raise ValueError(
             f"{name} {value!r} is unknown; choose from {', '.join(arg.choices)}"
@@ -179,15 +256,16 @@ def check_value(name: str, value: Any, arg: Arg) -> None:
 def _options(declared: Declared) -> dict[str, Any]:
     """Return the keyword arguments of `add_argument`."""
     arg = declared.arg
-    text = arg.help if arg.refused is None else argparse.SUPPRESS
     if declared.kind is bool:
-        return {"action": "store_true", "help": text}
-    options: dict[str, Any] = {"default": declared.field.default, "help": text}
+        return {"action": "store_true", "help": arg.help}
+    options: dict[str, Any] = {"default": declared.field.default, "help": arg.help}
     if declared.is_list:
         options["nargs"] = "+"
     options["type"] = declared.entry_kind
     if arg.choices is not None:
-        options["choices"] = arg.choices
+        words = (synonym.word for synonym in arg.synonyms)
+        options["choices"] = (*arg.choices, *words, *declared.off_words)
+        options["metavar"] = "{" + ",".join(arg.choices) + "}"
     return options
 
 

@@ -100,9 +100,11 @@ def _check_limits(server_args: ServerArgs) -> None:
 
 
 def _refuse_options_without_effect(server_args: ServerArgs) -> None:
-    real_data = server_args.kv_canary_real_data
+    real_data: str | None = server_args.kv_canary_real_data
+    if real_data in ("partial", "none"):
+        real_data = None  # the default, or nothing
     for flag, value in (
-        ("--kv-canary-real-data", None if real_data == "partial" else real_data),
+        ("--kv-canary-real-data", real_data),
         ("--kv-canary-sweep-interval", server_args.kv_canary_sweep_interval or None),
         ("--kv-canary-report-dir", server_args.kv_canary_report_dir),
         ("--kv-canary-record", server_args.kv_canary_record or None),

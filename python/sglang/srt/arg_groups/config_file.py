@@ -1,7 +1,7 @@
 """Flags from a YAML file: `--config FILE`.
 
-A key is the name of a flag with dashes or underscores, or one of its aliases. Values
-are of the flag's type; the command line wins over them.
+A key is the name of a flag with dashes or underscores, or one of its aliases, also of
+SGLang's flags. Values are of the flag's type; the command line wins over them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from typing import Any
 
 import yaml
 
-from sglang.srt.arg_groups.arg_parser import Declared, declared_fields, flag_name
+from sglang.srt.arg_groups.arg_parser import (
+    OFF,
+    Declared,
+    declared_fields,
+    flag_name,
+)
+from sglang.srt.arg_groups.upstream_flags import upstream_flags
 from sglang.srt.utils.json_file import read_text_file
 
 MAX_BYTES = 1 << 20
@@ -27,7 +33,8 @@ _KINDS = {
 
 
 def read_config(path: str, cls: type) -> dict[str, Any]:
-    """Return the fields of the dataclass `cls` that the file sets.
+    """Return the fields of the dataclass `cls`, and arguments of SGLang, that the file
+    sets.
 
     Raises:
         ValueError: no such file, no YAML, an unknown or repeated key, a value of
@@ -38,17 +45,28 @@ def read_config(path: str, cls: type) -> dict[str, Any]:
         for declared in declared_fields(cls)
         for name in (declared.flag, *declared.arg.aliases)
     }
+    upstream = {
+        name.lstrip("-"): flag
+        for flag in upstream_flags().values()
+        for name in flag.names
+    }
     values: dict[str, Any] = {}
     for line, key, value in _entries(path):
         where = f"{CONFIG_FLAG} {path}, line {line}: "
-        declared = known.get(key.replace("_", "-"))
-        if declared is None:
+        name = key.replace("_", "-")
+        declared, other = known.get(name), upstream.get(name)
+        if declared is not None:
+            flag, field = declared.flag, declared.field.name
+            value = _checked(f"{where}{key}", value, declared)
+        elif other is not None:
+            flag, field = other.name, other.dest
+        else:
             raise ValueError(f"{where}{key!r} is no flag{_nearest(key, known)}")
-        if declared.field.name in values:
+        if field in values:
             raise ValueError(
-                f"{where}{key} sets {declared.flag} a second time; keep one of them"
+                f"{where}{key} sets {flag} a second time; keep one of them"
             )
-        values[declared.field.name] = _checked(f"{where}{key}", value, declared)
+        values[field] = value
     return values
 
 
@@ -108,6 +126,8 @@ def _checked(where: str, value: Any, declared: Declared) -> Any:
         if declared.field.default is None:
             return None
         raise ValueError(f"{where} has no value; write one, or remove the line")
+    if value is False and declared.off_words:
+        return OFF  # as YAML reads the word without quotes
     entry = declared.entry_kind
     if not declared.is_list:
         return _checked_entry(where, value, entry)

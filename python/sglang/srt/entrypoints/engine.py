@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import difflib
 import os
 import threading
 import weakref
@@ -64,7 +63,6 @@ class Engine:
 
     def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
         if server_args is None:
-            _check_arguments(kwargs)
             server_args = ServerArgs(**{"log_level": DEFAULT_LOG_LEVEL, **kwargs})
         elif kwargs:
             raise ValueError(
@@ -250,21 +248,6 @@ class Engine:
         finally:
             if not self._host.is_forgotten:
                 await self._host.acall(_close(answers))
-
-
-def _check_arguments(kwargs: dict[str, Any]) -> None:
-    """Raises:
-    TypeError: names the first that is no field of `ServerArgs`, and the closest ones.
-    """
-    known = [field.name for field in dataclasses.fields(ServerArgs)]
-    for name in kwargs:
-        if name not in known:
-            close = difflib.get_close_matches(name, known)
-            hint = f"did you mean {' or '.join(close)}? " if close else ""
-            raise TypeError(
-                f"Engine has no argument {name!r}; {hint}"
-                "its arguments are the server's flags (docs/server_arguments.md)"
-            )
 
 
 class _EngineHost:

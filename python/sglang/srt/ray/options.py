@@ -19,6 +19,7 @@ from sglang.srt.arg_groups.arg_parser import (
     check_value,
     declared_fields,
 )
+from sglang.srt.arg_groups.upstream_flags import judge, upstream_flags
 from sglang.srt.server_args import ServerArgs
 
 ROUTINGS = ("load", "session", "prefix")
@@ -141,9 +142,11 @@ def split_options(
                 )
             if field in values:
                 raise ValueError(f"{name} sets {field} a second time; keep one of them")
-            values[field] = _convert(engine[name], value)
+            values[field] = engine[name].choice_meant(_convert(engine[name], value))
             if values[field] is not None:
                 check_value(name, values[field], engine[name].arg)
+        elif name in upstream_flags():
+            judge(upstream_flags()[name], value)
         else:
             raise ValueError(_unknown(name, (*serve, *engine)))
     serve_options = ServeOptions(**options)

@@ -88,7 +88,7 @@ class FaultPoint:
     """A historical fault that can be re-opened.
 
     Fields:
-        name: value of the variable that opens it.
+        name: value of the variable that opens it; aliases: further ones.
         fault: the historical fault, in one line.
         needs: conditions without which it changes nothing. All must hold; each may
             rely on those before it.
@@ -99,6 +99,7 @@ class FaultPoint:
     fault: str
     needs: tuple[Need, ...]
     seams: tuple[Seam, ...]
+    aliases: tuple[str, ...] = ()
 
     def can_fire(self, server_args: ServerArgs) -> bool:
         """Whether it changes anything in this configuration."""
@@ -123,9 +124,11 @@ def open_fault_point(server_args: ServerArgs) -> AbstractContextManager[None]:
     """
     variable = envs.SGLANG_DEBUG_REVERT_PR
     name = variable.get()
-    if not name:
+    if name in ("", "0"):
         return nullcontext()
-    point = FAULT_POINTS.get(name)
+    point = next(
+        (p for p in FAULT_POINTS.values() if name in (p.name, *p.aliases)), None
+    )
     if point is None:
         raise ValueError(
             f"{variable.name}={name!r} names no fault point; choose from "
@@ -250,6 +253,7 @@ NARROW_ROWS = FaultPoint(
 )
 SMALL_INDEX_BUFFER = FaultPoint(
     name="27338",
+    aliases=("27460",),  # its number in SGLang
     fault="index lists of draft branches are sized without the factor top-k",
     needs=(_SPECULATION, _DECODE, _DRAFT_STEPS, _TREES, _INDEX_LISTS),
     seams=(Seam(owner=BranchLists, method="declare", wrap=small_buffer),),

@@ -1,0 +1,35 @@
+"""SGLang's words for choices of backends, and what they are here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.arg_groups.arg_parser import Synonym
+from sglang.srt.environ import envs
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+TOKEN_ORACLE = "token_oracle"
+
+SAMPLING_BACKENDS = (
+    Synonym("flashinfer", "pytorch", "sampling runs on torch and Triton here"),
+    Synonym(TOKEN_ORACLE, "pytorch", "the oracle replaces the logits before that"),
+)
+GRAMMAR_BACKENDS = tuple(
+    Synonym(name, "llguidance", "grammars are compiled by llguidance here")
+    for name in ("xgrammar", "outlines", "auto")
+)
+
+
+def check_token_oracle(server_args: ServerArgs) -> None:
+    """
+    Raises:
+        ValueError: the oracle is asked for as a backend, and is not switched on.
+    """
+    variable = envs.SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE
+    if server_args.sampling_backend == TOKEN_ORACLE and not variable.get():
+        raise ValueError(
+            f"--sampling-backend {TOKEN_ORACLE} needs {variable.name}=1 and "
+            "--kv-canary; set them, or remove the flag"
+        )
