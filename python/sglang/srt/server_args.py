@@ -8,11 +8,9 @@ are `ValueError`s that name the flag, the value and the fix.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import random
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 from sglang.srt.arg_groups.arg_parser import (
@@ -36,10 +34,13 @@ from sglang.srt.arg_groups.cuda_graph_hook import (
 )
 from sglang.srt.arg_groups.http_hook import handle_http
 from sglang.srt.arg_groups.kv_events_hook import handle_kv_events
-from sglang.srt.arg_groups.speculative_hook import (
-    default_max_running_requests,
-    handle_speculative,
+from sglang.srt.arg_groups.memory_hook import (
+    handle_attention_backend,
+    handle_memory,
+    handle_scheduling,
 )
+from sglang.srt.arg_groups.model_hook import handle_model
+from sglang.srt.arg_groups.speculative_hook import handle_speculative
 from sglang.srt.arg_groups.synonyms import (
     GRAMMAR_BACKENDS,
     SAMPLING_BACKENDS,
@@ -50,21 +51,11 @@ from sglang.srt.arg_groups.upstream_flags import (
     upstream_flags,
     with_upstream_keywords,
 )
-from sglang.srt.configs.attention_backends import (
-    ATTENTION_BACKENDS,
-    DEFAULT_ATTENTION_BACKEND,
-    check_available,
-    supported_names,
-)
+from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
 from sglang.srt.parser.reasoning_parser import DETECTORS as REASONING_DETECTORS
 from sglang.srt.speculative.draft_layout import MAX_TOP_K, TreeShape
 from sglang.srt.utils.devices import cuda_device_count
-from sglang.srt.utils.gguf_header import is_gguf
-from sglang.srt.utils.json_file import read_text_file
-from sglang.srt.utils.paths import bundled_demo_model_path, resolve_gguf_file
-
-logger = logging.getLogger(__name__)
 
 LAUNCH_COMMAND = "python -m sglang.launch_server"
 
@@ -632,14 +623,11 @@ class ServerArgs:
         settle_choices(self)
         self._handle_refused()
         check_values(self)
-        for step in (
-            self._handle_model,
-            self._handle_device,
-            self._handle_memory,
-            self._handle_scheduling,
-            self._handle_attention_backend,
-        ):
-            step()
+        handle_model(self)
+        self._handle_device()
+        handle_memory(self)
+        handle_scheduling(self)
+        handle_attention_backend(self)
         handle_graph_phases(self)
         handle_cuda_graph(self)
         handle_speculative(self)
@@ -673,28 +661,6 @@ class ServerArgs:
                 "is no transfer of KV yet; use prefill, or remove the flag"
             )
 
-    def _handle_model(self) -> None:
-        if self.model_path is None:
-            self.model_path = str(bundled_demo_model_path())
-            self.served_model_name = self.served_model_name or "demo"
-        if self.load_format == "gguf":
-            self.model_path = str(resolve_gguf_file(self.model_path))
-        if self.load_format == "safetensors" and is_gguf(Path(self.model_path)):
-            raise ValueError(
-                f"--load-format safetensors: --model-path {self.model_path} is a GGUF "
-                "file; use --load-format gguf or auto"
-            )
-        self.tokenizer_path = self.tokenizer_path or self.model_path
-        self.served_model_name = self.served_model_name or self.model_path
-        if self.chat_template is not None and "{" not in self.chat_template:
-            try:
-                self.chat_template = read_text_file(Path(self.chat_template))
-            except ValueError as error:
-                raise ValueError(
-                    f"--chat-template {error}; name a file, or write a jinja template: "
-                    "{{ messages }} and so on"
-                ) from error
-
     def _handle_device(self) -> None:
         if self.device == "auto":
             self.device = "cuda" if cuda_device_count() else "cpu"
@@ -713,74 +679,6 @@ class ServerArgs:
         self.sampling_backend = self.sampling_backend or "pytorch"
         if self.random_seed is None:
             self.random_seed = random.SystemRandom().randrange(2**31)
-
-    def _handle_memory(self) -> None:
-        if self.mem_fraction_static is None:
-            self.mem_fraction_static = 0.5 if self.device == "cpu" else 0.88
-        if not 0.0 < self.mem_fraction_static < 1.0:
-            raise ValueError(
-                f"--mem-fraction-static {self.mem_fraction_static} must lie between 0 "
-                "and 1"
-            )
-        self.page_size = self.page_size or 1
-        if self.max_total_tokens is not None:
-            self.max_total_tokens = _whole_pages(self.max_total_tokens, self.page_size)
-        if self.max_running_requests is None:
-            self.max_running_requests = (
-                _MAX_RUNNING_REQUESTS[self.device]
-                if self.speculative_algorithm is None
-                else default_max_running_requests(self)
-            )
-
-        if not 0 < self.swa_full_tokens_ratio <= 1:
-            raise ValueError(
-                f"--swa-full-tokens-ratio {self.swa_full_tokens_ratio}: must be above "
-                "0 and at most 1"
-            )
-
-    def _handle_scheduling(self) -> None:
-        if self.chunked_prefill_size is None:
-            self.chunked_prefill_size = _ceil_align(
-                _CHUNKED_PREFILL_SIZE[self.device], self._page_size
-            )
-        if self.chunked_prefill_size == 0 or self.chunked_prefill_size < -1:
-            raise ValueError(
-                f"--chunked-prefill-size {self.chunked_prefill_size} must be positive, "
-                "or -1 for no chunks"
-            )
-        if (
-            self.chunked_prefill_size > 0
-            and self.chunked_prefill_size % self._page_size
-        ):
-            raise ValueError(
-                f"--chunked-prefill-size {self.chunked_prefill_size} must be a "
-                f"multiple of --page-size {self.page_size}"
-            )
-
-        if (
-            self.schedule_low_priority_values_first
-            and not self.enable_priority_scheduling
-        ):
-            raise ValueError(
-                "--schedule-low-priority-values-first has no effect without "
-                "--enable-priority-scheduling; add it, or remove the flag"
-            )
-
-    def _handle_attention_backend(self) -> None:
-        name = self.attention_backend or DEFAULT_ATTENTION_BACKEND[self.device]
-        if self.device not in ATTENTION_BACKENDS[name].devices:
-            raise ValueError(
-                f"--attention-backend {name} does not run on {self.device}; choose "
-                f"from {', '.join(supported_names(self.device))}"
-            )
-        check_available(name)
-        needs_power = ATTENTION_BACKENDS[name].needs_power_of_two_pages
-        if needs_power and self._page_size & (self._page_size - 1):
-            raise ValueError(
-                f"--page-size {self.page_size}: --attention-backend {name} serves "
-                "powers of two; choose one, or another backend"
-            )
-        self.attention_backend = name
 
     @property
     def has_prefill_graphs(self) -> bool:
@@ -815,11 +713,6 @@ class ServerArgs:
             num_steps=self.speculative_num_steps,
             num_draft_tokens=self.speculative_num_draft_tokens,
         )
-
-    @property
-    def _page_size(self) -> int:
-        """`page_size` once `_handle_memory` has resolved it."""
-        return self.page_size or 1
 
     # Command line.
 
@@ -876,29 +769,3 @@ class ServerArgs:
         """Return the address at which this host reaches the server."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-
-
-_CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 8192}
-_MAX_RUNNING_REQUESTS = {"cpu": 64, "cuda": 256}
-
-
-def _whole_pages(max_total_tokens: int, page_size: int) -> int:
-    """The tokens in the whole pages of a pool, as SGLang counts them."""
-    size = max_total_tokens - max_total_tokens % page_size
-    if not size:
-        raise ValueError(
-            f"--max-total-tokens {max_total_tokens} holds no page of --page-size "
-            f"{page_size}; raise it, or lower the page size"
-        )
-    if size != max_total_tokens:
-        logger.warning(
-            "--max-total-tokens %d becomes %d: whole pages of --page-size %d",
-            max_total_tokens,
-            size,
-            page_size,
-        )
-    return size
-
-
-def _ceil_align(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

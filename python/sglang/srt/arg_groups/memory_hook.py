@@ -1,0 +1,107 @@
+"""Checks and defaults of the memory, scheduling and attention flags."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from sglang.srt.arg_groups.speculative_hook import default_max_running_requests
+from sglang.srt.configs.attention_backends import (
+    ATTENTION_BACKENDS,
+    DEFAULT_ATTENTION_BACKEND,
+    check_available,
+    supported_names,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+_CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 8192}
+_MAX_RUNNING_REQUESTS = {"cpu": 64, "cuda": 256}
+
+
+def handle_memory(server_args: ServerArgs) -> None:
+    """Resolve the flags of the KV pool and of batches."""
+    share = server_args.mem_fraction_static
+    if share is None:
+        share = 0.5 if server_args.device == "cpu" else 0.88
+    if not 0.0 < share < 1.0:
+        raise ValueError(f"--mem-fraction-static {share} must lie between 0 and 1")
+    server_args.mem_fraction_static = share
+    server_args.page_size = server_args.page_size or 1
+    tokens = server_args.max_total_tokens
+    if tokens is not None:
+        server_args.max_total_tokens = _whole_pages(tokens, server_args.page_size)
+    if server_args.max_running_requests is None:
+        server_args.max_running_requests = (
+            _MAX_RUNNING_REQUESTS[server_args.device]
+            if server_args.speculative_algorithm is None
+            else default_max_running_requests(server_args)
+        )
+    ratio = server_args.swa_full_tokens_ratio
+    if not 0 < ratio <= 1:
+        raise ValueError(
+            f"--swa-full-tokens-ratio {ratio}: must be above 0 and at most 1"
+        )
+
+
+def handle_scheduling(server_args: ServerArgs) -> None:
+    """Resolve the flags of prefills and of the waiting queue."""
+    size, page = server_args.chunked_prefill_size, server_args.page_size or 1
+    if size is None:
+        size = -(-_CHUNKED_PREFILL_SIZE[server_args.device] // page) * page
+    if size == 0 or size < -1:
+        raise ValueError(
+            f"--chunked-prefill-size {size} must be positive, or -1 for no chunks"
+        )
+    if size > 0 and size % page:
+        raise ValueError(
+            f"--chunked-prefill-size {size} must be a multiple of --page-size {page}"
+        )
+    server_args.chunked_prefill_size = size
+    if (
+        server_args.schedule_low_priority_values_first
+        and not server_args.enable_priority_scheduling
+    ):
+        raise ValueError(
+            "--schedule-low-priority-values-first has no effect without "
+            "--enable-priority-scheduling; add it, or remove the flag"
+        )
+
+
+def handle_attention_backend(server_args: ServerArgs) -> None:
+    """Resolve the backend, which must run on the device and serve the page size."""
+    device, page = server_args.device, server_args.page_size or 1
+    name = server_args.attention_backend or DEFAULT_ATTENTION_BACKEND[device]
+    if device not in ATTENTION_BACKENDS[name].devices:
+        raise ValueError(
+            f"--attention-backend {name} does not run on {device}; choose from "
+            f"{', '.join(supported_names(device))}"
+        )
+    check_available(name)
+    if ATTENTION_BACKENDS[name].needs_power_of_two_pages and page & (page - 1):
+        raise ValueError(
+            f"--page-size {page}: --attention-backend {name} serves powers of two; "
+            "choose one, or another backend"
+        )
+    server_args.attention_backend = name
+
+
+def _whole_pages(max_total_tokens: int, page_size: int) -> int:
+    """The tokens in the whole pages of a pool, as SGLang counts them."""
+    size = max_total_tokens - max_total_tokens % page_size
+    if not size:
+        raise ValueError(
+            f"--max-total-tokens {max_total_tokens} holds no page of --page-size "
+            f"{page_size}; raise it, or lower the page size"
+        )
+    if size != max_total_tokens:
+        logger.warning(
+            "--max-total-tokens %d becomes %d: whole pages of --page-size %d",
+            max_total_tokens,
+            size,
+            page_size,
+        )
+    return size
