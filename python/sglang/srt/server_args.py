@@ -54,6 +54,7 @@ from sglang.srt.arg_groups.upstream_flags import (
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
 from sglang.srt.parser.reasoning_parser import DETECTORS as REASONING_DETECTORS
+from sglang.srt.sampling.sampling_params import MAX_N
 from sglang.srt.speculative.draft_layout import MAX_TOP_K, TreeShape
 from sglang.srt.utils.devices import cuda_device_count
 
@@ -291,14 +292,22 @@ class ServerArgs:
         ),
     ] = None
 
+    strict_fields: Annotated[
+        bool,
+        Arg(
+            "Refuse fields that no request has, instead of ignoring them with one line "
+            "in the log per name.",
+            begins="Limits of a request",
+        ),
+    ] = False
     strict_max_tokens: Annotated[
         bool,
         Arg(
             "Refuse a max_tokens that does not fit after the prompt instead of ending "
             "the output with the context.",
-            begins="Limits of a request",
         ),
     ] = False
+    max_n: Annotated[int, Arg("Outputs of one prompt (n).", low=1, high=MAX_N)] = 1024
     max_logprobs: Annotated[
         int,
         Arg(

@@ -353,7 +353,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"tool_choice": "required"}, "there are no tools", "tool_choice"),
     (
-        {"tools": [ONE], "parallel_tool_calls": 1},
+        {"tools": [ONE], "parallel_tool_calls": "x"},
         "expected `bool",
         "parallel_tool_calls",
     ),

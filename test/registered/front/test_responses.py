@@ -265,7 +265,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"conversation": "c"}, "conversation", "whole conversation"),
     ({"background": True}, "background", "nothing is stored"),
     ({"prompt": {"id": "p"}}, "prompt", "no prompts are stored"),
-    ({"truncation": "auto"}, "truncation", "send disabled"),
+    ({"truncation": "middle"}, "truncation", "known values: auto, disabled"),
     ({"include": ["x"]}, "include", "known values: message.output_text"),
     ({"top_logprobs": 2}, "top_logprobs", "needs include"),
     ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs", "at most 20"),
@@ -321,7 +321,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 def test_refusals_name_the_field(
     change: dict[str, Any], param: str, message: str
 ) -> None:
-    answer = ChatWorld().ask({"input": "hi"} | change, PATH)
+    answer = ChatWorld(strict_fields=True).ask({"input": "hi"} | change, PATH)
     error = answer.json()["error"]
     assert answer.status_code == 400, error
     assert error["param"] == param, error

@@ -127,7 +127,7 @@ def test_long_texts_do_not_block_the_loop() -> None:
 def test_wrong_bodies(
     path: str, body: dict[str, Any], param: str | None, message: str
 ) -> None:
-    error = App().refused(path, body)
+    error = App(strict_fields=True).refused(path, body)
     assert error["param"] == param
     assert message in error["message"].lower() or message in error["message"]
 

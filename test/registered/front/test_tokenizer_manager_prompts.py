@@ -49,10 +49,7 @@ async def submit_error(wire: Wire, request: PromptRequest) -> ApiError:
         (prompt(rid=""), "rid must have 1 to 256"),
         (prompt(top_logprobs_num=-1), "top_logprobs_num must be at least 0"),
         (prompt([1, 2], logprob_start_len=2), "below the 2 tokens"),
-        (
-            prompt(params={"stop_token_ids": [5000]}),
-            "stop_token_ids holds token id 5000",
-        ),
+        (prompt(params={"logit_bias": {5000: 1.0}}), "logit_bias holds token id 5000"),
     ],
 )
 def test_bad_prompts_are_refused_with_numbers(
@@ -63,6 +60,17 @@ def test_bad_prompts_are_refused_with_numbers(
         assert error.status == 400
         assert isinstance(error, ValueError)
         assert re.search(message, error.message), error.message
+
+    run(work())
+
+
+def test_stop_tokens_outside_of_the_vocabulary_are_ignored() -> None:
+    async def work() -> None:
+        wire = Wire()
+        shared = prompt(params={"stop_token_ids": [-1, 7, 4096, 2**62]})
+        await wire.manager.submit([shared, shared])
+        for sent in wire.generated():
+            assert sent.sampling_params.stop_token_ids == [7]
 
     run(work())
 

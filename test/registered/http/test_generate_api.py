@@ -380,7 +380,7 @@ def test_input_embeds(start_server: Callable[..., Server], tmp_path: Path) -> No
     for rows_of_one, message in (
         ([[0.5, 1]], "rows of 2 numbers, but the model's hidden_size is 64"),
         ([[1e39] * 64], "a number beyond float32"),
-        ([[0] * 64] * 300, "the prompt has 300 tokens"),
+        ([[0] * 64] * 300, "the input (300 tokens) is longer than"),
     ):
         refused = server.post("/generate", {"input_embeds": rows_of_one})
         assert refused.status_code == 400

@@ -33,7 +33,7 @@ def test_defaults() -> None:
     [
         ("max_new_tokens", -1),
         ("max_new_tokens", 1.5),
-        ("max_new_tokens", "9"),
+        ("max_new_tokens", "x"),
         ("max_new_tokens", True),
         ("min_new_tokens", -1),
         ("min_new_tokens", 129),
@@ -43,7 +43,8 @@ def test_defaults() -> None:
         ("temperature", "hot"),
         ("top_p", 0.0),
         ("top_p", 1.01),
-        ("top_k", 0),
+        ("top_k", 40.5),
+        ("top_k", "x"),
         ("top_k", -2),
         ("top_k", 2**63),
         ("max_new_tokens", 2**64),
@@ -59,10 +60,9 @@ def test_defaults() -> None:
         ("repetition_penalty", 0.0),
         ("repetition_penalty", 2.5),
         ("n", 0),
-        ("n", 129),
-        ("sampling_seed", -1),
+        ("n", 2**16 + 1),
+        ("sampling_seed", -2),
         ("sampling_seed", MAX_SEED + 1),
-        ("stop", [""]),
         ("stop", ["a", 3]),
         ("stop", 5),
         ("stop_regex", "("),
@@ -144,6 +144,26 @@ def test_what_is_accepted_travels(top_k: int) -> None:
         ("json_schema", {"type": "object"}, '{"type":"object"}'),
         ("sampling_seed", MAX_SEED, MAX_SEED),
         ("max_new_tokens", 0, 0),
+        ("max_new_tokens", "9", 9),
+        ("max_new_tokens", 16.0, 16),
+        ("temperature", "0.5", 0.5),
+        ("top_k", 40.0, 40),
+        ("top_k", 0, -1),
+        ("top_k", 0.0, -1),
+        ("n", 200, 200),
+        ("sampling_seed", -1, None),
+        ("sampling_seed", -1.0, None),
+        ("stop", "", []),
+        ("stop", ["", "a", ""], ["a"]),
+        ("stop_regex", [""], []),
+        ("stop_token_ids", [2.0], [2]),
+        ("logit_bias", {}, {}),
+        ("logit_bias", {"5": "1"}, {5: 1.0}),
+        ("ignore_eos", 0, False),
+        ("ignore_eos", "true", True),
+        ("json_schema", "", None),
+        ("regex", "", None),
+        ("ebnf", "", None),
     ],
 )
 def test_accepted_spellings(field: str, value: Any, stored: Any) -> None:
@@ -163,6 +183,9 @@ def test_vocabulary_bounds() -> None:
     SamplingParams(stop_token_ids=[0, 9], logit_bias={9: 1.0}).verify_vocab(10)
     with pytest.raises(ValueError, match="stop_token_ids holds token id 10"):
         SamplingParams(stop_token_ids=[10]).verify_vocab(10)
+    all_known = SamplingParams(stop_token_ids=[0, 9])
+    assert all_known.within_vocab(10) is all_known
+    assert all_known.within_vocab(9).stop_token_ids == [0]
     with pytest.raises(ValueError, match="logit_bias holds token id -1"):
         SamplingParams(logit_bias={-1: 1.0}).verify_vocab(10)
 

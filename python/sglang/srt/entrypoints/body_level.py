@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sglang.srt.entrypoints.neutral_fields import ANY, Neutral
+from sglang.srt.entrypoints.unknown_fields import UNKNOWN_FIELDS
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
 
 class BodyLevel:
-    """An object at a place of the body, all of whose fields are known.
+    """An object at a place of the body; unknown fields are as `UNKNOWN_FIELDS` says.
 
     Args:
         where: its path, for errors.
@@ -40,11 +41,8 @@ class BodyLevel:
             if name in read:
                 continue
             if name not in neutral:
-                raise BadRequest(
-                    f"unknown field {quoted(path)}; known fields: "
-                    f"{', '.join((*read, *neutral))}",
-                    param=path,
-                )
+                UNKNOWN_FIELDS.get().check(path, (*read, *neutral))
+                continue
             if not neutral[name].accepts(entry):
                 raise BadRequest(
                     f"{path} is not supported by this server; {neutral[name].advice}",

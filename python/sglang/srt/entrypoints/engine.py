@@ -225,7 +225,7 @@ class Engine:
             **without_neutral(options, GENERATE),
         }
         try:
-            request = msgspec.convert(fields, GenerateRequest)
+            request = msgspec.convert(fields, GenerateRequest, strict=False)
         except msgspec.ValidationError as error:
             raise BadRequest(str(error)) from error
         return parse_generate(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import logging
 import re
@@ -10,7 +11,7 @@ import typing
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.requests import Request
@@ -20,6 +21,12 @@ from starlette.types import Receive, Scope, Send
 from sglang.srt.entrypoints.body_budget import release_body
 from sglang.srt.entrypoints.neutral_fields import is_raw
 from sglang.srt.entrypoints.output_share import OutputShare
+from sglang.srt.entrypoints.unknown_fields import (
+    UNKNOWN_FIELDS,
+    UnknownFields,
+    lenient,
+    unknown_names,
+)
 from sglang.srt.managers.errors import (
     ApiError,
     BadRequest,
@@ -32,7 +39,8 @@ from sglang.srt.utils.quoting import clipped, quoted
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
+Result = TypeVar("Result")
 
 # A larger answer is sent in such pieces.
 PIECE_BYTES = 1 << 18
@@ -50,7 +58,8 @@ async def read_body(request: Request, kind: type[T]) -> T:
     """Parse the JSON body as a `kind`.
 
     Raises:
-        BadRequest: not UTF-8, not JSON, an unknown field or a wrong type; names it.
+        BadRequest: not UTF-8, not JSON, a wrong type, or an unknown field where these
+            are refused; names it.
     """
     # Not `request.body()`, which would keep the bytes for as long as the answer takes.
     # One block: many chunks that are freed together leave holes in the heap for good.
@@ -59,9 +68,11 @@ async def read_body(request: Request, kind: type[T]) -> T:
         body += chunk
     request.state.body_size = len(body)
     _check_values(body, limit=request.app.state.max_body_values)
+    unknown: UnknownFields = request.app.state.unknown_fields
+    UNKNOWN_FIELDS.set(unknown)
     try:
         with _no_collection():
-            return msgspec.json.decode(body, type=kind)
+            return _decoded(body, kind, unknown)
     except UnicodeDecodeError as error:
         raise BadRequest(f"the body is not valid UTF-8: {error}") from error
     except msgspec.ValidationError as error:
@@ -72,6 +83,19 @@ async def read_body(request: Request, kind: type[T]) -> T:
         raise BadRequest("the body is nested too deeply") from error
     finally:
         release_body(request.scope)
+
+
+def _decoded(body: bytearray, kind: type[T], unknown: UnknownFields) -> T:
+    """Decode a body, as lenient as SGLang: numbers may be texts, integers floats."""
+    try:
+        return msgspec.json.decode(body, type=kind, strict=False)
+    except msgspec.ValidationError as error:
+        if unknown.is_strict or not _UNKNOWN.search(str(error)):
+            raise
+    value = msgspec.json.decode(body, type=lenient(kind), strict=False)
+    for path in unknown_names(body, kind):
+        unknown.ignore(path)
+    return cast("T", value)
 
 
 def _check_values(body: bytearray, *, limit: int) -> None:
@@ -106,13 +130,15 @@ def _no_collection() -> Iterator[None]:
 async def aside(
     request: Request,
     manager: TokenizerManager,
-    work: Callable[..., T],
+    work: Callable[..., Result],
     *args: Any,
     **options: Any,
-) -> T:
+) -> Result:
     """Return `work(...)` over the parsed body, in a thread where the body is large."""
     size = request.state.body_size
-    return await manager.side_work.run(size, partial(work, *args, **options))
+    # A thread has context variables of its own.
+    run = partial(contextvars.copy_context().run, work, *args, **options)
+    return await manager.side_work.run(size, run)
 
 
 def _validation_error(message: str, kind: type[Any]) -> BadRequest:

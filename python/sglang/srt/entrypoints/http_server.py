@@ -47,6 +47,7 @@ from sglang.srt.entrypoints.refused_routes import refused_routes
 from sglang.srt.entrypoints.score_api import ScoreApi
 from sglang.srt.entrypoints.start_message import serving, starting
 from sglang.srt.entrypoints.tokenize_api import TokenizeApi
+from sglang.srt.entrypoints.unknown_fields import UnknownFields
 from sglang.srt.entrypoints.web_server import WebServer
 from sglang.srt.managers.engine_core import EngineCore, start_engine
 from sglang.srt.managers.errors import ApiError, BadRequest, NotFound
@@ -70,6 +71,7 @@ def create_app(front: Front, keys: ApiKeys | None = None) -> FastAPI:
     args = front.server_args
     app = FastAPI(title="SGLang", openapi_url=None, redirect_slashes=False)
     app.state.max_body_values = front.server_args.max_body_values
+    app.state.unknown_fields = UnknownFields(is_strict=args.strict_fields)
     routes = all_routes(front)
     docs = DocsRoutes(routes, needs_key=bool(args.api_key or args.api_key_file))
     app.router.routes[:] = [*routes, *docs.routes()]

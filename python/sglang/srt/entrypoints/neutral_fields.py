@@ -39,9 +39,8 @@ class Neutral:
         self.advice = advice
 
     def accepts(self, value: Any) -> bool:
-        return self.is_any or any(
-            type(value) is type(known) and value == known for known in self.values
-        )
+        """Whether `value` asks for nothing; 0, 0.0 and false are the same here."""
+        return self.is_any or value in self.values
 
     def meta(self) -> msgspec.Meta:
         """The description of the field in a JSON schema."""
@@ -68,34 +67,77 @@ _COMMON: dict[str, Neutral] = {
     "bootstrap_host": NOTHING,
     "bootstrap_port": NOTHING,
     "bootstrap_room": NOTHING,
-    "data_parallel_rank": NOTHING,
-    "routed_dp_rank": NOTHING,
+    # There is one.
+    "data_parallel_rank": Neutral(0),
+    "routed_dp_rank": Neutral(0),
     "return_routed_experts": OFF,
     "return_cached_tokens_details": OFF,
+    # vLLM's, which would change the answer.
+    "use_beam_search": OFF,
+    "prompt_embeds": EMPTY,
+    "logits_processors": EMPTY,
+    "truncate_prompt_tokens": Neutral(-1),
+    "allowed_token_ids": EMPTY,
+    "bad_words": EMPTY,
+    "prompt_logprobs": NOTHING,
+    "return_tokens_as_token_ids": OFF,
+    "thinking_token_budget": NOTHING,
+    "kv_transfer_params": EMPTY,
+    "mm_processor_kwargs": EMPTY,
+    # The one that there is keeps the constraint.
+    "guided_decoding_backend": ANY,
+    "guided_whitespace_pattern": EMPTY,
 }
-GENERATE: dict[str, Neutral] = _COMMON | {
-    "image_data": EMPTY,
-    "video_data": EMPTY,
-    "audio_data": EMPTY,
-    "modalities": Neutral([], ["text"]),
-    # How much of a request is logged is the operator's choice.
-    "log_metrics": ANY,
-    "no_logs": OFF,
-    "background": OFF,
-    "return_bytes": OFF,
-    "return_entropy": OFF,
-    "lora_id": EMPTY,
-    "bootstrap_pair_key": NOTHING,
-    "validation_time": ANY,
-    "conversation_id": ANY,
-    "custom_labels": EMPTY,
+# Of APIs that have a constraint under another name.
+_GUIDED: dict[str, Neutral] = {
+    **dict.fromkeys(
+        (
+            *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+            "structured_outputs",
+        ),
+        EMPTY,
+    ),
+    "include_reasoning": Neutral(True),
 }
+GENERATE: dict[str, Neutral] = (
+    _COMMON
+    | _GUIDED
+    | {
+        "image_data": EMPTY,
+        "video_data": EMPTY,
+        "audio_data": EMPTY,
+        "modalities": Neutral([], ["text"]),
+        # How much of a request is logged is the operator's choice.
+        "log_metrics": ANY,
+        "no_logs": OFF,
+        "background": OFF,
+        "return_bytes": OFF,
+        "return_entropy": OFF,
+        "lora_id": EMPTY,
+        "bootstrap_pair_key": NOTHING,
+        "validation_time": ANY,
+        "conversation_id": ANY,
+        "custom_labels": EMPTY,
+    }
+)
 SCORE: dict[str, Neutral] = _COMMON | {"user": ANY, "rid": NOTHING}
 COMPLETION: dict[str, Neutral] = _COMMON | {
     "custom_params": EMPTY,
     "structural_tag": NOTHING,
 }
-CHAT: dict[str, Neutral] = COMPLETION
+CHAT: dict[str, Neutral] = COMPLETION | {
+    "functions": EMPTY,
+    "function_call": Neutral("", "none", "auto"),
+    "modalities": Neutral([], ["text"]),
+    "audio": EMPTY,
+    "prediction": EMPTY,
+    "web_search_options": NOTHING,
+    # The template has them already.
+    "add_special_tokens": OFF,
+    "echo": OFF,
+    "chat_template": EMPTY,
+    "documents": EMPTY,
+}
 TOKENIZE: dict[str, Neutral] = {
     "chat_template": NOTHING,
     "mm_processor_kwargs": EMPTY,
@@ -116,33 +158,42 @@ LOGGING: dict[str, Neutral] = {
     "crash_dump_folder": Neutral("", advice="start with --crash-dump-folder"),
 }
 DETOKENIZE: dict[str, Neutral] = {"spaces_between_special_tokens": Neutral(True)}
+_KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 _STATELESS = "nothing is stored: send the whole conversation in input"
-RESPONSES: dict[str, Neutral] = COMPLETION | {
-    "return_hidden_states": OFF,
-    "previous_response_id": Neutral(advice=_STATELESS),
-    "conversation": Neutral(advice=_STATELESS),
-    "background": Neutral(False, advice="nothing is stored: wait for the answer"),
-    "prompt": Neutral(advice="no prompts are stored: send instructions and input"),
-    "moderation": NOTHING,
-    "context_management": EMPTY,
-    # Limits calls of built-in tools, of which there are none.
-    "max_tool_calls": ANY,
-    "prompt_cache_options": ANY,
-    "access_programs": ANY,
-    "image": ANY,
-}
-MESSAGES: dict[str, Neutral] = COMPLETION | {
-    "return_hidden_states": OFF,
-    "cache_control": ANY,
-    "container": NOTHING,
-    "context_management": EMPTY,
-    "diagnostics": NOTHING,
-    "inference_geo": ANY,
-    "mcp_servers": EMPTY,
-    "speed": ANY,
-    "user_profile_id": ANY,
-    "workspace_id": ANY,
-}
+RESPONSES: dict[str, Neutral] = (
+    COMPLETION
+    | _GUIDED
+    | {
+        "return_hidden_states": OFF,
+        "previous_response_id": Neutral("", advice=_STATELESS),
+        "conversation": Neutral(advice=_STATELESS),
+        "background": Neutral(False, advice="nothing is stored: wait for the answer"),
+        "prompt": Neutral(advice="no prompts are stored: send instructions and input"),
+        "moderation": NOTHING,
+        "context_management": EMPTY,
+        # Limits calls of built-in tools, of which there are none.
+        "max_tool_calls": ANY,
+        "prompt_cache_options": ANY,
+        "access_programs": ANY,
+        "image": ANY,
+    }
+)
+MESSAGES: dict[str, Neutral] = (
+    COMPLETION
+    | _GUIDED
+    | {
+        "return_hidden_states": OFF,
+        "cache_control": ANY,
+        "container": NOTHING,
+        "context_management": Neutral({}, {"edits": []}, {"edits": [_KEEP_ALL]}),
+        "diagnostics": NOTHING,
+        "inference_geo": ANY,
+        "mcp_servers": EMPTY,
+        "speed": ANY,
+        "user_profile_id": ANY,
+        "workspace_id": ANY,
+    }
+)
 
 
 def is_raw(kind: Any) -> bool:

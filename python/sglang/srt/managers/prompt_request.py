@@ -228,12 +228,15 @@ def check_options(request: PromptRequest, *, allow_hidden_states: bool) -> None:
         )
 
 
-def check_vocab(params: SamplingParams, limits: Limits) -> None:
-    """Refuse token ids outside of the vocabulary."""
+def within_vocab(params: SamplingParams, limits: Limits) -> SamplingParams:
+    """Return `params` without stop tokens outside of the vocabulary; refuse a bias of
+    one."""
+    known = params.within_vocab(limits.vocab_size)
     try:
-        params.verify_vocab(limits.vocab_size)
+        known.verify_vocab(limits.vocab_size)
     except ValueError as error:
         raise sampling_error(error) from error
+    return known
 
 
 def to_wire(
@@ -241,9 +244,9 @@ def to_wire(
 ) -> list[GenerateReq]:
     """Return the `n` messages to the scheduler, checked against the engine's limits.
 
-    They share `ids` and the sampling parameters, whose token ids `check_vocab` checks.
-    The first alone asks for the log probabilities of the prompt, which all of them
-    show.
+    They share `ids` and the sampling parameters, whose token ids are known ones
+    (`within_vocab`). The first alone asks for the log probabilities of the prompt, which
+    all of them show.
 
     Args:
         is_strict: refuse an output length that does not fit after the prompt.

@@ -29,6 +29,7 @@ class CostLimits:
     """Bounds of one call, of the flags of the same names.
 
     Fields:
+        max_n: outputs of one prompt.
         max_logprobs: alternatives per token.
         max_logprob_entries: log probabilities of all tokens together, each with its
             alternatives.
@@ -38,6 +39,7 @@ class CostLimits:
         max_queued_tokens: prompt tokens of all requests in flight.
     """
 
+    max_n: int
     max_logprobs: int
     max_logprob_entries: int
     max_call_tokens: int
@@ -47,6 +49,7 @@ class CostLimits:
     @classmethod
     def of(cls, server_args: ServerArgs) -> CostLimits:
         return cls(
+            max_n=server_args.max_n,
             max_logprobs=server_args.max_logprobs,
             max_logprob_entries=server_args.max_logprob_entries,
             max_call_tokens=server_args.max_call_tokens,
@@ -61,6 +64,11 @@ class CostLimits:
             BadRequest: names the first.
         """
         params = prompt.sampling_params
+        if params.n > self.max_n:
+            raise BadRequest(
+                f"n is {params.n}, but at most {self.max_n} are served (--max-n)",
+                param="n",
+            )
         if prompt.top_logprobs_num > self.max_logprobs:
             raise BadRequest(
                 f"top_logprobs_num is {prompt.top_logprobs_num}, but at most "

@@ -8,6 +8,7 @@ HTTP, of sockets or of processes: messages leave through `send` and come in thro
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -45,8 +46,8 @@ from sglang.srt.managers.prompt_request import (
     Limits,
     PromptRequest,
     check_options,
-    check_vocab,
     to_wire,
+    within_vocab,
 )
 from sglang.srt.managers.prompt_tokenizer import PromptTokenizer
 from sglang.srt.managers.request_cost import CostLimits
@@ -261,6 +262,7 @@ class TokenizerManager:
         """
         fitted, all_ids = [], []
         checked: SamplingParams | None = None
+        known: SamplingParams | None = None
         for i, prompt in enumerate(prompts):
             check_options(
                 prompt,
@@ -271,7 +273,9 @@ class TokenizerManager:
             # The prompts of a call may share parameters of many entries.
             if prompt.sampling_params is not checked:
                 checked = prompt.sampling_params
-                check_vocab(checked, limits)
+                known = within_vocab(checked, limits)
+            if known is not None and known is not checked:
+                prompt = dataclasses.replace(prompt, sampling_params=known)
             ids = await self.prompts.ids(prompt, limits)
             all_ids.append(ids)
             if cost is not None:

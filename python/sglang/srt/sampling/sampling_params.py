@@ -27,6 +27,7 @@ MAX_TOKEN_ENTRIES = 1 << 16
 # A logit of this size stays finite in float32 whatever penalty and temperature do.
 MAX_LOGIT_BIAS = 1e30
 MAX_TEMPERATURE = 1e30
+MAX_N = 1 << 16
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -87,13 +88,19 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def from_wire(cls, raw: dict[str, Any] | None) -> SamplingParams:
         """Parse and validate a client's fields; None means the default.
 
-        Stops that occur twice count once.
+        Numbers may be written as texts, and integers as floats. Values that ask for
+        nothing are accepted (`_NEUTRAL`, empty stops). Stops that occur twice count
+        once.
 
         Raises:
             ValueError: an unknown field, a wrong type or a value out of range; the
                 message names the field, the value and the legal range.
         """
-        values = {k: v for k, v in (raw or {}).items() if v is not None}
+        values = {
+            k: v
+            for k, v in (raw or {}).items()
+            if v is not None and v not in _NEUTRAL.get(k, ())
+        }
         unknown = sorted(set(values) - set(cls.__struct_fields__))
         if unknown:
             raise ValueError(
@@ -110,11 +117,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if isinstance(values.get("logit_bias"), dict):
             values["logit_bias"] = _int_keys(values["logit_bias"])
         try:
-            params = msgspec.convert(values, cls)
+            params = msgspec.convert(values, cls, strict=False)
         except msgspec.ValidationError as error:
             raise ValueError(f"sampling_params: {error}") from error
         for name in ("stop", "stop_regex", "stop_token_ids"):
-            setattr(params, name, list(dict.fromkeys(getattr(params, name))))
+            entries = (e for e in getattr(params, name) if e != "")
+            setattr(params, name, list(dict.fromkeys(entries)))
         params.verify()
         return params
 
@@ -147,6 +155,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise ValueError("stop must not contain an empty string")
         compile_stop_patterns(self.stop_regex)
 
+    def within_vocab(self, vocab_size: int) -> SamplingParams:
+        """Return these parameters without stop tokens that no output can hold."""
+        known = [token for token in self.stop_token_ids if 0 <= token < vocab_size]
+        if len(known) == len(self.stop_token_ids):
+            return self
+        return msgspec.structs.replace(self, stop_token_ids=known)
+
     def verify_vocab(self, vocab_size: int) -> None:
         """Raise ValueError for a token id outside `[0, vocab_size)`."""
         for name, ids in (
@@ -164,6 +179,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 _TEXT_LISTS = ("stop", "stop_regex")
 GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf")
 
+# Field -> values that mean the default, besides None.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_k": (0, "0"),
+    "sampling_seed": (-1, "-1"),
+    "custom_params": ({},),
+    **dict.fromkeys(GRAMMAR_FIELDS, ("",)),
+}
+
 RULES: tuple[tuple[str, Any, str], ...] = (
     ("max_new_tokens", lambda v: 0 <= v <= MAX_INT, "at least 0 and below 2**63"),
     ("min_new_tokens", lambda v: 0 <= v <= MAX_INT, "at least 0 and below 2**63"),
@@ -176,13 +199,13 @@ RULES: tuple[tuple[str, Any, str], ...] = (
     (
         "top_k",
         lambda v: v == -1 or 1 <= v <= MAX_INT,
-        "-1 (whole vocabulary) or at least 1, below 2**63",
+        "-1 or 0 (whole vocabulary) or at least 1, below 2**63",
     ),
     ("min_p", lambda v: 0.0 <= v <= 1.0, "in [0, 1]"),
     ("frequency_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
     ("presence_penalty", lambda v: -2.0 <= v <= 2.0, "in [-2, 2]"),
     ("repetition_penalty", lambda v: 0.01 <= v <= 2.0, "in [0.01, 2]"),
-    ("n", lambda v: 1 <= v <= 128, "between 1 and 128"),
+    ("n", lambda v: 1 <= v <= MAX_N, f"between 1 and {MAX_N}"),
     (
         "sampling_seed",
         lambda v: v is None or 0 <= v <= MAX_SEED,

@@ -128,8 +128,11 @@ def _add_message(turns: ChatTurns, role: str, content: Any, where: str) -> None:
         else:
             adders[kind](turns, block, path)
         between = ""
-    if role == "assistant" and not content:
-        turns.answer("", between=between)
+    if not content:
+        if role == "assistant":
+            turns.answer("", between=between)
+        else:
+            turns.say(role, "", between=between)
 
 
 def _add_use(turns: ChatTurns, block: Any, where: str) -> None:

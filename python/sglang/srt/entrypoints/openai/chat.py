@@ -55,6 +55,7 @@ class ChatApi:
             chat.form,
             model=body.model,
             with_usage=with_usage.is_continuous,
+            shows_reasoning=body.include_reasoning is not False,
         )
         if body.stream:
             events = self._events(chat, answer, with_usage=with_usage)

@@ -40,6 +40,7 @@ class ChatAnswer:
     Args:
         form: how the outputs are parsed.
         with_usage: report usage in every chunk.
+        shows_reasoning: else it is dropped.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ChatAnswer:
         *,
         model: str | None,
         with_usage: bool,
+        shows_reasoning: bool = True,
     ) -> None:
         self.usage = UsageCounter(
             n=prompt.sampling_params.n,
@@ -59,6 +61,7 @@ class ChatAnswer:
         self._tokenizer = tokenizer
         self._with_logprobs = prompt.return_logprob
         self._with_token_ids = prompt.keeps_prompt_ids
+        self._shows_reasoning = shows_reasoning
         self._parsers = [OutputParser(form) for _ in range(prompt.sampling_params.n)]
         self._id = make_id("chatcmpl")
         self._created = int(time.time())
@@ -138,7 +141,9 @@ class ChatAnswer:
         pieces = parser.push(update.text)
         if update.finish_reason is not None:
             pieces += parser.finish()
-        return pieces
+        if self._shows_reasoning:
+            return pieces
+        return [piece for piece in pieces if not isinstance(piece, Reasoning)]
 
     def _finish(self, update: Update) -> str | None:
         name = finish_name(update.finish_reason)

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import aside
 from sglang.srt.entrypoints.openai.common import ClientNames, sampling_params
+from sglang.srt.entrypoints.openai.guided import read_guide
 from sglang.srt.entrypoints.openai.logprobs import need_tokenizer
 from sglang.srt.entrypoints.openai.protocol import ChatRequest
 from sglang.srt.entrypoints.openai.thinking import thinking_variables
@@ -105,7 +106,7 @@ def _prompt_request(
     body: ChatRequest, manager: TokenizerManager
 ) -> tuple[PromptRequest, OutputFormat]:
     """Return the prompt of a request, and how its outputs are parsed."""
-    _refuse_unsupported(body)
+    _refuse_contradictions(body)
     use = read_tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     _refuse_constraint(body, use)
     _, limit = max_tokens(body)
@@ -193,10 +194,12 @@ def _refuse_constraint(body: ChatRequest, use: ToolUse) -> None:
     given = {
         "response_format": (body.response_format or {}).get("type")
         not in (None, "text"),
-        "json_schema": body.json_schema is not None,
-        "regex": body.regex is not None,
-        "ebnf": body.ebnf is not None,
+        "json_schema": body.json_schema not in (None, ""),
+        "regex": bool(body.regex),
+        "ebnf": bool(body.ebnf),
     }
+    if (guide := read_guide(body)) is not None:
+        given[guide.path] = True
     for name, is_given in given.items():
         if is_given:
             raise BadRequest(
@@ -225,24 +228,13 @@ def template_variables(
     return {**(defaults or {}), **given}
 
 
-def _refuse_unsupported(body: ChatRequest) -> None:
-    """Refuse fields that would change the answer and cannot be honoured."""
-    asked: dict[str, bool] = {
-        "functions": bool(body.functions),
-        "function_call": body.function_call not in (None, "none", "auto"),
-        "modalities": body.modalities not in (None, [], ["text"]),
-        "audio": body.audio is not None,
-        "prediction": body.prediction is not None,
-        "web_search_options": body.web_search_options is not None,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise BadRequest(f"{name} is not supported by this server", param=name)
+def _refuse_contradictions(body: ChatRequest) -> None:
+    """Refuse fields that contradict each other."""
     if body.continue_final_message and body.add_generation_prompt:
         raise BadRequest(
             "continue_final_message cannot be combined with add_generation_prompt: "
             "one goes on with the last message, the other begins a new one",
             param="continue_final_message",
         )
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")

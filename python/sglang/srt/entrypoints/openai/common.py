@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sglang.srt.entrypoints.generate_api import parse_sampling_params
+from sglang.srt.entrypoints.openai.guided import read_guide
 from sglang.srt.entrypoints.openai.protocol import SAMPLING_FIELDS, Sampled
 from sglang.srt.entrypoints.openai.response_format import response_schema
 from sglang.srt.managers.errors import BadRequest
@@ -62,6 +63,8 @@ class ClientNames:
             # definition of the tool's name.
             self._names["json_schema"] = "tools"
             self._definitions = "tools."
+        if (guide := read_guide(body)) is not None:
+            self._names[guide.kind] = guide.path
         self._fields = {**self._names, "text": prompt}
 
     @contextmanager
@@ -126,13 +129,22 @@ def sampling_params(
                 "set response_format or json_schema, not both", param="response_format"
             )
         raw["json_schema"] = schema
+    if (guide := read_guide(body)) is not None:
+        if schema is not None or guide.kind in raw:
+            raise BadRequest(
+                f"{guide.path} cannot be combined with another constraint",
+                param=guide.path,
+            )
+        raw[guide.kind] = guide.source
     if call_schema is not None:
         raw["json_schema"] = call_schema
     return parse_sampling_params(raw)
 
 
-def _seed(seed: int) -> int:
-    """Map OpenAI's signed seed to an unsigned one."""
+def _seed(seed: int) -> int | None:
+    """Map OpenAI's signed seed to an unsigned one; -1 asks for none."""
+    if seed == -1:
+        return None
     if not -MAX_SEED - 1 <= seed <= MAX_SEED:
         raise BadRequest(
             f"seed must be between {-MAX_SEED - 1} and {MAX_SEED}, got {seed}",
@@ -153,11 +165,10 @@ def stream_usage(body: Sampled) -> StreamUsage:
     options = body.stream_options
     if options is None:
         return StreamUsage(at_end=False, is_continuous=False)
-    if not body.stream:
-        raise BadRequest("stream_options needs stream: true", param="stream_options")
+    # A whole answer has its usage in any case.
     return StreamUsage(
-        at_end=options.include_usage,
-        is_continuous=options.include_usage and options.continuous_usage_stats,
+        at_end=bool(options.include_usage),
+        is_continuous=bool(options.include_usage and options.continuous_usage_stats),
     )
 
 

@@ -187,6 +187,7 @@ def _prompt_requests(body: CompletionRequest) -> list[PromptRequest]:
         PromptRequest(
             prompt=prompt,
             sampling_params=params,
+            add_special_tokens=body.add_special_tokens is not False,
             is_length_exact=body.max_tokens is not None,
             stream=bool(body.stream),
             return_logprob=body.logprobs is not None,

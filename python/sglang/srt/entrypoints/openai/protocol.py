@@ -37,7 +37,9 @@ SAMPLING_FIELDS: dict[str, str] = {
     "stop_regex": "stop_regex",
     "ignore_eos": "ignore_eos",
     "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
     "no_stop_trim": "no_stop_trim",
+    "include_stop_str_in_output": "no_stop_trim",
     "regex": "regex",
     "ebnf": "ebnf",
     "json_schema": "json_schema",
@@ -45,9 +47,9 @@ SAMPLING_FIELDS: dict[str, str] = {
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    include_usage: bool = False
-    include_obfuscation: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    include_obfuscation: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class Harmless(msgspec.Struct, kw_only=True):
@@ -91,7 +93,9 @@ class ChatOptions(Harmless, kw_only=True):
     stop_regex: str | list[str] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
 
     def options(self) -> dict[str, Any]:
         """Return the fields that mean the same in every API."""
@@ -114,6 +118,11 @@ class Sampled(ChatOptions, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     def namespace(self) -> str | None:
         """Return the part of the prefix cache that the request shares: salt, then
@@ -137,9 +146,15 @@ class CompletionRequest(_Completion, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = False
-    logprobs: int | None = None
+    logprobs: int | bool | None = None
     best_of: int | None = None
     suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+    def __post_init__(self) -> None:
+        # Clients that know chats send a boolean; true is one alternative, as in SGLang.
+        if isinstance(self.logprobs, bool):
+            self.logprobs = 1 if self.logprobs else None
 
 
 class ChatRequest(_Chat, kw_only=True, forbid_unknown_fields=True):
@@ -165,9 +180,4 @@ class ChatRequest(_Chat, kw_only=True, forbid_unknown_fields=True):
     stream_reasoning: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
+    include_reasoning: bool | None = None

@@ -127,10 +127,9 @@ def _wants_logprobs(body: ResponsesRequest) -> bool:
             raise BadRequest(
                 f"include holds {quoted(name)}; known values: {known}", param="include"
             )
-    if body.truncation not in (None, "disabled"):
+    if body.truncation not in (None, "", "auto", "disabled"):
         raise BadRequest(
-            f"truncation is {quoted(body.truncation)}; this server never drops items: "
-            "send disabled",
+            f"truncation is {quoted(body.truncation)}; known values: auto, disabled",
             param="truncation",
         )
     asked = LOGPROBS in (body.include or ())
