@@ -307,6 +307,14 @@ class ServerArgs:
             "the output with the context.",
         ),
     ] = False
+    sampling_defaults: Annotated[
+        str,
+        Arg(
+            "Values of sampling fields that a request leaves out; model: those of the "
+            "checkpoint's generation_config.json, where it has some.",
+            ("model", "openai"),
+        ),
+    ] = "model"
     max_n: Annotated[int, Arg("Outputs of one prompt (n).", low=1, high=MAX_N)] = 1024
     max_logprobs: Annotated[
         int,

@@ -52,7 +52,9 @@ def test_the_lines(flags, device, drafts, canary, pages):
         f"sglang-canary {__version__} loads {args.model_path} on {device}",
         f"{drafts}; {canary}",
     ]
-    assert serving(args, READY, url="http://[::1]:7").splitlines() == [
+    assert serving(
+        args, READY, url="http://[::1]:7", sampling_defaults={}
+    ).splitlines() == [
         f"sglang-canary serves demo on {device}: 4096 KV slots{pages}, context 2048, "
         "at most 64 requests at once",
         f"{drafts}; {canary}",
@@ -63,10 +65,13 @@ def test_the_lines(flags, device, drafts, canary, pages):
 
 def test_where_to_go_for_what_is_on():
     args = ServerArgs(device="cpu", enable_metrics=True, disable_canary_page=True)
-    lines = serving(args, READY, url="http://h:7").splitlines()
+    lines = serving(
+        args, READY, url="http://h:7", sampling_defaults={"top_p": 0.9, "top_k": 5}
+    ).splitlines()
     assert (
         "chat: http://h:7, API: http://h:7/docs, metrics: http://h:7/metrics" in lines
     )
+    assert any("recommends: top_p 0.9, top_k 5 (--sampl" in line for line in lines)
 
 
 if __name__ == "__main__":

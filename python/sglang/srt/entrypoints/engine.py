@@ -228,7 +228,9 @@ class Engine:
             request = msgspec.convert(fields, GenerateRequest, strict=False)
         except msgspec.ValidationError as error:
             raise BadRequest(str(error)) from error
-        return parse_generate(request)
+        return parse_generate(
+            request, sampling_defaults=self.tokenizer_manager.sampling_defaults
+        )
 
     def _sync_stream(self, answers: AsyncIterator[Answer]) -> Iterator[Answer]:
         """Pull one answer at a time; updates that arrive meanwhile are merged."""
@@ -262,7 +264,7 @@ class _EngineHost:
     """
 
     def __init__(self, server_args: ServerArgs) -> None:
-        process, tokenizer = start_engine(server_args, num_threads=available_cores())
+        started = start_engine(server_args, num_threads=available_cores())
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="sglang-engine", daemon=True
@@ -270,7 +272,7 @@ class _EngineHost:
         self._thread.start()
 
         async def create() -> EngineCore:
-            return EngineCore(process, server_args=server_args, tokenizer=tokenizer)
+            return EngineCore(started, server_args=server_args)
 
         self.is_forgotten = False
         self.core = self.call(create())

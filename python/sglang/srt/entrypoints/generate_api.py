@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,8 +70,13 @@ class ParsedGenerate(msgspec.Struct, kw_only=True, frozen=True):
     with_text: bool
 
 
-def parse_generate(request: GenerateRequest) -> ParsedGenerate:
+def parse_generate(
+    request: GenerateRequest, *, sampling_defaults: Mapping[str, Any]
+) -> ParsedGenerate:
     """Check a request and split it into one `PromptRequest` per prompt.
+
+    Args:
+        sampling_defaults: of parameters that are left out.
 
     Raises:
         BadRequest: names the field and what is wrong.
@@ -98,7 +103,11 @@ def parse_generate(request: GenerateRequest) -> ParsedGenerate:
         raise BadRequest("rid must be a list where the prompts are one", param="rid")
     # Parameters shared by all prompts are parsed once: they may be large.
     is_shared = not isinstance(request.sampling_params, list)
-    shared = parse_sampling_params(nth("sampling_params", 0, {})) if is_shared else None
+    shared = (
+        parse_sampling_params(nth("sampling_params", 0, {}), sampling_defaults)
+        if is_shared
+        else None
+    )
     shared_key = cache_namespace(nth("extra_key", 0, None))
     parsed = []
     for i, prompt in enumerate(prompts):
@@ -107,7 +116,7 @@ def parse_generate(request: GenerateRequest) -> ParsedGenerate:
             PromptRequest(
                 prompt=prompt.ids,
                 input_embeds=prompt.embeds,
-                sampling_params=shared or parse_sampling_params(raw),
+                sampling_params=shared or parse_sampling_params(raw, sampling_defaults),
                 is_length_exact=raw.get("max_new_tokens") is not None,
                 stream=bool(request.stream),
                 return_logprob=nth("return_logprob", i, False),
@@ -130,14 +139,19 @@ def parse_generate(request: GenerateRequest) -> ParsedGenerate:
     )
 
 
-def parse_sampling_params(raw: dict[str, Any]) -> SamplingParams:
+def parse_sampling_params(
+    raw: dict[str, Any], defaults: Mapping[str, Any]
+) -> SamplingParams:
     """Parse sampling parameters; errors are those that a server answers.
+
+    Args:
+        defaults: of parameters that are left out.
 
     Raises:
         BadRequest: names the field, the value and the range.
     """
     try:
-        return SamplingParams.from_wire(raw)
+        return SamplingParams.from_wire(raw, defaults)
     except ValueError as error:
         raise sampling_error(error) from error
 

@@ -146,12 +146,10 @@ def launch_server(server_args: ServerArgs) -> ExitCode:
     with contextlib.closing(listener):
         _say(starting(server_args))
         _warn_if_open(listener, keys)
-        process, tokenizer = start_engine(
-            server_args, num_threads=available_cores() - 1
-        )
+        started = start_engine(server_args, num_threads=available_cores() - 1)
 
         async def serve() -> ExitCode:
-            core = EngineCore(process, server_args=server_args, tokenizer=tokenizer)
+            core = EngineCore(started, server_args=server_args)
             return await _Server(
                 core, server_args, listener, keys=keys, max_connections=most
             ).run()
@@ -286,7 +284,14 @@ class _Server:
                 ready.max_req_input_len,
                 ready.context_len,
             )
-        _say(serving(self._server_args, ready, url=f"http://{shown}:{port}"))
+        _say(
+            serving(
+                self._server_args,
+                ready,
+                url=f"http://{shown}:{port}",
+                sampling_defaults=self._core.manager.sampling_defaults,
+            )
+        )
 
 
 async def _first(*tasks: asyncio.Task[Any]) -> None:

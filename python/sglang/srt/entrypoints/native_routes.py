@@ -187,7 +187,13 @@ class NativeRoutes:
         self._front.check_model(body.model)
         self._manager.check_sizes(body.text, field="text")
         self._manager.check_sizes(body.input_ids, field="input_ids")
-        parsed = await aside(request, self._manager, parse_generate, body)
+        parsed = await aside(
+            request,
+            self._manager,
+            parse_generate,
+            body,
+            sampling_defaults=self._manager.sampling_defaults,
+        )
         group = await self._manager.submit(parsed.prompts)
         if parsed.stream:
             events = self._events(group, parsed)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from sglang.srt.configs.sampling_defaults import describe
 from sglang.version import __version__
 
 if TYPE_CHECKING:
@@ -19,8 +21,15 @@ def starting(args: ServerArgs) -> str:
     )
 
 
-def serving(args: ServerArgs, ready: SchedulerReady, *, url: str) -> str:
-    """The last lines: limits of the running engine, and where to go."""
+def serving(
+    args: ServerArgs,
+    ready: SchedulerReady,
+    *,
+    url: str,
+    sampling_defaults: Mapping[str, Any],
+) -> str:
+    """The last lines: limits of the running engine, sampling that the checkpoint
+    recommends, and where to go."""
     pages = "" if args.page_size == 1 else f" in pages of {args.page_size}"
     size = f"{ready.kv_pool_bytes / 2**30:.2f} GiB"
     each = "" if args.tp_size == 1 else " on each rank"
@@ -29,8 +38,18 @@ def serving(args: ServerArgs, ready: SchedulerReady, *, url: str) -> str:
         f"{ready.max_total_num_tokens} KV slots{pages} ({size}{each}), context "
         f"{ready.context_len}, at most {args.max_running_requests} requests at once\n"
         f"{_drafts(args)}; {_canary(args)}\n"
+        f"{_sampling(sampling_defaults)}"
         f"{_places(args, url)}\n"
         f"ready on {url}"
+    )
+
+
+def _sampling(defaults: Mapping[str, Any]) -> str:
+    if not defaults:
+        return ""
+    return (
+        f"requests that do not say otherwise are sampled as the checkpoint recommends: "
+        f"{describe(defaults)} (--sampling-defaults openai ignores it)\n"
     )
 
 

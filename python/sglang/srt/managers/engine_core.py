@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.arg_groups.arg_parser import flag_name
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.sampling_defaults import read_sampling_defaults
 from sglang.srt.managers.io_struct import SchedulerStats
 from sglang.srt.managers.scheduler_client import SchedulerClient
 from sglang.srt.managers.scheduler_process import SchedulerDied, SchedulerProcess
@@ -30,6 +31,18 @@ STOP_SECONDS = 5.0
 LAST_MESSAGE_SECONDS = 0.2
 
 
+class StartedEngine(NamedTuple):
+    """A scheduler process that loads, and what the front reads of the checkpoint.
+
+    Fields:
+        sampling_defaults: of requests that leave them out.
+    """
+
+    process: SchedulerProcess
+    tokenizer: Tokenizer | None
+    sampling_defaults: dict[str, Any]
+
+
 class EngineCore:
     """One running engine on the front's side. To be created inside the asyncio loop.
 
@@ -38,14 +51,8 @@ class EngineCore:
         died: set once the scheduler has ended unexpectedly.
     """
 
-    def __init__(
-        self,
-        process: SchedulerProcess,
-        *,
-        server_args: ServerArgs,
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        self.process = process
+    def __init__(self, started: StartedEngine, *, server_args: ServerArgs) -> None:
+        process = self.process = started.process
         self.died = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_stopping = False
@@ -54,8 +61,9 @@ class EngineCore:
         )
         self.manager = TokenizerManager(
             server_args=server_args,
-            tokenizer=tokenizer,
+            tokenizer=started.tokenizer,
             send=self._client.send,
+            sampling_defaults=started.sampling_defaults,
             metrics=FrontMetrics.of(server_args, first=SchedulerStats())
             if server_args.enable_metrics
             else None,
@@ -108,27 +116,28 @@ class EngineCore:
             self.died.set()
 
 
-def start_engine(
-    server_args: ServerArgs, *, num_threads: int
-) -> tuple[SchedulerProcess, Tokenizer | None]:
+def start_engine(server_args: ServerArgs, *, num_threads: int) -> StartedEngine:
     """Check the checkpoints, start the scheduler process, and read the tokenizer while
     it loads.
 
     Raises:
         ValueError: there is no model or no tokenizer; no process is left.
     """
-    _check_checkpoints(server_args)
+    defaults = _check_checkpoints(server_args)
     process = SchedulerProcess.start(server_args, num_threads=num_threads)
     try:
-        return process, _load_tokenizer(server_args)
+        return StartedEngine(process, _load_tokenizer(server_args), defaults)
     except BaseException:
         process.stop(0)
         raise
 
 
-def _check_checkpoints(args: ServerArgs) -> None:
+def _check_checkpoints(args: ServerArgs) -> dict[str, Any]:
     """Read the configurations of target and draft: a scheduler would take seconds to
     come to them.
+
+    Returns:
+        The sampling defaults of the target.
 
     Raises:
         ValueError: there is none, or one that no model has.
@@ -141,6 +150,7 @@ def _check_checkpoints(args: ServerArgs) -> None:
         ModelConfig.from_path(
             resolve_model_path(path, flag=flag_name("speculative_draft_model_path"))
         )
+    return read_sampling_defaults(folder) if args.sampling_defaults == "model" else {}
 
 
 def _load_tokenizer(server_args: ServerArgs) -> Tokenizer | None:

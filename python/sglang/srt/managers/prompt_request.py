@@ -245,8 +245,8 @@ def to_wire(
     """Return the `n` messages to the scheduler, checked against the engine's limits.
 
     They share `ids` and the sampling parameters, whose token ids are known ones
-    (`within_vocab`). The first alone asks for the log probabilities of the prompt, which
-    all of them show.
+    (`within_vocab`). The first alone asks for the log probabilities of the prompt,
+    which all of them show.
 
     Args:
         is_strict: refuse an output length that does not fit after the prompt.

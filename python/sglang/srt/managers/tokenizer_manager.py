@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +85,7 @@ class TokenizerManager:
         tokenizer: None with --skip-tokenizer-init.
         send: hands messages to the scheduler; never blocks.
         metrics: where latencies are recorded, if anywhere.
+        sampling_defaults: of requests that leave them out.
     """
 
     def __init__(
@@ -94,11 +95,13 @@ class TokenizerManager:
         tokenizer: Tokenizer | None,
         send: Callable[[Sequence[SchedulerRequest]], None],
         metrics: FrontMetrics | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.server_args = server_args
         self.tokenizer = tokenizer
         self.templates = TemplateManager(tokenizer)
         self.metrics = metrics
+        self.sampling_defaults = dict(sampling_defaults or {})
         self.phase = Phase.STARTING
         self.limits: Limits | None = None
         self._send = send

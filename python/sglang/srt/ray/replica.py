@@ -121,8 +121,8 @@ async def _start_core(values: Mapping[str, Any]) -> EngineCore:
     # Ray sets OMP_NUM_THREADS to the CPUs of the replica, whose ranks share them.
     threads = envs.OMP_NUM_THREADS.get() or args.tp_size
     with envs.OMP_NUM_THREADS.override(max(threads // args.tp_size, 1)):
-        process, tokenizer = start_engine(args, num_threads=threads)
-    core = EngineCore(process, server_args=args, tokenizer=tokenizer)
+        started = start_engine(args, num_threads=threads)
+    core = EngineCore(started, server_args=args)
     try:
         ready = await core.wait_ready()
     except BaseException:

@@ -7,6 +7,7 @@ batches or tokenizers; the caller fills in what depends on a tokenizer (`stop` l
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -85,18 +86,23 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return None
 
     @classmethod
-    def from_wire(cls, raw: dict[str, Any] | None) -> SamplingParams:
+    def from_wire(
+        cls, raw: dict[str, Any] | None, defaults: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
         """Parse and validate a client's fields; None means the default.
 
         Numbers may be written as texts, and integers as floats. Values that ask for
         nothing are accepted (`_NEUTRAL`, empty stops). Stops that occur twice count
         once.
 
+        Args:
+            defaults: values of fields that the client leaves out.
+
         Raises:
             ValueError: an unknown field, a wrong type or a value out of range; the
                 message names the field, the value and the legal range.
         """
-        values = {
+        values = dict(defaults or {}) | {
             k: v
             for k, v in (raw or {}).items()
             if v is not None and v not in _NEUTRAL.get(k, ())
@@ -111,6 +117,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for name in _TEXT_LISTS:
             if isinstance(values.get(name), str):
                 values[name] = [values[name]]
+        if values.get("top_k") in (0, "0"):
+            values["top_k"] = -1
         _check_sizes(values)
         if isinstance(values.get("json_schema"), dict):
             values["json_schema"] = msgspec.json.encode(values["json_schema"]).decode()
@@ -181,7 +189,6 @@ GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf")
 
 # Field -> values that mean the default, besides None.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_k": (0, "0"),
     "sampling_seed": (-1, "-1"),
     "custom_params": ({},),
     **dict.fromkeys(GRAMMAR_FIELDS, ("",)),

@@ -114,6 +114,7 @@ def _prompt_request(
         body,
         max_tokens=limit,
         default_max_tokens=WHOLE_CONTEXT,
+        defaults=manager.sampling_defaults,
         call_schema=use.schema,
     )
     text = manager.templates.render(

@@ -103,11 +103,13 @@ def sampling_params(
     *,
     max_tokens: int | None,
     default_max_tokens: int,
+    defaults: Mapping[str, Any],
     call_schema: str | None = None,
 ) -> SamplingParams:
     """Build the sampling parameters from the body's fields.
 
     Args:
+        defaults: of fields that the body leaves out.
         call_schema: JSON schema of an output that must be calls; the body has none.
 
     Raises:
@@ -138,7 +140,7 @@ def sampling_params(
         raw[guide.kind] = guide.source
     if call_schema is not None:
         raw["json_schema"] = call_schema
-    return parse_sampling_params(raw)
+    return parse_sampling_params(raw, defaults)
 
 
 def _seed(seed: int) -> int | None:

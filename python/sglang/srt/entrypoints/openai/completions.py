@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -58,7 +58,13 @@ class CompletionApi:
         )
         with names.in_errors():
             self._manager.check_sizes(body.prompt, field="prompt")
-            prompts = await aside(request, self._manager, _prompt_requests, body)
+            prompts = await aside(
+                request,
+                self._manager,
+                _prompt_requests,
+                body,
+                self._manager.sampling_defaults,
+            )
             group = await self._manager.submit(prompts)
         answer = _CompletionAnswer(self._front, tokenizer, body, prompts)
         if body.stream:
@@ -171,13 +177,18 @@ class _CompletionAnswer:
         return self._tokenizer.decode(prompt, skip_special_tokens=False)
 
 
-def _prompt_requests(body: CompletionRequest) -> list[PromptRequest]:
+def _prompt_requests(
+    body: CompletionRequest, sampling_defaults: Mapping[str, Any]
+) -> list[PromptRequest]:
     if body.suffix:
         raise BadRequest("suffix is not supported", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise BadRequest("best_of must equal n", param="best_of")
     params = sampling_params(
-        body, max_tokens=body.max_tokens, default_max_tokens=DEFAULT_MAX_TOKENS
+        body,
+        max_tokens=body.max_tokens,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        defaults=sampling_defaults,
     )
     prompts = _prompts(body.prompt)
     namespace = body.namespace()
