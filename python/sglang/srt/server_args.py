@@ -428,6 +428,13 @@ class ServerArgs:
             "/canary/incidents; unset: any client's key does, but none opens profiles."
         ),
     ] = None
+    cache_namespace_per_key: Annotated[
+        bool,
+        Arg(
+            "Keep the cached prefixes of clients apart by their keys, so that nobody "
+            "learns from cached_tokens or from time what others have asked."
+        ),
+    ] = False
     cors_allow_origins: Annotated[
         list[str] | None,
         Arg("Sites whose pages may read answers, or *; unset: none."),

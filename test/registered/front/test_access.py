@@ -132,6 +132,59 @@ def test_headers_of_a_key(headers: dict[str, str], key_file: Path) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("flags", [{}, {"admin_api_key": ADMIN}])
+def test_two_clients_may_use_one_rid(key_file: Path, flags: dict[str, Any]) -> None:
+    """Nobody keeps a rid from another client, and each ends its own."""
+
+    async def work() -> None:
+        wire = Wire(api_key_file=str(key_file), **flags)
+        body = {"input_ids": [1], "rid": "mine"}
+        async with client(wire, CLIENT) as http, client(wire, OTHER) as other:
+            asked = asyncio.create_task(http.post("/generate", json=body))
+            await eventually(lambda: len(wire.generated()) == 1)
+            also = asyncio.create_task(other.post("/generate", json=body))
+            await eventually(lambda: len(wire.generated()) == 2)
+            first, second = (request.rid for request in wire.generated())
+            twice = await http.post("/generate", json=body)
+            assert twice.status_code == 400
+            assert "rid 'mine' is in use" in twice.json()["error"]["message"]
+            await other.post("/abort_request", json={"rid": "mine"})
+            assert wire.aborted() == [second]
+            for rid, task in ((first, asked), (second, also)):
+                wire.answer(rid, [5])
+                assert (await task).json()["meta_info"]["id"] == "mine"
+
+    run(work())
+
+
+def test_prefixes_are_kept_apart_by_key_where_the_operator_wants_it(
+    key_file: Path,
+) -> None:
+    async def namespaces(**flags: Any) -> list[str | None]:
+        wire = Wire(api_key_file=str(key_file), **flags)
+        async with client(wire, CLIENT) as http, client(wire, OTHER) as other:
+            for key in (None, "tenant"):
+                for each in (http, other):
+                    count = len(wire.generated()) + 1
+                    body = {"input_ids": [1], "extra_key": key}
+                    asked = asyncio.create_task(each.post("/generate", json=body))
+                    await eventually(lambda n=count: len(wire.generated()) == n)
+                    wire.answer(wire.generated()[-1].rid, [5])
+                    assert (await asked).status_code == 200
+        return [request.extra_key for request in wire.generated()]
+
+    async def work() -> None:
+        assert len(set(await namespaces())) == 2
+        apart = await namespaces(cache_namespace_per_key=True)
+        assert len(set(apart)) == 4 and None not in apart
+        again = await namespaces(cache_namespace_per_key=True)
+        assert apart == again, "a restart changes nothing"
+
+    run(work())
+    with pytest.raises(ValueError, match="--cache-namespace-per-key tells clients"):
+        Wire(cache_namespace_per_key=True)
+
+
 def test_a_client_ends_its_own_requests_only(key_file: Path) -> None:
     async def work() -> None:
         wire = Wire(api_key_file=str(key_file), admin_api_key=ADMIN)
@@ -147,11 +200,11 @@ def test_a_client_ends_its_own_requests_only(key_file: Path) -> None:
             assert (await other.post("/abort_request", json=abort)).status_code == 200
             assert wire.aborted() == []
             await http.post("/abort_request", json=abort)
-            assert wire.aborted() == ["mine"]
+            (rid,) = wire.aborted()
             await admin.post("/abort_request", json=abort)
-            assert wire.aborted() == ["mine"] * 2
-            wire.answer("mine", [5])
-            assert (await asked).status_code == 200
+            assert wire.aborted() == [rid] * 2
+            wire.answer(rid, [5])
+            assert (await asked).json()["meta_info"]["id"] == "mine"
 
     run(work())
 

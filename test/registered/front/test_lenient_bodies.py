@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+from app_world import App
 from chat_world import ChatWorld
 
 from sglang.srt.entrypoints.unknown_fields import MAX_NAMES
@@ -357,6 +358,38 @@ def test_reasoning_is_left_out_on_demand() -> None:
     shown = world.ask(body).text
     assert re.findall('"reasoning_content":"', shown) == []
     assert "".join(re.findall('"content":"([^"]*)"', shown)) == "Yes."
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (GENERATE, {"text": ["a", "b"], "rid": "x"}),
+        (COMPLETIONS, {"prompt": ["a", "b"], "rid": "x"}),
+        (COMPLETIONS, {"prompt": [[5], [6]], "rid": ["x_0", "x_1"]}),
+    ],
+)
+def test_one_rid_names_every_prompt_of_a_list(path: str, body: dict[str, Any]) -> None:
+    world = ChatWorld("a", "b")
+    answer = world.ask(body, path)
+    assert answer.status_code == 200, answer.text
+    assert [request.rid for request in world.wire.generated()] == ["x_0", "x_1"]
+    if path == GENERATE:
+        assert [one["meta_info"]["id"] for one in answer.json()] == ["x_0", "x_1"]
+
+
+def test_a_single_prompt_keeps_its_rid() -> None:
+    assert sent(COMPLETIONS, {"rid": "x"}).rid == "x"
+    assert sent(CHAT, {"rid": "x"}).rid == "x"
+    assert len(sent(CHAT, {"rid": ""}).rid) == 32
+
+
+@pytest.mark.parametrize("stop", [{"stop": "a"}, {"stop_regex": ["a+"]}])
+def test_stop_texts_need_a_tokenizer(stop: dict[str, Any]) -> None:
+    for params in (stop, stop | {"n": 2}):
+        body = {"input_ids": [1], "sampling_params": params}
+        error = App(tokenizer=None, skip_tokenizer_init=True).refused(GENERATE, body)
+        assert "--skip-tokenizer-init; use stop_token_ids" in error["message"]
+        assert error["param"] == "stop"
 
 
 def test_the_marks_of_a_completion_on_demand() -> None:

@@ -218,10 +218,30 @@ def test_a_packed_request_is_the_request() -> None:
 
 def test_a_key_is_told_apart_whatever_its_length() -> None:
     keys = ["a", "b", "a" * 1000, "a" * 1001, "\ud800"]
-    names = {cache_namespace(key) for key in keys}
+    names = {cache_namespace(key=key) for key in keys}
     assert len(names) == len(keys) and {len(name or "") for name in names} == {32}
-    assert cache_namespace(None) is cache_namespace("") is cache_namespace() is None
-    assert cache_namespace("a", None, "b") == cache_namespace("ab")
+    assert cache_namespace(key=None) is cache_namespace(key="") is None
+    assert cache_namespace() is cache_namespace(salt="", key="", owner="") is None
+
+
+def test_no_two_pairs_of_salt_and_key_share_prefixes() -> None:
+    texts = [
+        "",
+        "a",
+        "0",
+        "1",
+        "x",
+        "0x",
+        "a0",
+        "1:",
+        ":a",
+        "1:a",
+        "tenant1",
+        "tenant10",
+    ]
+    triples = [(s, k, o) for s in texts for k in texts for o in texts]
+    names = {cache_namespace(salt=s, key=k, owner=o) for s, k, o in triples}
+    assert len(names) == len(triples)
 
 
 def test_a_stop_that_occurs_twice_counts_once() -> None:

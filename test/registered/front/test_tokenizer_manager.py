@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import (
     FinishReason,
     LogprobDelta,
 )
+from sglang.srt.managers.prompt_request import prompt_rids
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")
@@ -179,6 +180,52 @@ def test_a_base_rid_aborts_all_its_outputs() -> None:
         assert wire.aborted() == ["job-0", "job-1"]
 
     run(work())
+
+
+def test_an_abort_ends_what_it_names_and_nothing_else() -> None:
+    async def work() -> None:
+        wire = Wire()
+        named = prompt_rids("x", 2, is_list=True)
+        assert named == [("x_0", "x"), ("x_1", "x")]
+        await wire.manager.submit(
+            [
+                prompt("x", {"n": 2}, rid=rid, list_rid=list_rid)
+                for rid, list_rid in named
+            ]
+        )
+        await wire.manager.submit([prompt(rid="x_00"), prompt(rid="x_"), prompt()])
+        ended = []
+        for rid in ("x_1", "x_0-1", "x_", "x", "", "x_0-", "_0"):
+            before = len(wire.aborted())
+            wire.manager.abort(rid)
+            ended.append(wire.aborted()[before:])
+        rows = ["x_0-0", "x_0-1", "x_1-0", "x_1-1"]
+        assert ended == [rows[2:], rows[1:2], ["x_"], rows, [], [], []]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("rid", "count", "is_list", "rids"),
+    [
+        (None, 2, True, [None, None]),
+        ("", 2, True, [None, None]),
+        ("a", 1, False, ["a"]),
+        ("a", 1, True, ["a_0"]),
+        (["a", "b"], 2, True, ["a", "b"]),
+        (["a", ""], 2, True, ["a", None]),
+    ],
+)
+def test_the_rids_of_a_call(
+    rid: str | list[str] | None, count: int, is_list: bool, rids: list[str | None]
+) -> None:
+    assert [own for own, _ in prompt_rids(rid, count, is_list=is_list)] == rids
+
+
+def test_a_list_of_rids_has_one_for_each_prompt() -> None:
+    for count, is_list in ((1, True), (3, True), (2, False)):
+        with pytest.raises(BadRequest, match="rid has 2 entries for"):
+            prompt_rids(["a", "b"], count, is_list=is_list)
 
 
 def test_a_reader_that_leaves_aborts() -> None:

@@ -145,7 +145,6 @@ BODIES: list[tuple[dict[str, Any], str]] = [
     ({"text": "x", "return_hidden_states": True}, "--enable-return-hidden-states"),
     ({"text": "x", "top_logprobs_num": -1}, "top_logprobs_num must be at least 0"),
     ({"text": "x", "return_logprob": True, "logprob_start_len": 9}, "below the 1 tok"),
-    ({"text": ["x", "y"], "rid": "one"}, "rid must be a list"),
     ({"text": ["x", "y"], "rid": ["one"]}, "rid has 1 entries for 2 prompt(s)"),
     ({"text": "x", "rid": "r" * 300}, "rid must have 1 to 256 characters"),
     ({"text": ["x"] * 5000}, "asks for 5000 outputs"),

@@ -25,6 +25,11 @@ def handle_http(args: ServerArgs) -> None:
     ):
         if key is not None:
             check_key(key, flag)
+    if args.cache_namespace_per_key and not (args.api_key or args.api_key_file):
+        raise ValueError(
+            "--cache-namespace-per-key tells clients apart by their keys, but there "
+            "are none; set --api-key-file, or remove the flag"
+        )
     for origin in args.cors_allow_origins or ():
         if not _ORIGIN.fullmatch(origin):
             raise ValueError(

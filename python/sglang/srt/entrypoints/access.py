@@ -140,8 +140,12 @@ def _is_open(scope: Scope) -> bool:
 
 
 def owner_of(request: Request) -> str | None:
-    """Whose requests the sender of this one may end; None: everybody's."""
-    return None if request.scope[_ROLE] >= Role.ADMIN else CALLER.get()
+    """Whose requests the sender of this one means by a rid; None: everybody's.
+
+    A client's key means its own even where it has the administrator's rights.
+    """
+    caller = CALLER.get()
+    return None if request.scope[_ROLE] >= Role.ADMIN and not caller else caller
 
 
 def require_admin(request: Request) -> None:

@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import FinishReason, TokenLogprob
 from sglang.srt.managers.prompt_request import (
     PromptRequest,
     cache_namespace,
+    prompt_rids,
     sampling_error,
 )
 from sglang.srt.managers.request_state import Update
@@ -99,8 +100,7 @@ def parse_generate(
             )
         return default if value[i] is None else value[i]
 
-    if is_batch and isinstance(request.rid, str):
-        raise BadRequest("rid must be a list where the prompts are one", param="rid")
+    rids = prompt_rids(request.rid, count, is_list=is_batch)
     # Parameters shared by all prompts are parsed once: they may be large.
     is_shared = not isinstance(request.sampling_params, list)
     shared = (
@@ -108,7 +108,7 @@ def parse_generate(
         if is_shared
         else None
     )
-    shared_key = cache_namespace(nth("extra_key", 0, None))
+    shared_key = cache_namespace(key=nth("extra_key", 0, None))
     parsed = []
     for i, prompt in enumerate(prompts):
         raw = nth("sampling_params", i, {})
@@ -123,8 +123,9 @@ def parse_generate(
                 logprob_start_len=nth("logprob_start_len", i, -1),
                 top_logprobs_num=nth("top_logprobs_num", i, 0),
                 token_ids_logprob=nth("token_ids_logprob", i, ()),
-                rid=nth("rid", i, None),
-                extra_key=cache_namespace(nth("extra_key", i, None))
+                rid=rids[i][0],
+                list_rid=rids[i][1],
+                extra_key=cache_namespace(key=nth("extra_key", i, None))
                 if isinstance(request.extra_key, list)
                 else shared_key,
                 return_hidden_states=nth("return_hidden_states", i, False),
@@ -162,7 +163,6 @@ _OPTIONS = {
     "logprob_start_len": lambda r: r.logprob_start_len,
     "top_logprobs_num": lambda r: r.top_logprobs_num,
     "token_ids_logprob": lambda r: r.token_ids_logprob,
-    "rid": lambda r: r.rid,
     "extra_key": lambda r: r.extra_key,
     "return_hidden_states": lambda r: r.return_hidden_states,
 }

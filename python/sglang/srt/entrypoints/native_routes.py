@@ -269,9 +269,8 @@ class NativeRoutes:
             raise BadRequest("set rid or abort_all", param="rid")
         if body.abort_all:
             require_admin(request)
-        self._manager.abort(
-            body.rid or "", abort_all=body.abort_all, owner=owner_of(request)
-        )
+        owner = None if body.abort_all else owner_of(request)
+        self._manager.abort(body.rid or "", abort_all=body.abort_all, owner=owner)
         return Response()
 
     async def metrics(self, request: Request) -> Response:

@@ -22,8 +22,9 @@ TokenLogprob = tuple[float | None, int]
 class FinishReason(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Why a request ended.
 
-    `type` is "length" (with `length`), "stop" (with `matched`: a token id or the stop
-    string) or "abort" (with `message` and the HTTP `status_code` it maps to).
+    `type` is "length" (with `length`), "stop" (with `matched`: a token id, the stop
+    string, or the pattern of `stop_regex`) or "abort" (with `message` and the HTTP
+    `status_code` it maps to).
     """
 
     type: str

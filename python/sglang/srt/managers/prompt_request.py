@@ -31,6 +31,7 @@ class PromptRequest:
             number is refused beyond the room with --strict-max-tokens.
         add_special_tokens: False where the text has them already (chat templates).
         rid: None means that one is generated.
+        list_rid: the one name of a list of prompts that have a `rid` each.
         input_embeds: float32 [tokens, hidden_size] that replace the prompt, whose ids
             then only count them.
         token_ids_logprob: ids whose log probabilities every position shows.
@@ -49,6 +50,7 @@ class PromptRequest:
     top_logprobs_num: int = 0
     token_ids_logprob: Sequence[int] = ()
     rid: str | None = None
+    list_rid: str | None = None
     extra_key: str | None = None
     return_hidden_states: bool = False
     only_last_hidden_state: bool = False
@@ -176,14 +178,39 @@ class Limits:
         return self.max_req_input_len + 1 - prompt_len
 
 
-def cache_namespace(*keys: str | None) -> str | None:
-    """Return the name of the part of the prefix cache that is for `keys`: a digest, as
-    keys may be large and every cached prefix holds its name; None: the common part.
+def cache_namespace(
+    *, salt: str | None = None, key: str | None = None, owner: str = ""
+) -> str | None:
+    """Return the name of a part of the prefix cache: a digest, as keys may be large and
+    every cached prefix holds its name; None is the common part.
 
-    Keys are joined: requests share prefixes where all of it is the same text.
+    Requests share prefixes where each of the three is the same.
     """
-    joined = "".join(key for key in keys if key)
-    return digest(joined) if joined else None
+    parts = (salt or "", key or "", owner)
+    if not any(parts):
+        return None
+    # With its length before each part, no two triples are the same text.
+    return digest("".join(f"{len(part)}:{part}" for part in parts))
+
+
+def prompt_rids(
+    rid: str | list[str] | None, count: int, *, is_list: bool
+) -> list[tuple[str | None, str | None]]:
+    """Return the `rid` and the `list_rid` of each prompt of a call, by what the client
+    sent: a text for a list of prompts names them `<rid>_0` and so on.
+
+    Raises:
+        BadRequest: a list of another length.
+    """
+    if isinstance(rid, list):
+        if len(rid) != count or not is_list:
+            raise BadRequest(
+                f"rid has {len(rid)} entries for {count} prompt(s)", param="rid"
+            )
+        return [(each or None, None) for each in rid]
+    if not rid or not is_list:
+        return [(rid or None, None)] * count
+    return [(f"{rid}_{i}", rid) for i in range(count)]
 
 
 def sampling_error(error: ValueError) -> BadRequest:
@@ -240,7 +267,12 @@ def within_vocab(params: SamplingParams, limits: Limits) -> SamplingParams:
 
 
 def to_wire(
-    request: PromptRequest, ids: list[int], limits: Limits, *, is_strict: bool
+    request: PromptRequest,
+    ids: list[int],
+    limits: Limits,
+    *,
+    is_strict: bool,
+    owner: str = "",
 ) -> list[GenerateReq]:
     """Return the `n` messages to the scheduler, checked against the engine's limits.
 
@@ -250,6 +282,7 @@ def to_wire(
 
     Args:
         is_strict: refuse an output length that does not fit after the prompt.
+        owner: whose request it is: two owners may use one rid.
     """
     limits.check_prompt(ids, field=request.field)
     limits.check_vocab(request.token_ids_logprob, field="token_ids_logprob")
@@ -262,7 +295,7 @@ def to_wire(
         )
     return [
         GenerateReq(
-            rid=_rid(request, copy),
+            rid=_rid(request, copy, owner),
             input_ids=ids,
             sampling_params=request.sampling_params,
             copy=copy,
@@ -282,7 +315,13 @@ def to_wire(
     ]
 
 
-def _rid(request: PromptRequest, copy: int) -> str:
+def _rid(request: PromptRequest, copy: int, owner: str) -> str:
     if request.rid is None:
         return uuid.uuid4().hex
-    return request.rid if request.sampling_params.n == 1 else f"{request.rid}-{copy}"
+    own = rid_scope(owner) + request.rid
+    return own if request.sampling_params.n == 1 else f"{own}-{copy}"
+
+
+def rid_scope(owner: str) -> str:
+    """Return the prefix that keeps the rids of an owner apart from those of others."""
+    return f"{owner}:" if owner else ""

@@ -28,6 +28,7 @@ from sglang.srt.managers.io_struct import (
     LogprobDelta,
     RequestOutput,
 )
+from sglang.srt.managers.prompt_request import rid_scope
 
 if TYPE_CHECKING:
     from sglang.srt.managers.output_text import OutputText
@@ -75,9 +76,10 @@ class Update:
 class RequestState:
     """One request between its arrival and its last output.
 
-    `base_rid` is the client's own id, which the outputs of one prompt share. `leader`
-    is the request that gets the log probabilities of the prompt, where this one shows
-    them without: another output of the prompt.
+    `rid` is unique among all clients, `shown_rid` is what the client calls it. `names`
+    are the client's own for it: the outputs of a prompt share one, the prompts of a
+    list another. `leader` is the request that gets the log probabilities of the prompt,
+    where this one shows them without: another output of the prompt.
     """
 
     def __init__(
@@ -85,13 +87,14 @@ class RequestState:
         request: GenerateReq,
         *,
         group: RequestGroup,
-        base_rid: str | None,
+        names: Sequence[str | None],
         text: OutputText | None,
     ) -> None:
         self.rid = request.rid
+        self.shown_rid = request.rid.removeprefix(rid_scope(group.owner))
+        self.names = frozenset((self.shown_rid, *names))
         self.is_stream = request.stream
         self.num_prompt_tokens = len(request.input_ids)
-        self.base_rid = base_rid or request.rid
         self.index = len(group.states)
         self.arrived = time.monotonic()
         self.first_output: float | None = None
@@ -156,7 +159,7 @@ class RequestState:
         shown = self._text
         return Update(
             index=self.index,
-            rid=self.rid,
+            rid=self.shown_rid,
             text="" if shown is None else shown.push(ids, last.finish_reason),
             output_ids=ids,
             logprobs=self._with_input(_merge_logprobs(outputs)),
@@ -216,11 +219,11 @@ class RequestGroup:
         self,
         request: GenerateReq,
         *,
-        base_rid: str | None,
+        names: Sequence[str | None],
         text: OutputText | None,
         leader: RequestState | None = None,
     ) -> RequestState:
-        state = RequestState(request, group=self, base_rid=base_rid, text=text)
+        state = RequestState(request, group=self, names=names, text=text)
         if leader is not None:
             state.leader, leader.is_leader = leader, True
         self.states.append(state)

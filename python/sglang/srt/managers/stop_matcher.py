@@ -18,7 +18,7 @@ class EndMatcher(Protocol):
         """One of the same output that has seen `tokens` only."""
 
     def push(self, token: int) -> str | None:
-        """Add a token; return what matches with it, or None."""
+        """Add a token; return the stop that matches with it, or None."""
 
 
 class StopMatcher:
@@ -56,7 +56,7 @@ class StopMatcher:
         return matcher
 
     def push(self, token: int) -> str | None:
-        """Return the text that matches once `token` is added, or None.
+        """Return the stop string or pattern that matches once `token` is added.
 
         Stop strings take precedence over patterns: only they are cut off.
         """

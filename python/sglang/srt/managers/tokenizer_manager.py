@@ -45,6 +45,7 @@ from sglang.srt.managers.output_text import OutputText
 from sglang.srt.managers.prompt_request import (
     Limits,
     PromptRequest,
+    cache_namespace,
     check_options,
     to_wire,
     within_vocab,
@@ -230,11 +231,18 @@ class TokenizerManager:
         for i, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
             leader: RequestState | None = None
             for request in to_wire(
-                prompt, tokens, limits, is_strict=self.server_args.strict_max_tokens
+                self._kept_apart(prompt, group.owner),
+                tokens,
+                limits,
+                is_strict=self.server_args.strict_max_tokens,
+                owner=group.owner,
             ):
                 text = self._output_text(request)
                 state = group.add(
-                    request, base_rid=prompt.rid, text=text, leader=leader
+                    request,
+                    names=(prompt.rid, prompt.list_rid),
+                    text=text,
+                    leader=leader,
                 )
                 state.prompt_ids = tokens if prompt.keeps_prompt_ids else None
                 if prompt.has_input_logprobs and leader is None:
@@ -351,7 +359,7 @@ class TokenizerManager:
 
         def is_meant(state: RequestState) -> bool:
             is_owned = owner is None or state.group.owner == owner
-            return is_owned and (abort_all or state.base_rid == rid)
+            return is_owned and (abort_all or rid in state.names)
 
         rids = [state.rid for state in self._states.values() if is_meant(state)]
         if rids:
@@ -468,6 +476,14 @@ class TokenizerManager:
             self._occupancy.check_requests(count)
         return self.limits
 
+    def _kept_apart(self, prompt: PromptRequest, owner: str) -> PromptRequest:
+        """Return `prompt` with a part of the prefix cache that is its owner's alone,
+        where the operator wants that."""
+        if not owner or not self.server_args.cache_namespace_per_key:
+            return prompt
+        namespace = cache_namespace(key=prompt.extra_key, owner=owner)
+        return dataclasses.replace(prompt, extra_key=namespace)
+
     def _output_text(self, request: GenerateReq) -> OutputText | None:
         params = request.sampling_params
         if self.tokenizer is None:
@@ -484,7 +500,9 @@ class TokenizerManager:
         seen: set[str] = set()
         for state in group.states:
             if state.rid in seen or state.rid in self._states:
-                raise BadRequest(f"rid {quoted(state.rid)} is in use", param="rid")
+                raise BadRequest(
+                    f"rid {quoted(state.shown_rid)} is in use", param="rid"
+                )
             seen.add(state.rid)
 
     def _dispatch(self, states: Sequence[RequestState]) -> None:

@@ -77,21 +77,23 @@ class StopPatterns:
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
+        self._sources = tuple(patterns)
         self._patterns = compile_stop_patterns(patterns)
         self._starts = [0] * len(self._patterns)
         size = sum(pattern.programsize for pattern in self._patterns)
         self._window = MAX_SEARCH_WORK // max(size, 1)
 
     def find(self, text: str, *, known: int) -> str | None:
-        """Return the first match that ends after `text[:known]`."""
+        """Return the pattern of the first match that ends after `text[:known]`."""
         hits = [
-            hit
+            (start, index)
             for index in range(len(self._patterns))
-            if (hit := self._find(index, text, known)) is not None
+            if (start := self._find(index, text, known)) is not None
         ]
-        return min(hits)[1] if hits else None
+        return self._sources[min(hits)[1]] if hits else None
 
-    def _find(self, index: int, text: str, known: int) -> tuple[int, str] | None:
+    def _find(self, index: int, text: str, known: int) -> int | None:
+        """Return where the match of a pattern begins, if there is one."""
         self._starts[index] = max(self._starts[index], len(text) - self._window)
         start = self._starts[index]
         while start < len(text):
@@ -104,5 +106,6 @@ class StopPatterns:
             elif found.end() <= known:
                 self._starts[index] = start = found.end()
             else:
-                return found.start(), found.group()
+                begin: int = found.start()
+                return begin
         return None

@@ -145,7 +145,7 @@ def _prompt_request(
         stream=bool(body.stream),
         return_logprob=bool(body.logprobs),
         top_logprobs_num=body.top_logprobs or 0,
-        rid=body.rid,
+        rid=body.rid or None,
         extra_key=body.namespace(),
         priority=body.priority,
         keeps_prompt_ids=bool(body.return_token_ids),

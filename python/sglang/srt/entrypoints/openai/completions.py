@@ -33,7 +33,7 @@ from sglang.srt.entrypoints.openai.common import (
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs, need_tokenizer
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.managers.errors import BadRequest
-from sglang.srt.managers.prompt_request import PromptRequest
+from sglang.srt.managers.prompt_request import PromptRequest, prompt_rids
 from sglang.srt.managers.request_state import RequestGroup, Update
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
@@ -192,8 +192,7 @@ def _prompt_requests(
     )
     prompts = _prompts(body.prompt)
     namespace = body.namespace()
-    if body.rid is not None and len(prompts) > 1:
-        raise BadRequest("rid needs a single prompt", param="rid")
+    rids = prompt_rids(body.rid, len(prompts), is_list=_is_list(body.prompt))
     return [
         PromptRequest(
             prompt=prompt,
@@ -204,15 +203,21 @@ def _prompt_requests(
             return_logprob=body.logprobs is not None,
             logprob_start_len=0 if body.echo and body.logprobs is not None else -1,
             top_logprobs_num=body.logprobs or 0,
-            rid=body.rid,
+            rid=rid,
+            list_rid=list_rid,
             extra_key=namespace,
             priority=body.priority,
             keeps_prompt_ids=bool(body.return_token_ids),
             return_hidden_states=bool(body.return_hidden_states),
             only_last_hidden_state=bool(body.return_hidden_states),
         )
-        for prompt in prompts
+        for prompt, (rid, list_rid) in zip(prompts, rids, strict=True)
     ]
+
+
+def _is_list(prompt: str | list[str | int | list[int]]) -> bool:
+    """Whether the client sent a list of prompts."""
+    return isinstance(prompt, list) and not isinstance(prompt[0], int)
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:

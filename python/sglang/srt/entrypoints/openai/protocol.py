@@ -125,9 +125,8 @@ class Sampled(ChatOptions, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
 
     def namespace(self) -> str | None:
-        """Return the part of the prefix cache that the request shares: salt, then
-        key."""
-        return cache_namespace(self.cache_salt, self.extra_key)
+        """Return the part of the prefix cache that the request shares."""
+        return cache_namespace(salt=self.cache_salt, key=self.extra_key)
 
 
 if TYPE_CHECKING:
@@ -145,6 +144,7 @@ class CompletionRequest(_Completion, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
+    rid: str | list[str] | None = None  # type: ignore[assignment]
     echo: bool | None = False
     logprobs: int | bool | None = None
     best_of: int | None = None
