@@ -17,6 +17,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="cpu")
 
+LARGE = {"max_token_entries": 50_000}
 TURNS = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": TURNS},
@@ -220,6 +221,13 @@ def test_unknown_names_fill_neither_log_nor_memory(
     assert len(told) == MAX_NAMES + 1
     assert max(len(record.getMessage()) for record in told) < 300
     assert "\n" not in told[0].getMessage()
+
+
+def test_a_large_body_is_not_searched_for_all_of_them(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    sent(COMPLETIONS, {"stop_token_ids": [7] * 20_000, "a": 1, "b": 1}, **LARGE)
+    assert log.text.count("unknown field") == 1 and "'a'" in log.text
 
 
 def test_a_wrong_type_beside_an_unknown_field_is_refused() -> None:

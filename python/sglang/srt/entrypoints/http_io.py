@@ -44,6 +44,8 @@ Result = TypeVar("Result")
 
 # A larger answer is sent in such pieces.
 PIECE_BYTES = 1 << 18
+# All unknown fields of a body with more values are not worth the time to find them.
+MAX_SCANNED_VALUES = 10_000
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -90,10 +92,12 @@ def _decoded(body: bytearray, kind: type[T], unknown: UnknownFields) -> T:
     try:
         return msgspec.json.decode(body, type=kind, strict=False)
     except msgspec.ValidationError as error:
-        if unknown.is_strict or not _UNKNOWN.search(str(error)):
+        first = None if unknown.is_strict else _unknown_path(clipped(str(error)))
+        if first is None:
             raise
     value = msgspec.json.decode(body, type=lenient(kind), strict=False)
-    for path in unknown_names(body, kind):
+    is_small = body.count(b",") <= MAX_SCANNED_VALUES
+    for path in unknown_names(body, kind) if is_small else (first,):
         unknown.ignore(path)
     return cast("T", value)
 
@@ -141,12 +145,18 @@ async def aside(
     return await manager.side_work.run(size, run)
 
 
-def _validation_error(message: str, kind: type[Any]) -> BadRequest:
+def _unknown_path(message: str) -> str | None:
+    """Return the path of the unknown field that an error is about, if it is."""
     unknown, where = _UNKNOWN.search(message), _WHERE.search(message)
-    if unknown:
-        path = where[1] if where else ""
-        known = ", ".join(_fields_at(kind, path))
-        name = f"{path}.{unknown[1]}" if path else unknown[1]
+    if unknown is None:
+        return None
+    return f"{where[1]}.{unknown[1]}" if where and where[1] else unknown[1]
+
+
+def _validation_error(message: str, kind: type[Any]) -> BadRequest:
+    name, where = _unknown_path(message), _WHERE.search(message)
+    if name is not None:
+        known = ", ".join(_fields_at(kind, where[1] if where else ""))
         return BadRequest(
             f"unknown field {quoted(name)}; known fields: {known}", param=name
         )
