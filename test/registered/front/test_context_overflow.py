@@ -42,6 +42,7 @@ def test_openais_clients_know_the_error(path: str, stream: bool) -> None:
     error = refusal(path, body | {"stream": stream})
     assert error["code"] == "context_length_exceeded" and PHRASE in error["message"]
     assert error["type"] == "invalid_request_error" and error["param"] == field
+    assert error["code"] in error["message"], "OpenAI's client shows langchain the text"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,8 @@ def test_an_output_ends_where_the_context_ends(path: str) -> None:
     error = refusal(path, body, strict_max_tokens=True)
     assert error["code"] == "context_length_exceeded" and error["param"] == field
     assert f"{field} is {ROOM * 2}" in error["message"]
-    assert "maximum context length" in error["message"]
+    phrase = "requested token count exceeds the model's maximum context length"
+    assert phrase in error["message"] and error["code"] in error["message"]
 
 
 def test_a_prompt_is_cut_where_the_operator_says_so() -> None:

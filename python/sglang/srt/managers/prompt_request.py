@@ -127,12 +127,13 @@ class Limits:
         Args:
             tokens: of the prompt, at least. size: how long it is in other units.
         """
-        # Clients search for "is longer than the model's context length".
+        # litellm searches for "is longer than the model's context length", langchain
+        # for the code: OpenAI's client shows it nothing but the text.
         return ContextOverflow(
             f"the input ({size or f'{tokens} tokens'}) is longer than the model's "
             f"context length ({self.max_req_input_len + 1} tokens): at most "
             f"{self.max_req_input_len} tokens fit ({self._capacity}; one token of "
-            "output must fit too)",
+            f"output must fit too; {ContextOverflow.code})",
             param=field,
             tokens=tokens,
             limit=self.max_req_input_len,
@@ -160,7 +161,8 @@ class Limits:
         if is_strict and request.is_length_exact and params.max_new_tokens > room:
             raise ContextOverflow(
                 too_long.format("max_new_tokens", params.max_new_tokens)
-                + "; prompt and output exceed the model's maximum context length",
+                + "; the requested token count exceeds the model's maximum context "
+                f"length of {self.max_req_input_len + 1} ({ContextOverflow.code})",
                 param="max_new_tokens",
                 tokens=prompt_len,
                 limit=self.max_req_input_len,
