@@ -355,15 +355,17 @@ def test_constraints_leave_no_room_for_calls() -> None:
     assert "cannot be combined with tools" in error["message"]
 
 
-def test_reasoning_is_left_out_on_demand() -> None:
+@pytest.mark.parametrize(
+    "change", [{"include_reasoning": False}, {"reasoning": {"exclude": True}}]
+)
+def test_reasoning_is_left_out_on_demand(change: dict[str, Any]) -> None:
     text = "<think>Hm.</think>Yes."
     world = ChatWorld(text, reasoning_parser="qwen3")
-    answer = world.ask(BODIES[CHAT] | {"include_reasoning": False}).json()
+    answer = world.ask(BODIES[CHAT] | change).json()
     message = answer["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("Yes.", None)
     world = ChatWorld(text, reasoning_parser="qwen3")
-    body = BODIES[CHAT] | {"include_reasoning": False, "stream": True}
-    shown = world.ask(body).text
+    shown = world.ask(BODIES[CHAT] | change | {"stream": True}).text
     assert re.findall('"reasoning_content":"', shown) == []
     assert "".join(re.findall('"content":"([^"]*)"', shown)) == "Yes."
 

@@ -54,14 +54,14 @@ def test_a_switch_reaches_the_template(fields: dict[str, Any], end: str) -> None
         ({"thinking": 5}, "thinking"),
         ({"reasoning": {"enabled": "yes"}}, "reasoning.enabled"),
         ({"reasoning": {"effort": 5}}, "reasoning.effort"),
-        ({"reasoning": {"exclude": True}}, "reasoning.exclude"),
+        ({"reasoning": {"exclude": "yes"}}, "reasoning.exclude"),
         ({"enable_thinking": "yes"}, "enable_thinking"),
     ],
 )
 def test_a_value_that_is_no_switch_is_refused(
     fields: dict[str, Any], param: str
 ) -> None:
-    answer = ChatWorld("Yes.").ask(body(**fields))
+    answer = ChatWorld("Yes.", strict_fields=True).ask(body(**fields))
     assert answer.status_code == 400 and param in answer.json()["error"]["message"]
 
 

@@ -5,6 +5,7 @@ Every refusal is a `BadRequest` that names the field, the value and the limit.
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from sglang.srt.utils.quoting import quoted
 
 MAX_RID_CHARS = 256
 MAX_PRIORITY = (1 << 31) - 1
+_SECRET = uuid.uuid4().hex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,6 +326,10 @@ def _rid(request: PromptRequest, copy: int, owner: str) -> str:
     return own if request.sampling_params.n == 1 else f"{own}-{copy}"
 
 
+@functools.lru_cache(maxsize=1024)
 def rid_scope(owner: str) -> str:
-    """Return the prefix that keeps the rids of an owner apart from those of others."""
-    return f"{owner}:" if owner else ""
+    """Return the prefix that keeps the rids of an owner apart from those of others.
+
+    Reports and pages show it to others: it tells nothing of the owner's key.
+    """
+    return f"{digest(_SECRET + owner)[:12]}:" if owner else ""

@@ -25,6 +25,7 @@ from sglang.srt.entrypoints.openai.chat_submit import (
 )
 from sglang.srt.entrypoints.openai.common import ClientNames, StreamUsage, stream_usage
 from sglang.srt.entrypoints.openai.protocol import ChatRequest
+from sglang.srt.entrypoints.openai.thinking import shows_reasoning
 
 
 class ChatApi:
@@ -55,7 +56,7 @@ class ChatApi:
             chat.form,
             model=body.model,
             with_usage=with_usage.is_continuous,
-            shows_reasoning=body.include_reasoning is not False,
+            shows_reasoning=shows_reasoning(body),
         )
         if body.stream:
             events = self._events(chat, answer, with_usage=with_usage)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.entrypoints.body_level import BodyLevel, kind_of
-from sglang.srt.entrypoints.neutral_fields import ANY, OFF, Neutral
+from sglang.srt.entrypoints.neutral_fields import ANY, Neutral
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.openai.protocol import ChatRequest
@@ -23,7 +23,6 @@ _THINKING_FIELDS: dict[str, Neutral] = {"budget_tokens": ANY, "clear_thinking": 
 _REASONING_FIELDS: dict[str, Neutral] = {
     "max_tokens": ANY,
     "summary": ANY,
-    "exclude": OFF,
 }
 
 
@@ -43,9 +42,10 @@ def thinking_variables(body: ChatRequest) -> dict[str, Any]:
         level = BodyLevel(
             body.reasoning,
             "reasoning",
-            read=("effort", "enabled"),
+            read=("effort", "enabled", "exclude"),
             neutral=_REASONING_FIELDS,
         )
+        level.flag("exclude")
         effort = effort or level.text("effort", default="") or None
         if switch is None and level.get("enabled") is not None:
             switch = level.flag("enabled")
@@ -57,6 +57,14 @@ def thinking_variables(body: ChatRequest) -> dict[str, Any]:
     if effort is not None:
         variables["reasoning_effort"] = effort
     return variables
+
+
+def shows_reasoning(body: ChatRequest) -> bool:
+    """Whether the answer has the reasoning; `thinking_variables` has checked the
+    fields."""
+    return body.include_reasoning is not False and not (body.reasoning or {}).get(
+        "exclude"
+    )
 
 
 def _thinking_type(thinking: bool | dict[str, Any]) -> bool:
