@@ -77,6 +77,13 @@ def render(template: str, *messages: dict[str, Any], **fields: Any) -> str:
     return text
 
 
+def test_a_template_may_show_calls_only_where_there_are_tools() -> None:
+    template = "{% if tools %}TEMPLATE{% endif %}".replace("TEMPLATE", NULL_IS_A_CALL)
+    tool = {"type": "function", "function": {"name": "weather"}}
+    prompt = render(template, USER, ASKED, TOLD, tools=[tool])
+    assert prompt == "user:hi;[weather" + ARGUMENTS + "]<sunny>"
+
+
 @pytest.mark.parametrize("content", [None, "", []])
 @pytest.mark.parametrize(
     ("template", "prompt"),
@@ -151,6 +158,8 @@ def test_a_template_may_refuse_an_empty_answer() -> None:
 def test_a_template_that_reads_parts_gets_parts() -> None:
     said = {"role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]}
     assert render(PARTS, USER, said, USER) == "hi;Yes.;hi;"
+    backwards = LOOP.replace("BODY", "{{ m.content[::-1] }};")
+    assert render(backwards, USER, said) == "ih;.seY;"
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])

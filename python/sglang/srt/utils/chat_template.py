@@ -73,11 +73,15 @@ class ChatTemplate:
             reason = str(error) or type(error).__name__
             raise ValueError(f"chat template of {origin}: {reason}") from error
 
-    def _try(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+    def _try(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str | None:
         """Render, and pass on an excess only: what else a template refuses is its own
         affair, such as messages without a system prompt."""
         try:
-            return self._rendered(messages, add_generation_prompt=True)
+            return self._rendered(messages, add_generation_prompt=True, tools=tools)
         except TemplateTooExpensive:
             raise
         except _RENDER_ERRORS:

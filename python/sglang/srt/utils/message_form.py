@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 Message = dict[str, Any]
-# Renders a conversation; None: the template refuses it.
-Trial = Callable[[Sequence[Message]], str | None]
+# Renders a conversation, and tools where there are some; None: the template refuses it.
+Trial = Callable[[Sequence[Message], Sequence[Message] | None], str | None]
 
 # Where templates look for an assistant's reasoning; messages have the first one.
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
@@ -39,6 +39,7 @@ _CALL = {
 }
 # A model's output may end within the arguments, and the client goes on.
 _BROKEN_CALL = {**_CALL, "function": {"name": _NAME, "arguments": '{"a'}}
+_TOOL = {"type": "function", "function": {"name": _NAME, "description": "Probe"}}
 _ANSWER: Message = {
     "role": "tool",
     "tool_call_id": _ID,
@@ -145,13 +146,17 @@ def find_form(source: str, trial: Trial) -> MessageForm:
 
 def _find_content(trial: Trial) -> MessageForm:
     """Take parts where only these show a user's text."""
-    forms = MessageForm(), MessageForm(has_parts=True)
+    form, parts = MessageForm(), MessageForm(has_parts=True)
     said: Message = {"role": "user", "content": _TEXT}
-    form = next((f for f in forms if _shows(trial(f.adapt([said])), _TEXT)), forms[0])
+    if not _shows(trial(form.adapt([said]), None), _TEXT):
+        text = trial(parts.adapt([said]), None)
+        # A list that is written down shows the text, too.
+        if _shows(text, _TEXT) and not _shows(text, "'type'"):
+            form = parts
 
     def answered(form: MessageForm, content: str | None) -> str | None:
         answer = {"role": "assistant", "content": content}
-        return trial(form.adapt([_USER, answer, _USER]))
+        return trial(form.adapt([_USER, answer, _USER]), None)
 
     blanks = [replace(form, blank=blank) for blank in ("", " ")]
     form = next((f for f in blanks if answered(f, "") is not None), form)
@@ -165,7 +170,10 @@ def _find_calls(form: MessageForm, trial: Trial) -> MessageForm:
 
     def told(form: MessageForm, content: str | None, call: Message) -> str | None:
         asked = {"role": "assistant", "content": content, "tool_calls": [call]}
-        return trial(form.adapt([_USER, asked, _ANSWER]))
+        said = form.adapt([_USER, asked, _ANSWER])
+        text = trial(said, None)
+        # Some show calls only where there are tools.
+        return text if _shows(text, _NAME) else trial(said, [_TOOL])
 
     def called(form: MessageForm, content: str | None) -> str | None:
         """The text of a call; None where it is not shown."""
@@ -204,7 +212,7 @@ def _find_reasoning(form: MessageForm, trial: Trial) -> MessageForm:
     def shown(form: MessageForm, **fields: Any) -> str | None:
         thought = {"role": "assistant", "content": None, REASONING_NAMES[0]: _THOUGHT}
         said = form.adapt([_USER, {**thought, **fields}])
-        return trial([*said, _ANSWER] if "tool_calls" in fields else said)
+        return trial([*said, _ANSWER] if "tool_calls" in fields else said, None)
 
     for name in REASONING_NAMES:
         named = replace(form, reasoning_name=name)
