@@ -4,34 +4,28 @@
 
 The source distribution of llama-cpp-python carries llama.cpp's vocabularies: GGUF files
 without tensors, and beside each its texts (.inp) and their token ids (.out). `fetch`
-has pip download it (which runs its build backend for the metadata), compares its hash
-and keeps those files; `path` prints their folder. They are for tests only: they have
-the licences of their models.
+has pip download it, compares its hash and keeps those files; `path` prints their
+folder. They are for tests only: they have the licences of their models.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import shutil
 import sys
-import tarfile
-import tempfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from scripts.real_models import (  # noqa: E402
     COPY_BYTES,
-    download,
     models_folder,
     say,
     unfinished,
 )
+from scripts.source_packages import LLAMA_CPP_PYTHON  # noqa: E402
 
-PACKAGE = "llama-cpp-python==0.3.36"
-SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
-MEMBERS = "*/vendor/llama.cpp/models/ggml-vocab-*"
+FILES = r"^[^/]+/vendor/llama\.cpp/models/ggml-vocab-[^/]*$"
 
 
 def vocabularies_folder() -> Path:
@@ -49,37 +43,12 @@ def fetch() -> Path:
     if folder.is_dir():
         return folder
     models_folder().mkdir(parents=True, exist_ok=True)
-    with (
-        unfinished(folder) as place,
-        tempfile.TemporaryDirectory(dir=place.parent) as scratch,
-    ):
-        say(f"downloading {PACKAGE} (77 MB)")
-        source = download(PACKAGE, Path(scratch), option="--no-binary")
-        _check_hash(source)
-        _extract(source, place)
-    return folder
-
-
-def _check_hash(source: Path) -> None:
-    with source.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != SHA256:
-        raise RuntimeError(
-            f"{source.name} has the SHA-256 {found}, expected {SHA256}; nothing was "
-            "kept"
-        )
-
-
-def _extract(source: Path, folder: Path) -> None:
-    with tarfile.open(source) as package:
-        for member in package:
-            path = PurePosixPath(member.name)
-            if not member.isfile() or not path.match(MEMBERS):
-                continue
-            content = package.extractfile(member)
-            assert content is not None
-            with content, (folder / path.name).open("wb") as target:
+    with unfinished(folder) as place:
+        say("downloading the source distribution of llama-cpp-python (77 MB)")
+        for name, content in LLAMA_CPP_PYTHON.files(FILES):
+            with (place / name).open("wb") as target:
                 shutil.copyfileobj(content, target, COPY_BYTES)
+    return folder
 
 
 def main() -> int:

