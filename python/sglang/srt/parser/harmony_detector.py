@@ -64,5 +64,5 @@ class HarmonyDetector(ReasoningDetector):
         if end is not None and end != "<|start|>":
             self._mark(end)
         if is_thought and not self._is_raw:
-            self._space = "\n"  # between two passages
+            self._held = ["\n"]  # between two passages
         return end

@@ -42,7 +42,7 @@ class ReasoningDetector(TextParser[str | Reasoning]):
         self._call_marks = tuple(call_marks)
         self._is_open = is_open
         self._is_raw = is_raw
-        self._space = ""
+        self._held: list[str] = []
 
     @classmethod
     def opened_by(cls, prompt: str) -> bool | None:
@@ -65,11 +65,12 @@ class ReasoningDetector(TextParser[str | Reasoning]):
 
     def _think(self, text: str) -> None:
         """Emit reasoning; white space at its end waits for what follows."""
-        text = self._space + text
         body = text if self._is_raw else text.rstrip()
-        self._space = text[len(body) :]
-        if body:
-            self._out.append(Reasoning(body))
+        if not body:
+            self._held.append(text)
+            return
+        self._out.append(Reasoning("".join(self._held) + body))
+        self._held = [text[len(body) :]]
 
     def _mark(self, text: str) -> None:
         """Emit a mark, or white space that belongs to it."""

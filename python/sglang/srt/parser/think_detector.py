@@ -100,7 +100,7 @@ class ThinkDetector(ReasoningDetector):
                     self._think(found)
         if found is None:
             return
-        self._space = ""
+        self._held = []
         if found in self.ends:
             self._mark(found)
             self._mark((yield from source.skip_space()))

@@ -192,7 +192,7 @@ def _find_calls(form: MessageForm, trial: Trial) -> MessageForm:
         found = replace(
             tried, takes_null_beside_calls=null is not None, needs_null=empty is None
         )
-        if told(found, None, _BROKEN_CALL) is None:
+        if has_objects and told(found, None, _BROKEN_CALL) is None:
             found = replace(found, wraps_text=True)
         split = replace(found, splits_calls=True)
         if called(found, _TEXT) is None and called(split, _TEXT) is not None:
