@@ -136,7 +136,7 @@ class GrammarBackend(Protocol):
     ) -> Grammar:
         """Return a grammar in its first state.
 
-        `kind` is "json_schema", "regex" or "ebnf".
+        `kind` is "json_schema", "regex", "ebnf" or "structural_tag".
 
         Raises:
             ValueError: `source` is not a grammar of this kind, or is too large; the

@@ -1,4 +1,4 @@
-"""Grammars through llguidance: JSON schema, regular expressions and EBNF.
+"""Grammars through llguidance: JSON schema, regular expressions, EBNF, tags.
 
 Owns the state of one request inside its grammar. Knows nothing of requests or batches;
 sources, dialects and limits are in `llguidance_compiler`.
@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import llguidance
 import torch
@@ -25,6 +26,7 @@ from sglang.srt.constrained.gbnf_lexemes import gbnf_to_lark
 from sglang.srt.constrained.grammar_sandbox import GrammarSandbox
 from sglang.srt.constrained.llguidance_compiler import (
     BITS,
+    JSON_OPTIONS,
     StateLimits,
     check_eos,
     check_size,
@@ -34,6 +36,10 @@ from sglang.srt.constrained.llguidance_compiler import (
 )
 from sglang.srt.constrained.schema_closing import close_objects
 from sglang.srt.constrained.schema_reading import read_schema
+from sglang.srt.constrained.structural_tag import (
+    parse_structural_tag,
+    structural_tag_to_lark,
+)
 
 # Of the memory estimate; measured (docs/LOG.md): compiled sources without outputs take
 # 20 to 220 kB, states 0.1 to 2.7 kB each, and a state costs 30 units of work or more.
@@ -218,6 +224,7 @@ class LLGuidanceBackend:
             whole output. `\\d` is 0 to 9.
         ebnf: GBNF as llama.cpp documents it (start rule `root`; `gbnf_lexemes`), or
             llguidance's Lark dialect (start rule `start`).
+        structural_tag: see `structural_tag`.
     """
 
     def __init__(
@@ -263,6 +270,7 @@ class LLGuidanceBackend:
             self._source, vocab_size=vocab_size, eos_ids=list(eos_ids)
         )
         self._lock = threading.Lock()
+        self._specials: dict[str, int] | None = None
         self._idle_sandboxes: list[GrammarSandbox] = []
         self._closed = False
         self._compile("regex", "a", self._limits).shared_bytes()
@@ -297,6 +305,8 @@ class LLGuidanceBackend:
         try:
             if kind == "json_schema":
                 return self._read_schema(source)
+            if kind == "structural_tag":
+                return self._read_structural_tag(source)
             if kind == "ebnf" and not is_lark_syntax(source):
                 return gbnf_to_lark(source)
         except ValueError as error:
@@ -308,10 +318,50 @@ class LLGuidanceBackend:
             schema = json.loads(source)
         except ValueError:
             return source  # the compiler says why
+        self._prepare_schema(schema)
+        return json.dumps(schema, separators=(",", ":"))
+
+    def _prepare_schema(self, schema: Any) -> None:
         if not self._allow_additional_properties:
             close_objects(schema)
         read_schema(schema)
-        return json.dumps(schema, separators=(",", ":"))
+
+    def _read_structural_tag(self, source: str) -> str:
+        def prepare(schema: Any, path: str) -> str:
+            schema = {} if schema is True else schema
+            try:
+                self._prepare_schema(schema)
+            except ValueError as error:
+                raise ValueError(f"{path}.{error}") from error
+            options = {"x-guidance": JSON_OPTIONS}
+            whole = schema | options if isinstance(schema, dict) else schema
+            return json.dumps(whole, separators=(",", ":"))
+
+        tag = parse_structural_tag(source)
+        for text in tag.texts():
+            check_eos(self._tokenizer, "ebnf", text)
+        special_ids = self._special_ids()
+        return structural_tag_to_lark(
+            tag,
+            prepare=prepare,
+            special_ids=special_ids,
+            free_ids=sorted({*special_ids.values()} - self._eos_ids),
+        )
+
+    def _special_ids(self) -> dict[str, int]:
+        """Special tokens, by their text."""
+        with self._lock:
+            if self._specials is None:
+                tokenizer = self._tokenizer
+                self._specials = {
+                    text: i
+                    for i in range(tokenizer.vocab_size)
+                    if tokenizer.is_special_token(i)
+                    and (text := tokenizer.decode_str([i]))
+                    # Padding of the vocabulary has a number alone.
+                    and text != f"<[{i}]>"
+                }
+        return self._specials
 
     def _compile(
         self, kind: str, source: str, limits: StateLimits

@@ -20,7 +20,12 @@ from urllib.parse import quote
 
 import llguidance
 
-MAX_SOURCE_CHARS = {"json_schema": 256 * 1024, "regex": 16 * 1024, "ebnf": 64 * 1024}
+MAX_SOURCE_CHARS = {
+    "json_schema": 256 * 1024,
+    "regex": 16 * 1024,
+    "ebnf": 64 * 1024,
+    "structural_tag": 256 * 1024,
+}
 MAX_NESTING = 64
 _SANDBOX_MEMORY_BYTES = 4 << 30
 # Tokens that the sandbox walks, so that a source that exceeds a limit within its first
@@ -66,7 +71,7 @@ class StateLimits:
 
 # Unbounded blanks between tokens would let a model emit them up to its token limit.
 # `oneOf` is followed as `anyOf`: exclusive choice cannot be checked while generating.
-_JSON_OPTIONS = {
+JSON_OPTIONS = {
     "whitespace_flexible": True,
     "whitespace_pattern": r"[ \t\n\r]{1,32}",
     "coerce_one_of": True,
@@ -97,7 +102,8 @@ def compile_matcher(
 ) -> llguidance.LLMatcher:
     """Compile a source to a matcher in its first state.
 
-    `check_size` and `check_eos` have accepted it; an EBNF is in llguidance's dialect.
+    `check_size` and `check_eos` have accepted it; all but JSON schemas and regular
+    expressions are in llguidance's dialect.
 
     Raises:
         ValueError: the source is invalid; quotes llguidance.
@@ -131,7 +137,7 @@ def _faulty_definition(tokenizer: llguidance.LLTokenizer, source: str) -> str:
         step = name.replace("~", "~0").replace("/", "~1")
         one = {"$ref": f"#/$defs/{quote(step)}", "$defs": definitions}
         grammar = llguidance.LLMatcher.grammar_from_json_schema(
-            json.dumps(one), defaults=_JSON_OPTIONS
+            json.dumps(one), defaults=JSON_OPTIONS
         )
         if llguidance.LLMatcher(tokenizer, grammar, log_level=0).is_error():
             return f"$defs.{name}: "
@@ -184,7 +190,7 @@ def check_eos(tokenizer: llguidance.LLTokenizer, kind: str, source: str) -> None
     Raises:
         ValueError: names the token.
     """
-    if kind == "json_schema":
+    if kind in ("json_schema", "structural_tag"):
         return  # may name it in a description
     plain = source.replace("\\", "")
     for eos_id in tokenizer.eos_tokens:
@@ -226,7 +232,7 @@ def _convert_json_schema(source: str) -> str:
     if not isinstance(schema, dict | bool):
         raise ValueError(f"a schema must be an object, got {type(schema).__name__}")
     return str(
-        llguidance.LLMatcher.grammar_from_json_schema(source, defaults=_JSON_OPTIONS)
+        llguidance.LLMatcher.grammar_from_json_schema(source, defaults=JSON_OPTIONS)
     )
 
 
@@ -246,6 +252,7 @@ _CONVERTERS: dict[str, Callable[[str], str]] = {
     "json_schema": _convert_json_schema,
     "regex": _convert_regex,
     "ebnf": _convert_lark,
+    "structural_tag": _convert_lark,
 }
 
 

@@ -20,6 +20,7 @@ _SAMPLING_TYPES: dict[str, Any] = {
     "stop": str | list[str],
     "stop_regex": str | list[str],
     "json_schema": str | dict[str, Any] | None,
+    "structural_tag": str | dict[str, Any] | None,
     "logit_bias": dict[str, float] | None,
 }
 

@@ -27,7 +27,10 @@ def calls_schema(tools: Sequence[Tool], *, max_calls: int | None = None) -> str:
     References within the schema of a tool go on pointing into it. Each tool is a
     definition of its name, which is in the path of an error.
     """
-    definitions = {tool.name: _parameters(tool) for tool in tools}
+    definitions = {
+        tool.name: parameters_schema(tool, root=f"#/$defs/{tool.name}")
+        for tool in tools
+    }
     calls = [
         {
             "type": "object",
@@ -47,14 +50,19 @@ def calls_schema(tools: Sequence[Tool], *, max_calls: int | None = None) -> str:
     return json.dumps(schema | {"$defs": definitions}, ensure_ascii=False)
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
+def parameters_schema(tool: Tool, *, root: str = "#") -> dict[str, Any]:
+    """Return the schema of a tool's arguments, which are an object.
+
+    Args:
+        root: where the schema will be in a document.
+    """
     parameters = {k: v for k, v in tool.parameters.items() if k not in _BASES}
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     base = tool.parameters.get("$id")
     moved: dict[str, Any] = _moved(
         parameters,
-        root=f"#/$defs/{tool.name}",
+        root=root,
         base=base.rstrip("#") if isinstance(base, str) else "",
     )
     if not _ASSERTIONS & moved.keys():

@@ -308,6 +308,7 @@ class _Player:
             json_schema=None,
             regex=None,
             ebnf=None,
+            structural_tag=None,
         )
         self._by_rid[message.rid] = serial
         return msgspec.structs.replace(

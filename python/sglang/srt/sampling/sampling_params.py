@@ -61,6 +61,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: str | None = None
     logit_bias: dict[int, float] | None = None
     sampling_seed: int | None = None
 
@@ -84,6 +85,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             if source is not None:
                 return kind, source
         return None
+
+    @property
+    def is_bound_from_the_start(self) -> bool:
+        """Whether a grammar leaves no room for other text before what it binds."""
+        key = self.grammar_key
+        return key is not None and key[0] != "structural_tag"
 
     @classmethod
     def from_wire(
@@ -120,8 +127,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if values.get("top_k") in (0, "0"):
             values["top_k"] = -1
         _check_sizes(values)
-        if isinstance(values.get("json_schema"), dict):
-            values["json_schema"] = msgspec.json.encode(values["json_schema"]).decode()
+        for name in ("json_schema", "structural_tag"):
+            if isinstance(values.get(name), dict):
+                values[name] = msgspec.json.encode(values[name]).decode()
         if isinstance(values.get("logit_bias"), dict):
             values["logit_bias"] = _int_keys(values["logit_bias"])
         try:
@@ -185,7 +193,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 _TEXT_LISTS = ("stop", "stop_regex")
-GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf")
+GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 # Field -> values that mean the default, besides None.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -38,6 +38,8 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer
 # Larger than any context: a chat without a limit may use all that the prompt leaves.
 WHOLE_CONTEXT = 1 << 40
 MAX_TEMPLATE_VARIABLES = 64
+# Types of response_format that leave room for calls.
+_FREE_FORMATS = (None, "text", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,7 @@ def _prompt_request(
         max_tokens=limit,
         default_max_tokens=WHOLE_CONTEXT,
         defaults=manager.sampling_defaults,
-        call_schema=use.schema,
+        calls=use.constraint(manager.server_args.tool_call_parser),
     )
     text = manager.templates.render(
         body.messages,
@@ -131,7 +133,7 @@ def _prompt_request(
         manager.server_args,
         use,
         text,
-        is_constrained=params.grammar_key is not None,
+        is_constrained=params.is_bound_from_the_start,
     )
     tokenizer = need_tokenizer(manager.tokenizer)
     if form.marks & tokenizer.special_texts:
@@ -192,9 +194,9 @@ def _refuse_constraint(body: ChatRequest, use: ToolUse) -> None:
     """Refuse constraints of the output where it may, or must, hold calls."""
     if not use.tools:
         return
+    free = _FREE_FORMATS[:2] if use.is_forced else _FREE_FORMATS
     given = {
-        "response_format": (body.response_format or {}).get("type")
-        not in (None, "text"),
+        "response_format": (body.response_format or {}).get("type") not in free,
         "json_schema": body.json_schema not in (None, ""),
         "regex": bool(body.regex),
         "ebnf": bool(body.ebnf),

@@ -13,14 +13,20 @@ import msgspec
 from sglang.srt.entrypoints.generate_api import parse_sampling_params
 from sglang.srt.entrypoints.openai.guided import read_guide
 from sglang.srt.entrypoints.openai.protocol import SAMPLING_FIELDS, Sampled
-from sglang.srt.entrypoints.openai.response_format import response_schema
+from sglang.srt.entrypoints.openai.response_format import response_constraint
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.io_struct import FinishReason
 from sglang.srt.managers.request_state import Update
-from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
+from sglang.srt.sampling.sampling_params import (
+    GRAMMAR_FIELDS,
+    MAX_SEED,
+    SamplingParams,
+)
 
 # A name by itself, not a part of a path such as response_format.json_schema.
 _WORD = re.compile(r"(?<![\w.])\w+")
+# Parameters that fields of other names are made into.
+_BOUND = ("json_schema", "structural_tag")
 
 
 def make_id(prefix: str) -> str:
@@ -56,12 +62,12 @@ class ClientNames:
             "top_logprobs_num": top_logprobs,
             "top_logprobs": top_logprobs,
         }
-        if body.response_format is not None:
-            self._names["json_schema"] = "response_format"
+        if (body.response_format or {}).get("type") not in (None, "text"):
+            self._names |= dict.fromkeys(_BOUND, "response_format")
         elif body.json_schema is None:
             # Only the schemas of tools are left to have made a constraint; each is a
             # definition of the tool's name.
-            self._names["json_schema"] = "tools"
+            self._names |= dict.fromkeys(_BOUND, "tools")
             self._definitions = "tools."
         if (guide := read_guide(body)) is not None:
             self._names[guide.kind] = guide.path
@@ -104,13 +110,13 @@ def sampling_params(
     max_tokens: int | None,
     default_max_tokens: int,
     defaults: Mapping[str, Any],
-    call_schema: str | None = None,
+    calls: tuple[str, str] | None = None,
 ) -> SamplingParams:
     """Build the sampling parameters from the body's fields.
 
     Args:
         defaults: of fields that the body leaves out.
-        call_schema: JSON schema of an output that must be calls; the body has none.
+        calls: parameter that binds calls, and its value; the body's own go first.
 
     Raises:
         BadRequest: a value is out of range, or two fields contradict each other.
@@ -124,22 +130,22 @@ def sampling_params(
     if body.seed is not None:
         raw["sampling_seed"] = _seed(body.seed)
     raw["max_new_tokens"] = default_max_tokens if max_tokens is None else max_tokens
-    schema = response_schema(body.response_format)
-    if schema is not None:
+    constraint = response_constraint(body.response_format)
+    if constraint is not None:
         if "json_schema" in raw:
             raise BadRequest(
                 "set response_format or json_schema, not both", param="response_format"
             )
-        raw["json_schema"] = schema
+        raw[constraint[0]] = constraint[1]
     if (guide := read_guide(body)) is not None:
-        if schema is not None or guide.kind in raw:
+        if any(map(raw.get, GRAMMAR_FIELDS)):
             raise BadRequest(
                 f"{guide.path} cannot be combined with another constraint",
                 param=guide.path,
             )
         raw[guide.kind] = guide.source
-    if call_schema is not None:
-        raw["json_schema"] = call_schema
+    if calls is not None and not any(map(raw.get, GRAMMAR_FIELDS)):
+        raw[calls[0]] = calls[1]
     return parse_sampling_params(raw, defaults)
 
 

@@ -1,4 +1,4 @@
-"""The schema that `response_format` asks for, in every form that clients write.
+"""What `response_format` asks for, in every form that clients write.
 
 Nothing is dropped: what has no meaning here is refused by name.
 """
@@ -14,11 +14,26 @@ from sglang.srt.managers.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
 _FIELD = "response_format"
-TYPES = ("text", "json_object", "json_schema")
+TYPES = ("text", "json_object", "json_schema", "structural_tag")
 _ANY_OBJECT = {"type": "object"}
 # Fields that hold a schema, and those that may be beside one.
 _HOLDERS = ("json_schema", "schema")
 _BESIDE = frozenset({"name", "description", "strict"})
+
+
+def response_constraint(
+    response_format: Mapping[str, Any] | None,
+) -> tuple[str, str] | None:
+    """Return the sampling parameter that binds an output, and its value; None for free
+    text.
+
+    Raises:
+        BadRequest: names the field and what is legal.
+    """
+    if response_format is not None and response_format.get("type") == "structural_tag":
+        return "structural_tag", _encoded(response_format)
+    schema = response_schema(response_format)
+    return None if schema is None else ("json_schema", schema)
 
 
 def response_schema(response_format: Mapping[str, Any] | None) -> str | None:

@@ -11,6 +11,7 @@ import msgspec
 
 from sglang.srt.function_call.call_schema import calls_schema
 from sglang.srt.function_call.core_types import Tool
+from sglang.srt.function_call.strict_calls import strict_tag
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
@@ -31,19 +32,25 @@ class ToolUse:
         for_template: all tools of the request, as the chat template sees them.
         is_forced: the output is nothing but calls.
         max_calls: None: as many as the model likes.
+        strict: names of the tools whose arguments must follow their schemas.
     """
 
     tools: tuple[Tool, ...] = ()
     for_template: tuple[dict[str, Any], ...] = ()
     is_forced: bool = False
     max_calls: int | None = None
+    strict: frozenset[str] = frozenset()
 
-    @property
-    def schema(self) -> str | None:
-        """The JSON schema that constrains a forced output."""
-        if not self.is_forced:
-            return None
-        return calls_schema(self.tools, max_calls=self.max_calls)
+    def constraint(self, parser: str | None) -> tuple[str, str] | None:
+        """Return the sampling parameter that binds the calls, and its value.
+
+        Args:
+            parser: of --tool-call-parser.
+        """
+        if self.is_forced:
+            return "json_schema", calls_schema(self.tools, max_calls=self.max_calls)
+        tag = strict_tag(self.tools, strict=self.strict, parser=parser)
+        return None if tag is None else ("structural_tag", tag)
 
 
 def read_tool_use(
@@ -80,6 +87,11 @@ def read_tool_use(
         for_template=tuple(map(_template_tool, tools or ())),
         is_forced=mode == "required",
         max_calls=1 if is_one or parallel is False else None,
+        strict=frozenset(
+            tool["function"]["name"]
+            for tool in tools or ()
+            if tool["function"].get("strict")
+        ),
     )
 
 

@@ -42,6 +42,7 @@ _WORDS: dict[str, Any] = {
     "json_schema": None,
     "regex": None,
     "ebnf": None,
+    "structural_tag": None,
     "logit_bias": None,
 }
 

@@ -1,0 +1,237 @@
+"""Structural tags: free text in which some beginnings lead to bound text.
+
+Two forms, as SGLang and XGrammar document them:
+
+    {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}
+    {"format": {"type": "triggered_tags", "triggers": [...], "tags": [
+        {"begin", "content": {"type": "json_schema", "json_schema"}, "end"}, ...]}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_MAX_STRUCTURES = 512
+_ANY_TEXT = "/(?s:.*)/"
+_TAGS = "triggered_tags"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """Text that is bound once it has begun.
+
+    Fields:
+        begin: begins with a trigger.
+        schema: of the JSON after it.
+        end: comes after that.
+        path: of the schema, for errors.
+    """
+
+    begin: str
+    schema: Any
+    end: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuralTag:
+    """Structures by the trigger with which each begins."""
+
+    by_trigger: Mapping[str, Sequence[Structure]]
+
+    def texts(self) -> Iterable[str]:
+        """Everything that an output may have to hold literally."""
+        for structures in self.by_trigger.values():
+            for one in structures:
+                yield from (one.begin, one.end)
+
+
+def parse_structural_tag(source: str) -> StructuralTag:
+    """Read either form.
+
+    Raises:
+        ValueError: names the field.
+    """
+    try:
+        given = json.loads(source)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ValueError("it must be an object")
+    structures, triggers = _from_format(given) if "format" in given else _plain(given)
+    if not structures or len(structures) > _MAX_STRUCTURES:
+        raise ValueError(
+            f"{len(structures)} structures; there must be 1 to {_MAX_STRUCTURES}"
+        )
+    by_trigger: dict[str, list[Structure]] = {}
+    for one in structures:
+        found = [trigger for trigger in triggers if one.begin.startswith(trigger)]
+        if not found:
+            raise ValueError(f"begin {one.begin!r} begins with none of the triggers")
+        by_trigger.setdefault(max(found, key=len), []).append(one)
+    _refuse_ambiguous(triggers, "trigger")
+    for group in by_trigger.values():
+        _refuse_ambiguous([one.begin for one in group], "begin")
+    return StructuralTag(by_trigger=by_trigger)
+
+
+def _plain(given: Mapping[str, Any]) -> tuple[list[Structure], list[str]]:
+    _refuse_unknown(given, ("type", "structures", "triggers"), "it")
+    structures = []
+    for i, one in enumerate(_list(given.get("structures"), "structures")):
+        where = f"structures[{i}]"
+        fields = _object(one, where)
+        _refuse_unknown(fields, ("begin", "schema", "end", "name"), where)
+        # This server gives a tool's structure the tool's name.
+        name = fields.get("name")
+        path = f"{where}.schema" if name is None else f"$defs.{name}"
+        structures.append(_structure(fields, fields.get("schema"), where, path))
+    return structures, _triggers(given.get("triggers"))
+
+
+def _from_format(given: Mapping[str, Any]) -> tuple[list[Structure], list[str]]:
+    _refuse_unknown(given, ("type", "format"), "it")
+    form = _object(given["format"], "format")
+    if form.get("type") != _TAGS:
+        raise ValueError(f"format.type is {form.get('type')!r}; supported: {_TAGS}")
+    if form.get("at_least_one") or form.get("stop_after_first"):
+        raise ValueError("format.at_least_one and stop_after_first must be false")
+    known = ("type", "triggers", "tags", "at_least_one", "stop_after_first")
+    _refuse_unknown(form, known, "format")
+    structures = []
+    for i, one in enumerate(_list(form.get("tags"), "format.tags")):
+        where = f"format.tags[{i}]"
+        fields = _object(one, where)
+        _refuse_unknown(fields, ("type", "begin", "content", "end"), where)
+        content = _object(fields.get("content"), f"{where}.content")
+        if content.get("type") != "json_schema":
+            raise ValueError(
+                f"{where}.content.type is {content.get('type')!r}; supported: "
+                "json_schema"
+            )
+        _refuse_unknown(content, ("type", "json_schema"), f"{where}.content")
+        path = f"{where}.content.json_schema"
+        structures.append(_structure(fields, content.get("json_schema"), where, path))
+    return structures, _triggers(form.get("triggers"))
+
+
+def _structure(
+    fields: Mapping[str, Any], schema: Any, where: str, path: str
+) -> Structure:
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"{path} must be a JSON schema")
+    begin, end = fields.get("begin"), fields.get("end", "")
+    if not isinstance(begin, str) or not isinstance(end, str) or not begin:
+        raise ValueError(f"{where}.begin and end must be texts, begin not empty")
+    return Structure(begin=begin, schema=schema, end=end, path=path)
+
+
+def _triggers(value: Any) -> list[str]:
+    triggers = _list(value, "triggers")
+    if not all(isinstance(one, str) and one for one in triggers):
+        raise ValueError("triggers must be texts that are not empty")
+    return list(dict.fromkeys(triggers))
+
+
+def _refuse_ambiguous(texts: Sequence[str], what: str) -> None:
+    """A text that goes on as another one does could not be told from it."""
+    ordered = sorted(texts)
+    for shorter, longer in zip(ordered, ordered[1:], strict=False):
+        if longer.startswith(shorter):
+            raise ValueError(f"{what} {longer!r} begins with {what} {shorter!r}")
+
+
+def _refuse_unknown(
+    given: Mapping[str, Any], known: tuple[str, ...], where: str
+) -> None:
+    for name in given:
+        if name not in known and given[name] is not None:
+            raise ValueError(
+                f"{where} has the unknown field {name[:64]!r}; known: "
+                f"{', '.join(known)}"
+            )
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{where} must be a list that is not empty")
+    return value
+
+
+def _object(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be an object")
+    return value
+
+
+def structural_tag_to_lark(
+    tag: StructuralTag,
+    *,
+    prepare: Callable[[Any, str], str],
+    special_ids: Mapping[str, int],
+    free_ids: Sequence[int],
+) -> str:
+    """Return the grammar in llguidance's dialect.
+
+    Args:
+        prepare: returns the JSON text of a schema that is at a path.
+        special_ids: special tokens by their text. Others are no text to llguidance,
+            and a literal would not match them.
+        free_ids: those that free text may hold.
+    """
+    triggers = tag.by_trigger.keys()
+    free = [one for one in free_ids if one not in map(special_ids.get, triggers)]
+    rules = [f"t{i}" for i in range(len(triggers))] + (["special"] if free else [])
+    lines = [
+        "%llguidance {}",
+        f"start: ({' | '.join(rules)})* tail",
+        f"tail: {_ANY_TEXT}",
+    ]
+    if free:
+        lines.append(f"special: {_ANY_TEXT} <[{_ranges(free)}]>")
+    for i, (trigger, structures) in enumerate(tag.by_trigger.items()):
+        options = []
+        for j, one in enumerate(structures):
+            name = f"s{i}_{j}"
+            lines.append(f"{name}: %json {prepare(one.schema, one.path)}")
+            begin = _literal(one.begin[len(trigger) :], special_ids)
+            options.append(f"{begin} {name} {_literal(one.end, special_ids)}")
+        if trigger in special_ids:
+            head = f"{_ANY_TEXT} <[{special_ids[trigger]}]>"
+        else:
+            lines.append(f"go{i}[lazy]: {_ANY_TEXT[:-1]}{_escaped(trigger)}/")
+            head = f"go{i}"
+        lines.append(f"t{i}: {head} ({' | '.join(options)})")
+    return "\n".join([*lines, ""])
+
+
+def _literal(text: str, special_ids: Mapping[str, int]) -> str:
+    """Return what matches a text, in which whole special tokens may be."""
+    for special, number in special_ids.items():
+        if special in text:
+            before, _, after = text.partition(special)
+            return (
+                f"{_literal(before, special_ids)} <[{number}]> "
+                f"{_literal(after, special_ids)}"
+            ).strip()
+    return f"/{_escaped(text)}/" if text else ""
+
+
+def _escaped(text: str) -> str:
+    return "".join(
+        char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}"
+        for char in text
+    )
+
+
+def _ranges(ids: Sequence[int]) -> str:
+    parts: list[list[int]] = []
+    for one in sorted(ids):
+        if parts and parts[-1][1] + 1 == one:
+            parts[-1][1] = one
+        else:
+            parts.append([one, one])
+    return ",".join(f"{a}-{b}" if a != b else str(a) for a, b in parts)
