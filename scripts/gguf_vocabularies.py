@@ -3,9 +3,10 @@
     scripts/gguf_vocabularies.py fetch
 
 The source distribution of llama-cpp-python carries llama.cpp's vocabularies: GGUF files
-without tensors, and beside each its texts (.inp) and their token ids (.out). `fetch`
-has pip download it, compares its hash and keeps those files; `path` prints their
-folder. They are for tests only: they have the licences of their models.
+without tensors, and beside each its texts (.inp) and their token ids (.out); and its
+stock grammars (.gbnf). `fetch` has pip download it, compares its hash and keeps those
+files; `path` prints their folder. They are for tests only: they have the licences of
+their projects.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from scripts.real_models import (  # noqa: E402
 )
 from scripts.source_packages import LLAMA_CPP_PYTHON  # noqa: E402
 
-FILES = r"^[^/]+/vendor/llama\.cpp/models/ggml-vocab-[^/]*$"
+FILES = r"^[^/]+/vendor/llama\.cpp/(models/ggml-vocab-[^/]*|grammars/[^/]*\.gbnf)$"
 
 
 def vocabularies_folder() -> Path:
