@@ -6,15 +6,20 @@ Each served schema has texts that must be possible and texts that must not.
 from __future__ import annotations
 
 import json
+import random
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from sglang.srt.constrained.llguidance_backend import LLGuidanceBackend
+from sglang.srt.constrained.schema_closing import close_objects
+from sglang.srt.constrained.schema_keywords import RULES
 from sglang.srt.constrained.schema_reading import read_schema
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scale import count
 
 register_cpu_ci(est_time=5, suite="cpu")
 
@@ -259,6 +264,35 @@ def test_hostile_schemas_cost_linear_time() -> None:
         with pytest.raises(ValueError, match="pattern"):
             read_schema(TEXT | {"pattern": pattern})
     assert time.monotonic() - started < 30
+
+
+VALUES = [None, True, False, 0, 1, -1, 3.5, float("inf"), 2**70, "", "a", "string"]
+VALUES += ["#", "#/", "#/$defs/a", "uuid", "^(?!a)", "(", "[", "\ud800", "%zz", "date"]
+KEYWORDS = [*sorted({word for word, _ in RULES}), "$defs", "const", "items"]
+
+
+def test_no_schema_is_more_than_a_value_error() -> None:
+    rng = random.Random(5)
+
+    def value(depth: int) -> Any:
+        kind = rng.randrange(4) if depth else 0
+        if kind == 1:
+            return [value(depth - 1) for _ in range(rng.randrange(3))]
+        if kind == 2:
+            names = rng.choices(["a", "b", "", "type"], k=rng.randrange(3))
+            return {name: value(depth - 1) for name in names}
+        return schema(depth - 1) if kind == 3 else rng.choice(VALUES)
+
+    def schema(depth: int) -> Any:
+        words = rng.choices(KEYWORDS, k=rng.randrange(5))
+        return {word: value(depth) for word in words}
+
+    for _ in range(count(ci=10_000, full=200_000)):
+        given = schema(3)
+        close_objects(given)
+        with suppress(ValueError):
+            read_schema(given)
+        json.dumps(given)
 
 
 if __name__ == "__main__":

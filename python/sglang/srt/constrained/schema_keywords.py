@@ -56,7 +56,7 @@ def read_keywords(schema: Schema, place: Place) -> None:
     for keyword in [k for k, v in schema.items() if v is None and k not in _VALUES]:
         # Serialised classes write every field that they have.
         del schema[keyword]
-    for keyword, rule in _RULES:
+    for keyword, rule in RULES:
         if keyword in schema and rule(schema, schema[keyword], place):
             del schema[keyword]
 
@@ -81,8 +81,8 @@ def _dependent(keyword: str) -> Rule:
         required = schema.get("required") or []
         asked = value.values() if isinstance(value, dict) else [value]
         for one in asked:
-            names = set(one) if isinstance(one, list) else None
-            if not _is_anything(one) and (names is None or names - set(required)):
+            is_met = isinstance(one, list) and all(name in required for name in one)
+            if not is_met and not _is_anything(one):
                 raise _refuse(keyword, value, "use required, or anyOf for each case")
         return True
 
@@ -153,7 +153,11 @@ def _boolean_required(schema: Schema, value: Any, place: Place) -> bool:
 
 
 def _format(schema: Schema, value: Any, place: Place) -> bool:
-    return value not in FORMATS if isinstance(value, str) else True
+    return _is_annotation(value)
+
+
+def _is_annotation(name: Any) -> bool:
+    return not isinstance(name, str) or name not in FORMATS
 
 
 def _pattern(schema: Schema, value: Any, place: Place) -> bool:
@@ -235,21 +239,27 @@ def _property_names(schema: Schema, value: Any, place: Place) -> bool:
 def _is_true_of_texts(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return schema is True
-    types = schema.get("type", "string")
     neutral = {"minLength": 0, "minProperties": 0, "uniqueItems": False}
     rest = {
         key
         for key in _ASSERTIONS & schema.keys()
         if key != "type" and not (key in neutral and schema[key] == neutral[key])
     }
-    if rest == {"format"} and schema["format"] not in FORMATS:
+    if rest == {"format"} and _is_annotation(schema["format"]):
         rest = set()
-    return not rest and "string" in (types if isinstance(types, list) else [types])
+    return not rest and "string" in _types(schema, ["string"])
+
+
+def _types(schema: Schema, default: list[str]) -> list[Any]:
+    kinds = schema.get("type")
+    if kinds is None:
+        return default
+    return kinds if isinstance(kinds, list) else [kinds]
 
 
 def _name_pattern(names: Schema) -> str | None:
     """The one pattern that names must match; None: it is not one."""
-    if "string" not in names.get("type", "string"):
+    if "string" not in _types(names, ["string"]):
         return None
     asked = _ASSERTIONS & names.keys() - {"type"}
     if asked <= {"pattern", "format"} and isinstance(names.get("pattern"), str):
@@ -258,7 +268,7 @@ def _name_pattern(names: Schema) -> str | None:
         except LookAroundError:
             return None
         return patterns[0] if len(patterns) == 1 else None
-    if asked == {"format"}:
+    if asked == {"format"} and isinstance(names["format"], str):
         return _FORMAT_PATTERNS.get(names["format"])
     if asked <= {"minLength", "maxLength"}:
         low, high = names.get("minLength", 0), names.get("maxLength", "")
@@ -365,11 +375,10 @@ def _not(schema: Schema, value: Any, place: Place) -> bool:
     if _is_anything(value):
         raise _refuse("not", value, "no value satisfies it")
     if isinstance(value, dict) and _ASSERTIONS & value.keys() == {"type"}:
-        other = value["type"] if isinstance(value["type"], list) else [value["type"]]
-        given = schema.get("type", [one for one in TYPES if one != "integer"])
-        given = given if isinstance(given, list) else [given]
+        other = _types(value, [])
+        given = _types(schema, [one for one in TYPES if one != "integer"])
         if "integer" not in other or "number" in other or "number" not in given:
-            refused = {*other, *(["integer"] if "number" in other else [])}
+            refused = [*other, *(["integer"] if "number" in other else [])]
             left = [one for one in given if one not in refused]
             if left:
                 schema["type"] = left
@@ -429,7 +438,7 @@ def _root_reference(keyword: str) -> Rule:
 
 
 # In the order in which they are applied.
-_RULES: tuple[tuple[str, Rule], ...] = (
+RULES: tuple[tuple[str, Rule], ...] = (
     ("$schema", _drop),
     ("$vocabulary", _drop),
     ("$dynamicAnchor", _drop),
@@ -475,7 +484,7 @@ _RULES: tuple[tuple[str, Rule], ...] = (
 
 # Keywords that may refuse a value; all others are annotations.
 _ASSERTIONS = (
-    {keyword for keyword, _ in _RULES}
+    {keyword for keyword, _ in RULES}
     - {"$schema", "$vocabulary", "$dynamicAnchor", "$recursiveAnchor"}
 ) | {"additionalItems", "additionalProperties", "const", "items", "multipleOf"}
 _ASSERTIONS |= {"patternProperties", "prefixItems"}
