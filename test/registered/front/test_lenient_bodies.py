@@ -198,6 +198,11 @@ NESTED: list[tuple[str, dict[str, Any], str]] = [
         "messages[].a",
     ),
     (MESSAGES, {"thinking": {"type": "disabled", "x": 1}}, "thinking.x"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "x", "timestamp": 1}] * 3},
+        "messages[].timestamp",
+    ),
     (CHAT, {"structured_outputs": {"regex": "a", "b": 1}}, "structured_outputs.b"),
 ]
 

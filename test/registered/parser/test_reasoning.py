@@ -48,6 +48,9 @@ CASES = [
     ("glm45", "<think>Hm.\n<tool_call>f\n", "Hm.", "<tool_call>f\n"),
     ("kimi_k2", "<think>Hm.<|tool_calls_section_begin|>", "Hm.", KIMI_CALL),
     ("minimax", "Hm.\n<minimax:tool_call>", "Hm.", "<minimax:tool_call>"),
+    ("qwen3", "<think>Hm.\n<seed:tool_call>", "Hm.", "<seed:tool_call>"),
+    ("step3", "Hm.<｜tool_calls_begin｜>", "Hm.", "<｜tool_calls_begin｜>"),
+    ("deepseek-v3", "<think>Hm.<｜DSML｜tool_calls>", "Hm.", "<｜DSML｜tool_calls>"),
     # Repeated marks, and ends that nothing began.
     ("qwen3", "<think><think>Hm.</think>Yes.", "Hm.", "Yes."),
     ("qwen3", "<think>\n<think>\nHm.</think>\n</think>Yes.", "Hm.", "Yes."),

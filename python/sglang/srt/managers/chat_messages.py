@@ -15,6 +15,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # Fields that a message of the role has no use for, and whose loss would change what it
 # says; further fields are ignored.
 SAYING_FIELDS = ("audio", "function_call", "image", "images", "tool_calls", "videos")
+# Others that messages have. Some are in answers that clients send back.
+KNOWN_FIELDS = frozenset(
+    (
+        *SAYING_FIELDS,
+        *("role", "content", "name", "refusal", "annotations", "tool_call_id"),
+        *("reasoning_content", "reasoning", "thinking_blocks"),
+        "provider_specific_fields",
+    )
+)
 # Type of a content part -> its field with the text.
 TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text")
 ASSISTANT_PARTS = {**TEXT_PARTS, "refusal": "refusal"}

@@ -82,9 +82,7 @@ class OutputParser:
         self._reasoning = None
         if form.reasoning is not None:
             self._reasoning = form.reasoning(
-                is_open=form.is_open,
-                is_raw=not form.separate_reasoning,
-                call_marks=form.calls.openers if form.calls is not None else (),
+                is_open=form.is_open, is_raw=not form.separate_reasoning
             )
         self._tools = None
         if form.calls is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,7 +22,6 @@ class ReasoningDetector(TextParser[str | Reasoning]):
         is_open: whether the output begins inside the reasoning; None: by the format.
         is_raw: reasoning comes out with its marks, so that the pieces together are the
             output, character by character.
-        call_marks: strings that begin calls of tools, beside those of the format.
 
     Class attributes:
         marks: all strings of the format that may be special tokens of a tokenizer.
@@ -31,15 +29,8 @@ class ReasoningDetector(TextParser[str | Reasoning]):
 
     marks: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(
-        self,
-        *,
-        is_open: bool | None = None,
-        is_raw: bool = False,
-        call_marks: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, *, is_open: bool | None = None, is_raw: bool = False) -> None:
         super().__init__()
-        self._call_marks = tuple(call_marks)
         self._is_open = is_open
         self._is_raw = is_raw
         self._held: list[str] = []

@@ -6,27 +6,27 @@ The formats differ in data: their marks, and whether an output begins inside.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_FORMATS
 from sglang.srt.parser.reasoning_detector import ReasoningDetector
 
 if TYPE_CHECKING:
     from sglang.srt.utils.text_source import Read
 
-# What begins the calls of models that think between such marks. A call at the start of
-# a line ends reasoning that was never closed.
-CALL_MARKS = (
-    "<tool_call>",
-    "<minimax:tool_call>",
-    "<|tool_calls_section_begin|>",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool_calls_begin｜>",
-    "<｜DSML｜",
-    "<|tool_call>",
-    "[TOOL_CALLS]",
+# A call at the start of a line ends reasoning that was never closed, in any format of
+# calls but that of gpt-oss, whose reasoning is another. A mark of one character, such
+# as a bracket, begins many a line.
+CALL_MARKS = tuple(
+    {
+        opener: None
+        for name, form in CALL_FORMATS.items()
+        for opener in form.openers
+        if name != "gpt-oss" and len(opener) > 1
+    }
 )
 # Control tokens, which nobody writes within a sentence: they end it anywhere.
-_CONTROLS = ("<|", "<｜")
+_CONTROL_MARKS = [mark for mark in CALL_MARKS if mark.startswith(("<|", "<｜"))]
 
 
 class ThinkDetector(ReasoningDetector):
@@ -44,13 +44,6 @@ class ThinkDetector(ReasoningDetector):
     ends: ClassVar[tuple[str, ...]] = ("</think>",)
     marks = (*starts, *ends)
     begins_open: ClassVar[bool] = False
-
-    def __init__(self, *, call_marks: Sequence[str] = (), **options: Any) -> None:
-        # A mark of one character, such as a bracket, begins many a line.
-        marks = [mark for mark in call_marks if len(mark) > 1]
-        super().__init__(
-            call_marks=list(dict.fromkeys((*CALL_MARKS, *marks))), **options
-        )
 
     @classmethod
     def opened_by(cls, prompt: str) -> bool | None:
@@ -88,13 +81,12 @@ class ThinkDetector(ReasoningDetector):
     def _read_passage(self) -> Read[None]:
         """Read to the end of the passage; what begins a call is text."""
         source = self._source
-        controls = [mark for mark in self._call_marks if mark.startswith(_CONTROLS)]
         found: str | None = "\n"
         while found == "\n":
             self._think((yield from source.skip_space()))
-            found = yield from self._accept(self._call_marks)
+            found = yield from self._accept(CALL_MARKS)
             if not found:
-                stops = ("\n", *self.ends, *controls)
+                stops = ("\n", *self.ends, *_CONTROL_MARKS)
                 found = yield from source.copy_until(stops, self._think)
                 if found == "\n":
                     self._think(found)
@@ -111,11 +103,11 @@ class ThinkDetector(ReasoningDetector):
     def _read_text(self) -> Read[None]:
         """Read the text; up to its first call, ends that nothing began are dropped."""
         num_open = 0
-        stops = (*self.starts, *self.ends, *self._call_marks)
+        stops = (*self.starts, *self.ends, *CALL_MARKS)
         while found := (yield from self._source.copy_until(stops, self._say)):
             if found in self.starts:
                 num_open += 1
-            elif found in self._call_marks:
+            elif found in CALL_MARKS:
                 stops = ()
             elif num_open:
                 num_open -= 1

@@ -7,7 +7,7 @@ on here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,11 @@ from sglang.srt.entrypoints.openai.logprobs import need_tokenizer
 from sglang.srt.entrypoints.openai.protocol import ChatRequest
 from sglang.srt.entrypoints.openai.thinking import thinking_variables
 from sglang.srt.entrypoints.openai.tools import ToolUse, read_tool_use
+from sglang.srt.entrypoints.unknown_fields import UNKNOWN_FIELDS
 from sglang.srt.function_call.base_detector import CallFormat
 from sglang.srt.function_call.call_formats import JSON_ARRAY
 from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
+from sglang.srt.managers.chat_messages import KNOWN_FIELDS
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.prompt_request import PromptRequest
 from sglang.srt.managers.request_state import RequestGroup
@@ -109,6 +111,7 @@ def _prompt_request(
 ) -> tuple[PromptRequest, OutputFormat]:
     """Return the prompt of a request, and how its outputs are parsed."""
     _refuse_contradictions(body)
+    _check_message_fields(body.messages)
     use = read_tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     _refuse_constraint(body, use)
     _, limit = max_tokens(body)
@@ -229,6 +232,14 @@ def template_variables(
             param="chat_template_kwargs",
         )
     return {**(defaults or {}), **given}
+
+
+def _check_message_fields(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Ignore fields that no message has, or refuse them."""
+    for index, message in enumerate(messages):
+        for name in message.keys() - KNOWN_FIELDS:
+            path = f"messages[{index}].{name}"
+            UNKNOWN_FIELDS.get().check(path, sorted(KNOWN_FIELDS))
 
 
 def _refuse_contradictions(body: ChatRequest) -> None:
