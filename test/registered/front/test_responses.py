@@ -230,9 +230,10 @@ ITEMS: list[tuple[list[Any], str]] = [
                 "status": "completed",
                 "content": [{"type": "output_text", "text": "two", "annotations": []}],
             },
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
             {"role": "user", "content": "x"},
         ],
-        ASSISTANT.format("one") + ASSISTANT.format("two") + USER.format("x"),
+        "".join(map(ASSISTANT.format, ("one", "two", "No."))) + USER.format("x"),
     ),
     (
         # Reasoning begins a turn; a template without a place for it leaves it out.

@@ -164,6 +164,10 @@ def write_folder(folder: Path, config: dict[str, object]) -> Path:
 
 
 def test_template_sources_in_order(tmp_path: Path) -> None:
+    write_folder(tmp_path, {})
+    beside = json.dumps({"chat_template": "from processor"})
+    (tmp_path / "chat_template.json").write_text(beside)
+    assert load_tokenizer(str(tmp_path)).apply_chat_template([]) == "from processor"
     named = [{"name": "default", "template": "from list"}]
     write_folder(tmp_path, {"chat_template": named})
     assert load_tokenizer(str(tmp_path)).apply_chat_template([]) == "from list"

@@ -10,6 +10,9 @@ from sglang.srt.entrypoints.unknown_fields import UNKNOWN_FIELDS
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
+# Type of a part, which holds its text in a field of that name.
+REFUSAL = "refusal"
+
 
 class BodyLevel:
     """An object at a place of the body; unknown fields are as `UNKNOWN_FIELDS` says.
@@ -102,7 +105,8 @@ def entries(value: Any, where: str) -> list[tuple[Any, str]]:
 def joined_texts(
     content: Any, where: str, kinds: Sequence[str], ignored: Iterable[str]
 ) -> str:
-    """The text of `content`: a string, or a list of parts with a `text`.
+    """The text of `content`: a string, or a list of parts with a `text`, or with the
+    text of a `refusal`.
 
     Args:
         kinds: types of parts. ignored: fields of parts that have no effect.
@@ -111,9 +115,10 @@ def joined_texts(
         return content
     texts = []
     for part, path in entries(content, where):
-        kind_of(part, path, kinds)
+        kind = kind_of(part, path, kinds)
+        field = kind if kind == REFUSAL else "text"
         level = BodyLevel(
-            part, path, read=("type", "text"), neutral=dict.fromkeys(ignored, ANY)
+            part, path, read=("type", field), neutral=dict.fromkeys(ignored, ANY)
         )
-        texts.append(level.text("text"))
+        texts.append(level.text(field))
     return "".join(texts)

@@ -21,6 +21,7 @@ from sglang.srt.utils.paths import resolve_model_path
 from sglang.srt.utils.token_bytes import TokenBytes
 
 CONFIG = "tokenizer_config.json"
+PROCESSOR_TEMPLATE = "chat_template.json"
 # Ids beyond it would be tables of gigabytes.
 MAX_VOCAB_SIZE = 1 << 24
 # Vocabularies that transformers converts.
@@ -295,7 +296,12 @@ def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
         return read_text_file(file)
-    return _configured_template(folder, config, DEFAULT_TEMPLATE)
+    template = _configured_template(folder / CONFIG, config, DEFAULT_TEMPLATE)
+    # Older multimodal checkpoints keep it beside their processor's configuration.
+    file = folder / PROCESSOR_TEMPLATE
+    if template is None and file.is_file():
+        template = _configured_template(file, read_json_object(file), DEFAULT_TEMPLATE)
+    return template
 
 
 def _read_tool_template(folder: Path, config: Mapping[str, Any]) -> str | None:
@@ -305,13 +311,13 @@ def _read_tool_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         return read_text_file(file)
     if not isinstance(config.get("chat_template"), list):
         return None
-    return _configured_template(folder, config, TOOL_TEMPLATE)
+    return _configured_template(folder / CONFIG, config, TOOL_TEMPLATE)
 
 
 def _configured_template(
-    folder: Path, config: Mapping[str, Any], name: str
+    file: Path, config: Mapping[str, Any], name: str
 ) -> str | None:
-    """The template of the configuration: the only one, or that of `name`."""
+    """The template of the configuration in `file`: the only one, or that of `name`."""
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates
         named = [entry for entry in template if isinstance(entry, dict)]
@@ -319,9 +325,7 @@ def _configured_template(
             (e.get("template") for e in named if e.get("name") == name), None
         )
     if not isinstance(template, str | None):
-        raise ValueError(
-            f"{folder / CONFIG}: chat_template must be a text, got {shown(template)}"
-        )
+        raise ValueError(f"{file}: chat_template must be a text, got {shown(template)}")
     return template
 
 

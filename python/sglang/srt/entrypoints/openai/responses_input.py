@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.entrypoints.body_level import (
+    REFUSAL,
     BodyLevel,
     entries,
     joined_texts,
@@ -169,10 +170,14 @@ def _add_message(turns: ChatTurns, item: Any, where: str) -> None:
             f"{where}.role is {quoted(role)}; supported: {', '.join(known)}",
             param=f"{where}.role",
         )
+    is_answer = role == "assistant"
     text = joined_texts(
-        level.get("content"), f"{where}.content", MESSAGE_PARTS, _PART_FIELDS
+        level.get("content"),
+        f"{where}.content",
+        (*MESSAGE_PARTS, REFUSAL) if is_answer else MESSAGE_PARTS,
+        _PART_FIELDS,
     )
-    if role == "assistant":
+    if is_answer:
         turns.answer(text)
     else:
         turns.say(role, text)
