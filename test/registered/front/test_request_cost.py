@@ -103,7 +103,7 @@ def test_a_call_beyond_a_limit_names_it(
 
 def test_hidden_states_are_bounded() -> None:
     async def work() -> None:
-        wire = Wire(enable_return_hidden_states=True)
+        wire = Wire(enable_return_hidden_states=True, max_n=2000)
         many = prompt([1] * 10, {"n": 1200}, return_hidden_states=True)
         with pytest.raises(
             BadRequest, match="up to 18000000 numbers of hidden states.*16777216"

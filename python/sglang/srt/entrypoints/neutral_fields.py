@@ -152,6 +152,7 @@ PROFILE: dict[str, Neutral] = {
     "profile_id": EMPTY,
 }
 LOGGING: dict[str, Neutral] = {
+    "log_level": Neutral(advice="start with --log-level"),
     "log_requests_format": Neutral("text"),
     "dump_requests_folder": Neutral("", advice="requests are not written to files"),
     "dump_requests_threshold": ANY,
