@@ -110,7 +110,7 @@ _REFUSED = {
     "revision": "download that revision and name its folder with --model-path",
     "root_path": "routes begin at /; let the proxy strip the prefix",
     "routed_experts": "the experts of a token are not reported; remove the flag",
-    "sampling_defaults": "requests state their own sampling parameters",
+    "sampling_defaults": "send them with each request, or use --sampling-defaults",
     "sessions": "sessions are prefixes here, kept by the prefix cache; remove the flag",
     "spec_algorithm": "drafts are those of EAGLE, EAGLE3 and STANDALONE; remove the "
     "flag",
