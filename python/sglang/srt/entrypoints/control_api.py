@@ -34,10 +34,6 @@ class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     mode: Literal["abort", "in_place", "retract"] = "abort"
 
 
-class ContinueRequest(msgspec.Struct, kw_only=True):
-    """The body of `/continue_generation`; whatever it holds has no effect."""
-
-
 class LoggingRequest(_Logging, kw_only=True, forbid_unknown_fields=True):
     """The body of `/configure_logging`; what is left out stays.
 
@@ -86,11 +82,8 @@ class ControlApi:
                 self.resume,
                 methods=["POST"],
                 summary="Go on after /pause_generation",
-                body=ContinueRequest,
-                is_body_optional=True,
                 answer=Done,
                 errors=_ENGINE_ERRORS,
-                examples={"go on": {}},
             ),
             Endpoint(
                 "/configure_logging",
@@ -118,8 +111,8 @@ class ControlApi:
         return json_response(Done(message=f"generation is paused ({body.mode})"))
 
     async def resume(self, request: Request) -> Response:
-        if await request.body():
-            await read_body(request, ContinueRequest)
+        # SGLang's clients send an object whose members have no effect here.
+        await request.body()
         await self._manager.continue_generation()
         return json_response(Done(message="generation continues"))
 
