@@ -249,7 +249,7 @@ def test_a_bad_dump_is_refused(tmp_path: Path, text: str, expected: str) -> None
     path.write_text(text)
     with pytest.raises(ValueError, match=expected):
         read_crash_dump(path)
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="no such file"):
         read_crash_dump(tmp_path / "nowhere")
 
 
