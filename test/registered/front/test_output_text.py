@@ -17,7 +17,7 @@ from sglang.srt.utils.detokenizer import IncrementalDetokenizer
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.srt.utils.stop_patterns import StopPatterns
-from sglang.srt.utils.text_source import held_back
+from sglang.srt.utils.text_stops import held_back
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 

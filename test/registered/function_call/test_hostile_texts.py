@@ -115,7 +115,7 @@ def outputs(draw: st.DrawFn) -> tuple[str, list[str], Tool]:
     return parser, pieces, Tool(name="f", parameters=draw(SCHEMAS))
 
 
-@settings(max_examples=count(ci=250, full=20_000), deadline=None)
+@settings(max_examples=count(ci=250, full=5000), deadline=None)
 @given(outputs())
 def test_no_text_and_no_schema_raises(case: tuple[str, list[str], Tool]) -> None:
     parser, pieces, tool = case
@@ -201,7 +201,7 @@ def hostile_texts(form: CallFormat, size: int) -> Iterator[str]:
 def test_the_cost_of_a_text_is_its_length(
     parser: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form, size = ALL[parser], count(ci=5000, full=50_000)
+    form, size = ALL[parser], count(ci=5000, full=20_000)
     texts = list(hostile_texts(form, size))
     meter = Meter(monkeypatch)
     for text in texts:
@@ -260,7 +260,7 @@ def test_deep_nesting(parser: str) -> None:
     for begin in (*form.openers, *form.bare_openers):
         for unit in ('{"a":', "[", "(", "{'a':[", "-", "not "):
             for head in ('{"name": "f", "arguments": {"a": ', "f(a=", "[f(a=", ""):
-                text = begin + head + unit * count(ci=1000, full=20_000)
+                text = begin + head + unit * count(ci=1000, full=5000)
                 whole = parse(form, [text])
                 assert whole[1] or whole[0] == text or form.is_whole
 

@@ -70,6 +70,11 @@ UNCLOSED: list[tuple[str, str, Calls]] = [
         [("run", {"command": "a", "from": 5})],
     ),
     (
+        "qwen3_coder",  # a parameter that the tool does not declare
+        tag_call("run", RUN_A + "<parameter=other>\n5\n</parameter>\n"),
+        [("run", {"command": "a", "other": "5"})],
+    ),
+    (
         "qwen3_coder",
         "<function=run><parameter=command>a<parameter=from>5</function>",
         [("run", {"command": "a", "from": 5})],
@@ -230,6 +235,7 @@ VALUES: list[tuple[str, Any]] = [
     ('"C:\\dir\\x41"', "C:\\dirA"),
     ('"two\nlines\tand a tab"', "two\nlines\tand a tab"),
     ("r'\\d'", "\\d"),
+    ("'\\U0001f600\\xe9'", "😀é"),
     ("{'a': {b: [1, ], }, }", {"a": {"b": [1]}}),
 ]
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.function_call.schema_values import (
+from sglang.srt.function_call.schema_values import read_text
+from sglang.srt.function_call.tool_schema import (
     ANYTHING,
     MAX_STEPS,
     ToolSchema,
     kind_of,
-    read_text,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 

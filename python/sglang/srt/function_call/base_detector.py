@@ -16,10 +16,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from sglang.srt.function_call.core_types import CallDelta
-from sglang.srt.utils.text_source import NoMatchError, Pattern, Read, TextParser
+from sglang.srt.utils.text_source import NoMatchError, Read, TextParser
 
 if TYPE_CHECKING:
     from sglang.srt.function_call.core_types import Tool
+    from sglang.srt.utils.text_stops import Pattern
 
 logger = logging.getLogger(__name__)
 

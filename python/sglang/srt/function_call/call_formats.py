@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.function_call.json_calls import JsonFormat
 from sglang.srt.function_call.pythonic_detector import PythonicFormat
 from sglang.srt.function_call.tag_detector import TagFormat
-from sglang.srt.utils.text_source import Pattern
+from sglang.srt.utils.text_stops import Pattern
 
 if TYPE_CHECKING:
     from sglang.srt.function_call.base_detector import CallFormat

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 from sglang.srt.function_call.base_detector import CallFormat, ToolCallDetector
 from sglang.srt.function_call.json_values import to_json
 from sglang.srt.function_call.relaxed_json import RelaxedCopier, read_value
-from sglang.srt.utils.text_source import Emit, NoMatchError, Read, TextSource
+from sglang.srt.utils.text_source import (
+    Emit,
+    NoMatchError,
+    Read,
+    TextSource,
+    drop,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.function_call.core_types import Tool
@@ -202,7 +208,7 @@ class JsonDetector(JsonCallDetector):
         """Read closing brackets that close nothing, if `closer` follows them."""
         source = self._source
         source.mark()
-        yield from source.copy_before(_NO_CLOSING, _drop)
+        yield from source.copy_before(_NO_CLOSING, drop)
         if (yield from source.peek(len(closer))) == closer:
             source.commit()
         else:
@@ -263,12 +269,12 @@ def skip_value(source: TextSource) -> Read[None]:
     """Read any JSON value."""
     first = yield from source.peek()
     if first in ("{", "["):
-        copier = RelaxedCopier(_drop, is_strict=True)
+        copier = RelaxedCopier(drop, is_strict=True)
         yield from source.copy_through(copier.step)
     elif first in _STRING_STOP:
         yield from read_string(source)
     else:
-        yield from source.copy_before(_SCALAR_STOP, _drop)
+        yield from source.copy_before(_SCALAR_STOP, drop)
 
 
 def _object_text(text: str) -> str:
@@ -289,7 +295,3 @@ def _object_text(text: str) -> str:
         except NoMatchError:
             pass
     return text
-
-
-def _drop(text: str) -> None:
-    """Read text and keep none of it."""

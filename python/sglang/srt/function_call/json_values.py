@@ -1,11 +1,19 @@
-"""JSON text of values that a model wrote in another form."""
+"""Values that a model wrote in another form than JSON."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from sglang.srt.utils.text_source import NoMatchError
+
+_DIGITS = r"\d+(?:_\d+)*"
+_INTEGER = re.compile(rf"[+-]?{_DIGITS}")
+_DECIMAL = re.compile(
+    rf"[+-]?(?:{_DIGITS}\.?|(?:{_DIGITS})?\.{_DIGITS})(?:[eE][+-]?\d+)?"
+)
+_OTHER_BASE = re.compile(r"[+-]?0(?:[xX][0-9a-fA-F]+|[oO][0-7]+|[bB][01]+)")
 
 
 def to_json(value: Any) -> str:
@@ -22,3 +30,21 @@ def to_json(value: Any) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise NoMatchError from error
     return text
+
+
+def read_number(word: str) -> int | float | None:
+    """Return the number that Python would read, or one with leading zeros.
+
+    None: it is none, or not finite.
+    """
+    try:
+        if _INTEGER.fullmatch(word):
+            return int(word)
+        if _OTHER_BASE.fullmatch(word):
+            return int(word, 0)
+        if _DECIMAL.fullmatch(word):
+            number = float(word)
+            return number if abs(number) != float("inf") else None
+    except ValueError:  # more digits than Python reads
+        pass
+    return None

@@ -12,9 +12,9 @@ import json
 import re
 from typing import Any
 
+from sglang.srt.function_call.json_values import read_number
 from sglang.srt.utils.text_source import Emit, NoMatchError
 
-QUOTES = ('"', "'", '"""', "'''")
 MAX_WORD_CHARS = 256
 WORDS = {
     **{word: word for word in ("true", "false", "null")},
@@ -30,12 +30,6 @@ _TOKEN = re.compile(
 )
 _KEY = re.compile(r"[A-Za-z_][\w.-]*")
 _JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_DIGITS = r"\d+(?:_\d+)*"
-_INTEGER = re.compile(rf"[+-]?{_DIGITS}")
-_DECIMAL = re.compile(
-    rf"[+-]?(?:{_DIGITS}\.?|(?:{_DIGITS})?\.{_DIGITS})(?:[eE][+-]?\d+)?"
-)
-_OTHER_BASE = re.compile(r"[+-]?0(?:[xX][0-9a-fA-F]+|[oO][0-7]+|[bB][01]+)")
 
 
 def _unchanged(quote: str, escape: str) -> re.Pattern[str]:
@@ -82,7 +76,6 @@ class RelaxedCopier:
         quote: str = "",
     ) -> None:
         self._emit = emit
-        self._closer = closer
         self._is_strict = is_strict
         self._is_call = is_call
         self._marks = tuple(mark for mark in (closer, quote) if mark)
@@ -292,7 +285,8 @@ class RelaxedCopier:
             self._parts.append(escape)
         elif len(escape) > 2:
             code = int(escape[2:], 16)
-            self._parts.append(_json_inner(chr(code)) if code < 0x110000 else "")
+            # In ASCII, because half of a surrogate pair is no text.
+            self._parts.append(json.dumps(chr(code))[1:-1] if code < 0x110000 else "")
         else:
             self._parts.append(_PYTHON_ESCAPES.get(char) or _unknown_escape(char))
         return to
@@ -307,32 +301,14 @@ def _json_inner(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def read_number(word: str) -> int | float | None:
-    """Return the number that Python would read, or one with leading zeros.
-
-    None: it is none, or not finite.
-    """
-    try:
-        if _INTEGER.fullmatch(word):
-            return int(word)
-        if _OTHER_BASE.fullmatch(word):
-            return int(word, 0)
-        if _DECIMAL.fullmatch(word):
-            number = float(word)
-            return number if abs(number) != float("inf") else None
-    except ValueError:  # more digits than Python reads
-        pass
-    return None
-
-
-def read_value(text: str, *, is_call: bool = False) -> Any:
+def read_value(text: str) -> Any:
     """Return the value of a text that is one object or list.
 
     Raises:
         NoMatchError: it is none.
     """
     parts: list[str] = []
-    copier = RelaxedCopier(parts.append, is_strict=True, is_call=is_call)
+    copier = RelaxedCopier(parts.append, is_strict=True)
     if text[:1] not in _CLOSERS:
         raise NoMatchError
     end = ~copier.step(text, 0, len(text), True)

@@ -12,15 +12,16 @@ or the end of the text.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang.srt.function_call.base_detector import CallFormat
 from sglang.srt.function_call.json_calls import JsonCallDetector
 from sglang.srt.function_call.json_values import to_json
-from sglang.srt.function_call.schema_values import ToolSchema, read_text
-from sglang.srt.utils.text_source import NoMatchError, Read
+from sglang.srt.function_call.schema_values import read_text
+from sglang.srt.function_call.tool_schema import ToolSchema
+from sglang.srt.utils.text_source import NoMatchError, Read, drop
 
 if TYPE_CHECKING:
     from sglang.srt.function_call.core_types import Tool
@@ -147,6 +148,7 @@ class TagDetector(JsonCallDetector):
         """Read the parameters of the call that has begun; False: it is cut off."""
         schema = self._schema(name)
         given: set[str] = set()
+        separator = "{"
         while (
             parameter := (yield from self._read_parameter(schema, given))
         ) is not None:
@@ -155,18 +157,18 @@ class TagDetector(JsonCallDetector):
             reading = schema.reading(head.name)
             if not (head.is_string and reading.allows(text)):
                 value = read_text(text, reading, is_json=head.is_json)
-            separator = ", " if given else "{"
-            given.add(head.name)
             self._add_arguments(f"{separator}{to_json(head.name)}: {to_json(value)}")
+            separator = ", "
         if not (yield from self._source.peek()):
             return False
-        self._add_arguments("}" if given else "{}")
+        self._add_arguments("{}" if separator == "{" else "}")
         return True
 
     def _read_parameter(
-        self, schema: ToolSchema, given: Collection[str]
+        self, schema: ToolSchema, given: set[str]
     ) -> Read[tuple[Head, str] | None]:
-        """Read the next parameter; None where none comes next, or it is cut off."""
+        """Read the next parameter, and add its name to `given`; None where none comes
+        next, or it is cut off."""
         source, form = self._source, self._form
         if not (yield from self._find_parameter()):
             return None
@@ -175,7 +177,8 @@ class TagDetector(JsonCallDetector):
         if form.value:
             yield from source.skip_space()
             yield from source.expect(form.value)
-        text = yield from self._read_value(schema, {*given, head.name})
+        given.add(head.name)
+        text = yield from self._read_value(schema, given)
         if text is None:
             return None
         if form.has_line_breaks:
@@ -188,7 +191,7 @@ class TagDetector(JsonCallDetector):
         source, form = self._source, self._form
         yield from source.skip_space()
         source.mark(None)
-        while (found := (yield from source.copy_to(self._ends, _drop))) is not None:
+        while (found := (yield from source.copy_to(self._ends, drop))) is not None:
             if found != form.value_end:
                 break
             yield from source.accept(found)
@@ -212,7 +215,9 @@ class TagDetector(JsonCallDetector):
                 yield from source.accept(found)
                 return "".join(parts)
             if found == form.parameter and (
-                yield from source.look_ahead(self._is_parameter(schema, given))
+                yield from source.look_ahead(
+                    self._is_parameter(schema, given, is_line=_ends_line(parts))
+                )
             ):
                 source.commit()
                 return self._unclosed(parts)
@@ -236,13 +241,18 @@ class TagDetector(JsonCallDetector):
         text = "".join(parts)
         return text if self._form.has_line_breaks else text.removesuffix("\n")
 
-    def _is_parameter(self, schema: ToolSchema, given: set[str]) -> Read[bool]:
-        """Read the head of a parameter; False: it is rather part of a string."""
+    def _is_parameter(
+        self, schema: ToolSchema, given: set[str], *, is_line: bool
+    ) -> Read[bool]:
+        """Read the head of a parameter; False: it is rather part of a string.
+
+        Args:
+            is_line: it begins a line, as a parameter that nobody declared has to.
+        """
         yield from self._source.expect(self._form.parameter)
         head = yield from self._read_head(self._form.parameter_head_end)
-        return head.name not in given and (
-            not schema.names or head.name in schema.names
-        )
+        is_known = not schema.names or head.name in schema.names
+        return head.name not in given and (is_known or is_line)
 
     def _is_call(self, opener: str, *, is_any: bool) -> Read[bool]:
         """Read the head of a call and what follows; False: it is rather part of a
@@ -264,5 +274,9 @@ class TagDetector(JsonCallDetector):
         return name in self._tools and (yield from source.peek()) == "<"
 
 
-def _drop(text: str) -> None:
-    """Read text and keep none of it."""
+def _ends_line(parts: Sequence[str]) -> bool:
+    """Whether the text of `parts` ends in a line break and spaces."""
+    for part in reversed(parts):
+        if text := part.rstrip(" \t"):
+            return text.endswith("\n")
+    return False

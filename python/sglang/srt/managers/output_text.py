@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.managers.stop_matcher import find_stop
 from sglang.srt.utils.detokenizer import IncrementalDetokenizer
-from sglang.srt.utils.text_source import held_back
+from sglang.srt.utils.text_stops import held_back
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import FinishReason

@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from functools import cache
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
+
+from sglang.srt.utils.text_stops import Pattern, find_stops
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -31,27 +32,12 @@ ATTEMPT_COST_CHARS = 32
 _NOT_SPACE = re.compile(r"\S")
 
 
+def drop(text: str) -> None:
+    """Read text and keep none of it; an `Emit`."""
+
+
 class NoMatchError(Exception):
     """The text is not what the parser tried to read."""
-
-
-class Pattern(NamedTuple):
-    """Finds literals by the text behind them.
-
-    Fields:
-        whole: matches a literal; looks ahead.
-        begun: matches an end of a text that may become such a match.
-        max_chars: of a match of `begun`.
-    """
-
-    whole: re.Pattern[str]
-    begun: re.Pattern[str]
-    max_chars: int
-
-    def held_back(self, text: str, begin: int) -> int:
-        """Return how long the end of `text` is that waits for more."""
-        found = self.begun.search(text, max(begin, len(text) - self.max_chars))
-        return 0 if found is None else len(text) - found.start()
 
 
 class TextSource:
@@ -228,7 +214,7 @@ class TextSource:
         Args:
             pattern: finds them instead, where they count only in front of certain text.
         """
-        stops = _stops(tuple(literals))
+        stops = find_stops(tuple(literals))
         whole = stops.whole if pattern is None else pattern.whole
         while True:
             end = self._readable()
@@ -309,44 +295,3 @@ class TextParser(ABC, Generic[P]):
     @abstractmethod
     def _run(self) -> Read[None]:
         """Read the source to its end; add to `_out`."""
-
-
-class Stops(NamedTuple):
-    """Literals, and all that they may begin with."""
-
-    whole: re.Pattern[str]
-    first: re.Pattern[str]
-    prefixes: frozenset[str]
-    max_chars: int
-
-    def held_back(self, text: str, begin: int) -> int:
-        """Return the length of the longest end of `text`, from `begin` on, that begins
-        one of the literals."""
-        at = max(begin, len(text) - self.max_chars)
-        while found := self.first.search(text, at):
-            if text[found.start() :] in self.prefixes:
-                return len(text) - found.start()
-            at = found.end()
-        return 0
-
-
-@cache
-def _stops(literals: tuple[str, ...]) -> Stops:
-    firsts = "".join({re.escape(literal[0]) for literal in literals})
-    return Stops(
-        whole=re.compile("|".join(map(re.escape, literals)) or r"(?!)"),
-        first=re.compile(f"[{firsts}]" if firsts else r"(?!)"),
-        prefixes=frozenset(s[:i] for s in literals for i in range(1, len(s))),
-        max_chars=max((len(literal) - 1 for literal in literals), default=0),
-    )
-
-
-def held_back(text: str, literals: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that begins one of `literals`."""
-    longest = 0
-    for literal in literals:
-        for length in range(min(len(literal) - 1, len(text)), longest, -1):
-            if text.endswith(literal[:length]):
-                longest = length
-                break
-    return longest
