@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from sglang.srt.constrained.schema_keywords import UnservedError, read_keywords
+from sglang.srt.constrained.schema_keywords import read_keywords
 from sglang.srt.constrained.schema_places import (
     PARTS,
     UNKNOWN,
@@ -22,6 +22,7 @@ from sglang.srt.constrained.schema_places import (
     pointer_path,
     resolve,
 )
+from sglang.srt.constrained.schema_rules import UnservedError
 
 _MAX_CYCLE_SHOWN = 8
 
