@@ -99,7 +99,9 @@ def test_what_a_key_opens(
                 await flush(wire, http),
                 (await http.post("/start_profile", json=NO_STEPS)).status_code,
             ]
-            changes = await http.post("/configure_logging", json={"no_field": 1})
+            changes = await http.post(
+                "/configure_logging", json={"log_requests_level": 9}
+            )
             assert changes.status_code == seen[-1]
             pause = await http.post("/pause_generation", json={"mode": "no mode"})
             assert pause.status_code == {200: 400}.get(seen[3], seen[3])
