@@ -80,8 +80,9 @@ class ServerProcess:
         else:
             listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
             children = [int(child) for child in listed.split()]
-        assert len(children) == 1, children
-        return children[0]
+        schedulers = [child for child in children if not _is_for_side_work(child)]
+        assert len(schedulers) == 1, children
+        return schedulers[0]
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
@@ -108,3 +109,13 @@ class ServerProcess:
                 self.url = line.split()[-1]
                 self._ready.set()
         self._ready.set()
+
+
+def _is_for_side_work(pid: int) -> bool:
+    """Whether a child of a server is one of its processes for side work, or has ended:
+    their number changes."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return True
+    return not command or b"side_jobs" in command

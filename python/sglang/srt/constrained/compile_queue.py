@@ -6,15 +6,13 @@ Knows nothing of what waits in it.
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
+from sglang.srt.utils.fair_turns import FairClock, QueueFullError
+
 Item = TypeVar("Item", bound=Hashable)
-
-
-class QueueFullError(Exception):
-    """A client has as many items in the queue as it may have."""
 
 
 class FairQueue(Generic[Item]):
@@ -31,8 +29,9 @@ class FairQueue(Generic[Item]):
         self._share = share
         self._max_per_client = max_per_client
         self._changed = threading.Condition()
-        # The client whose turn is next comes first; sets that keep their order.
-        self._queues: OrderedDict[str, dict[Item, None]] = OrderedDict()
+        self._clock = FairClock()
+        # Sets that keep their order.
+        self._queues: dict[str, dict[Item, None]] = {}
         self._clients: dict[Item, list[str]] = {}
         self._held: Counter[str] = Counter()
         self._is_closed = False
@@ -66,7 +65,7 @@ class FairQueue(Generic[Item]):
                 client = self._next_client()
                 if client is not None:
                     item = next(iter(self._queues[client]))
-                    self._queues.move_to_end(client)
+                    self._clock.charge(client, 1)
                     self._remove(item)
                     self._held[client] += 1
                     return client, item
@@ -107,7 +106,9 @@ class FairQueue(Generic[Item]):
         self._changed.notify()
 
     def _next_client(self) -> str | None:
-        return next((c for c in self._queues if self._held[c] < self._share), None)
+        return self._clock.next_of(
+            c for c in self._queues if self._held[c] < self._share
+        )
 
     def _remove(self, item: Item) -> bool:
         clients = self._clients.pop(item, None)

@@ -25,7 +25,8 @@ from sglang.srt.constrained.base_grammar import (
     GrammarLimitError,
     GrammarTooComplexError,
 )
-from sglang.srt.constrained.compile_queue import FairQueue, QueueFullError
+from sglang.srt.constrained.compile_queue import FairQueue
+from sglang.srt.utils.fair_turns import QueueFullError
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar_library import GrammarKey, GrammarLibrary

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sglang.srt.entrypoints.api_keys import ApiKeys, Role
-from sglang.srt.entrypoints.http_io import error_response
+from sglang.srt.entrypoints.http_io import error_response, wait_disconnect
 from sglang.srt.entrypoints.page_files import wants_page
-from sglang.srt.managers.caller import CALLER, PEER
+from sglang.srt.managers.caller import CALLER, LEAVING, PEER
 from sglang.srt.managers.errors import ApiError, BadRequest
 from sglang.srt.utils.quoting import quoted
 
@@ -68,6 +69,7 @@ class AccessMiddleware:
             except ApiError as error:
                 await error_response(error)(scope, receive, send)
                 return
+            LEAVING.set(partial(wait_disconnect, receive))
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:

@@ -317,9 +317,14 @@ async def _send_chunk(send: Send, chunk: bytes) -> None:
     await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
 
-async def _fail_on_disconnect(receive: Receive, group: RequestGroup) -> None:
+async def wait_disconnect(receive: Receive) -> None:
+    """Wait until the client has left, and drop what it still sends."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _fail_on_disconnect(receive: Receive, group: RequestGroup) -> None:
+    await wait_disconnect(receive)
     logger.info(
         "client disconnected; aborting %s", ", ".join(s.rid for s in group.states[:4])
     )

@@ -210,7 +210,7 @@ class NativeRoutes:
         """Answer 200 while requests are accepted and the scheduler is alive."""
         if not self._front.is_ready:
             raise Unavailable(f"the server is {self._manager.phase.value}")
-        self._manager.heartbeat.check()
+        self._manager.check_alive()
         return Response()
 
     async def live(self, request: Request) -> Response:
@@ -218,7 +218,7 @@ class NativeRoutes:
         if self._manager.phase is Phase.DEAD:
             raise Unavailable("the scheduler is dead")
         if self._manager.phase is not Phase.STARTING:
-            self._manager.heartbeat.check()
+            self._manager.check_alive()
         return Response()
 
     async def health_generate(self, request: Request) -> Response:

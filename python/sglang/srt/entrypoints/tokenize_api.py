@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -13,7 +12,7 @@ from starlette.routing import BaseRoute
 from sglang.srt.entrypoints.endpoint import ENGINE_ERRORS, Endpoint
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.generate_api import split_ids
-from sglang.srt.entrypoints.http_io import aside, json_response, read_body
+from sglang.srt.entrypoints.http_io import json_response, read_body
 from sglang.srt.entrypoints.neutral_fields import (
     DETOKENIZE,
     TOKENIZE,
@@ -130,28 +129,26 @@ class TokenizeApi:
         refuse_others(body, TOKENIZE)
         self._front.check_model(body.model)
         limits = self._limits()
-        texts, field = await aside(request, self._manager, self._texts, body)
+        texts, field = await self._texts(body)
         _check_size(len(texts), MAX_CALL_ENTRIES, "texts", field)
         _check_size(sum(map(len, texts)), MAX_CALL_CHARS, "characters", field)
         around = body.add_special_tokens
-        ids = await self._manager.prompts.encode(
+        encoded = await self._manager.prompts.encode(
             texts,
             limits,
             add_special_tokens=body.messages is None if around is None else around,
             field=field,
+            with_strings=bool(body.return_token_strs),
         )
         is_list = isinstance(body.prompt, list)
-        counts = [len(one) for one in ids]
-        answer = TokenizeAnswer(
-            tokens=_shown(ids, is_list=is_list),
-            count=_shown(counts, is_list=is_list),
-            max_model_len=limits.context_len,
-        )
+        answer = {
+            "tokens": _shown_json(encoded.ids, is_list=is_list),
+            "count": _shown(encoded.counts, is_list=is_list),
+            "max_model_len": limits.context_len,
+        }
         if body.return_token_strs:
-            strings = await self._manager.prompts.token_texts(ids)
-            answer.token_strs = _shown(strings, is_list=is_list)
-        respond = partial(json_response, answer)
-        return await self._manager.side_work.run(sum(counts), respond)
+            answer["token_strs"] = _shown_json(encoded.strings, is_list=is_list)
+        return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:
         body = await read_body(request, DetokenizeRequest)
@@ -175,7 +172,7 @@ class TokenizeApi:
             raise Unavailable(f"the server is {self._manager.phase.value}")
         return self._manager.limits
 
-    def _texts(self, body: TokenizeRequest) -> tuple[list[str], str]:
+    async def _texts(self, body: TokenizeRequest) -> tuple[list[str], str]:
         """The texts to tokenize, and the field that holds them."""
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("set either prompt or messages", param="prompt")
@@ -183,7 +180,7 @@ class TokenizeApi:
             texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
             return cast("list[str]", texts), "prompt"
         use = read_tool_use(body.tools, body.tool_choice, parallel=None)
-        text = self._manager.templates.render(
+        text = await self._manager.prompts.render(
             body.messages,
             variables=template_variables(body.chat_template_kwargs),
             tools=use.for_template or None,
@@ -204,3 +201,8 @@ def _check_size(size: int, limit: int, unit: str, field: str) -> None:
 def _shown(entries: list[Any], *, is_list: bool) -> Any:
     """All entries where the client sent a list, else the only one."""
     return entries if is_list else entries[0]
+
+
+def _shown_json(entries: msgspec.Raw, *, is_list: bool) -> msgspec.Raw:
+    """As `_shown`, of a list that is JSON already."""
+    return entries if is_list else msgspec.Raw(memoryview(entries)[1:-1])

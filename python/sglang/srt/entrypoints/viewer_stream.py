@@ -8,7 +8,7 @@ import time
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sglang.srt.entrypoints.http_io import STREAM_HEADERS
+from sglang.srt.entrypoints.http_io import STREAM_HEADERS, wait_disconnect
 from sglang.srt.managers.errors import Unavailable
 from sglang.srt.managers.snapshot_feed import Viewer
 
@@ -23,7 +23,7 @@ class ViewerStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send_all(send))
-        leaving = asyncio.create_task(_wait_disconnect(receive))
+        leaving = asyncio.create_task(wait_disconnect(receive))
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -49,11 +49,6 @@ class ViewerStream(Response):
             if name == "end":
                 return
             name, data = await self._viewer.next()
-
-
-async def _wait_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class Turns:

@@ -56,7 +56,6 @@ from sglang.srt.managers.request_log import RequestLog
 from sglang.srt.managers.request_state import RequestGroup, RequestState, Update
 from sglang.srt.managers.scheduler_calls import TIMEOUT_SECONDS, SchedulerCalls
 from sglang.srt.managers.side_work import SideWork
-from sglang.srt.managers.template_manager import TemplateManager
 from sglang.srt.utils.quoting import quoted
 
 if TYPE_CHECKING:
@@ -100,7 +99,6 @@ class TokenizerManager:
     ) -> None:
         self.server_args = server_args
         self.tokenizer = tokenizer
-        self.templates = TemplateManager(tokenizer)
         self.metrics = metrics
         self.sampling_defaults = dict(sampling_defaults or {})
         self.phase = Phase.STARTING
@@ -121,10 +119,10 @@ class TokenizerManager:
         self.heartbeat = Heartbeat(
             self._calls.request_sign, timeout=server_args.health_timeout
         )
+        self.side_work = SideWork(tokenizer)
         self.prompts = PromptTokenizer(
-            tokenizer, is_cut=server_args.allow_auto_truncate
+            tokenizer, self.side_work, is_cut=server_args.allow_auto_truncate
         )
-        self.side_work = SideWork()
 
     # -- life ----------------------------------------------------------------------
 
@@ -161,10 +159,18 @@ class TokenizerManager:
         self._send([ShutdownReq()])
 
     def close(self) -> None:
-        self.prompts.close()
         self.side_work.close()
         if self._crash_dump is not None:
             self._crash_dump.close()
+
+    def check_alive(self) -> None:
+        """Refuse where only a restart helps.
+
+        Raises:
+            Unavailable: the scheduler is silent, or side work is stuck.
+        """
+        self.heartbeat.check()
+        self.side_work.check()
 
     @property
     def num_in_flight(self) -> int:
@@ -271,7 +277,7 @@ class TokenizerManager:
         Returns:
             The prompts, default lengths made to fit, and the token ids of each.
         """
-        fitted, all_ids = [], []
+        fitted: list[PromptRequest] = []
         checked: SamplingParams | None = None
         known: SamplingParams | None = None
         for i, prompt in enumerate(prompts):
@@ -287,15 +293,18 @@ class TokenizerManager:
                 known = within_vocab(checked, limits)
             if known is not None and known is not checked:
                 prompt = dataclasses.replace(prompt, sampling_params=known)
-            ids = await self.prompts.ids(prompt, limits)
-            all_ids.append(ids)
-            if cost is not None:
-                prompt = cost.fit_default(prompt, len(ids), limits)
             fitted.append(prompt)
             await _let_others_in(i)
-        if cost is not None:
-            cost.check_call(fitted, list(map(len, all_ids)), limits)
-        return fitted, all_ids
+        ids = await self.prompts.ids(fitted, limits)
+        if cost is None:
+            return fitted, ids
+        lens = list(map(len, ids))
+        fitted = [
+            cost.fit_default(prompt, prompt_len, limits)
+            for prompt, prompt_len in zip(fitted, lens, strict=True)
+        ]
+        cost.check_call(fitted, lens, limits)
+        return fitted, ids
 
     async def count_tokens(self, prompt: PromptRequest) -> int:
         """Return the number of tokens that `submit` would make of `prompt`.
@@ -305,7 +314,8 @@ class TokenizerManager:
             Unavailable: not ready, or shutting down.
         """
         limits = self._admit(0, wait_for_room=True)
-        return len(await self.prompts.ids(prompt, limits))
+        (ids,) = await self.prompts.ids([prompt], limits)
+        return len(ids)
 
     async def updates(self, group: RequestGroup) -> AsyncIterator[list[Update]]:
         """Updates of the group as they come; errors as of `RequestGroup.updates`."""

@@ -68,6 +68,13 @@ class Tokenizer:
         backend.no_padding()
         self.escaped_tokens = EscapedTokens(backend) if escape_special_tokens else None
         self.name = name
+        self._made_with = {
+            "config": dict(config),
+            "name": name,
+            "chat_template": chat_template,
+            "tool_template": tool_template,
+            "escape_special_tokens": escape_special_tokens,
+        }
         self._backend = backend
         self._add_bos: bool | None = config.get("add_bos_token")
         self._add_eos: bool | None = config.get("add_eos_token")
@@ -104,6 +111,17 @@ class Tokenizer:
         """The tokenizer as the text of a `tokenizer.json`."""
         return str(self._backend.to_str())
 
+    def portable(self) -> dict[str, Any]:
+        """Return all of it as JSON, for another process."""
+        return {"backend": self.tokenizer_json, **self._made_with}
+
+    @classmethod
+    def from_portable(cls, portable: Mapping[str, Any]) -> Tokenizer:
+        """Make a tokenizer equal to the one of `portable`."""
+        backend, options = portable["backend"], dict(portable)
+        del options["backend"]
+        return cls(tokenizers.Tokenizer.from_str(backend), **options)
+
     def encode(
         self, text: str, *, add_special_tokens: bool = True, in_thread: bool = False
     ) -> list[int]:
@@ -133,20 +151,11 @@ class Tokenizer:
         *,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
-        in_thread: bool = False,
     ) -> str:
         """Decode `ids`; ids outside the vocabulary give no text.
 
         `spaces_between_special_tokens` has no effect on tokenizers of this kind.
-        `in_thread`: as of `encode`.
         """
-        if in_thread:
-            lists = [list(ids)]
-            return str(
-                self._backend.decode_batch(
-                    lists, skip_special_tokens=skip_special_tokens
-                )[0]
-            )
         return str(
             self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         )

@@ -34,6 +34,7 @@ from sglang.srt.managers.template_manager import continued_text
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.parser.output_parser import OutputFormat
 from sglang.srt.parser.reasoning_parser import DETECTORS as REASONING_DETECTORS
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
@@ -76,8 +77,10 @@ async def render_chat(
     """
     tokenizer = need_tokenizer(front.manager.tokenizer)
     with names.in_errors():
-        prompt, form = await aside(
-            request, front.manager, _prompt_request, body, front.manager
+        use, params = await aside(request, front.manager, _options, body, front.manager)
+        text = await _render(front.manager, body, use)
+        prompt, form = _prompt_request(
+            body, front.manager, text=text, use=use, params=params
         )
     return RenderedChat(prompt=prompt, form=form, names=names, tokenizer=tokenizer)
 
@@ -106,10 +109,10 @@ def max_tokens(body: ChatRequest) -> tuple[str, int | None]:
     return "max_tokens", body.max_tokens
 
 
-def _prompt_request(
+def _options(
     body: ChatRequest, manager: TokenizerManager
-) -> tuple[PromptRequest, OutputFormat]:
-    """Return the prompt of a request, and how its outputs are parsed."""
+) -> tuple[ToolUse, SamplingParams]:
+    """Check everything but the messages."""
     _refuse_contradictions(body)
     _check_message_fields(body.messages)
     use = read_tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
@@ -122,7 +125,11 @@ def _prompt_request(
         defaults=manager.sampling_defaults,
         calls=use.constraint(manager.server_args.tool_call_parser),
     )
-    text = manager.templates.render(
+    return use, params
+
+
+async def _render(manager: TokenizerManager, body: ChatRequest, use: ToolUse) -> str:
+    return await manager.prompts.render(
         body.messages,
         variables=template_variables(
             body.chat_template_kwargs, defaults=thinking_variables(body)
@@ -131,6 +138,17 @@ def _prompt_request(
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
     )
+
+
+def _prompt_request(
+    body: ChatRequest,
+    manager: TokenizerManager,
+    *,
+    text: str,
+    use: ToolUse,
+    params: SamplingParams,
+) -> tuple[PromptRequest, OutputFormat]:
+    """Return the prompt of a request, and how its outputs are parsed."""
     form = _output_format(
         body,
         manager.server_args,
@@ -146,7 +164,7 @@ def _prompt_request(
         # The template contains them already.
         add_special_tokens=False,
         sampling_params=params,
-        is_length_exact=limit is not None,
+        is_length_exact=max_tokens(body)[1] is not None,
         stream=bool(body.stream),
         return_logprob=bool(body.logprobs),
         top_logprobs_num=body.top_logprobs or 0,

@@ -12,13 +12,12 @@ from starlette.routing import BaseRoute
 
 from sglang.srt.entrypoints.endpoint import ENGINE_ERRORS, Endpoint
 from sglang.srt.entrypoints.front import Front
-from sglang.srt.entrypoints.http_io import aside, json_response, read_body
+from sglang.srt.entrypoints.http_io import json_response, read_body
 from sglang.srt.entrypoints.openai.tools import read_tools
 from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
-from sglang.srt.function_call.function_call_parser import parse_calls
+from sglang.srt.function_call.function_call_parser import Call
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.parser.reasoning_parser import DETECTORS as REASONING_DETECTORS
-from sglang.srt.parser.reasoning_parser import split_reasoning
 from sglang.srt.utils.quoting import quoted
 
 MAX_TEXT_CHARS = 256 * 1024
@@ -107,9 +106,10 @@ class ParseRoutes:
         name = body.tool_call_parser or self._args.tool_call_parser
         parser = _parser_of(body.text, CALL_DETECTORS, tool_call_parser=name)
         tools = read_tools(body.tools or ())
-        text, calls = await aside(
-            request, self._manager, parse_calls, body.text, parser=parser, tools=tools
+        raw = await self._manager.side_work.call(
+            "parse_calls", field="text", text=body.text, parser=parser, tools=tools
         )
+        text, calls = msgspec.json.decode(raw, type=tuple[str, list[Call]])
         found = [
             ParsedCall(tool_index=i, name=call.name, parameters=call.arguments)
             for i, call in enumerate(calls)
@@ -120,9 +120,10 @@ class ParseRoutes:
         body = await read_body(request, SeparateReasoningRequest)
         name = body.reasoning_parser or self._args.reasoning_parser
         parser = _parser_of(body.text, REASONING_DETECTORS, reasoning_parser=name)
-        reasoning, text = await aside(
-            request, self._manager, split_reasoning, body.text, parser=parser
+        raw = await self._manager.side_work.call(
+            "split_reasoning", field="text", text=body.text, parser=parser
         )
+        reasoning, text = msgspec.json.decode(raw, type=tuple[str, str])
         answer = SeparateReasoningAnswer(reasoning_text=reasoning, text=text)
         return json_response(answer)
 
