@@ -9,6 +9,7 @@ import socket
 import time
 from contextlib import suppress
 
+import h11
 import pytest
 from manager_world import Wire, run
 from starlette.types import Receive, Scope, Send
@@ -24,9 +25,12 @@ from web_world import (
     serving,
 )
 
+from sglang.srt.entrypoints.http_parser import StrictParser
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="cpu")
+register_cpu_ci(est_time=16, suite="cpu")
+
+MAX_HEADER_BYTES = 16384
 
 SHORT = {"header_timeout": 0.3, "body_timeout": 0.3, "write_timeout": 0.3}
 GENERATE = {"input_ids": [1], "sampling_params": {"max_new_tokens": 3}, "rid": "a"}
@@ -389,8 +393,33 @@ FRAMING: dict[str, tuple[bytes, bytes]] = {
     "endless": (b"Content-Length: " + b"9" * 5000 + b"\r\n", b"400"),
     "unknown encoding": (b"Transfer-Encoding: gzip\r\n", b"501"),
     "two encodings": (b"Transfer-Encoding: gzip, chunked\r\n", b"501"),
-    "a fold": (b"A: b\r\n Content-Length: 2\r\n" + b"x\r\n", b"400"),
+    "a list of equal lengths": (b"Content-Length: 2, 2\r\n", b"400"),
+    "equal lengths": (b"Content-Length: 2\r\nContent-Length: 2\r\n", b"400"),
+    "no length": (b"Content-Length:\r\n", b"400"),
+    "hexadecimal": (b"Content-Length: 0x2\r\n", b"400"),
+    "another encoding first": (b"Transfer-Encoding: identity, chunked\r\n", b"501"),
+    "another encoding last": (b"Transfer-Encoding: chunked, identity\r\n", b"501"),
+    "nearly chunked": (b"Transfer-Encoding: xchunked\r\n", b"501"),
+    "quoted": (b'Transfer-Encoding: "chunked"\r\n', b"501"),
+    "repeated": (b"Transfer-Encoding: chunked\r\n" * 2, b"501"),
+    "vertical tab": (b"Transfer-Encoding: \x0bchunked\r\n", b"400"),
+    "a null": (b"Transfer-Encoding: chunked\x00\r\n", b"400"),
+    "a fold": (b"A: b\r\n Content-Length: 2\r\n", b"400"),
+    "a fold by a tab": (b"A: b\r\n\tContent-Length: 2\r\n", b"400"),
+    "a folded length": (b"Content-Length:\r\n 2\r\n", b"400"),
+    "a folded encoding": (b"Transfer-Encoding:\r\n chunked\r\n", b"400"),
+    "a fold without text": (b"A: b\r\n \r\nContent-Length: 2\r\n", b"400"),
+    "LF alone": (b"A: b\nContent-Length: 2\r\n", b"400"),
+    "LF alone after a length": (b"Content-Length: 2\n", b"400"),
+    "LF alone, twice": (b"Content-Length: 2\n\n", b"400"),
+    "CR alone": (b"A: b\rContent-Length: 2\r\n", b"400"),
+    "CR alone before CRLF": (b"Content-Length: 2\r\r\n", b"400"),
+    "a control character": (b"A: \x01\r\nContent-Length: 2\r\n", b"400"),
+    "delete": (b"A: \x7f\r\nContent-Length: 2\r\n", b"400"),
     "space before the colon": (b"Content-Length : 2\r\n", b"400"),
+    "tab before the colon": (b"Transfer-Encoding\t: chunked\r\n", b"400"),
+    "no colon": (b"Content-Length 2\r\n", b"400"),
+    "no name": (b": 2\r\n", b"400"),
     "a long header": (b"A: " + bytes([97]) * 20_000 + b"\r\n", b"431"),
     "many headers": (b"A: b\r\n" * 3000, b"431"),
 }
@@ -413,6 +442,65 @@ def test_ambiguous_requests_are_refused() -> None:
             assert not wire.generated()
 
     run(work())
+
+
+CHUNKS: dict[str, bytes] = {
+    "0x": b"0x2\r\n{}\r\n0\r\n\r\n",
+    "a sign": b"+2\r\n{}\r\n0\r\n\r\n",
+    "a space before": b" 2\r\n{}\r\n0\r\n\r\n",
+    "a space after": b"2 \r\n{}\r\n0\r\n\r\n",
+    "an underscore": b"0_2\r\n{}\r\n0\r\n\r\n",
+    "no size": b"\r\n{}\r\n0\r\n\r\n",
+    "more than 64 bits": b"10000000000000002\r\n{}\r\n0\r\n\r\n",
+    "LF alone": b"2\n{}\n0\n\n",
+    "LF alone in an extension": b"2;a\nb\r\n{}\r\n0\r\n\r\n",
+    "CR alone in an extension": b"2;a\rb\r\n{}\r\n0\r\n\r\n",
+    "a null in an extension": b"2;\x00\r\n{}\r\n0\r\n\r\n",
+    "LF alone after a chunk": b"2\r\n{}\n0\r\n\r\n",
+    "more than the size": b"2\r\n{}}\r\n0\r\n\r\n",
+    "LF alone in a trailer": b"2\r\n{}\r\n0\r\nA: b\n\r\n",
+    "LF alone after the last": b"2\r\n{}\r\n0\r\n\n",
+    "a folded trailer": b"2\r\n{}\r\n0\r\nA: b\r\n c\r\n\r\n",
+}
+
+
+CHUNKED = b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def test_ambiguous_chunks_are_refused() -> None:
+    # An extension and a trailer have no meaning, and are legal.
+    good = b"2;name=value\r\n{}\r\n0\r\nA: b\r\n\r\n"
+
+    async def work() -> None:
+        wire = Wire()
+        async with serving(app_of(wire)) as web:
+            for name, body in (CHUNKS | {"good": good}).items():
+                peer = await web.open()
+                peer.send(CHUNKED + body)
+                answer = await peer.until(b'"code":')
+                peer.close()
+                assert answer.startswith(b"HTTP/1.1 400"), (name, answer)
+                is_refused = b"not valid HTTP" in answer
+                assert is_refused == (name != "good"), (name, answer)
+            assert await web.is_healthy()
+            assert not wire.generated()
+
+    run(work())
+
+
+def test_requests_are_refused_in_whatever_pieces_they_come() -> None:
+    head = b"POST / HTTP/1.1\r\nHost: x\r\n"
+    requests = [CHUNKED + body for body in CHUNKS.values()]
+    requests += [head + header + b"\r\n" for header, _ in FRAMING.values()]
+    for request in requests:
+        for size in (1, 7, len(request)):
+            parser = StrictParser(MAX_HEADER_BYTES)
+            with pytest.raises(h11.RemoteProtocolError):
+                for at in range(0, len(request), size):
+                    parser.receive_data(request[at : at + size])
+                    while parser.next_event() is not h11.NEED_DATA:
+                        pass
+            assert parser.refusal is not None
 
 
 def test_a_refusal_in_the_middle_of_a_body(log: pytest.LogCaptureFixture) -> None:

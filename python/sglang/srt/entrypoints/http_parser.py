@@ -2,11 +2,72 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import h11
+from h11._receivebuffer import ReceiveBuffer
 
 HEADER_FIELDS_TOO_LARGE = 431
+# Lines end with both characters; h11 is content with the second one.
+_BARE_LF = re.compile(rb"(?<!\r)\n")
+_END_OF_LINES = b"\r\n\r\n"
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+# A size of more digits is another number where it does not fit.
+_CHUNK_HEADER = re.compile(rb"[0-9A-Fa-f]{1,16}(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?\r\n")
+_LENGTH = re.compile(rb"content-length:[ \t]*[0-9]+[ \t]*", re.IGNORECASE)
+_LENGTH_NAME = re.compile(rb"content-length[ \t]*:", re.IGNORECASE)
+MAX_SHOWN_BYTES = 60
+
+
+class StrictBuffer(ReceiveBuffer):
+    """The bytes of a connection that are not parsed yet: lines end with CRLF, have no
+    other control character but a tab, and are not continued by the next one.
+
+    Raises:
+        LocalProtocolError: from all methods; h11 makes it the client's error.
+    """
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """Extract the lines of a head or of a trailer."""
+        if self._data[:2] == b"\r\n":
+            self._extract(2)
+            return []
+        end = self._data.find(_END_OF_LINES, max(self._multiple_lines_search - 3, 0))
+        searched = len(self._data) if end < 0 else end
+        bare = _BARE_LF.search(self._data, self._multiple_lines_search, searched)
+        if bare is not None:
+            raise h11.LocalProtocolError("a line ends with LF alone")
+        self._multiple_lines_search = searched
+        if end < 0:
+            return None
+        lines = self._extract(end + len(_END_OF_LINES))[:end].split(b"\r\n")
+        _check_lines(lines)
+        return lines
+
+    def maybe_extract_next_line(self) -> bytearray | None:
+        """Extract the line before a chunk."""
+        line = super().maybe_extract_next_line()
+        found = self._data if line is None else line
+        if line is None and not _BARE_LF.search(found):
+            return None
+        if not _CHUNK_HEADER.fullmatch(found):
+            shown = bytes(found[:MAX_SHOWN_BYTES])
+            raise h11.LocalProtocolError(f"illegal chunk header: {shown!r}")
+        return line
+
+
+def _check_lines(lines: Sequence[bytearray]) -> None:
+    lengths = [line for line in lines[1:] if _LENGTH_NAME.match(line)]
+    if len(lengths) > 1 or not all(map(_LENGTH.fullmatch, lengths)):
+        raise h11.LocalProtocolError("bad or repeated Content-Length")
+    for line in lines:
+        if line[:1] in (b" ", b"\t"):
+            raise h11.LocalProtocolError("a folded header")
+        if _CONTROL.search(line):
+            shown = bytes(line[:MAX_SHOWN_BYTES])
+            raise h11.LocalProtocolError(f"a control character in {shown!r}")
 
 
 class StrictParser(h11.Connection):
@@ -19,6 +80,7 @@ class StrictParser(h11.Connection):
 
     def __init__(self, max_header_bytes: int) -> None:
         super().__init__(h11.SERVER, max_header_bytes)
+        self._receive_buffer = StrictBuffer()
         self._max_header_bytes = max_header_bytes
         self.refusal: h11.RemoteProtocolError | None = None
         self.num_received = 0
