@@ -25,12 +25,14 @@ from web_world import (
     serving,
 )
 
+from sglang.srt.entrypoints.acceptor import SPARE_PLACES
 from sglang.srt.entrypoints.http_parser import StrictParser
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=16, suite="cpu")
 
 MAX_HEADER_BYTES = 16384
+MODELS = GET_HEALTH.replace(b"/health", b"/v1/models")[:-2] + LEAVE + b"\r\n"
 
 SHORT = {"header_timeout": 0.3, "body_timeout": 0.3, "write_timeout": 0.3}
 GENERATE = {"input_ids": [1], "sampling_params": {"max_new_tokens": 3}, "rid": "a"}
@@ -248,20 +250,78 @@ def test_beyond_the_limit_clients_wait_while_others_go_on(
             for i, peer in enumerate(busy):
                 peer.send(post("/generate", GENERATE | {"rid": f"b{i}"}))
             await eventually(lambda: len(wire.generated()) == 3)
-            waiting = [asyncio.create_task(web.is_healthy()) for _ in range(20)]
+            waiting = [asyncio.create_task(web.ask(MODELS)) for _ in range(10)]
             for _ in range(2):
                 wire.answer("a", [5], None)
                 assert b"data: " in await stream.until(b"\n\n")
                 await asyncio.sleep(0.2)
+            # Probes are answered at once, and take nobody's place.
+            for _ in range(2 * SPARE_PLACES):
+                assert await web.is_healthy()
             assert not any(task.done() for task in waiting)
             wire.answer("b0", [5])
             busy[0].close()
-            assert all(await asyncio.gather(*waiting))
+            answers = await asyncio.gather(*waiting)
+            assert all(answer.startswith(b"HTTP/1.1 200") for answer in answers)
             wire.answer("b1", [5])
             await finish(wire, stream)
 
     run(work())
     assert len([r for r in log.records if "--max-connections" in r.message]) == 1
+
+
+def test_far_too_many_are_refused_and_probes_get_through(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    async def work() -> None:
+        wire = Wire()
+        async with serving(app_of(wire), max_connections=2) as web:
+            busy = [await web.open() for _ in range(2)]
+            for i, peer in enumerate(busy):
+                peer.send(post("/generate", GENERATE | {"rid": f"b{i}"}))
+            await eventually(lambda: len(wire.generated()) == 2)
+            asking = [web.ask(MODELS) for _ in range(5 * SPARE_PLACES)]
+            asked = asyncio.gather(*asking)
+            assert await web.is_healthy()
+            for i in range(2):
+                wire.answer(f"b{i}", [5])
+                assert b'"b' in await busy[i].until(b"}}")
+                busy[i].close()
+            for answer in await asked:
+                is_refused = answer.startswith(b"HTTP/1.1 503")
+                assert is_refused or answer.startswith(b"HTTP/1.1 200")
+                assert is_refused == (b"retry-after: 1" in answer)
+            assert await web.is_healthy()
+
+    run(work())
+    assert {r.levelname for r in log.records} == {"WARNING"}
+
+
+@pytest.mark.parametrize("part", [b"", GET_HEALTH[:-2], b"G"])
+def test_half_heads_make_room(part: bytes) -> None:
+    """Long before --header-timeout, and many more than there are places."""
+
+    async def work() -> None:
+        wire = Wire()
+        async with serving(app_of(wire), max_connections=4, header_timeout=60) as web:
+            stream = await web.open()
+            stream.send(post("/generate", GENERATE | {"stream": True}))
+            await eventually(lambda: len(wire.generated()) == 1)
+            slow = [await web.open() for _ in range(4 + 2 * SPARE_PLACES)]
+            for peer in slow:
+                peer.send(part)
+            assert await web.is_healthy()
+            assert b" 200 " in await web.ask(MODELS)
+            answer = await slow[0].rest()
+            assert answer.startswith(b"HTTP/1.1 408" if part else b"")
+            # Who has sent its whole request is nobody who owes something.
+            wire.answer("a", [5], None)
+            assert b"data: " in await stream.until(b"\n\n")
+            await finish(wire, stream)
+            for peer in slow:
+                peer.close()
+
+    run(work())
 
 
 def test_resting_connections_make_room() -> None:

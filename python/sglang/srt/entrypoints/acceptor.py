@@ -12,7 +12,12 @@ import logging
 import socket
 from collections.abc import Callable
 
-from sglang.srt.entrypoints.http_connection import ConnectionLimits, HttpConnection
+from sglang.srt.entrypoints.http_connection import (
+    HEAD_SECONDS,
+    ConnectionLimits,
+    HttpConnection,
+)
+from sglang.srt.entrypoints.spare_place import SparePlace
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +28,9 @@ CHECKS_PER_TURN = 512
 MAX_TICK_SECONDS = 1.0
 RETRY_SECONDS = 1.0
 LOG_SECONDS = 30.0
-# A connection that has rested for so long may be closed to make room.
-REST_SECONDS = 1.0
+# Connections beyond the limit: probes are answered there, others wait for a place, or
+# get a 503 where still more come.
+SPARE_PLACES = 16
 # A peer whose host has vanished is noticed after some two minutes.
 KEEP_ALIVE_PROBES = (
     (socket.TCP_KEEPIDLE, 60),
@@ -38,15 +44,17 @@ class Acceptor:
 
     Args:
         create: makes the protocol of a new connection, which calls the given callback
-            when it has ended.
-        max_connections: more wait in the queue of the kernel.
+            when it has ended; with a place where it is not admitted yet.
+        max_connections: how many are admitted.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         *,
-        create: Callable[[Callable[[HttpConnection], None]], HttpConnection],
+        create: Callable[
+            [Callable[[HttpConnection], None], SparePlace | None], HttpConnection
+        ],
         max_connections: int,
         limits: ConnectionLimits,
     ) -> None:
@@ -56,6 +64,8 @@ class Acceptor:
         self._tick_seconds = min(MAX_TICK_SECONDS, limits.shortest / 4)
         self._loop = asyncio.get_running_loop()
         self._connections: set[HttpConnection] = set()
+        # Of those that are not admitted, in the order of their coming.
+        self._spare: dict[HttpConnection, SparePlace] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._is_accepting = False
         self._is_full = False
@@ -70,6 +80,7 @@ class Acceptor:
 
     def close(self) -> None:
         """Accept no more; open connections stay."""
+        self._is_full = False
         self._pause()
         if self._watching is not None:
             self._watching.cancel()
@@ -92,7 +103,7 @@ class Acceptor:
 
     def _accept(self) -> None:
         for _ in range(BURST):
-            if len(self._connections) >= self._max_connections:
+            if len(self._connections) >= self._max_connections + SPARE_PLACES:
                 self._pause_while_full()
                 return
             try:
@@ -104,11 +115,21 @@ class Acceptor:
             except OSError as error:
                 self._pause_for_resources(error)
                 return
-            connection = self._create(self._on_lost)
-            self._connections.add(connection)
-            task = self._loop.create_task(self._open(connection, accepted))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            self._add(accepted)
+
+    def _add(self, accepted: socket.socket) -> None:
+        is_admitted = len(self._connections) < self._max_connections
+        place = None if is_admitted else SparePlace()
+        connection = self._create(self._on_lost, place)
+        self._connections.add(connection)
+        if place is not None:
+            self._spare[connection] = place
+            if len(self._spare) == 1:
+                self._say_full()
+                self._make_room()
+        task = self._loop.create_task(self._open(connection, accepted))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
 
     async def _open(self, connection: HttpConnection, accepted: socket.socket) -> None:
         try:
@@ -124,17 +145,41 @@ class Acceptor:
 
     def _on_lost(self, connection: HttpConnection) -> None:
         self._connections.discard(connection)
-        if self._is_full and len(self._connections) < self._max_connections:
+        place = self._spare.pop(connection, None)
+        if place is not None:
+            place.settle(is_granted=False)
+        if self._spare and self._num_admitted < self._max_connections:
+            asking = (c for c, place in self._spare.items() if place.is_awaited)
+            following = next(asking, next(iter(self._spare)))
+            self._spare.pop(following).settle(is_granted=True)
+        if self._is_full:
             self._resume()
 
+    @property
+    def _num_admitted(self) -> int:
+        return len(self._connections) - len(self._spare)
+
     def _pause_while_full(self) -> None:
+        """Wait for room. Where there is none, refuse those that wait, so that a probe
+        behind them can come."""
         self._pause()
         self._is_full = True
+        if not self._make_room():
+            for place in self._spare.values():
+                if place.is_awaited:
+                    place.settle(is_granted=False)
+        self._loop.call_later(HEAD_SECONDS, self._look_again)
+
+    def _look_again(self) -> None:
+        if self._is_full:
+            self._make_room()
+            self._resume()
+
+    def _say_full(self) -> None:
         self._log(
             f"{self._max_connections} connections are open, as many as "
             "--max-connections admits: others wait"
         )
-        self._make_room()
 
     def _pause_for_resources(self, error: OSError) -> None:
         """Wait for what the system lacks: descriptors or memory."""
@@ -142,17 +187,18 @@ class Acceptor:
         self._log(f"no connection can be accepted ({error.strerror}): new ones wait")
         self._loop.call_later(RETRY_SECONDS, self._resume)
 
-    def _make_room(self) -> None:
-        """Close the connections that have rested longest: those who wait have a request
-        to make."""
+    def _make_room(self) -> bool:
+        """Close the connections that have owed a head, or rested, longest: those who
+        wait have a request to make. Returns whether there were any."""
         now = self._loop.time()
-        rests = [
+        yielding = [
             (since, id(connection), connection)
             for connection in self._connections
-            if now - (since := connection.resting_since()) > REST_SECONDS
+            if (since := connection.yields_at()) < now
         ]
-        for _, _, connection in heapq.nsmallest(BURST, rests):
-            connection.transport.close()
+        for _, _, connection in heapq.nsmallest(BURST, yielding):
+            connection.make_room()
+        return bool(yielding)
 
     def _log(self, message: str) -> None:
         if self._loop.time() >= self._next_log:
@@ -169,7 +215,7 @@ class Acceptor:
                     await asyncio.sleep(0)
                 if connection.transport is not None:
                     self._enforce(connection)
-            if self._is_full:
+            if self._spare:
                 self._make_room()
 
     def _enforce(self, connection: HttpConnection) -> None:

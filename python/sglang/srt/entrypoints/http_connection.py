@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
 from sglang.srt.entrypoints.http_parser import StrictParser
+from sglang.srt.entrypoints.spare_place import SparePlace
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.utils.quoting import MAX_QUOTED_CHARS, clipped
 
@@ -31,6 +32,11 @@ REQUEST_TIMEOUT = 408
 # Longer than the answer of a host nearby that a connection does not exist any more;
 # distant ones are found by the next `enforce`.
 RESET_SECONDS = 0.05
+# While the server is full, a connection that has rested for so long may be closed, and
+# one whose head, or first byte, has been due for so long. A client that sends at once
+# needs no more, however far away: its first bytes follow the handshake.
+REST_SECONDS = 1.0
+HEAD_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +101,7 @@ class HttpConnection(H11Protocol):
 
     Args:
         on_lost: called once, when the connection has ended.
+        place: of a connection beyond those that are admitted, until it has one.
     """
 
     def __init__(
@@ -105,8 +112,11 @@ class HttpConnection(H11Protocol):
         app_state: dict[str, Any],
         limits: ConnectionLimits,
         on_lost: Callable[[HttpConnection], None],
+        place: SparePlace | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state)
+        if place is not None:
+            self.app = place.guard(self.app)
         self._limits = limits
         self._on_lost = on_lost
         self._parser = StrictParser(limits.max_header_bytes)
@@ -173,10 +183,24 @@ class HttpConnection(H11Protocol):
                 f"over {self._limits.body_timeout:g} seconds",
             )
 
-    def resting_since(self) -> float:
-        """Since when nothing is under way, on the clock of the loop; never: inf."""
+    def yields_at(self) -> float:
+        """From when on it may be closed to make room, on the clock of the loop; inf
+        while a request is under way."""
+        if self._head_since is not None:
+            return self._head_since + HEAD_SECONDS
         is_resting = self._parser.their_state is h11.IDLE and not self._has_part()
-        return self._rests_since if is_resting else math.inf
+        return self._rests_since + REST_SECONDS if is_resting else math.inf
+
+    def make_room(self) -> None:
+        """Close; a client whose head is incomplete is told why."""
+        if self._has_part():
+            self._refuse(
+                REQUEST_TIMEOUT,
+                "the head of the request was not complete, and all connections that "
+                "--max-connections admits are open",
+            )
+        else:
+            self.transport.close()
 
     # -- deadlines -----------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def _check_lines(lines: Sequence[bytearray]) -> None:
     if len(lengths) > 1 or not all(map(_LENGTH.fullmatch, lengths)):
         raise h11.LocalProtocolError("bad or repeated Content-Length")
     for line in lines:
-        if line[:1] in (b" ", b"\t"):
+        if line.startswith((b" ", b"\t")):
             raise h11.LocalProtocolError("a folded header")
         if _CONTROL.search(line):
             shown = bytes(line[:MAX_SHOWN_BYTES])

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from sglang.srt.entrypoints.acceptor import Acceptor
 from sglang.srt.entrypoints.http_connection import ConnectionLimits, HttpConnection
+from sglang.srt.entrypoints.spare_place import SparePlace
 from sglang.srt.server_args import ServerArgs
 
 CLOSE_SECONDS = 3
@@ -66,11 +67,14 @@ class WebServer(uvicorn.Server):
         self.servers = acceptors  # type: ignore[assignment]
         self.started = True
 
-    def _connection(self, on_lost: Callable[[HttpConnection], None]) -> HttpConnection:
+    def _connection(
+        self, on_lost: Callable[[HttpConnection], None], place: SparePlace | None
+    ) -> HttpConnection:
         return HttpConnection(
             self.config,
             self.server_state,
             app_state=self.lifespan.state,
             limits=self._limits,
             on_lost=on_lost,
+            place=place,
         )
