@@ -80,6 +80,7 @@ class EngineHarness:
         only_last_hidden_state: bool = False,
         input_embeds: bytes | None = None,
         priority: int | None = None,
+        client: str = "",
         **params: Any,
     ) -> str:
         """Queue a request, greedy unless `params` change it; return its rid."""
@@ -100,6 +101,7 @@ class EngineHarness:
                 only_last_hidden_state=only_last_hidden_state,
                 input_embeds=input_embeds,
                 priority=priority,
+                client=client,
             )
         )
         return rid

@@ -9,6 +9,7 @@ import logging
 import pytest
 from manager_world import FOLDER, TOKENIZER, Wire, prompt, run
 
+from sglang.srt.managers.caller import PEER
 from sglang.srt.managers.errors import (
     BadRequest,
     EngineFailure,
@@ -41,6 +42,38 @@ def test_beyond_the_capacity_requests_get_503() -> None:
         await wire.manager.submit([prompt()])
         with pytest.raises(BadRequest, match="asks for 4 outputs, but at most 3"):
             await wire.manager.submit([prompt("x", {"n": 4})])
+
+    run(work())
+
+
+def test_one_client_cannot_fill_the_queue_for_all() -> None:
+    """Requests and tokens: a sixteenth more is there for those who hold little."""
+
+    async def work() -> None:
+        limits = {"max_queued_requests": 32, "max_queued_tokens": 320}
+        for size, count in ((1, 33), (10, 32)):
+            wire = Wire(max_running_requests=1, **limits)
+
+            async def submit(client: str, n: int, wire: Wire, size: int) -> None:
+                PEER.set(client)
+                await wire.manager.submit([prompt([1] * size, {"n": n})])
+
+            def ask(
+                client: str, n: int = 1, *, wire: Wire = wire, size: int = size
+            ) -> asyncio.Task[None]:
+                return asyncio.create_task(submit(client, n, wire, size))
+
+            await ask("a", count)
+            with pytest.raises(Unavailable):
+                await ask("a")
+            with pytest.raises(Unavailable):
+                await ask("b", 3)
+            await ask("b")
+            await ask("c")
+            with pytest.raises(Unavailable):
+                await ask("c", 2)
+            with pytest.raises(Unavailable):
+                await ask("d")
 
     run(work())
 

@@ -105,7 +105,8 @@ def shared(start_server: Callable[..., Server], tmp_path_factory: Any) -> Server
     keys.chmod(0o600)
     template.write_text(BOMB)
     return start_server(
-        *("--api-key-file", str(keys), "--chat-template", str(template))
+        *("--api-key-file", str(keys), "--chat-template", str(template)),
+        *("--max-running-requests", "64"),
     ).wait_ready()
 
 
@@ -143,6 +144,28 @@ def test_long_texts_of_one_client_let_others_in(shared: Server) -> None:
             assert http.get("/health").status_code == 200
         assert len(statuses) < 8, "the honest client waited for all of them"
     assert statuses == [200] * 8
+
+
+def test_many_outputs_of_one_client_let_others_in(shared: Server) -> None:
+    """They take all places of the batch, and more wait."""
+    body = {
+        "input_ids": [7 * i % VOCAB for i in range(700)],
+        "sampling_params": greedy(max_new_tokens=60, n=64),
+    }
+    honest = {"input_ids": [1, 2, 3], "sampling_params": greedy(max_new_tokens=20)}
+    with client_of(shared, "honest") as http:
+        expected = http.post("/generate", json=honest).json()["output_ids"]
+        with attackers(shared, "/generate", body, 3) as statuses:
+            answers = [http.post("/generate", json=honest).json() for _ in range(3)]
+            assert statuses == [], "the honest client waited for them"
+        assert [answer["output_ids"] for answer in answers] == [expected] * 3
+        assert statuses == [200] * 3
+        texts = {"text": [TEXT] * 40, "sampling_params": greedy(max_new_tokens=1)}
+        with attackers(shared, "/generate", texts, 2):
+            for _ in range(5):
+                assert http.get("/health").status_code == 200
+            answer = http.post("/generate", json=honest).json()
+        assert answer["output_ids"] == expected
 
 
 def test_an_endless_template_ends_its_own_client_only(shared: Server) -> None:

@@ -265,5 +265,32 @@ def test_a_flush_and_an_idle_hour_are_replayed(model: Path, tmp_path: Path) -> N
     check_same(replayed(record), record)
 
 
+@pytest.mark.parametrize("window", [10, LONG_AGO])
+def test_turns_of_clients_are_replayed(
+    model: Path, tmp_path: Path, window: int
+) -> None:
+    """One has all places, another comes; the record does not say who they are."""
+    harness = recorded_engine(
+        model, tmp_path, kv_canary_record=window, max_running_requests=4
+    )
+
+    def submit(client: str, number: int, new: int) -> None:
+        for i in range(number):
+            ids = [len(client), *range(5 * i, 5 * i + 12)]
+            harness.submit(ids, client=client, max_new_tokens=new, ignore_eos=True)
+
+    submit("key-one@10.0.0.1", 9, 30)
+    for _ in range(12):
+        harness.scheduler.step()
+    submit("key-two@10.0.0.2", 4, 5)
+    for _ in range(6):
+        harness.scheduler.step()
+    assert harness.scheduler.stats_snapshot().num_retracted_reqs
+    record = record_of(harness)
+    assert {request.rid for request in record.requests} >= {"r0", "r9"}
+    assert not any(b"key-" in request.message for request in record.requests)
+    check_same(replayed(record), record)
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

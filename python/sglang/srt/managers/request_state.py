@@ -95,6 +95,7 @@ class RequestState:
         self.names = frozenset((self.shown_rid, *names))
         self.is_stream = request.stream
         self.num_prompt_tokens = len(request.input_ids)
+        self.client = request.client
         self.index = len(group.states)
         self.arrived = time.monotonic()
         self.first_output: float | None = None

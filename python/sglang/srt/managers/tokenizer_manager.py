@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.managers.caller import CALLER
+from sglang.srt.managers.caller import CALLER, client_tag
 from sglang.srt.managers.crash_dump import CrashDump
 from sglang.srt.managers.errors import (
     BadRequest,
@@ -261,7 +261,9 @@ class TokenizerManager:
             group.feeder = asyncio.create_task(self._feed(group))
         else:
             if not wait_for_room:
-                self._occupancy.check_tokens(group.num_prompt_tokens)
+                self._occupancy.check_tokens(
+                    group.num_prompt_tokens, client=client_tag()
+                )
             self._dispatch(group.states)
         return group
 
@@ -467,7 +469,7 @@ class TokenizerManager:
             self._crash_dump.on_output(output)
         if output.finish_reason is not None:
             del self._states[output.rid]
-            self._occupancy.remove(state.num_prompt_tokens)
+            self._occupancy.remove(state.client, state.num_prompt_tokens)
             self._on_change()
         state.receive(output)
 
@@ -483,7 +485,7 @@ class TokenizerManager:
         if self.phase is not Phase.READY or self.limits is None:
             raise Unavailable(f"the server is {self.phase.value}")
         if not wait_for_room:
-            self._occupancy.check_requests(count)
+            self._occupancy.check_requests(count, client=client_tag())
         return self.limits
 
     def _kept_apart(self, prompt: PromptRequest, owner: str) -> PromptRequest:
@@ -527,7 +529,7 @@ class TokenizerManager:
         for state in states:
             state.is_sent = True
             self._states[state.rid] = state
-            self._occupancy.add(state.num_prompt_tokens)
+            self._occupancy.add(state.client, state.num_prompt_tokens)
 
     async def _feed(self, group: RequestGroup) -> None:
         """Send the requests of `group` as room appears."""

@@ -64,7 +64,14 @@ def to_record(
     begin = [0] * len(managers)
     if checkpoint is not None:
         begin = [canary.next_forward for canary in checkpoint.canaries]
-    written = [_request(serial, n, origin) for serial, n in sorted(requests.items())]
+    # Who is who is not told; who is another decides about turns.
+    clients: dict[str, str] = {}
+    for _, noted in sorted(requests.items()):
+        clients.setdefault(noted.request.client, str(len(clients)))
+    written = [
+        _request(serial, noted, origin, client=clients[noted.request.client])
+        for serial, noted in sorted(requests.items())
+    ]
     if not origin.has_tokens:
         tree = None if checkpoint is None else checkpoint.tree
         written, tree = _with_pseudonyms(written, requests, tree, origin.vocab_size)
@@ -82,7 +89,9 @@ def to_record(
     )
 
 
-def _request(serial: int, noted: Noted, origin: Origin) -> RecordedRequest:
+def _request(
+    serial: int, noted: Noted, origin: Origin, *, client: str
+) -> RecordedRequest:
     request = noted.request
     params = request.sampling_params
     embeds, named = request.input_embeds, request.token_ids_logprob
@@ -96,7 +105,7 @@ def _request(serial: int, noted: Noted, origin: Origin) -> RecordedRequest:
         sampling_params=params,
         input_embeds=embeds,
         token_ids_logprob=named,
-        client="",
+        client=client,
     )
     end, length, status = noted.end or (None, 0, None)
     return RecordedRequest(

@@ -7,12 +7,13 @@ results.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from sglang.srt.managers.client_shares import in_turns, who_yields
 from sglang.srt.managers.schedule_batch import BatchEnvironment, ScheduleBatch
 from sglang.srt.managers.schedule_policy import (
     SCHEDULE_POLICIES,
@@ -161,6 +162,8 @@ class BatchSelector:
             self._drop_chunked()
         if self.chunked is None and not self.waiting:
             return None
+        if self.waiting and self._num_free_rows == 0:
+            self._yield_places()
         adder = self._fill_prefill_adder()
         if not adder.reqs:
             return None
@@ -204,8 +207,7 @@ class BatchSelector:
             budget=PrefillBudget(
                 max_prefill_tokens=self._max_prefill_tokens,
                 chunk_tokens=self._chunk_tokens,
-                max_new_reqs=self._cache.req_to_token_pool.available_size()
-                + (self.chunked is not None),
+                max_new_reqs=self._num_free_rows + (self.chunked is not None),
                 decode_reserve=self._env.decode_reserve,
             ),
         )
@@ -217,10 +219,49 @@ class BatchSelector:
         self.waiting = self._policy(self.waiting, self._cache)
         if self._has_priorities:
             self.waiting = order_by_priority(self.waiting, low_first=self._low_first)
-        for req in self.waiting:
+        for req in self._in_turns():
             if adder.add(req) is Admission.NO_BUDGET:
                 break
         return adder
+
+    @property
+    def _num_free_rows(self) -> int:
+        return self._cache.req_to_token_pool.available_size()
+
+    def _holders(self) -> list[Req]:
+        """The requests that have a row."""
+        running = [] if self.running is None else self.running.reqs
+        return running if self.chunked is None else [*running, self.chunked]
+
+    def _in_turns(self) -> Iterable[Req]:
+        """The queue as it is admitted. Priorities are for all clients together."""
+        if self._has_priorities:
+            return self.waiting
+        return in_turns(self.waiting, self._holders())
+
+    def _yield_places(self) -> None:
+        """Where one client holds the rows for which another waits, queue some of its
+        requests again; their KV stays in the prefix cache.
+
+        The results in flight come first: requests that end in them give rows back.
+        """
+        batch = self.running
+        if batch is None or self._has_priorities:
+            return
+        if not who_yields(self.waiting, batch.reqs):
+            return
+        if self._resolve():
+            batch.filter_decoding()
+        if self._num_free_rows:
+            return
+        yielding = who_yields(self.waiting, batch.reqs)
+        for req in reversed(yielding):
+            self.withdraw(req)
+            if req.finish_if_aborted():
+                self._on_dropped(req)
+            else:
+                self.waiting.insert(0, req)
+        self._stats.on_retract(len(yielding))
 
     def _undo_admission(self, adder: PrefillAdder) -> None:
         """Give back the locks, and the memory of the prompt that was begun, because the

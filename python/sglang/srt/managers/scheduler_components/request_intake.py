@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from sglang.srt.managers.occupancy import spare_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -56,6 +58,7 @@ class RequestIntake:
         self._streamer = streamer
         self._stats = stats
         self._max_queued_requests = max_queued_requests
+        self._spare = spare_of(max_queued_requests)
         self._unfinished = unfinished
         self.recorder: Recorder | None = None
 
@@ -67,8 +70,7 @@ class RequestIntake:
             self._streamer.refuse(request, str(error), status_code=400)
             return
         limit = self._max_queued_requests
-        grammars_waiting = 0 if self._grammars is None else len(self._grammars)
-        if len(self._batches.waiting) + grammars_waiting >= limit:
+        if self._is_full(req.client):
             self._streamer.refuse(
                 request,
                 f"the queue is full ({limit} requests wait); try again later",
@@ -88,6 +90,16 @@ class RequestIntake:
             self.end(req)
         else:
             self._grammars.submit(req)
+
+    def _is_full(self, client: str) -> bool:
+        """Whether the queue takes no more of `client`; as `Occupancy` decides it."""
+        waiting = self._batches.waiting
+        grammars_waiting = 0 if self._grammars is None else len(self._grammars)
+        excess = len(waiting) + grammars_waiting - self._max_queued_requests
+        if excess < 0:
+            return False
+        held = sum(req.client == client for req in waiting)
+        return held >= self._spare or excess >= self._spare
 
     def readmit(self, request: GenerateReq) -> Req:
         """Accept a request without queueing it: the caller restores what it held.
