@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import random
 import socket
 import threading
@@ -21,8 +23,9 @@ from event_world import (
     wait_until,
 )
 
+from sglang.bench_utils.memory import resident_mib
 from sglang.srt.arg_groups.kv_events_hook import KVEventsConfig
-from sglang.srt.disaggregation import replay_service
+from sglang.srt.disaggregation import connection_guard, replay_service
 from sglang.srt.disaggregation.event_publisher import ZmqEventPublisher
 from sglang.srt.disaggregation.kv_events import (
     AllBlocksCleared,
@@ -34,7 +37,7 @@ from sglang.srt.disaggregation.kv_events import (
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 
-register_cpu_ci(est_time=4, suite="cpu")
+register_cpu_ci(est_time=8, suite="cpu")
 
 Endpoints = tuple[str, str]
 Publish = Callable[..., ZmqEventPublisher]
@@ -411,6 +414,128 @@ def test_closing_leaves_no_thread_and_no_socket(
     probe.bind(endpoints[0])
     probe.close(linger=0)
     publisher.close()
+
+
+# -- who may connect ---------------------------------------------------------------
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\0NULL" + bytes(48)
+READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03SUB"
+STRANGERS = {
+    "garbage": b"x" * 100,
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "an old protocol": b"\xff" + bytes(8) + b"\x7f\x01\x02\0\0",
+    "half a greeting": GREETING[:20],
+    "silence": b"",
+    "subscribers": GREETING + READY,
+}
+
+
+def address_of(endpoint: str) -> tuple[str, int]:
+    host, port = endpoint.removeprefix("tcp://").split(":")
+    return host, int(port)
+
+
+@pytest.fixture
+def tcp_endpoints() -> Endpoints:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as a,
+        socket.create_server(("127.0.0.1", 0)) as b,
+    ):
+        names = [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in (a, b)]
+    return names[0], names[1]
+
+
+def test_strangers_leave_nothing(start: Publish, tcp_endpoints: Endpoints) -> None:
+    """And the subscriber among them misses nothing."""
+    publisher = start(endpoint=tcp_endpoints[0], replay_endpoint=tcp_endpoints[1])
+    honest = Subscriber(tcp_endpoints[0])
+    join(publisher, honest)
+    number = count(ci=80, full=3000)
+    sizes: list[float] = []
+    for first in [*STRANGERS.values()] * 2:
+        for endpoint in tcp_endpoints:
+            address = address_of(endpoint)
+            peers = [socket.create_connection(address) for _ in range(number // 2)]
+            for peer in peers:
+                with contextlib.suppress(OSError):
+                    peer.sendall(first)
+            publisher.publish([AllBlocksCleared()])
+            assert honest.next() is not None
+            for peer in peers:
+                peer.close()
+        wait_until(lambda: publisher.num_connections == 1, "connections are left")
+        sizes.append(resident_mib(os.getpid()))
+    assert sizes[-1] - sizes[len(STRANGERS) - 1] < 5
+    late = Subscriber(tcp_endpoints[0])
+    join(publisher, late)
+    assert publisher.num_connections == 2
+    honest.close()
+    late.close()
+    wait_until(lambda: publisher.num_connections == 0, "connections are left")
+
+
+def test_a_crowd_is_refused_and_the_first_stay(
+    start: Publish, tcp_endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_guard, "MAX_CONNECTIONS", 8)
+    publisher = start(endpoint=tcp_endpoints[0], replay_endpoint=tcp_endpoints[1])
+    honest = Subscriber(tcp_endpoints[0])
+    join(publisher, honest)
+    address = address_of(tcp_endpoints[0])
+    crowd = [socket.create_connection(address) for _ in range(30)]
+    for peer in crowd:
+        with contextlib.suppress(OSError):
+            peer.sendall(GREETING + READY)
+        peer.setblocking(False)
+    ended: set[socket.socket] = set()
+
+    def note_ends() -> bool:
+        for peer in crowd:
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    while peer.recv(4096):
+                        pass
+                except ConnectionError:
+                    pass
+                ended.add(peer)
+        return len(ended) >= 30 - 7
+
+    wait_until(note_ends, "the crowd stays")
+    assert publisher.num_connections <= 8
+    publisher.publish([AllBlocksCleared()])
+    assert honest.next() is not None
+    for peer in crowd:
+        peer.close()
+    honest.close()
+
+
+@pytest.mark.parametrize(
+    ("allow", "is_allowed"),
+    [
+        ((), True),
+        (("127.0.0.0/8",), True),
+        (("10.0.0.0/8", "127.0.0.1"), True),
+        (("10.0.0.0/8",), False),
+        (("::1",), False),
+    ],
+)
+def test_only_allowed_networks_connect(
+    start: Publish,
+    tcp_endpoints: Endpoints,
+    allow: tuple[str, ...],
+    is_allowed: bool,
+) -> None:
+    port = address_of(tcp_endpoints[0])[1]
+    publisher = start(endpoint=f"tcp://*:{port}", replay_endpoint=None, allow=allow)
+    subscriber = Subscriber(tcp_endpoints[0])
+    if is_allowed:
+        join(publisher, subscriber)
+    else:
+        for _ in range(5):
+            publisher.publish([AllBlocksCleared()])
+            assert subscriber.next(timeout_ms=50) is None
+    subscriber.close()
 
 
 if __name__ == "__main__":

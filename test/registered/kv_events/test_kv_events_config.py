@@ -34,6 +34,7 @@ def test_defaults_are_those_of_this_host() -> None:
         buffer_steps=10_000,
         hwm=10_000,
         max_queue_size=10_000,
+        allow=(),
     )
 
 
@@ -109,6 +110,11 @@ def test_nothing_is_published_unless_asked_for(config: dict[str, Any] | None) ->
             {"publisher": "zmq", "replay_endpoint": "tcp://127.0.0.1:5557"},
             "are both tcp://127.0.0.1:5557; give replay_endpoint another port",
         ),
+        (
+            {"publisher": "zmq", "allow": ["10.0.0.1/8"]},
+            "allow '10.0.0.1/8': 10.0.0.1/8 has host bits set; write networks",
+        ),
+        ({"publisher": "zmq", "allow": ["router"]}, "allow 'router': "),
     ],
 )
 def test_wrong_values_are_named(config: dict[str, Any] | str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -43,6 +44,8 @@ class KVEventsConfig(
         hwm: batches that wait for one subscriber, which misses those beyond.
         max_queue_size: batches that wait for the publisher's thread.
         enable_kv_cache_events: vLLM's switch; True makes "zmq" the publisher.
+        allow: networks, such as 10.0.0.0/8, of those that may connect by TCP; none:
+            whoever reaches the endpoints.
     """
 
     publisher: Literal["null", "zmq"] | None = None
@@ -53,6 +56,7 @@ class KVEventsConfig(
     hwm: _Count = 10_000
     max_queue_size: _Count = 10_000
     enable_kv_cache_events: bool | None = None
+    allow: tuple[str, ...] = ()
 
     @property
     def is_on(self) -> bool:
@@ -85,6 +89,8 @@ def parse_kv_events_config(text: str) -> KVEventsConfig:
         endpoint = getattr(config, key)
         if endpoint is not None:
             _check_endpoint(key, endpoint)
+    for network in config.allow:
+        _check_network(network)
     if config.endpoint == config.replay_endpoint:
         raise ValueError(
             f"{FLAG}: endpoint and replay_endpoint are both {config.endpoint}; give "
@@ -161,6 +167,15 @@ def _refuse_keys_without_effect(text: str) -> None:
             f"{FLAG}: {', '.join(sorted(given))} without effect, for nothing is "
             'published; add "publisher": "zmq"'
         )
+
+
+def _check_network(network: str) -> None:
+    try:
+        ipaddress.ip_network(network)
+    except ValueError as error:
+        raise ValueError(
+            f"{FLAG}: allow {network!r}: {error}; write networks such as 10.0.0.0/8"
+        ) from None
 
 
 def _check_endpoint(key: str, endpoint: str) -> None:

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from sglang.srt.arg_groups.kv_events_hook import FLAG
+from sglang.srt.disaggregation.connection_guard import ConnectionGuard
 from sglang.srt.disaggregation.endpoints import attach
 from sglang.srt.disaggregation.event_log import EventLog
 from sglang.srt.disaggregation.kv_events import KVEventBatch, seq_frame
@@ -80,11 +81,14 @@ class ZmqEventPublisher:
         self._thread.start()
 
     def _open(self, config: KVEventsConfig) -> None:
+        self._guard = ConnectionGuard(self._context, config.allow)
         self._pub = self._socket(zmq.PUB, hwm=config.hwm)
+        self._guard.watch(self._pub)
         attach(self._pub, config.endpoint, key="endpoint", may_connect=True)
         self._replays: ReplayService | None = None
         if config.replay_endpoint is not None:
             router = self._socket(zmq.ROUTER, hwm=CLIENT_HWM)
+            self._guard.watch(router)
             attach(router, config.replay_endpoint, key="replay_endpoint")
             self._replays = ReplayService(
                 router,
@@ -131,6 +135,11 @@ class ZmqEventPublisher:
         """Events that were sent again."""
         return 0 if self._replays is None else self._replays.num_events
 
+    @property
+    def num_connections(self) -> int:
+        """Open connections to both sockets."""
+        return self._guard.num_connections
+
     def close(self) -> None:
         """Send what is left, end the thread and close the sockets; again: nothing."""
         if self._waker.closed:
@@ -167,16 +176,19 @@ class ZmqEventPublisher:
             self._woken.close(linger=0)
             if self._replays is not None:
                 self._replays.socket.close(linger=0)
+            self._guard.close()
         if not self._has_failed:
             self._context.term()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._woken, zmq.POLLIN)
+        for socket in (self._woken, *self._guard.sockets):
+            poller.register(socket, zmq.POLLIN)
         if self._replays is not None:
             poller.register(self._replays.socket, zmq.POLLIN)
         while True:
             poller.poll(None if self._replays is None else self._replays.wait_ms)
+            self._guard.turn()
             is_last = self._take_calls()
             # Whoever appends after this wakes the thread again.
             self._is_awake = False

@@ -344,6 +344,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     kv_events_published_total: int = 0
     kv_events_dropped_total: int = 0
     kv_events_replayed_total: int = 0
+    kv_events_connections: int = 0
     # Watched or kept out of use.
     kv_canary_quarantined_pages: int = 0
     kv_canary_quarantined_share: float = 0.0

@@ -38,6 +38,10 @@ GAUGES: dict[str, tuple[str, str]] = {
     "token_usage": ("sglang:token_usage", "Share of KV slots held by requests."),
     "gen_throughput": ("sglang:gen_throughput", "Output tokens per second."),
     "cache_hit_rate": ("sglang:cache_hit_rate", "Share of prompt tokens in the cache."),
+    "kv_events_connections": (
+        "sglang:kv_events_connections",
+        "Open connections to the sockets of KV events.",
+    ),
     "num_retracted_reqs": (
         "sglang:num_retracted_reqs",
         "Requests that lost their KV slots and run again.",

@@ -58,7 +58,9 @@ class KvEventFeed:
             self._publisher.publish(events)
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """Fill in how many events were published, dropped and replayed."""
+        """Fill in how many events were published, dropped and replayed, and how many
+        connections there are."""
+        stats.kv_events_connections = self._publisher.num_connections
         stats.kv_events_published_total = self._publisher.num_published
         stats.kv_events_dropped_total = self._publisher.num_dropped
         stats.kv_events_replayed_total = self._publisher.num_replayed
