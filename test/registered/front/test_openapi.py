@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from typing import Any
@@ -174,6 +176,12 @@ def test_the_page_names_every_path_and_needs_nothing_from_elsewhere(
     for name in schema["components"]["schemas"]:
         assert f'id="{name}"' in response.text
     assert not re.search(r"<script|src=|//|@import|url\(", response.text)
+    (style,) = re.findall(r"<style>(.*?)</style>", response.text, flags=re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = response.headers["content-security-policy"]
+    assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy
+    assert f"style-src 'self' 'sha256-{digest}'" in policy
+    assert response.headers["x-content-type-options"] == "nosniff"
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from sglang.srt.managers.snapshot_feed import (
     KEPT_FRAMES,
     MAX_SHARE,
     MAX_VIEWERS,
+    MAX_VIEWERS_OF_CLIENT,
     RETRY_SECONDS,
     SnapshotFeed,
     Source,
@@ -159,7 +160,7 @@ class Page:
 def test_a_hundred_pages_cost_one_question_at_most_four_times_a_second() -> None:
     async def work() -> None:
         scheduler = Scheduler()
-        pages = [Page(scheduler.feed.join()) for _ in range(MAX_VIEWERS)]
+        pages = [Page(scheduler.feed.join(str(i))) for i in range(MAX_VIEWERS)]
         for turn in range(20):
             if turn:
                 await scheduler.turn()
@@ -177,15 +178,30 @@ def test_a_hundred_pages_cost_one_question_at_most_four_times_a_second() -> None
     run(work())
 
 
+def test_one_client_does_not_keep_the_others_away() -> None:
+    async def work() -> None:
+        feed = Scheduler().feed
+        viewers = [feed.join("greedy") for _ in range(MAX_VIEWERS_OF_CLIENT)]
+        with pytest.raises(Unavailable, match="10 pages of this client"):
+            feed.join("greedy")
+        viewers.append(feed.join("operator"))
+        viewers[0].leave()
+        viewers[0] = feed.join("greedy")
+        for viewer in viewers:
+            viewer.leave()
+
+    run(work())
+
+
 def test_one_page_too_many_is_refused_until_another_leaves() -> None:
     async def work() -> None:
         feed = Scheduler().feed
-        viewers = [feed.join() for _ in range(MAX_VIEWERS)]
+        viewers = [feed.join(str(i)) for i in range(MAX_VIEWERS)]
         with pytest.raises(Unavailable, match=f"{MAX_VIEWERS} pages") as refused:
-            feed.join()
+            feed.join("a")
         assert refused.value.headers["Retry-After"]
         viewers[7].leave()
-        viewers[7] = feed.join()
+        viewers[7] = feed.join("a")
         for viewer in viewers:
             viewer.leave()
         assert feed.num_viewers == 0
@@ -196,7 +212,7 @@ def test_one_page_too_many_is_refused_until_another_leaves() -> None:
 def test_nobody_is_asked_while_nobody_looks() -> None:
     async def work() -> None:
         scheduler, tasks = Scheduler(), len(asyncio.all_tasks())
-        page = Page(scheduler.feed.join())
+        page = Page(scheduler.feed.join("a"))
         await page.read_snapshot()
         page.viewer.leave()
         asked = len(scheduler.asked)
@@ -206,7 +222,7 @@ def test_nobody_is_asked_while_nobody_looks() -> None:
         assert len(scheduler.asked) == asked == 1
         assert len(asyncio.all_tasks()) == tasks
         # A page that comes later gets all pages, and none of the old ones.
-        late = Page(scheduler.feed.join())
+        late = Page(scheduler.feed.join("a"))
         await late.read_snapshot()
         assert late.cells == scheduler.cells and late.was_whole == [True]
         late.viewer.leave()
@@ -218,7 +234,7 @@ def test_nobody_is_asked_while_nobody_looks() -> None:
 def test_a_slow_page_jumps_to_the_newest_snapshot(missed: int) -> None:
     async def work() -> None:
         scheduler = Scheduler()
-        slow, quick = (Page(scheduler.feed.join()) for _ in range(2))
+        slow, quick = (Page(scheduler.feed.join("a")) for _ in range(2))
         await slow.read_snapshot()
         await quick.read_snapshot()
         for _ in range(missed):
@@ -246,7 +262,7 @@ def test_a_slow_snapshot_is_asked_for_less_often() -> None:
     async def work() -> None:
         scheduler = Scheduler()
         scheduler.seconds = 0.5
-        page = Page(scheduler.feed.join())
+        page = Page(scheduler.feed.join("a"))
         await page.read_snapshot()
         assert scheduler.pauses == [0.5 / MAX_SHARE]
         page.viewer.leave()
@@ -258,7 +274,7 @@ def test_a_scheduler_that_does_not_answer_is_told_and_asked_again() -> None:
     async def work() -> None:
         scheduler = Scheduler()
         scheduler.error = Unavailable("it is busy")
-        page = Page(scheduler.feed.join())
+        page = Page(scheduler.feed.join("a"))
         assert (await page.read())["type"] == "incidents"
         assert await page.read() == {"type": "trouble", "message": "it is busy"}
         assert scheduler.pauses == [RETRY_SECONDS]
@@ -277,7 +293,7 @@ def test_a_failure_of_the_front_is_logged_and_does_not_stop_the_feed(
     async def work() -> None:
         scheduler = Scheduler()
         scheduler.error = KeyError("secret")
-        page = Page(scheduler.feed.join())
+        page = Page(scheduler.feed.join("a"))
         await page.read()
         told = await page.read()
         assert told["type"] == "trouble" and "secret" not in told["message"]
@@ -293,7 +309,7 @@ def test_a_failure_of_the_front_is_logged_and_does_not_stop_the_feed(
 def test_the_last_event_says_why_and_comes_after_the_last_incidents() -> None:
     async def work() -> None:
         scheduler = Scheduler()
-        page = Page(scheduler.feed.join())
+        page = Page(scheduler.feed.join("a"))
         await page.read_snapshot()
         scheduler.closed = "the server is dead"
         scheduler.incidents = [incident(1)]
@@ -309,7 +325,7 @@ def test_the_last_event_says_why_and_comes_after_the_last_incidents() -> None:
 def test_incidents_are_asked_for_when_there_are_more_and_not_at_every_turn() -> None:
     async def work() -> None:
         scheduler = Scheduler()
-        page = Page(scheduler.feed.join())
+        page = Page(scheduler.feed.join("a"))
         assert await page.read() == {"type": "incidents", "incidents": []}
         await page.read_snapshot()
         assert scheduler.num_incident_asks == 0

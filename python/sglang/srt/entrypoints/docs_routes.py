@@ -13,7 +13,8 @@ from starlette.routing import BaseRoute
 
 from sglang.srt.entrypoints.endpoint import HTML, JSON, Endpoint
 from sglang.srt.entrypoints.openapi import openapi_schema
-from sglang.srt.entrypoints.openapi_page import schema_page
+from sglang.srt.entrypoints.openapi_page import STYLE, schema_page
+from sglang.srt.entrypoints.page_headers import page_headers
 
 
 class DocsRoutes:
@@ -57,4 +58,5 @@ class DocsRoutes:
         return Response(self._json, media_type=JSON)
 
     async def page(self, request: Request) -> Response:
-        return Response(self._html, media_type=HTML)
+        headers = page_headers(style=STYLE)
+        return Response(self._html, media_type=HTML, headers=headers)

@@ -18,6 +18,7 @@ from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import json_response
 from sglang.srt.entrypoints.page_files import PageFiles
 from sglang.srt.entrypoints.viewer_stream import Turns, ViewerStream
+from sglang.srt.managers.caller import client_tag
 from sglang.srt.managers.errors import BadRequest, NotFound, Unavailable
 from sglang.srt.managers.incident_board import IncidentBoard, Incidents
 from sglang.srt.managers.snapshot_feed import (
@@ -172,7 +173,8 @@ class InspectorApi:
         )
         if request.method == "HEAD":
             return Response(media_type=EVENTS)
-        return ViewerStream(self._feed.join(), msgspec.json.encode(hello))
+        viewer = self._feed.join(client_tag())
+        return ViewerStream(viewer, msgspec.json.encode(hello))
 
     async def incident(self, request: Request) -> Response:
         self._check_on()

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-_STYLE = """
+STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
   padding: 0 1rem; color: #222; background: #fff }
 summary { cursor: pointer; padding: .25rem 0 }
@@ -36,7 +36,7 @@ def schema_page(schema: dict[str, Any]) -> str:
     ]
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style><h1>{title}</h1>"
+        f"<style>{STYLE}</style><h1>{title}</h1>"
         '<p>The same as <a href="openapi.json">openapi.json</a>.</p>'
         f"<h2>Paths</h2>{''.join(operations)}<h2>Types</h2>{''.join(types)}</html>"
     )

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from sglang.srt.entrypoints.endpoint import HTML
+from sglang.srt.entrypoints.page_headers import page_headers
 from sglang.srt.managers.errors import NotFound
 from sglang.srt.utils.paths import page_folders
 from sglang.srt.utils.quoting import quoted
@@ -18,14 +19,6 @@ MEDIA_TYPES = {
     ".html": HTML,
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
-}
-# Nothing from elsewhere, no script or style in the page itself, no frame around it.
-PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; object-src 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
 }
 
 
@@ -66,4 +59,4 @@ class PageFiles:
         if name not in self._files:
             raise NotFound(f"this page has no part {quoted(name)}")
         content, media_type = self._files[name]
-        return Response(content, media_type=media_type, headers=PAGE_HEADERS)
+        return Response(content, media_type=media_type, headers=page_headers())

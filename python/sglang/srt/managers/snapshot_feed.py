@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 INTERVAL = 0.25
 MAX_VIEWERS = 100
+# Of one client: nobody keeps the operator away.
+MAX_VIEWERS_OF_CLIENT = 10
 # A snapshot takes at most this share of the scheduler's time.
 MAX_SHARE = 0.05
 # After a question that was not answered.
@@ -128,8 +130,11 @@ class SnapshotFeed:
     def num_viewers(self) -> int:
         return len(self._viewers)
 
-    def join(self) -> Viewer:
+    def join(self, client: str) -> Viewer:
         """One more viewer, who must leave.
+
+        Args:
+            client: whose viewer it is.
 
         Raises:
             Unavailable: there are too many.
@@ -138,7 +143,13 @@ class SnapshotFeed:
             raise Unavailable(
                 f"{MAX_VIEWERS} pages look at this server already; close one of them"
             )
-        viewer = Viewer(self)
+        own = sum(viewer.client == client for viewer in self._viewers)
+        if own >= MAX_VIEWERS_OF_CLIENT:
+            raise Unavailable(
+                f"{own} pages of this client look at this server already; close one of "
+                "them"
+            )
+        viewer = Viewer(self, client)
         self._viewers.add(viewer)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
@@ -253,7 +264,8 @@ class SnapshotFeed:
 class Viewer:
     """One who looks. A slow one gets the newest snapshot, not all of them."""
 
-    def __init__(self, feed: SnapshotFeed) -> None:
+    def __init__(self, feed: SnapshotFeed, client: str) -> None:
+        self.client = client
         self._feed = feed
         self._seq = -1
         self._seen: Event | None = None

@@ -1,0 +1,28 @@
+"""Headers of every page that the server shows in a browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+
+
+def page_headers(*, style: str | None = None) -> dict[str, str]:
+    """Return headers that allow nothing from elsewhere, no script or style in the page
+    itself and no frame around it.
+
+    Args:
+        style: of the page itself, the one that is allowed.
+    """
+    sources = "'self'"
+    if style is not None:
+        digest = hashlib.sha256(style.encode()).digest()
+        sources += f" 'sha256-{base64.b64encode(digest).decode()}'"
+    return {
+        "Content-Security-Policy": f"default-src 'self'; style-src {sources}; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "object-src 'none'",
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
