@@ -90,7 +90,7 @@ def test_what_a_key_opens(
     keys: dict[str, str], caller: str | None, statuses: tuple[int, ...]
 ) -> None:
     async def work() -> None:
-        wire = Wire(**keys)
+        wire = Wire(strict_fields=True, **keys)
         async with client(wire, caller) as http:
             seen = [
                 (await http.get("/v1/models")).status_code,
