@@ -87,7 +87,7 @@ def test_large_events_are_merged_and_small_ones_are_not(
 CLIENTS = ("attacker", "honest")
 # Equal lists that are doubled 60 times: comparing them never ends.
 BOMB = (
-    "{% set ns = namespace(x=[1], y=[1]) %}{% if messages|length == 3 %}"
+    "{% set ns = namespace(x=[1], y=[1]) %}{% if messages[0].content == 'now' %}"
     "{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}"
     "{% endfor %}{{ ns.x == ns.y }}{% endif %}"
     "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -173,7 +173,7 @@ def test_an_endless_template_ends_its_own_client_only(shared: Server) -> None:
     honest = {"messages": [user], "max_tokens": 4, "temperature": 0}
     with client_of(shared, "honest") as http:
         expected = http.post("/v1/chat/completions", json=honest).json()["choices"]
-        bomb = honest | {"messages": [user] * 3}
+        bomb = honest | {"messages": [{"role": "user", "content": "now"}]}
         with attackers(shared, "/v1/chat/completions", bomb, 2) as statuses:
             for path in ("/livez", "/health"):
                 assert http.get(path).status_code == 200
@@ -186,15 +186,14 @@ def test_an_endless_template_ends_its_own_client_only(shared: Server) -> None:
             pytest.raises(httpx.TimeoutException),
             client_of(shared, "attacker") as leaving,
         ):
-            leaving.post("/v1/chat/completions", json=bomb, timeout=0.3)
+            leaving.post("/tokenize", json={"prompt": [TEXT] * 500}, timeout=0.3)
         answer = http.post("/v1/chat/completions", json=honest)
         assert answer.json()["choices"] == expected
     assert "Traceback" not in shared.log()
 
 
-def test_an_exit_does_not_wait_for_a_template(shared: Server) -> None:
-    bomb = {"messages": [{"role": "user", "content": "Hi"}] * 3}
+def test_an_exit_does_not_wait_for_work_beside(shared: Server) -> None:
     with client_of(shared, "attacker") as http, pytest.raises(httpx.TimeoutException):
-        http.post("/v1/chat/completions", json=bomb, timeout=0.3)
+        http.post("/tokenize", json={"prompt": [TEXT] * 500}, timeout=0.3)
     shared.process.terminate()
     assert shared.process.wait(30) == 0

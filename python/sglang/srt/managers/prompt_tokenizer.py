@@ -82,9 +82,7 @@ class PromptTokenizer:
             ]
             if not texts:
                 found += [
-                    self._cut_ids(
-                        p.prompt, limits, has_embeds=p.input_embeds is not None
-                    )
+                    p.prompt if p.input_embeds else self._cut_ids(p.prompt, limits)
                     for p in batch
                     if not isinstance(p.prompt, str)
                 ]

@@ -117,6 +117,8 @@ class SideProcess:
 
     async def start(self) -> socket.socket:
         """Start the child unless it runs; returns the connection to it."""
+        if self._child is not None and self._child.poll() is not None:
+            self.close()  # somebody ended it meanwhile
         if self._connection is not None:
             return self._connection
         ours, theirs = socket.socketpair()
