@@ -207,9 +207,17 @@ class _Server:
                 # Printed last: the scheduler has ended and logs nothing more.
                 _say("shut down")
 
+    async def _wait_ready(self) -> SchedulerReady:
+        """Wait for the engine, and start the process that renders chats meanwhile: the
+        first chat must not wait for it."""
+        ready, _ = await asyncio.gather(
+            self._core.wait_ready(), self._core.manager.side_work.start()
+        )
+        return ready
+
     async def _serve_until_end(self) -> ExitCode:
         stopping = asyncio.create_task(self._stop.wait())
-        starting = asyncio.create_task(self._core.wait_ready())
+        starting = asyncio.create_task(self._wait_ready())
         await _first(starting, stopping)
         if not starting.done():
             self._core.manager.set_draining()
