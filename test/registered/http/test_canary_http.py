@@ -435,7 +435,7 @@ def check_inspector(server: Server, key: dict[str, str]) -> None:
     # Forwards that graphs are captured with count, too.
     forward = record["writer"].pop("forward")
     assert forward == 1 if DEVICE == "cpu" else forward > 1
-    # The rid of a key's request, after a mark that tells keys apart and nothing of them.
+    # The rid of a key's request comes after a mark that tells nothing of the key.
     scope, _, rid = record["writer"].pop("rid").partition(":")
     assert re.fullmatch(r"[0-9a-f]{12}", scope) and rid == "looked at"
     assert record["writer"] == {"kind": "extend"}
