@@ -11,6 +11,8 @@ from sglang.srt.constrained.llguidance_backend import LLGuidanceBackend
 from sglang.srt.managers.io_struct import GrammarDecision
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from sglang.srt.constrained.base_grammar import Grammar, GrammarBackend
     from sglang.srt.managers.req import Req
     from sglang.srt.managers.scheduler_components.request_factory import RequestLimits
@@ -81,6 +83,11 @@ class GrammarQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waiting(self) -> Collection[Req]:
+        """The requests whose grammars compile."""
+        return self._waiting.values()
 
     def submit(self, req: Req) -> None:
         """Compile the grammar of a new request, or of one that has lost it."""

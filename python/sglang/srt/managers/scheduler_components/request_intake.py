@@ -6,6 +6,7 @@ Knows nothing of batches beyond the queue.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from sglang.srt.managers.occupancy import spare_of
@@ -93,12 +94,12 @@ class RequestIntake:
 
     def _is_full(self, client: str) -> bool:
         """Whether the queue takes no more of `client`; as `Occupancy` decides it."""
-        waiting = self._batches.waiting
-        grammars_waiting = 0 if self._grammars is None else len(self._grammars)
-        excess = len(waiting) + grammars_waiting - self._max_queued_requests
+        queued = self._batches.waiting
+        compiling = () if self._grammars is None else self._grammars.waiting
+        excess = len(queued) + len(compiling) - self._max_queued_requests
         if excess < 0:
             return False
-        held = sum(req.client == client for req in waiting)
+        held = sum(req.client == client for req in chain(queued, compiling))
         return held >= self._spare or excess >= self._spare
 
     def readmit(self, request: GenerateReq) -> Req:
