@@ -237,11 +237,13 @@ def test_no_tool_may_be_called() -> None:
 
 
 def test_a_schema_of_the_output() -> None:
-    world = ChatWorld("{}")
     form = {"type": "json_schema", "schema": SCHEMA}
-    ask(world, output_config={"format": form, "effort": "low"})
-    (sent,) = world.wire.generated()
-    assert json.loads(sent.sampling_params.json_schema or "") == SCHEMA
+    config = {"format": form, "effort": "low"}
+    for fields in ({"output_config": config}, {"output_format": form}):
+        world = ChatWorld("{}")
+        ask(world, **fields)
+        (sent,) = world.wire.generated()
+        assert json.loads(sent.sampling_params.json_schema or "") == SCHEMA
 
 
 def test_tokens_are_counted() -> None:
@@ -290,6 +292,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "between_tools"}}, "'between_tools'"),
     ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display is no"),
     ({"output_config": {"format": {"type": "json"}}}, "output_config.format is of"),
+    ({"output_format": {"type": "json"}}, "output_format is of"),
+    ({"output_format": {}, "output_config": {"format": {}}}, "the same: send one"),
     ({"temperature": -1}, "temperature must be"),
     ({"stop_sequences": "x"}, "stop_sequences: expected `array"),
     ({"system": "x" * 50_000}, "prompt is too long: [0-9]+ tokens > 4095 "),
@@ -302,16 +306,30 @@ def test_refusals_name_the_field(change: dict[str, Any], message: str) -> None:
     assert answer.status_code == 400, answer.text
     shown = answer.json()
     assert set(shown) == {"type", "error"} and shown["type"] == "error"
-    assert set(shown["error"]) == {"type", "message"}
+    assert set(shown["error"]) <= {"type", "message", "details"}
     assert shown["error"]["type"] == "invalid_request_error"
     assert re.search(message, shown["error"]["message"]), shown
+
+
+@pytest.mark.parametrize(
+    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "m"}]
+)
+def test_clients_know_that_nothing_is_stored(thread: dict[str, Any]) -> None:
+    """Anthropic's tool runner then sends the whole conversation."""
+    answer = ChatWorld().ask(ASKED | {"thread": thread}, PATH)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request"}
+    assert "send the whole conversation in messages" in error["message"]
 
 
 def test_errors_of_all_layers_have_the_shape() -> None:
     world = ChatWorld(api_key="k", strict_model_name=True)
     denied = world.ask(ASKED, PATH)
     assert denied.status_code == 401
-    assert denied.json()["error"]["type"] == "authentication_error"
+    error = denied.json()["error"]
+    assert error["type"] == "authentication_error"
+    assert error["details"] == {"error_code": "invalid_api_key"}
     assert len(denied.content) == int(denied.headers["content-length"])
     # Other paths keep theirs.
     assert "code" in world.ask(ASKED, "/v1/chat/completions").json()["error"]

@@ -29,14 +29,20 @@ class Neutral:
     Args:
         values: besides None. is_any: every value is neutral here.
         advice: what to do instead of sending another one.
+        code: a name by which clients know the refusal.
     """
 
     def __init__(
-        self, *values: Any, is_any: bool = False, advice: str = "leave it out"
+        self,
+        *values: Any,
+        is_any: bool = False,
+        advice: str = "leave it out",
+        code: str | None = None,
     ) -> None:
         self.values = (None, *values)
         self.is_any = is_any
         self.advice = advice
+        self.code = code
 
     def accepts(self, value: Any) -> bool:
         """Whether `value` asks for nothing; 0, 0.0 and false are the same here."""
@@ -160,6 +166,11 @@ LOGGING: dict[str, Neutral] = {
 }
 DETOKENIZE: dict[str, Neutral] = {"spaces_between_special_tokens": Neutral(True)}
 _KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
+# Clients that see it send the whole conversation instead.
+_THREAD = Neutral(
+    advice="nothing is stored: send the whole conversation in messages",
+    code="thread_unsupported_request",
+)
 _STATELESS = "nothing is stored: send the whole conversation in input"
 RESPONSES: dict[str, Neutral] = (
     COMPLETION
@@ -187,7 +198,14 @@ MESSAGES: dict[str, Neutral] = (
         "cache_control": ANY,
         "container": NOTHING,
         "context_management": Neutral({}, {"edits": []}, {"edits": [_KEEP_ALL]}),
-        "diagnostics": NOTHING,
+        "thread": _THREAD,
+        "compaction": NOTHING,
+        # A report on the cache that an answer need not have.
+        "diagnostics": ANY,
+        # Other models, and who pays: there is one model, and nobody pays.
+        "fallbacks": ANY,
+        "fallback_credit_token": ANY,
+        "billing_policy": ANY,
         "inference_geo": ANY,
         "mcp_servers": EMPTY,
         "speed": ANY,
@@ -253,5 +271,7 @@ def without_neutral(
 def _check(name: str, neutral: Neutral, value: Any) -> None:
     if not neutral.accepts(value):
         raise BadRequest(
-            f"{name} is not supported by this server; {neutral.advice}", param=name
+            f"{name} is not supported by this server; {neutral.advice}",
+            param=name,
+            code=neutral.code,
         )

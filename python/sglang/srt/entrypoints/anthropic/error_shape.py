@@ -21,9 +21,12 @@ TYPES = {
 }
 
 
-def error_content(status: int, message: str) -> dict[str, Any]:
+def error_content(status: int, message: str, code: object) -> dict[str, Any]:
+    """Return the body of an error. Only a code that is a name is shown."""
     kind = "invalid_request_error" if 400 <= status < 500 else "api_error"
-    error = {"type": TYPES.get(status, kind), "message": message}
+    error: dict[str, Any] = {"type": TYPES.get(status, kind), "message": message}
+    if isinstance(code, str):
+        error["details"] = {"error_code": code}
     return {"type": "error", "error": error}
 
 
@@ -62,4 +65,4 @@ class _Rewriter:
 
 def _rewritten(status: int, body: bytes) -> bytes:
     error = msgspec.json.decode(body)["error"]
-    return msgspec.json.encode(error_content(status, error["message"]))
+    return msgspec.json.encode(error_content(status, error["message"], error["code"]))

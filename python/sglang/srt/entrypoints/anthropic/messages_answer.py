@@ -53,7 +53,7 @@ class MessagesAnswer(BlockAnswer):
         return self._message(content=list(map(_content, self.blocks))) | self._stop()
 
     def failed(self, error: ApiError) -> bytes:
-        return named_event(error_content(error.status, error.message))
+        return named_event(error_content(error.status, error.message, error.code))
 
     def _begin(self) -> Events:
         stop = {"stop_reason": None, "stop_sequence": None}

@@ -72,7 +72,7 @@ def to_chat(body: Conversation) -> ChatRequest:
         tool_choice=choice,
         parallel_tool_calls=is_parallel,
         max_tokens=body.max_tokens if isinstance(body, MessagesRequest) else None,
-        response_format=_response_format(config.format if config else None),
+        response_format=_response_format(body),
         reasoning_effort=config.effort if config else None,
         stop=body.stop_sequences,
         continue_final_message=is_begun,
@@ -245,10 +245,19 @@ def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
     return dict.fromkeys(("enable_thinking", "thinking"), THINKING_TYPES[kind])
 
 
-def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
+def _response_format(body: Conversation) -> dict[str, Any] | None:
+    form = body.output_config.format if body.output_config else None
+    where = "output_config.format"
+    if body.output_format is not None:
+        if form is not None:
+            raise BadRequest(
+                "output_format and output_config.format are the same: send one",
+                param="output_format",
+            )
+        form, where = body.output_format, "output_format"
     if form is None:
         return None
-    kind_of(form, "output_config.format", ("json_schema",))
-    level = BodyLevel(form, "output_config.format", read=("type", "schema"))
+    kind_of(form, where, ("json_schema",))
+    level = BodyLevel(form, where, read=("type", "schema"))
     schema = {"name": "output", "schema": level.get("schema")}
     return {"type": "json_schema", "json_schema": schema}

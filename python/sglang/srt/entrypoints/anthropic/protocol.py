@@ -33,6 +33,8 @@ class Conversation(_Messages, kw_only=True, forbid_unknown_fields=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
+    # The name of `output_config.format` in the clients' beta of it.
+    output_format: dict[str, Any] | None = None
     stop_sequences: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

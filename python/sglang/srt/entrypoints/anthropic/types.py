@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
+
 from sglang.srt.entrypoints.answers import Shape
 
 StopReason = Literal[
@@ -15,9 +17,16 @@ StopReason = Literal[
 ]
 
 
+class MessagesErrorCode(Shape):
+    error_code: str
+
+
 class MessagesErrorDetail(Shape):
+    """`details` is there where clients know the error by a name."""
+
     type: str
     message: str
+    details: MessagesErrorCode | msgspec.UnsetType = msgspec.UNSET
 
 
 class MessagesError(Shape, tag_field="type", tag="error"):
