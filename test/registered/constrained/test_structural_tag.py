@@ -86,6 +86,28 @@ def test_free_until_a_trigger(
     assert follows(backend, tokenizer, source, text) is is_possible
 
 
+@pytest.mark.parametrize(
+    ("text", "is_possible"),
+    [
+        ("", False),
+        ("hello", False),
+        ('{"a": 1}', True),
+        ('{"a": "x"}', False),
+        ('{"a":1}<call>{y:true}</call>', False),
+        ("<call>{y:true}</call>", True),
+        ('<call>{y:true}</call>\n<call>{x:{"a": 2}}</call>', True),
+        ('<pad>{"a":3}<pad>', True),
+        ("<call>{y:true}</call> and text", False),
+        ("<call>{y:1}</call>", False),
+    ],
+)
+def test_bound_from_the_beginning_where_an_answer_has_a_schema(
+    text: str, is_possible: bool, backend: LLGuidanceBackend, tokenizer: Tokenizer
+) -> None:
+    source = PLAIN | {"answer_schema": INT}
+    assert follows(backend, tokenizer, source, text) is is_possible
+
+
 def changed(**fields: Any) -> dict[str, Any]:
     return PLAIN | fields
 
@@ -103,6 +125,8 @@ ONE = {"begin": "<a>", "schema": INT, "end": ""}
         (changed(triggers=[""]), "triggers must be texts"),
         (changed(triggers=["<other>"]), "begins with none of the triggers"),
         (changed(at_least_one=True), "unknown field 'at_least_one'"),
+        (changed(answer_schema=[]), "answer_schema must be a JSON schema"),
+        (changed(answer_schema={"not": {}}), "answer_schema.not: "),
         (changed(triggers=["<", "<a"], structures=[ONE]), "trigger '<a' begins with"),
         (changed(triggers=["<"], structures=[ONE, ONE | {"begin": "<a>b"}]),
          "begin '<a>b' begins with"),

@@ -50,6 +50,37 @@ def test_calls_of_a_whole_answer() -> None:
     assert world.prompt.startswith('{"type": "function", "function": {"name": "weath')
 
 
+ANSWER = {"type": "object", "properties": {"warm": {"type": "boolean"}}}
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}
+
+
+def test_an_answer_with_a_schema_leaves_room_for_calls() -> None:
+    """Agents whose last answer has a type send both in every turn."""
+    # Bound from the beginning on, an output has no reasoning.
+    parsers = {"tool_call_parser": "hermes", "reasoning_parser": "deepseek-r1"}
+    world = ChatWorld(CALL, '{"warm": true}', **parsers)
+    asked = body(*TOOLS, response_format=FORM, n=2)
+    called, answered = chat(world, asked).choices
+    assert called.message.tool_calls[0].function.name == "weather"
+    assert answered.message.content == '{"warm": true}'
+    sent, *_ = world.wire.generated()
+    tag = json.loads(sent.sampling_params.structural_tag or "")
+    assert tag["answer_schema"] == ANSWER
+    assert [one["name"] for one in tag["structures"]] == ["weather", "now"]
+
+
+@pytest.mark.parametrize("parser", [None, "hermes", "mistral"])
+def test_a_forced_call_has_no_text_to_format(parser: str | None) -> None:
+    world = ChatWorld(LIST % ARGUMENTS, tool_call_parser=parser)
+    asked = body(*TOOLS, tool_choice="required")
+    chat(world, asked | {"response_format": FORM})
+    (sent,) = world.wire.generated()
+    alone = ChatWorld(LIST % ARGUMENTS, tool_call_parser=parser)
+    chat(alone, asked)
+    (expected,) = alone.wire.generated()
+    assert sent.sampling_params == expected.sampling_params
+
+
 def test_the_shape_of_a_streamed_call() -> None:
     for step in (1, 3, 100):
         world = ChatWorld(f"I look.\n{CALL}{NOW}", step=step, tool_call_parser="hermes")
@@ -361,6 +392,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         {"tools": [ONE], "response_format": {"type": "json_object"}},
         "cannot be combined with tools",
         "response_format",
+    ),
+    (
+        {"tools": [ONE], "response_format": {"type": "x"}},
+        "response_format.type is 'x'",
+        "response_format.type",
     ),
     (
         {"tools": [ONE], "tool_choice": "required", "regex": "a"},

@@ -5,6 +5,9 @@ Two forms, as SGLang and XGrammar document them:
     {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}
     {"format": {"type": "triggered_tags", "triggers": [...], "tags": [
         {"begin", "content": {"type": "json_schema", "json_schema"}, "end"}, ...]}}
+
+The first may have an `answer_schema`: then the output is bound from its beginning on,
+to structures alone or to JSON of this schema.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from typing import Any
 
 _MAX_STRUCTURES = 512
 _ANY_TEXT = "/(?s:.*)/"
+# What models write between calls.
+_BETWEEN = r"/[ \n]{0,2}/"
 _TAGS = "triggered_tags"
 
 
@@ -38,9 +43,14 @@ class Structure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuralTag:
-    """Structures by the trigger with which each begins."""
+    """Structures by the trigger with which each begins.
+
+    Fields:
+        answer_schema: of an output without structures; None: free text.
+    """
 
     by_trigger: Mapping[str, Sequence[Structure]]
+    answer_schema: Any = None
 
     def texts(self) -> Iterable[str]:
         """Everything that an output may have to hold literally."""
@@ -75,11 +85,14 @@ def parse_structural_tag(source: str) -> StructuralTag:
     _refuse_ambiguous(triggers, "trigger")
     for group in by_trigger.values():
         _refuse_ambiguous([one.begin for one in group], "begin")
-    return StructuralTag(by_trigger=by_trigger)
+    answer = given.get("answer_schema")
+    if not isinstance(answer, dict | bool | None):
+        raise ValueError("answer_schema must be a JSON schema")
+    return StructuralTag(by_trigger=by_trigger, answer_schema=answer)
 
 
 def _plain(given: Mapping[str, Any]) -> tuple[list[Structure], list[str]]:
-    _refuse_unknown(given, ("type", "structures", "triggers"), "it")
+    _refuse_unknown(given, ("type", "structures", "triggers", "answer_schema"), "it")
     structures = []
     for i, one in enumerate(_list(given.get("structures"), "structures")):
         where = f"structures[{i}]"
@@ -184,14 +197,23 @@ def structural_tag_to_lark(
     """
     triggers = tag.by_trigger.keys()
     free = [one for one in free_ids if one not in map(special_ids.get, triggers)]
-    rules = [f"t{i}" for i in range(len(triggers))] + (["special"] if free else [])
-    lines = [
-        "%llguidance {}",
-        f"start: ({' | '.join(rules)})* tail",
-        f"tail: {_ANY_TEXT}",
-    ]
-    if free:
-        lines.append(f"special: {_ANY_TEXT} <[{_ranges(free)}]>")
+    rules = [f"t{i}" for i in range(len(triggers))]
+    if tag.answer_schema is not None:
+        bound = f"({' | '.join(rules)})"
+        lines = [
+            "%llguidance {}",
+            f"start: {bound} ({_BETWEEN} {bound})* | answer",
+            f"answer: %json {prepare(tag.answer_schema, 'answer_schema')}",
+        ]
+    else:
+        rules += ["special"] if free else []
+        lines = [
+            "%llguidance {}",
+            f"start: ({' | '.join(rules)})* tail",
+            f"tail: {_ANY_TEXT}",
+        ]
+        if free:
+            lines.append(f"special: {_ANY_TEXT} <[{_ranges(free)}]>")
     for i, (trigger, structures) in enumerate(tag.by_trigger.items()):
         options = []
         for j, one in enumerate(structures):
@@ -199,7 +221,9 @@ def structural_tag_to_lark(
             lines.append(f"{name}: %json {prepare(one.schema, one.path)}")
             begin = _literal(one.begin[len(trigger) :], special_ids)
             options.append(f"{begin} {name} {_literal(one.end, special_ids)}")
-        if trigger in special_ids:
+        if tag.answer_schema is not None:
+            head = _literal(trigger, special_ids)
+        elif trigger in special_ids:
             head = f"{_ANY_TEXT} <[{special_ids[trigger]}]>"
         else:
             lines.append(f"go{i}[lazy]: {_ANY_TEXT[:-1]}{_escaped(trigger)}/")

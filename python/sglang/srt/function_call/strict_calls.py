@@ -52,15 +52,22 @@ BOUND_CALLS: dict[str, BoundCall] = {
 
 
 def strict_tag(
-    tools: Sequence[Tool], *, strict: Collection[str], parser: str | None
+    tools: Sequence[Tool],
+    *,
+    strict: Collection[str],
+    parser: str | None,
+    answer: str | None = None,
 ) -> str | None:
     """Return the structural tag that binds the arguments of `strict` tools.
 
     Calls of others have any object. None: nothing is bound, as no tool is strict or the
     format has no such form.
+
+    Args:
+        answer: schema of an output without calls, as JSON; None: free text.
     """
     form = BOUND_CALLS.get(parser or "")
-    if form is None or not strict:
+    if form is None or not (strict or answer):
         return None
     structures: list[dict[str, Any]] = [
         {
@@ -73,5 +80,7 @@ def strict_tag(
         }
         for tool in tools
     ]
-    tag = {"structures": structures, "triggers": [form.trigger]}
+    tag: dict[str, Any] = {"structures": structures, "triggers": [form.trigger]}
+    if answer is not None:
+        tag["answer_schema"] = json.loads(answer)
     return json.dumps(tag, ensure_ascii=False)

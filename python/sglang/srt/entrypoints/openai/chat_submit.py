@@ -20,12 +20,14 @@ from sglang.srt.entrypoints.openai.common import ClientNames, sampling_params
 from sglang.srt.entrypoints.openai.guided import read_guide
 from sglang.srt.entrypoints.openai.logprobs import need_tokenizer
 from sglang.srt.entrypoints.openai.protocol import ChatRequest
+from sglang.srt.entrypoints.openai.response_format import response_constraint
 from sglang.srt.entrypoints.openai.thinking import thinking_variables
 from sglang.srt.entrypoints.openai.tools import ToolUse, read_tool_use
 from sglang.srt.entrypoints.unknown_fields import UNKNOWN_FIELDS
 from sglang.srt.function_call.base_detector import CallFormat
 from sglang.srt.function_call.call_formats import JSON_ARRAY
 from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
+from sglang.srt.function_call.strict_calls import BOUND_CALLS
 from sglang.srt.managers.chat_messages import KNOWN_FIELDS
 from sglang.srt.managers.errors import BadRequest
 from sglang.srt.managers.prompt_request import PromptRequest
@@ -43,6 +45,7 @@ WHOLE_CONTEXT = 1 << 40
 MAX_TEMPLATE_VARIABLES = 64
 # Types of response_format that leave room for calls.
 _FREE_FORMATS = (None, "text", "structural_tag")
+_SCHEMA_FORMATS = ("json_object", "json_schema")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +119,17 @@ def _options(
     _refuse_contradictions(body)
     _check_message_fields(body.messages)
     use = read_tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
-    _refuse_constraint(body, use)
+    parser = manager.server_args.tool_call_parser
+    bound = response_constraint(body.response_format)
+    _refuse_constraint(body, use, parser)
+    answer = bound[1] if bound is not None and bound[0] == "json_schema" else None
     _, limit = max_tokens(body)
     params = sampling_params(
         body,
         max_tokens=limit,
         default_max_tokens=WHOLE_CONTEXT,
         defaults=manager.sampling_defaults,
-        calls=use.constraint(manager.server_args.tool_call_parser),
+        calls=use.constraint(parser, answer),
     )
     return use, params
 
@@ -154,7 +160,7 @@ def _prompt_request(
         manager.server_args,
         use,
         text,
-        is_constrained=params.is_bound_from_the_start,
+        is_constrained=params.is_bound_from_the_start or _has_schema(body),
     )
     tokenizer = need_tokenizer(manager.tokenizer)
     if form.marks & tokenizer.special_texts:
@@ -211,11 +217,22 @@ def _output_format(
     )
 
 
-def _refuse_constraint(body: ChatRequest, use: ToolUse) -> None:
-    """Refuse constraints of the output where it may, or must, hold calls."""
+def _has_schema(body: ChatRequest) -> bool:
+    """Whether the text of the answer must follow a schema."""
+    return (body.response_format or {}).get("type") in _SCHEMA_FORMATS
+
+
+def _refuse_constraint(body: ChatRequest, use: ToolUse, parser: str | None) -> None:
+    """Refuse constraints of the output where it may, or must, hold calls.
+
+    A `response_format` is about the text: there is none beside forced calls, and in a
+    format whose calls can be bound the output is calls or follows it.
+    """
     if not use.tools:
         return
     free = _FREE_FORMATS[:2] if use.is_forced else _FREE_FORMATS
+    if use.is_forced or parser in BOUND_CALLS:
+        free = (*free, *_SCHEMA_FORMATS)
     given = {
         "response_format": (body.response_format or {}).get("type") not in free,
         "json_schema": body.json_schema not in (None, ""),

@@ -116,7 +116,8 @@ def sampling_params(
 
     Args:
         defaults: of fields that the body leaves out.
-        calls: parameter that binds calls, and its value; the body's own go first.
+        calls: parameter that binds calls, and its value. It holds the schema of
+            `response_format` already; the body's other constraints go first.
 
     Raises:
         BadRequest: a value is out of range, or two fields contradict each other.
@@ -131,7 +132,7 @@ def sampling_params(
         raw["sampling_seed"] = _seed(body.seed)
     raw["max_new_tokens"] = default_max_tokens if max_tokens is None else max_tokens
     constraint = response_constraint(body.response_format)
-    if constraint is not None:
+    if constraint is not None and (calls is None or constraint[0] != "json_schema"):
         if "json_schema" in raw:
             raise BadRequest(
                 "set response_format or json_schema, not both", param="response_format"

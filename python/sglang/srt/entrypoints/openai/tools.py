@@ -41,15 +41,20 @@ class ToolUse:
     max_calls: int | None = None
     strict: frozenset[str] = frozenset()
 
-    def constraint(self, parser: str | None) -> tuple[str, str] | None:
+    def constraint(
+        self, parser: str | None, answer: str | None = None
+    ) -> tuple[str, str] | None:
         """Return the sampling parameter that binds the calls, and its value.
 
         Args:
             parser: of --tool-call-parser.
+            answer: schema of an output without calls; moot where calls are forced.
         """
+        if not self.tools:
+            return None
         if self.is_forced:
             return "json_schema", calls_schema(self.tools, max_calls=self.max_calls)
-        tag = strict_tag(self.tools, strict=self.strict, parser=parser)
+        tag = strict_tag(self.tools, strict=self.strict, parser=parser, answer=answer)
         return None if tag is None else ("structural_tag", tag)
 
 
