@@ -150,9 +150,9 @@ def test_many_outputs_of_one_client_let_others_in(shared: Server) -> None:
     """They take all places of the batch, and more wait."""
     body = {
         "input_ids": [7 * i % VOCAB for i in range(700)],
-        "sampling_params": greedy(max_new_tokens=60, n=64),
+        "sampling_params": greedy(max_new_tokens=120, n=64),
     }
-    honest = {"input_ids": [1, 2, 3], "sampling_params": greedy(max_new_tokens=20)}
+    honest = {"input_ids": [1, 2, 3], "sampling_params": greedy(max_new_tokens=8)}
     with client_of(shared, "honest") as http:
         expected = http.post("/generate", json=honest).json()["output_ids"]
         with attackers(shared, "/generate", body, 3) as statuses:
