@@ -31,8 +31,6 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer
 MEMORY_BYTES = 4 << 30
 # A process that a job has made so large ends after it: its heap would stay.
 MAX_KEPT_BYTES = 512 << 20
-# Beside servers that compute: their threads go first.
-NICENESS = 5
 # Time and no CPU time, where the machine is busy.
 SECONDS_PER_CPU_SECOND = 20
 LENGTH_BYTES = 8
@@ -215,7 +213,7 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(NICENESS)
+    os.nice(int(sys.argv[2]))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=int(sys.argv[1])) as connection:

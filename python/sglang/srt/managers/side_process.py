@@ -47,10 +47,12 @@ class SideProcess:
 
     Args:
         tokenizer: None: its jobs need none.
+        niceness: of the child; above 0 the threads of the engine go first.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, *, niceness: int = 0) -> None:
         self._tokenizer = tokenizer
+        self._niceness = niceness
         self._child: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._deadline: float | None = None
@@ -124,7 +126,10 @@ class SideProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._child = start_child(
-                [sys.executable, "-m", _JOBS, str(theirs.fileno())],
+                [
+                    *(sys.executable, "-m", _JOBS),
+                    *(str(theirs.fileno()), str(self._niceness)),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=child_environment(TOKENIZERS_PARALLELISM="false"),

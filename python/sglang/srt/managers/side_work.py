@@ -39,6 +39,8 @@ CHEAP_BYTES = 1 << 18
 # CPU time of a job: a slow machine tokenizes five times as much.
 BASE_CPU_SECONDS = 2.0
 BYTES_PER_CPU_SECOND = 1 << 18
+# Of the process for expensive jobs.
+NICENESS = 5
 # Of one client, in bytes or entries. A small piece costs something, too.
 MAX_WAITING = 1 << 27
 MIN_COST = 1 << 12
@@ -56,8 +58,12 @@ class SideWork:
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self._thread = _Thread()
         self._threads = FairTurns({self._thread: math.inf}, max_waiting=MAX_WAITING)
-        # One takes cheap jobs only: they never wait for an expensive one.
-        places = {SideProcess(tokenizer): math.inf, SideProcess(tokenizer): CHEAP_BYTES}
+        # One takes cheap jobs only: they never wait for an expensive one, and a chat's
+        # first token waits for them.
+        places = {
+            SideProcess(tokenizer): CHEAP_BYTES,
+            SideProcess(tokenizer, niceness=NICENESS): math.inf,
+        }
         self._processes = FairTurns(places, max_waiting=MAX_WAITING)
         self.processes = list(places)
 
