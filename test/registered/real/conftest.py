@@ -10,7 +10,7 @@ import pytest
 REPO = Path(__file__).resolve().parents[3]
 sys.path.append(str(REPO))
 
-from scripts.published_templates import templates_folder  # noqa: E402
+from scripts.published_templates import TEMPLATES  # noqa: E402
 from scripts.real_models import MODELS, model_folder  # noqa: E402
 
 
@@ -34,7 +34,7 @@ def gemma3() -> Path:
 
 @pytest.fixture(scope="session")
 def published_templates() -> Path:
-    folder = templates_folder()
+    folder = TEMPLATES.folder
     if not folder.is_dir():
         pytest.skip("no templates are there: scripts/published_templates.py fetch")
     return folder

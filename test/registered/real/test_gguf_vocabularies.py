@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.gguf_vocabularies import vocabularies_folder
+from scripts.gguf_vocabularies import VOCABULARIES
 from sglang.srt.utils.gguf_header import read_gguf_header
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -28,7 +28,7 @@ REFUSED = {
 
 
 def file_of(name: str) -> Path:
-    file = vocabularies_folder() / f"ggml-vocab-{name}.gguf"
+    file = VOCABULARIES.folder / f"ggml-vocab-{name}.gguf"
     if not file.is_file():
         pytest.skip("no vocabularies: scripts/gguf_vocabularies.py fetch")
     return file

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from scripts.gguf_vocabularies import vocabularies_folder
+from scripts.gguf_vocabularies import VOCABULARIES
 from sglang.srt.constrained.llguidance_backend import LLGuidanceBackend
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.paths import bundled_demo_model_path
@@ -33,7 +33,7 @@ def backend() -> Iterator[LLGuidanceBackend]:
 
 @pytest.mark.parametrize("name", NAMES.split())
 def test_outputs_reach_an_end(name: str, backend: LLGuidanceBackend) -> None:
-    file = vocabularies_folder() / f"{name}.gbnf"
+    file = VOCABULARIES.folder / f"{name}.gbnf"
     if not file.is_file():
         pytest.skip("no grammars: scripts/gguf_vocabularies.py remove, then fetch")
     template = backend.compile("ebnf", file.read_text(encoding="utf-8"))
