@@ -79,13 +79,14 @@ class ClientNames:
         try:
             yield
         except BadRequest as error:
-            param = error.param or self._first_field(error.message)
+            given = error.param
+            param = given or self._first_field(error.message)
             if param is not None:
                 param = self._fields.get(param, param)
                 error.param = self._with_paths(param)
             message = error.message
-            if not (param or "").startswith("response_format."):
-                # Else it speaks of types, which have the names of fields.
+            if not (given or "").startswith("response_format"):
+                # Else it speaks of its own fields and types, which have such names.
                 message = _WORD.sub(
                     lambda word: self._names.get(word[0], word[0]), message
                 )

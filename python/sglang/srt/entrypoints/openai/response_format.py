@@ -45,7 +45,7 @@ def response_schema(response_format: Mapping[str, Any] | None) -> str | None:
     Raises:
         BadRequest: names the field and what is legal.
     """
-    if response_format is None:
+    if not response_format:
         return None
     kind = response_format.get("type")
     if kind not in TYPES:
