@@ -196,7 +196,8 @@ def test_cases_reach_every_path_in_every_manner(schema: dict[str, Any]) -> None:
 def test_nobody_else_is_aborted(schema: dict[str, Any]) -> None:
     for shot in shots_of(schema, 2, 3000):
         if shot.path == "/abort_request":
-            assert b'"abort_all":true' not in shot.body
+            # Also 1 and "true" are true there.
+            assert b"abort_all" not in shot.body
 
 
 def test_values_that_python_does_not_hold_are_sent_as_they_are() -> None:

@@ -153,8 +153,9 @@ class Cases:
         else:
             value = self._body(operation.path, operation.content)
             if random.random() < BULKY_SHARE:
-                names = self._values.resolved(operation.content["schema"])["properties"]
-                value[random.choice(list(names))] = self._values.bulky()
+                known = self._values.resolved(operation.content["schema"])["properties"]
+                names = [name for name in known if name not in _HARMFUL]
+                value[random.choice(names)] = self._values.bulky()
             elif kind < 0.5:
                 value = self._with_fault(operation.content["schema"], value)
         text = encode(value).encode("utf-8", "surrogatepass")
@@ -175,7 +176,8 @@ class Cases:
     def _with_fault(self, node: dict[str, Any], body: dict[str, Any]) -> Any:
         random, value = self._random, self._values.hostile()
         known = self._values.resolved(node)["properties"]
-        name = random.choice([*known, *body, "unknown", ""])
+        names = [name for name in (*known, *body) if name not in _HARMFUL]
+        name = random.choice([*names, "unknown", ""])
         fault = random.choice(("set", "set", "inside", "inside", "drop", "twice"))
         if fault == "drop":
             return {key: kept for key, kept in body.items() if key != name}
@@ -183,7 +185,7 @@ class Cases:
             return Pairs((*body.items(), (name, value), (name, value)))
         if fault == "inside":
             return _with_inner(body, value, random)
-        return _harmless({**body, name: value})
+        return {**body, name: value}
 
 
 def _with_inner(body: Any, value: Any, random: Random) -> Any:
@@ -197,9 +199,13 @@ def _with_inner(body: Any, value: Any, random: Random) -> Any:
     return value
 
 
+# Fields that would end the requests of all others.
+_HARMFUL = frozenset({"abort_all"})
+
+
 def _harmless(body: dict[str, Any]) -> dict[str, Any]:
-    """`body` without what would end the requests of all others."""
-    return {key: value for key, value in body.items() if key != "abort_all"}
+    """`body` without `_HARMFUL` fields."""
+    return {key: value for key, value in body.items() if key not in _HARMFUL}
 
 
 def _limited(path: str, body: dict[str, Any]) -> dict[str, Any]:

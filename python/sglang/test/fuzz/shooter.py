@@ -20,6 +20,7 @@ PIPELINED_BODY = b'{"prompt": "x"}'
 ERROR_FIELDS = {"message", "type", "param", "code"}
 ERROR_CODES = ("context_length_exceeded", "invalid_api_key", "model_not_found")
 MESSAGES_ERROR_FIELDS = {"message", "type"}
+MESSAGES_ERROR_CODES = ("thread_unsupported_request",)
 # Of streams whose events have names.
 LAST_EVENTS = frozenset(
     {
@@ -239,7 +240,11 @@ def _error_verdict(answer: Answer) -> str | None:
         content = answer.json()
         error = content["error"]
         if content.get("type") == "error":
-            has_shape = set(error) == MESSAGES_ERROR_FIELDS
+            code = error.pop("details", {"error_code": ""})
+            has_code = code.keys() == {"error_code"} and (
+                code["error_code"] in ("", *ERROR_CODES, *MESSAGES_ERROR_CODES)
+            )
+            has_shape = set(error) == MESSAGES_ERROR_FIELDS and has_code
         else:
             has_code = error["code"] in (answer.status, *ERROR_CODES)
             has_shape = set(error) == ERROR_FIELDS and has_code
