@@ -469,7 +469,8 @@ def test_strangers_leave_nothing(start: Publish, tcp_endpoints: Endpoints) -> No
     assert sizes[-1] - sizes[len(STRANGERS) - 1] < 5
     late = Subscriber(tcp_endpoints[0])
     join(publisher, late)
-    assert publisher.num_connections == 2
+    # The kernel may hand over strangers that have left long after they came.
+    wait_until(lambda: publisher.num_connections == 2, "connections are left")
     honest.close()
     late.close()
     wait_until(lambda: publisher.num_connections == 0, "connections are left")
