@@ -91,8 +91,9 @@ def kv_share(side: Side, floors: ModelFloors, length: int) -> float:
     allocator = side.scheduler.cache.allocator
     side.start_decoding(1, length, WARM_STEPS + 64)
     used = allocator.size - allocator.available_size()
-    swa = allocator.swa
-    window_slots = used if swa is None else swa.size - swa.available_size()
+    window_slots = used
+    for group in allocator.secondary:
+        window_slots = group.size - group.available_size()
     side.stop()
     return floors.kv_share(tokens=used, window_slots=window_slots)
 

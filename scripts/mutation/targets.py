@@ -77,7 +77,7 @@ SPEC_TESTS = (
 )
 # Pools with window slots, and the attention that reads them.
 WINDOW_TESTS = (
-    "mem_cache/test_swa_memory.py",
+    "mem_cache/test_group_memory.py",
     "kv_canary/test_window_canary.py",
     "mock_model/test_window_soak.py",
 )

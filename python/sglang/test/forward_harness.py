@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from sglang.srt.kv_canary.api import (
 )
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
-from sglang.srt.mem_cache.common import extend_rows, free_outside_windows
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.common import extend_rows, release_unread
+from sglang.srt.mem_cache.groups.slots import GroupHold, GroupSlots
+from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.tree_node import TreeNode
 from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
@@ -46,8 +48,7 @@ class _Row:
     committed_len: int = 0
     allocated_len: int = 0
     cache_protected_len: int = 0
-    swa_freed_len: int = 0
-    has_swa_lock: bool = False
+    holds: tuple[GroupHold, ...] = ()
     last_node: TreeNode | None = None
     namespace: str | None = None
     no_cache: bool = True
@@ -67,9 +68,17 @@ class _Row:
         self.committed_len = self.allocated_len = count
 
     def share(self, count: int) -> None:
-        """Leave the first `count` slots, and their window slots, to all rows."""
-        assert self.swa_freed_len <= count, "these tokens have left the window"
-        self.cache_protected_len = self.swa_freed_len = count
+        """Leave the first `count` slots, those of all groups, to all rows."""
+        self.cache_protected_len = count
+        for hold in self.holds:
+            assert hold.kept_from <= count, "these tokens have left the window"
+            hold.kept_from = count
+
+
+def _unlocked(slots: GroupSlots) -> GroupHold:
+    hold = slots.hold(0)
+    hold.has_lock = False
+    return hold
 
 
 class ForwardHarness:
@@ -104,8 +113,9 @@ class ForwardHarness:
             req_to_token_pool=self.pool, allocator=self.runner.allocator
         )
         self._rows: dict[int, _Row] = {}
-        if (swa := self.runner.allocator.swa) is not None:
-            swa.register_on_free(self._poison)
+        for group in self.runner.token_to_kv_pool.groups:
+            if group.slots is not None:
+                group.slots.register_on_free(partial(self._poison, group.tensors))
 
     def new_row(
         self, tokens: Sequence[int], *, borrow: tuple[int, int] | None = None
@@ -121,7 +131,10 @@ class ForwardHarness:
             self.pool.write(row, 0, shared)
             self._rows[other].share(count)
         self._rows[row] = _Row(
-            req_pool_idx=row, tokens=array("q", tokens), prefix_slots=shared
+            req_pool_idx=row,
+            tokens=array("q", tokens),
+            prefix_slots=shared,
+            holds=tuple(map(_unlocked, self.runner.allocator.secondary)),
         )
         if borrow is not None:
             self._rows[row].grow(count)
@@ -140,12 +153,11 @@ class ForwardHarness:
     def append(self, row: int, token: int) -> None:
         self._rows[row].tokens.append(token)
 
-    def _poison(self, window_slots: torch.Tensor) -> None:
-        pool = self.runner.token_to_kv_pool
-        assert isinstance(pool, SWAKVPool)
-        for layer in range(pool.swa_pool.layer_num):
-            for buffer in pool.swa_pool.get_kv_buffer(layer):
-                buffer[window_slots.to(buffer.device)] = torch.nan
+    @staticmethod
+    def _poison(tensors: KVCache, slots: torch.Tensor) -> None:
+        for layer in range(tensors.layer_num):
+            for buffer in tensors.get_kv_buffer(layer):
+                buffer[slots.to(buffer.device)] = torch.nan
 
     def extend(self, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Prefill each (row, end); return the last tokens' logits, float32 [R, V]."""
@@ -186,7 +198,7 @@ class ForwardHarness:
         """Allocate the slots and build the forward batch."""
         rows = [row for row, _ in spans]
         requests = [self._rows[row] for row in rows]
-        free_outside_windows(self.cache, requests)
+        release_unread(self.cache, requests)
         starts = [request.committed_len for request in requests]
         ends = [
             start + 1 if end is None else end

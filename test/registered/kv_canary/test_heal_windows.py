@@ -61,8 +61,8 @@ def check_pages(run: Healed) -> None:
     """All window pages are free or cached: those that were watched came back."""
     cache = run.harness.scheduler.cache
     cache.check()
-    swa = cache.allocator.swa
-    assert swa.available_size() + cache.swa_evictable_size() == swa.size
+    (group,) = cache.groups
+    assert group.usable_size() == group.slots.size
 
 
 @pytest.mark.parametrize("name", sorted(WINDOW_INJECTORS))

@@ -146,13 +146,13 @@ def test_a_stale_mapping_is_counted(model: Path, monkeypatch, caplog) -> None:
     monkeypatch.setenv(DIVERGENCE, "1")
     caplog.set_level(logging.INFO)
     harness = engine(model)
-    swa = harness.scheduler.cache.allocator.swa
+    (swa,) = harness.scheduler.cache.allocator.secondary
     harness.generate(list(range(60)), max_new_tokens=60, ignore_eos=True)
     assert reports(caplog)[-1]["stale_mappings"] == 0
     # Slot 62 is that of the second output token, whose window slot is gone; those of
     # the prompt are in the cache.
-    assert int(swa.full_to_swa_index_mapping[62]) == 0
-    swa.full_to_swa_index_mapping[62] = 5
+    assert int(swa.mapping[62]) == 0
+    swa.mapping[62] = 5
     harness.generate([7] * 20, max_new_tokens=4)
     assert reports(caplog)[-1]["stale_mappings"] == 1
 

@@ -7,6 +7,7 @@ whatever the bookkeeping says.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,11 +32,10 @@ from sglang.srt.mem_cache.common import (
     release_req,
     usable_size,
 )
+from sglang.srt.mem_cache.groups.slots import GroupHold, GroupSlots
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.quarantine import Quarantine
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.mem_cache.swa_radix_cache import SwaRadixCache
-from sglang.srt.mem_cache.swa_slots import SwaSlots
 from sglang.srt.mem_cache.tree_node import TreeNode
 
 ROW_WIDTH = 48
@@ -56,8 +56,7 @@ class Req:
         default_factory=lambda: torch.empty(0, dtype=torch.int64)
     )
     last_node: TreeNode | None = None
-    swa_freed_len: int = 0
-    has_swa_lock: bool = False
+    holds: tuple[GroupHold, ...] = ()
     serial: int = field(default_factory=itertools.count(1).__next__)
 
     def fill_ids(self) -> list[int]:
@@ -70,15 +69,15 @@ def make_cache(
     page_size: int,
     bigram: bool = False,
     radix: bool = True,
-    swa: SwaSlots | None = None,
+    secondary: Sequence[GroupSlots] = (),
 ) -> BasePrefixCache:
-    allocator = create_allocator(size=pages * page_size, page_size=page_size, swa=swa)
+    allocator = create_allocator(
+        size=pages * page_size, page_size=page_size, secondary=secondary
+    )
     req_to_token_pool = ReqToTokenPool(
         size=4, row_width=ROW_WIDTH, device="cpu", context_len=ROW_WIDTH
     )
     kind: type[BasePrefixCache] = RadixCache if radix else ChunkCache
-    if radix and swa is not None:
-        kind = SwaRadixCache
     return kind(req_to_token_pool=req_to_token_pool, allocator=allocator, bigram=bigram)
 
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from request_world import RequestMachine, make_cache
-from test_swa_memory import make_swa
+from test_group_memory import make_windows
 
 from sglang.srt.disaggregation.block_recorder import BlockRecorder, hash_blocks
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -110,14 +110,14 @@ def test_a_reader_has_the_tree_of_a_random_walk(
         rng = np.random.default_rng(seed)
         page_size = int(rng.choice([1, 2, 4]))
         pages = int(rng.integers(16, 64))
-        swa = make_swa(
+        swa = make_windows(
             pages=pages, window_pages=max(pages // 2, 1), page_size=page_size, window=3
         )
         cache = make_cache(
             pages=pages,
             page_size=page_size,
             bigram=bigram,
-            swa=swa if has_windows else None,
+            secondary=[swa] if has_windows else [],
         )
         watched = Watched(cache)
         for _ in range(60):
@@ -137,16 +137,17 @@ def step(watched: Watched, rng: np.random.Generator) -> None:
         need = len(tokens) + cache.page_size
         if cache.allocator.available_size() < need:
             cache.evict(need)
-        cache.evict_swa(need)
+        for group in cache.groups:
+            group.evict(need)
         # Few window slots do not hold a long run, however many are evicted.
-        swa = cache.allocator.swa
-        has_windows = swa is None or swa.available_size() >= need
+        secondary = cache.allocator.secondary
+        has_windows = all(group.available_size() >= need for group in secondary)
         if cache.allocator.available_size() >= need and has_windows:
             watched.put(tokens, [None, None, "a", "b"][rng.integers(4)])
     elif action < 0.75:
         cache.evict(int(rng.integers(1, 20)))
     elif action < 0.85:
-        cache.evict_swa(int(rng.integers(1, 20)))
+        [group.evict(int(rng.integers(1, 20))) for group in cache.groups]
     elif action < 0.97 and nodes:
         chosen = rng.choice(len(nodes), size=min(len(nodes), 3), replace=False)
         cache.allocator.free(cache.cut([nodes[i] for i in chosen]))

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from request_world import RequestMachine, admit, make_cache
 
 from sglang.srt.mem_cache.common import extend_rows, release_req
+from sglang.srt.mem_cache.groups.window_slots import WindowSlots
 from sglang.srt.mem_cache.page_map import PageState, page_cells
-from sglang.srt.mem_cache.swa_slots import SwaSlots
 from sglang.srt.mem_cache.tree_table import TreeColumn, tree_table
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
@@ -99,10 +99,10 @@ def test_a_page_that_nobody_is_known_to_hold_is_unknown(page_size: int) -> None:
 
 
 def test_pages_with_window_slots_are_marked() -> None:
-    swa = SwaSlots(
+    swa = WindowSlots(
         num_pages=8, num_window_pages=8, page_size=2, window=2, slack=2, device="cpu"
     )
-    cache = make_cache(pages=8, page_size=2, swa=swa)
+    cache = make_cache(pages=8, page_size=2, secondary=[swa])
     req = admit(cache, list(range(9)))
     slots = extend_rows(cache, rows=[req.req_pool_idx], prefix_lens=[0], seq_lens=[8])
     assert slots is not None

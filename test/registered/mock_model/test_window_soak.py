@@ -66,8 +66,7 @@ def folder_of(tmp_path_factory, letters: str, window: int):
 
 def watch(harness: EngineHarness) -> list[int]:
     """Window pages that are freed while their tokens' slots are kept, by call."""
-    swa = harness.scheduler.cache.allocator.swa
-    assert swa is not None
+    (swa,) = harness.scheduler.cache.allocator.secondary
     freed: list[int] = []
     drop = swa.drop
 
@@ -141,7 +140,8 @@ def test_random_requests(tmp_path_factory, configuration, overlap):
         scheduler.cache.reset()
     allocator = scheduler.cache.allocator
     assert allocator.available_size() == slots
-    assert allocator.swa.available_size() == allocator.swa.size
+    (swa,) = allocator.secondary
+    assert swa.available_size() == swa.size
 
 
 def replays(scheduler) -> int:
@@ -184,7 +184,7 @@ def test_without_window_slots_every_token_is_kept(tmp_path_factory, letters):
         disable_hybrid_swa_memory=True,
         skip_tokenizer_init=True,
     )
-    assert harness.scheduler.cache.allocator.swa is None
+    assert not harness.scheduler.cache.allocator.secondary
     traffic = Traffic(harness, random.Random(3), 6)
     answers = {}
     while traffic.left:

@@ -119,7 +119,7 @@ def test_answers_are_those_of_the_cpu(
         **(GRAPHS if graphs else EAGER),
     )
     assert engine.scheduler.max_in_flight == 1
-    has_slots = engine.scheduler.cache.allocator.swa is not None
+    has_slots = bool(engine.scheduler.cache.allocator.secondary)
     assert has_slots == (model in WINDOWED and model != "mistral")
     serve(references[model], engine, f"{model} {page_size}")
     assert (replays(engine) > 0) == graphs

@@ -90,8 +90,7 @@ def test_window_slots_change_no_answer(
         skip_tokenizer_init=True,
         kv_canary="raise",
     )
-    swa = engine.scheduler.cache.allocator.swa
-    assert swa is not None
+    (swa,) = engine.scheduler.cache.allocator.secondary
     dropped: list[int] = []
     drop = swa.drop
     swa.drop = lambda pages: dropped.append(drop(pages)) or dropped[-1]
@@ -145,7 +144,7 @@ def test_trees_of_drafts_change_no_answer(
     engine = run_configuration(
         folders, references, config, kv_canary="raise", **options
     )
-    has_slots = engine.scheduler.cache.allocator.swa is not None
+    has_slots = bool(engine.scheduler.cache.allocator.secondary)
     assert has_slots == (not options)
 
 

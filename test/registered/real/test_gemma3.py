@@ -52,8 +52,8 @@ def engine(gemma3, request):
 
 
 def window_slots(engine):
-    swa = engine.scheduler.cache.allocator.swa
-    assert swa is not None and swa.window == WINDOW
+    (swa,) = engine.scheduler.cache.allocator.secondary
+    assert swa.window == WINDOW
     return swa
 
 

@@ -46,8 +46,7 @@ class Req:
         default_factory=lambda: torch.empty(0, dtype=torch.int64)
     )
     last_node: TreeNode | None = None
-    swa_freed_len: int = 0
-    has_swa_lock: bool = False
+    holds: tuple[()] = ()
     input_embeds: None = None
     is_finished: bool = False
     is_healed_in_vain: bool = False

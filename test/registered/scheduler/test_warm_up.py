@@ -98,7 +98,7 @@ def state_of(engine: EngineHarness) -> dict[str, Any]:
     return {
         "stats": [getattr(stats, name) for name in _counted(stats)],
         "pages": allocator.save().tolist(),
-        "windows": None if allocator.swa is None else allocator.swa.available_size(),
+        "secondary": [group.available_size() for group in allocator.secondary],
         "rows": rows.save_rows(),
         "created": scheduler.num_created,
         "forwards": [(m.num_forwards, m.next_forward, m.counters) for m in managers],

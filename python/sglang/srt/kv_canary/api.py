@@ -15,9 +15,6 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.kv_canary.capacities import bytes_per_slot
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.pool_patcher.api import (
-    FULL,
-    LATENT,
-    SWA,
     CanaryBuffers,
     attach_canary_buffers,
 )
@@ -25,8 +22,7 @@ from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
 from sglang.srt.kv_canary.single_forward_manager.window_launches import WindowGroup
 from sglang.srt.kv_canary.token_oracle import InputOracle
-from sglang.srt.mem_cache.mla_memory_pool import MLATokenToKVPool
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.groups.window_slots import WindowSlots
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 if TYPE_CHECKING:
@@ -85,23 +81,21 @@ def install_canary(
         num_branches=req_to_token_pool.size * topk if is_draft else 0,
         keeps_sums=keeps_sums,
     )
+    attached = {g.name: attach(pool=g.tensors, group=g.name) for g in pool.groups}
+    buffers = attached[pool.groups[0].name]
     windows: WindowGroup | None = None
-    if isinstance(pool, SWAKVPool):
-        buffers = attach(pool=pool.full_pool)
-        windows = WindowGroup(
-            buffers=attach(pool=pool.swa_pool, group=SWA),
-            swa=pool.swa,
-            req_to_swa=req_to_token_pool.record_windows(pool.swa),
-        )
-    else:
-        is_latent = isinstance(pool, MLATokenToKVPool)
-        buffers = attach(pool=pool, group=LATENT if is_latent else FULL)
-        if not is_draft:
-            config.refuse_without_windows()
-    compared = _attended(buffers)
-    if compared is not None:
-        of_windows = None if windows is None else _attended(windows.buffers)
-        backend.compare_bytes(compared, of_windows)
+    for group in pool.groups:
+        if isinstance(group.slots, WindowSlots):
+            windows = WindowGroup(
+                buffers=attached[group.name],
+                slots=group.slots,
+                req_to_slots=req_to_token_pool.record_group(group.slots),
+            )
+    if windows is None and not is_draft:
+        config.refuse_without_windows()
+    compared = {name: _attended(own) for name, own in attached.items()}
+    if compared[pool.groups[0].name] is not None:
+        backend.compare_bytes({n: own for n, own in compared.items() if own})
     seeds = buffers.state.expected_lineage.new_zeros(req_to_token_pool.size + 1)
     oracle = None
     if config.check_write_inputs and not is_draft:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -38,11 +36,10 @@ class AttentionCalls:
         self._buffers = [
             kv_pool.get_kv_buffer(layer) for layer in range(kv_pool.layer_num)
         ]
-        self._is_sliding = [False] * kv_pool.layer_num
-        if isinstance(kv_pool, SWAKVPool):
-            self._is_sliding = [
-                kv_pool.is_sliding(layer) for layer in range(kv_pool.layer_num)
-            ]
+        self._is_sliding = [
+            kv_pool.place_of(layer)[0].slots is not None
+            for layer in range(kv_pool.layer_num)
+        ]
         self._is_watching = False
         self._stored = self._attended = 0
         # Arguments of the forward that is open, of full layers and of sliding ones;

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar import Grammar
     from sglang.srt.layers.logprobs import HostLogprob
     from sglang.srt.managers.stop_matcher import EndMatcher
+    from sglang.srt.mem_cache.groups.slots import GroupHold
     from sglang.srt.mem_cache.tree_node import TreeNode
 
 _serials = itertools.count(1)
@@ -104,8 +105,7 @@ class Req:
         self.cache_protected_len = 0
         self.prefix_slots = torch.empty(0, dtype=torch.int64)
         self.last_node: TreeNode | None = None
-        self.swa_freed_len = 0
-        self.has_swa_lock = False
+        self.holds: tuple[GroupHold, ...] = ()
 
         # Prefill.
         self.is_chunked = False

@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.layers.logprobs import LogprobRequest
-from sglang.srt.mem_cache.common import extend_rows, free_outside_windows
-from sglang.srt.mem_cache.swa_slots import FREE_EVERY
+from sglang.srt.mem_cache.common import extend_rows, release_unread
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -241,7 +240,7 @@ class ScheduleBatch:
             req.req_pool_idx = row
             req.committed_len = req.allocated_len = req.cache_protected_len
         pool.write_rows(rows, [req.prefix_slots.numpy() for req in new])
-        free_outside_windows(cache, reqs)
+        release_unread(cache, reqs)
         batch = cls(reqs, env)
         batch.forward_mode = ForwardMode.EXTEND
         ends = batch.seq_lens_cpu + np.asarray(extend_lens, dtype=np.int64)
@@ -290,7 +289,7 @@ class ScheduleBatch:
         not suffice even after eviction.
         """
         self.forward_mode = ForwardMode.DECODE
-        self._leave_windows()
+        self._update_groups()
         if self.env.decode_reserve:
             return self._prepare_for_speculation()
         ends = self.seq_lens_cpu + 1
@@ -305,16 +304,16 @@ class ScheduleBatch:
         self._advance(slots, ends)
         return True
 
-    def _leave_windows(self) -> None:
-        """Free what lies outside of the windows, now and then, and publish what changed
-        of the window slots."""
-        swa = self.env.cache.allocator.swa
-        if swa is None:
+    def _update_groups(self) -> None:
+        """Now and then free what no token reads any more in the secondary groups, and
+        publish what changed in them."""
+        groups = self.env.cache.allocator.secondary
+        if not groups:
             return
         self._num_decodes += 1
-        if self._num_decodes % FREE_EVERY == 0:
-            free_outside_windows(self.env.cache, self.reqs)
-        swa.sync()
+        release_unread(self.env.cache, self.reqs, step=self._num_decodes)
+        for group in groups:
+            group.sync()
 
     def _prepare_for_speculation(self) -> bool:
         """Take the slots of a speculative step, whose length only the device knows:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.common import usable_size, usable_swa_size
+from sglang.srt.mem_cache.common import usable_size
 
 if TYPE_CHECKING:
     from sglang.srt.managers.req import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
+    from sglang.srt.mem_cache.groups.runs import GroupRuns
 
 # A request is expected to sample at most this many more tokens: without a bound, one
 # large max_new_tokens would keep everybody else waiting.
@@ -169,9 +170,10 @@ class PrefillAdder:
             for r in running
         ]
         self._reserved = sum(expected)
-        self._windows = WindowBudget(cache, decode_reserve=budget.decode_reserve)
+        self._groups = [GroupBudget(group, i) for i, group in enumerate(cache.groups)]
         for req, slots in zip(running, expected, strict=True):
-            self._windows.reserve_running(req, slots)
+            for group in self._groups:
+                group.reserve_running(req, slots)
         self._heads = BatchHeads()
         self.reqs: list[Req] = []
         self.extend_lens: list[int] = []
@@ -197,7 +199,8 @@ class PrefillAdder:
         self._cache.mark_admitted(req, match)
         cost = self._cost(req)
         has_slots = self._reserved + cost <= usable_size(self._cache)
-        if not has_slots or not self._windows.has_room(self._chunk(extend_len), cost):
+        chunk = self._chunk(extend_len)
+        if not has_slots or not all(g.has_room(chunk, cost) for g in self._groups):
             self._cache.dec_lock_ref(match.last_node)
             self._cache.mark_released(req)
             return Admission.NO_BUDGET
@@ -267,7 +270,8 @@ class PrefillAdder:
             extend_len, self.chunked = chunk, req
         req.is_chunked = self.chunked is req
         self._reserved += cost
-        self._windows.reserve(extend_len, cost)
+        for group in self._groups:
+            group.reserve(extend_len, cost)
         self._tokens_left -= extend_len
         if self._chunk_left is not None:
             self._chunk_left -= extend_len
@@ -308,39 +312,35 @@ def _heads_of(reqs: Iterable[Req], count: int) -> Iterator[tuple[str | None, byt
             yield req.namespace, req.tokens[:count].tobytes()
 
 
-class WindowBudget:
-    """Window slots that running and added requests will need beyond those they have;
-    without sliding windows there is always room.
+class GroupBudget:
+    """Slots of a secondary group that running and added requests will need beyond those
+    they have.
 
     Args:
-        decode_reserve: as of `PrefillBudget`.
+        index: of the group among the cache's groups.
     """
 
-    def __init__(self, cache: BasePrefixCache, *, decode_reserve: int) -> None:
-        self._cache = cache
+    def __init__(self, group: GroupRuns, index: int) -> None:
+        self._group = group
+        self._index = index
         self._reserved = 0
-        swa = cache.allocator.swa
-        self._is_needed = swa is not None
-        self._span = 0 if swa is None else swa.span + decode_reserve
 
     def reserve_running(self, req: Req, slots: int) -> None:
-        """Reserve for a running request that is expected to take `slots` more."""
-        held = min(req.committed_len - req.swa_freed_len, self._span)
-        self._reserved += min(slots, self._span - held)
+        """Reserve for a running request that is expected to take `slots` primary slots
+        more."""
+        hold = req.holds[self._index]
+        self._reserved += self._group.slots.need_of_running(
+            hold, req.committed_len, slots
+        )
 
     def has_room(self, extend_len: int, cost: int) -> bool:
         """Whether a request fits that prefills `extend_len` tokens now and takes `cost`
-        slots until its end."""
-        if not self._is_needed:
-            return True
-        need = self._need(extend_len, cost)
-        return self._reserved + need <= usable_swa_size(self._cache)
+        primary slots until its end."""
+        need = self._group.slots.need_of_new(extend_len, cost)
+        return self._reserved + need <= self._group.usable_size()
 
     def reserve(self, extend_len: int, cost: int) -> None:
-        self._reserved += self._need(extend_len, cost)
-
-    def _need(self, extend_len: int, cost: int) -> int:
-        return min(cost, extend_len + self._span)
+        self._reserved += self._group.slots.need_of_new(extend_len, cost)
 
 
 def _expected_new_tokens(req: Req) -> int:

@@ -456,8 +456,8 @@ class Scheduler:
     def _on_idle(self) -> None:
         """Check once per idle period that every slot is free or cached."""
         if not self.idle_checked:
-            fenced = (0, 0) if self._healer is None else self._healer.num_fenced
-            check_idle(self.cache, fenced=fenced[0], fenced_windows=fenced[1])
+            fenced, *in_groups = [0] if self._healer is None else self._healer.fenced
+            check_idle(self.cache, fenced=fenced, fenced_in_groups=in_groups)
             self._stats.on_idle()
             self.batches.on_idle()
             self.idle_checked = True
@@ -485,9 +485,10 @@ class Scheduler:
 
     def why_not_saved(self) -> str | None:
         """Why `save_checkpoint` would not suffice to go on from; None: it would."""
-        if self.cache.allocator.swa is not None:
-            return "checkpoints of window slots are not made"
-        if self._healer is not None and self._healer.num_fenced != (0, 0):
+        for group in self.cache.allocator.secondary:
+            if group.unsaved:
+                return group.unsaved
+        if self._healer is not None and any(self._healer.fenced):
             return "damaged pages were out of use when the log was cut"
         if self._grammars:
             return "grammars were being compiled when the log was cut"

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.page_ledger import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.swa_slots import SwaSlots
+    from sglang.srt.mem_cache.groups.slots import GroupSlots
 
 OnFree = Callable[[torch.Tensor], None]
 Lens = Sequence[int] | IntArray
@@ -50,8 +50,8 @@ class BaseAllocator(ABC):
         size: usable slots, a multiple of `page_size`; the KV tensors have
             `size + page_size` rows because page 0 is scratch.
         page_size: slots per page.
-        swa: window pages beside them, for a model with sliding windows: every page
-            that is allocated has one, until it leaves the window or is freed.
+        secondary: the slots of other groups. Each allots its own for every page that is
+            allocated, and frees them with the page or earlier.
 
     Slots are int64 host tensors. Accounting errors of the caller (double free, free of
     scratch, free out of range, an inconsistent `last_locs`) are RuntimeErrors that name
@@ -59,7 +59,7 @@ class BaseAllocator(ABC):
     """
 
     def __init__(
-        self, *, size: int, page_size: int, swa: SwaSlots | None = None
+        self, *, size: int, page_size: int, secondary: Sequence[GroupSlots] = ()
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size={page_size}: must be at least 1")
@@ -74,7 +74,13 @@ class BaseAllocator(ABC):
             )
         self.size = size
         self.page_size = page_size
-        self.swa = swa
+        for group in secondary:
+            if group.page_size != page_size:
+                raise ValueError(
+                    f"group {group.name}: its pages have {group.page_size} slots, the "
+                    f"pool's {page_size}; a group takes the page size of the pool"
+                )
+        self.secondary = tuple(secondary)
         self._ledger = PageLedger(size // page_size)
         self._to_page = page_divider(page_size)
         self._offsets = np.arange(page_size, dtype=np.int64)
@@ -251,8 +257,8 @@ class BaseAllocator(ABC):
         owned = self._ledger.owned_pages()
         self._group = None
         self._ledger.clear()
-        if self.swa is not None:
-            self.swa.clear()
+        for group in self.secondary:
+            group.clear()
         if len(owned):
             self._notify(owned)
 
@@ -261,13 +267,12 @@ class BaseAllocator(ABC):
     def _take(self, count: int) -> IntArray | None:
         if count < 0:
             raise RuntimeError(f"cannot allocate {count} pages")
-        if self.swa is None:
-            return self._ledger.take(count)
-        if count > self.swa.num_free_pages:
+        if any(count > group.num_free_pages for group in self.secondary):
             return None
         pages = self._ledger.take(count)
         if pages is not None:
-            self.swa.take(pages)
+            for group in self.secondary:
+                group.take(pages)
         return pages
 
     def _page_slots(self, pages: IntArray) -> IntArray:
@@ -278,8 +283,8 @@ class BaseAllocator(ABC):
 
     def _release(self, pages: IntArray) -> None:
         self._notify(pages)
-        if self.swa is not None:
-            self.swa.drop(pages)
+        for group in self.secondary:
+            group.drop(pages)
         self._ledger.give(pages)
 
     def _notify(self, pages: IntArray) -> None:
@@ -333,8 +338,8 @@ def _bad_lens(prefix_lens: Lens, seq_lens: Lens) -> RuntimeError:
 class TokenToKVPoolAllocator(BaseAllocator):
     """Allocator of single slots (page size 1)."""
 
-    def __init__(self, *, size: int, swa: SwaSlots | None = None) -> None:
-        super().__init__(size=size, page_size=1, swa=swa)
+    def __init__(self, *, size: int, secondary: Sequence[GroupSlots] = ()) -> None:
+        super().__init__(size=size, page_size=1, secondary=secondary)
 
     def extend_cost(self, prefix_lens: Lens, seq_lens: Lens) -> int:
         return int(_int64(seq_lens).sum() - _int64(prefix_lens).sum())
@@ -356,9 +361,9 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
     """Allocator of whole pages; any page size, 1 included."""
 
     def __init__(
-        self, *, size: int, page_size: int, swa: SwaSlots | None = None
+        self, *, size: int, page_size: int, secondary: Sequence[GroupSlots] = ()
     ) -> None:
-        super().__init__(size=size, page_size=page_size, swa=swa)
+        super().__init__(size=size, page_size=page_size, secondary=secondary)
         self._pages_seen = LastSeen(self.num_pages + 1)
 
     def extend_cost(self, prefix_lens: Lens, seq_lens: Lens) -> int:
@@ -464,9 +469,11 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
 
 
 def create_allocator(
-    *, size: int, page_size: int, swa: SwaSlots | None = None
+    *, size: int, page_size: int, secondary: Sequence[GroupSlots] = ()
 ) -> BaseAllocator:
     """Create the allocator for this page size."""
     if page_size == 1:
-        return TokenToKVPoolAllocator(size=size, swa=swa)
-    return PagedTokenToKVPoolAllocator(size=size, page_size=page_size, swa=swa)
+        return TokenToKVPoolAllocator(size=size, secondary=secondary)
+    return PagedTokenToKVPoolAllocator(
+        size=size, page_size=page_size, secondary=secondary
+    )

@@ -20,7 +20,10 @@ from sglang.srt.mem_cache.page_ledger import IntArray
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator import BaseAllocator
     from sglang.srt.mem_cache.cache_listener import CacheListener
+    from sglang.srt.mem_cache.groups.runs import GroupRuns
+    from sglang.srt.mem_cache.groups.slots import GroupHold
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.saved_tree import SavedTree
     from sglang.srt.mem_cache.tree_node import TreeNode
 
 TokenSeq = Sequence[int] | IntArray
@@ -154,10 +157,8 @@ class CacheableReq(Protocol):
         cache_protected_len: see above. Set at admission to the length of the match.
         prefix_slots: int64, the tree's slots that its row is to get. Set at admission.
         last_node: locked node where the tree's part ends; None once released.
-        swa_freed_len: positions whose window slots this request holds no more, or never
-            did as they are the tree's; at least `cache_protected_len`. Of no meaning
-            without sliding windows.
-        has_swa_lock: whether it still keeps the window slots before `last_node`'s end.
+        holds: what it holds of each secondary group, in the allocator's order; empty
+            before admission and once released.
     """
 
     req_pool_idx: int
@@ -168,8 +169,7 @@ class CacheableReq(Protocol):
     cache_protected_len: int
     prefix_slots: torch.Tensor
     last_node: TreeNode | None
-    swa_freed_len: int
-    has_swa_lock: bool
+    holds: tuple[GroupHold, ...]
 
     def fill_ids(self) -> TokenSeq:
         """Return the request's token ids so far, at least `committed_len` of them."""
@@ -185,10 +185,12 @@ class BasePrefixCache(ABC):
 
     Attributes:
         root: node of the empty prefix.
+        groups: the cache's part of each secondary group of the allocator.
         listener: hears of all changes from now on; set while the cache is empty.
     """
 
     root: TreeNode
+    groups: tuple[GroupRuns, ...]
 
     def __init__(
         self,
@@ -233,12 +235,9 @@ class BasePrefixCache(ABC):
         """Return the length that `match_prefix` would find, without an access."""
 
     @abstractmethod
-    def insert(self, key: RadixKey, slots: torch.Tensor, *, swa_from: int = 0) -> int:
-        """Give the tree the slots of the whole pages of `key` that it does not have.
-
-        Args:
-            swa_from: first position, at a page boundary, whose slot has a window slot;
-                of meaning with sliding windows alone.
+    def insert(self, key: RadixKey, slots: torch.Tensor) -> int:
+        """Give the tree the slots of the whole pages of `key` that it does not have,
+        with what these have in all secondary groups.
 
         Returns:
             The length, in positions, that it already had: the caller keeps its own
@@ -252,11 +251,14 @@ class BasePrefixCache(ABC):
         """Protect the path to `node` from eviction; RuntimeError if it was evicted."""
 
     @abstractmethod
-    def dec_lock_ref(self, node: TreeNode, *, has_swa_lock: bool = True) -> None:
+    def dec_lock_ref(
+        self, node: TreeNode, holds: Sequence[GroupHold] | None = None
+    ) -> None:
         """Undo one `inc_lock_ref`; RuntimeError without one.
 
         Args:
-            has_swa_lock: False after `dec_swa_lock_ref`.
+            holds: of the request that locked, which may have given up its lock in some
+                groups; None: it has not.
         """
 
     @abstractmethod
@@ -278,28 +280,6 @@ class BasePrefixCache(ABC):
     def total_size(self) -> int:
         """Return the number of cached slots."""
         return self.evictable_size() + self.protected_size()
-
-    # Of caches with sliding windows; others have no window slots.
-
-    def dec_swa_lock_ref(self, node: TreeNode) -> None:  # noqa: B027 (see above)
-        """Let go of the window slots before the end of `node`, but not of the path."""
-
-    def evict_swa(self, num_slots: int) -> int:
-        """Free at least `num_slots` window slots that nobody reads, least recently used
-        first; the slots of their tokens stay cached.
-
-        Returns:
-            How many were freed; fewer if there are not so many.
-        """
-        return 0
-
-    def swa_evictable_size(self) -> int:
-        """Return the number of cached window slots that `evict_swa` could free."""
-        return 0
-
-    def swa_protected_size(self) -> int:
-        """Return the number of cached window slots that running requests read."""
-        return 0
 
     @abstractmethod
     def reset(self) -> None:
@@ -342,7 +322,7 @@ class BasePrefixCache(ABC):
         slots = self.req_to_token_pool.row_slots(
             req.req_pool_idx, req.cache_protected_len, req.allocated_len
         )
-        self.dec_lock_ref(node, has_swa_lock=req.has_swa_lock)
+        self.dec_lock_ref(node, req.holds)
         self.mark_released(req)
         self.req_to_token_pool.free([req.req_pool_idx])
         req.req_pool_idx = 0
@@ -358,6 +338,21 @@ class BasePrefixCache(ABC):
         Raises:
             RuntimeError: a request holds a lock on one of them; nothing was cut.
         """
+
+    # -- checkpoints ---------------------------------------------------------------
+
+    def save(self) -> tuple[SavedTree | None, dict[int, int]]:
+        """The tree as plain data, O(nodes), and the index of each run by the serial of
+        its node; None and nothing for a cache without a tree."""
+        return None, {}
+
+    def load(self, saved: SavedTree | None) -> list[TreeNode]:
+        """Take over a saved tree in place of an empty one; return its nodes in order.
+
+        Raises:
+            ValueError: it is not a tree.
+        """
+        return []
 
     # -- inspection ----------------------------------------------------------------
 
@@ -406,25 +401,22 @@ class BasePrefixCache(ABC):
                 self.req_to_token_pool.row_slots(req.req_pool_idx, start, end)
             )
 
-    @staticmethod
-    def mark_admitted(req: CacheableReq, match: MatchResult) -> None:
+    def mark_admitted(self, req: CacheableReq, match: MatchResult) -> None:
         """Record a match that is locked for `req`."""
-        BasePrefixCache.mark_held(req, match.last_node, len(match))
+        self.mark_held(req, match.last_node, len(match))
         req.prefix_slots = match.slots
 
-    @staticmethod
-    def mark_held(req: CacheableReq, node: TreeNode, length: int) -> None:
+    def mark_held(self, req: CacheableReq, node: TreeNode, length: int) -> None:
         """Record a node, where `length` positions end, that is locked for `req`."""
         req.last_node = node
-        req.cache_protected_len = req.swa_freed_len = length
-        req.has_swa_lock = True
+        req.cache_protected_len = length
+        req.holds = tuple(slots.hold(length) for slots in self.allocator.secondary)
 
     @staticmethod
     def mark_released(req: CacheableReq) -> None:
         """Record that `req` holds nothing any more."""
         req.last_node = None
-        req.swa_freed_len = 0
-        req.has_swa_lock = False
+        req.holds = ()
         req.prefix_slots = torch.empty(0, dtype=torch.int64)
         req.cache_protected_len = 0
         req.committed_len = 0

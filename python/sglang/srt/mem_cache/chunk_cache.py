@@ -6,6 +6,7 @@ Requests own all their slots; it only frees them at the end.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,13 +17,31 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
     RadixKey,
 )
+from sglang.srt.mem_cache.groups.runs import GroupRuns
 from sglang.srt.mem_cache.tree_node import TreeNode
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.allocator import BaseAllocator
+    from sglang.srt.mem_cache.groups.slots import GroupHold
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 
 class ChunkCache(BasePrefixCache):
     """No sharing: every match is empty, every finished request is freed whole."""
 
     root = TreeNode()
+
+    def __init__(
+        self,
+        *,
+        req_to_token_pool: ReqToTokenPool,
+        allocator: BaseAllocator,
+        bigram: bool = False,
+    ) -> None:
+        super().__init__(
+            req_to_token_pool=req_to_token_pool, allocator=allocator, bigram=bigram
+        )
+        self.groups = tuple(GroupRuns(slots) for slots in allocator.secondary)
 
     def shared_len(self, common: int) -> int:
         return 0
@@ -34,13 +53,15 @@ class ChunkCache(BasePrefixCache):
     def match_length(self, key: RadixKey) -> int:
         return 0
 
-    def insert(self, key: RadixKey, slots: torch.Tensor, *, swa_from: int = 0) -> int:
+    def insert(self, key: RadixKey, slots: torch.Tensor) -> int:
         raise RuntimeError("ChunkCache keeps no slots: free them instead")
 
     def inc_lock_ref(self, node: TreeNode) -> None:
         """Nothing to protect."""
 
-    def dec_lock_ref(self, node: TreeNode, *, has_swa_lock: bool = True) -> None:
+    def dec_lock_ref(
+        self, node: TreeNode, holds: Sequence[GroupHold] | None = None
+    ) -> None:
         """Nothing to release."""
 
     def evict(self, num_slots: int) -> int:

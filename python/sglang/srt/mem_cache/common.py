@@ -6,7 +6,7 @@ It decides nothing about which request to serve or to drop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,25 +16,26 @@ from sglang.srt.mem_cache.allocator import Lens, host_array
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, CacheableReq
+    from sglang.srt.mem_cache.groups.runs import GroupRuns
     from sglang.srt.mem_cache.page_ledger import IntArray
 
 
 def ensure_available(cache: BasePrefixCache, num_slots: int) -> bool:
-    """Evict until the allocator has `num_slots` free, with their window slots; False,
-    with nothing evicted, if it cannot."""
-    swa = cache.allocator.swa
+    """Evict until the allocator has `num_slots` free, and every secondary group as
+    many; False, with nothing evicted, if it cannot."""
     missing = num_slots - cache.allocator.available_size()
     if missing > cache.evictable_size():
         return False
-    if swa is not None and num_slots > usable_swa_size(cache):
+    if any(num_slots > group.usable_size() for group in cache.groups):
         return False
-    # Slots first: their window slots go with them.
+    # Primary slots first: those of the other groups go with them.
     if missing > 0 and cache.evict(missing) < missing:
         return False
-    if swa is None:
-        return True
-    missing = num_slots - swa.available_size()
-    return missing <= 0 or cache.evict_swa(missing) >= missing
+    for group in cache.groups:
+        missing = num_slots - group.slots.available_size()
+        if missing > 0 and group.evict(missing) < missing:
+            return False
+    return True
 
 
 def extend_rows(
@@ -77,34 +78,44 @@ def extend_rows(
         )
         if slots is None:
             return None
-    if allocator.swa is not None:
-        allocator.swa.sync()
+    for group in allocator.secondary:
+        group.sync()
     return req_to_token_pool.write_batch(row_ids, prefix, seq - prefix, slots)
 
 
-def free_outside_windows(
-    cache: BasePrefixCache, requests: Iterable[CacheableReq]
+def release_unread(
+    cache: BasePrefixCache, requests: Iterable[CacheableReq], *, step: int = 0
 ) -> None:
-    """Free the window slots that no later token of these requests reads.
+    """Free what no later token of these requests reads in the secondary groups.
 
-    The requests' own; of their cached prefixes they give up the lock, once it lies
-    outside as a whole. Nothing to do without sliding windows.
+    Requests free their own slots. They give up their lock on a cached prefix once they
+    read none of it.
+
+    Args:
+        step: decode steps of the batch so far; groups are served every
+            `release_every` steps.
     """
-    allocator, rows = cache.allocator, cache.req_to_token_pool
-    swa = allocator.swa
-    if swa is None:
+    rows = cache.req_to_token_pool
+    due = [
+        (index, group)
+        for index, group in enumerate(cache.groups)
+        if step % group.slots.release_every == 0
+    ]
+    if not due:
         return
     for req in requests:
-        begin, end = req.swa_freed_len, swa.first_kept(req.committed_len)
-        if end <= begin:
-            continue
-        slots = host_array(rows.row_slots(req.req_pool_idx, begin, end))
-        swa.drop(slots[:: swa.page_size] // swa.page_size)
-        req.swa_freed_len = end
-        if req.has_swa_lock:
-            assert req.last_node is not None
-            cache.dec_swa_lock_ref(req.last_node)
-            req.has_swa_lock = False
+        for index, group in due:
+            hold, page_size = req.holds[index], cache.page_size
+            begin, end = hold.kept_from, group.slots.first_kept(req.committed_len)
+            if end <= begin:
+                continue
+            slots = host_array(rows.row_slots(req.req_pool_idx, begin, end))
+            group.slots.drop(slots[::page_size] // page_size)
+            hold.kept_from = end
+            if hold.has_lock:
+                assert req.last_node is not None
+                group.unlock(req.last_node)
+                hold.has_lock = False
 
 
 def release_req(req: CacheableReq, *, cache: BasePrefixCache) -> None:
@@ -114,12 +125,13 @@ def release_req(req: CacheableReq, *, cache: BasePrefixCache) -> None:
 
 
 def check_idle(
-    cache: BasePrefixCache, *, fenced: int = 0, fenced_windows: int = 0
+    cache: BasePrefixCache, *, fenced: int = 0, fenced_in_groups: Sequence[int] = ()
 ) -> None:
     """Check an engine without requests for leaks: slots are free, cached or fenced.
 
     Args:
-        fenced: slots that somebody else still holds; fenced_windows: window slots.
+        fenced: primary slots that somebody else still holds; fenced_in_groups: slots
+            of each secondary group, default none.
 
     Raises:
         RuntimeError: the sum is wrong (names each term), or a row or lock is held.
@@ -133,7 +145,9 @@ def check_idle(
             f"KV pool does not balance at idle: {abs(difference)} slots {what} "
             f"(size {allocator.size}, free {free}, cached {cached}, fenced {fenced})"
         )
-    _check_idle_windows(cache, fenced_windows)
+    fenced_in_groups = fenced_in_groups or [0] * len(cache.groups)
+    for group, slots in zip(cache.groups, fenced_in_groups, strict=True):
+        _check_idle_group(group, slots)
     if cache.protected_size():
         raise RuntimeError(
             f"{cache.protected_size()} cached slots are still locked at idle"
@@ -143,16 +157,13 @@ def check_idle(
         raise RuntimeError(f"{rows} request rows are still in use at idle")
 
 
-def _check_idle_windows(cache: BasePrefixCache, fenced: int) -> None:
-    swa = cache.allocator.swa
-    if swa is None:
-        return
-    free, cached = swa.available_size(), cache.swa_evictable_size()
-    locked = cache.swa_protected_size()
-    if free + cached + fenced != swa.size or locked:
+def _check_idle_group(group: GroupRuns, fenced: int) -> None:
+    slots, cached = group.slots, group.evictable_size()
+    free, locked = slots.available_size(), group.protected_size()
+    if free + cached + fenced != slots.size or locked:
         raise RuntimeError(
-            f"window slots do not balance at idle: size {swa.size}, free {free}, "
-            f"cached {cached}, locked {locked}, fenced {fenced}"
+            f"{slots.name} slots do not balance at idle: size {slots.size}, free "
+            f"{free}, cached {cached}, locked {locked}, fenced {fenced}"
         )
 
 
@@ -183,7 +194,8 @@ def check_busy(
             req.req_pool_idx, req.cache_protected_len, req.allocated_len
         )
         holders[np.unique(host_array(own) // page_size)] += 1
-    _check_busy_windows(cache, requests)
+    for index in range(len(cache.groups)):
+        _check_busy_group(cache, requests, index)
     if aside is not None:
         holders[aside] += 1
     owned = np.zeros(num_pages + 1, dtype=np.int64)
@@ -197,33 +209,24 @@ def check_busy(
             raise RuntimeError(f"{len(named)} pages {what}: {named[:16].tolist()}")
 
 
-def _check_busy_windows(
-    cache: BasePrefixCache, requests: Iterable[CacheableReq]
+def _check_busy_group(
+    cache: BasePrefixCache, requests: Iterable[CacheableReq], index: int
 ) -> None:
-    """Check that exactly those pages have window pages that should."""
-    swa = cache.allocator.swa
-    if swa is None:
-        return
-    rows = cache.req_to_token_pool
-    parts = [node.slots for node in cache.iter_nodes() if node.has_swa]
-    parts += [
-        host_array(rows.row_slots(r.req_pool_idx, r.swa_freed_len, r.allocated_len))
-        for r in requests
-    ]
-    held = np.unique(np.concatenate([np.empty(0, np.int64), *parts]) // swa.page_size)
-    wrong = np.setxor1d(held, swa.mapped_pages())
+    """Check that exactly those pages have a page in a secondary group that should."""
+    group, rows = cache.groups[index], cache.req_to_token_pool
+    parts = group.kept_slots()
+    for req in requests:
+        begin = req.holds[index].kept_from
+        parts.append(
+            host_array(rows.row_slots(req.req_pool_idx, begin, req.allocated_len))
+        )
+    held = np.unique(np.concatenate([np.empty(0, np.int64), *parts]) // cache.page_size)
+    wrong = np.setxor1d(held, group.slots.mapped_pages())
     if len(wrong):
         raise RuntimeError(
-            f"{len(wrong)} pages have a window page that nobody reads, or lack one: "
-            f"{wrong[:16].tolist()}"
+            f"{len(wrong)} pages have a page in group {group.slots.name} that no "
+            f"request reads, or lack one: {wrong[:16].tolist()}"
         )
-
-
-def usable_swa_size(cache: BasePrefixCache) -> int:
-    """Return how many window slots could be allocated now: free and evictable ones."""
-    swa = cache.allocator.swa
-    assert swa is not None
-    return swa.available_size() + cache.swa_evictable_size()
 
 
 def usable_size(cache: BasePrefixCache) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sglang.srt.mem_cache.groups.kv_group import FULL, KVGroup
 from sglang.srt.mem_cache.ops import move_kv_cache
 from sglang.srt.mem_cache.page_ledger import IntArray
 from sglang.srt.utils.memory import host_zeros
@@ -22,9 +23,11 @@ from sglang.srt.utils.vectors import padded_vectors
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.draft_region import DraftRegion
-    from sglang.srt.mem_cache.swa_slots import SwaSlots
+    from sglang.srt.mem_cache.groups.slots import GroupSlots
 
 Ints = Sequence[int] | IntArray
+KVPlace = tuple[KVGroup, int]
+"""Where a layer's KV lies: the group, and the layer's number in its tensors."""
 OnMove = Callable[[torch.Tensor, torch.Tensor], None]
 
 WRITE_AT_ONCE = 1 << 18
@@ -43,7 +46,6 @@ class ReqToTokenPool:
         token_table: int32 [size + 1, max(context_len, row_width)] on the device, token
             per position. Written by the prefill from the host and by the kernel that
             publishes sampled tokens; there is no host copy.
-        req_to_swa: of `record_windows`; None before.
         region: as constructed.
 
     Row 0 is the padding row: it stays zero, so padded rows read and write the scratch
@@ -86,26 +88,26 @@ class ReqToTokenPool:
         self._free: list[int] = []
         self._in_use = bytearray(size + 1)
         self._on_region_free: list[Callable[[torch.Tensor], None]] = []
-        self._swa: SwaSlots | None = None
-        self.req_to_swa: torch.Tensor | None = None
+        # Of each group that is recorded, its slots in the rows.
+        self._recorded: dict[GroupSlots, torch.Tensor] = {}
         self.clear()
 
-    def record_windows(self, swa: SwaSlots) -> torch.Tensor:
-        """Write the window slots of a row's slots, too, from now on: by the host's
-        records, so that what is read through the mapping can be compared. Once, whoever
-        asks; target and draft share rows and window slots.
+    def record_group(self, slots: GroupSlots) -> torch.Tensor:
+        """Also write the slots of a secondary group from now on, by the host's records,
+        so that what is read through the mapping can be compared. Target and draft share
+        rows and slots, hence the table.
 
         Returns:
-            `req_to_swa`, int32 like `req_to_token`. Positions that left their window
-            keep the slot that they had.
+            int32 like `req_to_token`. Positions that lost their slot keep the one that
+            they had.
         """
-        if self.req_to_swa is None:
-            self._swa = swa
-            self.req_to_swa = self._zeros(self._stride)
+        table = self._recorded.get(slots)
+        if table is None:
+            table = self._recorded[slots] = self._zeros(self._stride)
             if self.region is not None:
-                slots = swa.window_slots(self.region.table().astype(np.int64))
-                self.req_to_swa[:, self.row_width :] = torch.from_numpy(slots)
-        return self.req_to_swa
+                of_region = slots.slots_of(self.region.table().astype(np.int64))
+                table[:, self.row_width :] = torch.from_numpy(of_region)
+        return table
 
     @property
     def position_slots(self) -> torch.Tensor:
@@ -207,9 +209,8 @@ class ReqToTokenPool:
             raise RuntimeError(f"{len(slots)} slots for {len(index)} columns")
         self._mirror.reshape(-1)[index] = slots.numpy()
         columns = [index, slots.numpy()]
-        if self._swa is not None and self.req_to_swa is not None:
-            columns.append(self._swa.window_slots(slots.numpy()))
-        elif self.device.type == "cpu":
+        columns += [group.slots_of(slots.numpy()) for group in self._recorded]
+        if self.device.type == "cpu" and not self._recorded:
             return slots
         # One copy for the index and all values.
         stacked = padded_vectors(np.stack(columns))
@@ -217,8 +218,8 @@ class ReqToTokenPool:
         values = moved[1:].to(torch.int32)
         if self.device.type != "cpu":
             self.req_to_token.view(-1).index_copy_(0, moved[0], values[0])
-        if self.req_to_swa is not None:
-            self.req_to_swa.view(-1).index_copy_(0, moved[0], values[1])
+        for number, table in enumerate(self._recorded.values(), start=1):
+            table.view(-1).index_copy_(0, moved[0], values[number])
         return moved[1]
 
     def write_rows(self, rows: Sequence[int], slots: Sequence[IntArray]) -> None:
@@ -364,7 +365,12 @@ class KVCache(ABC):
             `size + page_size` rows of slots, of which the first `page_size` are the
             scratch page.
         page_size, dtype, device, layer_num: as constructed.
+        kind: name of its group where it is a model's only one.
+        values_in_keys: whether V is the first channels of K.
     """
+
+    kind = FULL
+    values_in_keys = False
 
     def __init__(
         self,
@@ -386,9 +392,21 @@ class KVCache(ABC):
         self.dtype = dtype
         self.layer_num = layer_num
         self.device = torch.device(device)
+        self._own_group = KVGroup(
+            name=self.kind, layers=tuple(range(layer_num)), slots=None, tensors=self
+        )
         self._on_move: list[OnMove] = []
         self._transfer_first: list[TransferDescriptor] = []
         self._transfer_last: list[TransferDescriptor] = []
+
+    @property
+    def groups(self) -> tuple[KVGroup, ...]:
+        """The groups of the model, the primary one first."""
+        return (self._own_group,)
+
+    def place_of(self, layer_id: int) -> KVPlace:
+        """Where a layer's KV lies."""
+        return self._own_group, layer_id
 
     @abstractmethod
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:

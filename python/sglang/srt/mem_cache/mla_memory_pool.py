@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.mem_cache.groups.kv_group import LATENT
 from sglang.srt.mem_cache.memory_pool import (
     CanarySource,
     KVCache,
@@ -29,6 +30,9 @@ class MLATokenToKVPool(KVCache):
     Attributes:
         kv_buffer: the tensor.
     """
+
+    kind = LATENT
+    values_in_keys = True
 
     def __init__(
         self,

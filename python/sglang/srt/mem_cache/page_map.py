@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree_node import TreeNode
 
 STATE_MASK = 7
-WINDOW_BIT = 8
+GROUP_BIT = 8
 OWNER_SHIFT = 4
 SERIAL_MASK = (1 << 27) - 1
 """Of a serial in a cell: what is left of 32 bits, with a sign."""
@@ -63,9 +63,9 @@ def page_cells(
 ) -> NDArray[np.int32]:
     """The cell of every page but scratch, int32 [num_pages]; page p is at p - 1.
 
-    A cell is `holder << 4 | has_window << 3 | state`: the holder is the serial of a
-    request, minus the serial of a cached run (both modulo 2^27), or 0; `has_window`,
-    whether the page has a window page.
+    A cell is `holder << 4 | in_group << 3 | state`: the holder is the serial of a
+    request, minus the serial of a cached run (both modulo 2^27), or 0; `in_group`,
+    whether the page has a page in a secondary group.
 
     Args:
         holders: requests, those without memory included.
@@ -84,8 +84,8 @@ def page_cells(
         if holder.req_pool_idx:
             _mark_own(cells, holder, cache, has_drafts=has_drafts)
     cells[set_aside] = PageState.QUARANTINED
-    if allocator.swa is not None:
-        cells[allocator.swa.mapped_pages()] |= WINDOW_BIT
+    for group in allocator.secondary:
+        cells[group.mapped_pages()] |= GROUP_BIT
     return cells[1:]
 
 

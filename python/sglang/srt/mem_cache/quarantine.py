@@ -37,7 +37,7 @@ class SlotPattern(Protocol):
 
 
 class PageOwner(Protocol):
-    """The allocator of pages, or `SwaSlots` for window pages."""
+    """The allocator of pages, or `GroupSlots` for those of a secondary group."""
 
     page_size: int
 

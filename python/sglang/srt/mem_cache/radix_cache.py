@@ -22,12 +22,15 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
     RadixKey,
 )
+from sglang.srt.mem_cache.groups.runs import RunMark
 from sglang.srt.mem_cache.saved_tree import SavedTree, build_runs, save_runs
 from sglang.srt.mem_cache.tree_check import check_tree
 from sglang.srt.mem_cache.tree_node import EMPTY, TreeNode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator import BaseAllocator
+    from sglang.srt.mem_cache.groups.runs import Spans
+    from sglang.srt.mem_cache.groups.slots import GroupHold
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.page_ledger import IntArray
 
@@ -39,6 +42,9 @@ class RadixCache(BasePrefixCache):
     directly below the root also its namespace, so that namespaces never share a node.
     A locked path is locked up to the root, hence no unlocked node has a locked one
     below it, and every unlocked slot can be evicted leaf by leaf.
+
+    The tree holds primary slots. What else its runs have, in the secondary groups of
+    the allocator, is each group's own matter (`GroupRuns`).
 
     Eviction takes the least recently used unlocked leaf, from its end, in whole pages
     and no more than requested. Its queue is a heap with at most one entry per node,
@@ -61,22 +67,33 @@ class RadixCache(BasePrefixCache):
         self._queue: list[tuple[int, int, TreeNode]] = []
         self._evictable = 0
         self._protected = 0
+        self.groups = tuple(
+            slots.create_runs(self, index)
+            for index, slots in enumerate(allocator.secondary)
+        )
 
     # -- lookup --------------------------------------------------------------------
 
     def match_prefix(self, key: RadixKey) -> MatchResult:
-        return self._result(self._usable(self._descend(key, self._elements(key))))
+        path = self._descend(key, self._elements(key))
+        spans = [(node, len(node.slots)) for node in path]
+        return self._result(path[: self._num_usable(spans)])
 
     def match_length(self, key: RadixKey) -> int:
         spans = self._spans(key, self._elements(key))
-        return sum(length for _, length in spans)
+        return sum(length for _, length in spans[: self._num_usable(spans)])
 
-    def insert(self, key: RadixKey, slots: torch.Tensor, *, swa_from: int = 0) -> int:
-        present, _ = self._insert(key, host_array(slots), swa_from=swa_from)
+    def cached_end(self, key: RadixKey) -> TreeNode:
+        path = self._descend(key, self._elements(key))
+        return path[-1] if path else self.root
+
+    def insert(self, key: RadixKey, slots: torch.Tensor) -> int:
+        holds = tuple(group.slots.hold(0) for group in self.groups)
+        present, _ = self._insert(key, host_array(slots), holds)
         return present
 
     def _insert(
-        self, key: RadixKey, slots: IntArray, *, swa_from: int
+        self, key: RadixKey, slots: IntArray, holds: Sequence[GroupHold]
     ) -> tuple[int, TreeNode]:
         """Insert the whole pages of a key, as `insert`.
 
@@ -88,7 +105,7 @@ class RadixCache(BasePrefixCache):
         if len(slots) < end:
             raise RuntimeError(f"insert: {end} key positions but {len(slots)} slots")
         path = self._descend(key, elements)
-        return self._extend_path(path, key, elements[:end], slots[:end], swa_from)
+        return self._extend_path(path, key, elements[:end], slots[:end], holds)
 
     def _extend_path(
         self,
@@ -96,13 +113,20 @@ class RadixCache(BasePrefixCache):
         key: RadixKey,
         elements: IntArray,
         slots: IntArray,
-        swa_from: int,
+        holds: Sequence[GroupHold],
     ) -> tuple[int, TreeNode]:
         """Hang what is missing below the nodes of the beginning; see `_insert`."""
+        held = list(zip(self.groups, holds, strict=True))
+        for group, hold in held:
+            path = [part for node in path for part in group.revive(node, slots, hold)]
         last = path[-1] if path else self.root
-        present = last.end
-        if present < len(elements):
-            last = self._add_leaf(last, key, elements, slots)
+        present, end = last.end, len(elements)
+        # A leaf lies on one side of where a group's slots begin.
+        for stop in sorted({*(min(hold.kept_from, end) for hold in holds), end}):
+            if stop > last.end:
+                last = self._add_leaf(last, key, elements[:stop], slots[:stop])
+                for group, hold in held:
+                    group.on_leaf(last, hold)
         return present, last
 
     def _add_leaf(
@@ -118,6 +142,7 @@ class RadixCache(BasePrefixCache):
             namespace=key.namespace,
             last_access=self._now,
             serial=next(self._serial),
+            marks=tuple(RunMark() for _ in self.groups),
         )
         parent.children[self._edge(key, elements, start)] = leaf
         self._evictable += len(leaf.slots)
@@ -150,16 +175,22 @@ class RadixCache(BasePrefixCache):
         """
         self._now += 1
         path = [
-            node if length == len(node.slots) else self._split(node, length)
+            node if length == len(node.slots) else self.split(node, length)
             for node, length in self._spans(key, elements)
         ]
         for node in path:
             node.last_access = self._now
         return path
 
-    def _usable(self, path: list[TreeNode]) -> list[TreeNode]:
-        """The part of a matched path that a request can go on from."""
-        return path
+    def _num_usable(self, spans: Spans) -> int:
+        """How many of these spans, from the first on, a request can use: it can go on
+        from the end of the last one in every group."""
+        usable = len(spans)
+        if self.groups:
+            verdicts = [group.are_usable(spans) for group in self.groups]
+            while usable and not all(verdict[usable - 1] for verdict in verdicts):
+                usable -= 1
+        return usable
 
     def _result(self, path: list[TreeNode]) -> MatchResult:
         if not path:
@@ -188,7 +219,7 @@ class RadixCache(BasePrefixCache):
     def _aligned(self, length: int) -> int:
         return length - length % self.page_size
 
-    def _split(self, node: TreeNode, length: int) -> TreeNode:
+    def split(self, node: TreeNode, length: int) -> TreeNode:
         """Cut `node` after `length` elements; return the new upper part.
 
         The lower part keeps its identity, so that handles to it stay valid.
@@ -204,6 +235,8 @@ class RadixCache(BasePrefixCache):
         upper.children[node.elements[: self.page_size].tobytes()] = node
         if self.listener is not None:
             self.listener.on_split(upper, node)
+        for group in self.groups:
+            group.on_split(upper, node)
         return upper
 
     def _replace_child(self, old: TreeNode, new: TreeNode | None) -> None:
@@ -222,6 +255,7 @@ class RadixCache(BasePrefixCache):
     def inc_lock_ref(self, node: TreeNode) -> None:
         if node.parent is None and node is not self.root:
             raise RuntimeError(f"{node} was evicted after its match: match again")
+        end = node
         while node.parent is not None:
             if node.lock_ref == 0:
                 self._evictable -= len(node.slots)
@@ -229,8 +263,15 @@ class RadixCache(BasePrefixCache):
             node.lock_ref += 1
             node.hits += 1
             node = node.parent
+        for group in self.groups:
+            group.lock(end)
 
-    def dec_lock_ref(self, node: TreeNode, *, has_swa_lock: bool = True) -> None:
+    def dec_lock_ref(
+        self, node: TreeNode, holds: Sequence[GroupHold] | None = None
+    ) -> None:
+        for index, group in enumerate(self.groups):
+            if holds is None or holds[index].has_lock:
+                group.unlock(node)
         while node.parent is not None:
             if node.lock_ref == 0:
                 raise RuntimeError(f"{node} is not locked")
@@ -257,6 +298,12 @@ class RadixCache(BasePrefixCache):
         self.allocator.free(torch.from_numpy(slots))
         return len(slots)
 
+    def drop_leaf(self, leaf: TreeNode) -> None:
+        """Take an unlocked leaf out of the tree and free its slots."""
+        self._evictable -= len(leaf.slots)
+        self._cut_leaf(leaf, 0)
+        self.allocator.free(torch.from_numpy(leaf.slots))
+
     def _cut_leaf(self, leaf: TreeNode, keep: int) -> None:
         """Drop the leaf, or replace it by a new one with its first `keep` elements.
 
@@ -277,6 +324,8 @@ class RadixCache(BasePrefixCache):
         leaf.parent = None
         if self.listener is not None:
             self.listener.on_removed(leaf, rest)
+        for group in self.groups:
+            group.on_removed(leaf, rest)
 
     def _enqueue(self, node: TreeNode) -> None:
         """Queue a node that may have become an unlocked leaf."""
@@ -312,6 +361,8 @@ class RadixCache(BasePrefixCache):
         self.root = TreeNode()
         self._queue.clear()
         self._evictable = 0
+        for group in self.groups:
+            group.reset()
         self.allocator.free(cached)
         if self.listener is not None:
             self.listener.on_cleared()
@@ -328,7 +379,7 @@ class RadixCache(BasePrefixCache):
                 shared, last = self._insert_row(req)
                 self._free_row(req, protected, shared)
                 self._free_row(req, max(last.end, protected), allocated)
-        self.dec_lock_ref(node, has_swa_lock=req.has_swa_lock)
+        self.dec_lock_ref(node, req.holds)
         self.mark_released(req)
 
     def cache_unfinished_req(self, req: CacheableReq) -> None:
@@ -344,7 +395,7 @@ class RadixCache(BasePrefixCache):
             slots = torch.from_numpy(_slots_up_to(last, shared)[protected:])
             self.req_to_token_pool.write(req.req_pool_idx, protected, slots)
         self.inc_lock_ref(last)
-        self.dec_lock_ref(node, has_swa_lock=req.has_swa_lock)
+        self.dec_lock_ref(node, req.holds)
         self.mark_held(req, last, last.end)
 
     def _committed_key(self, req: CacheableReq) -> RadixKey:
@@ -365,7 +416,7 @@ class RadixCache(BasePrefixCache):
         key = self._committed_key(req)
         aligned = self._aligned(len(key))
         slots = self.req_to_token_pool.row_slots(req.req_pool_idx, 0, aligned)
-        present, last = self._insert(key, slots.numpy(), swa_from=req.swa_freed_len)
+        present, last = self._insert(key, slots.numpy(), req.holds)
         if present < min(req.cache_protected_len, aligned):
             raise RuntimeError(
                 f"request of row {req.req_pool_idx}: its locked prefix of "
@@ -395,23 +446,20 @@ class RadixCache(BasePrefixCache):
             self._evictable -= len(node.slots)
             if self.listener is not None:
                 self.listener.on_removed(node, None)
+            for group in self.groups:
+                group.on_removed(node)
         return torch.from_numpy(np.concatenate([EMPTY, *(n.slots for n in whole)]))
 
     # -- checkpoints ---------------------------------------------------------------
 
-    def save(self) -> tuple[SavedTree, dict[int, int]]:
-        """The tree as plain data, O(nodes), and the index of each run by the serial of
-        its node."""
+    def save(self) -> tuple[SavedTree | None, dict[int, int]]:
         runs, index = save_runs(self.root)
         saved = SavedTree(runs=runs, now=self._now, next_serial=next(self._serial))
         return saved, index
 
-    def load(self, saved: SavedTree) -> list[TreeNode]:
-        """Take over a saved tree in place of an empty one; returns its nodes in order.
-
-        Raises:
-            ValueError: it is no tree.
-        """
+    def load(self, saved: SavedTree | None) -> list[TreeNode]:
+        if saved is None:
+            return []
         nodes = build_runs(saved.runs, self.root, page_size=self.page_size)
         self._now = saved.now
         self._serial = count(saved.next_serial)
@@ -460,6 +508,8 @@ class RadixCache(BasePrefixCache):
         stray = np.setdiff1d(pages, self.allocator.owned_pages())
         if len(stray):
             raise RuntimeError(f"cached pages {stray[:8].tolist()} are free")
+        for group in self.groups:
+            group.check()
 
 
 def _slots_up_to(node: TreeNode, end: int) -> IntArray:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.groups.runs import RunMark
     from sglang.srt.mem_cache.page_ledger import IntArray
 
 HashArray = NDArray[np.uint64]
@@ -35,9 +36,7 @@ class TreeNode:
         last_access: logical time of the last match or insert through this run.
         serial: order of creation, breaks ties.
         queued: whether the eviction queue has an entry for this node.
-        has_swa: whether the slots have window slots, in a cache of sliding windows.
-        swa_lock_ref: requests that read window slots of this run.
-        swa_queued: as `queued`, for the queue of window slots.
+        marks: what the run has in each secondary group of the cache.
         block_hashes: uint64 [pages], of the cache's listener, which fills it.
     """
 
@@ -45,18 +44,16 @@ class TreeNode:
         "block_hashes",
         "children",
         "elements",
-        "has_swa",
         "hits",
         "last_access",
         "lock_ref",
+        "marks",
         "namespace",
         "parent",
         "queued",
         "serial",
         "slots",
         "start",
-        "swa_lock_ref",
-        "swa_queued",
     )
 
     def __init__(
@@ -69,6 +66,7 @@ class TreeNode:
         namespace: str | None = None,
         last_access: int = 0,
         serial: int = 0,
+        marks: tuple[RunMark, ...] = (),
     ) -> None:
         self.parent = parent
         self.elements = elements
@@ -81,9 +79,7 @@ class TreeNode:
         self.lock_ref = 0
         self.hits = 0
         self.queued = False
-        self.has_swa = True
-        self.swa_lock_ref = 0
-        self.swa_queued = False
+        self.marks = marks
         self.block_hashes = NO_HASHES
 
     def first_part(self, length: int, *, serial: int) -> TreeNode:
@@ -97,11 +93,10 @@ class TreeNode:
             namespace=self.namespace,
             last_access=self.last_access,
             serial=serial,
+            marks=tuple(mark.copy() for mark in self.marks),
         )
         part.lock_ref = self.lock_ref
         part.hits = self.hits
-        part.has_swa = self.has_swa
-        part.swa_lock_ref = self.swa_lock_ref
         return part
 
     @property

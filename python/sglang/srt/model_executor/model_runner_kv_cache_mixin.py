@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,17 +15,14 @@ from sglang.srt.distributed.partition import divide_kv_heads
 from sglang.srt.managers.utils import decode_reserve, region_columns
 from sglang.srt.mem_cache.allocator import BaseAllocator, create_allocator
 from sglang.srt.mem_cache.draft_region import DraftRegion, region_size
-from sglang.srt.mem_cache.memory_pool import (
-    KVCache,
-    MHATokenToKVPool,
-    ReqToTokenPool,
-    kv_bytes_per_token,
+from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+from sglang.srt.model_executor.kv_groups import (
+    SecondaryGroup,
+    SlotPlan,
+    TensorSpec,
+    create_kv_pool,
+    wanted_groups,
 )
-from sglang.srt.mem_cache.mla_memory_pool import (
-    MLATokenToKVPool,
-    latent_bytes_per_token,
-)
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.memory_plan import (
     MAX_HEAD_GRAPH_TOKENS,
     DraftMemory,
@@ -36,11 +34,6 @@ from sglang.srt.model_executor.memory_plan import (
     no_room_for_a_page,
     prefill_graph_bytes,
     prefill_token_counts,
-)
-from sglang.srt.model_executor.window_plan import (
-    create_swa_slots,
-    has_window_slots,
-    is_sliding,
 )
 from sglang.srt.models.draft import DraftModel
 from sglang.srt.utils.memory import available_device_bytes
@@ -81,8 +74,8 @@ class ModelRunnerKVCacheMixin:
     token_to_kv_pool: KVCache
     allocator: BaseAllocator
     max_total_num_tokens: int
-    # Whether sliding layers have slots of their own; of the target, that decides it.
-    _has_window_slots = False
+    # Of the target, which decides it; a draft's slots are counted as primary ones.
+    _secondary: Sequence[SecondaryGroup] = ()
 
     def row_width(self) -> int:
         """Columns of a `req_to_token` row.
@@ -189,7 +182,7 @@ class ModelRunnerKVCacheMixin:
         if shared is None:
             # Every rank keeps the KV of its heads in the same slots.
             self._check_rows()
-            self._has_window_slots = has_window_slots(config, args)
+            self._secondary = wanted_groups(config, args)
             size = get_tp_group().min_int(self._pool_size(draft_memory))
             rows = ReqToTokenPool(
                 size=args.max_running_requests,
@@ -198,22 +191,32 @@ class ModelRunnerKVCacheMixin:
                 context_len=config.context_len,
                 region=self._draft_region(size),
             )
-            swa = None
-            if self._has_window_slots:
-                swa = create_swa_slots(
-                    config,
-                    args,
-                    size=size,
-                    page_size=self.page_size,
-                    reserve=decode_reserve(args),
-                    region_size=self.region_size(),
-                    device=self.device,
-                )
-            allocator = create_allocator(size=size, page_size=self.page_size, swa=swa)
+            plan = SlotPlan(
+                size=size,
+                page_size=self.page_size,
+                reserve=decode_reserve(args),
+                region_size=self.region_size(),
+                device=self.device,
+            )
+            allocator = create_allocator(
+                size=size,
+                page_size=self.page_size,
+                secondary=[
+                    kind.create_slots(config, args, plan) for kind in self._secondary
+                ],
+            )
             shared = SharedPools(rows, allocator)
         self.req_to_token_pool, self.allocator = shared
         self.max_total_num_tokens = self.allocator.size
-        self.token_to_kv_pool = self._create_kv_pool()
+        self.token_to_kv_pool = create_kv_pool(
+            config,
+            self._tensor_spec(),
+            size=self.max_total_num_tokens,
+            page_size=self.page_size,
+            secondary=self.allocator.secondary,
+            region_size=self.region_size() if self.is_draft_worker else 0,
+            device=self.device,
+        )
 
     def region_size(self) -> int:
         """KV slots of the draft region, in whole pages; 0: there is none."""
@@ -240,36 +243,6 @@ class ModelRunnerKVCacheMixin:
             columns=columns,
             page_size=self.page_size,
         )
-
-    def _create_kv_pool(self) -> KVCache:
-        """KV bytes for the allocator's slots and, of a draft, for those of its region.
-
-        A draft has window slots where its target has them, for a window that is no
-        longer than the target's.
-        """
-        config, swa = self.model_config, self.allocator.swa
-        of_region = self.region_size() if self.is_draft_worker else 0
-        common: dict[str, Any] = {
-            "size": self.max_total_num_tokens + of_region,
-            "page_size": self.page_size,
-            "dtype": self.dtype,
-            "device": self.device,
-        }
-        if config.latent is not None:
-            return MLATokenToKVPool(
-                layer_num=config.num_layers,
-                kv_lora_rank=config.latent.rank,
-                rope_dim=config.latent.rope_dim,
-                **common,
-            )
-        common["head_num"] = self._num_kv_heads()
-        common["head_dim"] = config.head_dim
-        sliding = is_sliding(config)
-        mixed = any(sliding) and not all(sliding)
-        window = config.sliding_window
-        if swa is None or not mixed or window is None or window > swa.window:
-            return MHATokenToKVPool(layer_num=config.num_layers, **common)
-        return SWAKVPool(is_sliding=sliding, swa=swa, region_size=of_region, **common)
 
     def _check_rows(self) -> None:
         """Raises:
@@ -300,33 +273,23 @@ class ModelRunnerKVCacheMixin:
         available = available_device_bytes(self.device)
         return available // get_tp_group().size if self.device == "cpu" else available
 
-    def bytes_per_kv_slot(self) -> int:
-        """Device memory of one slot: the KV of all layers, those of its share of a
-        window slot, and records about it."""
-        config, args = self.model_config, self.server_args
-        layers: float = config.num_layers
-        if self._has_window_slots:
-            sliding = sum(is_sliding(config))
-            layers -= sliding * (1 - args.swa_full_tokens_ratio)
-        groups = 1 + args.swa_full_tokens_ratio * self._has_window_slots
-        records = groups * self.watcher_bytes_per_slot
-        layer_bytes = self._layer_bytes()
-        if config.latent is None:
-            layer_bytes += self._num_kv_heads() * self.watcher_bytes_per_head
-        return math.ceil(layers * layer_bytes + records)
-
-    def _layer_bytes(self) -> int:
-        """KV bytes of one slot in one layer, on this rank."""
-        config = self.model_config
-        if config.latent is not None:
-            width = config.latent.width
-            return latent_bytes_per_token(layer_num=1, width=width, dtype=self.dtype)
-        return kv_bytes_per_token(
-            layer_num=1,
-            head_num=self._num_kv_heads(),
-            head_dim=config.head_dim,
-            dtype=self.dtype,
+    def _tensor_spec(self) -> TensorSpec:
+        return TensorSpec.of(
+            self.model_config, dtype=self.dtype, kv_heads=self._num_kv_heads()
         )
+
+    def bytes_per_kv_slot(self) -> int:
+        """Device memory of one primary slot: its KV and the canary's records of it,
+        and its share of the slots of other groups."""
+        config, spec = self.model_config, self._tensor_spec()
+        per_layer = spec.layer_bytes + spec.heads * self.watcher_bytes_per_head
+        primary, total = config.num_layers, 0.0
+        for kind in self._secondary:
+            layers = len(kind.layers(config))
+            primary -= layers
+            slot = layers * per_layer + self.watcher_bytes_per_slot
+            total += kind.share(self.server_args) * slot
+        return math.ceil(total + primary * per_layer + self.watcher_bytes_per_slot)
 
     def _pool_size(self, draft_memory: DraftMemory) -> int:
         """KV slots, a multiple of the page size."""

@@ -19,7 +19,6 @@ from sglang.srt.managers.io_struct import GenerateReq
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.saved_req import SavedReq, load_req
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,9 +51,7 @@ def restore(
         )
     cache.allocator.load(checkpoint.free_pages)
     cache.req_to_token_pool.load_rows(checkpoint.free_rows)
-    nodes: list[TreeNode] = []
-    if isinstance(cache, RadixCache) and checkpoint.tree is not None:
-        nodes = cache.load(checkpoint.tree)
+    nodes = cache.load(checkpoint.tree)
     refill = _Refill(scheduler)
     reqs: dict[int, Req] = {}
     with ExitStack() as stack:

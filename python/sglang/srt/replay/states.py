@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kv_canary.records import SERIAL_MASK
 from kv_canary.violation import POOLS
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 if TYPE_CHECKING:
     from kv_canary.view import KVReadView
@@ -158,8 +157,7 @@ class _Probe:
         return torch.cat((words[:, :-1], relative[:, None]), dim=1)
 
     def _pool(self) -> KVCache:
-        pool = self._target.kv_pool
-        return pool.full_pool if isinstance(pool, SWAKVPool) else pool
+        return self._target.kv_pool.groups[0].tensors
 
     def _slots(self, batch: ForwardBatch) -> Tensor:
         """Slots that the device's table names for the rows of the forward."""

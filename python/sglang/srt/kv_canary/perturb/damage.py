@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kv_canary.perturb import flip_bytes
 from sglang.srt.kv_canary.pool_patcher.api import FULL
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState
@@ -137,10 +136,9 @@ class Scene:
     @property
     def pool(self) -> KVCache:
         """The bytes of the scene's group."""
-        pool = self.target.kv_pool
-        if isinstance(pool, SWAKVPool):
-            return pool.full_pool if self.group == FULL else pool.swa_pool
-        return pool
+        primary, *secondary = self.target.kv_pool.groups
+        groups = {group.name: group for group in secondary}
+        return groups.get(self.group, primary).tensors
 
     @property
     def table(self) -> torch.Tensor:
@@ -177,7 +175,7 @@ class Scene:
     def own_slots(self, slots: IntArray) -> list[int]:
         """Slots of the scene's group for slots of the full one, 0: none."""
         if self.group != FULL:
-            slots = self.windows.swa.window_slots(slots)
+            slots = self.windows.slots.slots_of(slots)
         own: list[int] = slots.tolist()
         return own
 
@@ -185,12 +183,12 @@ class Scene:
         """Whether the cache alone holds the slots of a cached run in this group."""
         if self.group == FULL:
             return node.lock_ref == 0
-        return node.has_swa and node.swa_lock_ref == 0
+        return node.marks[0].has_slots and not node.marks[0].lock_ref
 
     def _first_read(self, prefix_len: int) -> int:
         if self.group == FULL:
             return 0
-        return max(prefix_len - self.windows.swa.window + 1, 0)
+        return max(prefix_len - self.windows.slots.window + 1, 0)
 
     def flip_kv(self, slot: int) -> None:
         """Change bytes of K or V of `slot`: within the sample where only that is

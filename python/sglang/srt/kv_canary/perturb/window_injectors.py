@@ -65,9 +65,9 @@ def early_window_free(scene: Scene) -> Damage | None:
         if not pages:
             continue
         positions = _positions(scene, victim, pages[0])
-        swa = scene.windows.swa
-        swa.drop(np.array(pages[:1]))
-        swa.sync()
+        windows = scene.windows.slots
+        windows.drop(np.array(pages[:1]))
+        windows.sync()
         return Damage(
             req_row=victim.req_row,
             serial=victim.serial,
@@ -88,25 +88,24 @@ def late_window(scene: Scene) -> Damage | None:
     found = [v for v in scene.victims() if len(_window_pages(scene, v)) > 1]
     if not found:
         return None
-    victim, make = found[0], backend.window_forward
+    victim, make = found[0], backend.group_forwards
 
-    def late(batch: ForwardBatch) -> WindowForward | None:
+    def late(batch: ForwardBatch) -> dict[str, WindowForward]:
         made = make(batch)
-        assert made is not None
-        rows, i = made.rows, victim.batch_row
+        rows, i = made[scene.group].rows, victim.batch_row
         rows.page_table[i] = rows.page_table[i].roll(-1)
         rows.first_position[i] += size
         rows.prefix_lens[i] -= size
         rows.read_lens[i] -= size
         return made
 
-    vars(backend)["window_forward"] = late
+    vars(backend)["group_forwards"] = late
     return Damage(
         req_row=victim.req_row,
         serial=victim.serial,
         position=victim.first_read,
         places=frozenset({(-1, victim.first_read)}),
-        undo=lambda: vars(backend).pop("window_forward"),
+        undo=lambda: vars(backend).pop("group_forwards"),
     )
 
 
@@ -132,8 +131,8 @@ def _read_pages(scene: Scene, victim: Victim) -> IntArray:
 def _remap(scene: Scene, victim: Victim, page: int, *, to: int) -> Damage:
     """Give a page the entry of another one, on the device alone, until the forward is
     over."""
-    size, swa = scene.target.page_size, scene.windows.swa
-    entries = swa.full_to_swa_index_mapping.view(-1, size)
+    size = scene.target.page_size
+    entries = scene.windows.slots.mapping.view(-1, size)
     before = entries[page].clone()
     entries[page] = entries[to]
     positions = _positions(scene, victim, page)

@@ -56,7 +56,6 @@ from sglang.srt.kv_canary.single_forward_manager.manager import (
     SingleForwardManager,
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import get_forward_context
 from sglang.srt.model_executor.graph_capture import SideStream
@@ -69,7 +68,8 @@ if TYPE_CHECKING:
     from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
     from sglang.srt.kv_canary.runner.window_canary import WindowCanary
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-    from sglang.srt.mem_cache.swa_slots import SwaSlots
+    from sglang.srt.mem_cache.groups.runs import GroupRuns
+    from sglang.srt.mem_cache.groups.slots import GroupSlots
 
 BESIDE_FROM_TOKENS = 16
 """New tokens from which on verify and head run beside the model: below, fork and join
@@ -224,20 +224,24 @@ class CanaryManager:
         """Sweep the unused slots of this prefix cache from now on."""
         self.perturb.attach(cache)
         if self.config.sweep_interval and isinstance(cache, RadixCache):
-            groups: list[tuple[CanaryBuffers, SwaSlots | None]]
+            groups: list[tuple[CanaryBuffers, GroupRuns | None]]
             groups = [(self.target.buffers, None)]
             if self.target.windows is not None:
                 windows = self.target.windows
-                groups.append((windows.buffers, windows.swa))
+                groups += [
+                    (windows.buffers, group)
+                    for group in cache.groups
+                    if group.slots is windows.slots
+                ]
             self._sweepers = [
                 Sweeper(
                     cache,
                     buffers,
                     budget=self.config.sweep_budget,
                     token_offset=self.target.token_offset,
-                    swa=swa,
+                    group=group,
                 )
-                for buffers, swa in groups
+                for buffers, group in groups
             ]
 
     def expect_prefixes(
@@ -415,7 +419,9 @@ class CanaryManager:
         if is_launched and self._is_init_finished and not perturb.is_idle:
             perturb.before_step(forward_batch, step=current.index, backend=backend)
         views = backend.read_view(forward_batch)
-        window = None if self.windows is None else backend.window_forward(forward_batch)
+        window = None
+        if self.windows is not None:
+            (window,) = backend.group_forwards(forward_batch).values()
         self.calls.begin(forward_batch, views[0], window)
         if self.probe is not None:
             self.probe(forward_batch, views)
@@ -604,24 +610,27 @@ class CanaryManager:
             dropped += more
         return Examined(found, dropped)
 
-    def slot_pattern(self) -> PoolPattern:
-        """A pattern for slots of this pool that nobody holds."""
-        pool = self.target.kv_pool
-        full = pool.full_pool if isinstance(pool, SWAKVPool) else pool
-        return PoolPattern(self._state, full)
+    def slot_pattern(self, slots: GroupSlots | None) -> PoolPattern | None:
+        """A pattern for slots of a group that nobody holds; None if this pool has no
+        such group.
 
-    def window_pattern(self) -> PoolPattern | None:
-        """The same for window slots; None: there are none."""
-        pool = self.target.kv_pool
-        if self.windows is None or not isinstance(pool, SWAKVPool):
-            return None
-        return PoolPattern(self.windows.state, pool.swa_pool)
+        Args:
+            slots: of the group; None: the primary one.
+        """
+        for group in self.target.kv_pool.groups:
+            if group.slots is slots:
+                state = self._state
+                if slots is not None:
+                    assert self.windows is not None
+                    state = self.windows.state
+                return PoolPattern(state, group.tensors)
+        return None
 
     def full_slot(self, violation: Violation) -> int:
         """The slot of the full group that a violation is about; -1: none."""
         if violation.group != SWA or self.windows is None or violation.slot < 0:
             return violation.slot
-        return self.windows.group.swa.full_slot(violation.slot)
+        return self.windows.group.slots.primary_slot(violation.slot)
 
     def forget_rows(self, req_rows: Sequence[int]) -> None:
         """Clear the verdicts of request rows whose requests lose them, in stream order:

@@ -51,8 +51,8 @@ class SwaDivergence:
 
     def values(self, forward_batch: ForwardBatch) -> dict[str, int]:
         """The numbers of a report, about a forward that has not run yet."""
-        swa, pool = self._group.swa, self._target.req_to_token_pool
-        mapping = swa.full_to_swa_index_mapping.cpu()
+        windows, pool = self._group.slots, self._target.req_to_token_pool
+        mapping = windows.mapping.cpu()
         inside = outside = differing = rows = 0
         for row, length in zip(
             forward_batch.req_pool_indices.tolist(),
@@ -62,7 +62,7 @@ class SwaDivergence:
             if not row:
                 continue
             rows += 1
-            begin = max(length - swa.window + 1, 0)
+            begin = max(length - windows.window + 1, 0)
             slots = pool.row_slots(row, begin, length)
             inside += len(slots)
             outside += begin
@@ -75,7 +75,7 @@ class SwaDivergence:
             "inside_window": inside,
             "outside_window": outside,
             "differing_slots": differing,
-            "stale_mappings": int((mapping != swa.expected_mapping()).sum()),
+            "stale_mappings": int((mapping != windows.expected_mapping()).sum()),
         }
 
 

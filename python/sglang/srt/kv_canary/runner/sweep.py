@@ -11,9 +11,9 @@ from sglang.srt.utils.hashing import hash_string
 
 if TYPE_CHECKING:
     from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
+    from sglang.srt.mem_cache.groups.runs import GroupRuns
     from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.mem_cache.radix_cache import RadixCache
-    from sglang.srt.mem_cache.swa_slots import SwaSlots
     from sglang.srt.mem_cache.tree_node import TreeNode
 
 
@@ -29,7 +29,8 @@ class Sweeper:
         budget: slots of one pass at most.
         token_offset: slot p holds token p + this; with 1, as in the pool of a draft
             head, lineages begin with a seed.
-        swa: for the window group, its slots: of runs that have them.
+        group: the cache's part of a secondary group, whose slots are swept; None: the
+            primary slots are.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class Sweeper:
         *,
         budget: int,
         token_offset: int = 0,
-        swa: SwaSlots | None = None,
+        group: GroupRuns | None = None,
     ) -> None:
         self._token_offset = token_offset
-        self._swa = swa
+        self._group = group
         self._cache = cache
         self._launcher = SweepLauncher(buffers.state, buffers.fingerprint)
         self._budget = budget
@@ -79,19 +80,19 @@ class Sweeper:
 
     def _is_read(self, node: TreeNode) -> bool:
         """Whether forwards check this run, or nothing can."""
-        if self._swa is None:
+        if self._group is None:
             return node.lock_ref > 0
-        return not node.has_swa or node.swa_lock_ref > 0
+        return not self._group.is_idle(node)
 
     def _run(self, node: TreeNode, offset: int, slots: IntArray) -> SweepRun:
         before = node.slots[offset - 1 : offset]
         if not offset and node.start:
             assert node.parent is not None
             before = node.parent.slots[-1:]
-        if self._swa is not None:
-            # 0 for a predecessor that left the window: no slot that can be read.
-            slots = self._swa.window_slots(slots)
-            before = self._swa.window_slots(before)
+        if self._group is not None:
+            # 0 for a predecessor that has no slot there, hence none to be read.
+            slots = self._group.slots.slots_of(slots)
+            before = self._group.slots.slots_of(before)
         prev_slot = int(before[0]) if len(before) else -1
         return _run(node, offset, slots, prev_slot, token_offset=self._token_offset)
 

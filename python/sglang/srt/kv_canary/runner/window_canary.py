@@ -43,14 +43,14 @@ class WindowCanary:
 
     def register(self) -> None:
         """Hear of window slots that are freed from now on."""
-        self.group.swa.register_on_free(self._on_free)
+        self.group.slots.register_on_free(self._on_free)
 
     def _on_free(self, slots: Tensor) -> None:
         self._freed.append(slots)
 
     def on_region_free(self, slots: Tensor) -> None:
         """Remember freed slots of the draft region (int64, host)."""
-        self._freed.append(torch.from_numpy(self.group.swa.window_slots(slots.numpy())))
+        self._freed.append(torch.from_numpy(self.group.slots.slots_of(slots.numpy())))
 
     def forget_freed(self) -> None:
         """Let the slots that were freed since the last launch be as they are."""
@@ -78,6 +78,6 @@ class WindowCanary:
         """The owner of a window slot: of the slot that has it."""
 
         def owner(slot: int) -> Owner:
-            return full(self.group.swa.full_slot(slot) if slot >= 0 else slot)
+            return full(self.group.slots.primary_slot(slot) if slot >= 0 else slot)
 
         return owner

@@ -8,7 +8,7 @@ positions          0 ............ first_position ......... prefix .... end
 full group         | verified                              | written   |
 window group       | left the window    | verified         | written   |
 ```
-Which slot a token must have is known from the host's records (`req_to_swa`), not from
+Which slot a token must have is known from the host's records (`req_to_slots`), not from
 the mapping on the device through which attention finds it.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kv_canary.checks import PoolChecks
     from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
     from sglang.srt.layers.attention.window_tables import WindowForward
-    from sglang.srt.mem_cache.swa_slots import SwaSlots
+    from sglang.srt.mem_cache.groups.window_slots import WindowSlots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +37,12 @@ class WindowGroup:
     """The window slots of one pool.
 
     Fields:
-        req_to_swa: int32 [req_rows, W], window slots by request row and position.
+        req_to_slots: int32 [req_rows, W], window slots by request row and position.
     """
 
     buffers: CanaryBuffers
-    swa: SwaSlots
-    req_to_swa: Tensor
+    slots: WindowSlots
+    req_to_slots: Tensor
 
 
 class WindowLaunches:
@@ -64,7 +64,7 @@ class WindowLaunches:
         self._checks = dataclasses.replace(
             checks,
             fingerprint=group.buffers.fingerprint,
-            req_to_token=group.req_to_swa,
+            req_to_token=group.req_to_slots,
             # Compared once, in the full group.
             published=None,
         )
@@ -98,7 +98,7 @@ class WindowLaunches:
             first_position=rows.first_position,
             prev_slots=self._no_slots[: view.num_rows],
             takes_new=read.takes_new,
-            reach=self._group.swa.window - 1,
+            reach=self._group.slots.window - 1,
         )
         of_windows = dataclasses.replace(
             view, out_cache_loc=forward.cache_loc, reads=(window,), oracle=None

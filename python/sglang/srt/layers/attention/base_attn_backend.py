@@ -14,6 +14,8 @@ from sglang.srt.configs.attention_backends import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kv_canary.attended import AttendedBytes
     from kv_canary.view import KVReadView
     from sglang.srt.configs.latent_config import LatentConfig
@@ -115,9 +117,11 @@ class AttentionBackend(ABC):
         was."""
         return None
 
-    def compare_bytes(self, full: AttendedBytes, windows: AttendedBytes | None) -> None:
-        """Compare the bytes that decodes load from now on; `windows`: those of window
-        slots, if the model has any.
+    def compare_bytes(self, groups: Mapping[str, AttendedBytes]) -> None:
+        """Compare the bytes that decodes load from now on.
+
+        Args:
+            groups: sums of each group of the pool, by its name.
 
         Raises:
             RuntimeError: the backend does not declare `compares_bytes`.
@@ -136,13 +140,13 @@ class AttentionBackend(ABC):
         One view per metadata group; the KV canary verifies them.
         """
 
-    def window_forward(self, forward_batch: ForwardBatch) -> WindowForward | None:
-        """The window slots that `forward` is about to read and to write, in the very
-        tables that it takes; None: the model has no window slots.
+    def group_forwards(self, forward_batch: ForwardBatch) -> dict[str, WindowForward]:
+        """What `forward` is about to read and to write in the secondary groups that it
+        attends, by name, in the very tables that it takes.
 
-        Whoever asks does so once per forward, before its first layer.
+        Call it once per forward, before the first layer.
         """
-        return None
+        return {}
 
     def forward(
         self,

@@ -9,9 +9,10 @@ from kv_canary.records import Launch, ring_tag
 from kv_canary.view import NO_MANAGER
 from sglang.srt.layers.attention.triton_ops.args import Check, Compares
 from sglang.srt.layers.attention.triton_ops.decode_attention import ComparedLayer
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kv_canary.attended import AttendedBytes
     from sglang.srt.layers.attention.paged_backend import AttendedRows
     from sglang.srt.mem_cache.memory_pool import KVCache
@@ -22,35 +23,28 @@ class ComparedBytes:
     """The layers of one pool, by what their bytes are compared with.
 
     Args:
-        windows: of the window slots of `kv_pool`, if it has any.
+        groups: of the groups of `kv_pool`, by name.
     """
 
-    def __init__(
-        self, kv_pool: KVCache, full: AttendedBytes, windows: AttendedBytes | None
-    ) -> None:
+    def __init__(self, kv_pool: KVCache, groups: Mapping[str, AttendedBytes]) -> None:
         self._pool = kv_pool
-        self._full = full
-        self._windows = windows
-        # Of the forward that attended last, by whether its layers are sliding.
+        self._groups = groups
+        # Of the forward that attended last, by group.
         self._attended: ForwardBatch | None = None
-        self._checks: dict[bool, Check] = {}
+        self._checks: dict[str, Check] = {}
 
     def of_layer(
         self, layer_id: int, batch: ForwardBatch, rows: AttendedRows
     ) -> ComparedLayer:
         """How the decode launch of a layer over `rows` compares."""
-        pool, layer, is_sliding = self._pool, layer_id, False
-        if isinstance(pool, SWAKVPool):
-            is_sliding = pool.is_sliding(layer_id)
-            layer = pool.place_in_group(layer_id)
-        group = self._windows if is_sliding else self._full
-        assert group is not None
+        (group, layer) = self._pool.place_of(layer_id)
+        attended = self._groups[group.name]
         if self._attended is not batch:
             self._attended, self._checks = batch, {}
-        check = self._checks.get(is_sliding)
+        check = self._checks.get(group.name)
         if check is None:
-            check = self._checks[is_sliding] = _check_of(group, batch, rows)
-        compares = Compares.IN_TURN if group.in_turn else Compares.ALWAYS
+            check = self._checks[group.name] = _check_of(attended, batch, rows)
+        compares = Compares.IN_TURN if attended.in_turn else Compares.ALWAYS
         return ComparedLayer(check=check, layer=layer, compares=compares)
 
 

@@ -23,7 +23,11 @@ from sglang.srt.layers.attention.base_attn_backend import (
     DraftDecodeBackend,
     StackWrapper,
 )
-from sglang.srt.layers.attention.window_tables import WindowForward, WindowTables
+from sglang.srt.layers.attention.window_tables import (
+    WindowForward,
+    WindowTables,
+    tables_of,
+)
 from sglang.srt.layers.ops.attention import (
     decode_attention,
     decode_attention_ref,
@@ -34,8 +38,6 @@ from sglang.srt.layers.ops.decoder_stack import run_stack
 from sglang.srt.layers.ops.latent import latent_store, latent_store_ref
 from sglang.srt.layers.ops.rope import rope_store_kv, rope_store_kv_ref
 from sglang.srt.mem_cache.branch_slots import SlotRows, branch_table
-from sglang.srt.mem_cache.mla_memory_pool import MLATokenToKVPool
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 if TYPE_CHECKING:
     from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
@@ -117,7 +119,7 @@ class PagedAttnBackend(AttentionBackend):
         self._req_to_token_pool = req_to_token_pool
         self._kv_pool = kv_pool
         self._page_size = kv_pool.page_size
-        self._is_latent = isinstance(kv_pool, MLATokenToKVPool)
+        self._is_latent = kv_pool.values_in_keys
         if self._is_latent:
             self.store_op = self.latent_store_op
         self.page_table = req_to_token_pool.req_to_token[:, :: self._page_size]
@@ -126,9 +128,8 @@ class PagedAttnBackend(AttentionBackend):
         # Of the forward that was viewed last.
         self._viewed: ForwardBatch | None = None
         self._view: KVReadView | None = None
-        self._windows: WindowTables | None = None
-        if isinstance(kv_pool, SWAKVPool):
-            self._windows = WindowTables(kv_pool, max_rows=req_to_token_pool.size)
+        # Of the secondary groups, by name.
+        self._tables = tables_of(kv_pool, max_rows=req_to_token_pool.size)
 
     def draft_decode(
         self, layout: BranchLayout, *, max_requests: int
@@ -145,8 +146,10 @@ class PagedAttnBackend(AttentionBackend):
         other._page_size = page_size
         other._is_own_table = True
         other._viewed = other._view = None
-        if self._windows is not None:
-            other._windows = self._windows.for_table(len(page_table))
+        other._tables = {
+            name: tables.for_table(len(page_table))
+            for name, tables in self._tables.items()
+        }
         return other
 
     def wrap_calls(
@@ -162,7 +165,7 @@ class PagedAttnBackend(AttentionBackend):
     def run_stack(
         self, plan: StackPlan, given: StackInput, forward_batch: ForwardBatch
     ) -> StackRun | None:
-        if self.stack_op is None or self._windows is not None or not native_available():
+        if self.stack_op is None or self._tables or not native_available():
             return None
         view, batch = self._view_of(forward_batch), forward_batch
         is_decode = batch.forward_mode.is_decode
@@ -198,10 +201,12 @@ class PagedAttnBackend(AttentionBackend):
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
         return (self._view_of(forward_batch),)
 
-    def window_forward(self, forward_batch: ForwardBatch) -> WindowForward | None:
-        if self._windows is None:
-            return None
-        return self._windows.make(self._view_of(forward_batch), forward_batch)
+    def group_forwards(self, forward_batch: ForwardBatch) -> dict[str, WindowForward]:
+        view = self._view_of(forward_batch)
+        return {
+            name: tables.make(view, forward_batch)
+            for name, tables in self._tables.items()
+        }
 
     def _view_of(self, forward_batch: ForwardBatch) -> KVReadView:
         """The view of a forward, from which `attend` takes its arguments as well: the
@@ -235,17 +240,23 @@ class PagedAttnBackend(AttentionBackend):
             layer,
             forward_batch,
             kv_pool=self._kv_pool,
-            out_cache_loc=self._window_cache_loc(layer, forward_batch),
+            out_cache_loc=self._group_cache_loc(layer, forward_batch),
         )
 
-    def _window_cache_loc(
+    def _tables_of(self, layer: RadixAttention) -> WindowTables | None:
+        """The tables of a layer's group; None: it is the primary one."""
+        if not self._tables:
+            return None
+        return self._tables.get(self._kv_pool.place_of(layer.layer_id)[0].name)
+
+    def _group_cache_loc(
         self, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> Tensor | None:
-        """Slots of the new tokens in the pool of a sliding layer; None: another one."""
-        windows = self._windows
-        if windows is None or not windows.serves(layer.layer_id):
+        """Slots of the new tokens in the group of a layer; None: the primary ones."""
+        tables = self._tables_of(layer)
+        if tables is None:
             return None
-        return windows.cache_loc(layer.layer_id, forward_batch)
+        return tables.cache_loc(layer.layer_id, forward_batch)
 
     def attend(
         self,
@@ -266,9 +277,9 @@ class PagedAttnBackend(AttentionBackend):
             view.read_lens,
             forward_batch.positions,
         )
-        windows = self._windows
-        if windows is not None and windows.serves(layer.layer_id):
-            rows = self._window_rows(windows, view, layer.layer_id, forward_batch)
+        tables = self._tables_of(layer)
+        if tables is not None:
+            rows = self._window_rows(tables, view, layer.layer_id, forward_batch)
         common = {
             "page_table": rows.page_table,
             "row_index": rows.row_index,

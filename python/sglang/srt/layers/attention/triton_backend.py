@@ -54,6 +54,8 @@ from sglang.srt.layers.ops.rope import rope_store_kv
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from kv_canary.attended import AttendedBytes
@@ -109,10 +111,10 @@ class TritonAttnBackend(PagedAttnBackend):
         is_cheap = self._plans or torch.device(self._device).type != "cuda"
         return replace(known, compares_bytes=is_cheap and not self._is_latent)
 
-    def compare_bytes(self, full: AttendedBytes, windows: AttendedBytes | None) -> None:
+    def compare_bytes(self, groups: Mapping[str, AttendedBytes]) -> None:
         if self._is_latent:
-            super().compare_bytes(full, windows)
-        self._compared = ComparedBytes(self._kv_pool, full, windows)
+            super().compare_bytes(groups)
+        self._compared = ComparedBytes(self._kv_pool, groups)
 
     def with_table(self, page_table: Tensor, *, page_size: int) -> TritonAttnBackend:
         other = super().with_table(page_table, page_size=page_size)
@@ -154,7 +156,7 @@ class TritonAttnBackend(PagedAttnBackend):
             layer,
             forward_batch,
             kv_pool=self._kv_pool,
-            out_cache_loc=self._window_cache_loc(layer, forward_batch),
+            out_cache_loc=self._group_cache_loc(layer, forward_batch),
             update_k=self._reads_new(forward_batch),
         )
 

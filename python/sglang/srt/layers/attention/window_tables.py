@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from sglang.srt.mem_cache.groups.window_slots import WindowSlots
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.utils.dispatch import Op
 
 if TYPE_CHECKING:
     from kv_canary.view import KVReadView
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.mem_cache.groups.kv_group import KVGroup
+    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
@@ -121,13 +123,17 @@ class WindowForward(NamedTuple):
 class WindowTables:
     """Window tables and window slots of the forwards of one backend.
 
-    They are made before the first sliding layer of a forward, or when somebody asks
-    for them before; the other layers read them. A graph holds the making, too, however
-    often it is replayed.
+    They are made before the first layer of the group, or earlier on request; the other
+    layers read them. A graph captures the making as well, however often it is replayed.
+
+    Args:
+        group: whose layers read them.
     """
 
-    def __init__(self, kv_pool: SWAKVPool, *, max_rows: int) -> None:
-        self._pool = kv_pool
+    def __init__(self, group: KVGroup, slots: WindowSlots, *, max_rows: int) -> None:
+        self._first_layer = group.layers[0]
+        self._group = group
+        self._slots = slots
         self._max_rows = max_rows
         self._static: dict[int, WindowRows] = {}
         self._rows: WindowRows | None = None
@@ -138,11 +144,7 @@ class WindowTables:
 
     def for_table(self, max_rows: int) -> WindowTables:
         """The same for forwards over another page table."""
-        return WindowTables(self._pool, max_rows=max_rows)
-
-    def serves(self, layer_id: int) -> bool:
-        """Whether this layer has its KV in window slots."""
-        return self._pool.is_sliding(layer_id)
+        return WindowTables(self._group, self._slots, max_rows=max_rows)
 
     def make(self, view: KVReadView, forward_batch: ForwardBatch) -> WindowForward:
         """The window slots of a forward, before its first layer."""
@@ -169,27 +171,25 @@ class WindowTables:
 
     def _is_due(self, what: str, layer_id: int) -> bool:
         """Whether this layer is the first of a forward, for which nobody asked."""
-        if layer_id != self._pool.first_sliding:
+        if layer_id != self._first_layer:
             return False
         is_ahead, self._is_ahead[what] = self._is_ahead[what], False
         return not is_ahead
 
     def _make_cache_loc(self, forward_batch: ForwardBatch) -> Tensor:
-        mapping = self._pool.swa.full_to_swa_index_mapping
-        self._cache_loc = mapping[forward_batch.out_cache_loc]
+        self._cache_loc = self._slots.mapping[forward_batch.out_cache_loc]
         return self._cache_loc
 
     def _make_rows(self, view: KVReadView, forward_batch: ForwardBatch) -> WindowRows:
         assert view.page_table is not None
-        swa = self._pool.swa
         self._rows = self._tensors(forward_batch, view.page_size)
         window_table(
             view.page_table,
             view.row_index,
             prefix_lens=forward_batch.prefix_lens,
             read_lens=view.read_lens,
-            mapping=swa.full_to_swa_index_mapping,
-            window=swa.window,
+            mapping=self._slots.mapping,
+            window=self._slots.window,
             page_size=view.page_size,
             out=self._rows,
         )
@@ -198,7 +198,7 @@ class WindowTables:
     def tree_positions(self, layer_id: int, forward_batch: ForwardBatch) -> Tensor:
         """Positions of the new tokens of trees, int64 [T], counted like the elements of
         their rows; after `rows`."""
-        if layer_id == self._pool.first_sliding:
+        if layer_id == self._first_layer:
             assert self._rows is not None
             first = self._rows.first_position[:, None]
             whole = forward_batch.positions.view(len(first), -1)
@@ -211,7 +211,7 @@ class WindowTables:
         tokens of a row is fixed, as in graphs."""
         rows, device = batch.batch_size, batch.prefix_lens.device
         columns = window_columns(
-            window=self._pool.swa.window,
+            window=self._slots.window,
             new_tokens=_new_tokens(batch),
             page_size=page_size,
         )
@@ -223,6 +223,15 @@ class WindowTables:
             )
         whole = self._static[columns]
         return WindowRows(*(tensor[:rows] for tensor in whole))
+
+
+def tables_of(kv_pool: KVCache, *, max_rows: int) -> dict[str, WindowTables]:
+    """The tables of a pool's window groups, by name."""
+    return {
+        group.name: WindowTables(group, group.slots, max_rows=max_rows)
+        for group in kv_pool.groups
+        if isinstance(group.slots, WindowSlots)
+    }
 
 
 def _new_tokens(batch: ForwardBatch) -> int:

@@ -27,11 +27,13 @@ def create_recorder(scheduler: RecordedScheduler) -> Recorder | None:
         rank=managers[0].reporter.rank,
     )
     managers[0].reporter.record = recorder.record_for
-    if scheduler.cache.allocator.swa is not None:
-        logger.warning(
-            "--kv-canary-record %d: a model with window slots is replayed from the "
-            "engine's start; incidents after forward %d cannot be",
-            num_forwards,
-            num_forwards * MAX_GENERATIONS,
-        )
+    for group in scheduler.cache.allocator.secondary:
+        if group.unsaved:
+            logger.warning(
+                "--kv-canary-record %d: %s, so that a record is replayed from the "
+                "engine's start; incidents after forward %d cannot be",
+                num_forwards,
+                group.unsaved,
+                num_forwards * MAX_GENERATIONS,
+            )
     return recorder

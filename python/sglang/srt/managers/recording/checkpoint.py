@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.managers.recording.record_file import Checkpoint
 from sglang.srt.managers.saved_req import save_req
-from sglang.srt.mem_cache.radix_cache import RadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.recording.source import RecordedScheduler
@@ -16,7 +15,7 @@ def save_checkpoint(scheduler: RecordedScheduler) -> Checkpoint:
     """A checkpoint of a scheduler without results in flight; copies no token and no
     array of the tree, O(runs of the tree + pages)."""
     cache, rows = scheduler.cache, scheduler.cache.req_to_token_pool
-    tree, runs = cache.save() if isinstance(cache, RadixCache) else (None, {})
+    tree, runs = cache.save()
     return Checkpoint(
         tree=tree,
         free_pages=cache.allocator.save(),

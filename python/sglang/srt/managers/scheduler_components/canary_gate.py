@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import LaunchRecord
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.groups.slots import GroupSlots
     from sglang.srt.mem_cache.quarantine import SlotPattern
 
 logger = logging.getLogger(__name__)
@@ -212,16 +213,14 @@ class CanaryGate:
         for manager in self._managers:
             manager.forget_rows(req_rows)
 
-    def patterns(self) -> list[SlotPattern]:
-        """Of the pools, alike on every rank."""
-        return [
-            SharedPattern(manager.slot_pattern(), self._group)
-            for manager in self._managers
-        ]
+    def patterns(self, group: GroupSlots | None) -> list[SlotPattern]:
+        """Patterns for the slots of a group in all pools that have it, alike on every
+        rank.
 
-    def window_patterns(self) -> list[SlotPattern]:
-        """Of the pools that have window slots."""
-        patterns = (manager.window_pattern() for manager in self._managers)
+        Args:
+            group: None: the primary group.
+        """
+        patterns = (manager.slot_pattern(group) for manager in self._managers)
         return [SharedPattern(p, self._group) for p in patterns if p is not None]
 
     def _report(self, managers: list[CanaryManager]) -> None:

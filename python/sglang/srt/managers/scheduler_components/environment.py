@@ -8,7 +8,6 @@ from sglang.srt.managers.schedule_batch import BatchEnvironment
 from sglang.srt.managers.utils import decode_reserve
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.mem_cache.swa_radix_cache import SwaRadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -23,8 +22,6 @@ def create_environment(
     cache_class: type[BasePrefixCache] = (
         ChunkCache if server_args.disable_radix_cache else RadixCache
     )
-    if cache_class is RadixCache and runner.allocator.swa is not None:
-        cache_class = SwaRadixCache
     cache = cache_class(
         req_to_token_pool=runner.req_to_token_pool,
         allocator=runner.allocator,

@@ -81,7 +81,7 @@ class Healer:
 
     Attributes:
         quarantine: pages that were damaged.
-        window_quarantine: window pages that were; None: the model has none.
+        group_quarantines: the same of each secondary group.
         stats: of what was done.
     """
 
@@ -108,12 +108,11 @@ class Healer:
         self._launches = launches
         self._num_forwards = num_forwards
         self._heal_times: deque[float] = deque()
-        self.quarantine = Quarantine(cache.allocator, gate.patterns())
-        self.window_quarantine: Quarantine | None = None
-        if cache.allocator.swa is not None:
-            self.window_quarantine = Quarantine(
-                cache.allocator.swa, gate.window_patterns()
-            )
+        self.quarantine = Quarantine(cache.allocator, gate.patterns(None))
+        self.group_quarantines = [
+            Quarantine(group, gate.patterns(group))
+            for group in cache.allocator.secondary
+        ]
         self.stats = HealStats()
 
     # -- a damage ------------------------------------------------------------------
@@ -270,8 +269,8 @@ class Healer:
         """Free what touched requests and cached runs hold, put damaged pages under
         watch; returns the number of cached tokens that are gone."""
         cache = self._cache
-        swa, windows = cache.allocator.swa, self.window_quarantine
-        window_pages = None if swa is None else swa.window_pages(blame.pages)
+        secondary = cache.allocator.secondary
+        in_groups = [group.pages_of(blame.pages) for group in secondary]
         self._gate.forget_rows([req.req_pool_idx for req in touched])
         own = [host_array(cache.let_go(req)) for req in touched]
         cut = host_array(cache.cut(blame.nodes))
@@ -279,9 +278,11 @@ class Healer:
         allocator = cache.allocator
         is_free = ~allocator.owns(blame.pages)
         self.quarantine.add(blame.pages[is_free], num_forwards=self._num_forwards())
-        if swa is not None and windows is not None and window_pages is not None:
-            free = window_pages[(window_pages > 0) & ~swa.owns(window_pages)]
-            windows.add(free, num_forwards=self._num_forwards())
+        for group, pages, quarantine in zip(
+            secondary, in_groups, self.group_quarantines, strict=True
+        ):
+            free = pages[(pages > 0) & ~group.owns(pages)]
+            quarantine.add(free, num_forwards=self._num_forwards())
         return len(cut)
 
     def _free_pages(self, slots: IntArray) -> None:
@@ -335,14 +336,13 @@ class Healer:
 
     @property
     def _quarantines(self) -> list[Quarantine]:
-        both = (self.quarantine, self.window_quarantine)
-        return [quarantine for quarantine in both if quarantine is not None]
+        return [self.quarantine, *self.group_quarantines]
 
     @property
-    def num_fenced(self) -> tuple[int, int]:
-        """Slots, and window slots, that are neither free nor cached."""
-        windows = self.window_quarantine
-        return self.quarantine.num_slots, 0 if windows is None else windows.num_slots
+    def fenced(self) -> list[int]:
+        """Slots that are neither free nor cached, of the primary group and of each
+        secondary one."""
+        return [quarantine.num_slots for quarantine in self._quarantines]
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Put what was done, and the pages out of use, into `stats`."""
@@ -351,7 +351,7 @@ class Healer:
 
     @property
     def num_kept(self) -> int:
-        """Pages, and window pages, that stay out of use."""
+        """Pages, of all groups, that stay out of use."""
         return sum(len(quarantine.kept) for quarantine in self._quarantines)
 
     def after_step(self, *, has_launched: bool) -> None:

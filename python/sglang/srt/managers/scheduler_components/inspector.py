@@ -119,15 +119,15 @@ class Inspector:
         written = np.empty(0, np.int32) if clocks is None else clocks.written
         frames = self._changes.frames(cells, written, is_whole=is_whole)
         tree, num_nodes = tree_table(cache, max_rows=MAX_NODES)
-        swa = cache.allocator.swa
+        secondary = cache.allocator.secondary
         return PoolSnapshot(
             seq=frames[0].seq,
             frames=frames,
             pool=PoolSize(
                 num_pages=cache.allocator.num_pages,
                 page_size=cache.page_size,
-                num_window_pages=0 if swa is None else swa.size // swa.page_size,
-                num_free_window_pages=0 if swa is None else swa.num_free_pages,
+                num_window_pages=sum(g.size // g.page_size for g in secondary),
+                num_free_window_pages=sum(g.num_free_pages for g in secondary),
             ),
             requests=[self._view(req) for req in reqs[:MAX_REQUESTS]],
             num_requests=len(reqs),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_policy import SlotNeed
     from sglang.srt.managers.scheduler_components.batch_selector import BatchSelector
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.groups.runs import GroupRuns
 
 # A healthy engine has at most two such rounds in succession (a batch that has ended is
 # taken out, slots that were promised must first be given back).
@@ -83,17 +84,7 @@ class StallCheck:
             f"KV slots: {allocator.size} in pages of {allocator.page_size}, "
             f"{allocator.available_size()} free, {cache.evictable_size()} evictable, "
             f"{cache.protected_size()} protected, {held} neither free nor cached"
-            + self._describe_windows()
-        )
-
-    def _describe_windows(self) -> str:
-        cache, swa = self._cache, self._cache.allocator.swa
-        if swa is None:
-            return ""
-        return (
-            f"; window slots: {swa.size}, {swa.available_size()} free, "
-            f"{cache.swa_evictable_size()} evictable, "
-            f"{cache.swa_protected_size()} protected"
+            + "".join(_describe_group(group) for group in cache.groups)
         )
 
     def _describe_rows(self) -> str:
@@ -101,6 +92,14 @@ class StallCheck:
         return (
             f"request rows: {rows.size - rows.available_size()} of {rows.size} in use"
         )
+
+
+def _describe_group(group: GroupRuns) -> str:
+    slots = group.slots
+    return (
+        f"; {slots.name} slots: {slots.size}, {slots.available_size()} free, "
+        f"{group.evictable_size()} evictable, {group.protected_size()} protected"
+    )
 
 
 def _describe_need(need: SlotNeed) -> str:

@@ -1,45 +1,52 @@
 """Window slots: KV slots of sliding-window layers, which outlive no window.
 
-A token has a slot of the full group for as long as its request or the prefix cache
+A token has a slot of the primary group for as long as its request or the prefix cache
 keeps it, and a slot of the window group while a later token may still read it there:
 
 ```
-full group    | p0 | p1 | p2 | p3 | p4 | p5 |      pages of a request
+primary group | p0 | p1 | p2 | p3 | p4 | p5 |      pages of a request
 window group    --   --  | w2 | w0 | w7 | w1 |     after p0 and p1 left the window
 ```
 
-Host records, like those of the allocator; the mapping alone is on the device, too.
-Knows pages and lengths, no requests and no bytes.
+Host records, like the allocator's; only the mapping is also on the device. Knows pages
+and lengths, no requests and no bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sglang.srt.mem_cache.groups.slots import GroupHold, GroupSlots
+from sglang.srt.mem_cache.groups.window_runs import WindowRuns
 from sglang.srt.mem_cache.page_ledger import IntArray, PageLedger
 
-FREE_EVERY = 16
-"""Decode steps after which the slots outside of the windows are freed."""
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+
+RELEASE_EVERY = 16
 
 
-class SwaSlots:
+class WindowSlots(GroupSlots):
     """Window pages of an allocator's pages.
 
     Args:
-        num_pages: pages of the full group; num_window_pages: of the window group; both
-            without their scratch page 0.
+        num_pages: pages of the primary group; num_window_pages: of the window group;
+            both without their scratch page 0.
         window: positions that a token reads, its own among them.
         slack: positions that are kept beyond the window, for tokens in flight and so
             that a finished request can be cached whole.
-
-    Attributes:
-        full_to_swa_index_mapping: int64 [full slots, scratch included] on the device;
-            slot of the window group, 0: none. As of the last `sync`.
+        reserve: slots that a request takes beyond its tokens (speculation).
+        region_size: slots of a draft region; each has a window slot for good.
     """
+
+    name = "swa"
+    release_every = RELEASE_EVERY
+    unsaved = "checkpoints of window slots are not made"
 
     def __init__(
         self,
@@ -50,6 +57,7 @@ class SwaSlots:
         window: int,
         slack: int,
         device: str | torch.device,
+        reserve: int = 0,
         region_size: int = 0,
     ) -> None:
         if not 0 < num_window_pages <= num_pages:
@@ -61,6 +69,7 @@ class SwaSlots:
         self.size = num_window_pages * page_size
         self.window = window
         self.slack = slack
+        self._reserve = reserve
         self._ledger = PageLedger(num_window_pages)
         self._num_pages = num_pages
         of_region = num_window_pages + 1 + np.arange(region_size // page_size)
@@ -71,13 +80,9 @@ class SwaSlots:
         self._on_free: list[Callable[[torch.Tensor], None]] = []
         self._offsets = torch.arange(page_size, device=device)
         # Scratch is scratch.
-        self.full_to_swa_index_mapping = self.expected_mapping().to(device)
+        self.mapping = self.expected_mapping().to(device)
 
     # -- capacity ------------------------------------------------------------------
-
-    def available_size(self) -> int:
-        """Slots in free window pages."""
-        return self._ledger.num_free * self.page_size
 
     @property
     def num_free_pages(self) -> int:
@@ -86,10 +91,21 @@ class SwaSlots:
     @property
     def span(self) -> int:
         """Slots that one decoding request keeps at most, beside those in flight."""
-        return self.window + self.slack + FREE_EVERY + 2 * self.page_size
+        return self.window + self.slack + RELEASE_EVERY + 2 * self.page_size
+
+    def need_of_running(self, hold: GroupHold, length: int, slots: int) -> int:
+        most = self.span + self._reserve
+        return min(slots, most - min(length - hold.kept_from, most))
+
+    def need_of_new(self, extend_len: int, slots: int) -> int:
+        return min(slots, extend_len + self.span + self._reserve)
+
+    # -- lifetime ------------------------------------------------------------------
+
+    def create_runs(self, cache: RadixCache, index: int) -> WindowRuns:
+        return WindowRuns(cache, self, index=index)
 
     def first_kept(self, length: int) -> int:
-        """First position whose window page is kept once `length` tokens have KV."""
         begin = max(length - self.window + 1 - self.slack, 0)
         return begin - begin % self.page_size
 
@@ -101,38 +117,28 @@ class SwaSlots:
     # -- pages ---------------------------------------------------------------------
 
     def has(self, pages: IntArray) -> NDArray[np.bool_]:
-        """Whether each of these pages has a window page."""
         return self._page_of[pages] > 0
 
     def mapped_pages(self) -> IntArray:
-        """All pages of the allocator that have one, ascending."""
         return np.flatnonzero(self._page_of[: self._num_pages + 1])
 
-    def window_pages(self, pages: IntArray) -> IntArray:
-        """The window page of each of these pages, 0: none."""
+    def pages_of(self, pages: IntArray) -> IntArray:
         return self._page_of[pages]
 
-    def window_slots(self, slots: IntArray) -> IntArray:
-        """The window slot of each of these slots, 0: none."""
+    def slots_of(self, slots: IntArray) -> IntArray:
         pages = slots // self.page_size
         window_pages = self._page_of[pages]
         found = window_pages * self.page_size + (slots - pages * self.page_size)
         return np.where((window_pages > 0) | (pages == 0), found, 0)
 
-    def full_slot(self, window_slot: int) -> int:
-        """The slot that has this window slot, -1: none has."""
-        page, offset = divmod(window_slot, self.page_size)
+    def primary_slot(self, slot: int) -> int:
+        page, offset = divmod(slot, self.page_size)
         if page == 0:
             return offset
         holders = np.flatnonzero(self._page_of == page)
         return int(holders[0]) * self.page_size + offset if len(holders) else -1
 
     def take(self, pages: IntArray) -> None:
-        """Give each of these pages, which have none, a window page.
-
-        Raises:
-            RuntimeError: there are too few; to be asked before.
-        """
         taken = self._ledger.take(len(pages))
         if taken is None:
             raise RuntimeError(
@@ -142,11 +148,6 @@ class SwaSlots:
         self._stale.append(pages)
 
     def drop(self, pages: IntArray) -> int:
-        """Free the window pages of those of these distinct pages that have one.
-
-        Returns:
-            How many were freed.
-        """
         mapped = pages[self._page_of[pages] > 0]
         if len(mapped):
             freed = self._page_of[mapped]
@@ -158,11 +159,6 @@ class SwaSlots:
         return len(mapped)
 
     def move(self, *, dst: IntArray, src: IntArray) -> None:
-        """Hand the window pages of `src` over to `dst`, which hold the same tokens.
-
-        Raises:
-            RuntimeError: a source has none, or a target has one already.
-        """
         if not self.has(src).all() or self.has(dst).any():
             raise RuntimeError(
                 f"window pages of {src[:8].tolist()} cannot become those of "
@@ -173,39 +169,28 @@ class SwaSlots:
         self._stale += [dst, src]
 
     def owns(self, pages: IntArray) -> NDArray[np.bool_]:
-        """Whether each of these window pages is in use."""
         return self._ledger.owns(pages)
 
     def set_aside(self, pages: IntArray) -> None:
-        """Keep these distinct free window pages, which belong to no page.
-
-        Raises:
-            RuntimeError: one of them is not free; names it.
-        """
         taken = pages[self._ledger.owns(pages)]
         if len(taken):
             raise RuntimeError(f"window page {int(taken[0])} is not free")
         self._ledger.take_these(pages)
 
     def free(self, slots: torch.Tensor) -> None:
-        """Free window pages that were set aside, by all of their slots."""
         pages = np.unique(slots.numpy() // self.page_size)
         self._notify(pages)
         self._ledger.disown(pages)
         self._ledger.give(pages)
 
     def page_slots(self, pages: IntArray) -> IntArray:
-        """All window slots of these window pages, page after page."""
         slots: IntArray = pages[:, None] * self.page_size + np.arange(self.page_size)
         return slots.ravel()
 
     def clear(self) -> None:
-        """Free every window page."""
         self.drop(self.mapped_pages())
 
     def register_on_free(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Call `hook(slots)` at every free with all window slots (int64, host) of the
-        pages, before any of them can be taken again."""
         self._on_free.append(hook)
 
     def _notify(self, pages: IntArray) -> None:
@@ -215,29 +200,25 @@ class SwaSlots:
                 hook(slots)
 
     def expected_mapping(self) -> torch.Tensor:
-        """The mapping by the host's records, int64 [full slots] on the host, but for
-        pages that the next `sync` changes: those as they are."""
         slots = np.arange(len(self._page_of) * self.page_size, dtype=np.int64)
-        expected = torch.from_numpy(self.window_slots(slots))
+        expected = torch.from_numpy(self.slots_of(slots))
         if self._stale:
             pages = torch.from_numpy(np.concatenate(self._stale))
-            given = self.full_to_swa_index_mapping.cpu().view(-1, self.page_size)
+            given = self.mapping.cpu().view(-1, self.page_size)
             expected.view(-1, self.page_size)[pages] = given[pages]
         return expected
 
     # -- the device ----------------------------------------------------------------
 
     def sync(self) -> None:
-        """Bring the mapping up to date, on the current stream: before every forward
-        that follows a change."""
         if not self._stale:
             return
         pages = np.unique(np.concatenate(self._stale))
         self._stale = []
         both = torch.from_numpy(np.stack([pages, self._page_of[pages]]))
-        device = self.full_to_swa_index_mapping.device
+        device = self.mapping.device
         if device.type != "cpu":
             both = both.pin_memory().to(device, non_blocking=True)
         firsts = both[1, :, None] * self.page_size
         slots = torch.where(firsts > 0, firsts + self._offsets, 0)
-        self.full_to_swa_index_mapping.view(-1, self.page_size)[both[0]] = slots
+        self.mapping.view(-1, self.page_size)[both[0]] = slots

@@ -1,0 +1,93 @@
+"""KV bytes of a model whose layers are in several groups.
+
+A token is named by its primary slot everywhere; each group finds its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.mem_cache.groups.kv_group import KVGroup, check_layers
+from sglang.srt.mem_cache.memory_pool import (
+    CanarySource,
+    KVCache,
+    TransferDescriptor,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import KVPlace
+
+
+class GroupedKVPool(KVCache):
+    """The groups of one model, the primary one first.
+
+    Args:
+        groups: every layer is in exactly one of them.
+
+    Raises:
+        ValueError: the groups do not fit each other; names the group.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup]) -> None:
+        primary = groups[0].tensors
+        layer_num = sum(len(group.layers) for group in groups)
+        check_layers([(g.name, g.layers) for g in groups], layer_num)
+        for group in groups:
+            if group.tensors.page_size != primary.page_size:
+                raise ValueError(
+                    f"KV group {group.name} has pages of {group.tensors.page_size} "
+                    f"slots, group {groups[0].name} of {primary.page_size}"
+                )
+            if (group.slots is None) != (group is groups[0]):
+                raise ValueError(
+                    f"KV group {group.name}: the first group has the primary slots, "
+                    "every other one has slots of its own"
+                )
+        super().__init__(
+            size=primary.size,
+            page_size=primary.page_size,
+            dtype=primary.dtype,
+            layer_num=layer_num,
+            device=primary.device,
+        )
+        self._groups = tuple(groups)
+        self._places: list[KVPlace] = [(groups[0], 0)] * layer_num
+        for group in groups:
+            for index, layer in enumerate(group.layers):
+                self._places[layer] = (group, index)
+
+    @property
+    def groups(self) -> tuple[KVGroup, ...]:
+        return self._groups
+
+    def place_of(self, layer_id: int) -> KVPlace:
+        return self._places[layer_id]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        group, layer = self._places[layer_id]
+        return group.tensors.get_kv_buffer(layer)
+
+    def set_kv_buffer(
+        self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        group, layer = self._places[layer_id]
+        group.tensors.set_kv_buffer(layer, group.on_device(slots), k, v)
+
+    def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        for group in self._groups:
+            group.tensors.move_kv_cache(group.on_device(dst), group.on_device(src))
+
+    def canary_sources(self) -> tuple[CanarySource, ...]:
+        return tuple(
+            source
+            for group in self._groups
+            for source in group.tensors.canary_sources()
+        )
+
+    def _own_transfer_descriptors(self) -> list[TransferDescriptor]:
+        raise NotImplementedError(
+            "a pool of several groups cannot be transferred: they have different slots"
+        )

@@ -1,0 +1,84 @@
+"""A group: layers of one model whose KV lies in the same slots.
+
+```
+group      | layers | slots                         | tensors
+full       | most   | the allocator's (primary)     | K and V
+latent     | most   | the allocator's (primary)     | one latent
+swa        | some   | `WindowSlots` (secondary)     | K and V
+```
+A draft has groups of its own over the same slots. Who moves, checks or shows KV goes
+through `KVCache.groups` and does not ask which kind one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.groups.slots import GroupSlots
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.page_ledger import IntArray
+
+FULL = "full"
+LATENT = "latent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroup:
+    """Layers and what is stored of them.
+
+    Fields:
+        name: in reports and errors.
+        layers: of the model, ascending; layer `layers[i]` is layer i of `tensors`.
+        slots: of a secondary group; None: the primary slots themselves.
+        tensors: the bytes of these layers alone, one row per slot of the group.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    slots: GroupSlots | None
+    tensors: KVCache
+
+    def on_device(self, slots: torch.Tensor) -> torch.Tensor:
+        """The group's slot of each of these primary slots, int64 on the device."""
+        return slots if self.slots is None else self.slots.mapping[slots]
+
+    def on_host(self, slots: IntArray) -> IntArray:
+        """The same by the host's records."""
+        return slots if self.slots is None else self.slots.slots_of(slots)
+
+
+def check_layers(layers: Sequence[tuple[str, Sequence[int]]], num_layers: int) -> None:
+    """Check that every layer is in one group.
+
+    Args:
+        layers: (name, its layers) of every group.
+
+    Raises:
+        ValueError: a layer is in no group or in two, or a group has none; names it.
+    """
+    owner: dict[int, str] = {}
+    for name, own in layers:
+        if not own:
+            raise ValueError(f"KV group {name} has no layer")
+        for layer in own:
+            if not 0 <= layer < num_layers:
+                raise ValueError(
+                    f"KV group {name} has layer {layer} of a model with {num_layers}"
+                )
+            if layer in owner:
+                raise ValueError(
+                    f"layer {layer} is in two KV groups, {owner[layer]} and {name}"
+                )
+            owner[layer] = name
+    missing = sorted(set(range(num_layers)) - set(owner))
+    if missing:
+        names = ", ".join(name for name, _ in layers)
+        raise ValueError(
+            f"layer {missing[0]} is in none of the KV groups ({names}); "
+            f"{len(missing)} of {num_layers} layers are in none"
+        )

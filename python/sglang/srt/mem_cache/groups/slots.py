@@ -1,0 +1,196 @@
+"""The slots of a secondary KV group, and what a request holds of them.
+
+The allocator's pages are the primary group: their slots name a token's position
+everywhere. A secondary group keeps the KV of other layers in slots of its own, which it
+allots beside those pages and may free earlier.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from sglang.srt.mem_cache.groups.runs import GroupRuns
+    from sglang.srt.mem_cache.page_ledger import IntArray
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+
+
+class GroupHold:
+    """What one request holds of a secondary group.
+
+    Attributes:
+        kept_from: positions before it have no slot of this request: it freed them, or
+            they belong to the prefix cache. At least the cached prefix.
+        has_lock: whether the request still reads the cached prefix in this group.
+    """
+
+    __slots__ = ("has_lock", "kept_from")
+
+    def __init__(self, kept_from: int) -> None:
+        self.kept_from = kept_from
+        self.has_lock = True
+
+
+class GroupSlots(ABC):
+    """Host records of the slots of one secondary group.
+
+    Draft and target share them; each has its own bytes for them (`KVGroup`).
+
+    Attributes:
+        name: of the group, in reports and errors.
+        page_size: slots per page, the allocator's.
+        size: usable slots.
+        mapping: int64 [primary slots, scratch included] on the device; the group's
+            slot of each, 0 where there is none. Current as of the last `sync`.
+        release_every: decode steps after which `first_kept` is applied to requests.
+        unsaved: why a checkpoint of the engine cannot hold this group; empty: it can.
+    """
+
+    name: str
+    page_size: int
+    size: int
+    mapping: torch.Tensor
+    release_every: int
+    unsaved: str
+
+    # -- capacity ------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def num_free_pages(self) -> int:
+        """Pages that can be taken now."""
+
+    def available_size(self) -> int:
+        """Slots in free pages."""
+        return self.num_free_pages * self.page_size
+
+    @abstractmethod
+    def need_of_running(self, hold: GroupHold, length: int, slots: int) -> int:
+        """Slots that a running request will take beyond those it has.
+
+        Args:
+            length: its tokens with KV.
+            slots: primary slots that it will take.
+        """
+
+    @abstractmethod
+    def need_of_new(self, extend_len: int, slots: int) -> int:
+        """Slots that a request takes at most at one time.
+
+        Args:
+            extend_len: tokens of its next prefill.
+            slots: primary slots that it takes until its end.
+        """
+
+    # -- pages of the primary group ------------------------------------------------
+
+    @abstractmethod
+    def take(self, pages: IntArray) -> None:
+        """Give each of these primary pages, which have none, a page.
+
+        Raises:
+            RuntimeError: too few are free.
+        """
+
+    @abstractmethod
+    def drop(self, pages: IntArray) -> int:
+        """Free the pages of these distinct primary pages; return how many there were.
+        Primary pages without one are skipped."""
+
+    @abstractmethod
+    def move(self, *, dst: IntArray, src: IntArray) -> None:
+        """Hand the pages of the primary pages `src` over to `dst`, which hold the same
+        tokens.
+
+        Raises:
+            RuntimeError: a source has none, or a target has one already.
+        """
+
+    @abstractmethod
+    def has(self, pages: IntArray) -> NDArray[np.bool_]:
+        """Whether each of these primary pages has a page."""
+
+    @abstractmethod
+    def mapped_pages(self) -> IntArray:
+        """Primary pages that have a page, ascending."""
+
+    @abstractmethod
+    def pages_of(self, pages: IntArray) -> IntArray:
+        """Page of each of these primary pages; 0 where there is none."""
+
+    @abstractmethod
+    def slots_of(self, slots: IntArray) -> IntArray:
+        """Slot of each of these primary slots; 0 where there is none."""
+
+    @abstractmethod
+    def primary_slot(self, slot: int) -> int:
+        """The primary slot that has this slot; -1 where none has."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Free every page."""
+
+    # -- lifetime ------------------------------------------------------------------
+
+    @abstractmethod
+    def first_kept(self, length: int) -> int:
+        """First position whose slot a request keeps once `length` tokens have KV, at a
+        page boundary."""
+
+    def hold(self, length: int) -> GroupHold:
+        """What a request holds whose first `length` positions are the cache's."""
+        return GroupHold(length)
+
+    @abstractmethod
+    def create_runs(self, cache: RadixCache, index: int) -> GroupRuns:
+        """The group's part of a prefix cache.
+
+        Args:
+            index: place of the group among the cache's groups.
+        """
+
+    # -- quarantine ----------------------------------------------------------------
+
+    @abstractmethod
+    def owns(self, pages: IntArray) -> NDArray[np.bool_]:
+        """Whether each of these pages is in use."""
+
+    @abstractmethod
+    def set_aside(self, pages: IntArray) -> None:
+        """Take these distinct free pages out of use.
+
+        Raises:
+            RuntimeError: one of them is not free; names it.
+        """
+
+    @abstractmethod
+    def page_slots(self, pages: IntArray) -> IntArray:
+        """All slots of these pages, page after page."""
+
+    @abstractmethod
+    def free(self, slots: torch.Tensor) -> None:
+        """Free pages that were set aside, given by all of their slots (int64, host)."""
+
+    @abstractmethod
+    def register_on_free(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Call `hook(slots)` at every free with all slots (int64, host) of the freed
+        pages, before any of them can be taken again."""
+
+    # -- the device ----------------------------------------------------------------
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Bring `mapping` up to date, on the current stream; before every forward that
+        follows a change."""
+
+    @abstractmethod
+    def expected_mapping(self) -> torch.Tensor:
+        """What `mapping` must hold by the host's records, int64 on the host. Pages that
+        the next `sync` changes have what the device has."""
