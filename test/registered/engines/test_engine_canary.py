@@ -3,6 +3,8 @@ share blocks within a forward; blocks that change hands."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from paged_world import LAYOUTS, PAGE, World
@@ -10,10 +12,10 @@ from paged_world import LAYOUTS, PAGE, World
 from kv_canary import launches
 from kv_canary.engines.settings import Mode
 from kv_canary.engines.step import RowStep, Step
-from kv_canary.op import force_reference, native_available
+from kv_canary.op import force_reference
 from kv_canary.records import Counter
 from kv_canary.reporter import CanaryViolation
-from kv_canary.state import CanaryState
+from kv_canary.state import ARENA_PARTS
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=4, suite="cpu")
@@ -61,25 +63,24 @@ def test_verifying_before_the_stamp_would_alarm(
     assert ("B", PAGE, 0, "verify_freed") in found
 
 
-def with_sorted_ring(state: CanaryState) -> CanaryState:
-    """Order the findings: programs of a GPU that run at once report in any order."""
-    state.ring.copy_(torch.tensor(sorted(state.ring.tolist())))
-    return state
-
-
-@pytest.mark.skipif(not native_available(), reason="no native kernels")
-def test_native_and_reference_agree() -> None:
+def test_a_device_and_the_reference_agree() -> None:
     """The same steps, a fault among them: the same records and findings."""
     states, found = [], []
     for is_reference in (False, True):
-        with force_reference() if is_reference else torch.no_grad():
+        with force_reference() if is_reference else nullcontext():
             world = World()
             share_in_one_forward(world)
             world.tables["A"][0], world.tables["A"][1] = 2, 1
             found.append(world.forward({"A": 1, "B": 1}))
-            states.append(with_sorted_ring(world.canary.groups[0].state.clone()).arena)
+            states.append(world.canary.groups[0].state)
     assert found[0] == found[1] != []
-    assert torch.equal(states[0], states[1])
+    # The lineages that a forward makes are the Triton kernels' own.
+    for name in ARENA_PARTS.keys() - {"next_lineage"}:
+        ours, theirs = (getattr(state, name).tolist() for state in states)
+        if name == "ring":
+            # Programs of a GPU that run at once report in any order.
+            ours, theirs = sorted(ours), sorted(theirs)
+        assert ours == theirs, name
 
 
 @each_layout
