@@ -113,6 +113,27 @@ def test_the_least_recently_used_goes_beyond_the_budget_of_bytes(make: Make) -> 
     assert world.backend.compiled == ["a", "b", "c", "b"]
 
 
+def test_a_grammar_is_measured_once_for_all_who_start_from_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a millisecond each: a call of 4,000 prompts stopped the engine for two
+    seconds."""
+    world = make(max_bytes=1000)
+    world.ask("first", "a")
+    measure, sizes = FakeGrammar.shared_bytes, list[int]()
+
+    def measured(grammar: FakeGrammar) -> int:
+        sizes.append(measure(grammar))
+        return sizes[-1]
+
+    monkeypatch.setattr(FakeGrammar, "shared_bytes", measured)
+    for i in range(40):
+        world.submit(f"r{i}", "a")
+    assert len(world.poll_until(40)) == 40
+    assert len(sizes) <= 3
+    assert world.library.used_bytes == sizes[-1]
+
+
 def test_a_worn_grammar_counts_with_what_it_has_grown_to(make: Make) -> None:
     world = make(max_bytes=1000)
     running = world.ask("r", "a")

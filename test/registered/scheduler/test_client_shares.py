@@ -15,7 +15,7 @@ from scheduler_world import (
 )
 from test_admission import make_req
 
-from sglang.srt.managers.client_shares import in_turns, who_yields
+from sglang.srt.managers.client_shares import in_turns, is_decode_due, who_yields
 from sglang.srt.managers.req import Req
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.spec_parity import check_no_leak
@@ -105,6 +105,22 @@ def test_the_request_that_loses_least_yields() -> None:
     assert who_yields(reqs("b"), running)[0] in (running[1], running[3])
 
 
+@pytest.mark.parametrize(
+    ("prefilled", "running", "is_due"),
+    [
+        ("a", "b", True),
+        ("aab", "bc", True),
+        ("a", "a", False),
+        ("ab", "aabb", False),
+        ("a", "", False),
+    ],
+)
+def test_who_had_no_part_in_a_prefill_decodes(
+    prefilled: str, running: str, is_due: bool
+) -> None:
+    assert is_decode_due(reqs(prefilled), reqs(running)) == is_due
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_client_does_not_keep_all_places(models: Path, kind: str) -> None:
     """The others' short answers come before any of its long ones, and all are right."""
@@ -145,6 +161,41 @@ def test_one_client_does_not_keep_all_places(models: Path, kind: str) -> None:
     for rid, prompt in prompts.items():
         check_answer(prompt, answers[rid].output_ids, counts[rid])
     assert 1 <= harness.scheduler.stats_snapshot().num_retracted_reqs <= 3
+    check_no_leak(harness)
+
+
+@pytest.mark.parametrize(
+    ("kind", "client"), [*((kind, "many") for kind in KINDS), ("plain", "one")]
+)
+def test_prefills_of_one_client_do_not_stop_the_outputs_of_others(
+    models: Path, kind: str, client: str
+) -> None:
+    """Prompts without outputs never take part in a decode step: a queue of them kept
+    everybody else waiting until it was empty. A client alone still prefills first."""
+    harness = watched_engine(models, kind, max_running_requests=PLACES)
+    running = prompt_of(20)
+    harness.submit(
+        running, rid="running", client="one", max_new_tokens=8, ignore_eos=True
+    )
+    while harness.scheduler.running is None:
+        harness.scheduler.step()
+    for i in range(20 * PLACES):
+        harness.submit(
+            prompt_of(9, start=i), rid=f"{i}", client=client, max_new_tokens=1
+        )
+    left: list[int] = []
+
+    def look(_: int) -> None:
+        answer = harness.collect(keep=True).get("running")
+        if answer is not None and answer.finish_reason is not None:
+            left.append(len(harness.scheduler.batches.waiting))
+
+    answers = harness.run(on_step=look)
+    # One prefill at most for each of its steps.
+    least = (20 - 8 - 2) * PLACES if client == "many" else 0
+    assert left[0] >= least and bool(left[0]) == bool(least)
+    check_answer(running, answers["running"].output_ids, 8)
+    assert len(answers) == 1 + 20 * PLACES
     check_no_leak(harness)
 
 

@@ -76,6 +76,16 @@ def who_yields(waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
     return found
 
 
+def is_decode_due(prefilled: Sequence[Req], running: Sequence[Req]) -> bool:
+    """Whether a client runs requests and has had no part in the last prefill.
+
+    Without a step between two prefills its outputs would stand still for as long as
+    others have prompts.
+    """
+    clients = set(map(_CLIENT, prefilled))
+    return any(req.client not in clients for req in running)
+
+
 def _weight(req: Req) -> int:
     """Tokens that it has and is expected to get."""
     return len(req.tokens) + min(req.remaining_new_tokens, CLIP_MAX_NEW_TOKENS)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang.srt.managers.client_shares import in_turns, who_yields
+from sglang.srt.managers.client_shares import in_turns, is_decode_due, who_yields
 from sglang.srt.managers.schedule_batch import BatchEnvironment, ScheduleBatch
 from sglang.srt.managers.schedule_policy import (
     SCHEDULE_POLICIES,
@@ -45,13 +45,18 @@ class SavedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBatches:
-    """The queue and the batches between two steps; requests by serial."""
+    """The queue and the batches between two steps; requests by serial.
+
+    Attributes:
+        is_decode_due: whether the running requests decode before the next prefill.
+    """
 
     waiting: list[int]
     running: SavedBatch | None
     last_prefill: SavedBatch | None
     chunked: int | None
     new_token_ratio: float
+    is_decode_due: bool = False
 
 
 def _save_batch(batch: ScheduleBatch | None) -> SavedBatch | None:
@@ -66,7 +71,9 @@ def _save_batch(batch: ScheduleBatch | None) -> SavedBatch | None:
 
 
 class BatchSelector:
-    """Prefills come first; between two chunks of a long prompt the others decode once.
+    """Prefills come first. The running requests decode once between two chunks of a
+    long prompt, and between two prefills if one of their clients had no part in the
+    first.
 
     Args:
         resolve: processes the results in flight, so that requests that ended in them
@@ -107,6 +114,8 @@ class BatchSelector:
         self.running: ScheduleBatch | None = None
         self.last_prefill: ScheduleBatch | None = None
         self.chunked: Req | None = None
+        # Decided with a prefill, of whose requests none may be left at the next step.
+        self._is_decode_due = False
 
     def has_requests(self) -> bool:
         """Whether any request waits or is in a batch."""
@@ -125,12 +134,15 @@ class BatchSelector:
         """The next batch, its slots taken; None where nothing can run."""
         prefilled = self.last_prefill is not None
         self._merge_last_prefill()
-        is_decode_turn = prefilled and self.chunked is not None
-        if not (is_decode_turn and self.running is not None):
-            batch = self._get_new_prefill_batch()
+        is_due, self._is_decode_due = self._is_decode_due, False
+        if is_due or (prefilled and self.chunked is not None):
+            batch = self._get_decode_batch()
             if batch is not None:
-                self.last_prefill = batch
                 return batch
+        batch = self._get_new_prefill_batch()
+        if batch is not None:
+            self.last_prefill = batch
+            return batch
         return self._get_decode_batch()
 
     def _merge_last_prefill(self) -> None:
@@ -174,6 +186,10 @@ class BatchSelector:
             self._undo_admission(adder)
             return None
         self.chunked = adder.chunked
+        running = [] if self.running is None else self.running.reqs
+        self._is_decode_due = not self._has_priorities and is_decode_due(
+            adder.reqs, [req for req in running if req.decodes_on]
+        )
         added = {req.serial for req in adder.reqs}
         self.waiting = [req for req in self.waiting if req.serial not in added]
         for req in adder.reqs:
@@ -376,6 +392,7 @@ class BatchSelector:
             last_prefill=_save_batch(self.last_prefill),
             chunked=None if self.chunked is None else self.chunked.serial,
             new_token_ratio=self._new_token_ratio.value,
+            is_decode_due=self._is_decode_due,
         )
 
     def load(self, saved: SavedBatches, reqs: Mapping[int, Req]) -> None:
@@ -385,6 +402,7 @@ class BatchSelector:
         self.last_prefill = self._load_batch(saved.last_prefill, reqs)
         self.chunked = None if saved.chunked is None else reqs[saved.chunked]
         self._new_token_ratio.value = saved.new_token_ratio
+        self._is_decode_due = saved.is_decode_due
 
     def _load_batch(
         self, saved: SavedBatch | None, reqs: Mapping[int, Req]
