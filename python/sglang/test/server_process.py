@@ -73,13 +73,15 @@ class ServerProcess:
             time.sleep(0.02)
         return found
 
-    def scheduler_pid(self) -> int:
-        pid = self.process.pid
+    def children(self) -> list[int]:
+        """Return the processes that the front has started and that still run."""
+        found = children_of(self.process.pid)
         if isinstance(self.process, forked_process.ForkedProcess):
-            children = self.process.children()
-        else:
-            listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-            children = [int(child) for child in listed.split()]
+            found += self.process.children()
+        return found
+
+    def scheduler_pid(self) -> int:
+        children = self.children()
         schedulers = [child for child in children if not _is_for_side_work(child)]
         assert len(schedulers) == 1, children
         return schedulers[0]
@@ -109,6 +111,16 @@ class ServerProcess:
                 self.url = line.split()[-1]
                 self._ready.set()
         self._ready.set()
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of a process; none if it has ended."""
+    try:
+        tasks = [*Path(f"/proc/{pid}/task").iterdir()]
+        listed = [(task / "children").read_text() for task in tasks]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(child) for text in listed for child in text.split()]
 
 
 def _is_for_side_work(pid: int) -> bool:

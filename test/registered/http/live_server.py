@@ -23,7 +23,11 @@ SHARE_OF_GPU = {
 
 
 class Server(ServerProcess):
-    """A server on `model` (None: the demo model) and short ways to ask it."""
+    """A server on `model` (None: the demo model) and short ways to ask it.
+
+    Attributes:
+        headers: sent with every request, such as a key.
+    """
 
     def __init__(
         self, model: Path | None, flags: Sequence[str], *, is_forked: bool = True
@@ -34,6 +38,7 @@ class Server(ServerProcess):
         if torch.cuda.is_available():
             for flag, value in SHARE_OF_GPU.items():
                 command += [] if flag in flags else [flag, value]
+        self.headers: dict[str, str] = {}
         super().__init__(command, is_forked=is_forked)
 
     def wait_ready(self) -> Server:
@@ -42,7 +47,12 @@ class Server(ServerProcess):
 
     def client(self, **options: Any) -> httpx.Client:
         # A client that may meet TLS loads all certificates first: 40 ms of CPU.
-        defaults = {"timeout": 60, "trust_env": False, "verify": False}
+        defaults = {
+            "timeout": 60,
+            "trust_env": False,
+            "verify": False,
+            "headers": self.headers,
+        }
         return httpx.Client(base_url=self.url, **(defaults | options))
 
     def post(self, path: str, content: Any, **options: Any) -> httpx.Response:
