@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from live_server import CONTEXT, Server, greedy
 
 from sglang.bench_utils.memory import family_mib
+from sglang.test.bystander import Bystander
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=31, suite="cpu")
@@ -28,47 +30,19 @@ POOL = 3000
 MIB = 1024 * 1024
 
 
-class Bystander:
-    """Sends good requests all the time and compares each answer with the first one."""
-
-    PROMPTS = ("good morning", "the same prefix, first", "the same prefix, second")
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._expected = [self._outputs(prompt) for prompt in self.PROMPTS]
-        self._stop = threading.Event()
-        self.rounds = 0
-        self.wrong: list[str] = []
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _outputs(self, prompt: str) -> list[int]:
-        ids: list[int] = self._server.generate(prompt, max_new_tokens=30)["output_ids"]
-        return ids
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.02):
-            for prompt, expected in zip(self.PROMPTS, self._expected, strict=True):
-                try:
-                    if self._outputs(prompt) != expected:
-                        self.wrong.append(prompt)
-                except (AssertionError, httpx.HTTPError) as error:
-                    self.wrong.append(f"{prompt}: {error}")
-            self.rounds += 1
-
-    def finish(self) -> None:
-        self._stop.set()
-        self._thread.join(30)
-        assert self.rounds > 3
-        assert not self.wrong
+PROMPTS = ("good morning", "the same prefix, first", "the same prefix, second")
 
 
 @pytest.fixture(scope="module")
 def server(start_server: Callable[..., Server]) -> Iterator[Server]:
     running = start_server("--max-total-tokens", str(POOL)).wait_ready()
-    bystander = Bystander(running)
-    yield running
-    bystander.finish()
+
+    def outputs(prompt: str) -> Any:
+        return running.generate(prompt, max_new_tokens=30)["output_ids"]
+
+    with Bystander({prompt: partial(outputs, prompt) for prompt in PROMPTS}) as other:
+        yield running
+    assert other.rounds > 3
     running.wait_idle()
     assert running.post("/flush_cache", {}).status_code == 200
     assert "Traceback" not in running.log()

@@ -38,6 +38,7 @@ ATTACKER, HONEST, ADMIN = "attacker-key", "honest-key", "admin-key"
 # The inspector tells clients apart by address where both are the administrator.
 ATTACKER_ADDRESS = "127.0.0.2"
 MAX_CONNECTIONS = 50
+CROWD = MAX_CONNECTIONS + 5
 VOCAB = 257
 # Two lists that are doubled 60 times: comparing them never ends.
 TEMPLATE = (
@@ -74,7 +75,8 @@ def server(
     running = start_server(
         *("--api-key-file", str(keys), "--admin-api-key", ADMIN),
         *("--chat-template", str(template), "--max-running-requests", "64"),
-        *("--max-connections", str(MAX_CONNECTIONS), "--page-size", "16"),
+        *("--max-connections", str(MAX_CONNECTIONS), "--header-timeout", "2"),
+        *("--page-size", "16"),
         *("--kv-events-config", json.dumps(events)),
         *("--crash-dump-folder", str(dumps)),
     )
@@ -331,13 +333,13 @@ def squat(scene: Scene) -> None:
 
 
 def send_half_heads(scene: Scene) -> None:
-    """More than there are places."""
+    """More than there are places, each until the server closes it."""
     with ExitStack() as stack:
-        for _ in range(MAX_CONNECTIONS + 5):
-            peer = stack.enter_context(scene.connect())
+        peers = [stack.enter_context(scene.connect()) for _ in range(CROWD)]
+        for peer in peers:
             peer.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-")
-        health = scene.ask("GET", "/health")
-        assert health.status_code == 200
+        assert scene.ask("GET", "/health").status_code == 200
+        assert all(peer.recv(65536).startswith(b"HTTP/1.1 408") for peer in peers)
 
 
 def watch_from_everywhere(scene: Scene) -> None:
@@ -358,15 +360,19 @@ def watch_from_everywhere(scene: Scene) -> None:
 
 
 def take_all_places(scene: Scene) -> None:
-    """One legal request of 4 KB; and long texts that are no work for the loop."""
+    """Two legal requests of 4 KB: one for all places, one for all that become free."""
     body = {
         "input_ids": [7 * i % VOCAB for i in range(700)],
         "sampling_params": greedy(max_new_tokens=40, n=64),
         "return_logprob": True,
         "top_logprobs_num": 20,
     }
-    scene.post("/generate", body, 200)
-    texts = {"text": [WORDS] * 200, "sampling_params": greedy(max_new_tokens=1)}
+    scene.post("/generate", body, 200, times=2)
+
+
+def send_long_texts(scene: Scene) -> None:
+    """They are no work for the loop, and prompts for many steps of the engine."""
+    texts = {"text": [WORDS] * 300, "sampling_params": greedy(max_new_tokens=1)}
     scene.post("/generate", texts, 200)
 
 
@@ -410,6 +416,7 @@ ROWS = {
     "13 half heads": Row(attack=send_half_heads, is_full=True),
     "14 many pages": Row(attack=watch_from_everywhere),
     "15 all places": Row(attack=take_all_places, is_long=True),
+    "15 long texts": Row(attack=send_long_texts, is_long=True),
 }
 
 

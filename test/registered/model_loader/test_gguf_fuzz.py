@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,9 @@ MUTANTS = count(ci=200, full=4000)
 # What a field of 1, 4 or 8 bytes may be made.
 NUMBERS = [0, 1, 2, 3, 7, 8, 9, 12, 24, 31, 255, 1 << 16, (1 << 31) - 1, 1 << 31]
 NUMBERS += [(1 << 32) - 1, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+
+# Far more than a file of 400 KB needs, far less than it can claim.
+MAX_MIB = 128
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +82,20 @@ def iterated(file: Path) -> None:
 
 
 def check(file: Path) -> int:
+    """Check that each reader reads `file` or refuses it with one line, in little
+    memory. Returns how many refuse it."""
+    before = peak_mib()
     said = read_everything(file)
+    assert peak_mib() - before < MAX_MIB, said
     for text in said:
         assert str(file) in text, text
         assert len(text.splitlines()) == 1 and len(text) < 1000, text
     return len(said)
+
+
+def peak_mib() -> float:
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 # -- bytes -------------------------------------------------------------------------
