@@ -18,8 +18,9 @@ import socket
 import sys
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -60,45 +61,58 @@ from sglang.srt.utils.malloc import return_large_blocks
 logger = logging.getLogger(__name__)
 
 
-def create_app(front: Front, keys: ApiKeys | None = None) -> FastAPI:
-    """The ASGI application; errors have the shape of `ApiError.body`, but those below
-    `/v1/messages`, which have Anthropic's.
+def create_app(front: Front, keys: ApiKeys | None = None) -> Starlette:
+    """Build the ASGI application.
+
+    Errors have the shape of `ApiError.body`, except below `/v1/messages`, where they
+    have Anthropic's.
 
     Args:
-        keys: where the owner of the application has them read again; None: those of
-            the arguments, once and for all.
+        keys: the API keys, which their owner may reload. Defaults to the keys in the
+            server's arguments, read once.
     """
     args = front.server_args
-    app = FastAPI(title="SGLang", openapi_url=None, redirect_slashes=False)
-    app.state.max_body_values = front.server_args.max_body_values
-    app.state.unknown_fields = UnknownFields(is_strict=args.strict_fields)
     routes = all_routes(front)
     docs = DocsRoutes(routes, needs_key=bool(args.api_key or args.api_key_file))
-    app.router.routes[:] = [*routes, *docs.routes()]
-    app.add_exception_handler(ApiError, _answer_api_error)
-    app.add_exception_handler(HTTPException, _answer_http_exception)
-    origins = args.cors_allow_origins or []
-    app.add_middleware(
-        BodyLimitMiddleware,
-        max_bytes=args.max_body_bytes,
-        budget=BodyBudget(args.max_total_body_bytes),
+    app = Starlette(
+        routes=[*routes, *docs.routes()],
+        middleware=_middleware(args, keys or ApiKeys(args)),
+        exception_handlers={
+            ApiError: _answer_api_error,
+            HTTPException: _answer_http_exception,
+        },
     )
-    app.add_middleware(AccessMiddleware, keys=keys or ApiKeys(args), origins=origins)
-    app.add_middleware(ErrorMiddleware)
-    app.add_middleware(ErrorShapeMiddleware)
-    if origins:
-        # Outermost: browsers must be able to read errors, and preflights carry no key.
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-        )
+    app.router.redirect_slashes = False
+    app.state.max_body_values = args.max_body_values
+    app.state.unknown_fields = UnknownFields(is_strict=args.strict_fields)
     return app
 
 
+def _middleware(args: ServerArgs, keys: ApiKeys) -> list[Middleware]:
+    """Return the layers around the routes, outermost first."""
+    origins = args.cors_allow_origins or []
+    layers = [
+        Middleware(ErrorShapeMiddleware),
+        Middleware(ErrorMiddleware),
+        Middleware(AccessMiddleware, keys=keys, origins=origins),
+        Middleware(
+            BodyLimitMiddleware,
+            max_bytes=args.max_body_bytes,
+            budget=BodyBudget(args.max_total_body_bytes),
+        ),
+    ]
+    if not origins:
+        return layers
+    # Outermost: browsers must be able to read errors, and preflights carry no key.
+    cors = Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+    )
+    return [cors, *layers]
+
+
 def all_routes(front: Front) -> list[BaseRoute]:
-    """Every route, each an `Endpoint`, but those that describe the others."""
+    """Return every route except the ones that describe the others; all are
+    `Endpoint`s."""
     return [
         *NativeRoutes(front).routes(),
         *OpenAIRoutes(front).routes(),
