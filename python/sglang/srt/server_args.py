@@ -154,7 +154,7 @@ class ServerArgs:
     attention_backend: Annotated[
         str | None,
         Arg(
-            "Attention backend; unset: the best of the device; fa3 is refused as yet.",
+            "Attention backend; unset: the best of the device.",
             tuple(ATTENTION_BACKENDS),
         ),
     ] = None
@@ -681,8 +681,8 @@ class ServerArgs:
             )
         if self.disaggregation_mode == "decode":
             raise ValueError(
-                "--disaggregation-mode decode is not available in this version: there "
-                "is no transfer of KV yet; use prefill, or remove the flag"
+                "--disaggregation-mode decode is not supported yet: KV transfer is "
+                "missing; use prefill, or remove the flag"
             )
 
     def _handle_device(self) -> None:

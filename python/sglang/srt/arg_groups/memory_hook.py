@@ -9,7 +9,6 @@ from sglang.srt.arg_groups.speculative_hook import default_max_running_requests
 from sglang.srt.configs.attention_backends import (
     ATTENTION_BACKENDS,
     DEFAULT_ATTENTION_BACKEND,
-    check_available,
     supported_names,
 )
 
@@ -80,7 +79,6 @@ def handle_attention_backend(server_args: ServerArgs) -> None:
             f"--attention-backend {name} does not run on {device}; choose from "
             f"{', '.join(supported_names(device))}"
         )
-    check_available(name)
     if ATTENTION_BACKENDS[name].needs_power_of_two_pages and page & (page - 1):
         raise ValueError(
             f"--page-size {page}: --attention-backend {name} serves powers of two; "

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +108,6 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         needs_cpu_seq_lens=True,
         supports_cuda_graph=True,
     ),
-    "fa3": AttentionBackendCapabilities(
-        devices=frozenset({"cuda"}),
-        supports_speculation=True,
-        supports_tree_draft=True,
-        needs_paged_draft_rows=True,
-        needs_cpu_seq_lens=False,
-        supports_cuda_graph=True,
-    ),
 }
 
 DEFAULT_ATTENTION_BACKEND = {"cpu": "cpu_native", "cuda": "triton"}
@@ -165,33 +156,3 @@ def check_needs(name: str, needs: Iterable[AttentionNeed], *, device: str) -> No
                 f"--attention-backend {name} does not serve {need.text}, which this "
                 f"model needs; use --attention-backend {' or '.join(able)}"
             )
-
-
-def check_available(name: str) -> None:
-    """Check that this version can serve attention through the backend `name`.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if name == "fa3":
-        refuse_fa3()
-
-
-def refuse_fa3() -> NoReturn:
-    """Refuse the backend fa3.
-
-    Raises:
-        ValueError: always; names what is missing and the alternatives.
-    """
-    instead = "use --attention-backend flashinfer or triton"
-    if find_spec("sgl_kernel") is None:
-        raise ValueError(
-            "--attention-backend fa3 needs the package sgl_kernel, which is not "
-            "installed: pip install sgl-kernel (0.3.21 needs torch 2.9.1 and CUDA 12); "
-            f"this version has not been verified with it, so {instead}"
-        )
-    raise ValueError(
-        "--attention-backend fa3: the package sgl_kernel is installed, but this "
-        "version has not been verified with it, and serves nothing unverified; "
-        f"{instead}"
-    )

@@ -44,10 +44,6 @@ class Cancellation:
         self._is_cancelled = False
         self._stop: Callable[[], None] | None = None
 
-    @property
-    def is_cancelled(self) -> bool:
-        return self._is_cancelled
-
     def cancel(self) -> None:
         with self._lock:
             self._is_cancelled = True

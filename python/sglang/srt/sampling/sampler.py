@@ -55,7 +55,7 @@ class Sampler:
     """The sampling step. Stateless; one instance serves every batch.
 
     NaN logits never raise: a greedy row then returns the first NaN's index, a sampled
-    row some id in [0, V). `nan_rows` tells such rows apart.
+    row some id in [0, V).
     """
 
     def __init__(self, backend: str = "pytorch") -> None:
@@ -300,11 +300,6 @@ def _keep_prefix(
     is_tie = probs == last
     surplus = is_tie & (is_tie.cumsum(dim=-1) > n_kept - n_above)
     return kept.masked_fill_(surplus, 0.0)
-
-
-def nan_rows(logits: torch.Tensor) -> torch.Tensor:
-    """[R] bool on the device: rows of `logits` [R, V] with a NaN. One pass."""
-    return logits.amax(dim=-1).isnan()
 
 
 SAMPLING_BACKENDS: dict[str, Callable[[], SamplingBackend]] = {

@@ -15,7 +15,6 @@ from sglang.srt.configs.attention_backends import (
     WINDOWED_TREES,
     AttentionNeed,
     check_needs,
-    refuse_fa3,
 )
 from sglang.srt.layers.attention.paged_backend import (
     CpuNativeAttnBackend,
@@ -59,7 +58,6 @@ _BACKENDS: dict[str, Callable[[], Callable[..., AttentionBackend]]] = {
     TorchNativeAttnBackend.name: lambda: TorchNativeAttnBackend,
     "triton": _triton,
     "flashinfer": _flashinfer,
-    "fa3": refuse_fa3,
 }
 
 

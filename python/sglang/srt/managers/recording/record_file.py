@@ -26,7 +26,6 @@ from sglang.srt.mem_cache.page_ledger import IntArray  # noqa: TC001
 from sglang.srt.mem_cache.saved_tree import SavedTree  # noqa: TC001
 
 FORMAT = 1
-SUFFIX = ".record"
 _MAGIC = b"KVRECORD"
 _DIGEST_BYTES = 32
 # Of a document, unpacked; a foreign file must not fill the memory.
