@@ -261,9 +261,6 @@ def test_off_and_draft_workers_get_none(model: Path) -> None:
     runner.is_draft_worker = True
     assert install_canary(server_args=on, model_runner=runner) is None
     assert (runner.model.forward, runner.scopes) == (forward, scopes)
-    assert not any(
-        "canary" in d.name for d in runner.token_to_kv_pool.transfer_descriptors()
-    )
     runner.is_draft_worker = False
     manager = install_canary(server_args=on, model_runner=runner)
     assert manager is not None

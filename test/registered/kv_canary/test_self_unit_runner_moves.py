@@ -1,4 +1,4 @@
-"""Records of slots whose bytes move or are transferred."""
+"""Records of slots whose bytes move."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
 
 
 class TestRecordsFollowTheBytes:
-    """Moves and transfers."""
-
     def test_moved_slots_stay_true(self, harness: ForwardHarness) -> None:
         (row,) = prefilled(harness, 12)
         pool = harness.runner.token_to_kv_pool
@@ -57,30 +55,15 @@ class TestRecordsFollowTheBytes:
         expected = "verify_freed" if left_behind == "records" else "verify_real_kv"
         assert expected in found
 
-    def test_transfers_send_head_first_and_tail_last(
-        self, harness: ForwardHarness
-    ) -> None:
-        pool = harness.runner.token_to_kv_pool
-        state = canary_of(harness).target.buffers.state
-        first, *own, last = pool.transfer_descriptors()
-        assert (first.name, last.name) == ("canary.head", "canary.tail")
-        assert first.buffer is state.head
-        assert last.buffer is state.tail
-        assert first.bytes_per_slot == last.bytes_per_slot == 32
-        layers = [d for d in own if not d.name.startswith("canary.")]
-        assert len(layers) == 2 * pool.layer_num
-        # Sums of heads, where there are some, follow.
-        assert own[: len(layers)] == layers
-
-    def test_a_transfer_that_stops_halfway_is_torn(
-        self, harness: ForwardHarness
-    ) -> None:
-        """The receiver's slot was used before; head and some layers arrive."""
+    def test_a_copy_that_stops_halfway_is_torn(self, harness: ForwardHarness) -> None:
+        """A slot that was used before receives the head of a record and one layer."""
         (row, source) = prefilled(harness, 8, 8)
         slots = harness.pool.row_slots(row, 0, 8).tolist()
         others = harness.pool.row_slots(source, 0, 8).tolist()
-        for descriptor in harness.runner.token_to_kv_pool.transfer_descriptors()[:2]:
-            descriptor.buffer[slots[3]] = descriptor.buffer[others[3]]
+        head = canary_of(harness).target.buffers.state.head
+        k, _ = harness.runner.token_to_kv_pool.get_kv_buffer(0)
+        for buffer in (head, k):
+            buffer[slots[3]] = buffer[others[3]]
         (found,) = findings(harness, decode_batch(harness, row))
         assert "verify_torn" in found["reasons"]
         assert (found["slot"], found["position"]) == (slots[3], 3)

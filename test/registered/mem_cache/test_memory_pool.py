@@ -19,7 +19,6 @@ from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPool,
     ReqToTokenPool,
-    TransferDescriptor,
     kv_bytes_per_token,
 )
 from sglang.srt.utils import memory
@@ -257,19 +256,6 @@ def test_sources_describe_the_bytes() -> None:
         begin = 2 * source.layer_stride_bytes + 11 * source.slot_stride_bytes
         inside = raw[begin : begin + source.bytes_per_slot].view(torch.bfloat16)
         assert (inside == 1).all() and int(raw.count_nonzero()) == 16 * 2
-
-
-def test_transfers_can_be_bracketed() -> None:
-    pool = mha_pool()
-    names = [d.name for d in pool.transfer_descriptors()]
-    assert names == ["k.0", "v.0", "k.1", "v.1", "k.2", "v.2"]
-    head, tail = (
-        TransferDescriptor(name=n, buffer=torch.zeros(28, 4), bytes_per_slot=16)
-        for n in ("head", "tail")
-    )
-    pool.add_transfer_bracket(first=head, last=tail)
-    bracketed = [d.name for d in pool.transfer_descriptors()]
-    assert bracketed == ["head", *names, "tail"]
 
 
 def test_sizes_are_checked_and_counted() -> None:

@@ -342,21 +342,6 @@ class CanarySource:
     slot_stride_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferDescriptor:
-    """A buffer whose slots are part of a transfer of pages.
-
-    Fields:
-        name: unique in its pool, e.g. "k.3".
-        buffer: [slots, ...], one slot after the other without gaps.
-        bytes_per_slot: bytes of one slot.
-    """
-
-    name: str
-    buffer: torch.Tensor
-    bytes_per_slot: int
-
-
 class KVCache(ABC):
     """KV bytes of all slots of one model.
 
@@ -396,8 +381,6 @@ class KVCache(ABC):
             name=self.kind, layers=tuple(range(layer_num)), slots=None, tensors=self
         )
         self._on_move: list[OnMove] = []
-        self._transfer_first: list[TransferDescriptor] = []
-        self._transfer_last: list[TransferDescriptor] = []
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -427,10 +410,6 @@ class KVCache(ABC):
     def canary_sources(self) -> tuple[CanarySource, ...]:
         """Return the bytes that may be fingerprinted: one source per tensor."""
 
-    @abstractmethod
-    def _own_transfer_descriptors(self) -> list[TransferDescriptor]:
-        """Return this pool's buffers in the order in which they are sent."""
-
     @property
     def nbytes(self) -> int:
         """Bytes of K and V of all slots."""
@@ -455,25 +434,6 @@ class KVCache(ABC):
         So records about slots can move with the bytes.
         """
         self._on_move.append(hook)
-
-    def add_transfer_bracket(
-        self, *, first: TransferDescriptor, last: TransferDescriptor
-    ) -> None:
-        """Send `first` before and `last` after everything else.
-
-        A receiver can then distinguish a complete transfer from an interrupted one.
-        """
-        self._transfer_first.insert(0, first)
-        self._transfer_last.append(last)
-
-    def add_to_transfer(self, descriptor: TransferDescriptor) -> None:
-        """Send this buffer too, inside of all brackets."""
-        self._transfer_last.insert(0, descriptor)
-
-    def transfer_descriptors(self) -> list[TransferDescriptor]:
-        """Return all buffers of a page in the order in which they must be sent."""
-        own = self._own_transfer_descriptors()
-        return [*self._transfer_first, *own, *self._transfer_last]
 
 
 class MHATokenToKVPool(KVCache):
@@ -537,17 +497,6 @@ class MHATokenToKVPool(KVCache):
             )
             for name, buffer in named
         )
-
-    def _own_transfer_descriptors(self) -> list[TransferDescriptor]:
-        return [
-            TransferDescriptor(
-                name=f"{name}.{layer}",
-                buffer=buffer,
-                bytes_per_slot=self._bytes_per_slot(),
-            )
-            for layer, pair in enumerate(self._layers)
-            for name, buffer in zip(("k", "v"), pair, strict=True)
-        ]
 
     def _bytes_per_slot(self) -> int:
         return self.head_num * self.head_dim * self.k_buffer.element_size()

@@ -12,7 +12,6 @@ from sglang.srt.mem_cache.groups.kv_group import LATENT
 from sglang.srt.mem_cache.memory_pool import (
     CanarySource,
     KVCache,
-    TransferDescriptor,
     zeros_for_kv,
 )
 from sglang.srt.mem_cache.ops import move_kv_cache
@@ -85,16 +84,6 @@ class MLATokenToKVPool(KVCache):
                 slot_stride_bytes=buffer.stride(1) * item,
             ),
         )
-
-    def _own_transfer_descriptors(self) -> list[TransferDescriptor]:
-        return [
-            TransferDescriptor(
-                name=f"latent.{layer}",
-                buffer=buffer,
-                bytes_per_slot=buffer.shape[1] * buffer.element_size(),
-            )
-            for layer, buffer in enumerate(self.kv_buffer.unbind(0))
-        ]
 
 
 def latent_bytes_per_token(*, layer_num: int, width: int, dtype: torch.dtype) -> int:

@@ -20,7 +20,6 @@ from kv_canary.layout import (
     PoolLayout,
     create_fingerprint,
 )
-from kv_canary.records import RECORD_WORDS
 from kv_canary.state import CanaryState, create_state
 from kv_canary.violation import GROUPS, pool_number
 from sglang.srt.kv_canary.capacities import CanaryLaunchCapacities
@@ -29,7 +28,6 @@ from sglang.srt.kv_canary.kernels import move_records
 from sglang.srt.mem_cache.memory_pool import (
     KVCache,
     MHATokenToKVPool,
-    TransferDescriptor,
 )
 from sglang.srt.mem_cache.mla_memory_pool import MLATokenToKVPool
 
@@ -157,24 +155,7 @@ def attach_canary_buffers(
     fingerprint = _fingerprint_of(layout, config)
     if keeps_sums:
         fingerprint = with_sums(fingerprint, heads=layout.groups[0].k.shape[2])
-        assert fingerprint.sums is not None
-        pool.add_to_transfer(
-            TransferDescriptor(
-                name="canary.sums",
-                buffer=fingerprint.sums,
-                bytes_per_slot=fingerprint.sums[0].nbytes,
-            )
-        )
     pool.register_on_move(RecordMover(state, fingerprint.sums))
-    record_bytes = RECORD_WORDS * state.head.element_size()
-    pool.add_transfer_bracket(
-        first=TransferDescriptor(
-            name="canary.head", buffer=state.head, bytes_per_slot=record_bytes
-        ),
-        last=TransferDescriptor(
-            name="canary.tail", buffer=state.tail, bytes_per_slot=record_bytes
-        ),
-    )
     return CanaryBuffers(
         layout=layout,
         state=state,

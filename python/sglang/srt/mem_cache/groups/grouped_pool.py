@@ -14,7 +14,6 @@ from sglang.srt.mem_cache.groups.kv_group import KVGroup, check_layers
 from sglang.srt.mem_cache.memory_pool import (
     CanarySource,
     KVCache,
-    TransferDescriptor,
 )
 
 if TYPE_CHECKING:
@@ -85,9 +84,4 @@ class GroupedKVPool(KVCache):
             source
             for group in self._groups
             for source in group.tensors.canary_sources()
-        )
-
-    def _own_transfer_descriptors(self) -> list[TransferDescriptor]:
-        raise NotImplementedError(
-            "a pool of several groups cannot be transferred: they have different slots"
         )
