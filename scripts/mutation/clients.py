@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from scripts.mutation.worlds import CONTEXT, VOCAB
 from sglang.srt.managers.io_struct import BatchOutput
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.harness import EngineHarness
+from sglang.test.mock_oracle import next_tokens
 
 LONGEST_OUTPUT = 70
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from kv_canary.op import native_available
 from sglang.srt.mem_cache.common import check_busy
-from sglang.srt.models.mock_oracle import NO_WINDOWS, Windows, next_tokens
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.hole_injectors import HOLE_INJECTORS
 from sglang.test.hole_traffic import Engine
 from sglang.test.holes.site import planted
+from sglang.test.mock_oracle import NO_WINDOWS, Windows, next_tokens
 from sglang.test.spec_canary_traffic import (
     POOLS,
     SHORTEST_PROMPT,

@@ -16,10 +16,10 @@ from kv_canary.records import reason_labels
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.hole_injectors import HOLE_INJECTORS
 from sglang.test.holes.site import Changes, FoundBy, planted
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.spec_canary_traffic import (
     POOLS,
     VOCAB,

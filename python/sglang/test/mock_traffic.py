@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from sglang.srt.models.mock_oracle import NO_WINDOWS, Windows, next_tokens
 from sglang.test.harness import EngineHarness, Finished
+from sglang.test.mock_oracle import NO_WINDOWS, Windows, next_tokens
 
 
 @dataclass

@@ -13,9 +13,9 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.result_processor import ProcessedBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.models.mock_draft_math import DraftSettings
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.mock_draft_oracle import Answer, DraftOracle
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.spec_parity import Ask
 
 

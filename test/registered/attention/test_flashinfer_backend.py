@@ -17,10 +17,10 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.harness import EngineHarness
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.mock_traffic import Traffic, check
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_model, write_tiny_model

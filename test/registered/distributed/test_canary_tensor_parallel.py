@@ -18,9 +18,9 @@ import pytest
 import sglang
 from sglang.srt.managers.errors import EngineFailure
 from sglang.srt.managers.scheduler_process import SchedulerProcess
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.srt.utils.devices import cuda_device_count
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 

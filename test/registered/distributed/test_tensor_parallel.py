@@ -19,9 +19,9 @@ import pytest
 import sglang
 from sglang.srt.managers.errors import EngineFailure
 from sglang.srt.managers.scheduler_process import SchedulerDied, SchedulerProcess
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import POOL_TOKENS, count, sampled
 from sglang.test.tiny_models import write_mock_model, write_tiny_model
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import sglang
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.srt.utils.devices import cuda_device_count
 from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_model, write_tiny_model
 

@@ -35,10 +35,10 @@ from sglang.srt.model_executor.memory_plan import (
     prefill_graph_bytes,
     prefill_token_counts,
 )
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.recording_backend import RecordingBackend
 from sglang.test.scale import count, is_full
 from sglang.test.tiny_models import (

@@ -12,9 +12,9 @@ from sglang.srt.model_executor.cuda_graph_runner import (
     cuda_graph_backend,
 )
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.recording_backend import RecordingBackend
 from sglang.test.tiny_models import write_mock_model, write_tiny_model
 

@@ -13,9 +13,9 @@ from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
 from sglang.srt.model_executor.memory_plan import prefill_token_counts
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.recording_backend import RecordingBackend
 from sglang.test.scale import count
 from sglang.test.tiny_models import (

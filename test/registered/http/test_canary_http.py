@@ -26,9 +26,9 @@ from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.managers.errors import EngineFailure
 from sglang.srt.mem_cache.page_map import PageState
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test import forked_process
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import sampled
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 

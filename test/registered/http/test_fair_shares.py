@@ -14,8 +14,8 @@ import httpx
 import pytest
 from live_server import Server, greedy
 
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import count
 
 register_cpu_ci(est_time=20, suite="cpu")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from live_server import CONTEXT, Server, greedy
 
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_draft
 

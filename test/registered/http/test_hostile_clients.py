@@ -27,9 +27,9 @@ from live_server import Server, greedy
 from sglang.bench_utils.crash_dumps import read_crash_dump
 from sglang.srt.entrypoints.exit_codes import ExitCode
 from sglang.srt.managers.snapshot_feed import MAX_VIEWERS_OF_CLIENT
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.bystander import Bystander, Resources, check_nothing_left
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import count
 
 register_cpu_ci(est_time=25, suite="cpu")

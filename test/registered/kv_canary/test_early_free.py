@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from kv_canary.reporter import CanaryViolation
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.canary_traffic import VOCAB, Outcome, canary_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import count, sampled
 
 register_cpu_ci(est_time=15, suite="cpu")

@@ -15,12 +15,12 @@ from kv_canary.reporter import CanaryViolation
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver
 from sglang.srt.managers.req import Req
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.canary_traffic import canary_of
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.heal_traffic import check_books, joined
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.spec_canary_traffic import VOCAB
 
 register_cpu_ci(est_time=20, suite="cpu")

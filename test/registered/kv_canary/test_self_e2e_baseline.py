@@ -15,8 +15,8 @@ import pytest
 import torch
 from canary_server import Server, greedy
 
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import count, is_full
 from sglang.test.tiny_models import write_mock_model
 

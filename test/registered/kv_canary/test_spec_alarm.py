@@ -12,9 +12,9 @@ from kv_canary.explain import explain
 from sglang.srt.managers.grammar_masks import GrammarMasks
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import Finished
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import count
 from sglang.test.spec_canary_traffic import (
     VOCAB,

@@ -31,9 +31,9 @@ from sglang.srt.layers.attention.branch_lists import BranchLists
 from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
 from sglang.srt.mem_cache.branch_slots import SlotRows
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import count, is_full
 from sglang.test.spec_canary_traffic import (
     CONTEXT,

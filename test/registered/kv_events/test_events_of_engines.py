@@ -12,11 +12,11 @@ from event_world import ReplayClient, events_of, example, wait_until
 
 from sglang.srt.managers.io_struct import FlushCacheReq
 from sglang.srt.managers.scheduler_components.kv_event_feed import open_event_publisher
-from sglang.srt.models.mock_oracle import NO_WINDOWS
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.kv_blocks import StrictReader, tree_blocks
+from sglang.test.mock_oracle import NO_WINDOWS
 from sglang.test.mock_traffic import Traffic, check
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_draft, write_mock_model

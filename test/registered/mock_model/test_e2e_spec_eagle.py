@@ -13,8 +13,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from sglang.srt.kv_canary.perturb import fault_points
-from sglang.srt.models.mock_oracle import MockOracle
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
+from sglang.test.mock_oracle import MockOracle
 from sglang.test.spec_accept import AcceptRecorder, predicted_acceptance
 from sglang.test.spec_parity import check_no_leak
 from sglang.test.tiny_models import write_mock_draft, write_mock_model

@@ -13,7 +13,6 @@ import torch
 
 from sglang.srt.models import mock_math
 from sglang.srt.models.mock_draft_math import DraftSettings, proposal
-from sglang.srt.models.mock_oracle import MockOracle, next_tokens
 from sglang.srt.speculative.draft_layout import TreeShape
 from sglang.srt.speculative.ops.buffers import (
     DraftLevels,
@@ -28,6 +27,7 @@ from sglang.srt.speculative.ops.tree import (
 from sglang.srt.speculative.ops.verify import verify_tree_greedy_ref
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.mock_draft_oracle import Answer, DraftOracle, Prediction
+from sglang.test.mock_oracle import MockOracle, next_tokens
 from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_draft
 

@@ -9,9 +9,9 @@ import torch
 
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models import mock_math
-from sglang.srt.models.mock_oracle import MockOracle, next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
+from sglang.test.mock_oracle import MockOracle, next_tokens
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_model
 

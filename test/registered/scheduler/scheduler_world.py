@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.harness import EngineHarness
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
 VOCAB, CONTEXT = 1000, 512

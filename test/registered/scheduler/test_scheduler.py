@@ -12,9 +12,9 @@ from test_admission import make_req
 from sglang.srt.managers import tp_worker
 from sglang.srt.managers.io_struct import FlushCacheReq, FlushCacheRsp
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.tiny_models import EOS_ID, write_mock_model, write_tiny_model
 
 register_cpu_ci(est_time=14, suite="cpu")

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from sglang.srt.managers.req import Req
 from sglang.srt.mem_cache.common import check_busy
-from sglang.srt.models.mock_oracle import next_tokens
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
+from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_model
 

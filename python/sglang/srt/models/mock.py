@@ -1,8 +1,8 @@
 """The mock model: its next token is an exact function of the KV that attention reads.
 
 It has no trained weights and runs through the real backends, pools, scheduler and
-graphs. One wrong, stale or missing KV slot changes its output; `mock_oracle` computes
-the correct one. The construction, and why sparse signs survive bf16, is in
+graphs. One wrong, stale or missing KV slot changes its output, and the oracle of the
+tests computes the right one. The construction, and why sparse signs survive bf16, is in
 `docs/mock_model.md`.
 """
 
