@@ -60,12 +60,12 @@ $(ENGINES)/.installed:
 	@touch $@
 
 # A stock SGLang beside kv-canary, without most of its dependencies, for a CPU or a GPU
-# (scripts/stock_sglang/README.md). PYTHON is the one that it will run with.
+# (lab/stock_sglang/README.md). PYTHON is the one that it will run with.
 sglang-site: $(SGLANG_SITE)/.installed
 
-$(SGLANG_SITE)/.installed: scripts/stock_sglang/make_site.py scripts/stock_sglang/packages.txt
+$(SGLANG_SITE)/.installed: lab/stock_sglang/make_site.py lab/stock_sglang/packages.txt
 	@rm -rf $(SGLANG_SITE)
-	@$(PYTHON) scripts/stock_sglang/make_site.py $(SGLANG_SITE)
+	@$(PYTHON) lab/stock_sglang/make_site.py $(SGLANG_SITE)
 	@$(PYTHON) -m pip install --quiet --no-compile --no-deps --target $(SGLANG_SITE)/plugin ./kv-canary
 	@touch $@
 
@@ -129,7 +129,7 @@ lint: venv
 	$(BIN)/mypy
 
 bench: venv
-	$(BIN)/python benchmark/peers/cpu_generate.py $(ARGS)
+	$(BIN)/python lab/peers/cpu_generate.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(BROWSER) $(FLEET) $(ENGINES) $(SGLANG_SITE) sgl-kernel/build .pytest_cache .mypy_cache .ruff_cache

@@ -3,9 +3,9 @@
 A test file registers itself with `register_cpu_ci` / `register_cuda_ci`; the calls are
 read from the source with `ast`, so their arguments are literals. Files that need the
 whole machine run alone, the others share pytest workers. `--full` runs the whole
-counts and the suites `real`, `fleet` and `engines`, whose tests are skipped where their
-models or packages are not there; a whole run with it or under the canary writes
-`docs/soak/<name>.json`.
+counts, the tests of `lab/`, and the suites `real`, `fleet` and `engines`, whose tests
+are skipped where their models or packages are missing. A whole run with `--full` or
+under the canary writes `docs/soak/<name>.json`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-REGISTERED = REPO / "test" / "registered"
+FOLDERS = (REPO / "test" / "registered", REPO / "lab" / "tests")
 SUITES = {
-    "cpu": ("cpu", "cpu-serial", "real", "fleet", "engines"),
-    "cuda": ("cuda", "cuda-serial"),
+    "cpu": ("cpu", "cpu-serial", "real", "fleet", "engines", "lab"),
+    "cuda": ("cuda", "cuda-serial", "lab"),
 }
-# Of real models, and of what else has to be installed: they run with whole counts, or
-# where they are named.
-ONLY_FULL = ("real", "fleet", "engines")
+# Tests of real models, of packages that make test does not install, and of tools that
+# are not part of the product. They run with --full, or with --suite.
+ONLY_FULL = ("real", "fleet", "engines", "lab")
 PARALLEL = ("cpu", "cuda")
 # Where no GPU is, one process collects and forks the workers. A file's fixtures are
 # shared by keeping it on one of them, unless it takes longer than a worker's share of
@@ -161,7 +161,8 @@ def main() -> int:
     )
     every = [
         test
-        for path in sorted(REGISTERED.rglob("test_*.py"))
+        for folder in FOLDERS
+        for path in sorted(folder.rglob("test_*.py"))
         for test in registrations(path, args.hw)
         if args.match in str(path) and args.suite in (None, test.suite)
         if args.full or args.suite or test.suite not in ONLY_FULL

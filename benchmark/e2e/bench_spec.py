@@ -1,7 +1,7 @@
 """Speculative decoding: accept lengths and speed over steps, top-k and draft tokens.
 
 python benchmark/e2e/bench_spec.py cycle [--trees 8,5,64 1,3,4] [--batch-size 1 16]
-python benchmark/e2e/bench_spec.py model --heldout scripts/demo_model/build/corpus/...
+python benchmark/e2e/bench_spec.py model --heldout lab/demo_model/build/corpus/...
     [--model-path TARGET --draft-model-path HEAD]
 
 `cycle` (a GPU): one draft + verify + extend cycle of a real model shape with dummy
@@ -11,7 +11,7 @@ accept length beside decoding without speculation.
 `model`: a model and its drafts (default: the bundled ones) on held-out prompts, greedy;
 accept length, tokens per second, and the share of distinct 4-grams of the output.
 --heldout has one JSON object a line: `text`, whose first tokens are a prompt, or `ids`,
-a whole one (`scripts/eagle3/train.py` writes such a file).
+a whole one (`lab/eagle3/train.py` writes such a file).
 A tree is written topk,steps,draft tokens. The last line is one JSON document.
 """
 

@@ -23,7 +23,7 @@ from sglang.test.tiny_models import write_tiny_model
 register_cpu_ci(est_time=40, suite="cpu")
 
 REPO = Path(__file__).resolve().parents[3]
-PEERS = REPO / "benchmark" / "peers" / "cpu_generate.py"
+PEERS = REPO / "lab" / "peers" / "cpu_generate.py"
 SERVER_FIGURES = REPO / "benchmark" / "e2e" / "server_figures.py"
 SMALL = ["--num-prompts", "6", "--random-input-len", "24", "--random-output-len", "8"]
 

@@ -1,4 +1,4 @@
-"""Makes `scripts.demo_model` importable: it is not part of the installed package."""
+"""Makes `lab.demo_model` importable: it is not part of the installed package."""
 
 from __future__ import annotations
 

@@ -14,17 +14,19 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer, pre_tokenizers
 
-from scripts.demo_model.card import render_card
-from scripts.demo_model.export import MAX_SHARD_BYTES
-from scripts.demo_model.model import DemoConfig
-from scripts.demo_model.pack import render_chat
-from scripts.demo_model.paths import ASSETS, IM_END_ID, SPECIAL_TOKENS
-from scripts.demo_model.train_tokenizer import tokenizer_config
+from lab.demo_model import export_drafts
+from lab.demo_model.card import render_card
+from lab.demo_model.export import MAX_SHARD_BYTES
+from lab.demo_model.model import DemoConfig
+from lab.demo_model.pack import render_chat
+from lab.demo_model.paths import ASSETS, IM_END_ID, SPECIAL_TOKENS
+from lab.demo_model.train_tokenizer import tokenizer_config
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")
 
 MAX_TARGET_BYTES = 24_000_000
+MAX_DRAFT_BYTES = 10_000_000
 MAX_PACKAGE_BYTES = 33_000_000
 
 
@@ -155,6 +157,28 @@ def test_chat_template_renders_as_in_training() -> None:
     assert theirs.apply_chat_template(parts, tokenize=False) == (
         "<|im_start|>user\nWrite f.<|im_end|>\n"
     )
+
+
+def test_shipped_drafts_fit_and_their_cards_are_measured() -> None:
+    shipped = [draft for draft in export_drafts.DRAFTS if draft.folder.is_dir()]
+    if not shipped:
+        pytest.skip("no draft has been trained and exported yet")
+    assert len(shipped) == len(export_drafts.DRAFTS)
+    files = [
+        path for draft in shipped for path in draft.folder.rglob("*") if path.is_file()
+    ]
+    total = sum(path.stat().st_size for path in files)
+    target = sum(p.stat().st_size for p in ASSETS.rglob("*") if p.is_file())
+    assert total < MAX_DRAFT_BYTES and total + target <= MAX_PACKAGE_BYTES
+    for draft in shipped:
+        metrics = json.loads((draft.folder / "metrics.json").read_text())
+        card = (draft.folder / "README.md").read_text(encoding="utf-8")
+        assert card == export_drafts.render_card(draft, metrics)
+        config = json.loads((draft.folder / "config.json").read_text())
+        assert config == draft.config()
+        if draft.has_tokenizer:
+            theirs = (ASSETS / "tokenizer.json").read_bytes()
+            assert (draft.folder / "tokenizer.json").read_bytes() == theirs
 
 
 if __name__ == "__main__":

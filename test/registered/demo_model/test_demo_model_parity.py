@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from scripts.demo_model.model import DemoConfig, DemoModel, parameter_count
-from scripts.demo_model.paths import ASSETS, IM_END_ID
+from lab.demo_model.model import DemoConfig, DemoModel, parameter_count
+from lab.demo_model.paths import ASSETS, IM_END_ID
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=10, suite="cpu")

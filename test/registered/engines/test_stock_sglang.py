@@ -21,7 +21,7 @@ register_cpu_ci(est_time=15, suite="cpu")
 if TYPE_CHECKING:
     from torch import Tensor
 
-HARNESS = Path(__file__).parents[3] / "scripts" / "stock_sglang"
+HARNESS = Path(__file__).parents[3] / "lab" / "stock_sglang"
 
 
 def run(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,6 @@
 """Which kernel multiplies few rows by a weight of a given shape.
 
-The rules follow measurements on an H200 (`benchmark/kernels/sweep_triton_gemm.py`); no
+The rules follow measurements on an H200 (`lab/sweeps/triton_gemm.py`); no
 device is asked.
 """
 

@@ -72,7 +72,7 @@ ExtendTable = dict[int, tuple[ExtendChoice, ...]]
 _ANY = math.inf
 
 # Per padded head size; the first choice that covers a launch serves it. Short rows come
-# from benchmark/kernels/sweep_extend_split.py, long ones from
+# from lab/sweeps/extend_split.py, long ones from
 # benchmark/kernels/bench_triton_attention.py --sweep.
 HALF_TILES: ExtendTable = {
     64: (
