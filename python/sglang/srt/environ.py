@@ -147,12 +147,6 @@ class Envs:
         "Forwards in which --kv-canary-real-data rotate re-hashes every slot it reads, "
         "where it does not go layer by layer.",
     )
-    SGLANG_KV_CANARY_ENABLE_MHA_V = EnvVar(
-        "SGLANG_KV_CANARY_ENABLE_MHA_V",
-        True,
-        _parse_bool,
-        "Of SGLang, without effect: V is checked wherever K is.",
-    )
     SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT = EnvVar(
         "SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT",
         False,
@@ -237,7 +231,6 @@ class Envs:
         "tokens per verification on average, whatever the target predicts, with the KV "
         "canary off; 0: off.",
     )
-    SGLANG_CI = EnvVar("CI", False, _parse_bool, "Set by CI machines.")
 
 
 envs = Envs()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.req import Req
 from sglang.srt.managers.schedule_batch import LaunchRecord
 from sglang.srt.managers.scheduler import Scheduler
@@ -109,7 +110,7 @@ def predicted_acceptance(
     assert draft is not None
     oracle = DraftOracle(
         shape=harness.server_args.tree_shape,
-        settings=DraftSettings.from_folder(Path(draft)),
+        settings=DraftSettings.from_config(ModelConfig.from_path(Path(draft))),
     )
     wanted = set(rids)
     keys = [key for key in recorder.runs if key[0] in wanted]

@@ -225,6 +225,7 @@ def test_unknown_flags_and_values_are_refused(argv, capsys):
         ),
         ({"attention_backend": "fa9"}, ["--attention-backend 'fa9'", "cpu_native"]),
         ({"attention_backend": "fa3"}, ["--attention-backend 'fa3'", "triton"]),
+        ({"sampling_backend": "nope"}, ["--sampling-backend 'nope'", "pytorch"]),
         ({"load_format": "pickle"}, ["--load-format 'pickle'", "safetensors"]),
         ({"chat_template": "no/such/file"}, ["--chat-template no/such/file"]),
         ({"max_running_requests": 0}, ["--max-running-requests 0"]),

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.models import mock_math
 from sglang.srt.models.mock_draft_math import DraftSettings, proposal
 from sglang.srt.speculative.draft_layout import TreeShape
@@ -293,7 +294,8 @@ def test_settings_come_from_the_heads_folder(tmp_path):
         draft_vocab_size=99,
         mock_acceptance=[0.5, 0.25, 0.25],
     )
-    assert DraftSettings.from_folder(folder) == DraftSettings(
+    config = ModelConfig.from_path(folder)
+    assert DraftSettings.from_config(config) == DraftSettings(
         vocab_size=VOCAB,
         draft_vocab_size=99,
         source="hidden",

@@ -14,7 +14,6 @@ from sglang.srt.sampling.noise import mix_seed, uniform
 from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.row_ops import argmax_rows, inverse_cdf, negated_best
 from sglang.srt.sampling.sampler import (
-    SAMPLING_BACKENDS,
     Sampler,
     filtered_probs,
     process_logits,
@@ -337,24 +336,6 @@ def test_a_complete_grammar_wins_over_min_new_tokens() -> None:
         positions=torch.zeros(4, dtype=torch.int64),
     )
     assert out.token_ids.tolist() == [4, 4, 7, 7]
-
-
-def test_backends_are_a_table() -> None:
-    with pytest.raises(ValueError, match="--sampling-backend 'nope'.*pytorch"):
-        Sampler("nope")
-
-    def constant(
-        logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor
-    ) -> torch.Tensor:
-        return torch.full((logits.shape[0],), 3)
-
-    SAMPLING_BACKENDS["constant"] = lambda: constant
-    try:
-        info = make_info([SamplingParams()], 10)
-        out = Sampler("constant")(torch.zeros(1, 10), info, positions=positions(1))
-        assert out.token_ids.tolist() == [3]
-    finally:
-        del SAMPLING_BACKENDS["constant"]
 
 
 @pytest.mark.parametrize(

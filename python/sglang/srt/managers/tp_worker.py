@@ -70,13 +70,12 @@ class TpModelWorker:
     def __init__(
         self,
         *,
-        server_args: ServerArgs,
         model_runner: ModelRunner,
         canary: CanaryManager | None = None,
     ) -> None:
         self.model_runner = model_runner
         self._canary = canary
-        self.sampler = Sampler(server_args.sampling_backend or "pytorch")
+        self.sampler = Sampler()
         self._group = get_tp_group()
 
     @classmethod
@@ -96,7 +95,7 @@ class TpModelWorker:
         )
         runner.initialize()
         canary = install_canary(server_args=server_args, model_runner=runner)
-        return cls(server_args=server_args, model_runner=runner, canary=canary)
+        return cls(model_runner=runner, canary=canary)
 
     def capture_graphs(self) -> None:
         """As `Worker.capture_graphs`."""

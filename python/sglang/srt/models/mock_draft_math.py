@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kv_canary.hashing import mix64
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.models import mock_math
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
 
 SOURCES = ("attention", "hidden")
 ACCEPTANCE = (0.6, 0.3, 0.1)
@@ -84,11 +86,6 @@ class DraftSettings:
             )
         except (TypeError, ValueError) as error:
             raise ValueError(f"{config.file}: {error}") from error
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> DraftSettings:
-        """Read the settings from `folder/config.json`, as `from_config`."""
-        return cls.from_config(ModelConfig.from_path(folder))
 
     def draw_limits(self) -> tuple[int, int]:
         """Return the draws of `_DRAW_BITS` bits below which the proposed code is the

@@ -8,8 +8,7 @@ requests, schedulers or grammars beyond the rows of `SamplingBatchInfo`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -36,36 +35,12 @@ class SamplerOutput(NamedTuple):
     logprobs: LogprobResult | None
 
 
-class SamplingBackend(Protocol):
-    """Chooses one token per row from processed logits."""
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        info: SamplingBatchInfo,
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
-        """`logits` [R, V] from `process_logits`, not to be modified: float32, or in
-        the dtype of the model where every row is greedy; `positions` [R] int64.
-        Returns [R] int64."""
-        ...
-
-
 class Sampler:
     """The sampling step. Stateless; one instance serves every batch.
 
     NaN logits never raise: a greedy row then returns the first NaN's index, a sampled
     row some id in [0, V).
     """
-
-    def __init__(self, backend: str = "pytorch") -> None:
-        """Raises ValueError for an unknown backend."""
-        if backend not in SAMPLING_BACKENDS:
-            raise ValueError(
-                f"--sampling-backend {backend!r} is unknown; "
-                f"use one of {', '.join(sorted(SAMPLING_BACKENDS))}"
-            )
-        self._select = SAMPLING_BACKENDS[backend]()
 
     def forward(
         self,
@@ -92,7 +67,7 @@ class Sampler:
         if not is_argmax:
             logits = logits.float()
         processed = process_logits(logits, info, positions=positions, history=history)
-        token_ids = self._select(processed, info, positions)
+        token_ids = select_tokens(processed, info, positions)
         if logprobs is None:
             return SamplerOutput(token_ids, None)
         return SamplerOutput(
@@ -150,13 +125,21 @@ def _restrict(
     return torch.where(dead, by_grammar, restricted)
 
 
-def select_pytorch(
+def select_tokens(
     logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Argmax for greedy rows; else an inverse-CDF draw with (seed, position) noise.
+    """Take the argmax of greedy rows; draw by inverse CDF with noise for the others.
 
-    The order of the CDF is the order of the ids, whatever the filters of the batch, so
-    that a row's token does not depend on the rows beside it.
+    The CDF follows the order of the ids, whatever the filters of the batch, so that a
+    row's token does not depend on the other rows.
+
+    Args:
+        logits: [R, V] from `process_logits`, left unmodified: float32, or in the
+            model's dtype where every row is greedy.
+        positions: [R] int64, which key the noise together with the rows' seeds.
+
+    Returns:
+        [R] int64.
     """
     if not (info.needs_sort or info.needs_min_p):
         return _choose_unfiltered(logits, info, positions)
@@ -172,7 +155,7 @@ def select_pytorch(
 def _choose_unfiltered(
     logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor
 ) -> torch.Tensor:
-    """The choice of `select_pytorch` where nothing filters: one launch on CUDA."""
+    """Do the work of `select_tokens` where nothing filters: one launch on CUDA."""
     if info.is_all_greedy:
         return choose_tokens(logits)
     return choose_tokens(
@@ -211,7 +194,7 @@ def node_choices(
         processed = process_logits(
             logits.float(), info, positions=positions, history=history
         )
-    return processed, select_pytorch(processed, info, positions)
+    return processed, select_tokens(processed, info, positions)
 
 
 def target_weights(
@@ -300,9 +283,3 @@ def _keep_prefix(
     is_tie = probs == last
     surplus = is_tie & (is_tie.cumsum(dim=-1) > n_kept - n_above)
     return kept.masked_fill_(surplus, 0.0)
-
-
-SAMPLING_BACKENDS: dict[str, Callable[[], SamplingBackend]] = {
-    "pytorch": lambda: select_pytorch,
-}
-"""Factories by the value of `--sampling-backend`."""

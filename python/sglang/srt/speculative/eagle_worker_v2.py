@@ -89,9 +89,7 @@ class EAGLEWorkerV2:
         draft.init_lm_head()
         self.model_runner = target
         self.draft_worker = draft
-        self.target_worker = TpModelWorker(
-            server_args=server_args, model_runner=target, canary=canary
-        )
+        self.target_worker = TpModelWorker(model_runner=target, canary=canary)
         self._shape = server_args.tree_shape
         self._thresholds = AcceptThresholds(
             single=server_args.speculative_accept_threshold_single,
