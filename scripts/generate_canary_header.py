@@ -19,8 +19,8 @@ sys.path.insert(0, str(REPO / "kv-canary" / "python"))
 
 from kv_canary import records  # noqa: E402
 from kv_canary.carried import FACTOR, KEY  # noqa: E402
-from kv_canary.checks import CHECK_NUMBERS  # noqa: E402
 from kv_canary.layout import FingerprintMode  # noqa: E402
+from kv_canary.pool_checks import CHECK_NUMBERS  # noqa: E402
 from kv_canary.state import (  # noqa: E402
     ALIGN_WORDS,
     ARENA_PARTS,

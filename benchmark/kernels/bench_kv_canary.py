@@ -21,7 +21,6 @@ from cuda_timing import bandwidths, graph_us
 from torch import Tensor
 
 from kv_canary import launches
-from kv_canary.checks import PoolChecks
 from kv_canary.layout import (
     Fingerprint,
     FingerprintMode,
@@ -29,6 +28,7 @@ from kv_canary.layout import (
     PoolLayout,
     create_fingerprint,
 )
+from kv_canary.pool_checks import PoolChecks
 from kv_canary.records import WriterKind
 from kv_canary.state import create_state
 from kv_canary.view import ForwardView, KVReadView

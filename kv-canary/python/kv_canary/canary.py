@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kv_canary import launches
-from kv_canary.checks import PoolChecks
 from kv_canary.layout import FingerprintMode, PoolLayout, create_fingerprint
+from kv_canary.pool_checks import PoolChecks
 from kv_canary.records import lineage_of
 from kv_canary.reporter import ReportOptions, ViolationReporter, as_error
 from kv_canary.serials import SerialMap

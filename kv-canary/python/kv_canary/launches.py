@@ -19,7 +19,7 @@ from kv_canary.op import Op
 if TYPE_CHECKING:
     from kv_canary.accepted import SampledTokens
     from kv_canary.carried import CarriedRows
-    from kv_canary.checks import PoolChecks
+    from kv_canary.pool_checks import PoolChecks
     from kv_canary.state import CanaryState
     from kv_canary.view import ForwardView
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kv_canary.checks import PoolChecks
 from kv_canary.launches import verify
 from kv_canary.layout import Fingerprint, FingerprintMode
+from kv_canary.pool_checks import PoolChecks
 from kv_canary.view import ForwardView, KVReadView
 
 if TYPE_CHECKING:

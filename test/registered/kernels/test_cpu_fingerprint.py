@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kv_canary.checks import PoolChecks
 from kv_canary.layout import FingerprintMode, LayerGroup, PoolLayout, create_fingerprint
 from kv_canary.op import native_available
+from kv_canary.pool_checks import PoolChecks
 from kv_canary.records import WriterKind
 from kv_canary.state import create_state
 from kv_canary.view import ForwardView

@@ -28,12 +28,12 @@ from triton.compiler import ASTSource
 
 from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
 from kv_canary.carried import CarriedRows
-from kv_canary.checks import PoolChecks
 from kv_canary.findings import STATUS_WORDS
 from kv_canary.kernels import triton_launch
 from kv_canary.kernels.triton_args import state_args
 from kv_canary.kernels.triton_report import agree_across_warps
 from kv_canary.layout import Fingerprint, FingerprintMode
+from kv_canary.pool_checks import PoolChecks
 from kv_canary.records import WriterKind
 from kv_canary.state import CanaryState, create_state
 from kv_canary.view import ForwardView, KVReadView

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kv_canary.checks import PoolChecks
 from kv_canary.findings import STATUS_WORDS
 from kv_canary.kernels import reference, reference_write
 from kv_canary.layout import (
@@ -27,6 +26,7 @@ from kv_canary.layout import (
     create_fingerprint,
 )
 from kv_canary.op import native_available
+from kv_canary.pool_checks import PoolChecks
 from kv_canary.records import (
     Reason,
     Ring,

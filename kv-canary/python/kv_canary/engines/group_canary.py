@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kv_canary import launches
-from kv_canary.checks import PoolChecks
 from kv_canary.layout import FingerprintMode
+from kv_canary.pool_checks import PoolChecks
 from kv_canary.slot_bytes import ByteFindings, PageLayout, SlotBytes
 from kv_canary.state import create_state
 from kv_canary.view import ForwardView, KVReadView

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kv_canary.checks import PoolChecks, check_numbers_of
+from kv_canary.pool_checks import PoolChecks, check_numbers_of
 from kv_canary.view import READ_FIELDS, ForwardView, KVReadView
 from sglang_kernels import ops
 

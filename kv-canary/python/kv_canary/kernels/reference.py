@@ -32,7 +32,7 @@ from kv_canary.records import (
 from kv_canary.view import ANY_REACH, NO_MANAGER, ForwardView, KVReadView
 
 if TYPE_CHECKING:
-    from kv_canary.checks import PoolChecks
+    from kv_canary.pool_checks import PoolChecks
     from kv_canary.state import CanaryState
 
 

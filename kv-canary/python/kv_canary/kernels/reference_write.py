@@ -46,8 +46,8 @@ from kv_canary.view import NO_MANAGER
 
 if TYPE_CHECKING:
     from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
-    from kv_canary.checks import PoolChecks
     from kv_canary.layout import Fingerprint
+    from kv_canary.pool_checks import PoolChecks
     from kv_canary.state import CanaryState
     from kv_canary.view import ForwardView
 

@@ -23,8 +23,8 @@ from kv_canary.state import ARENA_PARTS, CanaryState
 from kv_canary.view import ROW_FIELDS, ForwardView, KVReadView
 
 if TYPE_CHECKING:
-    from kv_canary.checks import PoolChecks
     from kv_canary.layout import Fingerprint
+    from kv_canary.pool_checks import PoolChecks
 
 
 def _tuple_type(name: str, names: Iterable[str]) -> Any:

@@ -38,7 +38,7 @@ from kv_canary.view import NO_MANAGER, ForwardView, KVReadView, require_vector
 if TYPE_CHECKING:
     from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
     from kv_canary.carried import CarriedRows
-    from kv_canary.checks import PoolChecks
+    from kv_canary.pool_checks import PoolChecks
     from kv_canary.state import CanaryState
 
 MOVE_SIZES = (64, 512, 1024)

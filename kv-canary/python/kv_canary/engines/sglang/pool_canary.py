@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kv_canary import launches
-from kv_canary.checks import PoolChecks
+from kv_canary.pool_checks import PoolChecks
 from kv_canary.records import UNKNOWN, Record, Request
 from kv_canary.state import create_state
 from kv_canary.violation import GROUPS, pool_number

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kv_canary.checks import GroupForward, PoolChecks
 from kv_canary.findings import STATUS_WORDS
+from kv_canary.pool_checks import GroupForward, PoolChecks
 from kv_canary.records import WriterKind
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 from sglang.srt.kv_canary.kernels import before_model, write_tail

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kv_canary.checks import GroupForward
 from kv_canary.findings import RING
+from kv_canary.pool_checks import GroupForward
 from kv_canary.view import ForwardView, KVReadView
 
 if TYPE_CHECKING:
-    from kv_canary.checks import PoolChecks
+    from kv_canary.pool_checks import PoolChecks
     from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
     from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.mem_cache.groups.window_slots import WindowSlots
