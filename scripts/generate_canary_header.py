@@ -19,6 +19,7 @@ sys.path.insert(0, str(REPO / "kv-canary" / "python"))
 
 from kv_canary import records  # noqa: E402
 from kv_canary.carried import FACTOR, KEY  # noqa: E402
+from kv_canary.checks import Reason  # noqa: E402
 from kv_canary.layout import FingerprintMode  # noqa: E402
 from kv_canary.pool_checks import CHECK_NUMBERS  # noqa: E402
 from kv_canary.state import (  # noqa: E402
@@ -51,7 +52,7 @@ namespace sglk::canary {
 TAIL = "}  // namespace sglk::canary\n"
 
 ENUMS: tuple[type[IntEnum] | type[IntFlag], ...] = (
-    records.Reason,
+    Reason,
     records.WriterKind,
     records.Phase,
     records.Launch,

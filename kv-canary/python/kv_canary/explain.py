@@ -11,38 +11,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from kv_canary.checks import CHECKS, CHECKS_BY_LABEL, Check, Shows
 from kv_canary.command_line import ends_with_its_reader
 from kv_canary.incident_file import read_incident
+from kv_canary.records import Launch, WriterKind
 
-# Names of `records.WriterKind`, whose module would load torch.
-POISON, NONE = "poison", "none"
-# Of `records.Launch`.
-SWEEP = "sweep"
-
-MEANING = {
-    "verify_lineage": "the token's history is not the one that this row expects",
-    "verify_position": "the record is of another position",
-    "verify_token": "the prefix is not the request's own tokens",
-    "verify_real_kv": "the KV bytes changed after they were written",
-    "verify_torn": "the write of this slot was never finished",
-    "verify_freed": "the slot held nothing when it was read",
-    "read_set": "attention read a slot that the request's table does not name",
-    "read_scratch": "attention read the scratch page",
-    "write_foreign": "the forward wrote into a slot that it does not own",
-    "write_alias": "two tokens of one forward went to the same slot",
-    "write_scratch": "a live token was written to the scratch page",
-    "write_token": "the input token differs from the one that was published (the "
-    "prompt's, then the sampled ones), or from the oracle's",
-    "write_position": "the forward got another position than its row says",
-    "phase": "the canary's own launches ran out of order",
-    "row_owner": "the row of the request table belongs to another request",
-    "tree_shape": "a node's parent or what it attends to is not the tree's",
-    "carried_state": "a draft starts from another state than was computed for it",
-    "accept_path": "an accepted token does not follow from the tree and the target",
-    "result_token": "the host keeps another token, or at another place, than the "
-    "device sampled",
-    "write_missing": "the bytes of the slot were not stored by the model",
-}
+POISON, NONE = (kind.name.lower() for kind in (WriterKind.POISON, WriterKind.NONE))
+SWEEP = Launch.SWEEP.name.lower()
 
 
 def explain(incident: dict[str, Any]) -> str:
@@ -136,7 +111,8 @@ def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
         f"   where     {places}{_head(violation)}; held by: {violation['owner']}",
     ]
     lines += [
-        f"   because   {MEANING[reason]} [{reason}]" for reason in violation["reasons"]
+        f"   because   {CHECKS_BY_LABEL[reason].meaning} [{reason}]"
+        for reason in violation["reasons"]
     ]
     for part in _parts(violation):
         lines += [f"   {name:<10}{text}" for name, text in part(violation)]
@@ -183,25 +159,17 @@ def _span(name: str, run: list[dict[str, Any]]) -> str:
     return f"{name}s {values[0]} to {values[-1]}"
 
 
-# Where the due token and the other one come from, elsewhere than in a forward's input.
-_SOURCES = {
-    "accept_path": ("as the target chose", "among the tokens gained"),
-    "result_token": ("as the device sampled", "as the host keeps"),
-}
-
 # Lines of a violation: a name and a text.
 _Lines = list[tuple[str, str]]
 
 
 def _input_lines(violation: dict[str, Any]) -> _Lines:
-    """The token that was due, and the one that is there instead."""
-    due, there = next(
-        (words for reason, words in _SOURCES.items() if reason in violation["reasons"]),
-        ("as published", "in the forward's inputs"),
-    )
+    """Return the token that was due, and the one found instead."""
+    inputs = [c for c in _checks(violation) if c.shows is Shows.INPUT]
+    sources = inputs[0].sources
     return [
-        ("expected", f"{_input(violation['expected'])}, {due}"),
-        ("found", f"{_input(violation['found'])}, {there}"),
+        ("expected", f"{_input(violation['expected'])}, {sources.due}"),
+        ("found", f"{_input(violation['found'])}, {sources.found}"),
     ]
 
 
@@ -219,7 +187,7 @@ def _state_lines(violation: dict[str, Any]) -> _Lines:
 def _write_lines(violation: dict[str, Any]) -> _Lines:
     """The token that is written, and what its slot held before."""
     held = ("slot held", _found(violation, with_bytes=False))
-    if _INPUTS & set(violation["reasons"]):
+    if any(check.shows is Shows.INPUT for check in _checks(violation)):
         # Of the record only its writer is known: the input is shown instead.
         return [("slot held", _writer(violation))]
     expected = violation["expected"]
@@ -248,20 +216,25 @@ def _record_lines(violation: dict[str, Any]) -> _Lines:
 
 
 _Part = Callable[[dict[str, Any]], _Lines]
-_INPUTS = frozenset({"write_token", "write_position", "accept_path", "result_token"})
-# The lines of a violation with one of these reasons; without any, the records.
-_PARTS: tuple[tuple[frozenset[str], _Part], ...] = (
-    (frozenset({"phase"}), _phase_lines),
-    (frozenset({"carried_state"}), _state_lines),
-    (_INPUTS, _input_lines),
-    (frozenset({"write_foreign", "write_scratch"}), _write_lines),
-    (frozenset({"write_alias"}), _alias_lines),
-)
+_PARTS: dict[Shows, _Part] = {
+    Shows.PHASE: _phase_lines,
+    Shows.STATE: _state_lines,
+    Shows.INPUT: _input_lines,
+    Shows.WRITE: _write_lines,
+    Shows.ALIAS: _alias_lines,
+    Shows.RECORD: _record_lines,
+}
+
+
+def _checks(violation: dict[str, Any]) -> list[Check]:
+    reasons = violation["reasons"]
+    return [check for check in CHECKS if check.label in reasons]
 
 
 def _parts(violation: dict[str, Any]) -> list[_Part]:
-    reasons = set(violation["reasons"])
-    return [part for of, part in _PARTS if of & reasons] or [_record_lines]
+    others = {check.shows for check in _checks(violation)} - {Shows.RECORD}
+    shown = others or {Shows.RECORD}
+    return [part for shows, part in _PARTS.items() if shows in shown]
 
 
 def _found(violation: dict[str, Any], *, with_bytes: bool) -> str:

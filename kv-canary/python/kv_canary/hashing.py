@@ -1,15 +1,19 @@
-"""splitmix64's finalizer: on int64 tensors, numpy arrays and host integers alike."""
+"""splitmix64's finalizer for int64 tensors, numpy arrays and Python integers."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
-import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MASK64 = (1 << 64) - 1
 
 
-def mix64(x: torch.Tensor) -> torch.Tensor:
+def mix64(x: Tensor) -> Tensor:
     """splitmix64's finalizer on int64, wrap-around arithmetic, logical shifts."""
     x = (x ^ _shift_right(x, 30)) * -0x40A7B892E31B1A47
     x = (x ^ _shift_right(x, 27)) * -0x6B2FB644ECCEEE15
@@ -41,6 +45,6 @@ def to_signed64(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical shift: torch's `>>` on int64 copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,8 +1,8 @@
 """Words of the canary's records, ring and counters, and the lineage hash.
 
-The one definition: the torch reference and the Triton kernels import it, and
-`scripts/generate_canary_header.py` writes it as a header for the C++ ops. Knows nothing
-of tensors' owners or of launches.
+The torch reference and the Triton kernels import these words, and
+`scripts/generate_canary_header.py` writes them as a header for the C++ ops. `checks.py`
+has the reasons. Imports no torch.
 
 A record is four int64 words (`Record`):
     0  token (low 32 bits) and position (high 32); -1: poison
@@ -19,14 +19,16 @@ that a report can still say whose history lay there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum, IntFlag
-from typing import NamedTuple
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from kv_canary.hashing import MASK64, mix64, mix64_array, mix64_int, to_signed64
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 POISON_WORD = -1
 HALF_BITS = 32
@@ -97,40 +99,6 @@ class WriterKind(IntEnum):
     MOVE = 6
     TRANSFER = 7
     POISON = 15
-
-
-class Reason(IntFlag):
-    """Findings of the checks; the names in lower case are those of logs."""
-
-    VERIFY_LINEAGE = 1 << 0
-    VERIFY_POSITION = 1 << 1
-    VERIFY_TOKEN = 1 << 2
-    VERIFY_REAL_KV = 1 << 3
-    VERIFY_TORN = 1 << 4
-    VERIFY_FREED = 1 << 5
-    READ_SET = 1 << 6
-    READ_SCRATCH = 1 << 7
-    WRITE_FOREIGN = 1 << 8
-    WRITE_ALIAS = 1 << 9
-    WRITE_SCRATCH = 1 << 10
-    WRITE_TOKEN = 1 << 11
-    WRITE_POSITION = 1 << 12
-    PHASE = 1 << 13
-    ROW_OWNER = 1 << 14
-    TREE_SHAPE = 1 << 15
-    ACCEPT_PATH = 1 << 16
-    RESULT_TOKEN = 1 << 17
-    WRITE_MISSING = 1 << 18
-    CARRIED_STATE = 1 << 19
-
-
-def reason_labels(reasons: int) -> list[str]:
-    """Lower-case names of the bits that are set, in the order of `Reason`."""
-    return [r.name.lower() for r in Reason if r.name is not None and reasons & r]
-
-
-EVERY_REASON = tuple(reason_labels(~0))
-"""The labels of all reasons."""
 
 
 class Phase(IntEnum):

@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from kv_canary.checks import Reason
 from kv_canary.evidence import DraftBranch, Owner
 from kv_canary.incident_folder import IncidentFolder
-from kv_canary.records import SERIAL_MASK, Reason, Ring, unpack_word3
+from kv_canary.records import SERIAL_MASK, Ring, unpack_word3
 from kv_canary.report_log import ReportLog
 from kv_canary.violation import GROUPS, Violation, parse_entry, ring_order
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kv_canary.checks import Reason
 from kv_canary.hashing import mix64
 from kv_canary.kernels.reference import Report, slots_of
 from kv_canary.layout import CHUNK_BYTES, FingerprintMode
@@ -26,7 +27,6 @@ from kv_canary.records import (
     SENTINEL,
     TOKEN_MASK,
     Launch,
-    Reason,
     Record,
     Ring,
     fingerprint_keys,

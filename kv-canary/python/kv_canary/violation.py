@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kv_canary.diagnosis import Diagnosis, diagnose
+from kv_canary.checks import Shows, diagnose, reason_labels, reasons_where
 from kv_canary.evidence import Evidence, RecordWord
 from kv_canary.records import (
     SERIAL_MASK,
     TAG_POOL_SHIFT,
     Launch,
     Phase,
-    Reason,
     Ring,
     WriterKind,
-    reason_labels,
     unpack_place,
     unpack_word3,
 )
 
+if TYPE_CHECKING:
+    from kv_canary.diagnosis import Diagnosis
+
 _MASK64 = (1 << 64) - 1
+# Reasons whose words are phases, not tokens and positions.
+_OF_PHASES = reasons_where(lambda check: check.shows is Shows.PHASE)
 _LAUNCH_MASK = 255
 POOLS = ("target", "draft")
 """Names of the workers by the lowest bit of a pool's number."""
@@ -132,7 +135,7 @@ class Violation(Evidence):
         """The incident's JSON object; token ids only where reports may hold them."""
 
         def record(word: RecordWord) -> dict[str, int | str | None]:
-            if self.reasons & Reason.PHASE:
+            if self.reasons & _OF_PHASES:
                 return {"phase": _phase_name(word.token), "position": None}
             tokens = {"token": word.token} if with_tokens else {}
             return {**tokens, "position": word.position}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from kv_canary.records import reason_labels
+from kv_canary.checks import reason_labels
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult

@@ -19,6 +19,7 @@ import pytest
 import torch
 from paged_world import DIM, HEADS, LAYOUTS, PAGE, PAGES, Pool
 
+from kv_canary.checks import EVERY_REASON
 from kv_canary.engines import cli
 from kv_canary.engines.block_ledger import BlockLedger
 from kv_canary.engines.hooks import (
@@ -41,7 +42,6 @@ from kv_canary.engines.vllm import plugin
 from kv_canary.engines.vllm.limits import LIMITS, refused_by
 from kv_canary.engines.vllm.runner_v2 import _reads
 from kv_canary.engines.vllm.steps import read_step, salt_of
-from kv_canary.records import EVERY_REASON
 from kv_canary.version import __version__
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -20,7 +20,7 @@ import torch
 from live_server import CONTEXT, Server, greedy
 from starlette.testclient import TestClient
 
-from kv_canary.records import Reason, reason_labels
+from kv_canary.checks import Reason, reason_labels
 from sglang import Engine
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_server import create_app

@@ -22,7 +22,7 @@ import yaml
 from live_server import Server
 from prometheus_client.parser import text_string_to_metric_families
 
-from kv_canary.records import EVERY_REASON
+from kv_canary.checks import EVERY_REASON
 from sglang.srt.managers.scheduler_components.heal_stats import EVERY_DIAGNOSIS
 from sglang.srt.metrics.scheduler_series import (
     COUNTERS,

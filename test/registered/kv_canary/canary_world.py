@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kv_canary.checks import Reason
 from kv_canary.findings import STATUS_WORDS
 from kv_canary.kernels import reference, reference_write
 from kv_canary.layout import (
@@ -27,13 +28,7 @@ from kv_canary.layout import (
 )
 from kv_canary.op import native_available
 from kv_canary.pool_checks import PoolChecks
-from kv_canary.records import (
-    Reason,
-    Ring,
-    WriterKind,
-    draft_seed,
-    extend_lineage,
-)
+from kv_canary.records import Ring, WriterKind, draft_seed, extend_lineage
 from kv_canary.state import CanaryState, create_state
 from kv_canary.view import ForwardView, KVReadView
 

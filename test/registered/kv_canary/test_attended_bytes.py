@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from kv_canary.checks import Reason
 from kv_canary.op import force_reference
-from kv_canary.records import Counter, Reason
+from kv_canary.records import Counter
 from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend

@@ -19,8 +19,9 @@ from canary_world import (
 )
 
 from kv_canary.carried import CarriedRows
+from kv_canary.checks import Reason
 from kv_canary.kernels import reference_write
-from kv_canary.records import Launch, Reason, Ring
+from kv_canary.records import Launch, Ring
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=5, suite="cpu")

@@ -22,6 +22,7 @@ from canary_world import (
 from torch import Tensor
 
 from kv_canary import launches
+from kv_canary.checks import Reason
 from kv_canary.findings import counters_of, verdicts_of
 from kv_canary.layout import (
     Fingerprint,
@@ -32,14 +33,7 @@ from kv_canary.layout import (
     scattered_fingerprint,
 )
 from kv_canary.op import force_reference
-from kv_canary.records import (
-    Counter,
-    Launch,
-    Phase,
-    Reason,
-    Ring,
-    WriterKind,
-)
+from kv_canary.records import Counter, Launch, Phase, Ring, WriterKind
 from kv_canary.state import create_state
 from kv_canary.view import ROW_FIELDS, KVReadView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci

@@ -19,13 +19,13 @@ from canary_world import (
     step,
 )
 
+from kv_canary.checks import Reason
 from kv_canary.layout import (
     FingerprintMode,
 )
 from kv_canary.records import (
     Counter,
     Launch,
-    Reason,
     Ring,
     WriterKind,
     unpack_word0,

@@ -21,6 +21,7 @@ from canary_world import (
 )
 
 from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
+from kv_canary.checks import Reason
 from kv_canary.findings import RING, STATUS_WORDS, counters_of, verdicts_of
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import (
@@ -28,7 +29,6 @@ from kv_canary.records import (
     SENTINEL,
     UNKNOWN,
     Launch,
-    Reason,
     Request,
     Ring,
     WriterKind,

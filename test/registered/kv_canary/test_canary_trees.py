@@ -17,15 +17,11 @@ from canary_world import (
     small_world,
 )
 
+from kv_canary.checks import Reason
 from kv_canary.layout import (
     FingerprintMode,
 )
-from kv_canary.records import (
-    Counter,
-    Reason,
-    Ring,
-    WriterKind,
-)
+from kv_canary.records import Counter, Ring, WriterKind
 from kv_canary.view import ForwardView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 

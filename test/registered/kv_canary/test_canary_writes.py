@@ -17,13 +17,8 @@ from canary_world import (
     small_world,
 )
 
-from kv_canary.records import (
-    Launch,
-    Reason,
-    Ring,
-    unpack_word0,
-    unpack_word3,
-)
+from kv_canary.checks import Reason
+from kv_canary.records import Launch, Ring, unpack_word0, unpack_word3
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=6, suite="cpu")

@@ -21,6 +21,7 @@ from canary_world import (
 from torch import Tensor
 
 from kv_canary.attended import attended_bytes, with_sums
+from kv_canary.checks import Reason
 from kv_canary.head_sums import (
     MASK32,
     V_PLACE,
@@ -34,7 +35,7 @@ from kv_canary.layout import (
     create_fingerprint,
     scattered_fingerprint,
 )
-from kv_canary.records import Counter, Reason, Record, WriterKind
+from kv_canary.records import Counter, Record, WriterKind
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=10, suite="cpu")

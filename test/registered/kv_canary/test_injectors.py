@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kv_canary.records import Reason, reason_labels
+from kv_canary.checks import Reason, reason_labels
 from sglang.srt.kv_canary.perturb.injectors import INJECTORS
 from sglang.test.canary_traffic import Forward, Outcome, plant
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci

@@ -20,17 +20,11 @@ from violation_world import (
     reporter,
 )
 
+from kv_canary.checks import Reason
 from kv_canary.command_line import READER_GONE
 from kv_canary.evidence import Owner
 from kv_canary.explain import NONE, POISON, SWEEP, explain, main
-from kv_canary.records import (
-    Launch,
-    Phase,
-    Reason,
-    WriterKind,
-    pack_word0,
-    pack_word3,
-)
+from kv_canary.records import Launch, Phase, WriterKind, pack_word0, pack_word3
 from kv_canary.serials import SerialMap
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
 from sglang.srt.kv_canary.runner.violation_reporter import create_reporter

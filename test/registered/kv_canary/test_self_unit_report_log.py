@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from violation_world import entry, owner_of, reporter, violation
 
+from kv_canary.checks import Reason
 from kv_canary.explain import explain
-from kv_canary.records import Reason
 from kv_canary.report_log import QUIET_SECONDS, ReportLog
 from kv_canary.violation import Violation
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from violation_world import entry, owner_of, reporter
 
+from kv_canary.checks import Reason
 from kv_canary.evidence import DraftBranch
-from kv_canary.records import Launch, Reason, WriterKind, pack_word3, ring_tag
+from kv_canary.records import Launch, WriterKind, pack_word3, ring_tag
 from kv_canary.violation import Violation
 from sglang.test.ci.ci_register import register_cpu_ci
 

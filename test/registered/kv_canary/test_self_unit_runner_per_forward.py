@@ -20,12 +20,12 @@ from forward_world import (
     with_padded_row,
 )
 
+from kv_canary.checks import Reason
 from kv_canary.findings import is_clean
 from kv_canary.records import (
     POISON_WORD,
     Counter,
     Phase,
-    Reason,
     Ring,
     WriterKind,
     lineage_of,

@@ -22,17 +22,16 @@ from violation_world import (
 )
 
 from kv_canary import reporter as violation_reporter
+from kv_canary.checks import CHECKS, EVERY_REASON, Reason
 from kv_canary.evidence import Owner
-from kv_canary.explain import MEANING, explain
+from kv_canary.explain import explain
 from kv_canary.records import (
     POISON_WORD,
     SERIAL_MASK,
     Launch,
-    Reason,
     WriterKind,
     pack_word0,
     pack_word3,
-    reason_labels,
 )
 from kv_canary.reporter import (
     as_error,
@@ -174,7 +173,8 @@ def test_a_slot_that_was_never_written() -> None:
 
 
 def test_every_reason_has_words() -> None:
-    assert set(MEANING) == {label for r in Reason for label in reason_labels(r)}
+    assert sorted(check.label for check in CHECKS) == sorted(EVERY_REASON)
+    assert all(check.meaning for check in CHECKS)
     assert all(violation(REASONS=reason).diagnosis for reason in Reason)
 
 

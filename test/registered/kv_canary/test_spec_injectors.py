@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kv_canary.records import reason_labels
+from kv_canary.checks import reason_labels
 from kv_canary.reporter import CanaryViolation
 from kv_canary.view import KVReadView
 from sglang.srt.kv_canary.perturb.damage import Damage

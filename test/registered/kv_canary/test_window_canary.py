@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_canary.records import reason_labels
+from kv_canary.checks import reason_labels
 from sglang.srt.kv_canary.perturb.window_injectors import WINDOW_INJECTORS
 from sglang.srt.kv_canary.runner.swa_divergence import MARK
 from sglang.test.canary_traffic import CONTEXT, VOCAB, Outcome, plant

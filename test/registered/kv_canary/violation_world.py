@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kv_canary.checks import Reason
 from kv_canary.evidence import Owner
 from kv_canary.records import (
     TOKEN_MASK,
     Launch,
-    Reason,
     Ring,
     WriterKind,
     pack_word0,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import sglang
-from kv_canary.records import reason_labels
+from kv_canary.checks import reason_labels
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import (
     TensorParallelGroup,

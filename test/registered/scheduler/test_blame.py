@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kv_canary.records import Reason
+from kv_canary.checks import Reason
 from sglang.srt.managers.scheduler_components.blame import (
     Blame,
     Damage,

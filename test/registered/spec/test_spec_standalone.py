@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kv_canary.records import Reason
+from kv_canary.checks import Reason
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci

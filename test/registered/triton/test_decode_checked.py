@@ -25,12 +25,12 @@ from attention_problem import (
 )
 from torch import Tensor
 
+from kv_canary.checks import Reason
 from kv_canary.head_sums import head_sums
 from kv_canary.kernels.triton_args import state_args
 from kv_canary.records import (
     Counter,
     Launch,
-    Reason,
     Record,
     Ring,
     WriterKind,

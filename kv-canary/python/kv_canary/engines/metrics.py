@@ -7,8 +7,9 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kv_canary.checks import EVERY_REASON
 from kv_canary.engines.hooks import Refusal
-from kv_canary.records import EVERY_REASON, Counter
+from kv_canary.records import Counter
 
 if TYPE_CHECKING:
     from kv_canary.engines.settings import Settings

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kv_canary.checks import Reason
 from kv_canary.hashing import mix64
 from kv_canary.head_sums import head_sums, whole_sums
 from kv_canary.layout import NO_FINGERPRINT, Fingerprint, FingerprintMode
@@ -20,7 +21,6 @@ from kv_canary.records import (
     Counter,
     Launch,
     Phase,
-    Reason,
     Record,
     Ring,
     fingerprint_keys,

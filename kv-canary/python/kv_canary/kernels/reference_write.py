@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kv_canary.carried import FACTOR, KEY, CarriedRows
+from kv_canary.checks import Reason
 from kv_canary.findings import RING, STATUS_WORDS
 from kv_canary.hashing import MASK64, to_signed64
 from kv_canary.kernels.reference import (
@@ -34,7 +35,6 @@ from kv_canary.records import (
     Expected,
     Launch,
     Phase,
-    Reason,
     Request,
     Ring,
     WriterKind,

@@ -13,13 +13,14 @@ import triton.language as tl
 
 from kv_canary.carried import FACTOR as CARRIED_FACTOR
 from kv_canary.carried import KEY as CARRIED_KEY
+from kv_canary.checks import Reason
 from kv_canary.findings import RING as FINDINGS_RING
 from kv_canary.kernels.triton_ends import STATUS, gather_findings
 from kv_canary.kernels.triton_hash import lineage_term, mix64, pack_word0
 from kv_canary.kernels.triton_report import Finding, report_one
 from kv_canary.kernels.triton_rows import SALT_KEY
 from kv_canary.records import UNKNOWN as RECORDS_UNKNOWN
-from kv_canary.records import Expected, Reason, Request
+from kv_canary.records import Expected, Request
 
 CARRIED = tl.constexpr(int(Reason.CARRIED_STATE))
 FACTOR = tl.constexpr(CARRIED_FACTOR)

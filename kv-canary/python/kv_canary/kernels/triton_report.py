@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kv_canary.records import RING_WORDS, Reason, Ring
+from kv_canary.checks import Reason
+from kv_canary.records import RING_WORDS, Ring
 
 PHASE_REASON = tl.constexpr(int(Reason.PHASE))
 ENTRY_WORDS = tl.constexpr(RING_WORDS)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from kv_canary.checks import Reason
 from kv_canary.kernels.triton_hash import (
     LOW_HALF,
     NONE,
@@ -44,7 +45,7 @@ from kv_canary.kernels.triton_rows import (
     shift_columns,
 )
 from kv_canary.kernels.triton_sums import whole_sums
-from kv_canary.records import Counter, Phase, Reason
+from kv_canary.records import Counter, Phase
 
 LINEAGE = tl.constexpr(int(Reason.VERIFY_LINEAGE))
 POSITION = tl.constexpr(int(Reason.VERIFY_POSITION))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from kv_canary.checks import Reason
 from kv_canary.kernels.triton_ends import end_forward, store_next_lineage
 from kv_canary.kernels.triton_hash import (
     CLOCK_SHIFT,
@@ -52,7 +53,7 @@ from kv_canary.layout import FingerprintMode
 from kv_canary.records import CLOCK_MASK as RECORDS_CLOCK_MASK
 from kv_canary.records import TOKEN_MASK as RECORDS_TOKEN_MASK
 from kv_canary.records import UNKNOWN as RECORDS_UNKNOWN
-from kv_canary.records import Counter, Phase, Reason, Request, WriterKind
+from kv_canary.records import Counter, Phase, Request, WriterKind
 
 CLOCK_MASK = tl.constexpr(RECORDS_CLOCK_MASK)
 FOREIGN = tl.constexpr(int(Reason.WRITE_FOREIGN))

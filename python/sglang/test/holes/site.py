@@ -20,7 +20,7 @@ from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 if TYPE_CHECKING:
     import random
 
-    from kv_canary.records import Reason
+    from kv_canary.checks import Reason
     from sglang.srt.managers.req import Req
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler

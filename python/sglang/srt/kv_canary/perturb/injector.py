@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kv_canary.records import Reason
+    from kv_canary.checks import Reason
     from sglang.srt.kv_canary.perturb.damage import Damage, Scene
 
 # Value of the KV elements in a slot whose copy was dropped.

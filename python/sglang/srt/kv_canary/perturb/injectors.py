@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kv_canary.records import Reason
+from kv_canary.checks import Reason
 from sglang.srt.kv_canary.perturb.injector import Injector, When
 from sglang.srt.kv_canary.perturb.input_injectors import (
     alias_row,

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kv_canary.records import (
-    Reason,
-    unpack_word0,
-    unpack_word3,
-)
+from kv_canary.checks import Reason
+from kv_canary.records import unpack_word0, unpack_word3
 from sglang.srt.kv_canary.kernels import poison
 from sglang.srt.kv_canary.perturb.damage import Damage, Scene, Victim
 from sglang.srt.kv_canary.perturb.injector import STALE, Injector, When

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kv_canary.records import Reason
+from kv_canary.checks import Reason
 from sglang.srt.kv_canary.perturb.damage import Damage, Scene, Victim
 from sglang.srt.kv_canary.perturb.injector import Injector, When
 from sglang.srt.kv_canary.perturb.kv_injectors import (

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kv_canary.records import Reason
+from kv_canary.checks import Blames, Severity, reasons_where
 from sglang.srt.mem_cache.allocator import host_array
 
 if TYPE_CHECKING:
@@ -25,24 +24,17 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.mem_cache.tree_node import TreeNode
 
-# The bytes of the slot are not its owner's any more, whoever wrote there.
-_OVERWRITTEN = Reason.WRITE_FOREIGN | Reason.WRITE_ALIAS | Reason.WRITE_SCRATCH
-# It says neither where the bytes went nor whose they were.
-_ANYWHERE = Reason.WRITE_MISSING | Reason.PHASE
-
-
-class Severity(IntEnum):
-    """The outcome that depends on a damage: drafts, which the target decides about, or
-    tokens."""
-
-    DRAFTS = 1
-    TOKENS = 2
+# The slot holds somebody else's bytes.
+_OVERWRITTEN = reasons_where(lambda check: check.blames is Blames.HOLDER)
+# Nobody knows which slots were damaged.
+_ANYWHERE = reasons_where(lambda check: check.blames is Blames.FORWARD)
+# Tokens are in doubt even where the draft's pool has the damage.
+_OF_TOKENS = reasons_where(lambda check: check.severity is Severity.TOKENS)
 
 
 def severity_of(pool: int, reasons: int) -> Severity:
-    """That of damage in the target's pool (0) or in the draft's. The rows of accepted
-    nodes, which a draft takes its state from, are those of the logprobs, too."""
-    is_draft = pool > 0 and not reasons & Reason.CARRIED_STATE
+    """Return what damage in a pool puts in doubt; pool 0 is the target's."""
+    is_draft = pool > 0 and not reasons & _OF_TOKENS
     return Severity.DRAFTS if is_draft else Severity.TOKENS
 
 

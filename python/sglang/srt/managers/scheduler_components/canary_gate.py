@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kv_canary.checks import EVERY_REASON
 from kv_canary.findings import verdicts_of
-from kv_canary.records import EVERY_REASON, Counter, Ring
+from kv_canary.records import Counter, Ring
 from kv_canary.reporter import CanaryViolation, as_error
 from kv_canary.violation import POOLS
 from sglang.srt.kv_canary.config import CanaryMode

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kv_canary.diagnosis import DIAGNOSES
+from kv_canary.checks import DIAGNOSES
 from sglang.srt.managers.io_struct import HistogramStats
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kv_canary.checks import Reason
 from kv_canary.findings import counters_of
 from kv_canary.records import (
     HALF_BITS,
@@ -16,7 +17,6 @@ from kv_canary.records import (
     UNKNOWN,
     Counter,
     Launch,
-    Reason,
     Ring,
     pack_word0,
     ring_tag,

@@ -6,7 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from kv_canary.records import EVERY_REASON
+from kv_canary.checks import EVERY_REASON
 from sglang.srt.managers.io_struct import HistogramStats, SchedulerStats
 from sglang.srt.managers.scheduler_components.heal_stats import (
     EVERY_DIAGNOSIS,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kv_canary import records
+from kv_canary.checks import Reason
 from kv_canary.kernels.triton_hash import POISON, pack_word0
 from kv_canary.kernels.triton_report import (
     Finding,
@@ -34,7 +35,7 @@ from sglang.srt.layers.attention.triton_ops.elements import page_at, slot_of
 
 # Words of a tile that a thread adds up itself: those of one 16-byte load.
 LANE_WORDS = tl.constexpr(4)
-REAL_KV = tl.constexpr(int(records.Reason.VERIFY_REAL_KV))
+REAL_KV = tl.constexpr(int(Reason.VERIFY_REAL_KV))
 LINEAGE_WORD = tl.constexpr(int(records.Record.LINEAGE))
 WORD3 = tl.constexpr(int(records.Record.WORD3))
 REHASHED = tl.constexpr(int(records.Counter.REHASHED_SLOTS))

@@ -1,0 +1,475 @@
+"""Every check of the canary, declared once.
+
+From `CHECKS` follow the labels in logs, metrics and incident files, the diagnosis, what
+a healing gives up, the words of `explain`, the guide's tables
+(`scripts/generate_canary_docs.py`) and the enumeration of the C++ ops
+(`scripts/generate_canary_header.py`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from enum import Enum, IntEnum, IntFlag
+from typing import TYPE_CHECKING, NamedTuple
+
+from kv_canary.diagnosis import (
+    Diagnosis,
+    blames_write,
+    goes_elsewhere,
+    is_aliased,
+    is_left_by_former_owner,
+    is_never_written,
+    is_own_prefix,
+    is_padded,
+    is_still_unwritten,
+    wrote_it_itself,
+)
+from kv_canary.records import Launch
+
+if TYPE_CHECKING:
+    from kv_canary.evidence import Evidence
+
+
+class Reason(IntFlag):
+    """Bits of the findings. A bit never changes: the C++ ops are built with it. The
+    names in lower case are the labels in logs, metrics and files."""
+
+    VERIFY_LINEAGE = 1 << 0
+    VERIFY_POSITION = 1 << 1
+    VERIFY_TOKEN = 1 << 2
+    VERIFY_REAL_KV = 1 << 3
+    VERIFY_TORN = 1 << 4
+    VERIFY_FREED = 1 << 5
+    READ_SET = 1 << 6
+    READ_SCRATCH = 1 << 7
+    WRITE_FOREIGN = 1 << 8
+    WRITE_ALIAS = 1 << 9
+    WRITE_SCRATCH = 1 << 10
+    WRITE_TOKEN = 1 << 11
+    WRITE_POSITION = 1 << 12
+    PHASE = 1 << 13
+    ROW_OWNER = 1 << 14
+    TREE_SHAPE = 1 << 15
+    ACCEPT_PATH = 1 << 16
+    RESULT_TOKEN = 1 << 17
+    WRITE_MISSING = 1 << 18
+    CARRIED_STATE = 1 << 19
+
+
+def reason_labels(reasons: int) -> list[str]:
+    """Return the labels of the bits that are set, in the order of `Reason`."""
+    return [r.name.lower() for r in Reason if r.name is not None and reasons & r]
+
+
+EVERY_REASON = tuple(reason_labels(~0))
+"""The labels of all reasons."""
+
+
+class Severity(IntEnum):
+    """What a damage puts in doubt: only drafts, which the target still judges, or
+    tokens."""
+
+    DRAFTS = 1
+    TOKENS = 2
+
+
+class Blames(Enum):
+    """Whom a healing recomputes besides the request, in the guide's words. READER: only
+    the request, whose slot is damaged if its row has it."""
+
+    READER = ""
+    HOLDER = "whoever holds the slot"
+    FORWARD = "every request of the forward"
+
+
+class Shows(Enum):
+    """The lines that `explain` adds; a violation of several reasons shows them in this
+    order, and records only where nothing else is shown."""
+
+    PHASE = 0
+    STATE = 1
+    INPUT = 2
+    WRITE = 3
+    ALIAS = 4
+    RECORD = 5
+
+
+class Sources(NamedTuple):
+    """Where the two tokens that differ come from: the due one, and the one found."""
+
+    due: str
+    found: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A check.
+
+    Fields:
+        reason: its bit, whose name is its label.
+        meaning: the words of `explain`.
+        detail: what the guide adds to the meaning.
+        found_by: the launches that report it.
+        diagnoses: the classes of fault that it points at. The first that applies is
+            reported, and one always applies.
+        blames: whom a healing recomputes.
+        severity: what a finding in the draft's pool puts in doubt. In the target's pool
+            it is always tokens.
+        shows: the lines that `explain` adds. sources: for `Shows.INPUT`.
+        since: the version of kv-canary that added it.
+    """
+
+    reason: Reason
+    meaning: str
+    detail: str = ""
+    found_by: tuple[Launch, ...]
+    diagnoses: tuple[Diagnosis, ...]
+    blames: Blames = Blames.READER
+    severity: Severity = Severity.DRAFTS
+    shows: Shows = Shows.RECORD
+    sources: Sources = Sources("as published", "in the forward's inputs")
+    since: str = "0.1.0"
+
+    @property
+    def label(self) -> str:
+        return reason_labels(self.reason)[0]
+
+
+_READS = (Launch.VERIFY, Launch.SWEEP)
+
+# Diagnoses of several checks.
+_WRONG_WRITE_SLOT = Diagnosis(
+    name="wrong write slot",
+    when="attention reads the row's column, and the forward writes to another slot",
+    look_at="out_cache_loc of this forward: the row's column names another slot",
+    applies=blames_write,
+)
+_WRONG_READ_TABLE = Diagnosis(
+    name="wrong read table",
+    look_at="the attention backend's index list or page table, and its lengths",
+)
+_WRONG_INPUT = Diagnosis(
+    name="wrong input of the forward",
+    look_at="the code that publishes tokens; the copy into a graph's static inputs",
+)
+_OWN_PREFIX = Diagnosis(
+    name="own prefix out of order",
+    when="the record is of another position and lies in the request's own cached "
+    "prefix",
+    look_at="the row of req_to_token, whose cached slots are not in their order",
+    applies=is_own_prefix,
+)
+_ALIASED = Diagnosis(
+    name="aliased with request {writer}",
+    when="X wrote the record, for another position or into a slot that X and the "
+    "reader do not share through the prefix cache",
+    look_at="the allocator; the two requests' rows of req_to_token",
+    applies=is_aliased,
+)
+_STALE = Diagnosis(
+    name="stale record",
+    when="the position is right, the history or the token is not; also a cached prefix "
+    "of other tokens",
+    look_at="a prefix hit of other tokens; a forward that skipped storing KV",
+)
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        reason=Reason.PHASE,
+        meaning="the canary's own launches ran out of order",
+        found_by=(Launch.VERIFY, Launch.HEAD, Launch.TAIL),
+        diagnoses=(
+            Diagnosis(
+                name="canary launches out of order",
+                look_at="a CUDA graph that was captured or replayed in part",
+            ),
+        ),
+        blames=Blames.FORWARD,
+        shows=Shows.PHASE,
+    ),
+    Check(
+        reason=Reason.ROW_OWNER,
+        meaning="the row of the request table belongs to another request",
+        found_by=(Launch.HEAD,),
+        diagnoses=(
+            Diagnosis(
+                name="row of another request",
+                look_at="the order of rows when the batch was made, filtered or "
+                "merged; who freed the row of req_to_token",
+            ),
+        ),
+    ),
+    Check(
+        reason=Reason.RESULT_TOKEN,
+        meaning="the host keeps another token, or at another place, than the device "
+        "sampled",
+        detail="compared before any of it is sent",
+        found_by=(Launch.RESULT,),
+        diagnoses=(
+            Diagnosis(
+                name="the host keeps other tokens than were sampled",
+                look_at="the processing of the result: rows, accept lengths, the copy "
+                "to the host; a prompt whose last tokens were never prefilled",
+            ),
+        ),
+        shows=Shows.INPUT,
+        sources=Sources("as the device sampled", "as the host keeps"),
+    ),
+    Check(
+        reason=Reason.ACCEPT_PATH,
+        meaning="an accepted token does not follow from the tree and the target",
+        detail="or the verification stopped where the tree goes on with the target's "
+        "choice",
+        found_by=(Launch.ACCEPT,),
+        diagnoses=(
+            Diagnosis(
+                name="accepted tokens are no path of the tree",
+                look_at="the verification: accept_index, parents, the target's choices",
+            ),
+        ),
+        shows=Shows.INPUT,
+        sources=Sources("as the target chose", "among the tokens gained"),
+    ),
+    Check(
+        reason=Reason.CARRIED_STATE,
+        meaning="a draft starts from another state than was computed for it",
+        detail="drafts get worse, answers stay right",
+        found_by=(Launch.CARRIED,),
+        diagnoses=(
+            Diagnosis(
+                name="state of another row or iteration",
+                look_at="what a draft leaves for its next forward: the relay's stash "
+                "and gather, the rows of accepted nodes",
+            ),
+        ),
+        # The rows that the state comes from also choose the logprobs.
+        severity=Severity.TOKENS,
+        shows=Shows.STATE,
+    ),
+    Check(
+        reason=Reason.TREE_SHAPE,
+        meaning="a node's parent or what it attends to is not the tree's",
+        detail="its parent is missing, follows it or is another request's; or it "
+        "attends to anything but itself and what its parent attends to",
+        found_by=(Launch.HEAD,),
+        diagnoses=(
+            Diagnosis(
+                name="nodes that do not follow their tree",
+                look_at="the builder of the tree: parents and tree_mask",
+            ),
+        ),
+    ),
+    Check(
+        reason=Reason.WRITE_MISSING,
+        meaning="the bytes of the slot were not stored by the model",
+        detail="only with `all`, which fills new slots with a sentinel first",
+        found_by=(Launch.TAIL,),
+        diagnoses=(
+            Diagnosis(
+                name="K or V was not stored",
+                look_at="the kernel that stores K and V; the slots that it is given",
+            ),
+        ),
+        blames=Blames.FORWARD,
+    ),
+    Check(
+        reason=Reason.VERIFY_FREED,
+        meaning="the slot held nothing when it was read",
+        detail="it was freed, or never written",
+        found_by=_READS,
+        diagnoses=(
+            Diagnosis(
+                name="read of a slot that was never written",
+                when="it held nothing since the start",
+                look_at="the request's row of req_to_token; a forward that skipped "
+                "storing KV",
+                applies=is_never_written,
+            ),
+            Diagnosis(
+                name="not written since it was allocated",
+                when="by the host's records it belongs to this request alone, or to "
+                "the prefix cache alone, and was freed before it got this owner",
+                look_at="the forward, or the copy, that should have stored this "
+                "position",
+                applies=is_still_unwritten,
+            ),
+            Diagnosis(
+                name="use after free",
+                when="otherwise; the record names the last owner",
+                look_at="who freed the slot: `found` has its last owner, and when",
+            ),
+        ),
+    ),
+    Check(
+        reason=Reason.READ_SET,
+        meaning="attention read a slot that the request's table does not name",
+        found_by=_READS,
+        diagnoses=(_WRONG_WRITE_SLOT, _WRONG_READ_TABLE),
+    ),
+    Check(
+        reason=Reason.READ_SCRATCH,
+        meaning="attention read the scratch page",
+        found_by=_READS,
+        diagnoses=(_WRONG_READ_TABLE,),
+    ),
+    Check(
+        reason=Reason.WRITE_ALIAS,
+        meaning="two tokens of one forward went to the same slot",
+        found_by=(Launch.TAIL,),
+        diagnoses=(
+            Diagnosis(
+                name="two tokens of one forward share a slot",
+                look_at="the allocator; out_cache_loc of this forward",
+            ),
+        ),
+        blames=Blames.HOLDER,
+        shows=Shows.ALIAS,
+    ),
+    Check(
+        reason=Reason.WRITE_FOREIGN,
+        meaning="the forward wrote into a slot that it does not own",
+        detail="another owner's slot, a slot of its own prefix, or another slot than "
+        "the token's column names",
+        found_by=(Launch.HEAD,),
+        diagnoses=(
+            dataclasses.replace(
+                _WRONG_WRITE_SLOT,
+                when="the token's column in req_to_token names another slot",
+                applies=goes_elsewhere,
+            ),
+            Diagnosis(
+                name="write of a padded row outside of the scratch page",
+                when="no request wrote",
+                look_at="the padding of out_cache_loc in a graph's static inputs",
+                applies=is_padded,
+            ),
+            Diagnosis(
+                name="write into the request's own prefix",
+                when="the slot has a record of the same request",
+                look_at="the allocator; the request's row of req_to_token",
+                applies=wrote_it_itself,
+            ),
+            Diagnosis(
+                name="freed slot was not poisoned",
+                when="the slot has a live record of another request, but by the host's "
+                "records belongs to the writing one alone",
+                look_at="the hook that tells the canary of frees; a free that goes "
+                "past it",
+                applies=is_left_by_former_owner,
+            ),
+            Diagnosis(
+                name="write into a slot of another owner",
+                when="otherwise",
+                look_at="the allocator: it gave one slot to two owners",
+            ),
+        ),
+        blames=Blames.HOLDER,
+        shows=Shows.WRITE,
+    ),
+    Check(
+        reason=Reason.WRITE_SCRATCH,
+        meaning="a live token was written to the scratch page",
+        found_by=(Launch.HEAD,),
+        diagnoses=(
+            Diagnosis(
+                name="write of a live token to the scratch page",
+                look_at="the allocator; the size of the reserve for new tokens",
+            ),
+        ),
+        blames=Blames.HOLDER,
+        shows=Shows.WRITE,
+    ),
+    Check(
+        reason=Reason.WRITE_TOKEN,
+        meaning="the input token differs from the one that was published (the "
+        "prompt's, then the sampled ones), or from the oracle's",
+        found_by=(Launch.HEAD,),
+        diagnoses=(_WRONG_INPUT,),
+        shows=Shows.INPUT,
+    ),
+    Check(
+        reason=Reason.WRITE_POSITION,
+        meaning="the forward got another position than its row says",
+        found_by=(Launch.HEAD,),
+        diagnoses=(_WRONG_INPUT,),
+        shows=Shows.INPUT,
+    ),
+    Check(
+        reason=Reason.VERIFY_TORN,
+        meaning="the write of this slot was never finished",
+        detail="the two halves of the record, `head` and `tail`, differ",
+        found_by=_READS,
+        diagnoses=(
+            Diagnosis(
+                name="torn write",
+                look_at="a forward or a transfer that did not finish",
+            ),
+        ),
+    ),
+    Check(
+        reason=Reason.VERIFY_POSITION,
+        meaning="the record is of another position",
+        found_by=_READS,
+        diagnoses=(
+            _OWN_PREFIX,
+            _ALIASED,
+            Diagnosis(
+                name="misplaced",
+                when="otherwise",
+                look_at="positions of the forward that wrote it; offsets within a page",
+            ),
+        ),
+    ),
+    Check(
+        reason=Reason.VERIFY_TOKEN,
+        meaning="the prefix is not the request's own tokens",
+        found_by=_READS,
+        diagnoses=(_OWN_PREFIX, _ALIASED, _STALE),
+    ),
+    Check(
+        reason=Reason.VERIFY_LINEAGE,
+        meaning="the token's history is not the one that this row expects",
+        found_by=_READS,
+        diagnoses=(_OWN_PREFIX, _ALIASED, _STALE),
+    ),
+    Check(
+        reason=Reason.VERIFY_REAL_KV,
+        meaning="the KV bytes changed after they were written",
+        found_by=(*_READS, Launch.ATTENTION),
+        diagnoses=(
+            Diagnosis(
+                name="bytes changed in place",
+                when="the record itself is right",
+                look_at="writes to a wrong address: padded rows, copy kernels; "
+                "hardware",
+            ),
+        ),
+    ),
+)
+"""All checks. Of a violation with several reasons the first check tells the
+diagnosis."""
+
+CHECKS_BY_LABEL = {check.label: check for check in CHECKS}
+
+DIAGNOSES: tuple[Diagnosis, ...] = tuple(
+    {kind.name: kind for check in CHECKS for kind in check.diagnoses}.values()
+)
+"""The classes of fault, each once, in the order of the checks."""
+
+
+def diagnose(violation: Evidence) -> Diagnosis:
+    """Return the class of fault that a violation looks like."""
+    # A ring in damaged memory may hold bits that no check has.
+    last = CHECKS[-1]
+    check = next((c for c in CHECKS if c.reason & violation.reasons), last)
+    return next(kind for kind in check.diagnoses if kind.applies(violation))
+
+
+def reasons_where(condition: Callable[[Check], bool]) -> Reason:
+    """Return the bits of the checks that fulfil a condition."""
+    bits = Reason(0)
+    for check in CHECKS:
+        if condition(check):
+            bits |= check.reason
+    return bits
