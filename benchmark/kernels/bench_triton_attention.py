@@ -22,7 +22,7 @@ from cuda_timing import graph_us
 from torch import Tensor
 
 from kv_canary.head_sums import head_sums
-from kv_canary.kernels.triton_args import state_args
+from kv_canary.kernels.triton.args import state_args
 from kv_canary.state import create_state
 from sglang.srt.layers.attention.triton_ops import decode_attention as decode
 from sglang.srt.layers.attention.triton_ops import extend_attention as extend

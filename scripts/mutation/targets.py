@@ -81,6 +81,11 @@ WINDOW_TESTS = (
     "kv_canary/test_window_canary.py",
     "mock_model/test_window_soak.py",
 )
+# Files of the canary's torch references, which import each other.
+REFERENCES = (
+    *("accepted", "before", "carried", "ends", "hash", "notes", "records", "report"),
+    *("rows", "verify", "write"),
+)
 CORE_TESTS = (
     "kv_canary/test_canary_kernels.py",
     "kv_canary/test_canary_properties.py",
@@ -202,11 +207,11 @@ AREAS = (
         prefix="kv_canary.",
         modules=(
             "canary",
+            "checks",
             "diagnosis",
             "explain",
             "findings",
-            "kernels.reference",
-            "kernels.reference_write",
+            *(f"kernels.reference.{name}" for name in REFERENCES),
             "launches",
             "layout",
             "records",
@@ -221,16 +226,15 @@ AREAS = (
         tests=CORE_TESTS,
     ),
 )
+CANARY_REFERENCES = tuple(f"kv_canary.kernels.reference.{name}" for name in REFERENCES)
 # Where a native kernel does the work, a fault acts in the torch reference only.
 WITH_REFERENCES = {
     "sglang.srt.mem_cache.branch_slots",
     "sglang.srt.speculative.ops.tree",
     "sglang.srt.speculative.ops.verify",
-    "kv_canary.kernels.reference",
-    "kv_canary.kernels.reference_write",
 }
-# The ops that call into a module without being in it.
-CALLERS = {
+# The ops that call into a module, which may lie in others.
+CALLERS = dict.fromkeys(CANARY_REFERENCES, CANARY_REFERENCES) | {
     "sglang.srt.speculative.draft_layout": ("sglang.srt.mem_cache.branch_slots",),
 }
 

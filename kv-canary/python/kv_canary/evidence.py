@@ -31,7 +31,7 @@ class Owner(NamedTuple):
     Fields:
         text: in words.
         is_shared: the prefix cache, for any request.
-        is_allocated: whether the allocator has given it to somebody.
+        is_allocated: whether the allocator has given it out.
         claims: serials of the requests that hold it beside the prefix cache, one for
             each time that it is in their rows.
         prefix_of: serials of the requests in whose cached prefix it lies.

@@ -21,7 +21,7 @@ SWEEP = Launch.SWEEP.name.lower()
 
 
 def explain(incident: dict[str, Any]) -> str:
-    """The text of one incident document."""
+    """Return the text of one incident document."""
     violations = incident["violations"]
     lines = [
         f"{incident['time']}  rank {incident['rank']}  forward {incident['forward']} "
@@ -42,7 +42,7 @@ def explain(incident: dict[str, Any]) -> str:
 
 
 def _healing(done: dict[str, Any]) -> list[str]:
-    """The requests that were recomputed, or ended, because of the incident."""
+    """Return which requests were recomputed or ended because of the incident."""
     lines = [
         f"healed: {done['num_recomputed']} request(s) recomputed, {done['num_ended']} "
         f"ended, {done['cached_tokens_cut']} cached token(s) dropped"
@@ -63,7 +63,7 @@ def _pages(done: dict[str, Any]) -> str:
 
 
 def _printable(line: str) -> str:
-    """Escaped as in JSON: clients choose the ids of their requests."""
+    """Escape a line as in JSON: clients choose the ids of their requests."""
     return re.sub(r"[^ -~]", lambda found: json.dumps(found[0])[1:-1], line)
 
 
@@ -86,7 +86,7 @@ _SAME = (
     *("rid", "worker", "launch", "batch_row", "branch", "reasons", "diagnosis"),
     *("owner", "writer"),
 )
-# In some violations only.
+# Only some violations have these.
 _SAME_IF_ANY = ("step", "group", "layer", "kv_head")
 
 
@@ -100,7 +100,7 @@ def _continues(before: dict[str, Any], violation: dict[str, Any]) -> bool:
 
 
 def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
-    """The text of a run; expected and found are those of its first violation."""
+    """Return the text of a run, with what its first violation expected and found."""
     violation = run[0]
     numbers = f"{number}" if len(run) == 1 else f"{number} to {number + len(run) - 1}"
     places = ", ".join(_span(name, run) for name in ("position", "slot", "page"))
@@ -126,7 +126,7 @@ def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
 
 
 def _head(violation: dict[str, Any]) -> str:
-    """The layer and the head whose bytes differ, where they are known."""
+    """Return the layer and head whose bytes differ, if known."""
     if "layer" not in violation:
         return ""
     return f", layer {violation['layer']}, KV head {violation['kv_head']}"
@@ -139,7 +139,7 @@ def _pool(violation: dict[str, Any]) -> str:
 
 
 def _row(violation: dict[str, Any]) -> str:
-    """The step and the branch of a draft step; elsewhere the row of the batch."""
+    """Return the step and branch of a draft step, else the row of the batch."""
     row = violation["batch_row"]
     if violation["launch"] == SWEEP:
         return "prefix cache"
@@ -159,7 +159,7 @@ def _span(name: str, run: list[dict[str, Any]]) -> str:
     return f"{name}s {values[0]} to {values[-1]}"
 
 
-# Lines of a violation: a name and a text.
+# Lines of a violation: names and texts.
 _Lines = list[tuple[str, str]]
 
 
@@ -179,16 +179,16 @@ def _phase_lines(violation: dict[str, Any]) -> _Lines:
 
 
 def _state_lines(violation: dict[str, Any]) -> _Lines:
-    """The sums of what was handed on (`carried.py`)."""
+    """Return the sums of the state that was handed on (`carried.py`)."""
     due, found = (violation[name]["lineage"] for name in ("expected", "found"))
     return [("expected", f"a state with sum {due}"), ("found", f"sum {found}")]
 
 
 def _write_lines(violation: dict[str, Any]) -> _Lines:
-    """The token that is written, and what its slot held before."""
+    """Return the token that is written, and what its slot held before."""
     held = ("slot held", _found(violation, with_bytes=False))
     if any(check.shows is Shows.INPUT for check in _checks(violation)):
-        # Of the record only its writer is known: the input is shown instead.
+        # Only the record's writer is known: its words hold the input instead.
         return [("slot held", _writer(violation))]
     expected = violation["expected"]
     text = f"{_record(expected)}; by the row it belongs into {_slot(expected['slot'])}"
@@ -203,7 +203,7 @@ def _alias_lines(violation: dict[str, Any]) -> _Lines:
 
 
 def _record_lines(violation: dict[str, Any]) -> _Lines:
-    """The record that was due, and the one that was read."""
+    """Return the record that was due, and the one that was read."""
     kind, expected = violation["writer"]["kind"], violation["expected"]
     found = ("found", _found(violation, with_bytes=True))
     if kind == POISON:
@@ -238,7 +238,7 @@ def _parts(violation: dict[str, Any]) -> list[_Part]:
 
 
 def _found(violation: dict[str, Any], *, with_bytes: bool) -> str:
-    """The record that lies in the slot."""
+    """Return the record in the slot."""
     if violation["writer"]["kind"] in (POISON, NONE):
         return _writer(violation)
     found = violation["found"]
@@ -285,7 +285,11 @@ def main(
     prog: str = "python -m kv_canary.explain",
     version: str | None = None,
 ) -> int:
-    """Run the command; `version` is its distribution's where that is another one."""
+    """Run the CLI and return its exit code.
+
+    Args:
+        version: the text for `--version`; kv-canary's by default.
+    """
     version = version or f"kv-canary {metadata.version('kv-canary')}"
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -305,15 +309,15 @@ def main(
 
 
 def _explain_file(file: Path) -> str:
-    """The text of an incident file.
+    """Return the text of an incident file.
 
     Raises:
-        ValueError: it is none; names the file.
+        ValueError: the file is not an incident; names the file.
     """
     incident = read_incident(file)
     try:
         return explain(incident)
-    # A document of another shape fails wherever it is looked at.
+    # A document of another shape fails at whatever field is read first.
     except (
         *(ValueError, KeyError, TypeError, IndexError, AttributeError),
         *(OverflowError, RecursionError),

@@ -7,13 +7,23 @@ except in torch. Knows no requests and no pools.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from torch import Tensor
 
 from kv_canary.accepted import AcceptedPath, AcceptedWords
 from kv_canary.findings import STATUS_WORDS
-from kv_canary.kernels import reference, reference_write
+from kv_canary.kernels.reference import (
+    accepted,
+    before,
+    carried,
+    ends,
+    notes,
+    records,
+    write,
+)
+from kv_canary.kernels.reference import verify as reference_verify
 from kv_canary.op import Op
 
 if TYPE_CHECKING:
@@ -23,69 +33,34 @@ if TYPE_CHECKING:
     from kv_canary.state import CanaryState
     from kv_canary.view import ForwardView
 
-_NATIVE = "kv_canary.kernels.native:"
-_TRITON = "kv_canary.kernels.triton_launch:"
+P = ParamSpec("P")
+R = TypeVar("R")
 
-verify = Op(
-    reference=reference.verify,
-    native=_NATIVE + "verify",
-    triton=_TRITON + "verify",
-)
-write_head = Op(
-    reference=reference_write.write_head,
-    native=_NATIVE + "write_head",
-    triton=_TRITON + "write_head",
-)
-_before_model = Op(
-    reference=reference_write.before_model,
-    native=_NATIVE + "before_model",
-    triton=_TRITON + "before_model",
-)
-_write_tail = Op(
-    reference=reference_write.write_tail,
-    native=_NATIVE + "write_tail",
-    triton=_TRITON + "write_tail",
-)
-_poison = Op(
-    reference=reference_write.poison,
-    native=_NATIVE + "poison",
-    triton=_TRITON + "poison",
-)
-_move_records = Op(
-    reference=reference_write.move_records, triton=_TRITON + "move_records"
-)
-_finish_step = Op(
-    reference=reference_write.finish_step,
-    native=_NATIVE + "finish_step",
-    triton=_TRITON + "finish_step",
-)
-_gather_findings = Op(
-    reference=reference_write.gather_findings,
-    native=_NATIVE + "gather_findings",
-    triton=_TRITON + "gather_findings",
-)
 
-_expect_rows = Op(
-    reference=reference_write.expect_rows,
-    native=_NATIVE + "expect_rows",
-    triton=_TRITON + "expect_rows",
-)
-_note_tokens = Op(
-    reference=reference_write.note_tokens,
-    native=_NATIVE + "note_tokens",
-    triton=_TRITON + "note_tokens",
-)
-_send_tokens = Op(reference=reference_write.send_tokens, triton=_TRITON + "send_tokens")
-_carry = Op(
-    reference=reference_write.carry,
-    native=_NATIVE + "carry",
-    triton=_TRITON + "carry",
-)
-_finish_accepted = Op(
-    reference=reference_write.finish_accepted,
-    native=_NATIVE + "finish_accepted",
-    triton=_TRITON + "finish_accepted",
-)
+def _op(reference: Callable[P, R], *, is_native: bool = True) -> Op[P, R]:
+    """Make an op of the functions of one name: the Triton one lies in a file of the
+    same name as the torch reference, the native one in `native.py`."""
+    module, name = reference.__module__.rpartition(".")[-1], reference.__name__
+    return Op(
+        reference=reference,
+        triton=f"kv_canary.kernels.triton.{module}:{name}",
+        native=f"kv_canary.kernels.native:{name}" if is_native else None,
+    )
+
+
+verify = _op(reference_verify.verify)
+write_head = _op(write.write_head)
+_before_model = _op(before.before_model)
+_write_tail = _op(write.write_tail)
+_poison = _op(records.poison)
+_move_records = _op(records.move_records, is_native=False)
+_finish_step = _op(ends.finish_step)
+_gather_findings = _op(ends.gather_findings)
+_expect_rows = _op(notes.expect_rows)
+_note_tokens = _op(notes.note_tokens)
+_send_tokens = _op(notes.send_tokens, is_native=False)
+_carry = _op(carried.carry)
+_finish_accepted = _op(accepted.finish_accepted)
 
 
 def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
@@ -130,7 +105,8 @@ def write_tail(
         advance: whether the launch also advances the rows' lineages, as `finish_step`
             does.
         findings: int64 [>= STATUS_WORDS + R], filled by `gather_findings` after that;
-            the rows must differ. None: `finish_step` does both, as for trees.
+            the rows must differ. Without findings `finish_step` does both, as it must
+            for trees.
 
     Raises:
         ValueError: `advance` with a tree, whose accepted path is not known yet, or

@@ -1,4 +1,4 @@
-"""Log lines about violations: enough to act on, however many there are."""
+"""Log lines about violations, enough to act on and never a flood."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Kind:
 
     Fields:
         last_line: time of the last line about one.
-        held_back: violations since then without a line. total: all of them.
+        held_back: violations since then that got no line. total: all violations.
     """
 
     last_line: float

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kv_canary.checks import Reason
 from kv_canary.hashing import mix64
-from kv_canary.kernels.reference import Report, slots_of
+from kv_canary.kernels.reference.report import Report, flag
+from kv_canary.kernels.reference.rows import load_slots
 from kv_canary.layout import CHUNK_BYTES, FingerprintMode
 from kv_canary.records import (
     CLOCK_MASK,
@@ -166,7 +167,7 @@ class SlotBytes:
             count=missing.sum(),
             launch=Launch.TAIL,
             columns={
-                Ring.REASONS: torch.where(missing, int(Reason.WRITE_MISSING), 0),
+                Ring.REASONS: flag(Reason.WRITE_MISSING, missing),
                 Ring.REQ_ROW: view.req_rows[row],
                 Ring.SERIAL: view.serials[row],
                 Ring.SLOT: slots,
@@ -200,7 +201,7 @@ class SlotBytes:
         is_row = row < len(lens)
         row = row * is_row
         element = torch.arange(total, device=row.device) - (lens.cumsum(0) - lens)[row]
-        slot = slots_of(table, row, element * is_row)
+        slot = load_slots(table, row, element * is_row)
         readable = is_row & (slot >= self._layout.page_size) & (slot < state.num_slots)
         slot = slot * readable
         record = state.tail[slot]
@@ -251,7 +252,7 @@ class SlotBytes:
         found = self.fingerprints(slots, lineages)
         bad = due & (found != record[:, Record.FINGERPRINT])
         return bad, {
-            Ring.REASONS: torch.where(bad, int(Reason.VERIFY_REAL_KV), 0),
+            Ring.REASONS: flag(Reason.VERIFY_REAL_KV, bad),
             Ring.SLOT: slots,
             Ring.FOUND_WORD0: record[:, Record.WORD0],
             # Verify compares it; here it says which bytes are sampled.

@@ -1,4 +1,4 @@
-"""One violation: a ring entry made readable, its log line, its incident document."""
+"""A violation: a readable ring entry, its log line and its incident document."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _MASK64 = (1 << 64) - 1
 _OF_PHASES = reasons_where(lambda check: check.shows is Shows.PHASE)
 _LAUNCH_MASK = 255
 POOLS = ("target", "draft")
-"""Names of the workers by the lowest bit of a pool's number."""
+"""Worker names by the lowest bit of a pool's number."""
 GROUPS = ("full", "swa", "latent")
-"""Names of the groups of slots by the other bits."""
+"""Names of groups of slots by the other bits."""
 
 
 def pool_number(*, is_draft: bool, group: str) -> int:
-    """The number of a pool in the tags of its findings."""
+    """Return the number of a pool in the tags of its findings."""
     return int(is_draft) + len(POOLS) * GROUPS.index(group)
 
 
 def _names_of(pool: int, groups: Sequence[str]) -> tuple[str, str]:
-    """(worker, group) of a pool's number; numbers that are not known stay numbers."""
+    """Return worker and group of a pool's number; an unknown number stays a number."""
     group, worker = divmod(pool, len(POOLS))
     if 0 <= group < len(groups):
         return POOLS[worker], groups[group]
@@ -56,8 +56,8 @@ class Violation(Evidence):
 
     @property
     def key(self) -> tuple[str, int, int, int, int]:
-        """Key of the damage, equal for findings about the same one to the same request:
-        pool, slot, the forward that wrote it, the reader; the position where no record
+        """The key of the damage, equal for all findings of one damage by one request:
+        pool, slot, the forward that wrote it, the reader, and the position if no record
         was read."""
         where = -1 if self.writer.clock else self.position
         pool = f"{self.worker}.{self.group}"
@@ -65,12 +65,12 @@ class Violation(Evidence):
 
     @property
     def diagnosis(self) -> str:
-        """The likely class of fault, in words for a report."""
+        """The likely class of fault, with the writer's name."""
         return self._diagnosis.name.format(writer=self.writer_rid or "unknown")
 
     @property
     def diagnosis_name(self) -> str:
-        """The class of fault whoever wrote the slot: one of a fixed list."""
+        """The likely class of fault, one of a fixed list of names."""
         return self._diagnosis.name
 
     @property
@@ -79,8 +79,8 @@ class Violation(Evidence):
 
     @property
     def place(self) -> dict[str, int]:
-        """Layer of the group and KV head of the rank whose bytes differ, where
-        attention found it: of several that differ those it met first."""
+        """The layer of the group and KV head of the rank whose bytes differ, the first
+        of several, if attention found them."""
         if self.launch != Launch.ATTENTION.name.lower():
             return {}
         layer, head = unpack_place(self.found_fingerprint)
@@ -88,11 +88,11 @@ class Violation(Evidence):
 
     @property
     def branch(self) -> int:
-        """Branch of a draft step; -1: in no draft step."""
+        """The branch of a draft step, -1 outside a draft step."""
         return -1 if self.draft is None else self.draft.branch
 
     def public_line(self) -> str:
-        """The line that any client may see: no request, no token."""
+        """Return the line for clients, which names no request and no token."""
         return (
             f"kv_canary violation: launch_tag={self.worker}.{self.launch} "
             f"group={self.group} "
@@ -101,8 +101,8 @@ class Violation(Evidence):
         )
 
     def line(self, *, with_tokens: bool) -> str:
-        """The stable `key=value` line of the log; -1 for a token that is not known, or
-        not to be shown."""
+        """Return the stable `key=value` line of the log, with -1 for a token that is
+        unknown or must not be shown."""
         found, expected = self.found.token, self.expected.token
         if not with_tokens:
             found = expected = None
@@ -132,7 +132,7 @@ class Violation(Evidence):
         return f"kv_canary violation: {pairs}"
 
     def document(self, *, with_tokens: bool) -> dict[str, Any]:
-        """The incident's JSON object; token ids only where reports may hold them."""
+        """Return the JSON object of an incident, with token ids only if allowed."""
 
         def record(word: RecordWord) -> dict[str, int | str | None]:
             if self.reasons & _OF_PHASES:
@@ -191,8 +191,8 @@ _LAUNCH_ORDER = (
 
 
 def ring_order(entry: Sequence[int]) -> tuple[int, ...]:
-    """Key that sorts ring entries by forward, launch, pool, row and position: threads
-    of one launch append theirs in any order."""
+    """Return a sort key by forward, launch, pool, row and position: threads of one
+    launch append their entries in any order."""
     tag = entry[Ring.TAG]
     return (
         entry[Ring.CLOCK],
@@ -211,10 +211,10 @@ def parse_entry(
     rid_of: dict[int, str | None],
     groups: Sequence[str] = GROUPS,
 ) -> Violation:
-    """Make a ring entry readable.
+    """Parse a ring entry.
 
     Args:
-        rid_of: request ids by serial modulo 2^24, for those that are known.
+        rid_of: known request ids by serial modulo 2^24.
         groups: names of the groups of slots.
     """
     tag = entry[Ring.TAG]

@@ -25,7 +25,8 @@ SLOTS = 5
 
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_equals_the_reference(level: str, chunks: int) -> None:
-    from kv_canary.kernels import native, reference_write
+    from kv_canary.kernels import native
+    from kv_canary.kernels.reference import write
 
     torch.manual_seed(chunks)
     # V has other words than K, in rows with a gap between them.
@@ -47,7 +48,7 @@ def test_equals_the_reference(level: str, chunks: int) -> None:
         writer_kind=WriterKind.EXTEND,
     )
     written = []
-    for module in (reference_write, native):
+    for module in (write, native):
         state = create_state(
             num_slots=SLOTS, req_rows=2, ring_capacity=8, num_managers=1, device="cpu"
         )

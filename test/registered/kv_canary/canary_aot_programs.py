@@ -1,6 +1,6 @@
 """Compiles the canary's Triton kernels for sm_90; run by test_canary_kernels_aot.
 
-Compiles the launches of `triton_launch` for batches, views and pools of every
+Compiles the launches of `kernels/triton` for batches, views and pools of every
 kind, on tensors that need not hold anything.
 """
 
@@ -29,9 +29,18 @@ from triton.compiler import ASTSource
 from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
 from kv_canary.carried import CarriedRows
 from kv_canary.findings import STATUS_WORDS
-from kv_canary.kernels import triton_launch
-from kv_canary.kernels.triton_args import state_args
-from kv_canary.kernels.triton_report import agree_across_warps
+from kv_canary.kernels.triton import (
+    accepted,
+    before,
+    carried,
+    ends,
+    notes,
+    records,
+    verify,
+    write,
+)
+from kv_canary.kernels.triton.args import state_args
+from kv_canary.kernels.triton.report import agree_across_warps
 from kv_canary.layout import Fingerprint, FingerprintMode
 from kv_canary.pool_checks import PoolChecks
 from kv_canary.records import WriterKind
@@ -42,9 +51,11 @@ from sglang.test.scale import sampled
 # SGLang puts a function of its own in this place, which no kernel may name.
 triton.next_power_of_2 = lambda n: 1 << max(n - 1, 0).bit_length()
 TARGET = GPUTarget("cuda", 90, 32)
+MODULES = (accepted, before, carried, ends, notes, records, verify, write)
 KERNELS = {
     name: value
-    for name, value in vars(triton_launch).items()
+    for module in MODULES
+    for name, value in vars(module).items()
     if name.endswith("_kernel")
 }
 # Whose warps look at the same elements; in the others a thread has its own.
@@ -213,7 +224,7 @@ def launch_reads(
         token_offset=0 if rows == "tree" else 1,  # no draft is given trees
         published=ints(8, WIDTH) if view != "window" else None,
     )
-    triton_launch.before_model(create_canary(), forward, checks)
+    before.before_model(create_canary(), forward, checks)
 
 
 def launch_verify(
@@ -228,7 +239,7 @@ def launch_verify(
         req_to_token=None if view is SWEEP else ints(8, WIDTH),
     )
     forward = replace(ALL_ROWS["decode"], manager=0)
-    triton_launch.verify(create_canary(), forward, checks, view)
+    verify.verify(create_canary(), forward, checks, view)
 
 
 def launch_head(rows: str) -> None:
@@ -243,7 +254,7 @@ def launch_head(rows: str) -> None:
         req_to_token=ints(8, WIDTH),
         published=ints(8, WIDTH) if rows in ("decode", "tree") else None,
     )
-    triton_launch.write_head(create_canary(), forward, checks)
+    write.write_head(create_canary(), forward, checks)
 
 
 def launch_tail(
@@ -254,7 +265,7 @@ def launch_tail(
     has_sums: bool = False,
 ) -> None:
     fingerprint = pool_of(mode, is_scattered=is_scattered, has_sums=has_sums)
-    triton_launch.write_tail(
+    write.write_tail(
         create_canary(),
         replace(ALL_ROWS[rows], writer_kind=WriterKind.EXTEND, manager=0),
         PoolChecks(page_size=16, fingerprint=fingerprint),
@@ -267,12 +278,12 @@ def launch_note(groups: int) -> None:
     """Notes alone, or with the findings of so many groups of slots."""
     sampled_tokens = SampledTokens(*(longs() for _ in SampledTokens._fields))
     findings = [longs(STATUS_WORDS + ROWS) if i < groups else None for i in range(2)]
-    triton_launch.send_tokens(create_canary(), sampled_tokens, *findings, longs(64))
+    notes.send_tokens(create_canary(), sampled_tokens, *findings, longs(64))
 
 
 def launch_accepted(*, with_choices: bool, checks: bool) -> None:
     nodes, path = longs(ROWS * 8).view(ROWS, 8), longs(ROWS * 4).view(ROWS, 4)
-    accepted = AcceptedPath(
+    tree_path = AcceptedPath(
         req_rows=longs(),
         serials=longs(),
         prefix_lens=longs(),
@@ -284,13 +295,13 @@ def launch_accepted(*, with_choices: bool, checks: bool) -> None:
         gained=path,
         choices=nodes if with_choices else None,
     )
-    triton_launch.finish_accepted(
+    accepted.finish_accepted(
         create_canary(),
         create_canary(),
-        accepted,
+        tree_path,
         longs(),
         checks,
-        AcceptedWords.of(accepted),
+        AcceptedWords.of(tree_path),
     )
 
 
@@ -305,7 +316,7 @@ def launch_carried(*, checks: bool, has_hidden: bool) -> None:
         probs=None if has_hidden else torch.zeros(ROWS * 4, 2),
         sums=longs(),
     )
-    triton_launch.carry(create_canary(), rows, checks)
+    carried.carry(create_canary(), rows, checks)
 
 
 def launches() -> Iterator[tuple[str, Any]]:
@@ -342,19 +353,19 @@ def launches() -> Iterator[tuple[str, Any]]:
     state = create_canary()
     for live in (None, longs(1)):
         name = f"poison {live is not None}"
-        yield name, lambda live=live: triton_launch.poison(state, longs(200), live)
-    for moves in (1, 50, triton_launch.MAX_MOVES):
+        yield name, lambda live=live: records.poison(state, longs(200), live)
+    for moves in (1, 50, records.MAX_MOVES):
         dst = longs(moves)
         yield (
             f"move {moves}",
-            lambda dst=dst: triton_launch.move_records(state, dst, dst),
+            lambda dst=dst: records.move_records(state, dst, dst),
         )
     for groups in range(3):
         yield f"note tokens {groups}", lambda groups=groups: launch_note(groups)
     for seeds in (None, longs(8)):
         yield (
             f"expect {seeds is not None}",
-            lambda seeds=seeds: triton_launch.expect_rows(
+            lambda seeds=seeds: notes.expect_rows(
                 create_canary(), longs(), longs(3 * ROWS).view(3, ROWS), seeds
             ),
         )
@@ -374,8 +385,8 @@ def launches() -> Iterator[tuple[str, Any]]:
                 ),
             )
     rows = ALL_ROWS["draft extend"]
-    yield "finish", lambda: triton_launch.finish_step(state, rows, longs(64))
-    yield "gather", lambda: triton_launch.gather_findings(state, longs(), longs(64))
+    yield "finish", lambda: ends.finish_step(state, rows, longs(64))
+    yield "gather", lambda: ends.gather_findings(state, longs(), longs(64))
     for mode in FingerprintMode:
         for name, view in {"tokens": VIEWS["tokens"], "sweep": SWEEP}.items():
             yield (
@@ -398,7 +409,8 @@ def variants() -> list[Variant]:
     recorders = {name: Recorder(name) for name in KERNELS}
     with ExitStack() as stack:
         for name, recorder in recorders.items():
-            stack.enter_context(patch.object(triton_launch, name, recorder))
+            module = sys.modules[KERNELS[name].fn.__module__]
+            stack.enter_context(patch.object(module, name, recorder))
         for name, launch in launches():
             launch()
             (kernel,) = (r for r in recorders.values() if r.launches)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import random
-from types import ModuleType
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from kv_canary import launches
 from kv_canary.checks import Reason
 from kv_canary.findings import STATUS_WORDS
-from kv_canary.kernels import reference, reference_write
 from kv_canary.layout import (
     Fingerprint,
     FingerprintMode,
@@ -32,11 +33,6 @@ from kv_canary.records import Ring, WriterKind, draft_seed, extend_lineage
 from kv_canary.state import CanaryState, create_state
 from kv_canary.view import ForwardView, KVReadView
 
-try:
-    from kv_canary.kernels import triton_launch
-except ImportError:
-    triton_launch = None  # type: ignore[assignment]
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REQ_ROWS, WIDTH = 8, 320
 LENS = [11, 6, 20]
@@ -44,20 +40,32 @@ LAYERS, HEADS, DIM = 3, 2, 8
 
 
 class Backend(NamedTuple):
+    """One form of all launches, by name: `launch.verify`, `launch.write_head`, ..."""
+
     name: str
-    read: ModuleType
-    write: ModuleType
+    launch: SimpleNamespace
+
+
+def _launches(form: str) -> SimpleNamespace:
+    found = {}
+    for op in vars(launches).values():
+        if hasattr(op, "reference"):
+            at = getattr(op, form)
+            if isinstance(at, str):
+                module, _, name = at.partition(":")
+                at = getattr(importlib.import_module(module), name)
+            found[op.reference.__name__] = at
+    return SimpleNamespace(**found)
 
 
 def backends() -> list[Backend]:
     """Implementations that can run here, the reference first."""
-    found = [Backend("reference", reference, reference_write)]
+    names = ["reference"]
     if DEVICE == "cpu" and native_available():
-        native = importlib.import_module("kv_canary.kernels.native")
-        found.append(Backend("native", native, native))
-    if triton_launch is not None:
-        found.append(Backend("triton", triton_launch, triton_launch))
-    return found
+        names.append("native")
+    if find_spec("triton") is not None:
+        names.append("triton")
+    return [Backend(name, _launches(name)) for name in names]
 
 
 each_backend = pytest.mark.parametrize("backend", backends(), ids=lambda b: b.name)
@@ -265,7 +273,9 @@ class World:
         sweep: bool = False,
     ) -> None:
         view = dataclasses.replace(rows, manager=manager)
-        backend.read.verify(state, view, self.checks(tokens=tokens, sweep=sweep), table)
+        backend.launch.verify(
+            state, view, self.checks(tokens=tokens, sweep=sweep), table
+        )
 
     def checks(
         self,
@@ -320,7 +330,7 @@ class World:
             rows, writer_kind=kind, manager=manager, oracle=oracle
         )
         kept = self.k.clone(), self.v.clone()
-        backend.write.write_head(state, view, self.checks(published=published))
+        backend.launch.write_head(state, view, self.checks(published=published))
         # The model stores what the world already holds.
         self.k.copy_(kept[0])
         self.v.copy_(kept[1])
@@ -330,7 +340,7 @@ class World:
     ) -> Tensor:
         """Lineages after the new tokens; the findings."""
         findings = long([0] * (STATUS_WORDS + rows.num_rows))
-        backend.write.finish_step(state, rows, findings)
+        backend.launch.finish_step(state, rows, findings)
         return findings
 
     def tail(
@@ -345,7 +355,7 @@ class World:
         findings: Tensor | None = None,
     ) -> None:
         view = dataclasses.replace(rows, writer_kind=kind, manager=manager)
-        backend.write.write_tail(state, view, self.checks(), advance, findings)
+        backend.launch.write_tail(state, view, self.checks(), advance, findings)
 
 
 def small_world(**options: object) -> World:

@@ -20,7 +20,7 @@ from canary_world import (
 
 from kv_canary.carried import CarriedRows
 from kv_canary.checks import Reason
-from kv_canary.kernels import reference_write
+from kv_canary.kernels.reference.carried import carry
 from kv_canary.records import Launch, Ring
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
@@ -73,14 +73,14 @@ def test_sums_are_those_of_the_reference(
     rows.sums.zero_()
     if len(rows.places) > 62:
         rows = dataclasses.replace(rows, sums=rows.sums.new_zeros(300))
-    backend.write.carry(w.state, rows, False)
+    backend.launch.carry(w.state, rows, False)
     due = dataclasses.replace(rows, sums=torch.zeros_like(rows.sums))
-    reference_write.carry(w.state, due, False)
+    carry(w.state, due, False)
     assert torch.equal(rows.sums, due.sums)
     noted = (rows.sums != 0).nonzero().view(-1).tolist()
     live = [*range(group), *range(2 * group, 3 * group)]
     assert noted == [place + 2 for place in live]
-    backend.write.carry(w.state, rows, True)
+    backend.launch.carry(w.state, rows, True)
     assert findings(w.state) == []
 
 
@@ -119,9 +119,9 @@ CHANGES = [_hidden, _ids, _probs, _serials, _sums, _places]
 def test_a_row_that_differs_is_named(backend: Backend, change: Any) -> None:
     w = small_world()
     rows = carried()
-    backend.write.carry(w.state, rows, False)
+    backend.launch.carry(w.state, rows, False)
     change(rows)
-    backend.write.carry(w.state, rows, True)
+    backend.launch.carry(w.state, rows, True)
     assert findings(w.state) == [(Reason.CARRIED_STATE, 3, -1, 9)]
     (entry,) = entries(w.state)
     assert entry[Ring.TAG] & 255 == Launch.CARRIED
@@ -137,10 +137,10 @@ def test_rows_that_are_left_out_or_padded(backend: Backend) -> None:
     w = small_world()
     rows = carried(group=2)
     rows.places[5] = -1
-    backend.write.carry(w.state, rows, False)
+    backend.launch.carry(w.state, rows, False)
     assert rows.hidden is not None
     rows.hidden[2:4] = rows.hidden[5] = 7
-    backend.write.carry(w.state, rows, True)
+    backend.launch.carry(w.state, rows, True)
     assert findings(w.state) == [] and not rows.sums[4:6].any()
 
 
@@ -161,4 +161,4 @@ def test_another_layout_is_refused(
     w = small_world()
     rows = dataclasses.replace(carried(), **{name: value.to(DEVICE)})
     with pytest.raises(ValueError, match=f"CarriedRows: {name}"):
-        backend.write.carry(w.state, rows, True)
+        backend.launch.carry(w.state, rows, True)

@@ -117,7 +117,7 @@ def test_layers_at_distances_that_differ(
         rows = decode(w)
         w.verify(triton, w.state, rows, w.table(rows), tokens=w.tokens, manager=0)
         view = dataclasses.replace(rows, writer_kind=WriterKind.DECODE, manager=0)
-        triton.write.write_head(w.state, view, w.checks())
+        triton.launch.write_head(w.state, view, w.checks())
         filled_of.append(torch.stack([*k, *v]))
         # The model stores what the world already holds.
         for layer, values in zip((*k, *v), kept, strict=True):
@@ -217,8 +217,8 @@ def test_moves_keep_a_row_healthy(backend: Backend) -> None:
     for buffer in (w.k, w.v):
         buffer[:, dst] = buffer[:, src].clone()
     w.req_to_token[3, 3:12] = dst.int()
-    write = backend.write if backend.name == "triton" else backends()[0].write
-    write.move_records(w.state, dst, src)
+    moving = backend if backend.name == "triton" else backends()[0]
+    moving.launch.move_records(w.state, dst, src)
     rows = decode(w)
     w.verify(backend, w.state, rows, w.table(rows))
     assert findings(w.state) == []

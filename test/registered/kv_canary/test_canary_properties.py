@@ -19,7 +19,8 @@ from canary_world import (
 from torch import Tensor
 
 from kv_canary.findings import RING, STATUS_WORDS, counters_of, verdicts_of
-from kv_canary.kernels import reference
+from kv_canary.kernels.reference.rows import load_slots
+from kv_canary.kernels.triton import grid
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import WriterKind
 from kv_canary.state import CanaryState
@@ -208,8 +209,8 @@ def small_blocks(
 ) -> None:
     """Also programs that take several blocks, and rows of many programs."""
     if backend.name == "triton":
-        monkeypatch.setattr(backend.read, "BLOCK_TOKENS", rng.choice([16, 64, 128]))
-        monkeypatch.setattr(backend.read, "TARGET_PROGRAMS", rng.choice([1, 9, 2048]))
+        monkeypatch.setattr(grid, "BLOCK_TOKENS", rng.choice([16, 64, 128]))
+        monkeypatch.setattr(grid, "TARGET_PROGRAMS", rng.choice([1, 9, 2048]))
 
 
 @pytest.mark.parametrize("backend", OTHERS, ids=lambda b: b.name)
@@ -273,7 +274,7 @@ def reads_what_it_writes(case: Case) -> bool:
     element = torch.arange(len(row), device=row.device) - (lens.cumsum(0) - lens)[row]
     first = 0 if table.first_position is None else table.first_position[row]
     old = first + element < rows.prefix_lens[row]
-    read = set(reference.slots_of(table, row, element)[old].tolist())
+    read = set(load_slots(table, row, element)[old].tolist())
     return bool(read & set(rows.out_cache_loc.tolist()))
 
 
@@ -297,7 +298,7 @@ def test_before_model_equals_the_reference(
         oracle=case.oracle,
     )
     checks = world.checks(tokens=case.tokens, published=case.published)
-    backend.read.before_model(state, view, checks)
+    backend.launch.before_model(state, view, checks)
     first = backends()[0]
     world.verify(first, due, rows, case.table, tokens=case.tokens, manager=manager)
     world.head(
@@ -334,13 +335,13 @@ def test_ends_and_moves_equal_the_reference(backend: Backend, seed: int) -> None
         state = world.state.clone()
         out = long([99] * (STATUS_WORDS + 5))
         ended = long([99] * (STATUS_WORDS + others.num_rows + 1))
-        one.write.poison(state, slots, long([rng_live]))
-        write = one.write if one.name == "triton" else backends()[0].write
-        write.move_records(state, some[:23], some[17:])
-        one.write.gather_findings(state, req_rows, out)
+        one.launch.poison(state, slots, long([rng_live]))
+        moving = one if one.name == "triton" else backends()[0]
+        moving.launch.move_records(state, some[:23], some[17:])
+        one.launch.gather_findings(state, req_rows, out)
         world.advance(one, state, rows)
-        one.write.finish_step(state, others, ended)
-        one.write.poison(state, slots, None)
+        one.launch.finish_step(state, others, ended)
+        one.launch.poison(state, slots, None)
         return state, out, ended
 
     rng_live = rng.randint(0, 60)
@@ -362,7 +363,7 @@ def test_the_tail_ends_the_forward(
     """Status and verdicts of the rows, which are cleared; lineages as `finish_step`
     leaves them. Where a row has many programs, all of them start from the old one."""
     if backend.name == "triton":
-        monkeypatch.setattr(backend.read, "BLOCK_TOKENS", 16)
+        monkeypatch.setattr(grid, "BLOCK_TOKENS", 16)
     world = World(lens=[0, 11, 6])
     rows = world.rows(extends=[extend] * 3, pad=2)
     state, apart = world.state.clone(), world.state.clone()

@@ -131,7 +131,7 @@ def test_torn_and_freed(backend: Backend) -> None:
     torn, half, freed = w.slot(0, 2), w.slot(1, 4), w.slot(2, 10)
     w.state.head[torn, 3] += 1 << 40
     w.state.tail[half, 0] = -1
-    backend.write.poison(w.state, long([freed, freed, -1]), None)
+    backend.launch.poison(w.state, long([freed, freed, -1]), None)
     assert unpack_word3(int(w.state.tail[freed, 3])) == (
         int(w.state.clock),
         WriterKind.POISON,

@@ -134,7 +134,7 @@ def test_lineages_of_the_kernels(backend: Backend) -> None:
             seeds=long([seed]),
         )
         findings = long([0] * (STATUS_WORDS + 1))
-        backend.write.finish_step(state, rows, findings)
+        backend.launch.finish_step(state, rows, findings)
         due = extend_lineage(seed, ids, start_position=start, salt=salt)
         assert int(state.expected_lineage[2]) == due
 

@@ -102,7 +102,7 @@ def test_notes_and_marks(backend: Backend) -> None:
         prefix_lens=long([30, 40, 40, 40]),
         extend_lens=long([10, 1, 2, 3]),
     )
-    backend.write.note_tokens(w.state, sampled, marks)
+    backend.launch.note_tokens(w.state, sampled, marks)
     words = [pack_word0(7, 40), pack_word0(0, 41), pack_word0(9, 42), UNKNOWN]
     assert marks.tolist() == [[30, 10, 0, 20], words]
     noted = w.state.requests[:, Request.NEXT_WORD0].tolist()
@@ -137,7 +137,7 @@ def test_the_words_of_a_step(backend: Backend, has_others: bool, rows: int) -> N
     found = torch.arange(STATUS_WORDS + rows, device=DEVICE) * 2
     others = torch.full_like(found, 4097) if has_others else None
     words = torch.full((3 * rows + len(found),), -7, device=DEVICE)
-    backend.write.send_tokens(state, sampled, found, others, words)
+    backend.launch.send_tokens(state, sampled, found, others, words)
     tokens, sent, serials, marks = words.split([rows, len(found), rows, rows])
     assert torch.equal(tokens, sampled.tokens)
     due = found.clone()
@@ -160,7 +160,7 @@ def test_a_prefill_is_announced(backend: Backend, has_seeds: bool) -> None:
     before = w.state.expected_lineage.clone()
     seeds = long([0] * len(w.state.requests)) if has_seeds else None
     values = long([[5, 6], [50, 60], [500, 600]])
-    backend.write.expect_rows(w.state, long([3, 1]), values, seeds)
+    backend.launch.expect_rows(w.state, long([3, 1]), values, seeds)
     assert w.state.expected_lineage[[1, 3]].tolist() == [6, 5]
     assert w.state.expected_lineage[2] == before[2]
     assert w.state.requests[1:4].tolist() == [[600, UNKNOWN], [-1, 7], [500, UNKNOWN]]
@@ -314,7 +314,7 @@ def note(
     if draft is None:
         draft = small_world(draft=True).state
     salts = long(w.salts)
-    backend.write.finish_accepted(w.state, draft, path, salts, checks, words)
+    backend.launch.finish_accepted(w.state, draft, path, salts, checks, words)
     return words
 
 
@@ -423,7 +423,7 @@ def test_many_rows_end_together(backend: Backend) -> None:
         )
         words = AcceptedWords.of(path)
         salts = torch.zeros_like(every)
-        backend.write.finish_accepted(state, state.clone(), path, salts, True, words)
+        backend.launch.finish_accepted(state, state.clone(), path, salts, True, words)
         assert verdicts_of(words.findings.tolist()) == every.tolist()
         assert verdicts_of(words.draft_findings.tolist()) == every.tolist()
         due = [lineage_term(10 * r, r, 0) for r in range(1, rows + 1)]
@@ -518,7 +518,7 @@ def test_new_slots_are_filled_before_the_model(backend: Backend) -> None:
     w = small_world(mode=FingerprintMode.ALL)
     rows = w.rows(extends=[2, 1, 3])
     before = w.k.clone()
-    backend.write.write_head(w.state, rows, w.checks())
+    backend.launch.write_head(w.state, rows, w.checks())
     k, v = w.fingerprint.k_words, w.fingerprint.v_words
     assert k is not None and v is not None
     slots = rows.out_cache_loc

@@ -104,7 +104,7 @@ def test_a_read_after_free_is_found_at_once(model: Path, page_size: int) -> None
     found = {v["slot"]: v for v in incident["violations"]}
     assert set(slots) == set(found)
     # Slots that the victim got again, for new tokens, are written by the launch that
-    # reads them (`triton_before.py`).
+    # reads them (`triton/before.py`).
     row, end = req.req_pool_idx, req.allocated_len
     new = harness.scheduler.cache.req_to_token_pool.row_slots(
         row, allocated, end

@@ -186,7 +186,7 @@ def test_verify_leaves_bytes_to_attention(
     w.state.tail[w.slot(0, 2), 1] += 1
     rows = decode(w)
     checks = dataclasses.replace(w.checks(), compares_bytes=False)
-    backend.read.verify(w.state, rows, checks, w.table(rows))
+    backend.launch.verify(w.state, rows, checks, w.table(rows))
     # The record is compared as ever, and the one after it.
     torn = [(int(reasons), slot) for reasons, _, slot, _ in findings(w.state)]
     assert {slot for _, slot in torn} == {w.slot(0, 2), w.slot(0, 3)}

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from kv_canary.kernels import triton_launch
+from kv_canary.kernels.triton import ends, records
 from kv_canary.state import create_state
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
 from sglang.srt.layers.attention.triton_ops.extend_dense_kernels import (
@@ -101,8 +101,8 @@ def launch() -> None:
     state = create_state(
         num_slots=64, req_rows=4, ring_capacity=8, num_managers=1, device="cpu"
     )
-    triton_launch.poison(state, longs(1, 2, 3), None)
-    triton_launch.gather_findings(state, longs(1, 2), torch.zeros(64).long())
+    records.poison(state, longs(1, 2, 3), None)
+    ends.gather_findings(state, longs(1, 2), torch.zeros(64).long())
 
 
 KINDS = 8

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kv_canary.checks import Reason
 from kv_canary.head_sums import head_sums
-from kv_canary.kernels.triton_args import state_args
+from kv_canary.kernels.triton.args import state_args
 from kv_canary.records import (
     Counter,
     Launch,

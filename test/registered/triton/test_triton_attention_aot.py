@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from kv_canary.kernels.triton_args import State
+from kv_canary.kernels.triton.args import State
 from kv_canary.state import ARENA_PARTS
 from sglang.srt.layers.attention.triton_ops.args import (
     Check,

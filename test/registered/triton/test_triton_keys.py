@@ -15,7 +15,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=8, suite="cpu")
 
 # Both have constants of the same names, and helpers of the kernel.
-MODULES = ("kv_canary.kernels.triton_write", "kv_canary.kernels.triton_verify")
+MODULES = ("kv_canary.kernels.triton.write", "kv_canary.kernels.triton.verify")
 PROGRAM = """
 import importlib, os, sys
 os.environ.pop("TRITON_INTERPRET", None)
@@ -23,7 +23,7 @@ from sglang.srt.utils.triton_keys import make_keys_stable
 make_keys_stable()
 for name in sys.argv[1:]:
     importlib.import_module(name)
-from kv_canary.kernels.triton_before import before_kernel
+from kv_canary.kernels.triton.before import before_kernel
 first = before_kernel.cache_key
 before_kernel.hash = None  # its helpers are hashed now
 print(first, before_kernel.cache_key)
@@ -33,11 +33,11 @@ print(first, before_kernel.cache_key)
 AFTER_A_LAUNCH = """
 import os
 os.environ.pop("TRITON_INTERPRET", None)
-from kv_canary.kernels import triton_verify
-_ = triton_verify._check_halves.cache_key
+from kv_canary.kernels.triton import verify
+_ = verify._check_halves.cache_key
 from sglang.srt.utils.triton_keys import make_keys_stable
 make_keys_stable()
-print(len(triton_verify.verify_kernel.cache_key))
+print(len(verify.verify_kernel.cache_key))
 """
 
 

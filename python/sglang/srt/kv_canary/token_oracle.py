@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kv_canary.checks import Reason
 from kv_canary.hashing import MASK64, mix64, mix64_int
-from kv_canary.kernels.reference import Report
+from kv_canary.kernels.reference.report import Report
 from kv_canary.records import Launch, Ring, pack_word0_tensor
 from kv_canary.view import NO_MANAGER
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kv_canary.kernels.triton_args import state_args
+from kv_canary.kernels.triton.args import state_args
 from kv_canary.records import Launch, ring_tag
 from kv_canary.view import NO_MANAGER
 from sglang.srt.layers.attention.triton_ops.args import Check, Compares

@@ -18,14 +18,14 @@ import triton.language as tl
 
 from kv_canary import records
 from kv_canary.checks import Reason
-from kv_canary.kernels.triton_hash import POISON, pack_word0
-from kv_canary.kernels.triton_report import (
+from kv_canary.kernels.triton.hash import POISON, pack_word0
+from kv_canary.kernels.triton.report import (
     Finding,
     agree_across_warps,
     report,
     report_one,
 )
-from kv_canary.kernels.triton_sums import (
+from kv_canary.kernels.triton.sums import (
     V_PLACE,
     slot_factors,
     sum_bytes,

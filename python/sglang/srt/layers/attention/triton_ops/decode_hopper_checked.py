@@ -22,9 +22,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kv_canary.kernels.triton_hash import POISON, pack_word0
-from kv_canary.kernels.triton_report import ENTRY_WORDS, Finding
-from kv_canary.kernels.triton_sums import V_PLACE, byte_factors, sum_bytes
+from kv_canary.kernels.triton.hash import POISON, pack_word0
+from kv_canary.kernels.triton.report import ENTRY_WORDS, Finding
+from kv_canary.kernels.triton.sums import V_PLACE, byte_factors, sum_bytes
 from sglang.srt.layers.attention.triton_ops.decode_checked import (
     LAYER_SHIFT,
     LINEAGE_WORD,
@@ -237,7 +237,7 @@ def report_changed(reads, begin, limit, of, SHAPE: gl.constexpr):
 
 @gluon.jit
 def append(state, finding, lane):
-    """`triton_report.report_one`."""
+    """`report_one` of the canary's kernels."""
     place = gl.atomic_add(state.ring_count, 1)
     entry = lane.to(gl.int64) * 0
     for word in gl.static_range(ENTRY_WORDS):

@@ -2,21 +2,32 @@
 
 A program takes a run of blocks of one row's new tokens, and adds up the terms before
 its run itself: an extend of any length is one launch. The parameters `state`, `rows`,
-`checks`, `data`, `ends` and HASHING are the tuples of `triton_args.py`.
+`checks`, `data`, `ends` and HASHING are the tuples of `args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from kv_canary.checks import Reason
-from kv_canary.kernels.triton_ends import end_forward, store_next_lineage
-from kv_canary.kernels.triton_hash import (
+from kv_canary.kernels.triton.args import (
+    NO_CHECKS,
+    Checks,
+    byte_args,
+    check_args,
+    end_args,
+    hashing_args,
+    row_args,
+    state_args,
+)
+from kv_canary.kernels.triton.ends import end_forward, store_next_lineage
+from kv_canary.kernels.triton.grid import cdiv, splits_for, write_block
+from kv_canary.kernels.triton.hash import (
     CLOCK_SHIFT,
     NONE,
     POISON,
@@ -27,14 +38,14 @@ from kv_canary.kernels.triton_hash import (
     pack_word0,
     pack_word3,
 )
-from kv_canary.kernels.triton_report import (
+from kv_canary.kernels.triton.report import (
     Finding,
     Site,
     agree_across_warps,
     report,
     step_phase,
 )
-from kv_canary.kernels.triton_rows import (
+from kv_canary.kernels.triton.rows import (
     Batch,
     Program,
     Row,
@@ -48,12 +59,20 @@ from kv_canary.kernels.triton_rows import (
     sum_ancestors,
     sum_terms,
 )
-from kv_canary.kernels.triton_sums import store_head_sums
-from kv_canary.layout import FingerprintMode
+from kv_canary.kernels.triton.sums import store_head_sums
+from kv_canary.layout import NO_FINGERPRINT, FingerprintMode
 from kv_canary.records import CLOCK_MASK as RECORDS_CLOCK_MASK
 from kv_canary.records import TOKEN_MASK as RECORDS_TOKEN_MASK
 from kv_canary.records import UNKNOWN as RECORDS_UNKNOWN
-from kv_canary.records import Counter, Phase, Request, WriterKind
+from kv_canary.records import Counter, Launch, Phase, Request, WriterKind, ring_tag
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kv_canary.layout import Fingerprint
+    from kv_canary.pool_checks import PoolChecks
+    from kv_canary.state import CanaryState
+    from kv_canary.view import ForwardView
 
 CLOCK_MASK = tl.constexpr(RECORDS_CLOCK_MASK)
 FOREIGN = tl.constexpr(int(Reason.WRITE_FOREIGN))
@@ -83,8 +102,8 @@ DRAFT_KIND = tl.constexpr(int(WriterKind.DRAFT))
 
 
 class _Run(NamedTuple):
-    """The blocks of a row's new tokens that a program takes: first .. last - 1 of
-    `blocks`; `tokens`: of the row, those of a padded one too."""
+    """The run of blocks [first, last) of a row's new tokens that a program takes, of
+    `blocks` in all. `tokens` counts the row's tokens, even of a padded row."""
 
     first: Any
     last: Any
@@ -170,7 +189,7 @@ def _find_run(
 ):
     tokens = row.extend
     if not IS_TAIL:
-        # A padded row is looked at, too: all it may write is scratch.
+        # Padded rows are checked as well: they may write only to the scratch page.
         padded = _count_padded_tokens(rows, row, num_tokens)
         tokens = tl.where(row.live, row.extend, padded)
     blocks = (tokens + BLOCK - 1) // BLOCK
@@ -589,3 +608,81 @@ def write_kernel(
         HASHING=HASHING,
         BLOCK=BLOCK,
     )
+
+
+def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
+    # Before the model bytes matter only if they are filled with the sentinel.
+    fills = checks.fingerprint.mode is FingerprintMode.ALL
+    _write(
+        state,
+        view,
+        checks.fingerprint if fills else NO_FINGERPRINT,
+        Launch.HEAD,
+        checks=check_args(checks, writes=view),
+        ends=None,
+        page_size=checks.page_size,
+    )
+
+
+def write_tail(
+    state: CanaryState,
+    view: ForwardView,
+    checks: PoolChecks,
+    advance: bool,
+    findings: Tensor | None,
+) -> None:
+    if advance and view.num_rows > state.next_lineage.shape[0]:
+        raise ValueError(f"write_tail: {view.num_rows} rows, and scratch for fewer")
+    _write(
+        state,
+        view,
+        checks.fingerprint,
+        Launch.TAIL,
+        checks=NO_CHECKS,
+        ends=end_args(view, findings) if advance else None,
+        page_size=checks.page_size,
+    )
+
+
+def _write(
+    state: CanaryState,
+    view: ForwardView,
+    source: Fingerprint,
+    launch: Launch,
+    *,
+    checks: Checks,
+    ends: Any,
+    page_size: int,
+) -> None:
+    block, chunk, splits = write_shape(view, source.mode)
+    hashing = hashing_args(source, chunk=chunk, slots=block)
+    if launch is Launch.TAIL and hashing.heads and view.qo_indptr is None:
+        cells = hashing.layers * hashing.heads
+        splits = splits_for(view.num_rows, cdiv(cells, hashing.cells))
+    write_kernel[(max(view.num_rows, 1), splits)](
+        state=state_args(state),
+        rows=row_args(view),
+        checks=checks,
+        data=byte_args(source),
+        ends=ends,
+        num_rows=view.num_rows,
+        num_tokens=view.num_tokens,
+        page_size=page_size,
+        max_depth=view.max_depth,
+        kind=int(view.writer_kind),
+        manager=view.manager,
+        tag=ring_tag(launch, view.manager, state.pool),
+        IS_TAIL=launch is Launch.TAIL,
+        ADVANCES=ends is not None,
+        HASHING=hashing,
+        BLOCK=block,
+        num_warps=1 if view.qo_indptr is None and chunk == 1 else 4,
+    )
+
+
+def write_shape(rows: ForwardView, mode: FingerprintMode) -> tuple[int, int, int]:
+    """Return tokens of a program, words hashed at a time, programs of a row."""
+    one_token = rows.qo_indptr is None
+    block, chunk = write_block(mode, one_token=one_token)
+    blocks = 1 if one_token else cdiv(rows.num_tokens, block)
+    return block, chunk, splits_for(rows.num_rows, blocks)

@@ -1,6 +1,6 @@
 """Sums of the bytes of KV heads in Triton: `head_sums.py`, and the table of them.
 
-`data` and HASHING are tuples of `triton_args.py`.
+`data` and HASHING are tuples of `args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kv_canary import head_sums
-from kv_canary.kernels.triton_hash import mix64
+from kv_canary.kernels.triton.hash import mix64
 
 V_PLACE = tl.constexpr(head_sums.V_PLACE)
 MIX_1 = tl.constexpr(head_sums.MIX_1)

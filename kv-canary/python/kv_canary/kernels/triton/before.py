@@ -1,23 +1,32 @@
 """One launch for the read check and the head write of a forward.
 
-Of the programs of a row some verify, the others write, all at once. What one of them
-reads and another writes is the head record of a new token's slot, and only where that
-slot also is in some row's prefix. The head write then reports WRITE_FOREIGN whatever
-the schedule, because it looks at records that verify does not write; verify may find
-the record old, new (of another position or history) or torn. Lineages and tail records
-stay as they are until the tail launch.
+Some programs of a row verify while the others write. They share only the head record
+of a new token's slot, and only if that slot is also in some row's prefix. The head
+write then reports WRITE_FOREIGN whatever the schedule, because it looks at records that
+verify does not write; verify may find the record old, new (of another position or
+history) or torn. Lineages and tail records stay as they are until the tail launch.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
-from kv_canary.kernels.triton_rows import Batch, Program
-from kv_canary.kernels.triton_verify import verify_program
-from kv_canary.kernels.triton_write import AFTER_HEAD, write_program
+from kv_canary.kernels.triton.args import check_args, row_args, state_args
+from kv_canary.kernels.triton.rows import Batch, Program
+from kv_canary.kernels.triton.verify import read_arguments, read_splits, verify_program
+from kv_canary.kernels.triton.write import AFTER_HEAD, write_program, write_shape
+from kv_canary.layout import FingerprintMode
+from kv_canary.records import Launch, ring_tag
+
+if TYPE_CHECKING:
+    from kv_canary.pool_checks import PoolChecks
+    from kv_canary.state import CanaryState
+    from kv_canary.view import ForwardView
 
 
 @triton.jit(
@@ -101,3 +110,22 @@ def before_kernel(
             HASHING=HASHING,
             BLOCK=HEAD_BLOCK,
         )
+
+
+def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
+    """Launch both checks at once: the first programs of a row verify, others write."""
+    table, manager = view.reads[0], view.manager
+    verify_splits = read_splits(view, table, checks)
+    block, _, write_splits = write_shape(view, FingerprintMode.NONE)
+    before_kernel[(max(view.num_rows, 1), verify_splits + write_splits)](
+        state=state_args(state),
+        rows=row_args(view),
+        checks=check_args(checks, reads=True, writes=view),
+        **read_arguments(state, view, checks, table, manager),
+        page_size=checks.page_size,
+        kind=int(view.writer_kind),
+        head_tag=ring_tag(Launch.HEAD, manager, state.pool),
+        verify_splits=verify_splits,
+        HEAD_BLOCK=block,
+        num_warps=4,
+    )

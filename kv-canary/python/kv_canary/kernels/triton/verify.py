@@ -4,20 +4,30 @@ A program takes every `splits`-th block of elements of one row. Records are load
 separate strided words: each word is needed as a vector of its own, and the words of a
 record share one 32-byte sector, which the first load brings into L1. The parameters
 `state`, `rows`, `checks`, `reads`, `data`, PAGES and HASHING are the tuples of
-`triton_args.py`; without `checks.columns` it is a sweep.
+`args.py`; without `checks.columns` it is a sweep.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from kv_canary.checks import Reason
-from kv_canary.kernels.triton_hash import (
+from kv_canary.kernels.triton.args import (
+    byte_args,
+    check_args,
+    hashing_args,
+    page_args,
+    read_args,
+    row_args,
+    state_args,
+)
+from kv_canary.kernels.triton.grid import HASH_SLOTS, cdiv, splits_for, verify_block
+from kv_canary.kernels.triton.hash import (
     LOW_HALF,
     NONE,
     POISON,
@@ -26,7 +36,7 @@ from kv_canary.kernels.triton_hash import (
     lineage_term,
     pack_word0,
 )
-from kv_canary.kernels.triton_report import (
+from kv_canary.kernels.triton.report import (
     Finding,
     Site,
     agree_across_warps,
@@ -34,7 +44,7 @@ from kv_canary.kernels.triton_report import (
     report_one,
     step_phase,
 )
-from kv_canary.kernels.triton_rows import (
+from kv_canary.kernels.triton.rows import (
     Batch,
     Program,
     load_columns,
@@ -44,8 +54,15 @@ from kv_canary.kernels.triton_rows import (
     load_start,
     shift_columns,
 )
-from kv_canary.kernels.triton_sums import whole_sums
-from kv_canary.records import Counter, Phase
+from kv_canary.kernels.triton.sums import whole_sums
+from kv_canary.layout import NO_FINGERPRINT
+from kv_canary.records import Counter, Launch, Phase, ring_tag
+from kv_canary.view import NO_MANAGER
+
+if TYPE_CHECKING:
+    from kv_canary.pool_checks import PoolChecks
+    from kv_canary.state import CanaryState
+    from kv_canary.view import ForwardView, KVReadView
 
 LINEAGE = tl.constexpr(int(Reason.VERIFY_LINEAGE))
 POSITION = tl.constexpr(int(Reason.VERIFY_POSITION))
@@ -324,8 +341,8 @@ def _check_halves(state, elements, PAGES: tl.constexpr):
 def _check_lineages(
     state, reads, reader, elements, record, HAS_LAST: tl.constexpr, PAGES: tl.constexpr
 ):
-    """(reasons, expected lineages): each record's against that of the slot before it,
-    and with HAS_LAST that of the last prefix token against the known one."""
+    """Return reasons and expected lineages: each record continues the one before it,
+    and with HAS_LAST the last prefix token has the known lineage."""
     i, p, sound = elements.number, elements.position, record.sound
     previous = _load_slots(reads, reader, i - 1, sound & (i > 0), PAGES)
     previous = tl.where(i == 0, reader.slot_before, previous)
@@ -535,3 +552,64 @@ def verify_kernel(
         BLOCK,
         NEXT_PHASE=AFTER_VERIFY,
     )
+
+
+def verify(
+    state: CanaryState,
+    view: ForwardView,
+    checks: PoolChecks,
+    table: KVReadView,
+    steps_phase: bool = True,
+) -> None:
+    manager = view.manager if steps_phase else NO_MANAGER
+    verify_kernel[(max(view.num_rows, 1), read_splits(view, table, checks))](
+        state=state_args(state),
+        rows=row_args(view),
+        checks=check_args(checks, reads=True),
+        **read_arguments(state, view, checks, table, manager),
+        num_warps=4,
+    )
+
+
+def read_splits(rows: ForwardView, table: KVReadView, checks: PoolChecks) -> int:
+    """Return how many programs of a row verify."""
+    block, _ = _read_block(checks)
+    elements = table.entries.shape[-1] * table.entry_size
+    return splits_for(rows.num_rows, cdiv(elements, block))
+
+
+def _read_block(checks: PoolChecks) -> tuple[int, int]:
+    """Return `verify_block` for the bytes that verify compares."""
+    source = checks.fingerprint if checks.compares_bytes else NO_FINGERPRINT
+    return verify_block(source.mode)
+
+
+def read_arguments(
+    state: CanaryState,
+    view: ForwardView,
+    checks: PoolChecks,
+    table: KVReadView,
+    manager: int,
+) -> dict[str, object]:
+    """Return the arguments about the reads and the tiles that cover them."""
+    block, chunk = _read_block(checks)
+    launch = Launch.SWEEP if checks.req_to_token is None else Launch.VERIFY
+    return {
+        "reads": read_args(table),
+        "data": byte_args(checks.fingerprint),
+        "num_rows": view.num_rows,
+        "num_tokens": view.num_tokens,
+        "table_rows": table.entries.shape[0],
+        "table_columns": table.entries.shape[-1],
+        "max_depth": view.max_depth,
+        "manager": manager,
+        "tag": ring_tag(launch, manager, state.pool),
+        "PAGES": page_args(table),
+        "HASHING": hashing_args(
+            # Where slots have turns, they are hashed one by one.
+            checks.fingerprint,
+            chunk=chunk,
+            slots=block if block == HASH_SLOTS else 1,
+        )._replace(compares=checks.compares_bytes),
+        "BLOCK": block,
+    }

@@ -1,17 +1,20 @@
-"""The end of a forward in Triton: lineages published, status and verdicts gathered.
+"""The end of a forward in Triton: lineages advance, findings are gathered.
 
-`state`, `rows` and `ends` are tuples of `triton_args.py`.
+`state`, `rows` and `ends` are tuples of `args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
 from kv_canary.findings import STATUS_WORDS
-from kv_canary.kernels.triton_rows import (
+from kv_canary.kernels.triton.args import end_args, row_args, state_args
+from kv_canary.kernels.triton.rows import (
     load_base_lineage,
     load_lineage_row,
     load_salt,
@@ -19,6 +22,12 @@ from kv_canary.kernels.triton_rows import (
     sum_terms,
 )
 from kv_canary.records import NUM_COUNTERS
+from kv_canary.view import ForwardView
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kv_canary.state import CanaryState
 
 COUNTERS = tl.constexpr(NUM_COUNTERS)
 COUNTERS_BLOCK = tl.constexpr(triton.next_power_of_2(NUM_COUNTERS))
@@ -28,7 +37,7 @@ ROWS_BLOCK = tl.constexpr(128)
 
 @triton.jit
 def _load_published_row(rows, ends, row, req, live):
-    """The row of `expected_lineage` that gets the lineage after the new tokens."""
+    """Load the row of `expected_lineage` that gets the new lineage."""
     if ends.publish_rows is not None:
         published = tl.load(ends.publish_rows + row, mask=live, other=0)
     else:
@@ -38,7 +47,7 @@ def _load_published_row(rows, ends, row, req, live):
 
 @triton.jit
 def _gather_status(state, findings):
-    """The words of findings before the verdicts."""
+    """Store the words of findings that precede the verdicts."""
     tl.store(findings + COUNTERS, tl.load(state.ring_count, cache_modifier=".cg"))
     index = tl.arange(0, COUNTERS_BLOCK)
     is_counter = index < COUNTERS
@@ -49,7 +58,7 @@ def _gather_status(state, findings):
 
 @triton.jit
 def _gather_verdicts(state, findings, row, req, inside, live):
-    """Verdicts of rows into findings; those of live ones are cleared."""
+    """Move the verdicts of rows into findings, and clear them for live rows."""
     verdict = state.verdict + req
     found = tl.load(verdict, mask=live, other=0, cache_modifier=".cg")
     tl.store(findings + STATUS + row, found.to(tl.int64), mask=inside)
@@ -59,8 +68,8 @@ def _gather_verdicts(state, findings, row, req, inside, live):
 
 
 @triton.jit
-def gather_findings(state, req_rows, findings, num_rows):
-    """Status and verdicts of all rows into findings, by one program."""
+def gather_in_one(state, req_rows, findings, num_rows):
+    """Gather status and verdicts of all rows into findings, by one program."""
     _gather_status(state, findings)
     for begin in range(0, num_rows, ROWS_BLOCK):
         row = begin + tl.arange(0, ROWS_BLOCK)
@@ -71,9 +80,11 @@ def gather_findings(state, req_rows, findings, num_rows):
 
 @triton.jit
 def store_next_lineage(state, rows, ends, row, lineage):
-    """The lineage after the new tokens of a `Row`, or after those that stay, into the
-    scratch that `end_forward` publishes: its other programs still start from the old
-    one."""
+    """Store a row's lineage after its new tokens, or after those that stay, in scratch.
+
+    `end_forward` publishes it later, because the row's other programs still start from
+    the old lineage.
+    """
     if ends.stay_lens is not None:
         stay = tl.load(ends.stay_lens + row.row, mask=row.live, other=0)
         stay_end = row.start + tl.minimum(stay, row.extend)
@@ -83,8 +94,10 @@ def store_next_lineage(state, rows, ends, row, lineage):
 
 @triton.jit
 def end_forward(state, rows, ends, num_rows):
-    """Publish lineages, gather status and verdicts; by the last program, when all
-    others are done. Loads go past L1, which does not see stores of other programs."""
+    """Publish lineages and gather findings, in the last program after all others.
+
+    Loads bypass L1, which does not see stores of other programs.
+    """
     if ends.findings is not None:
         _gather_status(state, ends.findings)
     for begin in range(0, num_rows, ROWS_BLOCK):
@@ -102,8 +115,10 @@ def end_forward(state, rows, ends, num_rows):
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def finish_kernel(state, rows, ends, num_rows, num_tokens, ADVANCES: tl.constexpr):
-    """A program per row: its verdict, and its lineage if it ADVANCES; the first also
-    gathers the status, which this launch does not change."""
+    """Gather the verdict of one row per program and, with ADVANCES, its lineage.
+
+    The first program also gathers the status, which this launch does not change.
+    """
     row = tl.program_id(0).to(tl.int64)
     inside = row < num_rows
     req = tl.load(rows.req_rows + row, mask=inside, other=0)
@@ -125,3 +140,36 @@ def finish_kernel(state, rows, ends, num_rows, num_tokens, ADVANCES: tl.constexp
         # All threads have read the old value before one stores the new.
         tl.debug_barrier()
         tl.store(state.expected_lineage + published, value, mask=live)
+
+
+def finish_step(state: CanaryState, view: ForwardView, findings: Tensor) -> None:
+    _finish(state, view, findings, advance=True)
+
+
+def gather_findings(state: CanaryState, req_rows: Tensor, findings: Tensor) -> None:
+    # The kernel reads only `req_rows`.
+    rows = ForwardView(
+        req_rows=req_rows,
+        prefix_lens=req_rows,
+        extend_lens=req_rows,
+        input_ids=req_rows,
+        positions=req_rows,
+        out_cache_loc=req_rows,
+        serials=req_rows,
+        salts=req_rows,
+    )
+    _finish(state, rows, findings, advance=False)
+
+
+def _finish(
+    state: CanaryState, rows: ForwardView, findings: Tensor, *, advance: bool
+) -> None:
+    finish_kernel[(max(rows.num_rows, 1),)](
+        state=state_args(state),
+        rows=row_args(rows),
+        ends=end_args(rows, findings),
+        num_rows=rows.num_rows,
+        num_tokens=rows.num_tokens,
+        ADVANCES=advance,
+        num_warps=1,
+    )

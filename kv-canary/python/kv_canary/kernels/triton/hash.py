@@ -1,7 +1,7 @@
 """Hashes of the canary's Triton kernels: packed words, lineage terms, fingerprints.
 
 Mirrors `records.py`. Hashing is unsigned; words are kept as int64. `data` and HASHING
-are tuples of `triton_args.py`.
+are tuples of `args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"

@@ -1,6 +1,6 @@
 """Ring entries, verdicts and phases in the canary's Triton kernels.
 
-`state` is the tuple of `triton_args.py`.
+`state` is the tuple of `args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -21,8 +21,8 @@ MAX_THREADS = tl.constexpr(128)
 
 
 class Finding(NamedTuple):
-    """The words of a ring entry, in the order of `Ring`: scalars, or [N] of N entries;
-    None: 0."""
+    """The words of a ring entry in the order of `Ring`, scalars or [N] for N entries.
+    None stands for 0."""
 
     reasons: Any
     req_row: Any

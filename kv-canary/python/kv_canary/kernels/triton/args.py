@@ -36,7 +36,7 @@ State = _tuple_type("State", (*ARENA_PARTS, "num_slots", "capacity"))
 """The tensors of a `CanaryState`, its slots, and the entries that the ring holds."""
 
 Rows = _tuple_type("Rows", (f.name for f in ROW_FIELDS if not f.metadata["at_end"]))
-"""The tensors of a `ForwardView` but those of `Ends`."""
+"""The tensors of a `ForwardView` except those in `Ends`."""
 
 Path = _tuple_type("Path", (*(f.name for f in fields(AcceptedPath)), "nodes", "width"))
 """The tensors of an `AcceptedPath`, and its numbers of nodes and places."""
@@ -106,7 +106,7 @@ class Mask(NamedTuple):
 
 
 class Checks(NamedTuple):
-    """The tables that a forward is compared with; None: the check is left out.
+    """The tables that a forward is compared with; None leaves a check out.
 
     Fields:
         columns: `req_to_token`; tokens: of the prefixes.

@@ -1,14 +1,22 @@
-"""Triton kernels that change records apart from a forward: poison and moves."""
+"""Changes of records outside a forward in Triton: poison and moves."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
-from kv_canary.kernels.triton_hash import POISON, pack_word3
+from kv_canary.kernels.triton.grid import cdiv
+from kv_canary.kernels.triton.hash import POISON, pack_word3
 from kv_canary.records import WriterKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kv_canary.state import CanaryState
 
 POISON_KIND = tl.constexpr(int(WriterKind.POISON))
 
@@ -56,3 +64,36 @@ def move_kernel(head, tail, dst, src, count, MOVES: tl.constexpr):
     # Threads of one program run apart: all loads come before any store.
     tl.debug_barrier()
     tl.store(records + target[:, None] * 4 + word, moved, mask=mask)
+
+
+MOVE_SIZES = (64, 512, 1024)
+"""Numbers of moves that the kernel is compiled for."""
+MAX_MOVES = MOVE_SIZES[-1]
+"""Most moves that one program holds in registers."""
+_POISON_BLOCK = 128
+
+
+def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
+    count = slots.numel()
+    poison_kernel[(cdiv(count, _POISON_BLOCK), 2)](
+        state.head,
+        state.tail,
+        state.clock,
+        slots,
+        slots if n_live is None else n_live,
+        state.num_slots,
+        count,
+        HAS_LIVE=n_live is not None,
+        BLOCK=_POISON_BLOCK,
+    )
+
+
+def move_records(state: CanaryState, dst: Tensor, src: Tensor) -> None:
+    """Move records; more than `MAX_MOVES` take a copy in torch, which allocates."""
+    count = dst.numel()
+    if count > MAX_MOVES:
+        for records in (state.head, state.tail):
+            records.index_copy_(0, dst, records.index_select(0, src))
+        return
+    size = next(size for size in MOVE_SIZES if count <= size)
+    move_kernel[(2,)](state.head, state.tail, dst, src, count, MOVES=size)

@@ -1,6 +1,6 @@
 """Batch rows in the canary's Triton kernels: their fields, tokens and lineages.
 
-`state`, `rows` and `table` are tuples of `triton_args.py`. Functions that load for a
+`state`, `rows` and `table` are tuples of `args.py`. Functions that load for a
 row take its number in the batch, and `live`: whether it is not padded.
 """
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kv_canary import records
-from kv_canary.kernels.triton_hash import lineage_term, mix64, pack_word0
+from kv_canary.kernels.triton.hash import lineage_term, mix64, pack_word0
 
 SALT_KEY = tl.constexpr(records.SALT_KEY)
 SUM_BLOCK = tl.constexpr(512)

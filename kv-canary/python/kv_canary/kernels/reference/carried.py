@@ -1,0 +1,64 @@
+"""Sums of the state that a draft hands on, noted and compared in torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kv_canary.carried import FACTOR, KEY, CarriedRows
+from kv_canary.checks import Reason
+from kv_canary.hashing import MASK64, to_signed64
+from kv_canary.kernels.reference.report import Report, flag
+from kv_canary.records import Launch, Ring
+from kv_canary.view import NO_MANAGER
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kv_canary.state import CanaryState
+
+
+def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
+    """Note the sums of rows or, with `checks`, compare them with those noted."""
+    live, found = _is_carried(rows), _carried_sum(rows)
+    if not checks:
+        rows.sums[rows.places[live]] = found[live]
+        return
+    due = rows.sums[rows.places.clamp(min=0)]
+    request = torch.arange(len(rows.places), device=rows.places.device) // rows.group
+    Report(state, Launch.CARRIED, NO_MANAGER).add(
+        {
+            Ring.REASONS: flag(Reason.CARRIED_STATE, live & (due != found)),
+            Ring.REQ_ROW: rows.req_rows[request],
+            Ring.SERIAL: rows.serials[request],
+            Ring.POSITION: rows.positions[request],
+            Ring.EXPECTED_LINEAGE: due,
+            Ring.FOUND_LINEAGE: found,
+            Ring.BATCH_ROW: request,
+        }
+    )
+
+
+def _is_carried(rows: CarriedRows) -> Tensor:
+    """Return whether rows count: neither padding nor left out."""
+    return (rows.req_rows != 0).repeat_interleave(rows.group) & (rows.places >= 0)
+
+
+def _carried_sum(rows: CarriedRows) -> Tensor:
+    _, known, *_ = rows.numbers
+    sums = _carried_term(rows.serials.repeat_interleave(rows.group), -1)
+    words: list[Tensor] = []
+    if rows.words is not None:
+        words += rows.words.long().unbind(1)
+    if rows.ids is not None and rows.bits is not None:
+        for k in range(known):
+            words += [rows.ids[:, k], rows.bits[:, k].long()]
+    for j, word in enumerate(words):
+        sums = sums + _carried_term(word, j)
+    return sums
+
+
+def _carried_term(words: Tensor, place: int) -> Tensor:
+    mixed = (words + to_signed64((place + 1) * KEY & MASK64)) * FACTOR
+    return mixed ^ (mixed >> 32)
