@@ -11,7 +11,7 @@ struct Truth {
   uint64_t lineage;
 };
 
-// Lineage before element i of the row's view.
+// The lineage before element i of the row's view, if known.
 Truth before(const VerifyArgs& a, int64_t r, int64_t i, int64_t p, int64_t previous) {
   const State& s = a.state;
   if (p == 0) return {true, a.rows.seed(r)};
@@ -27,8 +27,8 @@ Truth before(const VerifyArgs& a, int64_t r, int64_t i, int64_t p, int64_t previ
   return {record.word0 != kPoisonWord, bits(record.lineage)};
 }
 
-// Whether the row looks at the slot's bytes now. In kRotate each slot has its turn while the
-// row grows by a period, whatever its steps.
+// Whether the row compares the slot's bytes now. With kRotate each slot has one turn while
+// the row grows by a period, in steps of any size.
 bool is_due(const VerifyArgs& a, int64_t r, int64_t slot) {
   if (a.bytes.mode != FingerprintMode::kRotate) return a.bytes.mode != FingerprintMode::kNone;
   const int64_t period = a.bytes.period;
@@ -48,8 +48,8 @@ bool check_halves(const Record& head, const Record& tail, Found& f) {
   return has_head && has_tail;
 }
 
-// The lineage of element i against the record before it, and of the last element of a
-// prefix against the row's.
+// Compares the lineage of element i with the record before it, and the last lineage of a
+// prefix with the row's.
 void check_lineages(
     const VerifyArgs& a, int64_t r, int64_t i, int64_t p, int64_t previous,
     const Record& tail, Found& f) {
@@ -64,7 +64,7 @@ void check_lineages(
   }
 }
 
-// The token at position p against the one that the host knows.
+// Compares the token at position p with the host's, if known.
 void check_tokens(
     const VerifyArgs& a, int64_t r, int64_t p, const Record& tail, Found& f) {
   const int64_t token = a.tokens.at(a.rows.req_rows[r], p + a.token_offset);
@@ -73,7 +73,7 @@ void check_tokens(
   if (token != (tail.word0 & kTokenMask)) f.reasons |= Reason::kVerifyToken;
 }
 
-// The bytes of a slot against its fingerprint, if it is their turn. Returns how many slots
+// Compares the bytes of a slot with its fingerprint if they are due. Returns how many slots
 // were hashed whole.
 int64_t check_bytes(
     const VerifyArgs& a, int64_t r, int64_t slot, const Record& tail, Found& f) {
@@ -83,7 +83,7 @@ int64_t check_bytes(
   return a.bytes.mode != FingerprintMode::kPartial;
 }
 
-// The checks of a record against its row; fills in its words of the entry. Returns how many
+// Checks a record against its row and fills in its words of the entry. Returns how many
 // slots were hashed whole.
 int64_t check_record(
     const VerifyArgs& a, int64_t r, int64_t i, int64_t p, int64_t slot, int64_t previous,
@@ -100,10 +100,10 @@ int64_t check_record(
   return check_bytes(a, r, slot, tail, f);
 }
 
-// Records and bytes of a long row lie everywhere in a pool that no cache holds, so that a
-// row is checked in blocks, three of which are under way: with every element that is
-// compared, the sampled bytes of one in the next block are sent for, and the records of one
-// in the block after it. Sent for a block at once, they would wait for each other.
+// Records and bytes of a long row are spread over a pool that no cache holds. So a row is
+// checked in blocks, three at a time: with every element that is compared, the sampled bytes
+// of an element in the next block are prefetched, and the records of one in the block after
+// it. If a block were prefetched at once, its loads would wait for each other.
 constexpr int64_t kBlock = 32;
 
 struct Block {
@@ -114,8 +114,8 @@ struct Block {
   const uint64_t *k_keys[kBlock], *v_keys[kBlock];
 };
 
-// Lineage of the last element that was compared; bits of `wrong` say that some element
-// before it is not beyond doubt.
+// The lineage of the last element that was compared; any bit in `wrong` means that an
+// element up to there is in doubt.
 struct Chain {
   uint64_t lineage, wrong;
 };
@@ -145,7 +145,7 @@ class Scan {
     __builtin_prefetch(head_ + b.slots[j]);
   }
 
-  // Sends for the bytes that `partial` covers.
+  // Prefetches the bytes that `partial` covers.
   void fetch_bytes(Block& b, int64_t j) const {
     const Bytes& bytes = a_.bytes;
     const int64_t slot = b.slots[j];
@@ -158,7 +158,7 @@ class Scan {
     __builtin_prefetch(b.v[j]);
   }
 
-  // The chain before a block's elements; `previous`: slot of the element before it.
+  // The chain before a block; `previous` is the slot of the element before it.
   Chain open(const Block& b, int64_t previous) const {
     if (!b.in_range) return {0, 1};
     if (first_ + b.begin == 0) return {a_.rows.seed(r_), 0};
@@ -182,8 +182,8 @@ class Scan {
     chain.wrong |= wrong;
   }
 
-  // Whether every element of the block, all of the prefix, is beyond doubt, as in nearly
-  // every block. Anything unusual is left to `check_record`.
+  // Whether no element of the block, which lies in the prefix, is in doubt, as in nearly
+  // every block. `check_record` looks at anything unusual.
   bool is_sound(const Block& b, const Chain& chain) const {
     if (!a_.slots.data) return chain.wrong == 0;
     const int64_t req = a_.rows.req_rows[r_], p0 = first_ + b.begin;
@@ -195,8 +195,8 @@ class Scan {
     return wrong == 0;
   }
 
-  // Takes a step with each of the three blocks: records of `incoming`, bytes of `sampled`,
-  // and the comparison of `due`, whose outcome it returns.
+  // Prefetches records of `incoming` and bytes of `sampled`, and returns whether `due` is
+  // sound.
   bool advance(
       const Block& incoming, Block& sampled, const Block& due, int64_t previous) const {
     const int64_t records = incoming.in_range ? incoming.count : 0;
@@ -229,8 +229,8 @@ struct Seen {
   int64_t visited = 0, rehashed = 0;
 };
 
-// The slot of the element at position p against the table of requests, or against where the
-// forward writes. Returns whether its record is to be checked.
+// Compares the slot of the element at position p with the table of requests, or with where
+// the forward writes. Returns whether its record must be checked.
 bool check_slots(const VerifyArgs& a, int64_t r, int64_t p, int64_t slot, Found& f) {
   const int64_t new_token = p - a.rows.prefix_lens[r];
   const bool in_range = slot >= 0 && slot < a.state.num_slots;
@@ -248,7 +248,7 @@ bool check_slots(const VerifyArgs& a, int64_t r, int64_t p, int64_t slot, Found&
   return in_range && !is_scratch;
 }
 
-// The checks of element i of a row; `previous` is the slot of the element before it.
+// Checks element i of a row; `previous` is the slot of the element before it.
 void check_element(
     const VerifyArgs& a, const Site& site, int64_t r, int64_t i, int64_t slot,
     int64_t previous, Seen& seen) {
@@ -264,7 +264,7 @@ void check_element(
   report(a.state, site, f, a.slots.data ? a.rows.req_rows[r] : 0, a.rows.serials[r], r);
 }
 
-// Elements begin .. end - 1, one after the other.
+// Checks elements [begin, end) one by one.
 void check_elements(
     const VerifyArgs& a, const Site& site, int64_t r, int64_t begin, int64_t end,
     int64_t previous, Seen& seen) {
@@ -275,7 +275,7 @@ void check_elements(
   }
 }
 
-// The first `end` elements of a row, all of its prefix, in blocks.
+// Checks the first `end` elements of a row, all in its prefix, in blocks.
 void check_blocks(
     const VerifyArgs& a, const Site& site, int64_t r, int64_t end, Seen& seen) {
   const Scan scan(a, r);

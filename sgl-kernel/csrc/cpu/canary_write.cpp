@@ -18,7 +18,7 @@ Record own_record(
       pack_word3(site.clock, a.writer_kind, a.rows.serials[r])};
 }
 
-// A padded row may write nothing but scratch.
+// A padded row may write only to the scratch page.
 void check_padded_row(const WriteArgs& a, const Site& site, int64_t r) {
   const Rows& rows = a.rows;
   const int64_t end = rows.qo_indptr ? std::min(rows.qo_indptr[r + 1], rows.tokens) : r + 1;
@@ -34,8 +34,8 @@ void check_padded_row(const WriteArgs& a, const Site& site, int64_t r) {
   }
 }
 
-// Whether the old record of `slot` says that it holds what this request has there, or reads
-// there: that it may not be written now.
+// Whether the old record of `slot` shows that another request holds it, or that this one
+// reads it, so that it may not be written now.
 bool is_taken(const WriteArgs& a, const Site& site, int64_t r, int64_t slot) {
   const Record& old = a.state.head[slot];
   if (old.word0 == kPoisonWord) return false;
@@ -47,7 +47,7 @@ bool is_taken(const WriteArgs& a, const Site& site, int64_t r, int64_t slot) {
          a.slots.at(a.rows.req_rows[r], column_of(a.rows, r, p)) == slot;
 }
 
-// Notes that the input of new token t is not what is due.
+// Notes what was due as the input of new token t.
 void expect_input(const WriteArgs& a, int64_t t, int64_t due, int64_t reasons, Found& f) {
   if (!reasons) return;
   f.reasons |= reasons;
@@ -55,8 +55,8 @@ void expect_input(const WriteArgs& a, int64_t t, int64_t due, int64_t reasons, F
   f.found_word0 = pack_word0(a.rows.input_ids[t], a.rows.positions[t]);
 }
 
-// Ancestors of a token within its row, and whether they precede their children up to one
-// without a parent.
+// The number of ancestors of a token within its row, and whether each precedes its child up
+// to one without a parent.
 struct Depth {
   int64_t ancestors;
   bool is_sound;
@@ -71,7 +71,7 @@ Depth depth_of(const Rows& rows, int64_t start, int64_t t) {
   return {ancestors, parent == -1};
 }
 
-// Whether token j of a row, at t, attends to what its parent does and itself.
+// Whether token j of a row, at t, attends to itself and what its parent attends to.
 bool has_sound_mask(const WriteArgs& a, int64_t t, int64_t j, int64_t start) {
   const int64_t parent = a.rows.parent_index[t];
   const bool* own = a.tree_mask + t * a.mask_width;
@@ -83,7 +83,8 @@ bool has_sound_mask(const WriteArgs& a, int64_t t, int64_t j, int64_t start) {
   return !wrong;
 }
 
-// The place of new token j of a row: its position, in a tree also its parent and its mask.
+// Compares the position of new token j of a row, and in a tree its parent and mask, with its
+// place.
 void check_shape(const WriteArgs& a, int64_t r, int64_t t, int64_t j, Found& f) {
   const Rows& rows = a.rows;
   const int64_t position = rows.positions[t];
@@ -100,8 +101,8 @@ void check_shape(const WriteArgs& a, int64_t r, int64_t t, int64_t j, Found& f) 
   expect_input(a, t, pack_word0(rows.input_ids[t], due), reasons, f);
 }
 
-// The first new token of a row against what is known of its request; branches have none of
-// their own.
+// Compares the first new token of a row with what is known of its request. A branch has no
+// request of its own.
 void check_request(const WriteArgs& a, int64_t r, int64_t t, Found& f) {
   if (a.rows.lineage_rows) return;
   const Request& known = a.state.requests[a.rows.req_rows[r]];
@@ -115,7 +116,7 @@ void check_request(const WriteArgs& a, int64_t r, int64_t t, Found& f) {
   expect_input(a, t, known.next_word0, reasons, f);
 }
 
-// The input of new token j of a row against what was published; a draft step, and a
+// Compares the input of new token j of a row with the published token. A draft step, and a
 // verification after its roots, read proposals.
 void check_published(const WriteArgs& a, int64_t r, int64_t t, int64_t j, Found& f) {
   if (a.writer_kind == WriterKind::kDraft) return;
@@ -126,7 +127,7 @@ void check_published(const WriteArgs& a, int64_t r, int64_t t, int64_t j, Found&
   expect_input(a, t, pack_word0(token, position), Reason::kWriteToken, f);
 }
 
-// The input of new token t against the oracle.
+// Compares the input of new token t with the oracle of tests.
 void check_oracle(const WriteArgs& a, int64_t t, int64_t own_word0, Found& f) {
   const int64_t token = a.oracle_tokens[t], position = a.oracle_positions[t];
   if (token >= 0 && token != a.rows.input_ids[t]) f.reasons |= Reason::kWriteToken;
@@ -135,7 +136,7 @@ void check_oracle(const WriteArgs& a, int64_t t, int64_t own_word0, Found& f) {
   if (f.reasons & (Reason::kWriteToken | Reason::kWritePosition)) f.found_word0 = own_word0;
 }
 
-// Body(words of a layer's K or V in the slot, how many) where all bytes are covered.
+// body(words, count) for K and V of each layer in the slot, if all bytes are covered.
 template <class Body>
 void for_each_part(const Bytes& bytes, int64_t slot, const Body& body) {
   if (bytes.mode != FingerprintMode::kAll) return;
@@ -143,15 +144,15 @@ void for_each_part(const Bytes& bytes, int64_t slot, const Body& body) {
     for (const Words* words : {&bytes.k, &bytes.v}) body(words->at(slot, layer), words->count);
 }
 
-// Makes a store that does not happen show.
+// Fills the slot so that a missing store shows.
 void fill_sentinel(const Bytes& bytes, int64_t slot) {
   for_each_part(bytes, slot, [](const int64_t* words, int64_t count) {
-    // The one launch that writes what it otherwise reads.
+    // Only this launch writes what the others read.
     std::fill_n(const_cast<int64_t*>(words), count, kSentinel);
   });
 }
 
-// Whether the first or the last word of a part still is the sentinel.
+// Whether the first or last word of a part is still the sentinel.
 bool has_sentinel(const Bytes& bytes, int64_t slot) {
   bool found = false;
   for_each_part(bytes, slot, [&](const int64_t* words, int64_t count) {
@@ -160,7 +161,7 @@ bool has_sentinel(const Bytes& bytes, int64_t slot) {
   return found;
 }
 
-// The slot of new token j of a row: whether it may be written, and whether it is due.
+// Checks that the slot of new token j of a row may be written, and is its column's.
 void check_slots(const WriteArgs& a, const Site& site, int64_t r, int64_t j, Found& f) {
   const int64_t slot = f.slot;
   if (slot >= 0 && slot < a.page_size) {

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 def _tuple_type(name: str, names: Iterable[str]) -> Any:
-    """A named tuple of fields that are declared elsewhere."""
+    """Make a named tuple of fields that are declared elsewhere."""
     return namedtuple(name, tuple(names))
 
 
 State = _tuple_type("State", (*ARENA_PARTS, "num_slots", "capacity"))
-"""The tensors of a `CanaryState`, its slots, and the entries that the ring holds."""
+"""The tensors of a `CanaryState`, its slots and the ring's capacity."""
 
 Rows = _tuple_type("Rows", (f.name for f in ROW_FIELDS if not f.metadata["at_end"]))
 """The tensors of a `ForwardView` except those in `Ends`."""
@@ -52,7 +52,7 @@ _ends_of = attrgetter(*Ends._fields[:-1])
 
 
 class Table(NamedTuple):
-    """int32 [req_rows, width] in rows of `stride`: `req_to_token`, or tokens; the slot
+    """`req_to_token` or tokens, int32 [req_rows, width] in rows of `stride`. The slot
     of position p holds token p + `offset`."""
 
     at: Tensor
@@ -92,7 +92,7 @@ class Bytes(NamedTuple):
 
 
 class Oracle(NamedTuple):
-    """Tokens and positions that the new tokens must have; negative: not known."""
+    """Due tokens and positions of the new tokens; negative if unknown."""
 
     tokens: Tensor
     positions: Tensor
@@ -165,12 +165,12 @@ class Hashing(NamedTuple):
 
 
 def state_args(state: CanaryState) -> Any:
-    """A `State`."""
+    """Return the `State` of a canary's state."""
     return State(*_parts_of(state), state.num_slots, state.ring.shape[0])
 
 
 def row_args(view: ForwardView) -> Any:
-    """`Rows`."""
+    """Return the `Rows` of a forward."""
     view.check_layout()
     rows = Rows(*_rows_of(view))
     # A launch without rows runs one program, which loads shifts of row 0 unmasked.
@@ -179,7 +179,7 @@ def row_args(view: ForwardView) -> Any:
 
 
 def end_args(view: ForwardView, findings: Tensor | None) -> Any:
-    """`Ends`."""
+    """Return the `Ends` of a forward."""
     return Ends(*_ends_of(view), findings)
 
 
@@ -253,8 +253,8 @@ def hashing_args(source: Fingerprint, *, chunk: int, slots: int = 1) -> Hashing:
 def check_args(
     checks: PoolChecks, *, reads: bool = False, writes: ForwardView | None = None
 ) -> Checks:
-    """Those of the slots that attention reads, of the new tokens of `writes`, or of
-    both."""
+    """Return the checks of the slots that attention reads, of the new tokens of
+    `writes`, or both."""
     oracle = None if writes is None else writes.oracle
     mask = None if writes is None else writes.tree_mask
     return Checks(
@@ -278,5 +278,5 @@ def page_args(view: KVReadView) -> Pages:
 
 
 def path_args(path: AcceptedPath) -> Any:
-    """A `Path`."""
+    """Return the `Path` of accepted tokens."""
     return Path(*path.tensors, path.nodes, path.width)

@@ -46,13 +46,14 @@ def pack_word3(clock, kind, serial):
 
 @triton.jit
 def lineage_term(word0, salt):
-    """Lineage term of a packed word 0; `salt` is mix64(salt ^ SALT_KEY)."""
+    """Return the lineage term of a packed word 0; `salt` is mix64(salt ^ SALT_KEY)."""
     return mix64(mix64(word0) ^ salt)
 
 
 @triton.jit
 def _layer_at(layers, layer, SCATTERED: tl.constexpr):
-    """Words from the first layer to `layer`: all `layers` apart, or its entry of it."""
+    """Return words from the first layer to `layer`: a table entry if SCATTERED, else
+    layers lie `layers` words apart."""
     return tl.load(layers + layer) if SCATTERED else layer * layers
 
 
@@ -60,7 +61,7 @@ def _layer_at(layers, layer, SCATTERED: tl.constexpr):
 def _sum_sample(
     words, slot, mask, layer, chunk, layers, slot_stride, SCATTERED: tl.constexpr
 ):
-    """Sum of the two hashed words of a 16-byte chunk; low 32 bits count."""
+    """Sum the two hashed words of a 16-byte chunk; only the low 32 bits count."""
     at = words + _layer_at(layers, layer, SCATTERED) + slot * slot_stride + 2 * chunk
     key = (layer << 32) | (2 * chunk)
     first = tl.load(at, mask=mask, other=0)
@@ -80,7 +81,7 @@ def _sum_all(
     SCATTERED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Sums of all hashed words of slots [N], as int64; low 32 bits count.
+    """Sum all hashed words of slots [N], as int64; only the low 32 bits count.
 
     Layers and words are one dimension in tiles of [N, CHUNK], whose keys are hashed
     once for all N slots; only the low halves are added up.
@@ -127,8 +128,7 @@ def _fill(
 
 @triton.jit
 def fill_sentinel(data, slot, mask, HASHING: tl.constexpr):
-    """Make a store that does not happen show: fill K and V of slots [N], of up to
-    FILL_TILE."""
+    """Fill K and V of slots [N], at most FILL_TILE, so that a missing store shows."""
     _fill(
         data.k_words,
         slot,
@@ -159,8 +159,8 @@ def _holds_sentinel(at, mask, last):
 
 @triton.jit
 def has_sentinel(data, slot, mask, HASHING: tl.constexpr):
-    """Whether the first or the last word of slots [N], of K or of V in some layer,
-    still is the sentinel."""
+    """Return whether the first or last word of slots [N], in K or V of some layer, is
+    still the sentinel."""
     # All layers at once: one after the other their latencies would add up.
     number = tl.arange(0, HASHING.layer_block)
     inside = mask[:, None] & (number < HASHING.layers)[None, :]
@@ -176,8 +176,8 @@ def has_sentinel(data, slot, mask, HASHING: tl.constexpr):
 
 @triton.jit
 def fingerprint(data, slot, mask, lineage, HASHING: tl.constexpr):
-    """Fingerprints [N] of slots [N] with these lineages; 0 outside of `mask`. The mode
-    is not NONE."""
+    """Return fingerprints [N] of slots [N] with these lineages, 0 outside `mask`. The
+    mode must not be NONE."""
     if HASHING.mode == PARTIAL:
         # Multiply and shift: a place in 0 .. n - 1 without a division.
         spread = mix64(lineage)

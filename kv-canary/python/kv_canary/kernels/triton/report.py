@@ -47,7 +47,7 @@ if Finding._fields != tuple(word.name.lower() for word in Ring):
 
 
 class Site(NamedTuple):
-    """Which launch finds something: the number of the forward, its manager, its tag."""
+    """A launch that finds something: the forward's number, its manager, its tag."""
 
     clock: Any
     manager: Any
@@ -56,12 +56,12 @@ class Site(NamedTuple):
 
 @triton.jit
 def agree_across_warps(reasons):
-    """Of reasons [N] those that the first warp sees, for all warps of a program of up
+    """Return the reasons [N] that the first warp sees, to all warps of a program of up
     to MAX_THREADS.
 
     With fewer elements than threads each warp looks at all of them, and warps run
-    apart: of a record that another program is writing they may see different words. A
-    branch on what each saw would have them meet at the wrong barriers. A sum over the
+    apart: they may see different words of a record that another program is writing. If
+    each branched on what it saw, they would meet at the wrong barriers. A sum over the
     warps goes through shared memory, so that they agree.
     """
     COPIES: tl.constexpr = MAX_THREADS // reasons.shape[0]
@@ -112,7 +112,7 @@ def report_one(state, finding):
 
 @triton.jit
 def step_phase(state, site, DUE: tl.constexpr, NEXT: tl.constexpr):
-    """Take the manager's phase from DUE to NEXT; a breach is reported and repaired."""
+    """Take the manager's phase from DUE to NEXT; report and repair a breach."""
     if site.manager >= 0:
         found = tl.load(state.phase + site.manager)
         # Warps run apart: one that came here after the store below would take the

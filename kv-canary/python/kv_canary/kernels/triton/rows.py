@@ -1,7 +1,7 @@
 """Batch rows in the canary's Triton kernels: their fields, tokens and lineages.
 
 `state`, `rows` and `table` are tuples of `args.py`. Functions that load for a
-row take its number in the batch, and `live`: whether it is not padded.
+row take its number in the batch and `live`, which is false for a padded row.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -21,7 +21,7 @@ SUM_BLOCK = tl.constexpr(512)
 
 
 class Program(NamedTuple):
-    """Which program this is: the `split`-th of the `splits` of a batch row."""
+    """The `split`-th of the `splits` programs of a batch row."""
 
     row: Any
     split: Any
@@ -29,7 +29,7 @@ class Program(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Sizes of a forward; `max_depth`: ancestors that are walked in a tree."""
+    """Sizes of a forward; a walk in a tree visits `max_depth` ancestors."""
 
     num_rows: Any
     num_tokens: Any
@@ -40,9 +40,9 @@ class Row(NamedTuple):
     """A batch row that writes.
 
     Fields:
-        row: number in the batch; inside: whether the batch has it.
-        req: row of the request table; live: whether it is not padded.
-        prefix: tokens before this forward; start, extend: its new ones in [T].
+        row: number in the batch. inside: whether the batch has it.
+        req: row of the request table. live: false if padded.
+        prefix: tokens before this forward. start, extend: its new tokens in [T].
         salt: as `lineage_term` takes it.
         base: lineage before the first new token.
     """
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """New tokens [N] of a row; `term`: of their lineages."""
+    """New tokens [N] of a row and the terms of their lineages."""
 
     token: Any
     position: Any
@@ -70,7 +70,7 @@ class Tokens(NamedTuple):
 
 @triton.jit
 def load_start(rows, row, live):
-    """Index in [T] of the row's first new token."""
+    """Load the index in [T] of the row's first new token."""
     start = row
     if rows.qo_indptr is not None:
         start = tl.load(rows.qo_indptr + row, mask=live, other=0)
@@ -79,13 +79,13 @@ def load_start(rows, row, live):
 
 @triton.jit
 def load_salt(rows, row, live):
-    """The salt of the row's lineages, as `lineage_term` takes it."""
+    """Load the salt of the row's lineages, as `lineage_term` takes it."""
     return mix64(tl.load(rows.salts + row, mask=live, other=0) ^ SALT_KEY)
 
 
 @triton.jit
 def load_seed(rows, row, req, live):
-    """Lineage before the row's position 0."""
+    """Load the lineage before the row's position 0."""
     seed = live.to(tl.int64) * 0
     if rows.seeds is not None:
         seed = tl.load(rows.seeds + row, mask=live, other=0)
@@ -96,7 +96,7 @@ def load_seed(rows, row, req, live):
 
 @triton.jit
 def load_lineage_row(rows, row, req, live):
-    """The row of `expected_lineage` that a batch row goes on from."""
+    """Load the row of `expected_lineage` that a batch row continues."""
     lineage_row = req
     if rows.lineage_rows is not None:
         lineage_row = tl.load(rows.lineage_rows + row, mask=live, other=0)
@@ -105,7 +105,7 @@ def load_lineage_row(rows, row, req, live):
 
 @triton.jit
 def load_base_lineage(state, rows, row, req, live, prefix):
-    """Lineage before the row's first new token."""
+    """Load the lineage before the row's first new token."""
     lineage_row = load_lineage_row(rows, row, req, live)
     lineage = tl.load(state.expected_lineage + lineage_row)
     return tl.where(prefix > 0, lineage, load_seed(rows, row, req, live))
@@ -113,7 +113,7 @@ def load_base_lineage(state, rows, row, req, live, prefix):
 
 @triton.jit
 def shift_columns(rows, position, row):
-    """Columns of `req_to_token` that hold positions of a batch row."""
+    """Return the columns of `req_to_token` that hold positions of a batch row."""
     if rows.shift_from is not None:
         shifted = position >= tl.load(rows.shift_from + row)
         position = position + tl.where(shifted, tl.load(rows.column_shift + row), 0)
@@ -122,7 +122,7 @@ def shift_columns(rows, position, row):
 
 @triton.jit
 def load_columns(table, column, req, mask):
-    """Entries of row `req` as int64; -1 beyond the table and outside of `mask`."""
+    """Load entries of row `req` as int64; -1 beyond the table and outside `mask`."""
     mask = mask & (column >= 0) & (column < table.width)
     at = table.at + req * table.stride + column
     return tl.load(at, mask=mask, other=-1).to(tl.int64)
@@ -130,7 +130,7 @@ def load_columns(table, column, req, mask):
 
 @triton.jit
 def load_tokens(rows, index, mask, salt):
-    """The new tokens at `index` [N] of [T]; terms are 0 outside of `mask`."""
+    """Load the new tokens at `index` [N] of [T]; terms are 0 outside `mask`."""
     token = tl.load(rows.input_ids + index, mask=mask, other=0)
     position = tl.load(rows.positions + index, mask=mask, other=0)
     word0 = pack_word0(token, position)
@@ -140,7 +140,7 @@ def load_tokens(rows, index, mask, salt):
 
 @triton.jit
 def sum_terms(rows, begin, end, salt):
-    """Sum of the lineage terms of tokens begin .. end - 1."""
+    """Sum the lineage terms of tokens [begin, end)."""
     total = tl.zeros([SUM_BLOCK], dtype=tl.int64)
     for at in range(begin, end, SUM_BLOCK):
         index = at + tl.arange(0, SUM_BLOCK)
@@ -150,7 +150,7 @@ def sum_terms(rows, begin, end, salt):
 
 @triton.jit
 def sum_ancestors(rows, row, index, mask, max_depth):
-    """Sums of the terms of the ancestors of new tokens [N] of a `Row`."""
+    """Sum the terms of the ancestors of each new token [N] of a `Row`."""
     node = tl.load(rows.parent_index + index, mask=mask, other=-1)
     total = tl.zeros_like(index)
     end = row.start + row.extend
@@ -163,8 +163,8 @@ def sum_ancestors(rows, row, index, mask, max_depth):
 
 @triton.jit
 def count_ancestors(rows, row, index, mask, max_depth):
-    """(ancestors of new tokens [N] of a `Row`, whether all precede their children and
-    the walk ends at a node without a parent)."""
+    """Count the ancestors of new tokens [N] of a `Row`; return whether each precedes
+    its child and the walk ends at a node without a parent."""
     node = tl.load(rows.parent_index + index, mask=mask, other=-1)
     child = index
     depth = tl.zeros_like(index)

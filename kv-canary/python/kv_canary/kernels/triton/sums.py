@@ -1,4 +1,4 @@
-"""Sums of the bytes of KV heads in Triton: `head_sums.py`, and the table of them.
+"""Sums of the bytes of KV heads in Triton (`head_sums.py`) and their table.
 
 `data` and HASHING are tuples of `args.py`.
 """
@@ -21,7 +21,7 @@ SLOT_FACTOR = tl.constexpr(head_sums.SLOT_FACTOR)
 
 @triton.jit
 def byte_factors(place):
-    """`head_sums.byte_factors` of places, uint32."""
+    """Return `head_sums.byte_factors` of places, uint32."""
     x = place.to(tl.uint32)
     x = (x ^ (x >> 16)) * MIX_1
     x = (x ^ (x >> 15)) * MIX_2
@@ -30,21 +30,21 @@ def byte_factors(place):
 
 @triton.jit
 def slot_factors(slot):
-    """Odd factors, uint32, that keep sums of slots apart where they are added up."""
+    """Return odd factors, uint32, that keep the sums of slots apart when added up."""
     return (slot.to(tl.uint32) * SLOT_FACTOR) | 1
 
 
 @triton.jit
 def _byte_product(word, place, NUMBER: tl.constexpr):
-    """A byte of uint32 words, the lowest is 0, times the factor of its place."""
+    """Multiply byte NUMBER (0 is the lowest) of uint32 words by its place's factor."""
     byte = (word << (24 - 8 * NUMBER)).to(tl.int32, bitcast=True) >> 24
     return byte.to(tl.uint32, bitcast=True) * byte_factors(place + NUMBER)
 
 
 @triton.jit
 def sum_bytes(word, place):
-    """Products of the four bytes of uint32 words with the factors of their places, of
-    which these are the first, added up: uint32."""
+    """Multiply the four bytes of uint32 words by the factors of their places, which
+    begin at `place`, and add them up."""
     low = _byte_product(word, place, 0) + _byte_product(word, place, 1)
     return low + _byte_product(word, place, 2) + _byte_product(word, place, 3)
 
@@ -63,7 +63,7 @@ def _sum_cells(
     PADDED: tl.constexpr,
     SCATTERED: tl.constexpr,
 ):
-    """Sums [cells] of the 64-bit words of K or of V of heads of slots and layers."""
+    """Sum the 64-bit words of K or V of heads of slots and layers: [cells]."""
     at = tl.load(layers + layer) if SCATTERED else layer * layers
     at = words + at + slot * slot_stride + head * SIZE
     word = tl.arange(0, PADDED)
@@ -77,14 +77,14 @@ def _sum_cells(
 
 @triton.jit
 def _spread(x, STEP: tl.constexpr):
-    """Each of [N], STEP times: [N * STEP]."""
+    """Repeat each of [N] STEP times: [N * STEP]."""
     N: tl.constexpr = x.shape[0]
     return tl.reshape(tl.broadcast_to(x[:, None], (N, STEP)), (N * STEP,))
 
 
 @triton.jit
 def _sum_heads(data, slots, cell, inside, HASHING: tl.constexpr):
-    """Sums, uint32 [cells], of heads of slots by their number."""
+    """Sum heads of slots by their number: uint32 [cells]."""
     HEADS: tl.constexpr = HASHING.heads
     # Past the end: the last layer, which has a place.
     layer = tl.minimum(cell // HEADS, HASHING.layers - 1).to(tl.int64)
@@ -119,7 +119,7 @@ def _sum_heads(data, slots, cell, inside, HASHING: tl.constexpr):
 
 @triton.jit
 def store_head_sums(data, slot, mask, split, splits, HASHING: tl.constexpr):
-    """Put the sums of the heads of slots [N] into the table; this program's share."""
+    """Store this program's share of the sums of the heads of slots [N]."""
     STEP: tl.constexpr = HASHING.cells
     CELLS: tl.constexpr = HASHING.layers * HASHING.heads
     slots, wanted = _spread(slot, STEP), _spread(mask, STEP)
@@ -133,7 +133,7 @@ def store_head_sums(data, slot, mask, split, splits, HASHING: tl.constexpr):
 
 @triton.jit
 def whole_sums(data, slot, mask, HASHING: tl.constexpr):
-    """(`head_sums.whole_sums` of what lies in slots [N], the same of the sums kept)."""
+    """Return `head_sums.whole_sums` of the bytes in slots [N], and of the sums kept."""
     SLOTS: tl.constexpr = slot.shape[0]
     STEP: tl.constexpr = HASHING.cells
     CELLS: tl.constexpr = HASHING.layers * HASHING.heads

@@ -85,16 +85,16 @@ class _Reader(NamedTuple):
     """A batch row that reads.
 
     Fields:
-        row: number in the batch; req: row of the request table; live: whether it is
-            not padded; owner: the request row that findings name, 0 in a sweep.
-        prefix: tokens before this forward; start, extend: its new ones in [T];
-            max_advance: by how much the prefix can grow.
-        first, length: position of element 0, and elements.
-        begin, limit: where its entries start, and how many there are from there on;
-            in a page table the second are its columns.
-        salt: as `lineage_term` takes it; seed: lineage before position 0; last:
-            lineage of the last prefix token.
-        slot_before: slot of the token before element 0; -1: none.
+        row: number in the batch. req: row of the request table. live: false if padded.
+        owner: the request row that findings name, 0 in a sweep.
+        prefix: tokens before this forward. start, extend: its new tokens in [T].
+        max_advance: most tokens by which the prefix can grow.
+        first: position of element 0. length: number of elements.
+        begin, limit: first entry, and number of entries from there; the limit of a page
+            table is its columns.
+        salt: as `lineage_term` takes it. seed: lineage before position 0. last: lineage
+            of the last prefix token.
+        slot_before: slot of the token before element 0, or -1.
     """
 
     row: Any
@@ -120,9 +120,10 @@ class _Elements(NamedTuple):
     """Elements [N] of a row's read view.
 
     Fields:
-        number: in the view; position, slot: of each.
-        expected_slot: the slot that is due, -1 where nothing says it.
-        in_prefix, in_range: whether it is of the prefix, and the slot one of the pool.
+        number: in the view.
+        expected_slot: the due slot, or -1 if unknown.
+        in_prefix: whether the token is in the prefix. in_range: whether the slot is in
+            the pool.
     """
 
     number: Any
@@ -134,7 +135,7 @@ class _Elements(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """Tail records [N]; `sound`: neither half is missing or poisoned."""
+    """Tail records [N]; a record is `sound` if both halves are there."""
 
     word0: Any
     lineage: Any
@@ -145,7 +146,7 @@ class _Record(NamedTuple):
 
 @triton.jit
 def _find_entries(reads, row, live, table_rows, table_columns):
-    """(begin, limit) of the row's entries, as in `_Reader`."""
+    """Return begin and limit of the row's entries, as in `_Reader`."""
     if reads.indptr is None:
         begin = row
         if reads.row_index is not None:
@@ -161,7 +162,7 @@ def _find_entries(reads, row, live, table_rows, table_columns):
 
 @triton.jit
 def _load_slots(reads, reader, element, mask, PAGES: tl.constexpr):
-    """Slots of elements; -1 beyond the entries of the row and outside `mask`."""
+    """Load the slots of elements; -1 beyond the row's entries and outside `mask`."""
     if reads.indptr is None:
         column = element // PAGES.page_size
         mask = mask & (column >= 0) & (column < reader.limit)
@@ -179,7 +180,7 @@ def _load_slots(reads, reader, element, mask, PAGES: tl.constexpr):
 
 @triton.jit
 def _load_slot_before(reads, rows, columns, row, req, live, first):
-    """The slot of the token before element 0; -1: none."""
+    """Load the slot of the token before element 0, or -1."""
     slot = first * 0 - 1
     if reads.prev_slots is not None:
         slot = tl.load(reads.prev_slots + row, mask=live, other=-1)
@@ -190,7 +191,7 @@ def _load_slot_before(reads, rows, columns, row, req, live, first):
 
 @triton.jit
 def _load_reader(state, rows, checks, reads, row, batch, table_rows, table_columns):
-    """The `_Reader` of a row; beyond the batch it is one that is padded."""
+    """Load the `_Reader` of a row, which counts as padded beyond the batch."""
     req = tl.load(rows.req_rows + row, mask=row < batch.num_rows, other=0)
     live = req != 0
     length = tl.maximum(tl.load(reads.read_lens + row, mask=live, other=0), 0)
@@ -239,8 +240,8 @@ def _load_reader(state, rows, checks, reads, row, batch, table_rows, table_colum
 
 @triton.jit
 def _check_length(state, site, reader, PAGES: tl.constexpr):
-    """Report a row that ends before its prefix or its last new token, or begins too
-    late, at the first position that is missing."""
+    """Report the first missing position of a row that ends before its prefix or its
+    last new token, or begins too late."""
     end = reader.first + reader.length
     missing = end
     is_wrong = end < reader.prefix + reader.extend
@@ -278,8 +279,7 @@ def _check_length(state, site, reader, PAGES: tl.constexpr):
 def _check_slots(
     state, rows, columns, reads, reader, block, PAGES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """(reasons, elements) of a block: whether attention reads the slots that are
-    due."""
+    """Return reasons and elements of a block: attention must read the due slots."""
     i = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = i < reader.length
     p = reader.first + i
@@ -314,8 +314,8 @@ def _check_slots(
 
 @triton.jit
 def _check_halves(state, elements, PAGES: tl.constexpr):
-    """(reasons, tail records): whether both halves of the records are there, alike, and
-    of these positions."""
+    """Return reasons and tail records: both halves must be there, be equal and have
+    these positions."""
     slot = elements.slot
     found = elements.in_prefix & elements.in_range & (slot >= PAGES.page_size)
     record = state.tail + slot * 4
@@ -365,7 +365,7 @@ def _check_lineages(
 
 @triton.jit
 def _check_tokens(tokens, reader, position, record):
-    """(reasons, expected words 0) of records against the request's own tokens."""
+    """Compare records with the request's tokens; return reasons and due words 0."""
     reasons = tl.zeros_like(position)
     expected_word0 = pack_word0(tl.zeros_like(position) - 1, position)
     if tokens is not None:
@@ -379,7 +379,7 @@ def _check_tokens(tokens, reader, position, record):
 
 @triton.jit
 def _fingerprint(data, slot, due, record, HASHING: tl.constexpr):
-    """(fingerprints of slots now, and as they were recorded)."""
+    """Return the fingerprints of slots now, and as they were recorded."""
     if HASHING.heads > 0:
         computed, kept = whole_sums(data, slot, due, HASHING)
     else:
@@ -390,7 +390,7 @@ def _fingerprint(data, slot, due, record, HASHING: tl.constexpr):
 
 @triton.jit
 def _fingerprint_one_by_one(data, slot, due, record, HASHING: tl.constexpr):
-    """`_fingerprint` of the few slots that are due, one after the other."""
+    """Return `_fingerprint` of the few slots that are due, one after the other."""
     BLOCK: tl.constexpr = slot.shape[0]
     lane = tl.arange(0, BLOCK)
     pending = due.to(tl.int32)
@@ -412,8 +412,8 @@ def _fingerprint_one_by_one(data, slot, due, record, HASHING: tl.constexpr):
 
 @triton.jit
 def _check_bytes(state, data, reader, slot, record, HASHING: tl.constexpr):
-    """(reasons, fingerprints now, and as they were recorded) of the bytes of slots with
-    these records."""
+    """Compare the bytes of slots with their records; return reasons, fingerprints now
+    and as they were recorded."""
     due = record.sound
     if HASHING.mode == ROTATE:
         # Each slot has its turn while the row grows by a period, whatever its steps.
@@ -446,8 +446,8 @@ def verify_program(
     BLOCK: tl.constexpr,
     NEXT_PHASE: tl.constexpr,
 ):
-    """One of the programs of a row; the first of row 0 takes the phase from IDLE to
-    NEXT_PHASE."""
+    """Verify one program's share of a row; the first program of row 0 takes the phase
+    from IDLE to NEXT_PHASE."""
     IS_SWEEP: tl.constexpr = checks.columns is None
     row = program.row
     site = Site(clock=tl.load(state.clock), manager=manager, tag=tag)

@@ -1,8 +1,8 @@
 """Triton kernels of the canary's head and tail writes; see `launches.py`.
 
-A program takes a run of blocks of one row's new tokens, and adds up the terms before
-its run itself: an extend of any length is one launch. The parameters `state`, `rows`,
-`checks`, `data`, `ends` and HASHING are the tuples of `args.py`.
+A program takes a run of blocks of one row's new tokens and adds up the terms before
+its run itself, so that an extend of any length is one launch. The parameters `state`,
+`rows`, `checks`, `data`, `ends` and HASHING are the tuples of `args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -115,9 +115,9 @@ class _Writes(NamedTuple):
     """A block of new tokens [N] of a row, and the head records of their slots.
 
     Fields:
-        place: index in [T]; number: in the row; inside: whether the row has it.
-        token, position, word0, lineage, word3: that are written.
-        slot: where to; writable: whether the row may have a record there.
+        place: index in [T]. number: in the row. inside: whether the row has it.
+        token, position, word0, lineage, word3: what is written.
+        slot: where it is written. writable: whether the slot can have a record.
         old0, old1, old3: words of the head record.
     """
 
@@ -137,8 +137,8 @@ class _Writes(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """Outcome of the checks of new tokens [N]: reasons, the words 0 and the slots that
-    are due, and the words 0 that were found."""
+    """What the checks of new tokens [N] found: reasons, due words 0, due slots and
+    found words 0."""
 
     reasons: Any
     expected0: Any
@@ -148,7 +148,7 @@ class _Outcome(NamedTuple):
 
 @triton.jit
 def _load_row(state, rows, row, batch):
-    """The `Row` of a number in the batch; beyond its end a padded one."""
+    """Load a `Row` by its number, which counts as padded beyond the batch."""
     inside = row < batch.num_rows
     req = tl.load(rows.req_rows + row, mask=inside, other=0)
     live = req != 0
@@ -175,7 +175,7 @@ def _load_row(state, rows, row, batch):
 
 @triton.jit
 def _count_padded_tokens(rows, row, num_tokens):
-    """New tokens of a padded row, none outside of the batch."""
+    """Count the new tokens of a padded row; 0 beyond the batch."""
     count = row.inside.to(tl.int64)
     if rows.qo_indptr is not None:
         end = tl.load(rows.qo_indptr + row.row + 1, mask=row.inside, other=0)
@@ -201,7 +201,7 @@ def _find_run(
 
 @triton.jit
 def _check_slots(rows, columns, row, writes, page_size, clock):
-    """(reasons, the slots that are due) of a head write, -1 where none is known."""
+    """Return reasons of a head write and the due slots, -1 if unknown."""
     slot, old0, old3, live = writes.slot, writes.old0, writes.old3, row.live
     expected_slot = writes.number * 0 - 1
     scratch = writes.inside & (slot >= 0) & (slot < page_size)
@@ -228,7 +228,7 @@ def _check_slots(rows, columns, row, writes, page_size, clock):
 
 @triton.jit
 def _check_published(published, row, writes, kind):
-    """(reasons, word 0 that was due) of new tokens that have been published; a draft
+    """Compare new tokens with those published; return reasons and due words 0. A draft
     step, and a verification after its roots, read proposals."""
     mask = writes.inside & row.live & ((writes.number == 0) | (kind != VERIFY_KIND))
     mask = mask & (kind != DRAFT_KIND)
@@ -241,8 +241,8 @@ def _check_published(published, row, writes, kind):
 
 @triton.jit
 def _find_wrong_masks(checks, row, writes, parent):
-    """Of nodes [N] of a tree, whether one attends to anything but what its parent does
-    and itself."""
+    """Return whether nodes [N] of a tree attend to anything but themselves and what
+    their parents attend to."""
     wrong = writes.place < 0
     mask = writes.inside & row.live
     has_parent = mask & (parent >= row.start) & (parent < writes.place)
@@ -263,8 +263,8 @@ def _find_wrong_masks(checks, row, writes, parent):
 
 @triton.jit
 def _check_shape(rows, checks, row, writes, max_depth):
-    """(reasons, word 0 that was due) of new tokens by their places: positions, in a
-    tree also parents and masks."""
+    """Compare positions, and in a tree parents and masks, with the places of new
+    tokens; return reasons and due words 0."""
     mask = writes.inside & row.live
     due = row.prefix + writes.number
     reasons = tl.zeros_like(writes.place)
@@ -284,8 +284,8 @@ def _check_shape(rows, checks, row, writes, max_depth):
 
 @triton.jit
 def _check_request(state, rows, row, writes):
-    """(reasons, word 0 that was due) of the first new token of a row, from what is
-    known of its request; branches have none of their own."""
+    """Compare the first new token of a row with what is known of its request; return
+    reasons and due words 0. A branch has no request of its own."""
     reasons = tl.zeros_like(writes.place)
     due0 = writes.word0
     if rows.lineage_rows is None:
@@ -304,7 +304,7 @@ def _check_request(state, rows, row, writes):
 
 @triton.jit
 def _check_oracle(oracle, row, writes):
-    """(reasons, word 0 that was due) of new tokens."""
+    """Compare new tokens with the oracle; return reasons and due words 0."""
     mask = writes.inside & row.live
     token_due = tl.load(oracle.tokens + writes.place, mask=mask, other=-1)
     wrong = (token_due >= 0) & (token_due != writes.token)
@@ -316,7 +316,7 @@ def _check_oracle(oracle, row, writes):
 
 @triton.jit
 def _check_head(state, rows, checks, row, writes, page_size, kind, max_depth, clock):
-    """The `_Outcome` of new tokens before the model: slots and inputs."""
+    """Check slots and inputs of new tokens before the model."""
     reasons, expected_slot = _check_slots(
         rows, checks.columns, row, writes, page_size, clock
     )
@@ -347,8 +347,8 @@ def _check_head(state, rows, checks, row, writes, page_size, kind, max_depth, cl
 
 @triton.jit
 def _check_tail(data, writes, HASHING: tl.constexpr):
-    """The `_Outcome` of new tokens after the model: whether the heads are still this
-    forward's, and where all bytes are covered, whether K and V were stored."""
+    """Check new tokens after the model: the heads must still be this forward's and, if
+    all bytes are covered, K and V must be stored."""
     is_own = (writes.old0 == writes.word0) & (writes.old1 == writes.lineage)
     is_own = is_own & (writes.old3 == writes.word3)
     reasons = tl.where(writes.writable & (is_own == 0), ALIAS, 0).to(tl.int64)
@@ -400,7 +400,7 @@ def _store_records(records, writes, word2):
 def _load_writes(
     state, rows, row, tokens, place, number, inside, lineage, page_size, word3
 ):
-    """The `_Writes` of a block whose tokens and lineages are known."""
+    """Load the `_Writes` of a block whose tokens and lineages are known."""
     slot = tl.load(rows.out_cache_loc + place, mask=inside, other=-1)
     writable = inside & row.live & (slot >= page_size) & (slot < state.num_slots)
     record = state.head + slot * 4
@@ -435,7 +435,7 @@ def _share_sums(
     HASHING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Put the sums of a row's one new token into the table: this program's share."""
+    """Store this program's share of the sums of a row's one new token."""
     j = tl.arange(0, BLOCK)
     inside = (j < row.extend) & row.live
     slot = tl.load(rows.out_cache_loc + row.start + j, mask=inside, other=-1)
@@ -445,7 +445,7 @@ def _share_sums(
 
 @triton.jit
 def _end_launch(state, rows, ends, batch, programs, clock, ADVANCES: tl.constexpr):
-    """Step the clock and end the forward, in the last program that comes here."""
+    """Step the clock and end the forward in the last program to arrive."""
     # All threads have read the clock, and written what they have to, before this
     # program says that it is done.
     tl.debug_barrier()
@@ -475,8 +475,8 @@ def write_program(
     HASHING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One of the programs of a row. ADVANCES: the launch ends the forward, as `ends`
-    says. Without STEPS_PHASE the launch that it is a part of takes care of the phase.
+    """Write one program's share of a row. With ADVANCES the launch ends the forward as
+    `ends` says. Without STEPS_PHASE the enclosing launch steps the phase.
     """
     IS_TREE: tl.constexpr = rows.parent_index is not None
     site = Site(clock=tl.load(state.clock), manager=manager, tag=tag)
