@@ -14,7 +14,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "kv-canary" / "python"))
 
-from kv_canary.checks import CHECKS, DIAGNOSES, Check  # noqa: E402
+from kv_canary.checks import CHECKS, DIAGNOSES, Check, Severity  # noqa: E402
 
 PAGE = REPO / "docs" / "kv_canary.md"
 REASONS_HEAD = """\
@@ -45,7 +45,10 @@ TABLES = {"reasons": reasons_table, "diagnoses": diagnoses_table}
 def _reason_row(check: Check) -> str:
     found = "; ".join(filter(None, (check.meaning, check.detail)))
     launches = ", ".join(f"`{launch.name.lower()}`" for launch in check.found_by)
-    cells = (f"`{check.label}`", found, launches, check.blames.value, check.since)
+    blamed = check.blames.value
+    if check.severity is Severity.TOKENS:
+        blamed = "; ".join(filter(None, (blamed, "tokens, whichever pool is damaged")))
+    cells = (f"`{check.label}`", found, launches, blamed, check.since)
     return f"| {' | '.join(cells)} |\n"
 
 
